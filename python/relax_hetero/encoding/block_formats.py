@@ -31,7 +31,7 @@ class BlockFormat:
     ----------
     name : str
     bits : int
-        Bits of a quant; 16 where the weights are plain numbers (``f16``, ``bf16``), which have no blocks.
+        Bits of a quant; 16 for plain numbers (``f16``, ``bf16``), without blocks.
     low : int
         The code of quant 0: codes are from `low` to ``low + 2 ** bits - 1``.
     block : int
@@ -313,7 +313,7 @@ class BlockWeights:
     codes : array of int8, (n, depth)
         Codes; for plain formats the numbers, float32.
     scales, minimums : array of float32, (n, blocks) or None
-        None where the format lacks them.
+        Factors and offsets of blocks; None where the format lacks them.
     """
 
     codes: np.ndarray

@@ -192,15 +192,15 @@ def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
 
 def _pack_parts(parts: Parts, plan: RecordPlan, target: np.ndarray) -> None:
     """Write rows to their panels: ``(panels, superblocks, bytes of a superblock)``."""
-    form, places = plan.form, plan.places
-    ends = dict(zip(places, [*list(places.values())[1:], 0], strict=True))
+    form, offsets = plan.form, plan.places
+    ends = dict(zip(offsets, [*list(offsets.values())[1:], 0], strict=True))
 
     def write(name: str, values: np.ndarray | None, dtype: str, count: int) -> None:
         """Write the numbers of each row, `count` for each superblock."""
         if values is not None and dtype:
             rows = _padded(values, target.shape[0] * plan.columns, plan.records * count, dtype)
             lanes = rows.reshape(target.shape[0], plan.columns, plan.records, count).transpose(0, 2, 3, 1)
-            target[:, :, places[name] : ends[name]] = _bytes(lanes, target.shape[:2])
+            target[:, :, offsets[name] : ends[name]] = _bytes(lanes, target.shape[:2])
 
     write("outer_scales", parts.superblock_scales, "float16", 1)
     write("outer_minimums", parts.outer_minimums, "float16", 1)
@@ -214,7 +214,7 @@ def _pack_parts(parts: Parts, plan: RecordPlan, target: np.ndarray) -> None:
     elif form.bits == 8:
         write("codes", parts.fields + np.uint8(form.low & 255), "uint8", plan.span)
     else:
-        target[:, :, places["codes"] :] = _bytes(_lanes(parts.fields, plan, target.shape[0]), target.shape[:2])
+        target[:, :, offsets["codes"] :] = _bytes(_lanes(parts.fields, plan, target.shape[0]), target.shape[:2])
 
 
 def _padded(values: np.ndarray, rows: int, columns: int, dtype: str) -> np.ndarray:

@@ -140,7 +140,7 @@ def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
     """Pack rows of a file's bytes as fragments, scales, and minimums where the format has them."""
     form, depth = source.form, source.depth
     weights = weights_of_rows(source.arrays[0], form, depth)
-    assert weights.scales is not None, "weights that are plain numbers have no fragments"
+    assert weights.scales is not None, "plain numbers cannot be stored in fragments"
     if form.bits == 4:
         quants = (weights.codes - np.int8(form.low)).view(np.uint8)
         data = quants[:, 0::2] | quants[:, 1::2] << np.uint8(4)

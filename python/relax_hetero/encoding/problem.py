@@ -354,7 +354,7 @@ class QuantizedMatmulProblem:
     @cached_property
     def plan(self) -> RecordPlan:
         """Layout of a panel."""
-        assert self.form is not None, "weights in fragments have no panels"
+        assert self.form is not None, "weights in fragments are not in panels"
         plan = RecordPlan(self.form, self.depth, 1)
         return RecordPlan(self.form, self.depth, _static(self.weights[0].shape[-1]) // plan.panel_bytes)
 

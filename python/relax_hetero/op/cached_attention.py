@@ -100,7 +100,7 @@ def cached_attention(
         "halves": element j of a head is rotated with element j + r/2; "pairs": element 2j with 2j + 1; "": none.
         Elements from r on are not changed.
     norms : str
-        Which of queries and keys get an RMS norm with factors: "", "q", "k" or "qk".
+        Operands that get an RMS norm with factors, queries or keys: "", "q", "k" or "qk".
     eps : float
         Number that the norms add to the mean of squares.
     rows : str

@@ -322,8 +322,7 @@ def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorTy
     if (encoding.moves is not None) != (name == CONV):
         raise EncodingError(f"{name}: found {encoding}, the encoding of another op")
     _check_layout(call, encoding)
-    one = tvm.tirx.IntImm("int64", 1)
-    extents: dict[str, Any] = {"1": one}
+    extents: dict[str, Any] = {"1": tvm.tirx.IntImm("int64", 1)}
     for index in (LHS, RHS):
         ty, operand = _tensor(call, index), encoding.of(index)
         _check_encoded(call, ty, operand, f"operand {index}")

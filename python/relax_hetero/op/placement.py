@@ -143,7 +143,7 @@ def is_hint(expr: relax.Expr) -> bool:
     Parameters
     ----------
     expr : relax.Expr
-        Any expression.
+        Expression of any kind.
     """
     return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == "relax.hint_on_device"
 

@@ -130,7 +130,7 @@ def product_encoding(
     Returns
     -------
     Encoding or None
-        None where extents that must be equal are not provably equal.
+        Encoding; None if extents that must be equal are not provably equal.
     """
     if not same_extent(lhs[-1], rhs[-2]):
         return None

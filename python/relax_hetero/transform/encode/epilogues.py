@@ -125,7 +125,7 @@ class RowPhases:
     Attributes
     ----------
     products : dict
-        By the variable of `rows`, its operand that is the product's plain result.
+        Operand that is the product's plain result, by the variable of `rows`.
     plain : set of Var
         These operands, which exist only inside a kernel.
     encoded : set of Var

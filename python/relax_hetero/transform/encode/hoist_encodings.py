@@ -98,8 +98,8 @@ def _without_sources(block: Block) -> list[relax.Binding] | None:
     def is_source(value: relax.Expr) -> bool:
         return encoded_op(value) == PREPACKED or op_name(value) in FOLDED_OPS
 
-    kept = without_unused(block.bindings, block, is_source)
-    return kept if len(kept) < len(block.bindings) else None
+    bindings = without_unused(block.bindings, block, is_source)
+    return bindings if len(bindings) < len(block.bindings) else None
 
 
 class _Packer:

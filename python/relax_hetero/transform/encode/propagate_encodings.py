@@ -176,7 +176,7 @@ def _aligned_to_root(emitter: Emitter, operand: RegionOperand, name: str) -> rel
 # Maximum number of terms of an expression, whose text repeats a value for each of its uses.
 _MAX_TERMS = 128
 
-# Ops that a region does not end at: it would gain nothing, or has no value there.
+# Ops that a region does not end at: that would gain nothing, or it lacks a value there.
 _NOT_LAST_OPS = (RESHAPE, PERMUTE, "relax.less")
 
 
@@ -484,15 +484,15 @@ def _propagate(block: Block) -> list[relax.Binding] | None:
     for step in _STEPS:
         bindings = step(block)
         if bindings is not None:
-            kept = without_unused(bindings, block, _is_droppable)
-            block, changed = Block(kept, block.is_dataflow, block.used_later), True
+            bindings = without_unused(bindings, block, _is_droppable)
+            block, changed = Block(bindings, block.is_dataflow, block.used_later), True
     return block.bindings if changed else None
 
 
 def drop_unused(block: Block) -> list[relax.Binding] | None:
     """The block's bindings without unused ones, so that these do not count as readers; None if all are used."""
-    kept = without_unused(block.bindings, block, _is_droppable)
-    return kept if len(kept) < len(block.bindings) else None
+    bindings = without_unused(block.bindings, block, _is_droppable)
+    return bindings if len(bindings) < len(block.bindings) else None
 
 
 def _is_droppable(value: relax.Expr) -> bool:

@@ -376,7 +376,7 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     EncodingError
-        When it runs: a resolver answers with what is no layout of the operand.
+        When it runs: a resolver returns an object that is not a layout of the operand.
     """
     verify_encodings(mod)
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
@@ -384,7 +384,7 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     cancelled: list[CancelledEntry] = []
     for gv, func in relax_functions(mod):
         functions[gv] = _Function(gv.name_hint, layouts, names, cancelled, mod).specialize(func)
-    mod = rewrite_blocks(with_functions(mod, functions), _without_idle_packing)
+    mod = rewrite_blocks(with_functions(mod, functions), _without_unused_packing)
     verify_encodings(mod)
     if is_collecting():
         publish(describe_encodings(mod, cancelled))
@@ -394,14 +394,14 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
 SpecializeEncodings = declare_pass("SpecializeEncodings", specialize_encodings)
 
 
-def _without_idle_packing(block: Block) -> list[relax.Binding] | None:
-    """A tensor is laid out for nobody where transfers take the plain one."""
-    kept = without_unused(block.bindings, block, lambda value: encoded_op(value) == SET)
-    return kept if len(kept) < len(block.bindings) else None
+def _without_unused_packing(block: Block) -> list[relax.Binding] | None:
+    """The block's bindings without unused packing, whose tensor is transferred unpacked."""
+    bindings = without_unused(block.bindings, block, lambda value: encoded_op(value) == SET)
+    return bindings if len(bindings) < len(block.bindings) else None
 
 
 class _Function:
-    """One function: its encoded values so far, with their layouts (None: plain, since cancelled)."""
+    """Rewriter of one function, with its encoded values and their layouts so far (None: cancelled, so plain)."""
 
     def __init__(
         self, name: str, layouts: Layouts, names: VariantNames, cancelled: list[CancelledEntry], mod: tvm.IRModule
@@ -414,9 +414,9 @@ class _Function:
         self.values: dict[relax.Var, tuple[Encoding, PackedLayout | None]] = {}
         self.merges = Merges()
         self.local: set[relax.Var] = set()
-        self.settled: set[relax.Var] = set()  # whose layout stood in the text, and so those of its transfers
-        self.plain: dict[relax.Var, relax.Expr] = {}  # what was encoded
-        self.constants: set[relax.Var] = set()  # not packed in a call
+        self.settled: set[relax.Var] = set()  # values with a layout before the pass, and their transfers
+        self.plain: dict[relax.Var, relax.Expr] = {}  # plain tensor of each set_encoding
+        self.constants: set[relax.Var] = set()  # constants, which are packed at compile time
 
     def specialize(self, func: relax.Function) -> relax.Function:
         self.local = dataflow_variables(func)
@@ -452,8 +452,8 @@ class _Function:
             return binding
         if name in PRODUCTS:
             kernel = self._kernel(encoding, layout, binding)
-            make = ops.conv if name == CONV else ops.matmul
-            new = make(*operands, encoding=encoding, layout=layout, kernel=kernel)
+            op_builder = ops.conv if name == CONV else ops.matmul
+            new = op_builder(*operands, encoding=encoding, layout=layout, kernel=kernel)
         elif name == ELEMENTWISE:
             new = ops.elementwise(*operands, expression=call.attrs.expression, encoding=encoding, layout=layout)
         else:
@@ -461,8 +461,10 @@ class _Function:
         return relax.VarBinding(var, typed(new, call.ty), binding.span)
 
     def _layout(self, encoding: Encoding, var: relax.Var, activation: bool = False) -> PackedLayout | None:
-        ask = self.layouts.layout_of_activation if activation else self.layouts.layout
-        return ask(encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}")
+        layout_of_operand = self.layouts.layout_of_activation if activation else self.layouts.layout
+        return layout_of_operand(
+            encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}"
+        )
 
     def _is_constant(self, expr: relax.Expr) -> bool:
         return isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr in self.constants)
@@ -473,8 +475,8 @@ class _Function:
         return self.names.name(problem, target_of(binding.var.ty.vdevice))
 
     def _stored(self, expr: relax.Expr) -> Stored:
-        known = self.values.get(expr) if isinstance(expr, relax.Var) else None
-        return Stored.plain(expr.ty) if known is None or known[1] is None else Stored(expr.ty, known[1])
+        encoded = self.values.get(expr) if isinstance(expr, relax.Var) else None
+        return Stored.plain(expr.ty) if encoded is None or encoded[1] is None else Stored(expr.ty, encoded[1])
 
     def _cancel(
         self, name: str, encoding: Encoding, binding: relax.Binding, operands: list[relax.Expr]
@@ -494,7 +496,7 @@ class _Function:
         return stock_product(encoding, operands, out)
 
     def _transfer(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
-        """A tensor that is encoded on one side, or on both."""
+        """Rewrite the transfer of a tensor that is encoded on one device, or on both."""
         var, call = binding.var, binding.value
         source = call.args[0]
         encoding, old = self.values[source]

@@ -337,19 +337,12 @@ def checked_masks(
     """The masks of scores of a shape, after a check of shapes and types; NoAttention where they do not fit."""
     for operand in operands:
         mask_shape = shape_of(operand)
-        if (
-            mask_shape is None
-            or broadcast(mask_shape, shape) is None
-            or not same_shape(broadcast(mask_shape, shape) or [], shape)
-        ):
+        full_shape = None if mask_shape is None else broadcast(mask_shape, shape)
+        if mask_shape is None or full_shape is None or not same_shape(full_shape, shape):
             raise NoAttention(f"a mask of {operand.ty} against scores {shape}")
-        if (
-            len(shape) == 3
-            and len(mask_shape) == 3
-            and not is_one(mask_shape[0])
-            and len(_batch_dims(shape, sizes)[0]) != 1
-        ):  # type: ignore[index]
-            raise NoAttention(f"a mask of {operand.ty}, whose first dimension is batch and heads")
+        if len(shape) == len(mask_shape) == 3 and not is_one(mask_shape[0]):
+            if len((_batch_dims(shape, sizes) or [()])[0]) != 1:
+                raise NoAttention(f"a mask of {operand.ty}, whose first dimension is batch and heads")
         if str(operand.ty.dtype) not in (*types, "bool"):
             raise NoAttention(f"a mask of element type {operand.ty.dtype}, expected one of {types} or bool")
     if expression.dtype(["float32", *(str(operand.ty.dtype) for operand in operands)]) != "float32":

@@ -383,14 +383,14 @@ class _RegionBuilder:
         broadcast_shape = broadcast(shape, full_shape)
         if broadcast_shape is None or not same_shape(broadcast_shape, full_shape):
             return None
-        one = tirx.IntImm("int64", 1)
+        unit = tirx.IntImm("int64", 1)
         if form == FLAT:
-            return RowOperand(tensor, (*shape, one) if shape else None)
+            return RowOperand(tensor, (*shape, unit) if shape else None)
         if axes == 1 or not shape:
             return RowOperand(tensor, None)
         outer, inner = shape[:-axes], shape[-axes:]
         if all(map(is_one, inner)):
-            return RowOperand(tensor, (*outer, one))
+            return RowOperand(tensor, (*outer, unit))
         if len(inner) == axes and same_shape(inner, self.shape[-axes:]):
             return RowOperand(tensor, (*outer, self._length()))
         return None
@@ -540,7 +540,7 @@ class _Rewriter:
     def _missed(self, binding: relax.Binding) -> None:
         if is_row_to_row(binding.value):
             self._remark(
-                binding.var, binding.value.op.name, "its axes are not the last ones, or its type has no kernel"
+                binding.var, binding.value.op.name, "its axes are not the last ones, or its type lacks a kernel"
             )
 
     def _remark(self, var: relax.Var, op: str, reason: str) -> None:
@@ -560,7 +560,7 @@ def _unsupported_reason(op: RowOp, var: relax.Var) -> str | None:
     if isinstance(length, tirx.IntImm) and int(length) < MIN_COLUMNS:
         return f"its rows have {int(length)} elements, expected {MIN_COLUMNS} or more"
     if any(isinstance(extent, tirx.IntImm) and int(extent) == 0 for extent in shape):
-        return "it has no elements"
+        return "it is empty"
     return ""
 
 

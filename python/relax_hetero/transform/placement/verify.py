@@ -189,11 +189,11 @@ class _Verifier:
             vdevice = ty.vdevice
             if vdevice is None:
                 self.fail("a tensor lacks a device")
-            found = self.index.get(handle(vdevice))
-            if found is None:
+            index = self.index.get(handle(vdevice))
+            if index is None:
                 equal_device = self.program.index_of(vdevice, self.where())
                 self.fail(f"its device equals {self.name(equal_device)} but is not the module's own vdevice object")
-            return [found]
+            return [index]
         if isinstance(ty, tvm.ir.TupleType):
             return [device for field in ty.fields for device in self.devices(field)]
         if isinstance(ty, relax.FuncType) and ty.params is not None:

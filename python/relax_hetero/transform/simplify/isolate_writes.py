@@ -328,10 +328,10 @@ class _Writer:
         fields = list(call.args[1].fields)
         for index in _inline_constants(call):
             kind = type(binding.var)
-            shared, own = (kind(f"{binding.var.name}_{suffix}", fields[index].ty) for suffix in ("constant", "own"))
-            yield relax.VarBinding(shared, fields[index])
-            yield from _copies(own, shared)
-            fields[index] = own
+            source, copy_ = (kind(f"{binding.var.name}_{suffix}", fields[index].ty) for suffix in ("constant", "own"))
+            yield relax.VarBinding(source, fields[index])
+            yield from _copies(copy_, source)
+            fields[index] = copy_
         args = [call.args[0], typed(relax.Tuple(fields), call.args[1].ty), *call.args[2:]]
         new = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
         yield relax.VarBinding(binding.var, new, binding.span)
