@@ -29,6 +29,7 @@ from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, unrolled
+from ..tile.ring import Ring
 from .fragments import WARP_ROWS, FragmentStore, Staging, Team
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .product_parameters import ProductParameters
@@ -193,12 +194,6 @@ class SwappedFragments:
 # answer, as reading the sums of others would.
 
 
-def cluster_barrier() -> None:
-    """All threads of the cluster wait for each other, and see what others wrote."""
-    ptx.cluster_arrive()
-    ptx.cluster_wait()
-
-
 @dataclass(frozen=True)
 class ClusterParts:
     """Where sums meet.
@@ -244,7 +239,7 @@ class ClusterParts:
         own, part = self.offset + group * each + member * 16, self.groups * each
         address = T.bind(ptx.shared_address(self.shared.at(own + self.rank * part)))
         remote = local(1, "uint32")
-        cluster_barrier()
+        ptx.cluster_barrier()
         for turn in range(self.split):
             # Every block begins with another one, and comes to itself last.
             for owner in range(self.split):
@@ -254,7 +249,7 @@ class ClusterParts:
                         first = block * registers + owner * count + 4 * quad
                         values = [_typed(sums[first + i], "uint32") for i in range(4)]
                         ptx.store_remote(remote[0] + T.uint32(number * WARPGROUP * 16), values)
-        cluster_barrier()
+        ptx.cluster_barrier()
         total, parts = local(blocks * count, kind), local(4, "uint32")
         for sender in range(self.split):
             for number in range(len(pieces)):
@@ -433,8 +428,9 @@ class WgmmaProduct:
             staging = SwappedFragments(self.store, shared, self.consumers, part, tiling.staged, not self.has_one_tile)
         else:
             staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
-        self.full_at = shared.take(8 * tiling.stages, 8)
-        self.empty_at = shared.take(8 * tiling.stages, 8)
+        # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
+        producers = PRODUCERS + int(self.right.source is Source.PACKED)
+        self.ring = Ring(shared, tiling.stages, producers, self.consumers)
         threads = PRODUCERS + self.consumers * WARPGROUP
         # 0 blocks: as many as there are tiles, which only a launch knows.
         blocks = tiling.blocks or at_least_one(int64(self.tiles)) * tiling.split
@@ -445,11 +441,7 @@ class WgmmaProduct:
             if self.asks_ahead:
                 self._ask_ahead()
             with when(place.thread == 0):
-                for stage in range(tiling.stages):
-                    # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
-                    bulk = self.right.source is Source.PACKED
-                    ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
-                    ptx.barrier_init(self._empty(stage), self.consumers)
+                self.ring.initialize()
                 ptx.barrier_init_fence()
             ptx.block_barrier()
             if self.read_early:
@@ -462,12 +454,6 @@ class WgmmaProduct:
                     self._produce()
                 with T.Else():
                     self._consume(staging, part)
-
-    def _full(self, stage: Expr) -> Expr:
-        return self.shared.at(self.full_at + stage * 8)
-
-    def _empty(self, stage: Expr) -> Expr:
-        return self.shared.at(self.empty_at + stage * 8)
 
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
@@ -523,23 +509,24 @@ class WgmmaProduct:
 
     def _each_step(
         self,
-        ring: Any,
+        position: Any,
         body: Callable[[Expr, Expr, Expr, Expr], None],
         end: Callable[[Expr, Expr, Expr], None] | None = None,
     ) -> None:
-        """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn.
+        """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's phase.
 
-        `ring` is where the thread is in the ring of stages, and moves on.
+        `position` is where the thread is in the ring of stages, and moves on.
         The last step is `end` where there is one, of the same but the step of k, behind the loop of the others.
         """
         count, first = self._own_steps()
 
         def visit(visitor: Callable[..., None], *step: Expr) -> None:
-            visitor(*step, T.bind(ring[0]), T.bind(ring[1]))
+            visitor(*step, T.bind(position[0]), T.bind(position[1]))
             # Not found by division: that would take as long as the products of a small tile.
-            following = T.bind(ring[0] + 1)
-            T.buffer_store(ring, T.Select(following == self.tiling.stages, 0, following), [0])
-            T.buffer_store(ring, T.bitwise_xor(ring[1], T.Select(following == self.tiling.stages, 1, 0)), [1])
+            following = T.bind(position[0] + 1)
+            wraps = following == self.tiling.stages
+            T.buffer_store(position, T.Select(wraps, 0, following), [0])
+            T.buffer_store(position, T.bitwise_xor(position[1], T.Select(wraps, 1, 0)), [1])
 
         others = count - 1 if end else count
         if not isinstance(others, int) or others:
@@ -549,12 +536,12 @@ class WgmmaProduct:
             visit(end, others)
 
     @staticmethod
-    def _ring() -> Any:
-        """The stage that a thread comes to, and the parity of its turn, from the first stage on."""
-        ring = local(2, "int32")
+    def _first_position() -> Any:
+        """The stage that a thread comes to, and the parity of its phase, from the first stage on."""
+        position = local(2, "int32")
         for i in range(2):
-            T.buffer_store(ring, 0, [i])
-        return ring
+            T.buffer_store(position, 0, [i])
+        return position
 
     def _begin(self) -> None:
         """Load weights of the first steps, which need not wait for the launches before."""
@@ -569,7 +556,7 @@ class WgmmaProduct:
 
     def _load_packed(self, at: Coordinates, column: Expr, k: Expr, stage: Expr, *conditions: Expr) -> None:
         """Ask for the weights of a step of k."""
-        right, full = self.right, self._full(stage)
+        right, full = self.right, self.ring.full(stage)
         with when(tirx.all(self.thread == 0, *conditions)):
             ptx.barrier_expect(full, right.size)
         # A thread of each warp issues a copy: one after the other they would take long.
@@ -594,7 +581,7 @@ class WgmmaProduct:
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread, ring = self.left, self.right, self.thread, self._ring()
+        left, right, thread, position = self.left, self.right, self.thread, self._first_position()
 
         count, _ = self._own_steps()
 
@@ -603,9 +590,9 @@ class WgmmaProduct:
                 left.begin(at, row, thread)
 
             def step(own: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
-                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
+                ptx.barrier_wait(self.ring.empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
-                full = self._full(stage)
+                full = self.ring.full(stage)
                 if right.source is Source.PACKED:
                     is_new = [turn * count + own >= self.asked] if self.asked else []
                     self._load_packed(at, column, k, stage, *is_new)
@@ -619,12 +606,12 @@ class WgmmaProduct:
                 else:
                     ptx.barrier_arrive_after_copies(full)
 
-            self._each_step(ring, step)
+            self._each_step(position, step)
 
             if self.tiling.split > 1:
                 # With the consumers, who write each other's sums in between.
                 for _ in range(2):
-                    cluster_barrier()
+                    ptx.cluster_barrier()
 
         self._each_tile(tile)
 
@@ -646,7 +633,7 @@ class WgmmaProduct:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
         sums = local(self.blocks * self.registers, kind)
-        ring = self._ring()
+        position = self._first_position()
         member = self.thread % WARPGROUP
         group = T.bind(self.thread // WARPGROUP - 1)
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
@@ -658,7 +645,7 @@ class WgmmaProduct:
 
         def release(stage: Expr, *conditions: Expr) -> None:
             with when(tirx.all(member == 0, *conditions)):
-                ptx.barrier_arrive(self._empty(stage))
+                ptx.barrier_arrive(self.ring.empty(stage))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
@@ -672,7 +659,7 @@ class WgmmaProduct:
                 self.store.fetch(part, staging, at, own, lane)
 
             def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
-                ptx.barrier_wait(self._full(stage), parity)
+                ptx.barrier_wait(self.ring.full(stage), parity)
                 # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
                 ptx.async_proxy_fence()
                 a = T.bind(low[0] + T.Cast("uint32", stage) * T.uint32(first.size // 16))
@@ -708,7 +695,7 @@ class WgmmaProduct:
                 release(last[0], number > 0)
                 release(stage)
 
-            self._each_step(ring, step, last_step)
+            self._each_step(position, step, last_step)
             totals = sums
             if self.tiling.split > 1:
                 parts = ClusterParts(self.shared, self.left_at, self.tiling.split, self.rank, self.consumers)
