@@ -262,7 +262,7 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
     return entries[max(matches)[2]].resolver if matches else None
 
 
-def answers_of(target: tvm.target.Target) -> EncodingResolver:
+def resolver_or_default(target: tvm.target.Target) -> EncodingResolver:
     """The resolver of a target; without one, a resolver that cancels every encoding."""
     return resolver_for(target) or _NO_RESOLVER
 

@@ -29,7 +29,7 @@ from ...encoding.problem import (
     Operand,
     Problem,
 )
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
@@ -250,7 +250,7 @@ class EncodingKernels:
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
         """The kernel of an attention with a cache, and the type of its scratch, as in `attention`."""
         target = target_of(out.vdevice)
-        problem = cached_attention_problem(call, out, answers_of(target).page_order(target))
+        problem = cached_attention_problem(call, out, resolver_or_default(target).page_order(target))
         rows, heads = problem.out.shape[0], [problem.heads, problem.kv_heads, problem.size]
         name = f"{problem.rows}_attention_{shape_text([rows, *heads])}_{self._names.device(target)}"
         ops = ["rms_norm"] * bool(problem.norms) + ["rotary"] * bool(problem.rotary)
@@ -260,9 +260,11 @@ class EncodingKernels:
     def append(self, call: relax.Call, out: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar | None:
         """The kernel that writes keys and values of a chunk into their pages; None if `cached_attention` does it."""
         target = target_of(out.vdevice)
-        if str(call.attrs.rows) != "chunk" or not answers_of(target).appends_in_own_kernel:
+        if str(call.attrs.rows) != "chunk" or not resolver_or_default(target).appends_in_own_kernel:
             return None
-        problem = replace(cached_attention_problem(call, out, answers_of(target).page_order(target)), rows=APPEND)
+        problem = replace(
+            cached_attention_problem(call, out, resolver_or_default(target).page_order(target)), rows=APPEND
+        )
         sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
         ops = ["rms_norm"] * ("k" in problem.norms) + ["rotary"] * bool(problem.rotary) + ["append"]
         return self._solve(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, op_text)
@@ -301,7 +303,7 @@ class EncodingKernels:
         """
         target = target_of(result.vdevice)
         problem = quantized_matmul_problem(call, result)
-        layout = answers_of(target).unpacked_layout(problem, target)
+        layout = resolver_or_default(target).unpacked_layout(problem, target)
         if layout is None:
             return None
         numbers = Operand((problem.depth, problem.columns), problem.lhs.dtype, ("k", "n"), layout)
@@ -354,7 +356,7 @@ class EncodingKernels:
         op_text: str,
     ) -> tvm.ir.GlobalVar:
         def make() -> tirx.PrimFunc:
-            resolver = answers_of(target)
+            resolver = resolver_or_default(target)
             try:
                 func = resolver.kernel(problem, target)
             except EncodingError as error:

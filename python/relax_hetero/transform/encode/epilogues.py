@@ -15,7 +15,7 @@ from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import RowPhase
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...op.encoded import ELEMENTWISE, MATMUL, PRODUCTS, UNSET, encoded_op
 from ...op.rows import ROWS
 from ..ir.blocks import same_shape
@@ -187,5 +187,5 @@ def _joins(
         and all(dtype in _ROW_PHASE_TYPES for dtype in types)
         and names[-1] == "n"
         and same_shape(extents_of(arg.ty), extents_of(result))
-        and RowPhase in answers_of(target_of(result.vdevice)).problems
+        and RowPhase in resolver_or_default(target_of(result.vdevice)).problems
     )

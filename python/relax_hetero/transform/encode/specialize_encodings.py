@@ -39,7 +39,7 @@ from tvm import relax, tirx
 from ...encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout, unsupported_reason
-from ...encoding.resolver import EncodingResolver, answers_of, resolver_for
+from ...encoding.resolver import EncodingResolver, resolver_for, resolver_or_default
 from ...errors import EncodingError
 from ...op import encoded as ops
 from ...op.encoded import CONV, ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
@@ -168,7 +168,7 @@ class _ReportBuilder:
             return ""
         encoding, layout = Encoding.parse(str(call.attrs.encoding)), PackedLayout.parse(stored.layout)
         target = target_of(call.ty.vdevice)
-        return answers_of(target).convolution_form(encoding, target, layout)
+        return resolver_or_default(target).convolution_form(encoding, target, layout)
 
     def transfer(self, binding: relax.Binding) -> EncodedTransferEntry:
         """The entry of a transfer of an encoded tensor."""

@@ -27,7 +27,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.problem import AttentionProblem
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...op.attention import attention
 from ...target.element_types import TF32
 from ..ir.blocks import Block, rewrite_function, without_unused
@@ -67,7 +67,7 @@ def _form(block: Block, function: str, exact: frozenset[str] | None) -> list[rel
         if name not in ("relax.nn.softmax", *ATTENTION_OPS):
             continue
         target = target_of(binding.var.ty.vdevice)
-        if AttentionProblem not in answers_of(target).problems:
+        if AttentionProblem not in resolver_or_default(target).problems:
             continue
         try:
             is_op = name in ATTENTION_OPS
@@ -107,7 +107,7 @@ def _may_round(block: Block, attention: Attention, exact: frozenset[str] | None,
     if exact is None or str(attention.operands[0].ty.dtype) != "float32":
         return False
     names = {block.bindings[index].var.name for index in (*attention.inside, attention.end)}
-    return not names & exact and TF32 in answers_of(target).attention_types(target, _width(attention))
+    return not names & exact and TF32 in resolver_or_default(target).attention_types(target, _width(attention))
 
 
 def _unsupported_reason(attention: Attention, target: tvm.target.Target, tf32: bool) -> str:
@@ -115,7 +115,7 @@ def _unsupported_reason(attention: Attention, target: tvm.target.Target, tf32: b
     if "gpu" in target.keys and 0 in attention.heads.sizes:
         return "an extent is 0"
     width = _width(attention)
-    types, dtype = answers_of(target).attention_types(target, width), str(attention.operands[0].ty.dtype)
+    types, dtype = resolver_or_default(target).attention_types(target, width), str(attention.operands[0].ty.dtype)
     if tf32 or dtype in types:
         return ""
     return f"found {dtype}, heads of {width}; expected one of {sorted(types)}, for which the device has a kernel"

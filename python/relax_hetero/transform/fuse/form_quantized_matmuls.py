@@ -44,7 +44,7 @@ from ...encoding.block_panels import BlockSource, Panels
 from ...encoding.block_weights import BlockLayout, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, block_matmul, block_rows, form_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
@@ -327,7 +327,7 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
     """Write a gather of rows, by the device's kernel or by plain ops on these rows' bytes."""
     var, index = binding.var, binding.value.args[1]
     target, depth = target_of(var.ty.vdevice), int(weight.attrs.depth)
-    layout, extents = answers_of(target).block_layout(target), shape_of(index) or []
+    layout, extents = resolver_or_default(target).block_layout(target), shape_of(index) or []
     is_constant = all(is_tensor_constant(arg) for arg in weight.args)
     rows = prod(extents) if len(extents) != 1 else extents[0]
     flat = index
@@ -338,7 +338,7 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
     numbers = type(var)(f"{var.name}_rows", ty) if len(extents) != 1 else var
     if (
         isinstance(layout, Panels)
-        and BlockRowsProblem in answers_of(target).problems
+        and BlockRowsProblem in resolver_or_default(target).problems
         and is_constant
         and layout.fits(form_of(weight), depth)
     ):
@@ -401,7 +401,7 @@ def _match_product(block: Block, index: int) -> _Product | None:
 
 def _block_layout(result: relax.Var) -> BlockLayout | None:
     target = target_of(result.ty.vdevice)
-    return answers_of(target).block_layout(target)
+    return resolver_or_default(target).block_layout(target)
 
 
 def _match_expert_product(block: Block, index: int) -> _Product | None:

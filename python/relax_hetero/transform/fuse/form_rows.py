@@ -35,7 +35,7 @@ from tvm import relax, tirx
 from ...encoding.encoding import Encoding
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import RowsProblem
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...encoding.row_program import Reduction, RowProgram, operands_of, replaced
 from ...op.encoded import UNSET
 from ...op.rows import rows
@@ -549,7 +549,7 @@ class _Rewriter:
 
 def _unsupported_reason(op: RowOp, var: relax.Var) -> str | None:
     """The reason why no region starts at an op; empty if one may, None if the device lacks row kernels."""
-    if RowsProblem not in answers_of(target_of(var.ty.vdevice)).problems:
+    if RowsProblem not in resolver_or_default(target_of(var.ty.vdevice)).problems:
         return None
     shape = shape_of(op.call.args[0])
     if shape is None or shape_of(var) is None:

@@ -31,7 +31,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...op.traits import traits_of
 from ..ir.blocks import Block, Emitter, renamed, rewrite_blocks, shape_of, without_unused
 from ..ir.callee_devices import target_of
@@ -83,7 +83,7 @@ def _joined(binding: relax.VarBinding, values: ConstantValues) -> relax.VarBindi
     data, weight = call.args
     shape, groups, dtype = shape_of(weight), int(call.attrs.groups), str(weight.ty.dtype)
     target = target_of(binding.var.ty.vdevice)
-    tile_columns = answers_of(target).group_columns(target, dtype) if str(data.ty.dtype) == dtype else 0
+    tile_columns = resolver_or_default(target).group_columns(target, dtype) if str(data.ty.dtype) == dtype else 0
     if not tile_columns or shape is None:
         return None
     columns, channels = int(shape[0]) // groups, int(shape[1])
