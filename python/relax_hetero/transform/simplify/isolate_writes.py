@@ -57,7 +57,7 @@ from ..ir.rewriting import (
     with_functions,
 )
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, merged
-from ..partition.written_arguments import overwritten, write_places, written_arguments
+from ..partition.written_arguments import inplace_operands, overwritten, written_arguments
 from ..record.donated import donated
 
 
@@ -220,7 +220,7 @@ class _Isolated:
             written = frozenset(tensor for var in overwrites for tensor in flattened(self.aliases.of(var)))
             new = NOTHING if name in IN_PLACE else frozenset(flattened(self._new(binding.var.ty)))
             return written | new
-        operands, indices = write_places(call)
+        operands, indices = inplace_operands(call)
         types = binding.var.ty.fields
         return tuple(
             self._new(ty) if index < 0 else self.aliases.of(operands[index])

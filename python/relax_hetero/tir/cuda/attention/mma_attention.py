@@ -54,13 +54,13 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
         raise EncodingError(f"attention on {gpu.arch}: {reason}")
     sizes = dict(problem.sizes)
     h, g, m = int(sizes["h"]), int(sizes["g"]), sizes["m"]
-    together = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
+    heads_per_tile = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
     widest = max(int(sizes["d"]), int(sizes["e"]))
     keys = KEYS if widest * bytes_of(problem.query.dtype) <= 256 else FEW_KEYS
     begins_early = gpu.overlaps_launches
     function = Function("attention", registers="local")
     with function:
-        tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, together))
+        tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, heads_per_tile))
         with function.body():
             tensors.open(raw=True)
             _Kernel(tensors, keys, begins_early).emit()
@@ -106,7 +106,7 @@ class _Kernel:
         seen = local(2, "int32")
         for h in range(2):
             T.buffer_store(seen, self._seen(row + 8 * h), [h])
-        least = self._seen(first_row if tensors.rows.together == 1 else 0)
+        least = self._seen(first_row if tensors.rows.heads_per_tile == 1 else 0)
         tile.begin(at, row, [seen[0], seen[1]], least if isinstance(least, int) else T.bind(least))
         self.sums.fill(0)
         origin = T.bind(T.Cast("int64", self.row))

@@ -103,7 +103,7 @@ class ScoreTile:
     # -- masks
 
     def _depends_on_row(self, view: GpuHeads) -> bool:
-        return view.runs_along("m") or (self.rows.together > 1 and view.runs_along("h"))
+        return view.runs_along("m") or (self.rows.heads_per_tile > 1 and view.runs_along("h"))
 
     def _held_count(self, view: GpuHeads) -> int:
         return (2 if self._depends_on_row(view) else 1) * (self.keys // 4 if view.runs_along("n") else 1)

@@ -76,7 +76,7 @@ def _shared_bytes(plan: SimtPlan, d: int, e: int) -> int:
     return tiles * 4
 
 
-def choose_simt_plan(problem: AttentionProblem, gpu: GpuTarget, together: int) -> SimtPlan:
+def choose_simt_plan(problem: AttentionProblem, gpu: GpuTarget, heads_per_tile: int) -> SimtPlan:
     """The plan of a problem: large tiles, unless there are too few for the GPU."""
     sizes: dict[str, Any] = dict(problem.sizes)
     fitting = [p for p in PLANS if _shared_bytes(p, sizes["d"], sizes["e"]) <= gpu.shared_bytes]
@@ -84,7 +84,7 @@ def choose_simt_plan(problem: AttentionProblem, gpu: GpuTarget, together: int) -
         raise EncodingError(f"attention on {gpu.arch}: heads of {sizes['d']} and {sizes['e']} exceed shared memory")
     if not isinstance(sizes["m"], int) or not isinstance(sizes["b"], int):
         return fitting[min(1, len(fitting) - 1)]
-    groups, rows = sizes["b"] * sizes["h"] // together, sizes["m"] * together
+    groups, rows = sizes["b"] * sizes["h"] // heads_per_tile, sizes["m"] * heads_per_tile
     busy = [p for p in fitting if ceil_div(rows, p.rows) * groups >= gpu.multiprocessors]
     return busy[0] if busy else next((p for p in fitting if p.rows == 16), fitting[-1])
 
@@ -106,12 +106,12 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     if 0 in sizes.values():
         raise EncodingError(f"attention on {gpu.arch}: an extent is 0 in {sizes}")
     shared = sizes["h"] // sizes["g"]
-    together = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * SHARING else 1
-    plan = plan or choose_simt_plan(problem, gpu, together)
+    heads_per_tile = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * SHARING else 1
+    plan = plan or choose_simt_plan(problem, gpu, heads_per_tile)
     begins_early = gpu.overlaps_launches
     function = Function("attention", registers="local")
     with function:
-        found = AttentionTensors.of(function, problem, AttentionPlan(1, plan.keys, 1, 1, together))
+        found = AttentionTensors.of(function, problem, AttentionPlan(1, plan.keys, 1, 1, heads_per_tile))
         with function.body():
             found.open(raw=False)
             _Kernel(found, plan, begins_early).emit()

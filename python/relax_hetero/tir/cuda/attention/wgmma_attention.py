@@ -87,19 +87,19 @@ class ClusterSums:
         height, width = self.height, int(self.tensors.sizes["e"])
         threads = PRODUCERS + plan.consumers * WARPGROUP
         quads = self.width // 4
-        items = -(-height // plan.split) * quads
+        items = -(-height // plan.split_keys) * quads
         remote, factor = local(1, "uint32"), local(1, "float32")
-        parts = SplitSums(plan.split, LOG2_E * (self.tile.scale or 1.0))
+        parts = SplitSums(plan.split_keys, LOG2_E * (self.tile.scale or 1.0))
         store = RowStore(self.tensors, self.tile, self.shared, at)
         with T.serial(-(-items // threads)) as turn:
             item = T.bind(turn * threads + thread)
-            row = T.bind(tirx.floordiv(item, quads) * plan.split + rank)
+            row = T.bind(tirx.floordiv(item, quads) * plan.split_keys + rank)
             column = T.bind(tirx.floormod(item, quads) * 4)
             own = T.bind(first + row)
             with when(tirx.all(row < height, own < to_int32(self.tensors.rows.count), column < width)):
                 sums_at = T.bind(ptx.shared_address(self.shared.at((row * self.pitch + column) * 4)))
                 facts_at = T.bind(ptx.shared_address(self.shared.at((height * self.pitch + row * 2) * 4)))
-                for other in range(plan.split):
+                for other in range(plan.split_keys):
 
                     def read(facts: Sequence[Expr], sums: Sequence[Expr], other: int = other) -> None:
                         for address, registers in ((facts_at, facts), (sums_at, sums)):
@@ -180,7 +180,7 @@ class _Kernel:
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
         self.width = ceil_div(int(e), 16) * 16
         self.is_causal = bool(self.problem.causal)
-        is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
+        is_masked = self.is_causal or plan.split_keys > 1 or not (isinstance(n, int) and n % self.keys == 0)
         self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
 
     def emit(self) -> None:
@@ -192,35 +192,37 @@ class _Kernel:
         self.k_size, self.v_size = self.k.size * self.depth_steps, self.v.size * self.width_steps
         self.k_at = shared.take(stages * self.k_size, SWIZZLED_ALIGN)
         self.v_at = shared.take(stages * self.v_size, SWIZZLED_ALIGN)
-        if plan.split > 1:
+        if plan.split_keys > 1:
             # Sums of the blocks of a cluster take the place of all tiles.
             self.cluster_sums = ClusterSums(self.tensors, self.tile, shared, self.width)
             shared.size = max(shared.size, self.cluster_sums.size)
         self.queries_at = shared.take(BARRIER_BYTES, BARRIER_BYTES)
         self.key_ring, self.value_ring = (Ring(shared, stages, PRODUCERS, plan.consumers) for _ in range(2))
         tiles, threads = self.tensors.tiles(height), PRODUCERS + plan.consumers * WARPGROUP
-        with launch(self.tensors.blocks(height) * plan.split, threads, plan.split, plan.consumers > 1) as place:
+        with launch(
+            self.tensors.blocks(height) * plan.split_keys, threads, plan.split_keys, plan.consumers > 1
+        ) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
             block = T.bind(T.Cast("int32", place.block))
             if isinstance(tiles, int):
                 self._work(block)
             else:
-                with when(block < tiles * plan.split):
+                with when(block < tiles * plan.split_keys):
                     self._work(block)
 
     # -- which part of the work
 
     def _work(self, block: Expr) -> None:
         """All that a block does."""
-        self._take(block if self.plan.split == 1 else T.bind(T.truncdiv(block, self.plan.split)))
+        self._take(block if self.plan.split_keys == 1 else T.bind(T.truncdiv(block, self.plan.split_keys)))
         self._set_up()
         with T.If(self.thread < PRODUCERS):
             with T.Then():
                 self._produce()
             with T.Else():
                 self._consume()
-        if self.plan.split > 1:
+        if self.plan.split_keys > 1:
             ptx.cluster_barrier()
             self.cluster_sums.put_together(self.thread, self.rank, self.row, self.at)
             ptx.cluster_barrier()
@@ -233,16 +235,16 @@ class _Kernel:
         visible = self.tensors.visible(self.row, height)
         tiles = tiles_of(visible, self.keys)
         begin: Expr = 0
-        if plan.split > 1:
+        if plan.split_keys > 1:
             tiles = tiles if isinstance(tiles, int) else T.bind(tiles)
-            begin = T.bind(T.truncdiv(self.rank * tiles, plan.split))
-            tiles = T.truncdiv((self.rank + 1) * tiles, plan.split) - begin
+            begin = T.bind(T.truncdiv(self.rank * tiles, plan.split_keys))
+            tiles = T.truncdiv((self.rank + 1) * tiles, plan.split_keys) - begin
         # One tile at least, of which no key counts.
         self.count = max(tiles, 1) if isinstance(tiles, int) else T.bind(T.max(tiles, 1))
         self.begin = begin
         own_end = (begin + tiles) * self.keys
-        self.end = visible if plan.split == 1 else T.bind(T.min(visible, own_end))
-        if plan.split == 1 and not isinstance(self.end, int):
+        self.end = visible if plan.split_keys == 1 else T.bind(T.min(visible, own_end))
+        if plan.split_keys == 1 and not isinstance(self.end, int):
             self.end = T.bind(self.end)
 
     @property
@@ -320,7 +322,7 @@ class _Kernel:
         row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
         for h in range(2):
             T.buffer_store(self.seen, self._seen(row + 8 * h), [h])
-        least = self._seen(self.row + self.group * 64) if self.tensors.rows.together == 1 else self._seen(0)
+        least = self._seen(self.row + self.group * 64) if self.tensors.rows.heads_per_tile == 1 else self._seen(0)
         least = T.bind(least) if not isinstance(least, int) else least
         tile.begin(self.at, row, [self.seen[0], self.seen[1]], least)
         self.sums.fill(0)
@@ -348,12 +350,12 @@ class _Kernel:
                 tile.load_masks(first)
                 ptx.wgmma_wait(1)
                 self._release(keys, following)
-                if self.plan.beside:
+                if self.plan.overlaps_own_product:
                     tile.update(first)
                     ptx.compute_first(tile.softmax.row_sum[0] + tile.softmax.row_sum[1])
                 ptx.wgmma_wait(0)
                 self._release(values, number)
-                if not self.plan.beside:
+                if not self.plan.overlaps_own_product:
                     tile.update(first)
                 tile.pack(self.dtype)
                 self.sums.scale_rows(tile.softmax.rescale)
@@ -362,7 +364,7 @@ class _Kernel:
         self._values(last)
         ptx.wgmma_wait(0)
         tile.softmax.finish()
-        if self.plan.split > 1:
+        if self.plan.split_keys > 1:
             self.cluster_sums.share(self.sums, self.group, self.warp)
         else:
             self._store()

@@ -86,7 +86,7 @@ class ChunkKernel:
         """The launch."""
         work = self.work
         tiles = ceil_div(work.rows, self.rows)
-        with launch(tiles * work.heads, self.threads, together=1) as place:
+        with launch(tiles * work.heads, self.threads, min_blocks_per_sm=1) as place:
             self.shared.open()
             self.thread = place.thread
             with when(self.thread == 0):

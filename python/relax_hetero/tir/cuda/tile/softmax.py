@@ -36,8 +36,8 @@ class OnlineSoftmax:
     Attributes
     ----------
     row_max, row_sum, rescale : Buffer
-        Of a lane's two rows: greatest score, sum of probabilities (of the lane's columns, until `finish`), and factor
-        of what was summed before the last `update`.
+        Greatest score, sum of probabilities (of the lane's columns, until `finish`), and factor of what was summed
+        before the last `update`, of a lane's two rows.
     """
 
     def __init__(self, scores: RegisterTile, scale: float) -> None:
