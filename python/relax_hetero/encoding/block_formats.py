@@ -268,39 +268,31 @@ _READERS: dict[str, Callable[[Any, _Rows], Parts]] = {
 }
 
 
-class NumpyArrays:
+class _NumpyArrays:
     """`Arrays` of numpy."""
 
     def part(self, x: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """See `Arrays`."""
         return x[..., begin:end]
 
     def reshape(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """See `Arrays`."""
         return x.reshape(shape)
 
     def stack(self, parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
-        """See `Arrays`."""
         return np.stack(parts, axis)
 
     def bits(self, x: np.ndarray, first: int, count: int) -> np.ndarray:
-        """See `Arrays`."""
         return x >> np.uint8(first) & np.uint8((1 << count) - 1)
 
     def join(self, x: np.ndarray, above: np.ndarray, first: int) -> np.ndarray:
-        """See `Arrays`."""
         return x | above << np.uint8(first)
 
     def flip(self, x: np.ndarray, bit: int) -> np.ndarray:
-        """See `Arrays`."""
         return x ^ np.uint8(1 << bit)
 
     def half(self, x: np.ndarray) -> np.ndarray:
-        """See `Arrays`."""
         return np.ascontiguousarray(x).view("<f2")[..., 0].astype(np.float32)
 
     def bf16(self, x: np.ndarray) -> np.ndarray:
-        """See `Arrays`."""
         return (np.ascontiguousarray(x).view("<u2")[..., 0].astype(np.uint32) << 16).view(np.float32)
 
 
@@ -323,7 +315,7 @@ class BlockWeights:
 
 def read_rows(raw: np.ndarray, form: BlockFormat, depth: int) -> Parts:
     """Quants, scales and minimums of rows of a file's bytes, ``(n, form.bytes_of_row(depth))`` of uint8."""
-    return parts_of_rows(np.ascontiguousarray(raw), form, depth, NumpyArrays(), raw.shape[0])
+    return parts_of_rows(np.ascontiguousarray(raw), form, depth, _NumpyArrays(), raw.shape[0])
 
 
 def weights_of_rows(raw: np.ndarray, form: BlockFormat, depth: int) -> BlockWeights:

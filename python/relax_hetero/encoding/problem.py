@@ -355,8 +355,7 @@ class QuantizedMatmulProblem:
     def plan(self) -> RecordPlan:
         """Layout of a panel."""
         assert self.form is not None, "weights in fragments are not in panels"
-        plan = RecordPlan(self.form, self.depth, 1)
-        return RecordPlan(self.form, self.depth, _static(self.weights[0].shape[-1]) // plan.panel_bytes)
+        return _panel_plan(self.form, self.depth, self.weights[0])
 
     @property
     def depth(self) -> int:
@@ -500,9 +499,11 @@ class BlockRowsProblem:
     @cached_property
     def plan(self) -> RecordPlan:
         """Layout of a panel."""
-        depth = _static(self.result.shape[-1])
-        plan = RecordPlan(self.form, depth, 1)
-        return RecordPlan(self.form, depth, _static(self.weight.shape[-1]) // plan.panel_bytes)
+        return _panel_plan(self.form, _static(self.result.shape[-1]), self.weight)
+
+
+def _panel_plan(form: BlockFormat, depth: int, weight: Operand) -> RecordPlan:
+    return RecordPlan(form, depth, _static(weight.shape[-1]) // RecordPlan(form, depth, 1).panel_bytes)
 
 
 def _static(dim: Dim) -> int:

@@ -20,8 +20,6 @@ from ..ir.module_attrs import ACCURACY
 from ..ir.rewriting import op_name, relax_functions, walk_bindings
 from .encoded_convolutions import CONV_OPS
 
-_MAX_NEAR_NAMES = 3
-
 
 def with_accuracy(mod: tvm.IRModule, accuracy: Any, user: str) -> tvm.IRModule:
     """The module with the accuracy of its convolutions as an attribute; the same module for the default.
@@ -70,7 +68,7 @@ class Accuracies:
     def _check(self, names: list[str]) -> None:
         for pattern, _ in self._pairs:
             if not any(fnmatchcase(name, pattern) for name in names):
-                near_names = difflib.get_close_matches(pattern, names, n=_MAX_NEAR_NAMES)
+                near_names = difflib.get_close_matches(pattern, names)
                 hint = f"near names: {', '.join(map(repr, near_names))}" if near_names else "and no name is near it"
                 raise BuildError(f"accuracy has {pattern!r}, which names no convolution; {hint}")
 

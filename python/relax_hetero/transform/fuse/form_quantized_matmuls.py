@@ -106,13 +106,11 @@ class _RelaxArrays:
         return tvm.ir.GenericConst(tvm.runtime.tensor(value), ty)
 
     def part(self, x: relax.Expr, begin: int, end: int) -> relax.Expr:
-        """See `Arrays`."""
         shape = shape_of(x) or []
         value = relax.op.strided_slice(x, [len(shape) - 1], [begin], [end])
         return self.emit(value, [*shape[:-1], end - begin])
 
     def reshape(self, x: relax.Expr, shape: Sequence[int]) -> relax.Expr:
-        """See `Arrays`."""
         old, new = shape_of(x) or [], list(shape)
         if -1 in new:
             # The first extent, which may be symbolic, stays.
@@ -120,14 +118,12 @@ class _RelaxArrays:
         return self.emit(relax.op.reshape(x, new), new, str(x.ty.dtype))
 
     def stack(self, parts: Sequence[relax.Expr], axis: int) -> relax.Expr:
-        """See `Arrays`."""
         shape = shape_of(parts[0]) or []
         expanded_shape = [*shape[:axis], 1, *shape[axis:]]
         expanded = [self.emit(relax.op.reshape(part, expanded_shape), expanded_shape) for part in parts]
         return self.emit(relax.op.concat(expanded, axis), [*shape[:axis], len(parts), *shape[axis:]])
 
     def bits(self, x: relax.Expr, first: int, count: int) -> relax.Expr:
-        """See `Arrays`."""
         shape = shape_of(x) or []
         if first:
             x = self.emit(relax.op.right_shift(x, self.number(first, "uint8")), shape)
@@ -136,21 +132,17 @@ class _RelaxArrays:
         return x
 
     def join(self, x: relax.Expr, above: relax.Expr, first: int) -> relax.Expr:
-        """See `Arrays`."""
         shape = shape_of(x) or []
         shifted = self.emit(relax.op.left_shift(above, self.number(first, "uint8")), shape)
         return self.emit(relax.op.bitwise_or(x, shifted), shape)
 
     def flip(self, x: relax.Expr, bit: int) -> relax.Expr:
-        """See `Arrays`."""
         return self.emit(relax.op.bitwise_xor(x, self.number(1 << bit, "uint8")), shape_of(x) or [])
 
     def half(self, x: relax.Expr) -> relax.Expr:
-        """See `Arrays`."""
         return self._look_up_pairs(x, _FLOAT16_VALUES.astype(np.float32))
 
     def bf16(self, x: relax.Expr) -> relax.Expr:
-        """See `Arrays`."""
         return self._look_up_pairs(x, (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32))
 
     def _look_up_pairs(self, x: relax.Expr, table: np.ndarray) -> relax.Expr:

@@ -539,9 +539,8 @@ class _Rewriter:
 
     def _missed(self, binding: relax.Binding) -> None:
         if is_row_to_row(binding.value):
-            self._remark(
-                binding.var, binding.value.op.name, "its axes are not the last ones, or its type lacks a kernel"
-            )
+            reason = "its axes are not the last ones, or its type lacks a kernel"
+            self._remark(binding.var, binding.value.op.name, reason)
 
     def _remark(self, var: relax.Var, op: str, reason: str) -> None:
         record_missed(self.function, var.name, op.removeprefix("relax."), reason)

@@ -204,8 +204,6 @@ def _vdevice(var: relax.Var) -> relax.VDevice | None:
 
 # Exceptions by name: ops, variables and functions that are not changed.
 
-_MAX_NEAR_NAMES = 3
-
 
 class NameFilter:
     """Ops, variables and functions of a module that are not changed.
@@ -239,7 +237,7 @@ class NameFilter:
                 raise BuildError(f"{user}: keep has {pattern!r}, expected names of ops, variables and functions")
             matches = [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
             if not matches:
-                near_names = difflib.get_close_matches(pattern, names, n=_MAX_NEAR_NAMES)
+                near_names = difflib.get_close_matches(pattern, names)
                 hint = f"near names: {', '.join(map(repr, near_names))}" if near_names else "and no name is near it"
                 raise BuildError(f"{user}: keep has {pattern!r}, which names no op, variable or function; {hint}")
             self._matching.update(names[name] for name in matches)
