@@ -581,7 +581,7 @@ def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
         raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but {but}")
     for d, window in enumerate(problem.windows):
         extent, found = problem.data.shape[2 + d], problem.result.shape[2 + d]
-        places = window.places(extent) if isinstance(extent, int) and isinstance(found, int) else found
+        places = window.output_extent(extent) if isinstance(extent, int) and isinstance(found, int) else found
         if places != found:
             raise EncodingError(f"convolution: found {found} places along spatial dimension {d}, expected {places}")
     _check_layouts(problem, dot)

@@ -254,7 +254,7 @@ class _Loops:
         self.experts, self.panels = kernel.problem.experts, ceil_div(kernel.problem.columns, kernel.problem.panel)
         self.block = minimum(tokens, TOKENS_OF_A_BLOCK) if isinstance(tokens, int) else TOKENS_OF_A_BLOCK
         self.rows = min(rows_of_a_tile(kernel, cpu), self.block)
-        self.lefts = used if kernel.problem.is_row_by_expert else 1
+        self.lefts = used if kernel.problem.has_row_per_expert else 1
         """Rows of the left operand for a token."""
         work = tokens * used * kernel.problem.columns * kernel.problem.depth if isinstance(tokens, int) else None
         self.tasks = tasks_for(cpu.cores, "multiply-adds", work)
