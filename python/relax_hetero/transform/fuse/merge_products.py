@@ -161,7 +161,8 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
     ]
     args = [result if arg in starts else arg for arg in call.args]
     heads = replace(heads, query=maps[0], key=maps[1], value=maps[2])
-    attrs = type(call.attrs)(str(heads), call.attrs.scores, call.attrs.causal, call.attrs.nan_to_zero)
+    old = call.attrs
+    attrs = type(old)(str(heads), old.scores, old.causal, old.nan_to_zero, old.tf32)
     emitter.bind(binding.var, relax.Call(call.op, args, attrs, ret_ty=binding.var.ty))
 
 

@@ -35,7 +35,7 @@ class Model:
         with self.builder.function("main", [self.x, self.y, self.weight]):
             with self.builder.dataflow():
                 values = operands()
-                result = attention(*values, heads=HEADS)
+                result = attention(*values, heads=HEADS, nan_to_zero=True, tf32=True)
                 if also is not None:
                     result = relax.op.add(self.builder.emit(result), values[also])
                 out = self.builder.emit_output(result)
@@ -54,7 +54,9 @@ def test_three_of_one_tensor() -> None:
     model = Model()
     values = model.merged(lambda: [model.product(model.x) for _ in range(3)])
     assert ops(values) == ["matmul", "add", "hetero.attention"]
-    assert str(values[-1].attrs.heads).startswith("(1, m, h*d) * (1, n, g*d+32) * (1, n, g*e+64) ->")
+    attrs = values[-1].attrs
+    assert str(attrs.heads).startswith("(1, m, h*d) * (1, n, g*d+32) * (1, n, g*e+64) ->")
+    assert (attrs.causal, attrs.nan_to_zero, attrs.tf32) == ("", True, True)
     assert rewrite_blocks(model.after, merge_products).same_as(model.after)
 
 
