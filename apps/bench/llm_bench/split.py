@@ -46,7 +46,7 @@ class Contestant:
 
     def tokens(self, count: int) -> list[int]:
         """Greedy tokens behind a prompt."""
-        self._model.cache.cut(self._slot, 0)
+        self._model.cache.truncate(self._slot, 0)
         following = int(self._model.prefill(self._slot, np.arange(1, PROMPT + 1, dtype="int32")).argmax())
         found = []
         for _ in range(count):
@@ -56,7 +56,7 @@ class Contestant:
 
     def milliseconds(self, count: int) -> float:
         """Of a token, the mean of so many behind a prompt."""
-        self._model.cache.cut(self._slot, 0)
+        self._model.cache.truncate(self._slot, 0)
         self._model.prefill(self._slot, np.arange(1, PROMPT + 1, dtype="int32"))
         begin = time.perf_counter()
         for token in range(count):
