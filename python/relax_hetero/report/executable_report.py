@@ -519,7 +519,9 @@ def report_of(
         "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {"relax_hetero": __version__, "tvm": str(tvm.__version__)},
         "machine": describe_machine() if profiles or trace is not None or bench is not None else None,
-        "notes": [line for line in explanation.tables() if isinstance(line, str) and not line.startswith("Ask for")],
+        "notes": [
+            line for line in explanation.tables() if isinstance(line, str) and not line.startswith("More sections")
+        ],
         "devices": [
             {
                 **{key: value for key, value in total.to_json().items() if key != "unknown_bytes"},

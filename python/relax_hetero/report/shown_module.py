@@ -544,8 +544,8 @@ def _box(
     dashes = ' stroke-dasharray="5 3"' if node["kind"] == "transfer" else ""
     radius = 17 if node["kind"] in ("input", "output") else 4
     return (
-        f'<g><title>{title}</title><rect x="{x:.0f}" y="{y:.0f}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="{radius}" '
-        f'{fill} stroke="{colour(number)}" stroke-width="1.3"{dashes}/>'
+        f'<g><title>{title}</title><rect x="{x:.0f}" y="{y:.0f}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" '
+        f'rx="{radius}" {fill} stroke="{colour(number)}" stroke-width="1.3"{dashes}/>'
         f'<text x="{centre[0]:.0f}" y="{y + 15:.0f}" text-anchor="middle" fill="currentColor" font-weight="600">'
         f"{escaped(_truncate(short_op(node), 22))}</text>"
         f'<text x="{centre[0]:.0f}" y="{y + 29:.0f}" text-anchor="middle" fill="currentColor" fill-opacity=".75">'

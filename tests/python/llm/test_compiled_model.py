@@ -92,7 +92,7 @@ def test_pages_come_back_from_a_call_that_failed(by_layers, monkeypatch):
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model, "_steps", dict.fromkeys(model._prepared_calls, fail))
+        patch.setattr(model, "_prepared_calls", dict.fromkeys(model._prepared_calls, fail))
         with pytest.raises(RuntimeError, match="gone"):
             model.decode([slot], [1])
     model.cache.truncate(slot, 20)

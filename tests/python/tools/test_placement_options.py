@@ -25,7 +25,7 @@ def parse(*arguments: str) -> PlacementOptions:
 
 def test_nothing_given_is_the_native_cpu():
     assert parse().import_options() == {"vdevices": ["llvm"], "placement": None, "shapes": None}
-    assert not parse().given
+    assert not parse().is_given
 
 
 def test_devices_keep_their_order_and_json_is_a_target():

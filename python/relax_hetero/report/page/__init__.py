@@ -55,11 +55,12 @@ def page_of(data: dict[str, Any], previous: dict[str, Any] | None = None) -> str
     >>> data_of(page)["title"]
     'toy'
     """
+    content = embedded("report-data", data)  # checks the data
     parts = {
         "title": escape(printable(str(data.get("title") or "report"))),
         "style": _asset("style.css"),
         "libraries": "\n".join(_library(name) for name in _libraries(data, previous)),
-        "data": embedded("report-data", data),
+        "data": content,
         "previous": embedded("report-previous", previous) if previous is not None else "",
         "script": "\n".join(_asset(f"script/{name}.js") for name in _SCRIPTS),
     }

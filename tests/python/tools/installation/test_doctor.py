@@ -30,6 +30,7 @@ LINES: list[dict[str, Any]] = [
     {"tested": {"name": "llvm:0", "ok": True, "about": "fine"}},
     {"end": None},
 ]
+PROBE = doctor.probe_findings
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +63,7 @@ def tries(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], last: st
     """Let the process that tries the devices print these lines, and then do something else."""
     program = f"import os, sys\nprint({chr(10).join(map(json.dumps, lines))!r}, flush=True)\n{last}"
     command = [sys.executable, "-S", "-c", program]
-    findings = doctor.probe_findings
-    monkeypatch.setattr(doctor, "probe_findings", lambda: findings(command))
+    monkeypatch.setattr(doctor, "probe_findings", lambda: PROBE(command))
 
 
 def diagnosed(invoke: Invoke) -> tuple[int, dict[str, Finding]]:
@@ -205,7 +205,7 @@ def test_a_process_that_hangs(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_process_that_does_not_start():
-    found, devices = doctor.probe_findings(["/no/such/program"])
+    found, devices = PROBE(["/no/such/program"])
     assert (devices, [finding.state for finding in found]) == ([], ["error"])
     assert "cannot be started" in found[0].about
 
