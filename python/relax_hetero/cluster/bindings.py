@@ -98,8 +98,8 @@ def bind_hosts(hosts: object, needed: Iterable[str]) -> dict[str, HostBinding]:
     missing = [name for name in expected if name not in hosts]
     extra = [name for name in hosts if name not in expected]
     if missing or extra:
-        found = ", ".join(map(repr, hosts)) or "none"
-        raise HostError(f"hosts= binds {found}, expected the program's: {', '.join(map(repr, expected))}")
+        names = ", ".join(map(repr, hosts)) or "none"
+        raise HostError(f"hosts= binds {names}, expected the program's: {', '.join(map(repr, expected))}")
     return {name: _bind_host(name, hosts[name]) for name in expected}
 
 

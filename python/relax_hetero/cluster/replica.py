@@ -393,12 +393,12 @@ class Replica:
                 item = self._results.get()
                 if item is not None:
                     lost.append(item)
-            others = self._actor_calls.finish_all()
+            attempts = self._actor_calls.finish_all()
             self._may_be_broken = False  # failures since then have the same cause
         names = " and ".join(f"host {host!r}" for host in dead) or "a host of replica " + str(self.number)
         reason = "" if error is None else f": {first_line(error)}"
         self.problem = HostError(f"{names} died while calls were in flight{reason}")
-        self._listener.on_lost(self, [*(call for call, _ in lost), *others], self.problem)
+        self._listener.on_lost(self, [*(call for call, _ in lost), *attempts], self.problem)
         while not self._closing.is_set():
             try:
                 self._connect()

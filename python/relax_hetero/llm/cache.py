@@ -131,7 +131,7 @@ class PageGroup:
         return next((column for column in columns if self.table[slot, column] == NO_PAGE), None)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Give back the pages behind the first `length` tokens."""
+        """Free the pages after the first `length` tokens."""
         row = self.table[slot]
         for column in range(-(-length // PAGE), len(row)):
             if row[column] != NO_PAGE:
@@ -394,7 +394,7 @@ class KVCache:
         return new
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget the tokens behind the first `length`.
+        """Remove the tokens after the first `length`.
 
         Parameters
         ----------

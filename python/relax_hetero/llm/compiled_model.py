@@ -277,7 +277,9 @@ class CompiledModel:
         with self._temporary_sequence(cached) as slot:
             self.decode([slot], [0])
             steps = [self._profile_call(slot, f"decode_{self._batches[0]}", 1) for _ in range(rounds)]
-        decode, prefill = (sorted(each, key=lambda one: one.microseconds)[rounds // 2] for each in (steps, prefills))
+        decode, prefill = (
+            sorted(each, key=lambda profile: profile.microseconds)[rounds // 2] for each in (steps, prefills)
+        )
         return decode, prefill
 
     @contextmanager

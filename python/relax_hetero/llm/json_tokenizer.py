@@ -54,7 +54,7 @@ class JsonTokenizer:
         except ImportError as error:
             raise TokenizerError(f"the package tokenizers is not installed, which reads {path}: {error}") from error
         if not path.exists():
-            raise TokenizerError(f"{path}: found no such file, expected a tokenizer beside the model")
+            raise TokenizerError(f"{path}: found no such file, expected a tokenizer next to the model")
         data = _read(path)
         if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
             raise TokenizerError(f"{path}: found no tokenizer, expected a file that the package tokenizers writes")

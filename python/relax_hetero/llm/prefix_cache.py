@@ -73,7 +73,7 @@ class PrefixCache:
         self._evict(oldest)
         return True
 
-    def find_longest(self, tokens: np.ndarray, others: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
+    def find_longest(self, tokens: np.ndarray, candidates: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
         """Find the sequence with the longest common prefix, and its length; None if all are shorter than `min_tokens`.
 
         Parameters
@@ -84,7 +84,7 @@ class PrefixCache:
             Further candidates, such as running requests.
         """
         best = max(
-            ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *others)),
+            ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *candidates)),
             key=lambda match: match[1],
             default=None,
         )
@@ -146,8 +146,8 @@ class PrefixCache:
         self._cache.free(prefix.slot)
 
 
-def common_length(one: np.ndarray, other: np.ndarray) -> int:
+def common_length(first: np.ndarray, second: np.ndarray) -> int:
     """Length of the common prefix of two sequences."""
-    length = min(one.size, other.size)
-    different = one[:length] != other[:length]
+    length = min(first.size, second.size)
+    different = first[:length] != second[:length]
     return int(np.argmax(different)) if different.any() else length

@@ -295,14 +295,14 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer.ggml.{key}: found half of a pair of surrogates, expected text of Unicode")
         return value  # type: ignore[no-any-return]
 
-    def numbers(self, key: str, what: str) -> np.ndarray:
+    def numbers(self, key: str, noun: str) -> np.ndarray:
         """Read a required list with a number for each token.
 
         Parameters
         ----------
         key : str
             Key of the file's metadata, without ``tokenizer.ggml.``.
-        what : str
+        noun : str
             Name of the numbers, for messages.
         """
         value = self._require(key)
@@ -313,7 +313,7 @@ class Tokenizer:
         if array.dtype.kind not in "iuf":
             raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r:.100}, expected a list of numbers")
         if len(array) != len(self.names):
-            raise TokenizerError(f"found {what} of {len(array)} tokens, expected {len(self.names)}")
+            raise TokenizerError(f"found {noun} of {len(array)} tokens, expected {len(self.names)}")
         return array
 
     @property
@@ -442,14 +442,14 @@ def _byte_level(tokenizer: Tokenizer) -> _Codec:
 
 
 @contextmanager
-def package_errors(what: str) -> Iterator[None]:
+def package_errors(context: str) -> Iterator[None]:
     """Turn errors of the package tokenizers, which include Rust panics, into `TokenizerError`."""
     try:
         yield
     except (HeteroError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise TokenizerError(f"{what}: {error}") from error
+        raise TokenizerError(f"{context}: {error}") from error
 
 
 def byte_of_character() -> dict[str, int]:
@@ -458,8 +458,8 @@ def byte_of_character() -> dict[str, int]:
     Bytes that are printable in Latin-1 are the character of the same number, all others are characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 _MODELS: dict[str, Callable[[Tokenizer], _Codec]] = {"llama": _sentencepiece, "gpt2": _byte_level}

@@ -61,7 +61,7 @@ def suggestions(
         [*_overhead(metadata, rows), *_slow_kernels(rows, peaks), *_serialized_devices(metadata)], key=lambda s: -s[0]
     )
     return [text for _, text in ranked] or [
-        "Nothing stands out: kernels take the time, near what was measured as peaks."
+        "Nothing stands out: kernels take most of the time, and are near the measured peaks."
     ]
 
 

@@ -80,7 +80,7 @@ cache_option = click.option(
     "--cache/--no-cache",
     default=True,
     show_default=True,
-    help="Take a model that was compiled before from the compile cache, or compile it anew.",
+    help="Use the compile cache, or always compile the model.",
 )
 
 checks_option = click.option(

@@ -191,8 +191,8 @@ _OPTIONS = (
     click.option(
         "--objective",
         type=click.Choice(["latency", "throughput"]),
-        help="Have --place-auto look for the least time for one call (latency, the default), or between calls of which "
-        "several are in flight (throughput).",
+        help="Minimize, with --place-auto, the time of one call (latency, the default), or the time between several "
+        "calls in flight (throughput).",
     ),
     click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
     click.option(

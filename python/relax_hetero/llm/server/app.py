@@ -190,11 +190,11 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
         self._answers = Counter(f"{_PREFIX}answers", "Answers of HTTP", ["path", "status"], registry=self._registry)
-        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token", _SECONDS)
+        self._first = self._histogram("time_to_first_token_seconds", "Time from a request to its first token", _SECONDS)
         self._token = self._histogram(
-            "time_per_output_token_seconds", "Of tokens behind the first, a request's mean", _TOKEN_SECONDS
+            "time_per_output_token_seconds", "Mean time of a request's tokens after the first", _TOKEN_SECONDS
         )
-        self._duration = self._histogram("request_seconds", "From the request to its end", _SECONDS)
+        self._duration = self._histogram("request_seconds", "Time from a request to its end", _SECONDS)
 
     def count_answer(self, path: str, status: int) -> None:
         """Count an answer; `path` is one of `_PATHS` or "other"."""

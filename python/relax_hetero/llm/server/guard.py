@@ -83,8 +83,8 @@ class Guard:
                 raise ApiError(401, message, code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
-            found = length.decode("latin-1")
-            raise ApiError(413, f"body: found {found} bytes, expected at most {self._max_body_bytes:,}")
+            text = length.decode("latin-1")
+            raise ApiError(413, f"body: found {text} bytes, expected at most {self._max_body_bytes:,}")
 
     def _limit_body(self, receive: Receive) -> Receive:
         """Wrap `receive` to raise 413 for a large body (also without a Content-Length) and 408 for a slow one."""

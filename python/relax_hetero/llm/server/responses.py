@@ -175,16 +175,16 @@ class CompletionResponses(_Responses):
         self._offsets = [0] * choices
 
     def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """See `ResponseFormat`."""
         choices = [self._choice(index, *text) for index, text in enumerate(texts)]
         return {**self._response(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
-        """The first event of a choice; None where there is nothing to say."""
+        """See `ResponseFormat`."""
         return self.chunk(index, text, (), None) if text else None
 
     def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        """One event of a choice; the last one has a reason."""
+        """See `ResponseFormat`."""
         return self._response([self._choice(index, text, logprobs, reason)], True)
 
     def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class ChatResponses(_Responses):
         super().__init__(tokenizer, model, "chat.completion", "chatcmpl", logprobs)
 
     def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """See `ResponseFormat`."""
         choices = [
             {
                 "index": index,
@@ -225,12 +225,12 @@ class ChatResponses(_Responses):
         return {**self._response(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
-        """The first event of a choice; None where there is nothing to say."""
+        """See `ResponseFormat`."""
         delta = {"role": "assistant", "content": text}
         return self._response([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], True)
 
     def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        """One event of a choice; the last one has a reason."""
+        """See `ResponseFormat`."""
         delta = {"content": text} if text else {}
         logprobs_json = self._logprobs_json(logprobs) if logprobs else None
         return self._response(

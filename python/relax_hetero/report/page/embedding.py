@@ -26,9 +26,9 @@ def text_of(data: dict[str, Any]) -> str:
         If the data is not a report of this schema, or JSON cannot hold it.
     """
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise HeteroError(
-            f"the data is not a report that this version draws: expected schema {SCHEMA}, found {found!r}; "
+            f"the data is not a report that this version draws: expected schema {SCHEMA}, found {schema!r}; "
             "make the report again, or use the version of relax_hetero that made it"
         )
     try:

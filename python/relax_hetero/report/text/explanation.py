@@ -340,8 +340,8 @@ def _estimate_line(estimate: Mapping[str, Any]) -> str:
 def _list_kinds(kinds: Counter[str]) -> str:
     """List kinds by frequency, such as ``26 conv2d, 26 add, 2 others``."""
     texts = [f"{count:,} {kind}" for kind, count in kinds.most_common(_MAX_LISTED_KINDS)]
-    others = kinds.total() - sum(count for _, count in kinds.most_common(_MAX_LISTED_KINDS))
-    return ", ".join([*texts, f"{others:,} others"] if others else texts)
+    rest = kinds.total() - sum(count for _, count in kinds.most_common(_MAX_LISTED_KINDS))
+    return ", ".join([*texts, f"{rest:,} others"] if rest else texts)
 
 
 def _shorten(rows: list[list[str]], noun: str) -> list[list[str]]:

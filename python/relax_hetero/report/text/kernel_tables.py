@@ -86,7 +86,7 @@ def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
     if rows:
         yield table("Encodings", columns, rows, right=columns[1:])
     if encodings["transfers"]:
-        columns = ["encoded transfer", "from", "to", "layout on the way", "bytes", "laid out anew"]
+        columns = ["encoded transfer", "from", "to", "layout on the way", "bytes", "relayout"]
         fields = ("variable", "source", "destination", "layout")
         rows = [
             [*(entry[field] for field in fields), size_text(entry["bytes"]), entry["relayout"] or "no"]
@@ -102,7 +102,7 @@ def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
     # Older libraries lack the form.
     forms = [(op, op.get("form", "").partition(": ")) for op in encodings["ops"] if op.get("form")]
     if forms:
-        rows = [[op["variable"], op["device"], form, why] for op, (form, _, why) in forms]
+        rows = [[op["variable"], op["device"], form, reason] for op, (form, _, reason) in forms]
         yield table("Forms of convolutions", ["variable", "device", "form", "why"], rows)
     yield encodings_line(encodings)
 
