@@ -10,17 +10,17 @@ from relax_hetero.tools.placement_options import PlacementOptions, placement_opt
 
 
 def parse(*arguments: str) -> PlacementOptions:
-    seen: list[PlacementOptions] = []
+    placings: list[PlacementOptions] = []
 
     @click.command()
     @placement_options
     def command(placing: PlacementOptions) -> None:
-        seen.append(placing)
+        placings.append(placing)
 
     result = CliRunner().invoke(command, arguments)
     if result.exit_code != 0:
         raise click.UsageError(result.output)
-    return seen[0]
+    return placings[0]
 
 
 def test_nothing_given_is_the_native_cpu():
@@ -56,7 +56,7 @@ def test_shapes():
     }
 
 
-def test_a_single_extent_of_what_is_no_input_sizes_a_dimension():
+def test_a_single_extent_of_a_name_that_is_not_an_input_sizes_a_dimension():
     placing = parse("--shape", "x=3", "--shape", "batch=8")
     assert placing.import_options(inputs=["x"])["shapes"] == {"x": [3], "batch": 8}
 

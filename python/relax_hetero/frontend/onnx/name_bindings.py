@@ -11,7 +11,7 @@ from tvm import relax
 from ...op.require import is_requirement
 from ...transform.ir.named_sizes import expanded, named_sizes
 from ...transform.ir.requirements import symbols_in
-from ...transform.ir.rewriting import with_own_sizes
+from ...transform.ir.rewriting import with_fresh_sizes
 from .control_flow.subgraphs import ImportedLoop
 from .importer import ImportedGraph
 from .node_names import NodeInfo, variable_name
@@ -76,7 +76,8 @@ class _Rebuild:
         self._vars = {var: relax.Var(var.name, var.ty) for var in loop.captured}
         sizes = [relax.Var("sizes", relax.ShapeType(loop.sizes))] if loop.sizes else []
         params = [*loop.params, *self._vars.values(), *sizes]
-        return with_own_sizes(relax.Function(params, self._sequence(loop.bindings, loop.result), loop.gv.ty.ret, True))
+        body = self._sequence(loop.bindings, loop.result)
+        return with_fresh_sizes(relax.Function(params, body, loop.gv.ty.ret, True))
 
     def _sequence(self, bindings: Iterable[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
         """Bindings cut into dataflow blocks at each one that stands alone."""

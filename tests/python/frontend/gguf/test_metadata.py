@@ -41,19 +41,19 @@ def written(tmp_path: Path, order: gguf.GGUFEndian) -> Path:
 
 
 def test_fields_are_those_that_the_package_reads(path):
-    found = read_gguf(path)
+    contents = read_gguf(path)
     reader = gguf.GGUFReader(path)
-    assert list(found.fields) == list(reader.fields)
+    assert list(contents.fields) == list(reader.fields)
     for name, field in reader.fields.items():
         expected = field.contents()
-        value = found.fields[name]
+        value = contents.fields[name]
         assert (list(value) if isinstance(expected, list) else value) == expected, name
-    assert isinstance(found.fields["few"], list)
-    texts = found.fields["texts"]
+    assert isinstance(contents.fields["few"], list)
+    texts = contents.fields["texts"]
     assert texts[-1] == "999" and texts[1:4] == ["a", "日本語" * 50, "0"] and "17" in texts and len(texts) == 1003
     with pytest.raises(IndexError):
         texts[1003]
-    np.testing.assert_array_equal(found.tensors["weight"].data, reader.tensors[0].data)
+    np.testing.assert_array_equal(contents.tensors["weight"].data, reader.tensors[0].data)
 
 
 def test_files_of_another_byte_order_are_refused(tmp_path):
@@ -71,8 +71,8 @@ def test_files_that_end_too_early_are_refused(path):
 
 def test_a_text_longer_than_its_file_is_refused(path):
     data = bytearray(path.read_bytes())
-    at = data.index("日本語".encode()) - 8
-    data[at : at + 8] = b"\xff" * 8
+    offset = data.index("日本語".encode()) - 8
+    data[offset : offset + 8] = b"\xff" * 8
     path.write_bytes(data)
     with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
         read_gguf(path)
@@ -153,7 +153,7 @@ def test_files_that_contradict_themselves(message, tmp_path):
         read_gguf(path)
 
 
-def test_what_is_no_regular_file(tmp_path):
+def test_paths_that_are_not_regular_files(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path, tmp_path / "fifo", tmp_path / "none", "a\0b"):
         with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
