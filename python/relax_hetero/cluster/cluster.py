@@ -214,7 +214,7 @@ class Cluster:
                     signature = plan.signature or untyped_signature(name, plan.input_names)
                     args, kwargs = copy_arguments(signature, (), args, kwargs, is_late=True)
                 start = partial(self._start_after, partial(self._start_late, name, plan, args, kwargs, fence), fence)
-            when_all_done(fences, start if is_admitted else partial(self._calls.line_up, fence, start))
+            when_all_done(fences, start if is_admitted else partial(self._calls.enqueue, fence, start))
         except BaseException:
             self._calls.leave(fence)
             raise

@@ -110,7 +110,7 @@ def _figures_json(figures: Figures, described: list[dict[str, Any]]) -> dict[str
     names = [device["name"] for device in described]
     links = [{"from": names[a], "to": names[b], **asdict(link)} for (a, b), link in figures.links.items()]
     devices = dict(zip(names, map(asdict, figures.devices), strict=True))
-    return {"devices": devices, "links": links, "other_work": figures.others}
+    return {"devices": devices, "links": links, "other_work": figures.other_work}
 
 
 def _print_figures(figures: Figures, names: list[str]) -> None:

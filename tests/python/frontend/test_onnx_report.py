@@ -76,7 +76,7 @@ def test_unknown_sizes_are_reported():
             [form] y = LpPool <kernel_shape = [2], p = 0> (foo)
         }""")
     (_, form) = rh.onnx_report(model).refused
-    assert form.name == "form" and "behind the refused node 'strange', whose sizes are not known" in form.reason
+    assert form.name == "form" and "after the refused node 'strange', whose sizes are not known" in form.reason
 
 
 def test_a_whole_model_is_supported_on_each_device():

@@ -56,7 +56,7 @@ def test_of_few_units_the_plan_is_the_best_that_fits(units, share):
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 def test_of_many_units_most_of_the_limit_is_used(objective):
     costs = chain([1e7] * 90, [1000.0] * 90, limit=int(60 * 1000 * PADDING) + 10)
-    plan = best_plan(costs, [0] * 90, objective, others=best_window(costs))
+    plan = best_plan(costs, [0] * 90, objective, extra_starts=best_window(costs))
     assert costs.excess_bytes(plan) == (0,)
     if objective == "latency":
         assert sum(plan) == 60
@@ -176,7 +176,7 @@ def test_a_limit_that_nothing_fits():
 
 def test_the_memory_of_a_gpu_is_a_limit_by_itself(monkeypatch):
     costs = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)], links(2, 0), 0)
-    monkeypatch.setattr(placing, "_memory_of", lambda vdevice: int(vdevice.vdevice_id) * 1_000_000)
+    monkeypatch.setattr(placing, "_gpu_memory", lambda vdevice: int(vdevice.vdevice_id) * 1_000_000)
     plan = auto_placement(layers(6, 256), ["llvm", "llvm"], costs)
     assert sorted(plan.assignments.values()) == ["llvm:0"] * 3 + ["llvm:1"] * 3
     assert set(auto_placement(layers(3, 256), ["llvm", "llvm"], costs).assignments.values()) == {"llvm:1"}

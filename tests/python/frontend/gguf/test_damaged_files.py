@@ -84,7 +84,7 @@ def test_wrong_bytes(file, tmp_path):
         ("attention.head_count", [4, 4, 4], "has 3 values, 1 of which differ"),
         ("attention.head_count", [4, 2], "has 2 values, 2 of which differ"),
         ("attention.head_count_kv", 0, "head_count_kv is 0"),
-        ("attention.head_count_kv", 3, "no multiple of 3"),
+        ("attention.head_count_kv", 3, "not a multiple of 3"),
         ("attention.key_length", -64, "is -64, expected"),
         ("attention.value_length", 32, "values of a head have 32 elements"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "is nan, expected a number"),

@@ -65,7 +65,7 @@ def test_files_that_end_too_early_are_refused(path):
     data = path.read_bytes()
     for size in (0, 3, 5, 20, 100, 400, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])
-        with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
+        with pytest.raises(FrontendError, match="is not a readable GGUF file"):
             read_gguf(path)
 
 
@@ -74,7 +74,7 @@ def test_a_text_longer_than_its_file_is_refused(path):
     offset = data.index("日本語".encode()) - 8
     data[offset : offset + 8] = b"\xff" * 8
     path.write_bytes(data)
-    with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
+    with pytest.raises(FrontendError, match="is not a readable GGUF file"):
         read_gguf(path)
 
 
@@ -110,9 +110,9 @@ DAMAGED = {
     "found 70,000 tensors": file(counts=(70_000, 0), data=70_000 * 24),
     "found the key 'a' twice": file([key("a", 0, b"a")] * 2),
     "found the key '' as a name": file([key("", 0, b"a")]),
-    "the name of a key is no UTF-8": file([key(b"\xff", 0, b"a")]),
-    "a is no UTF-8 at byte": file([key("a", 8, text(b"\xc0\x80"))]),
-    "a is no UTF-8": file([key("a", 9, struct.pack("<IQ", 8, 1) + text(b"\xed\xa0\x80"))]),
+    "the name of a key is not UTF-8": file([key(b"\xff", 0, b"a")]),
+    "a is not UTF-8 at byte": file([key("a", 8, text(b"\xc0\x80"))]),
+    "a is not UTF-8": file([key("a", 9, struct.pack("<IQ", 8, 1) + text(b"\xed\xa0\x80"))]),
     "a is of type 13": file([key("a", 13, b"a")]),
     "a is a list of type 13": file([key("a", 9, struct.pack("<IQ", 13, 1) + b"a")]),
     "a is a list of type 9": file([key("a", 9, struct.pack("<IQIQ", 9, 1, 0, 0))]),
@@ -126,7 +126,7 @@ DAMAGED = {
     "general.alignment is 48": file([key("general.alignment", 4, struct.pack("<I", 48))]),
     "found the tensor 'a' twice": file(tensors=[ROW] * 2, data=256),
     "of more than 63 bytes": file(tensors=[tensor("a" * 64, 1)], data=4),
-    "the name of a tensor is no UTF-8": file(tensors=[tensor(b"\xff", 1)], data=4),
+    "the name of a tensor is not UTF-8": file(tensors=[tensor(b"\xff", 1)], data=4),
     "has 5 dimensions": file(tensors=[tensor("a", *[1] * 5)], data=4),
     "has 4,294,967,295 dim": file(tensors=[text("a") + b"\xff" * 4], data=99),
     r"has shape \(0, 4\)": file(tensors=[tensor("a", 4, 0)]),
@@ -149,14 +149,14 @@ DAMAGED = {
 def test_files_that_contradict_themselves(message, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(DAMAGED[message])
-    with pytest.raises(FrontendError, match=f"model.gguf: is no GGUF file that can be read: .*{message}"):
+    with pytest.raises(FrontendError, match=f"model.gguf: is not a readable GGUF file: .*{message}"):
         read_gguf(path)
 
 
 def test_paths_that_are_not_regular_files(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path, tmp_path / "fifo", tmp_path / "none", "a\0b"):
-        with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
+        with pytest.raises(FrontendError, match="is not a readable GGUF file"):
             read_gguf(path)
 
 

@@ -193,8 +193,8 @@ def test_names_that_are_not_text(field):
     proto.graph.node.append(node("Oper_ator", ["valuename"], ["z"]))
     place = {"node": b"nodename", "value": b"valuename", "dimension": b"dimension", "operator": b"Oper_ator"}[field]
     data = proto.SerializeToString()
-    refused(data.replace(place, b"\xff\xfe\xc3" + place[3:]), "which is no text in UTF-8")
-    refused(data.replace(place, b"\0" + place[1:]), "which is no text in UTF-8")
+    refused(data.replace(place, b"\xff\xfe\xc3" + place[3:]), "which is not UTF-8 text")
+    refused(data.replace(place, b"\0" + place[1:]), "which is not UTF-8 text")
 
 
 def test_the_rest_of_a_model_is_checked_where_an_output_has_no_shape():

@@ -191,7 +191,7 @@ def test_weights_that_are_inputs_are_refused():
     (data,) = [tensor for tensor in graph.initializer if tensor.name == "b"]
     graph.input.append(helper.make_tensor_value_info("b", data.data_type, data.dims))
     graph.initializer.remove(data)
-    with pytest.raises(rh.FrontendError, match="B is no constant"):
+    with pytest.raises(rh.FrontendError, match="B is not a constant"):
         rh.from_onnx(model)
 
 

@@ -88,5 +88,5 @@ def test_nearest_element_of_an_axis_that_shrinks_is_the_one_above(constant):
 def test_training_and_axes_that_do_not_fit_are_refused():
     refused("Dropout", IMAGE, opset=6, is_test=0, match="is_test=0 asks for training")
     refused("BatchNormalization", IMAGE, *4 * [uniform(3)], opset=6, is_test=0, match="is_test=0 asks for training")
-    refused("Add", IMAGE, uniform(4, 5), opset=6, broadcast=1, axis=3, match=r"\[4, 5\] does not fit behind axis 3")
+    refused("Add", IMAGE, uniform(4, 5), opset=6, broadcast=1, axis=3, match=r"\[4, 5\] does not fit after axis 3")
     refused("Crop", IMAGE, opset=1, border=[3, 0, 2, 0], match="Crop")

@@ -59,6 +59,9 @@ def install(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
+PROBE = doctor.probe_findings
+
+
 def tries(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], last: str = "") -> None:
     """Let the process that tries the devices print these lines, and then do something else."""
     program = f"import os, sys\nprint({chr(10).join(map(json.dumps, lines))!r}, flush=True)\n{last}"
