@@ -63,7 +63,7 @@ class Ours:
 
         def work() -> object:
             for slot in self.slots[:batch]:
-                self.model.cache.cut(slot, len(self.tokens) - 1)
+                self.model.cache.truncate(slot, len(self.tokens) - 1)
             return self.model.decode(self.slots[:batch], [int(self.tokens[-1])] * batch)
 
         return work
@@ -73,7 +73,7 @@ class Ours:
         slot, tokens = self.slots[0], np.resize(self.tokens, rows)
 
         def work() -> object:
-            self.model.cache.cut(slot, 0)
+            self.model.cache.truncate(slot, 0)
             return self.model.prefill(slot, tokens)
 
         return work
