@@ -417,7 +417,7 @@ def emit_tiles(tiles: AmxConvolution) -> None:
     units = groups if groups > 1 else tiles.stretches
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(tiles)
-        _, row_part, unit_part = split.place(number)
+        _, row_part, unit_part = split.parts_of(number)
         first_block, last_block = part(planes * plan.blocks, split.rows, row_part)
         first_unit, last_unit = part(units, split.columns, unit_part)
         with loop(last_unit - first_unit if groups > 1 else 1) as g, loop(last_block - first_block) as n:

@@ -445,7 +445,7 @@ def _emit_by_vectors(conv: Convolution, places: int) -> None:
     vectors = ceil_div(min(width, conv.channels), conv.lanes)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         registers = AmxTiles.of(conv, segments, vectors)
-        place_part, row_part, panel_part = split.place(task)
+        place_part, row_part, panel_part = split.parts_of(task)
         tiles = [part(segment.count, split.batch, place_part) for segment in segments]
         first_row, last_row = part(rows, split.rows, row_part)
         first_panel, last_panel = part(panels, split.columns, panel_part)

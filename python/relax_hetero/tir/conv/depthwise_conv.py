@@ -72,7 +72,7 @@ def emit_depthwise(conv: Convolution) -> None:
     whole = conv.channels // conv.lanes
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(max(segment.width for segment in segments), conv.problem.acc_dtype, conv.lanes)
-        _, row_part, vector_part = split.place(task)
+        _, row_part, vector_part = split.parts_of(task)
         first_row, last_row = part(rows, split.rows, row_part)
         first, last = part(vectors, split.columns, vector_part)
         full = materialize(T.min(last, tirx.const(whole, "int64"))) if split.columns > 1 else whole

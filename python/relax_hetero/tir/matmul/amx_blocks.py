@@ -99,7 +99,7 @@ class _Loops:
             factor = [self.step // 2] * 2
             widths = [TILE_BYTES] * 4 + [2 * self.step] * 2 + [TILE_BYTES] * 2
             amx.configure([low, low, second, second, low, second, *factor], widths)
-            _, row_part, column_part = split.place(task)
+            _, row_part, column_part = split.parts_of(task)
             first_m, last_m = part(pairs, split.rows, row_part)
             first_n, last_n = part(panels, split.columns, column_part)
             with loop(materialize(ceil_div(last_m - first_m, self.pairs_of_block))) as block:

@@ -304,7 +304,7 @@ def emit_tile_products(
     in_task = isinstance(split.columns, int) and split.columns == 1
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(product)
-        place = split.place(number)
+        place = split.parts_of(number)
         first_b, last_b = part(count, split.batch, place[0])
         first_m, last_m = part(pairs, split.rows, place[1])
         first_n, last_n = part(panels, split.columns, place[2])

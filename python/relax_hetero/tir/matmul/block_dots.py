@@ -390,7 +390,7 @@ class _Loops:
             self.sums_of_chains = Registers(self.rows * at_once, "float32", spec.lanes)
             self.totals = T.alloc_buffer((self.rows * spec.vectors * spec.lanes,), "float32", scope="global")
             self.unpacked = UnpackedPanel.allocate(self.reader, self.chain) if self.unpacks else None
-            _, row_part, column_part = split.place(task)
+            _, row_part, column_part = split.parts_of(task)
             first_m, last_m = part(tiles, split.rows, row_part)
             first_n, last_n = part(panels, split.columns, column_part)
             with loop(materialize(ceil_div(last_m - first_m, tiles_per_block))) as block:

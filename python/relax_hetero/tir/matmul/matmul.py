@@ -151,7 +151,7 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
     in_task = isinstance(split.columns, int) and split.columns == 1  # a task makes whole rows
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(accumulators(spec.dot, rows, vectors), spec.dot.types[2], spec.lanes)
-        place = split.place(task)
+        place = split.parts_of(task)
         first_b, last_b = part(count, split.batch, place[0])
         first_m, last_m = part(tiles, split.rows, place[1])
         first_n, last_n = part(panels, split.columns, place[2])

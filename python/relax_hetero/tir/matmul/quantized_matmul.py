@@ -417,7 +417,7 @@ def _emit_loops(kernel: BlockSpec, cpu: CpuTarget) -> None:
         if kernel.plan.form.minimum:
             row_sums = T.alloc_buffer((tiles_per_block * rows * kernel.chains,), "float32", scope="global")
         sums = BlockSums(accs, totals, row_sums)
-        _, row_part, column_part = split.place(task)
+        _, row_part, column_part = split.parts_of(task)
         first_m, last_m = part(tiles, split.rows, row_part)
         first_n, last_n = part(panels, split.columns, column_part)
         with loop(materialize(ceil_div(last_m - first_m, tiles_per_block))) as block:
