@@ -71,7 +71,7 @@ _SQRT_HALF_BITS = 0x3F3504F3
 
 
 # Variables that `once` has bound in the expression that is being written, outermost first; None among statements.
-_let_bindings: ContextVar[list[tuple[tirx.Var, tirx.Expr]] | None] = ContextVar("_named", default=None)
+_let_bindings: ContextVar[list[tuple[tirx.Var, tirx.Expr]] | None] = ContextVar("_let_bindings", default=None)
 
 
 def as_expression(function: Callable[..., tirx.Expr], *operands: tirx.Expr) -> tirx.Expr:

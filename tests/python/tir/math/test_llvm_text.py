@@ -1,4 +1,4 @@
-"""Expressions in LLVM's language: the same values as numpy's, and what cannot be said is refused."""
+"""Expressions in LLVM IR: the same values as numpy's, and expressions that cannot be translated are refused."""
 
 from __future__ import annotations
 
