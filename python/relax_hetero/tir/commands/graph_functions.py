@@ -194,7 +194,7 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
     threads = int(extent.value)
     rounds = -(-ROWS * slots // threads)
     with Function(name) as function:
-        parameters = [_words_parameter(name_) for name_ in ("ring", "table", "consumed")]
+        parameters = [_words_parameter(parameter_name) for parameter_name in ("ring", "table", "consumed")]
         _returns_status()
         with function.body(), T.thread_binding(extent, thread="threadIdx.x") as thread_index:
             thread = tirx.Cast(_WORD, thread_index)

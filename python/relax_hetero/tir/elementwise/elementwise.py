@@ -11,7 +11,15 @@ from ...encoding.problem import ElementwiseProblem
 from ...errors import EncodingError
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, Function, lane_indices, loop, plain_extent
-from ..core.packed_storage import PackedStorage, by_wholeness, gathered, loaded, split_run, tail_mask, whole
+from ..core.packed_storage import (
+    PackedStorage,
+    gather_vector,
+    is_multiple,
+    load_vector,
+    split_run,
+    split_tail,
+    tail_mask,
+)
 from ..core.ties import tied_to
 from ..core.work_split import for_parts, nest_loops
 from ..math.casts import computed_in
@@ -115,7 +123,7 @@ class _Work:
             values = []
             for i, storage in enumerate(self.operands):
                 index = lane_indices(start, width) if self.alike[i] else tirx.const(0, "int64")
-                values.append(loaded(storage, index, None, width))
+                values.append(load_vector(storage, index, None, width))
             self._store(values, lane_indices(start, width), width)
 
         for_parts(
@@ -151,13 +159,13 @@ class _Work:
                     mask = None if full else tail_mask(extent, tile, first, start, width)
                     self._emit_vector(outer, {**inner, last: tirx.const(start, "int64")}, last, width, mask)
 
-            by_wholeness(extent, tile, outer[last], vectors)
+            split_tail(extent, tile, outer[last], vectors)
             return
         extent = self.extents[last]
         count = extent // self.lanes if isinstance(extent, int) else tirx.floordiv(extent, self.lanes)
         with loop(count) as vector:
             self._emit_vector({**outer, last: vector * self.lanes}, inner, last, self.lanes, None)
-        if self.lanes > 1 and not whole(extent, self.lanes):
+        if self.lanes > 1 and not is_multiple(extent, self.lanes):
             with loop(extent - count * self.lanes) as rest:
                 self._emit_vector({**outer, last: count * self.lanes + rest}, inner, last, 1, None)
 
@@ -169,7 +177,7 @@ class _Work:
         values = []
         for i, storage in enumerate(self.operands):
             if self.alike[i]:
-                values.append(loaded(storage, index, None, width))
+                values.append(load_vector(storage, index, None, width))
                 continue
             emit_at: dict[int, Expr] = {}
             step: Expr | None = None
@@ -180,16 +188,16 @@ class _Work:
                 position = outer[d] * layout.tile(d) + inner.get(d, 0)
                 if d == last:
                     step = storage.outer_stride(operand_dim)
-                elif not whole(self.extents[d], layout.tile(d)):
+                elif not is_multiple(self.extents[d], layout.tile(d)):
                     position = T.min(position, self.extents[d] - 1)
                 emit_at[operand_dim] = position
             offset = storage.offset(emit_at, {})
             if step is None:
-                values.append(loaded(storage, offset, None, width))
+                values.append(load_vector(storage, offset, None, width))
             elif isinstance(step, int) and step == 1:
-                values.append(loaded(storage, lane_indices(offset, width), mask, width))
+                values.append(load_vector(storage, lane_indices(offset, width), mask, width))
             else:
-                values.append(gathered(storage, offset, step, mask, width))
+                values.append(gather_vector(storage, offset, step, mask, width))
         self._store(values, index, width)
 
     def _store(self, values: list[tirx.Expr], where: Expr, width: int) -> None:

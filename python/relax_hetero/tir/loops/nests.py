@@ -283,11 +283,15 @@ def _share_storage(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[
         readers = sorted({j for b in stage.buffers for j, _ in reads.get(b, ())})
         if stage.initial or len(stage.buffers) != 1 or len(readers) < 2 or stage.buffers[0] in results:
             continue
-        buffer_, last = stage.buffers[0], stages[readers[-1]]
+        intermediate, last = stage.buffers[0], stages[readers[-1]]
         for buffer in last.buffers if not last.initial else ():
-            fits = buffer in results and buffer.dtype == buffer_.dtype and _same_domain(stage, last)
-            if fits and all(is_at(load, last) for load in _reads(last, buffer_)) and buffer not in renamed.values():
-                renamed[buffer_] = buffer
+            fits = buffer in results and buffer.dtype == intermediate.dtype and _same_domain(stage, last)
+            if (
+                fits
+                and all(is_at(load, last) for load in _reads(last, intermediate))
+                and buffer not in renamed.values()
+            ):
+                renamed[intermediate] = buffer
                 break
     if not renamed:
         return stages
@@ -324,10 +328,10 @@ def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[
     pairs = []
     for n, nest in enumerate(nests):
         result = nest.steps[-1][0] if nest.steps and not nest.sums else None
-        if result not in params or computed.count(result) != 1 or any(result in reads_ for reads_ in read):
+        if result not in params or computed.count(result) != 1 or any(result in nest_reads for nest_reads in read):
             continue
         for operand in read[n]:
-            elsewhere = operand in computed or any(operand in reads_ for m, reads_ in enumerate(read) if m != n)
+            elsewhere = operand in computed or any(operand in nest_reads for m, nest_reads in enumerate(read) if m != n)
             if operand in params and not elsewhere and all(is_at(load, nest) for load in _reads(nest, operand)):
                 pairs.append(((operand, result), nest))
     return pairs

@@ -81,20 +81,20 @@ def _decode_power(code: tirx.Expr) -> tirx.Expr:
     return tirx.reinterpret("float32", tirx.Select(tirx.EQ(code, _word(0xFF)), _word(_NAN), bits))
 
 
-def _decode(code: tirx.Expr, format_: Float8) -> tirx.Expr:
-    size = tirx.bitwise_and(code, _word(format_.sign - 1))
-    normal = tirx.shift_left(size, _word(23 - format_.mantissa)) + _word((127 - format_.bias) << 23)
-    subnormal = tirx.Cast("float32", size) * tirx.const(2.0 ** (1 - format_.bias - format_.mantissa), "float32")
-    bits = tirx.Select(size < _word(1 << format_.mantissa), tirx.reinterpret("uint32", subnormal), normal)
-    sign = tirx.shift_left(tirx.bitwise_and(code, _word(format_.sign)), _word(32 - format_.sign.bit_length()))
-    if format_.sign == 0x8:
+def _decode(code: tirx.Expr, float8: Float8) -> tirx.Expr:
+    size = tirx.bitwise_and(code, _word(float8.sign - 1))
+    normal = tirx.shift_left(size, _word(23 - float8.mantissa)) + _word((127 - float8.bias) << 23)
+    subnormal = tirx.Cast("float32", size) * tirx.const(2.0 ** (1 - float8.bias - float8.mantissa), "float32")
+    bits = tirx.Select(size < _word(1 << float8.mantissa), tirx.reinterpret("uint32", subnormal), normal)
+    sign = tirx.shift_left(tirx.bitwise_and(code, _word(float8.sign)), _word(32 - float8.sign.bit_length()))
+    if float8.sign == 0x8:
         return tirx.reinterpret("float32", bits + sign)
-    if format_.nan == format_.sign:
+    if float8.nan == float8.sign:
         return tirx.reinterpret("float32", tirx.Select(tirx.EQ(code, _word(0x80)), _word(_NAN), bits + sign))
     special = _word(_NAN)
-    if format_.beyond != format_.nan:
-        special = tirx.Select(tirx.EQ(size, _word(format_.beyond)), _word(_INFINITY), special)
-    return tirx.reinterpret("float32", tirx.Select(size > _word(format_.largest), special, bits) + sign)
+    if float8.beyond != float8.nan:
+        special = tirx.Select(tirx.EQ(size, _word(float8.beyond)), _word(_INFINITY), special)
+    return tirx.reinterpret("float32", tirx.Select(size > _word(float8.largest), special, bits) + sign)
 
 
 def _encode_power(bits: tirx.Expr, saturates: bool, rounding: str) -> tirx.Expr:
@@ -111,24 +111,24 @@ def _encode_power(bits: tirx.Expr, saturates: bool, rounding: str) -> tirx.Expr:
     return tirx.Select(is_up, exponent + _word(1), exponent)
 
 
-def _encode(bits: tirx.Expr, format_: Float8, saturates: bool) -> tirx.Expr:
+def _encode(bits: tirx.Expr, float8: Float8, saturates: bool) -> tirx.Expr:
     size = tirx.bitwise_and(bits, _word(0x7FFFFFFF))
-    shift = 23 - format_.mantissa
+    shift = 23 - float8.mantissa
     is_odd = tirx.bitwise_and(tirx.shift_right(size, _word(shift)), _word(1))
     rounded = tirx.shift_right(size + _word((1 << (shift - 1)) - 1) + is_odd, _word(shift))
-    normal = rounded - _word((127 - format_.bias) << format_.mantissa)
+    normal = rounded - _word((127 - float8.bias) << float8.mantissa)
     # Subnormal numbers are equidistant: adding 2^23 leaves their index in the low bits, rounded.
-    steps = tirx.reinterpret("float32", size) * tirx.const(2.0 ** (format_.bias - 1 + format_.mantissa), "float32")
+    steps = tirx.reinterpret("float32", size) * tirx.const(2.0 ** (float8.bias - 1 + float8.mantissa), "float32")
     subnormal = tirx.reinterpret("uint32", steps + tirx.const(2.0**23, "float32")) - _word(0x4B000000)
-    code = tirx.Select(size < _word((128 - format_.bias) << 23), subnormal, normal)
-    sign = tirx.shift_right(tirx.bitwise_and(bits, _word(0x80000000)), _word(32 - format_.sign.bit_length()))
-    is_above = code > _word(format_.largest)
+    code = tirx.Select(size < _word((128 - float8.bias) << 23), subnormal, normal)
+    sign = tirx.shift_right(tirx.bitwise_and(bits, _word(0x80000000)), _word(32 - float8.sign.bit_length()))
+    is_above = code > _word(float8.largest)
     is_nan = size > _word(_INFINITY)
-    code = tirx.Select(is_above, _word(format_.largest if saturates else format_.beyond), code)
-    if format_.sign == 0x8:
-        return tirx.Select(is_nan, _word(format_.nan), code + sign)
-    if format_.nan != format_.sign:
-        return tirx.Select(is_nan, _word(format_.nan), code) + sign
+    code = tirx.Select(is_above, _word(float8.largest if saturates else float8.beyond), code)
+    if float8.sign == 0x8:
+        return tirx.Select(is_nan, _word(float8.nan), code + sign)
+    if float8.nan != float8.sign:
+        return tirx.Select(is_nan, _word(float8.nan), code) + sign
     has_sign = tirx.all(code > _word(0), code < _word(0x80))  # the format lacks a negative zero
     code = tirx.Select(has_sign, code + sign, code)
-    return tirx.Select(is_nan, _word(format_.nan), code)
+    return tirx.Select(is_nan, _word(float8.nan), code)

@@ -63,7 +63,7 @@ _MIN_EXPONENT_ARGUMENT = -87.0
 LOG2_E = 1.44269504088896341
 # log(2) in two parts: the first has 9 significant bits, so that its product with an exponent is exact.
 LN2_HI, LN2_LO = 0.693359375, -2.12194440e-4
-ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000
+ROUNDER, ROUNDER_BITS = 12582912.0, 0x4B400000
 """1.5 * 2^23: adding it leaves a float32 rounded to an integer, in two's complement in the low bits."""
 _MAX = 3.4028234663852886e38
 _MIN_NORMAL = 1.1754943508222875e-38
@@ -314,7 +314,7 @@ def exp_parts(x: tirx.Expr, low: float, high: float) -> tuple[tirx.Expr, tirx.Ex
 def rounded(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
     """The integer next to a float32 of magnitude below 2^22, as int32 and as float32."""
     raw = once(bits(x + constant(x, ROUNDER)))
-    exponent = once(raw - constant(raw, _ROUNDER_BITS))
+    exponent = once(raw - constant(raw, ROUNDER_BITS))
     return exponent, once(T.cast(exponent, dtype_of(x)))  # the sum minus ROUNDER would be simplified to x
 
 

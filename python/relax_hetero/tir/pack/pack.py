@@ -40,12 +40,12 @@ from ..core.builder import (
 from ..core.packed_storage import (
     EMPTY,
     PackedStorage,
-    by_wholeness,
     extents_of,
+    is_multiple,
     masked_vector,
     split_run,
+    split_tail,
     tail_mask,
-    whole,
 )
 from ..core.view import split_position
 from ..core.work_split import for_parts, nest_loops
@@ -68,17 +68,18 @@ def transform_windows(source: PackedStorage, destination: PackedStorage, cpu: Cp
     def window(positions: list[Expr]) -> None:
         column, *coordinates = positions
 
-        def load(row: int, column_: int) -> Expr:
-            position = {columns: column, outer_window: row, inner_window: column_}
+        def load(row: int, window_column: int) -> Expr:
+            position = {columns: column, outer_window: row, inner_window: window_column}
             position |= zip(outer_dims, coordinates, strict=True)
             at = [position[dim] for dim in range(len(position))]
             value = source.data[source.offset(*split_position(source.layout, at))]
-            if not whole(extent, tile):
+            if not is_multiple(extent, tile):
                 value = T.if_then_else(column < extent, value, tirx.const(0, source.nominal))
             return let(tirx.Cast("float64", value))
 
         half_transformed = [
-            _transform_line(matrix, [load(row, column_) for row in range(WINDOW)]) for column_ in range(WINDOW)
+            _transform_line(matrix, [load(row, window_column) for row in range(WINDOW)])
+            for window_column in range(WINDOW)
         ]
         for i in range(len(matrix)):
             for j, value in enumerate(_transform_line(matrix, [line[i] for line in half_transformed])):
@@ -150,7 +151,7 @@ def copy_runs(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget)
 
         def row(positions: list[Expr]) -> None:
             within = dict(zip(tiled, positions, strict=True))
-            partial = [d for d in tiled if not whole(extents[d], packed.layout.tile(d))]
+            partial = [d for d in tiled if not is_multiple(extents[d], packed.layout.tile(d))]
             if not partial:
                 run(outer, within, full)
                 return
@@ -206,7 +207,7 @@ def interleave_rows(source: PackedStorage, destination: PackedStorage, cpu: CpuT
             T.buffer_store(destination.data, T.Shuffle(loaded, order), [index])
 
     def body(outer: dict[int, Expr], full: bool) -> None:
-        by_wholeness(extents[rows], group, outer[rows], lambda full_rows: chunk(outer, full, full_rows))
+        split_tail(extents[rows], group, outer[rows], lambda full_rows: chunk(outer, full, full_rows))
 
     _for_tiles(destination, extents, cpu, body)
     return True
@@ -223,7 +224,7 @@ def _for_tiles(
 
         def tile_body(positions: list[Expr]) -> None:
             outer = dict(zip(order, positions, strict=True))
-            by_wholeness(extents[last], tile, outer[last], lambda full: body(outer, full))
+            split_tail(extents[last], tile, outer[last], lambda full: body(outer, full))
 
         for_parts([packed.tiles[d] for d in order], packed.bytes(), cpu, tile_body)
         return
@@ -238,10 +239,12 @@ def _for_tiles(
         outer[last] = positions[-1]
 
         def rows_body(full: bool) -> None:
-            with loop(minimum(BLOCK_ROWS, int64(count) - first) if not whole(count, BLOCK_ROWS) else BLOCK_ROWS) as row:
+            with loop(
+                minimum(BLOCK_ROWS, int64(count) - first) if not is_multiple(count, BLOCK_ROWS) else BLOCK_ROWS
+            ) as row:
                 body({**outer, rows: first + row}, full)
 
-        by_wholeness(extents[last], tile, outer[last], rows_body)
+        split_tail(extents[last], tile, outer[last], rows_body)
 
     counts = [packed.tiles[d] for d in outer_dims] + [ceil_div(count, BLOCK_ROWS), packed.tiles[last]]
     for_parts(counts, packed.bytes(), cpu, block_body)
@@ -338,7 +341,7 @@ def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTa
     def element(outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
         position = [outer[d] * layout.tile(d) + inner.get(d, 0) for d in range(rank)]
         value = source.data[source.offset(*split_position(source.layout, position))]
-        conditions = [position[d] < extents[d] for d in range(rank) if not whole(extents[d], layout.tile(d))]
+        conditions = [position[d] < extents[d] for d in range(rank) if not is_multiple(extents[d], layout.tile(d))]
         if conditions:
             condition = conditions[0]
             for further in conditions[1:]:
@@ -374,7 +377,7 @@ def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
                     high = T.shift_left(word, constant(shift, "int32", lanes))
                     byte_sum = byte_sum + T.shift_right(high, constant(24, "int32", lanes))
                 total[0] = total[0] + byte_sum
-            index_ = lane_indices(first - stride + column, lanes)
-            T.buffer_store(words, total[0] * constant(-128, "int32", lanes), [index_])
+            words_index = lane_indices(first - stride + column, lanes)
+            T.buffer_store(words, total[0] * constant(-128, "int32", lanes), [words_index])
 
     for_parts([destination.tiles[d] for d in dims], destination.bytes(), cpu, block)

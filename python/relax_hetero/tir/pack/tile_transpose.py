@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, minimum, zeros
-from ..core.packed_storage import PackedStorage, by_wholeness, extents_of, whole
+from ..core.packed_storage import PackedStorage, extents_of, is_multiple, split_tail
 from ..core.work_split import for_parts
 from ..math.vector_math import once
 
@@ -66,7 +66,7 @@ class _Transpose:
         layout, last = packed.layout, len(packed.shape) - 1
         inner = [d for d in layout.inner_dims if layout.tile(d) > 1]
         group = 1
-        if len(inner) == 2 and inner[1] == last and whole(extents[last], layout.tile(last)):
+        if len(inner) == 2 and inner[1] == last and is_multiple(extents[last], layout.tile(last)):
             group = layout.tile(inner.pop())
         if len(inner) != 1 or inner[0] == last or layout.swizzle or (group == 1 and layout.tile(last) != 1):
             return None
@@ -89,7 +89,7 @@ class _Transpose:
 
         def panel(positions: list[Expr]) -> None:
             outer = dict(zip([*outer_dims, self.rows], positions, strict=True))
-            by_wholeness(self.height, self.tile, outer[self.rows], lambda full: self._panel(outer, full))
+            split_tail(self.height, self.tile, outer[self.rows], lambda full: self._panel(outer, full))
 
         for_parts(counts, self.packed.bytes(), cpu, panel)
 
@@ -107,7 +107,7 @@ class _Transpose:
         with loop(ceil_div(self.width, self.lanes)) as block:
             # The last block ends with the row: columns that it shares with the block before are copied twice.
             start = block * self.lanes
-            if not whole(self.width, self.lanes):
+            if not is_multiple(self.width, self.lanes):
                 start = T.bind(minimum(start, int64(self.width) - self.lanes))
             for first in range(0, self.tile, self.block):
                 (self._pack if self.packing else self._unpack)(outer, start, first, full)
