@@ -9,7 +9,7 @@ ZIG_VENV := .venv-zig
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
-# Machines with GPUs may lack a network: their own interpreter does where there is no .venv.
+# Machines with GPUs may lack a network: without a .venv their own interpreter is used.
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 GPU_WORKERS ?= 12
 PYTEST_ARGS ?=
@@ -22,18 +22,18 @@ CHECKED := python apps tests
 help:
 	@echo "make demo         rank sentences with a real embedding model, cut over two devices"
 	@echo "make test         the test suite (under ten minutes on two cores)"
-	@echo "make test-slow    what takes long and rarely finds more; make test-timing what reads the clock or resident"
-	@echo "                  memory, on a quiet machine; make test-all all three"
+	@echo "make test-slow    long tests that rarely find more; make test-timing: tests of measured time or resident"
+	@echo "                  memory, on a quiet machine; make test-all: all of them"
 	@echo "make test-torch   rh.from_torch and the reference of language models against PyTorch, in $(TORCH_VENV)"
-	@echo "make gpu          what needs an NVIDIA GPU (under eight minutes on 16 cores), with $(GPU_PYTHON); no network"
+	@echo "make gpu          tests that need an NVIDIA GPU (under eight minutes on 16 cores), with $(GPU_PYTHON); no network"
 	@echo "make fuzz         attack the library for FUZZ_SECONDS=3600 with random models, sizes, arguments and files"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
-	@echo "make format       let ruff rewrite what lint would complain about"
-	@echo "make conformance  ONNX's own backend suite, against stock TVM (long)"
-	@echo "make docs         the site, in build/site; refuses links that lead nowhere, and pages that are out of date"
-	@echo "make dist         the wheel and the source distribution, in dist; refuses what PyPI would refuse"
-	@echo "make workers      LLVM IR of the worker threads, after a change of their C"
-	@echo "make clean        remove caches and build outputs; make distclean also .cache and $(VENV)"
+	@echo "make format       let ruff fix and format the code"
+	@echo "make conformance  ONNX's backend suite, here and in stock TVM (long)"
+	@echo "make docs         build the site in build/site; broken links and outdated pages are errors"
+	@echo "make dist         build wheel and source distribution in dist, and check them as PyPI does"
+	@echo "make workers      write the LLVM IR of the worker threads, after a change of their C code"
+	@echo "make clean        remove caches and build outputs; make distclean: also .cache and $(VENV)"
 
 demo: $(VENV)/.stamp-demo
 	@$(PY) apps/sentence_similarity/run.py
@@ -45,11 +45,11 @@ test: $(VENV)/.stamp-dev
 test-slow: $(VENV)/.stamp-dev
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "slow and not timing" $(PYTEST_ARGS)
 
-# One after the other: they would disturb each other.
+# One test at a time: parallel tests would disturb each other.
 test-timing: $(VENV)/.stamp-dev
 	$(PY) -m pytest -q -m timing $(PYTEST_ARGS)
 
-# With torch installed TVM imports it in every process, and the other tests start many: it has an environment of its own.
+# If torch is installed, TVM imports it in every process, and tests start many: so torch has an environment of its own.
 test-torch: $(TORCH_VENV)/.stamp-dev
 	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/llm tests/python/test_docs.py -k torch $(PYTEST_ARGS)
 
@@ -84,13 +84,13 @@ docs: $(DOCS_VENV)/.stamp-docs
 	@mkdir -p build/notebooks
 	cd build/notebooks && NO_MKDOCS_2_WARNING=1 $(CURDIR)/$(DOCS_VENV)/bin/python -m mkdocs build --strict --config-file ../../mkdocs.yml
 
-# Both are new: what lies in dist is what was built now. The wheel is built from the source distribution.
+# Empties dist first; the wheel is built from the source distribution.
 dist: $(DIST_VENV)/.stamp-dist
 	rm -rf dist
 	$(DIST_VENV)/bin/python -m build --outdir dist
 	$(DIST_VENV)/bin/python -m twine check --strict dist/*
 
-# The package ships both: nobody needs a compiler who does not change workers.c.
+# The package ships C and LLVM IR: only a change of workers.c needs a compiler.
 workers: $(ZIG_VENV)/.stamp-zig
 	$(ZIG_VENV)/bin/python python/relax_hetero/driver/link/threads/generate.py
 
@@ -101,7 +101,7 @@ clean:
 distclean: clean
 	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) $(DIST_VENV) $(ZIG_VENV) .cache
 
-# The interpreter is tried, not only looked up: version managers put names on PATH that do not run,
+# The interpreter is run, not only looked up: version managers put names on PATH that do not run,
 # and some distributions ship a Python whose venv module lacks pip.
 $(PY):
 	@ok='import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'; \
@@ -149,7 +149,7 @@ $(DIST_VENV)/.stamp-dist: Makefile | $(PY)
 	@$(DIST_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install 'build>=1.2,<2' 'twine>=6.1,<7'
 	@touch $@
 
-# Another clang may write another text for the same code: tests compare it.
+# A fixed version, because tests compare the LLVM IR, which differs between versions of clang.
 $(ZIG_VENV)/.stamp-zig: Makefile | $(PY)
 	@echo "Installing a compiler of C into $(ZIG_VENV)"
 	@$(PY) -m venv $(ZIG_VENV)

@@ -1,4 +1,4 @@
-"""What the matmul benchmark says: ratios to the best peer of each shape, geometric means, and the bars for them."""
+"""Results of the matmul benchmark: ratios to the best peer of each shape, geometric means, and their bars."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OURS = "relax-hetero"
-# Geometric mean, least of any shape and least at M = 1, of our speed over the best peer's.
+# Our speed over the best peer's: geometric mean, minimum over all shapes, minimum at M = 1.
 BARS: dict[str, tuple[float, float, float]] = {
     "f32": (1.02, 0.94, 0.90),
     "u8s8": (1.05, 0.0, 0.0),
@@ -16,15 +16,15 @@ BARS: dict[str, tuple[float, float, float]] = {
     "bf16": (1.05, 0.0, 0.0),
 }
 NO_WEIGHT_BAR = 0.95
-FOUR_BITS_BAR = 3.0  # weights of 4 bits over our own float32, of one row
-# Of the peak, on one thread; and over stock TVM.
+FOUR_BITS_BAR = 3.0  # speed of weights of 4 bits over our own float32, one row
+# Share of the peak on one thread; speed over stock TVM; the shape that both are for.
 PEAK_BAR, STOCK_BAR, LARGE = 0.95, 100.0, "1024x1024x1024"
 COMPILE_BAR = 1.0  # seconds for a product, at most
 
 
 @dataclass(frozen=True)
 class Check:
-    """A number and the least, or the most, it should be."""
+    """A number and its bar, a minimum or a maximum."""
 
     what: str
     found: float
@@ -33,7 +33,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the bar is reached."""
+        """True if the bar is reached."""
         return self.found <= self.bar if self.at_most else self.found >= self.bar
 
     def __str__(self) -> str:
@@ -48,8 +48,8 @@ def speed(row: dict[str, Any] | None) -> float | None:
 def best_peer(result: dict[str, Any]) -> tuple[str, float] | None:
     """The fastest other contestant of a result by its median."""
     speeds = {name: speed(row) for name, row in result["rows"].items() if name != OURS}
-    known = {name: value for name, value in speeds.items() if value is not None}
-    return max(known.items(), key=lambda item: item[1]) if known else None
+    measured = {name: value for name, value in speeds.items() if value is not None}
+    return max(measured.items(), key=lambda item: item[1]) if measured else None
 
 
 def ratio(result: dict[str, Any]) -> float | None:
@@ -59,13 +59,13 @@ def ratio(result: dict[str, Any]) -> float | None:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of positive numbers; NaN of none."""
+    """The geometric mean of positive numbers; NaN of none."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
 
 
 def checks(results: Sequence[dict[str, Any]]) -> list[Check]:
-    """What the results have to reach, for each type and thread count; a right number missing is not reached."""
-    found = []
+    """The bars for each type and thread count; one without a correct result is missed."""
+    bars = []
     for (kind, threads), group in grouped(results).items():
         title = f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
         for weight in (True, False):
@@ -75,52 +75,52 @@ def checks(results: Sequence[dict[str, Any]]) -> list[Check]:
                 continue
             mean = geometric_mean(list(ratios.values()))
             if not weight:
-                found.append(Check(f"{title}: geometric mean without weights", mean, NO_WEIGHT_BAR))
+                bars.append(Check(f"{title}: geometric mean without weights", mean, NO_WEIGHT_BAR))
                 low = {shape: value for shape, value in ratios.items() if not value >= NO_WEIGHT_BAR}
-                found += [Check(f"{title}: {shape} without weights", low[shape], NO_WEIGHT_BAR) for shape in low]
+                bars += [Check(f"{title}: {shape} without weights", low[shape], NO_WEIGHT_BAR) for shape in low]
                 continue
             if kind not in BARS:
                 continue
-            least_mean, least, least_row = BARS[kind]
-            found.append(Check(f"{title}: geometric mean over the best peer", mean, least_mean))
+            min_mean, min_ratio, min_row_ratio = BARS[kind]
+            bars.append(Check(f"{title}: geometric mean over the best peer", mean, min_mean))
             for shape, value in ratios.items():
-                bar = least_row if shape.startswith("1x") else least
+                bar = min_row_ratio if shape.startswith("1x") else min_ratio
                 if bar and not value >= bar:
-                    found.append(Check(f"{title}: {shape}", value, bar))
-        found += _large(title, group, kind, threads)
-    found += _four_bits(results)
+                    bars.append(Check(f"{title}: {shape}", value, bar))
+        bars += _large(title, group, kind, threads)
+    bars += _four_bits(results)
     seconds = [result["rows"].get(OURS, {}).get("compile_seconds") for result in results]
     slowest = max((value for value in seconds if value is not None), default=None)
     if slowest is not None:
-        found.append(Check("longest compilation of a product, seconds", slowest, COMPILE_BAR, at_most=True))
-    return found
+        bars.append(Check("longest compilation of a product, seconds", slowest, COMPILE_BAR, at_most=True))
+    return bars
 
 
 def _large(title: str, group: Sequence[dict[str, Any]], kind: str, threads: int) -> list[Check]:
-    found = []
+    bars = []
     for result in group:
         own, peak = speed(result["rows"].get(OURS)), speed(result.get("peak"))
         stock = speed(result["rows"].get("stock TVM"))
         if result["full_shape"] != LARGE or own is None or kind != "f32":
             continue
         if peak is not None and threads == 1 and result["weight"]:
-            found.append(Check(f"{title}: {result['shape']} over the peak", own / peak, PEAK_BAR))
+            bars.append(Check(f"{title}: {result['shape']} over the peak", own / peak, PEAK_BAR))
         if stock is not None:
-            found.append(Check(f"{title}: {result['shape']} over stock TVM", own / stock, STOCK_BAR))
-    return found
+            bars.append(Check(f"{title}: {result['shape']} over stock TVM", own / stock, STOCK_BAR))
+    return bars
 
 
 def _four_bits(results: Sequence[dict[str, Any]]) -> list[Check]:
     own = {
         (one["kind"], one["shape"], one["threads"]): speed(one["rows"].get(OURS)) for one in results if one["weight"]
     }
-    found = []
+    bars = []
     for (kind, shape, threads), value in own.items():
         plain = own.get(("f32", shape, threads))
         if kind == "q4" and shape.startswith("1x") and value and plain:
             title = f"q4, {threads} thread{'s' if threads > 1 else ''}"
-            found.append(Check(f"{title}: {shape} over our f32", value / plain, FOUR_BITS_BAR))
-    return found
+            bars.append(Check(f"{title}: {shape} over our f32", value / plain, FOUR_BITS_BAR))
+    return bars
 
 
 def grouped(results: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[dict[str, Any]]]:
@@ -133,7 +133,7 @@ def grouped(results: Iterable[dict[str, Any]]) -> dict[tuple[str, int], list[dic
 
 def tables(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, columns and cells of a table per type and thread count; speeds are Gop/s, median (fastest)."""
-    made = []
+    output = []
     for (kind, threads), group in grouped(results).items():
         names = [name for name in group[0]["rows"] if any(speed(result["rows"].get(name)) for result in group)]
         columns = ["shape", *names, "kernel alone", "peak", "best peer", "ratio"]
@@ -151,22 +151,22 @@ def tables(results: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], list
                     f"{value:.3f}" if value is not None else "",
                 ]
             )
-        made.append((f"{kind}, {threads} thread{'s' if threads > 1 else ''}: Gop/s, median (fastest)", columns, rows))
-    return made
+        output.append((f"{kind}, {threads} thread{'s' if threads > 1 else ''}: Gop/s, median (fastest)", columns, rows))
+    return output
 
 
 def remarks(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What contestants compute where that is not plain, what they cannot, and what went wrong; each once."""
-    found: dict[str, None] = {}
+    """Notes on what contestants compute, what they do not support, and failures; each once."""
+    texts: dict[str, None] = {}
     for result in results:
         for name, row in result["rows"].items():
             if row.get("note") and name != OURS:
-                found[f"{result['kind']}, {name}: {row['note']}"] = None
+                texts[f"{result['kind']}, {name}: {row['note']}"] = None
             if row.get("unsupported"):
-                found[f"{result['kind']}, {name}: none, {row['unsupported']}"] = None
+                texts[f"{result['kind']}, {name}: none, {row['unsupported']}"] = None
             if row.get("failure"):
-                found[f"{result['kind']}, {name}, {result['shape']}: {row['failure']}"] = None
-    return list(found)
+                texts[f"{result['kind']}, {name}, {result['shape']}: {row['failure']}"] = None
+    return list(texts)
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Calls beside busy processes: a product of some 30 us, and whole models, against ONNX Runtime.
+"""Calls while other processes are busy: a product of some 30 us, and whole models, against ONNX Runtime.
 
 python apps/bench/busy_machine.py                         # the product alone, on an idle machine and a busy one
 python apps/bench/busy_machine.py squeezenet.onnx --busy 2 --threads 2
@@ -24,7 +24,7 @@ from model_zoo import random_inputs
 import relax_hetero as rh
 from relax_hetero.target.cpu_cores import num_cores
 
-# Threads of the one who was called before sleep after some milliseconds.
+# Seconds after which the threads of the library that was called before sleep.
 _REST = 0.02
 _BURN = "import os\nwhile os.getppid() == {parent}:\n    for _ in range(100_000): pass"
 
@@ -44,7 +44,7 @@ def product(path: Path, size: int = 512, rows: int = 24) -> None:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """So many processes that do nothing but compute, while a ``with`` block lasts."""
+    """Run processes that only compute, while a ``with`` block lasts."""
     code = _BURN.format(parent=os.getpid())
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     try:
@@ -58,7 +58,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def calls_of(path: Path, threads: int) -> dict[str, Callable[[], object]]:
-    """Calls of a model by the library that runs it; both gave the same numbers."""
+    """Calls of a model by library, which were checked to give the same numbers."""
     import onnxruntime
 
     inputs = random_inputs(path, {}, 1)
@@ -99,12 +99,12 @@ def text(seconds: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print a table: median, and the time that nine of ten calls keep, of both libraries."""
+    """Print a table of both libraries: the median, and the 90th percentile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, help="ONNX files, measured after the product")
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--busy", type=int, default=num_cores(), help="busy processes (default: as many as cores)")
-    parser.add_argument("--seconds", type=float, default=10, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=10, help="seconds of each measurement")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--pause", type=float, default=0, help="milliseconds between two calls")
     options = parser.parse_args(arguments)

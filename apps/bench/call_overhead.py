@@ -1,4 +1,4 @@
-"""What a call costs apart from its kernel: one addition over 16 floats, by kind of argument.
+"""The cost of a call besides its kernel: one addition over 16 floats, by kind of argument.
 
 python apps/bench/call_overhead.py
 """
@@ -45,8 +45,8 @@ class Symbolic:
 
 
 def programs() -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
-    found: dict[str, Callable[[], object]] = {}
+    """The timed calls, by name."""
+    calls: dict[str, Callable[[], object]] = {}
     for mod, shape in ((Static, (16,)), (Symbolic, (1, 16))):
         name = "static" if mod is Static else "symbolic"
         arrays = np.ones(shape, "float32"), np.ones(16, "float32")
@@ -54,13 +54,13 @@ def programs() -> dict[str, Callable[[], object]]:
         array, tensor = np.empty(shape, "float32"), tvm.runtime.empty(shape, "float32")
         main = rh.vm.VirtualMachine(rh.compile(mod))["main"]
         stock = tvm.relax.VirtualMachine(tvm.compile(mod, rh.native("llvm")), tvm.cpu())["main"]
-        found[f"{name}, tvm tensors"] = lambda f=main, t=tensors: f(*t)
-        found[f"{name}, tvm tensors, out="] = lambda f=main, t=tensors, out=tensor: f(*t, out=out)
-        found[f"{name}, numpy"] = lambda f=main, a=arrays: f(*a)
-        found[f"{name}, numpy, out="] = lambda f=main, a=arrays, out=array: f(*a, out=out)
-        found[f"{name}, numpy, by name"] = lambda f=main, a=arrays: f(x=a[0], w=a[1])
-        found[f"{name}, stock TVM, tvm tensors"] = lambda f=stock, t=tensors: f(*t)
-    return found
+        calls[f"{name}, tvm tensors"] = lambda f=main, t=tensors: f(*t)
+        calls[f"{name}, tvm tensors, out="] = lambda f=main, t=tensors, out=tensor: f(*t, out=out)
+        calls[f"{name}, numpy"] = lambda f=main, a=arrays: f(*a)
+        calls[f"{name}, numpy, out="] = lambda f=main, a=arrays, out=array: f(*a, out=out)
+        calls[f"{name}, numpy, by name"] = lambda f=main, a=arrays: f(x=a[0], w=a[1])
+        calls[f"{name}, stock TVM, tvm tensors"] = lambda f=stock, t=tensors: f(*t)
+    return calls
 
 
 @click.command()
@@ -68,11 +68,11 @@ def programs() -> dict[str, Callable[[], object]]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(rounds=1)
 def main(rounds: int, as_json: bool) -> None:
-    """Take turns, so that all meet the same machine; the median turn counts."""
-    found = programs()
-    times: dict[str, list[float]] = {name: [] for name in found}
+    """Time all calls in turns, so that the machine is alike for all; the median turn counts."""
+    calls = programs()
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, call in found.items():
+        for name, call in calls.items():
             call()
             start = time.perf_counter()
             for _ in range(CALLS):

@@ -1,4 +1,4 @@
-"""What the compile cache saves: a model compiled without it, kept by it, and found by other processes.
+"""The time that the compile cache saves: a model compiled without it, with a miss, and with a hit.
 
 python apps/bench/compile_cache.py bert resnet50
 python apps/bench/compile_cache.py bert --vdevice cuda              # needs a CUDA compiler, and no GPU
@@ -27,10 +27,10 @@ STEPS = {"without": "compiled", "miss": "compiled and kept", "hit": "found"}
 
 
 def compile_once(model: str, folder: str, vdevice: str) -> dict[str, object]:
-    """Import and compile a model for a device in this process; an empty folder is no cache."""
+    """Import and compile a model for a device in this process; an empty folder means no cache."""
     import relax_hetero as rh
 
-    assert rh.compile and rh.from_onnx  # loads what they need
+    assert rh.compile and rh.from_onnx  # imports their modules
     start = time.perf_counter()
     mod = rh.from_onnx(model, [vdevice])
     imported = time.perf_counter()
@@ -39,24 +39,24 @@ def compile_once(model: str, folder: str, vdevice: str) -> dict[str, object]:
 
 
 def in_its_own_process(model: str, folder: str, vdevice: str) -> dict[str, object]:
-    """`compile_once`, in a process that has compiled nothing before."""
+    """Run `compile_once` in a fresh process."""
     command = [sys.executable, __file__, "--once", folder, "--vdevice", vdevice, model]
     environment = {name: value for name, value in os.environ.items() if name != "RELAX_HETERO_CACHE"}  # may be "off"
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    result: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def measure(model: str, rounds: int, vdevice: str) -> dict[str, float]:
-    """Median seconds of importing, and of each of `STEPS`."""
+    """Median seconds of the import, and of each of `STEPS`."""
     times: dict[str, list[float]] = {"import": [], **{step: [] for step in STEPS}}
     for _ in track(range(rounds), pathlib.Path(model).name, console=Console(stderr=True), transient=True):
         with tempfile.TemporaryDirectory() as folder:
             for step in STEPS:
-                found = in_its_own_process(model, "" if step == "without" else folder, vdevice)
-                assert found["state"] == (step if step != "without" else "unused"), found
-                times["import"].append(float(str(found["import"])))
-                times[step].append(float(str(found["compile"])))
+                result = in_its_own_process(model, "" if step == "without" else folder, vdevice)
+                assert result["state"] == (step if step != "without" else "unused"), result
+                times["import"].append(float(str(result["import"])))
+                times[step].append(float(str(result["compile"])))
     return {step: statistics.median(seconds) for step, seconds in times.items()}
 
 

@@ -1,4 +1,4 @@
-"""Where compile time goes: this library's passes, TVM's, code generation; how placement and deep models scale.
+"""Parts of compile time: this library's passes, TVM's, code generation; scaling of placement and of deep models.
 
 python apps/bench/compile_time.py                          # ResNet-50 from the onnx package, cut over two CPU targets
 python apps/bench/compile_time.py model.onnx --bindings 1000 --bindings 10000
@@ -37,7 +37,7 @@ RESNET = pathlib.Path(onnx.__file__).parent / "backend/test/data/light/light_res
 
 @tvm.ir.instrument.pass_instrument
 class SelfTimes:
-    """Seconds by pass name, those of nested passes taken off."""
+    """Seconds by pass name, without those of nested passes."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -72,7 +72,7 @@ def measure_compile(model: str, rounds: int) -> dict[str, object]:
 
 
 def measure_placement(bindings: int) -> float:
-    """Seconds that RealizeVDevice takes for a chain of so many bindings with a hint at its end."""
+    """Seconds that RealizeVDevice takes for a chain of bindings with a hint at its end."""
     builder = relax.BlockBuilder()
     devices = [rh.VDevice("llvm", 0), rh.VDevice("llvm", 1)]
     x = relax.Var("x", relax.TensorType((16,), "float32"))
@@ -91,7 +91,7 @@ def measure_placement(bindings: int) -> float:
 
 
 def measure_chain(kind: str, nodes: int) -> dict[str, float]:
-    """Seconds of processor time that this process takes for a chain: to import it (ONNX only), and to compile it."""
+    """Processor seconds of this process to import a chain (ONNX only) and to compile it."""
     model = onnx_chains.KINDS[kind](nodes) if kind in onnx_chains.KINDS else relax_chains.KINDS[kind](nodes)
     start = time.process_time()
     mod = rh.from_onnx(model) if kind in onnx_chains.KINDS else model
@@ -101,37 +101,37 @@ def measure_chain(kind: str, nodes: int) -> dict[str, float]:
 
 
 def chain_in_a_process(kind: str, nodes: int, limit: float) -> dict[str, object]:
-    """`measure_chain` in a process of its own; ``{"fails": why}`` where that crashes, raises or takes too long."""
+    """Run `measure_chain` in a process of its own; ``{"fails": reason}`` if it crashes, raises or takes too long."""
     command = [sys.executable, __file__, "--one", kind, "--nodes", str(nodes)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return {"fails": f"over {limit:g} s"}
-    if done.returncode:
-        said = done.stderr.strip().splitlines()
-        return {"fails": said[-1] if said and done.returncode > 0 else f"status {done.returncode}"}
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    if process.returncode:
+        stderr = process.stderr.strip().splitlines()
+        return {"fails": stderr[-1] if stderr and process.returncode > 0 else f"status {process.returncode}"}
+    seconds: dict[str, object] = json.loads(process.stdout.splitlines()[-1])
+    return seconds
 
 
 def growth_exponent(first: tuple[int, float], last: tuple[int, float]) -> float:
-    """The power of the number of nodes that the time between two sizes grows with: 1 is linear, 2 quadratic."""
+    """The exponent with which the time grows between two sizes: 1 is linear, 2 quadratic."""
     return math.log(last[1] / first[1]) / math.log(last[0] / first[0])
 
 
 def chain_table(kinds: Sequence[str], sizes: Sequence[int], limit: float) -> tuple[Table, dict[str, dict[int, object]]]:
-    """Each kind at each size."""
+    """A table of each kind at each size."""
     table = Table("chain")
     for size in sizes:
         table.add_column(f"{size:,} nodes: s", justify="right")
         table.add_column("ms a node", justify="right")
     table.add_column("exponent", justify="right")
-    found: dict[str, dict[int, object]] = {}
+    results: dict[str, dict[int, object]] = {}
     for kind in track(kinds, "compiling", console=Console(stderr=True), transient=True):
         row, times = [kind], []
-        found[kind] = {}
+        results[kind] = {}
         for size in sizes:
-            result = found[kind][size] = chain_in_a_process(kind, size, limit)
+            result = results[kind][size] = chain_in_a_process(kind, size, limit)
             if "fails" in result:
                 row += [str(result["fails"])[:60], ""]
                 continue
@@ -139,7 +139,7 @@ def chain_table(kinds: Sequence[str], sizes: Sequence[int], limit: float) -> tup
             times.append((size, seconds))
             row += [f"{seconds:.2f}", f"{seconds / size * 1e3:.2f}"]
         table.add_row(*row, f"{growth_exponent(*times[-2:]):.2f}" if len(times) > 1 else "")
-    return table, found
+    return table, results
 
 
 @click.command()
@@ -147,11 +147,11 @@ def chain_table(kinds: Sequence[str], sizes: Sequence[int], limit: float) -> tup
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--bindings", multiple=True, type=int, default=(1000, 10000), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--chains", is_flag=True, help="Models that are deep or wide instead, each in a process of its own.")
-@click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Of the chains; all by default.")
-@click.option("--nodes", multiple=True, type=int, default=(100, 1000, 10000), show_default=True, help="Of the chains.")
-@click.option("--limit", default=600.0, show_default=True, help="Seconds that a chain may take.")
-@click.option("--one", hidden=True, help="A chain, in this process.")
+@click.option("--chains", is_flag=True, help="Compile deep and wide models instead, each in its own process.")
+@click.option("--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Kinds of chains; all by default.")
+@click.option("--nodes", multiple=True, type=int, default=(100, 1000, 10000), show_default=True, help="Their sizes.")
+@click.option("--limit", default=600.0, show_default=True, help="Time limit of a chain, in seconds.")
+@click.option("--one", hidden=True, help="Compile a chain in this process.")
 @smoke(model=SMALL_MODEL, rounds=1, bindings=(10,), nodes=(8, 16), kinds=lambda kinds: kinds or KINDS[:1])
 def main(
     model: str,
@@ -165,13 +165,13 @@ def main(
     one: str | None,
 ) -> None:
     if one is not None:
-        rh.compile(relax_chains.KINDS[KINDS[0]](2), cache=False)  # what a process does once is not counted
+        rh.compile(relax_chains.KINDS[KINDS[0]](2), cache=False)  # one-time work of the process is not counted
         click.echo(json.dumps(measure_chain(one, nodes[0])))
         return
     if chains:
-        table, found = chain_table(kinds or KINDS, nodes, limit)
+        table, results = chain_table(kinds or KINDS, nodes, limit)
         if as_json:
-            click.echo(json.dumps(found))
+            click.echo(json.dumps(results))
         else:
             Console(width=200).print(table)
         return

@@ -1,9 +1,9 @@
-"""Command buffers on an NVIDIA GPU against PyTorch's CUDA graphs: chains of small kernels, and what is left behind.
+"""Command buffers on an NVIDIA GPU compared with PyTorch's CUDA graphs: chains of small kernels, and memory leaks.
 
 python apps/bench/cuda_graphs.py --counts 10,200,1000
 python apps/bench/cuda_graphs.py --counts 200 --replays 10000 --json
 
-A submission of ours has new bindings each time: one of sixteen inputs, one of sixteen results. PyTorch's graphs, one of
+Each of our submissions has new bindings: one of sixteen inputs, one of sixteen results. PyTorch's graphs, one of
 the very same kernels and one of as many ``torch.add``, are replayed as they were captured.
 """
 
@@ -44,14 +44,14 @@ BINDINGS, WARM_CALLS, CALLS = 16, 10, 50
 
 @dataclass
 class Times:
-    """Of one contestant, in microseconds: until the submission returns, and until the GPU has ended it."""
+    """Microseconds of one contestant until the submission returns, and until the GPU has finished it."""
 
     host: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
 
 
 class Contest:
-    """The ways to run a chain on a GPU, all on one stream.
+    """Contestants that run a chain on a GPU, all on one stream.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Contest:
         self.calls: dict[str, Callable[[], None]] = {OURS: ours, CALL: call, REPLAY: replay, ADD: add}
 
     def check(self) -> None:
-        """Run ours with every binding; RuntimeError where a result is wrong."""
+        """Run ours with every binding; RuntimeError if a result is wrong."""
         for _ in range(2 * BINDINGS):
             self.calls[OURS]()
         self.stream.synchronize()
@@ -97,7 +97,7 @@ class Contest:
         return tvm.runtime.tensor(array, self._device)
 
     def _same_kernels(self, machine: rh.vm.VirtualMachine) -> torch.cuda.CUDAGraph:
-        for _ in range(3):  # so that nothing is loaded or allocated while it is captured
+        for _ in range(3):  # loads and allocates everything before the capture
             machine["main"](self._inputs[0])
         self._device.sync()
         graph = torch.cuda.CUDAGraph()
@@ -149,13 +149,13 @@ def _take_turn(call: Callable[[], None], synchronize: Callable[[], None], times:
 
 
 def measure_growth(count: int, replays: int, device: rh.VDevice) -> dict[str, Any]:
-    """How much memory submissions leave behind, in KB: of the process, and of the GPU."""
+    """Memory that submissions leak, in KB, of the process and of the GPU."""
     contest = Contest(Chain(count), device)
 
     def used() -> tuple[float, float]:
         contest.stream.synchronize()
-        free, whole = torch.cuda.mem_get_info()
-        return resident("VmRSS") / 1024, (whole - free) / 1024
+        free, total = torch.cuda.mem_get_info()
+        return resident("VmRSS") / 1024, (total - free) / 1024
 
     with tvm_ffi.use_raw_stream(tvm.cuda(0), contest.stream.cuda_stream):
         for _ in range(replays // 10):
@@ -169,16 +169,16 @@ def measure_growth(count: int, replays: int, device: rh.VDevice) -> dict[str, An
 
 
 def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
-    """Ours against the replay of the same kernels."""
+    """The bars of ours over the replay of the same kernels."""
     return [
         Check(
-            f"{row['kernels']} kernels: {what} against torch's replay",
+            f"{row['kernels']} kernels: {figure} against torch's replay",
             row["contestants"][OURS][key] / row["contestants"][REPLAY][key],
             BAR,
             at_most=True,
         )
         for row in rows
-        for what, key in (("host time", "host_us"), ("total time", "total_us"))
+        for figure, key in (("host time", "host_us"), ("total time", "total_us"))
     ]
 
 
@@ -189,8 +189,8 @@ def _numbers(_context: click.Context, _parameter: click.Parameter, text: str) ->
 @click.command()
 @click.option("--counts", default="10,200,1000", show_default=True, callback=_numbers, help="Kernels of the chains.")
 @click.option("--rounds", default=20, show_default=True, help=f"Turns of each, of {CALLS} submissions.")
-@click.option("--replays", default=0, show_default=True, help="Also look at memory over so many submissions.")
-@click.option("--arch", default="sm_90", show_default=True, help="Of the GPU.")
+@click.option("--replays", default=0, show_default=True, help="Number of submissions whose memory is also measured.")
+@click.option("--arch", default="sm_90", show_default=True, help="Architecture of the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(counts=[10], rounds=1, replays=lambda given: min(given, 10))
 def main(counts: list[int], rounds: int, replays: int, arch: str, as_json: bool) -> None:
@@ -211,9 +211,9 @@ def main(counts: list[int], rounds: int, replays: int, arch: str, as_json: bool)
     console.print(table)
     for check in checks(rows):
         console.print(f"{verdict(check)}: {check}", markup=False)
-    for found in growth:
+    for leak in growth:
         console.print(
-            "{replays:,} submissions of {kernels} kernels: {host_kb:+.0f} KB, GPU {gpu_kb:+.0f} KB".format(**found)
+            "{replays:,} submissions of {kernels} kernels: {host_kb:+.0f} KB, GPU {gpu_kb:+.0f} KB".format(**leak)
         )
 
 

@@ -32,26 +32,26 @@ SHAPES = (
     "6x197x64",
     "12x128x64c",
 )
-"""Heads x queries (/ keys) x width, "c": causal. Judged are the long ones and those of few queries."""
-MEAN_BAR, LEAST_BAR, LONG = 1.00, 0.93, 4096
+"""Heads x queries (/ keys) x width, "c": causal. The bars are for long sequences and for few queries."""
+MEAN_BAR, MIN_BAR, LONG = 1.00, 0.93, 4096
 _BUDGET = 3e11
-"""Operations of one launch of a program, about."""
+"""Approximate operations of one launch of a program."""
 
 
 def workload(text: str, dtype: str) -> Attentions:
-    """What a text of `SHAPES` stands for."""
-    found = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)(c?)", text)
-    if found is None:
+    """The workload of a text of `SHAPES`."""
+    match = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)(c?)", text)
+    if match is None:
         raise click.BadParameter(f"{text!r}: expected HEADSxQUERIESxWIDTH, HEADSxQUERIES/KEYSxWIDTH, c for causal")
-    heads, queries, keys, width = (int(number) for number in (*found.groups(found[2])[:4],))
-    one = Attentions(heads, queries, keys, width, bool(found[5]), dtype, 1)
+    heads, queries, keys, width = (int(number) for number in (*match.groups(match[2])[:4],))
+    one = Attentions(heads, queries, keys, width, bool(match[5]), dtype, 1)
     count = int(min(16, max(1, _BUDGET / one.operations)))
-    return Attentions(heads, queries, keys, width, bool(found[5]), dtype, count)
+    return Attentions(heads, queries, keys, width, bool(match[5]), dtype, count)
 
 
 def wanted(work: Attentions) -> list[np.ndarray]:
-    """By numpy, where there is no PyTorch."""
-    found = []
+    """Right results by numpy, used without PyTorch."""
+    results = []
     arrays = [array.astype("float32") for array in work.inputs()]
     for i in range(0, len(arrays), 3):
         q, k, v = arrays[i : i + 3]
@@ -59,20 +59,20 @@ def wanted(work: Attentions) -> list[np.ndarray]:
         if work.causal:
             scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
         powers = np.exp(scores - scores.max(-1, keepdims=True))
-        found.append(powers / powers.sum(-1, keepdims=True) @ v)
-    return found
+        results.append(powers / powers.sum(-1, keepdims=True) @ v)
+    return results
 
 
 def checks(rows: Sequence[Row], lengths: dict[str, int]) -> list[Check]:
-    """The bars, for the long sequences that are there."""
-    found = []
+    """The bars of the measured long sequences."""
+    bars = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of_kind = [row for row in rows if row["kind"] == kind and lengths[row["title"]] >= LONG]
         ratios = {row["title"]: value for row in of_kind if (value := ratio(row))}
         if ratios:
-            found.append(Check(f"{kind}: geometric mean over PyTorch", geometric_mean(list(ratios.values())), MEAN_BAR))
-            found += [Check(f"{kind}, {title} over PyTorch", value, LEAST_BAR) for title, value in ratios.items()]
-    return found
+            bars.append(Check(f"{kind}: geometric mean over PyTorch", geometric_mean(list(ratios.values())), MEAN_BAR))
+            bars += [Check(f"{kind}, {title} over PyTorch", value, MIN_BAR) for title, value in ratios.items()]
+    return bars
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:

@@ -24,28 +24,28 @@ from peers.shape import Shape
 from smoke import smoke
 
 COUNT = 8
-MEAN_BAR, LEAST_BAR, FOUR_BITS_BAR = 1.10, 0.95, 2.5
+MEAN_BAR, MIN_BAR, FOUR_BITS_BAR = 1.10, 0.95, 2.5
 
 
 def wanted(work: Products) -> list[np.ndarray]:
-    """By numpy."""
+    """Right results by numpy."""
     right = work.four_bit_numbers() if work.kind == "q4" else work.weights()
     return [x.astype("float32") @ w.astype("float32") for x, w in zip(work.inputs(), right, strict=True)]
 
 
 def peers(clock: object, work: Products) -> object:
-    """cuBLAS; it has no 4-bit weights."""
+    """cuBLAS, which lacks 4-bit weights."""
     return NOTHING if work.kind == "q4" else torch_peers.products(clock, work)
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """Over cuBLAS, and of 4-bit weights over our f16."""
+    """The bars over cuBLAS, and of 4-bit weights over our f16."""
     ratios = {row["title"]: value for row in rows if (value := ratio(row))}
-    found = [Check(f"{title} over cuBLAS", value, LEAST_BAR) for title, value in ratios.items()]
+    bars = [Check(f"{title} over cuBLAS", value, MIN_BAR) for title, value in ratios.items()]
     if ratios:
-        found.insert(0, Check("geometric mean over cuBLAS", geometric_mean(list(ratios.values())), MEAN_BAR))
+        bars.insert(0, Check("geometric mean over cuBLAS", geometric_mean(list(ratios.values())), MEAN_BAR))
     own = {(row["title"], row["kind"]): row["us"][OURS] for row in rows if OURS in row["us"]}
-    return found + [
+    return bars + [
         Check(f"4-bit weights, {title} over our f16", own[title, "f16"] / us, FOUR_BITS_BAR)
         for (title, kind), us in own.items()
         if kind == "q4" and title.startswith("1x") and (title, "f16") in own
@@ -59,7 +59,7 @@ def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> 
 @click.command()
 @click.option("--rows", "numbers", default="1,8,16,64", show_default=True, callback=_listed)
 @click.option("--weights", default="4096x4096,4096x14336", show_default=True, callback=_listed, help="KxN; a list.")
-@click.option("--four-bits/--no-four-bits", default=True, help="Also one row by weights of 4 bits.")
+@click.option("--four-bits/--no-four-bits", default=True, help="Also time one row by weights of 4 bits.")
 @gpu_options
 @smoke(numbers=("1",), weights=("256x128",), rounds=1, workers=1)
 def main(

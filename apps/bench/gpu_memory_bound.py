@@ -1,4 +1,4 @@
-"""Kernels that memory bounds, on an NVIDIA GPU, against the device's copy bandwidth and torch.compile.
+"""Memory-bound kernels on an NVIDIA GPU, against the device's copy bandwidth and torch.compile.
 
 python apps/bench/gpu_memory_bound.py                                # float32 and float16
 python apps/bench/gpu_memory_bound.py --names softmax,transpose --types float16
@@ -33,34 +33,34 @@ COPY_BAR, PEER_BAR = 0.85, 1.0
 
 
 def wanted(work: Rows) -> list[np.ndarray]:
-    """By numpy."""
+    """Right results by numpy."""
     arrays = [array.astype("float32") for array in work.inputs()]
-    found = []
+    results = []
     for x, other in zip(arrays[: work.count], arrays[-work.count :], strict=True):
         if work.name == "softmax":
             e = np.exp(x - x.max(-1, keepdims=True))
-            found.append(e / e.sum(-1, keepdims=True))
+            results.append(e / e.sum(-1, keepdims=True))
         elif work.name == "layer norm":
-            found.append((x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * 1.5 + 0.25)
+            results.append((x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * 1.5 + 0.25)
         elif work.name == "chain":
             y = x * 1.5 + other
-            found.append(np.where(x > 0, y / (1 + np.exp(-y)), np.tanh(other)))
+            results.append(np.where(x > 0, y / (1 + np.exp(-y)), np.tanh(other)))
         else:
-            found.append(x.T if work.name == "transpose" else x.sum(-1))
-    return found
+            results.append(x.T if work.name == "transpose" else x.sum(-1))
+    return results
 
 
 def checks(rows: Sequence[Row], sizes: dict[tuple[str, str], int], copied: float | None) -> list[Check]:
-    """Over the copy bandwidth, in bytes a microsecond, and over torch.compile."""
-    found = []
+    """The bars over the copy bandwidth, in bytes per microsecond, and over torch.compile."""
+    bars = []
     for row in rows:
         name = f"{row['title']} {row['kind']}"
         if copied and OURS in row["us"]:
             share = sizes[row["title"], row["kind"]] / row["us"][OURS] / copied
-            found.append(Check(f"{name} over a copy's bandwidth", share, COPY_BAR))
+            bars.append(Check(f"{name} over a copy's bandwidth", share, COPY_BAR))
         if value := ratio(row):
-            found.append(Check(f"{name} over torch.compile", value, PEER_BAR))
-    return found
+            bars.append(Check(f"{name} over torch.compile", value, PEER_BAR))
+    return bars
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ def main(
     workers: int,
     json_file: Path | None,
 ) -> None:
-    """Time kernels that memory bounds on a GPU, here and in PyTorch."""
+    """Time memory-bound kernels on a GPU, here and in PyTorch."""
     unknown = [name for name in names if name not in SIZES]
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}: names are {', '.join(SIZES)}")

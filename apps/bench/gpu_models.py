@@ -31,12 +31,12 @@ from rich.table import Table
 from smoke import SMALL_MODEL, smoke
 
 ALLOWED = {"float32": 1e-3, "tfloat32": 5e-3, "float16": 2e-2, "bfloat16": 5e-2}
-"""The largest error, of an output's largest number, by precision."""
+"""Largest allowed error relative to an output's largest number, by precision."""
 LEFT_OUT = ("inception_v2", "bvlc_alexnet", "zfnet512")
-"""Models of the zoo that a run without names leaves out: others are like them."""
+"""Models of the zoo that a run without names leaves out, because they resemble others."""
 
 SHORT = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-"""Element types whose products have a measured peak, by what profiles call them."""
+"""Element types with a measured peak of products, by their names in profiles."""
 
 PEERS = ("torch", "torch.compile")
 """Steps that time other libraries."""
@@ -45,7 +45,7 @@ Line = dict[str, Any]
 
 
 class Process:
-    """A model's process, fed and read by a thread of its own."""
+    """A model's process, which a thread of its own writes to and reads from."""
 
     def __init__(self, job: Job, report: Callable[[Line], None], limit: float) -> None:
         self.job, self._report, self._limit = job, report, limit
@@ -53,7 +53,7 @@ class Process:
         self._log: Any = None
 
     def build(self) -> bool:
-        """Compile and compare; whether the process is there to be timed."""
+        """Compile and compare; true if the process is ready to be timed."""
         import tempfile
 
         self._log = tempfile.TemporaryFile()
@@ -64,7 +64,7 @@ class Process:
         return self._read(until="waits")
 
     def finish(self, with_times: bool) -> None:
-        """Have the model timed, or end the process."""
+        """Time the model, or end the process."""
         assert self._process is not None and self._process.stdin is not None
         if self._process.poll() is None:
             self._process.stdin.write("time\n" if with_times else "\n")
@@ -96,7 +96,7 @@ class Process:
 
 
 def run(jobs: Sequence[Job], workers: int, limit: float, with_times: bool, report: Callable[[Line], None]) -> None:
-    """Build all models over so many processes, then time them one by one."""
+    """Build all models in `workers` processes, then time them one by one."""
     places, lock = threading.Semaphore(workers), threading.Lock()
     built: list[Process] = []
 
@@ -126,25 +126,23 @@ def _file_of(name: str, skeletons: Path | None) -> str:
 
 @click.command()
 @click.argument("models", nargs=-1)
-@click.option("--precision", default="float32", show_default=True, help="Of float products; several by commas.")
-@click.option("--gpu", default="cuda", show_default=True, help="Target of the GPU; llvm has a CPU stand for it.")
-@click.option(
-    "--cuts", default=6, show_default=True, help="Parts of the model that is cut over two devices; 0 for none."
-)
-@click.option("--other", default="llvm", show_default=True, help="Of the cut model; cuda:1 is a second GPU.")
-@click.option("--workers", default=os.cpu_count() or 1, show_default=True, help="Models that are compiled at a time.")
-@click.option("--limit", default=300.0, show_default=True, help="Seconds for each model.")
+@click.option("--precision", default="float32", show_default=True, help="Precisions of float products, a list.")
+@click.option("--gpu", default="cuda", show_default=True, help="Target of the GPU; llvm: a CPU in its place.")
+@click.option("--cuts", default=6, show_default=True, help="Number of parts of the cut over two devices; 0 for none.")
+@click.option("--other", default="llvm", show_default=True, help="Second device of the cut; cuda:1 is a second GPU.")
+@click.option("--workers", default=os.cpu_count() or 1, show_default=True, help="Models compiled at a time.")
+@click.option("--limit", default=300.0, show_default=True, help="Time limit of a model.")
 @click.option("--reference", default="onnxruntime", show_default=True, type=click.Choice(["onnxruntime", "ours"]))
 @click.option("--build-only", is_flag=True, help="Compile the models and run nothing; needs no GPU.")
-@click.option("--no-times", is_flag=True, help="Compare and do not time.")
-@click.option("--torch", "peer", is_flag=True, help="PyTorch's eager ops in a CUDA graph beside it.")
-@click.option("--compiled", default="", help="torch.compile in this mode beside it, in a CUDA graph; takes minutes.")
-@click.option("--batch", default="1", show_default=True, help="Images or sentences at a time; several by commas.")
-@click.option("--slowest", default=0, help="List so many of the slowest kernels, with shares of peaks; compiles again.")
+@click.option("--no-times", is_flag=True, help="Compare only.")
+@click.option("--torch", "peer", is_flag=True, help="Also time PyTorch's eager ops in a CUDA graph.")
+@click.option("--compiled", default="", help="Also time torch.compile in this mode, in a CUDA graph; takes minutes.")
+@click.option("--batch", default="1", show_default=True, help="Numbers of images or sentences, a list.")
+@click.option("--slowest", default=0, help="Number of slowest kernels to list, with shares of peaks.")
 @click.option(
     "--skeletons", type=click.Path(path_type=Path), help=f"A folder of NAME{SUFFIX} files to take models from."
 )
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append a line for each finding there.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append JSON lines to this file.")
 @smoke(models=(SMALL_MODEL,), peer=False, slowest=1)
 def main(
     models: tuple[str, ...],
@@ -164,7 +162,7 @@ def main(
     skeletons: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Compare MODELS (names of the zoo, ONNX files, skeletons; else all) with a CPU's results, and time them."""
+    """Compare MODELS (names of the zoo, ONNX files or skeletons; all by default) with a CPU, and time them."""
     names = models or tuple(name for name in (*MAKERS, *NEWER) if name not in LEFT_OUT)
     unknown = [name for name in names if name not in BY_NAME and not Path(name).exists() and "." not in name]
     if unknown:
@@ -206,7 +204,7 @@ def main(
 
 
 def checks(lines: Sequence[Line]) -> list[Check]:
-    """Every error that was found against the largest allowed."""
+    """Every measured error and the largest allowed."""
     return [
         Check(f"{_title(line)}: error", line["error"], bar, at_most=True)
         for line in lines
@@ -259,10 +257,10 @@ def _print(lines: Sequence[Line]) -> None:
 
 
 def _kernels(line: Line) -> Table:
-    """The slowest kernels of a model, with shares of what the device's own products and sums reach."""
+    """The slowest kernels of a model, with shares of the device's measured peaks."""
     peaks, bandwidth = line["peaks"], line["bandwidth"] or float("inf")
-    known = ", ".join(f"{dtype} {peak / 1e12:.1f}" for dtype, peak in peaks.items())
-    title = f"{_title(line)}, with launches; peaks: {known} TFLOP/s, {bandwidth / 1e9:.0f} GB/s"
+    peak_texts = ", ".join(f"{dtype} {peak / 1e12:.1f}" for dtype, peak in peaks.items())
+    title = f"{_title(line)}, with launches; peaks: {peak_texts} TFLOP/s, {bandwidth / 1e9:.0f} GB/s"
     table = Table(title=title, title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("dispatch", "precision", "bound by") else "right")

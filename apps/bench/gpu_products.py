@@ -28,35 +28,35 @@ from peers.shape import Shape
 from smoke import smoke
 
 SHAPES = ("8192", "4096", "2048", "4096x4096x1024", "512x4096x4096", "128x4096x4096", "127x255x511", "12*128x64x128")
-"""Rows × summed × columns."""
+"""M × K × N."""
 LARGE = ("4096", "8192")
 GELU_SHAPES = SHAPES[1:6]
 ALL_SHAPES = ("f16", "bf16")
-MEAN_BAR, LEAST_BAR, GELU_BAR, LARGE_BAR = 1.02, 0.90, 1.10, 0.95
+MEAN_BAR, MIN_BAR, GELU_BAR, LARGE_BAR = 1.02, 0.90, 1.10, 0.95
 _BUDGET = 3e11
-"""Operations of one launch of a program, about."""
+"""Approximate operations of one launch of a program."""
 
 
 def count_of(shape: Shape) -> int:
-    """How many products make a program that is long enough to time and no longer."""
+    """The number of products of a program: just enough to be timed."""
     return int(min(16, max(2, _BUDGET / shape.operations)))
 
 
 def workloads(types: Sequence[str], shapes: Sequence[str], gelu: bool) -> list[Products]:
-    """Types other than f16 and bf16 only in the large shapes, unless shapes were chosen."""
-    found = []
+    """The products to time; types other than f16 and bf16 in large shapes only, unless `shapes` are given."""
+    products = []
     for kind in types:
         default = GELU_SHAPES if gelu else SHAPES if kind in ALL_SHAPES else LARGE
         for text in shapes or default:
             shape = Shape.parse(text)
             if not (shape.batch and (gelu or kind in ("e4m3", "s8"))):
-                found.append(Products(shape, kind, gelu, count_of(shape)))
-    return found
+                products.append(Products(shape, kind, gelu, count_of(shape)))
+    return products
 
 
 def wanted(work: Products) -> list[np.ndarray]:
-    """By numpy, where there is no PyTorch."""
-    found = []
+    """Right results by numpy, used without PyTorch."""
+    results = []
     arrays, count = work.inputs(), work.count
     right = arrays[count:] if work.shape.batch else work.weights()
     for index, (x, w) in enumerate(zip(arrays[:count], right, strict=True)):
@@ -64,25 +64,25 @@ def wanted(work: Products) -> list[np.ndarray]:
         if work.gelu:
             y = y + work.biases()[index].astype("float32")
             y = y * (1 + np.vectorize(math.erf)(y / 2**0.5)) / 2
-        found.append(y)
-    return found
+        results.append(y)
+    return results
 
 
 def checks(rows: Sequence[Row], gelu: bool) -> list[Check]:
-    """The bars of `docs/guides/gpu.md`, for the rows that are there."""
-    found = []
+    """The bars of the measured rows."""
+    bars = []
     for kind in dict.fromkeys(row["kind"] for row in rows):
         ratios = {row["title"]: value for row in rows if row["kind"] == kind and (value := ratio(row))}
         if not ratios:
             continue
         if gelu:
-            found += [Check(f"{kind}, {title} over torch.compile", value, GELU_BAR) for title, value in ratios.items()]
+            bars += [Check(f"{kind}, {title} over torch.compile", value, GELU_BAR) for title, value in ratios.items()]
         elif kind in ALL_SHAPES:
-            found.append(Check(f"{kind}: geometric mean over cuBLAS", geometric_mean(list(ratios.values())), MEAN_BAR))
-            found += [Check(f"{kind}, {title} over cuBLAS", value, LEAST_BAR) for title, value in ratios.items()]
+            bars.append(Check(f"{kind}: geometric mean over cuBLAS", geometric_mean(list(ratios.values())), MEAN_BAR))
+            bars += [Check(f"{kind}, {title} over cuBLAS", value, MIN_BAR) for title, value in ratios.items()]
         else:
-            found += [Check(f"{kind}, {title} over cuBLAS", value, LARGE_BAR) for title, value in ratios.items()]
-    return found
+            bars += [Check(f"{kind}, {title} over cuBLAS", value, LARGE_BAR) for title, value in ratios.items()]
+    return bars
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -92,8 +92,8 @@ def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> 
 @click.command()
 @click.option("--types", default="f16,bf16,e4m3,s8,tf32", show_default=True, callback=_listed)
 @click.option("--shapes", default="", callback=_listed, help="MxKxN, N for a cube, B*MxKxN for a batch; a list.")
-@click.option("--gelu", is_flag=True, help="With a bias and GELU behind each product.")
-@click.option("--autotune", is_flag=True, help="torch.compile looks for the fastest kernels: minutes.")
+@click.option("--gelu", is_flag=True, help="With a bias and GELU after each product.")
+@click.option("--autotune", is_flag=True, help="Let torch.compile search the fastest kernels: minutes.")
 @gpu_options
 @smoke(types=("f16",), shapes=("128",), rounds=1, workers=1)
 def main(

@@ -1,4 +1,4 @@
-"""What donating a cache saves: one row of it is written, donated and not, by each way to write the update."""
+"""The time that donating a cache saves when one row of it is written, for each way to write the update."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tvm import relax
 
 import relax_hetero as rh
 
-# A cache of so many rows of 4,096 float32 is as many times 16 KB.
+# Float32 elements of a row of the cache: 16 KB.
 COLUMNS = 4096
 
 
 def scatter_nd(cache: relax.Expr, row: relax.Expr, place: relax.Expr) -> relax.Expr:
-    """A row, found by one number."""
+    """Write a row at one index."""
     return relax.op.scatter_nd(cache, relax.op.reshape(place, (1, 1)), row)
 
 
 def scatter_elements(cache: relax.Expr, row: relax.Expr, place: relax.Expr) -> relax.Expr:
-    """Elements, each found by a number of its own."""
+    """Write elements, each at its own index."""
     places = relax.op.broadcast_to(relax.op.reshape(place, (1, 1)), (1, COLUMNS))
     return relax.op.scatter_elements(cache, places, row, axis=0)
 
 
 def add(cache: relax.Expr, row: relax.Expr, _place: relax.Expr) -> relax.Expr:
-    """All of the cache is read and written: only the memory of the result is saved."""
+    """Read and write the whole cache: donating saves only the memory of the result."""
     return relax.op.add(cache, row)
 
 
@@ -56,28 +56,28 @@ def module(update: Callable[..., relax.Expr], rows: int) -> tvm.IRModule:
 
 
 def measure(name: str, rows: int, seconds: float) -> dict[str, Any]:
-    """Microseconds of a call whose cache is the result of the one before, and whether that is one memory.
+    """Microseconds of a call whose cache is the last result, and true if both share memory.
 
     Raises
     ------
     RuntimeError
-        Results that differ.
+        If results differ.
     """
     rng = np.random.default_rng(0)
     cache, row = (rng.standard_normal((count, COLUMNS)).astype("float32") for count in (rows, 1))
     place = tvm.runtime.tensor(np.array([rows // 2]))
-    found: dict[str, Any] = {"update": name, "MB": rows * COLUMNS * 4 / 2**20}
+    row_of_table: dict[str, Any] = {"update": name, "MB": rows * COLUMNS * 4 / 2**20}
     results = []
     for kind, donate in (("kept", None), ("donated", ["cache"])):
         call = rh.vm.VirtualMachine(rh.compile(module(UPDATES[name], rows), donate=donate))["main"]
-        given = tvm.runtime.tensor(cache)
-        now = call(given, tvm.runtime.tensor(row), place)
+        argument = tvm.runtime.tensor(cache)
+        now = call(argument, tvm.runtime.tensor(row), place)
         results.append(now.numpy())
-        found[f"{kind} in place"] = now.data_ptr() == given.data_ptr()
-        found[f"{kind} us"] = round(_microseconds(call, now, tvm.runtime.tensor(row * 0), place, seconds), 1)
+        row_of_table[f"{kind} in place"] = now.data_ptr() == argument.data_ptr()
+        row_of_table[f"{kind} us"] = round(_microseconds(call, now, tvm.runtime.tensor(row * 0), place, seconds), 1)
     if not np.array_equal(*results):
         raise RuntimeError(f"{name}: results differ")
-    return found
+    return row_of_table
 
 
 def _microseconds(
@@ -93,11 +93,11 @@ def _microseconds(
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=COLUMNS, help="rows of 16 KB (4096: 64 MB)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each")
-    parser.add_argument("--update", choices=UPDATES, action="append", help="which (all)")
+    parser.add_argument("--rows", type=int, default=COLUMNS, help="rows of the cache, 16 KB each (4096: 64 MB)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds for each update")
+    parser.add_argument("--update", choices=UPDATES, action="append", help="updates to measure (default: all)")
     parser.add_argument("--smoke", action="store_true", help="everything at its smallest: does the command work?")
     arguments = parser.parse_args()
     if arguments.smoke:

@@ -1,9 +1,9 @@
-"""Matrix products against other libraries: medians of interleaved turns, the peak of the arithmetic beside them.
+"""Matrix products against other libraries and the peak of the arithmetic: medians of interleaved turns.
 
 python apps/bench/matmul.py                                        # every shape and type, 1 and 2 threads: an hour
 python apps/bench/matmul.py --types f32 --shapes 1024,1x4096x4096 --threads 1 --peers torch,openvino
 python apps/bench/matmul.py --no-weight --types f32 --markdown
-python apps/bench/matmul.py --types f32,q4 --shapes 1x4096x4096    # weights of 4 bits beside those of float32
+python apps/bench/matmul.py --types f32,q4 --shapes 1x4096x4096    # weights of 4 bits and of float32
 python apps/bench/matmul.py --types f32,f16 --shapes 1024          # float16, which AVX512-FP16 multiplies
 """
 
@@ -32,7 +32,7 @@ PACKAGES = ("tvm", "numpy", "onnxruntime", "torch", "openvino", "iree")
 
 
 def run(job: Job, describe: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Results of a worker as they come; ClickException where it ends badly."""
+    """Yield a worker's results when they arrive; ClickException if it fails."""
     with subprocess.Popen(job.command(), env=job.environment(), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -45,12 +45,12 @@ def run(job: Job, describe: Callable[[str], None]) -> Iterator[dict[str, Any]]:
         raise click.ClickException(f"the process for {job.threads} threads ended with status {process.returncode}")
 
 
-def _listed(known: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
+def _listed(choices: tuple[str, ...]) -> Callable[[click.Context, click.Parameter, str], tuple[str, ...]]:
     def parse(_context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
         items = tuple(item.strip() for item in text.split(",") if item.strip())
         for item in items:
-            if known and item not in known:
-                raise click.BadParameter(f"{item!r} is none of {', '.join(known)}", param=parameter)
+            if choices and item not in choices:
+                raise click.BadParameter(f"{item!r} is none of {', '.join(choices)}", param=parameter)
         return items
 
     return parse
@@ -78,11 +78,11 @@ def _threads(_context: click.Context, parameter: click.Parameter, text: str) -> 
 @click.command()
 @click.option("--shapes", default=SHAPES, callback=_shapes, help="MxKxN, N for a cube, B*MxKxN for a batch; a list.")
 @click.option("--types", default=",".join(TYPES), show_default=True, callback=_listed((*TYPES, *OTHER_TYPES)))
-@click.option("--threads", default="1,2", show_default=True, callback=_threads, help="A process is started for each.")
-@click.option("--peers", default="", callback=_listed(PACKAGES), help=f"Some of {', '.join(PACKAGES)}; else all.")
+@click.option("--threads", default="1,2", show_default=True, callback=_threads, help="Numbers of threads, in turn.")
+@click.option("--peers", default="", callback=_listed(PACKAGES), help=f"Some of {', '.join(PACKAGES)}; default: all.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(1), help="Turns of each contestant.")
-@click.option("--no-weight", is_flag=True, help="The right operand is an activation too.")
-@click.option("--seed", default=0, show_default=True, help="Of operands and of the order of turns.")
+@click.option("--no-weight", is_flag=True, help="Make the right operand an activation, too.")
+@click.option("--seed", default=0, show_default=True, help="Seed of operands and of the order of turns.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @smoke(shapes=("64",), threads=(1,), peers=("numpy",), rounds=1)
@@ -97,7 +97,7 @@ def main(
     as_json: bool,
     as_markdown: bool,
 ) -> None:
-    """Time matrix products here and in the libraries of the `bench` extra that are installed."""
+    """Time matrix products here and in the installed libraries of the `bench` extra."""
     results = []
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*bars, console=Console(stderr=True), transient=True) as progress:

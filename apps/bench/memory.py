@@ -1,9 +1,9 @@
-"""How much memory a model takes while it is compiled, loaded and run, each in a process that does only that.
+"""Memory of a model while it is compiled, loaded and run, each in a process of its own.
 
 python apps/bench/memory.py                                # 16 linear layers of 4096 x 4096: 1 GB of float32 weights
 python apps/bench/memory.py --layers 4 --width 1024 model.onnx
 
-Peaks are resident memory above what the process had after its imports; mapped pages of the file count.
+Peaks are resident memory above that after the imports; mapped pages of the file count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH = 8
 
 
 def resident(field: str) -> int:
-    """A field of this process's status in bytes: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    """A field of this process's status in bytes: ``VmRSS`` (now) or ``VmHWM`` (peak)."""
     for line in pathlib.Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -33,7 +33,7 @@ def resident(field: str) -> int:
 
 
 class Peak:
-    """Resident memory above what it was at the beginning; the imports' own peak is forgotten."""
+    """Peak of resident memory above that at the beginning; the peak of the imports is reset."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -46,7 +46,7 @@ class Peak:
 
 
 def linear_stack(layers: int, width: int) -> Any:
-    """A chain of ``relu(x @ w + b)`` with weights of its own for each layer."""
+    """A chain of ``relu(x @ w + b)``, each layer with its own weights."""
     import numpy as np
     import tvm
     from tvm import relax
@@ -63,7 +63,7 @@ def linear_stack(layers: int, width: int) -> Any:
                 weight *= 4 / width**0.5
                 constant = relax.const(tvm.runtime.tensor(weight))
                 bias = relax.const(tvm.runtime.tensor(random.random(width, dtype="float32")))
-                del weight  # one layer's alone is held twice
+                del weight  # only one layer's weight is held twice
                 value = builder.emit(relax.op.nn.relu(relax.op.add(relax.op.matmul(value, constant), bias)))
             value = builder.emit_output(value)
         builder.emit_func_output(value)
@@ -75,16 +75,16 @@ def weight_bytes(mod: Any) -> int:
     import tvm
     from tvm_ffi import structural_walk
 
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
 
     def on_constant(constant: tvm.ir.GenericConst) -> None:
         if isinstance(constant.value, tvm.runtime.Tensor):
             data = constant.value
-            found[data.data_ptr()] = int(data.numel()) * int(data.dtype.bits) // 8
+            sizes[data.data_ptr()] = int(data.numel()) * int(data.dtype.bits) // 8
 
     for func in mod.functions.values():
         structural_walk(func, (tvm.ir.GenericConst, on_constant))
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def inputs_of(mod: Any) -> list[tuple[list[int], str]]:
@@ -93,7 +93,7 @@ def inputs_of(mod: Any) -> list[tuple[list[int], str]]:
 
 
 def compile_here(engine: str, model: str, layers: int, width: int, file: str) -> dict[str, Any]:
-    """Import or build a model, compile and export it; the peak is that of all this."""
+    """Import or build a model, compile and export it; the peak covers all of this."""
     import onnx
     import tvm
 
@@ -146,13 +146,13 @@ def run_here(engine: str, inputs: list[tuple[list[int], str]], file: str) -> dic
 def child(function: str, *args: Any) -> dict[str, Any]:
     """Run a function of this file in a process of its own."""
     command = [sys.executable, __file__, "--child", json.dumps([function, *args])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return result
 
 
 def measure(engine: str, model: str, layers: int, width: int) -> dict[str, Any]:
-    """All figures of one engine: bytes, and seconds to compile."""
+    """All figures of one engine: bytes, and seconds of compilation."""
     with tempfile.TemporaryDirectory() as folder:
         file = str(pathlib.Path(folder) / "model.so")
         compiled = child("compile_here", engine, model, layers, width, file)

@@ -1,13 +1,13 @@
-"""Peak memory of activations: what is planned, the least that any plan of that order could do with, and what is taken.
+"""Peak memory of activations: planned, the lower bound of any plan for that order of kernels, and measured.
 
 python apps/bench/memory_plan.py                      # MiniLM, ResNet-50 and three more
 python apps/bench/memory_plan.py resnet50 path/to/model.onnx --dims batch=1,sequence=128 --json memory.json
 
-*least* is the most bytes of tensors that are alive at one kernel, *planned* what a call takes from the pool, both
-without inputs, weights and results. *Taken* is measured, on one thread in a fresh process that has loaded the model: a
-first call prepares what is prepared once, then the pool is emptied, and the peak of resident memory over the next calls
-is taken. ONNX Runtime gives back what it takes if its arena is off; with its arena, which is its default and cannot be
-emptied, the first call counts, and so does what it prepares once.
+*least* is the maximum of the bytes of tensors alive at one kernel, *planned* the bytes that a call takes from the pool,
+both without inputs, weights and results. *taken* is measured on one thread in a fresh process that has loaded the
+model: after a first call, which includes one-time work, the pool is emptied, and the peak of resident memory over the
+next calls counts. ONNX Runtime frees its memory if its arena is off; the arena, which is on by default, cannot be
+emptied, so with it the first call counts, one-time work included.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from smoke import SMALL_MODEL, smoke
 MODELS = ("minilm", "resnet50", "squeezenet", "densenet121", "mobilenet_v2")
 CALLS = 3
 _TAKEN = {"taken": "ours", "onnxruntime": "no arena", "onnxruntime_arena": "arena"}
-# Blocks above this many bytes come from the system each: none lies in memory that loading has freed.
+# Blocks above this size come from the system, so that none is in memory that loading has freed.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "TVM_NUM_THREADS": "1", "TVM_BIND_THREADS": "0"}
 
 
 def peak(call: Callable[[], object]) -> int:
-    """Bytes of resident memory that some calls add at most."""
+    """Peak of the resident bytes that calls add."""
     reached = Peak()
     for _ in range(CALLS):
         call()
@@ -45,7 +45,7 @@ def peak(call: Callable[[], object]) -> int:
 
 
 def compiled(model: Path, library: Path, dims: Mapping[str, int]) -> dict[str, Any]:
-    """Compile a model for this CPU; what is planned."""
+    """Compile a model for this CPU; returns its plan."""
     import relax_hetero as rh
 
     exe = rh.compile(rh.from_onnx(model), cache=False)
@@ -57,7 +57,7 @@ def compiled(model: Path, library: Path, dims: Mapping[str, int]) -> dict[str, A
 
 
 def ours(library: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What calls of a compiled model take."""
+    """Memory of calls of a compiled model."""
     import tvm_ffi
 
     import relax_hetero as rh
@@ -69,7 +69,7 @@ def ours(library: Path, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def onnxruntime(model: Path, inputs: Mapping[str, Any], arena: bool) -> dict[str, Any]:
-    """What calls in ONNX Runtime take."""
+    """Memory of calls in ONNX Runtime."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -83,32 +83,32 @@ def onnxruntime(model: Path, inputs: Mapping[str, Any], arena: bool) -> dict[str
 
 
 def alone(*words: object) -> dict[str, Any]:
-    """This file's own work in a process that does only that."""
+    """Run `work` in a process of its own."""
     command = [sys.executable, __file__, "--alone", json.dumps([str(word) for word in words])]
-    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
-    if done.returncode:
-        raise click.ClickException(f"{words[0]} failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True)
+    if process.returncode:
+        raise click.ClickException(f"{words[0]} failed:\n{process.stderr}")
+    figures: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return figures
 
 
-def work(what: str, model: str, library: str, dims: str) -> dict[str, Any]:
-    """What `alone` asks for."""
-    if what == "compile":
+def work(contestant: str, model: str, library: str, dims: str) -> dict[str, Any]:
+    """Measure one part of a row; `alone` runs this in a process."""
+    if contestant == "compile":
         return compiled(Path(model), Path(library), json.loads(dims))
     inputs = random_inputs(Path(model), json.loads(dims), 0)
-    if what == "ours":
+    if contestant == "ours":
         return ours(Path(library), inputs)
-    return onnxruntime(Path(model), inputs, arena=what == "arena")
+    return onnxruntime(Path(model), inputs, arena=contestant == "arena")
 
 
 def measured(model: Path, dims: Mapping[str, int]) -> dict[str, Any]:
-    """A model's row."""
+    """The row of a model."""
     with tempfile.TemporaryDirectory() as folder:
-        given = (model, Path(folder) / "model.so", json.dumps(dict(dims)))
-        row = alone("compile", *given)
-        taken = {key: alone(what, *given)["taken"] for key, what in _TAKEN.items()}
-        return {"model": model.stem, **row, **taken}
+        arguments = (model, Path(folder) / "model.so", json.dumps(dict(dims)))
+        row = alone("compile", *arguments)
+        peaks = {key: alone(contestant, *arguments)["taken"] for key, contestant in _TAKEN.items()}
+        return {"model": model.stem, **row, **peaks}
 
 
 def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> dict[str, int]:
@@ -119,11 +119,11 @@ def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> di
 @click.command(context_settings={"max_content_width": 120})
 @click.argument("models", nargs=-1)
 @click.option("--dims", default="batch=1,sequence=128", callback=_dims, show_default=True, help="Symbolic dimensions.")
-@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="File to write the figures to.")
 @click.option("--alone", "words", hidden=True)
 @smoke(models=(SMALL_MODEL,), dims={})
 def main(models: tuple[str, ...], dims: dict[str, int], file: Path | None, words: str | None) -> None:
-    """Peak memory of activations of MODELS, as planned and as taken, beside ONNX Runtime's."""
+    """Compare the planned and measured peak memory of activations of MODELS with ONNX Runtime's."""
     if words is not None:
         click.echo(json.dumps(work(*json.loads(words))))
         return

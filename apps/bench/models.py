@@ -1,4 +1,4 @@
-"""Whole models against other libraries: medians of turns taken one after the other.
+"""Whole models against other libraries: medians of interleaved turns.
 
 python apps/bench/models.py                                     # every model and peer, 1 and 2 threads: long
 python apps/bench/models.py resnet50 bert --threads 1 --peers ours,onnxruntime
@@ -57,12 +57,12 @@ def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> di
 
 @click.command()
 @click.argument("models", nargs=-1)
-@click.option("--threads", default="1,2", show_default=True, callback=_threads, help="All contestants get so many.")
+@click.option("--threads", default="1,2", show_default=True, callback=_threads, help="Numbers of threads, in turn.")
 @click.option("--peers", default="ours,onnxruntime,openvino,iree,torch", show_default=True, callback=_peers)
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(0), help="Turns of each; 0 checks only.")
-@click.option("--seconds", default=2.0, show_default=True, help="How long each contestant is timed, in all its turns.")
-@click.option("--cap", default=2.0, show_default=True, help="A first call of more seconds is the only one.")
-@click.option("--isolate", is_flag=True, help="A process for each contestant instead of one for all.")
+@click.option("--seconds", default=2.0, show_default=True, help="Timed seconds of each contestant, in all its turns.")
+@click.option("--cap", default=2.0, show_default=True, help="A slower first call, in seconds, is the only one.")
+@click.option("--isolate", is_flag=True, help="Run each contestant in a process of its own.")
 @click.option(
     "--dims", default="", callback=_dims, help="Sizes of named dimensions, all combinations: batch=1:8,sequence=128."
 )
@@ -71,16 +71,16 @@ def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> di
     default=FLOAT32,
     show_default=True,
     type=click.Choice(list(PRECISIONS)),
-    help="Of float products, where a model has no :bf16 or :f16 behind its name.",
+    help="Precision of float products of models without :bf16 or :f16 after their name.",
 )
-@click.option("--executables", type=click.Path(path_type=Path), help="Keeps what is compiled here, and takes it again.")
-@click.option("--compile-limit", default=300.0, show_default=True, help="Seconds that a contestant may compile.")
-@click.option("--compile-only", is_flag=True, help="With --executables: time nothing.")
-@click.option("--memory", is_flag=True, help="Also what a fresh process takes that only loads and runs.")
-@click.option("--dispatches", default=0, help="Also our so many heaviest kernels, beside the peaks of the machine.")
-@click.option("--seed", default=0, show_default=True, help="Of inputs and of the order of turns.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write results there.")
-@click.option("--png", "png_file", type=click.Path(path_type=Path, dir_okay=False), help="Draw the ratios there.")
+@click.option("--executables", type=click.Path(path_type=Path), help="Folder that keeps compiled files for reuse.")
+@click.option("--compile-limit", default=300.0, show_default=True, help="Time limit of a compilation, in seconds.")
+@click.option("--compile-only", is_flag=True, help="With --executables: compile only.")
+@click.option("--memory", is_flag=True, help="Also measure the memory of a process that loads and runs.")
+@click.option("--dispatches", default=0, help="Number of heaviest kernels to list, with the machine's peaks.")
+@click.option("--seed", default=0, show_default=True, help="Seed of inputs and of the order of turns.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="File to write results to.")
+@click.option("--png", "png_file", type=click.Path(path_type=Path, dir_okay=False), help="File to draw the ratios to.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @smoke(models=(SMALL_MODEL,), threads=(1,), peers=("ours",), rounds=1, seconds=0.01, dims={})
 def main(
@@ -103,7 +103,7 @@ def main(
     png_file: Path | None,
     as_markdown: bool,
 ) -> None:
-    """Time MODELS (ONNX files, or names of built-in ones; else all of these) here and in the libraries installed."""
+    """Time MODELS (ONNX files or built-in models; default: all of these) here and in the installed libraries."""
     try:
         cases = cases_of(models or tuple(MAKERS), precision, dims)
     except ValueError as error:
@@ -127,7 +127,7 @@ def main(
                     progress.update(task, description=f"{case.label}, {count} threads: dispatches")
                     rows[OURS]["profile"] = at_once(replace(ready, action="profile", peers=(OURS,)))
                 results.append({"model": case.label, "threads": count, "rows": rows})
-                if json_file:  # each time, so that what was measured is there after an interrupt
+                if json_file:  # each time, so that an interrupt does not lose results
                     json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
     if png_file:
         from model_bench.chart import draw
@@ -140,7 +140,7 @@ def main(
 
 
 def _referenced(case: Case, folder: Path, threads: int, seconds: float, seed: int) -> Job:
-    """A job of the model with inputs and ONNX Runtime's results in its arrays."""
+    """A job of the model, with inputs and ONNX Runtime's results in its file of arrays."""
     arrays = folder / f"{file_stem(case.label)}.npz"
     np.savez(arrays, **{f"in:{key}": array for key, array in random_inputs(case.path, case.dims, seed).items()})
     job = Job("reference", str(case.path), (), {}, threads, str(arrays), seconds, case.precision, case.allowed())

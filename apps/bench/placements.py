@@ -1,14 +1,14 @@
-"""Is ``placement="auto"`` as fast as the best of each device alone and of eight cuts by hand?
+"""``placement="auto"`` compared with the best of each device alone and of eight cuts by hand.
 
 python apps/bench/placements.py bert resnet50 squeezenet --vdevice llvm --vdevice cuda:0
 python apps/bench/placements.py bert resnet50 --share 0.6        # the second device may hold 0.6 of the model
 python apps/bench/placements.py squeezenet --vdevice llvm:0 --vdevice llvm:1
-python apps/bench/placements.py squeezenet minilm --within 60         # what is not compiled then is left out
+python apps/bench/placements.py squeezenet minilm --within 60         # leaves out what takes longer to compile
 
 A cut by hand gives the first nodes to one device and the rest to the other, at one to four fifths of the nodes, both
-ways; under a limit of memory, at shares of the weights that fit. Placements are compiled side by side, in processes,
-and timed in turns in one, from arrays to arrays. Results are compared with those of the first device alone. Each
-finding is told on standard error when it is there.
+ways; under a memory limit, at shares of the weights that fit. Placements are compiled in parallel, in processes, and
+timed in turns in one process, from arrays to arrays. Results are compared with those of the first device alone. Each
+result is printed on standard error at once.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rich.table import Table
 from smoke import SMALL_MODEL, smoke
 
 BAR = 1.05
-"""The most that the chosen placement may take, of the time of the best."""
+"""Maximum time of the chosen placement over that of the best one."""
 ALLOWED = 1e-2
-"""The largest difference of results, of the largest number of an output."""
+"""Largest allowed difference of results, relative to the largest number of an output."""
 AUTO = "auto"
 SHARES = (0.5, 0.75, 0.9, 0.97)
-"""Of a limit, what cuts by hand use for weights."""
+"""Shares of a memory limit that cuts by hand use for weights."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A placement of a model that is to be compiled."""
+    """A placement of a model to compile."""
 
     model: str
     name: str
@@ -56,7 +56,7 @@ class Case:
     precision: str
 
     def build(self, folder: str) -> dict[str, Any]:
-        """Compile into a library, in this process."""
+        """Compile to a library in this process."""
         import relax_hetero as rh
 
         begin = time.perf_counter()
@@ -75,23 +75,23 @@ class Case:
             executable.export_library(path)
         except rh.HeteroError as error:
             return {"name": self.name, "fails": str(error)[:300]}
-        found = {"name": self.name, "path": path, "seconds": time.perf_counter() - begin}
+        line = {"name": self.name, "path": path, "seconds": time.perf_counter() - begin}
         if self.rules is None:
             expected = executable.metadata.placement_estimate
             places = [op["device_index"] for op in executable.metadata.placement if op["kind"] == "op"]
-            found["ops"] = {device: places.count(index) for index, device in enumerate(self.vdevices)}
-            found["expected_ms"] = expected["seconds"] * 1e3
-            found["alone_ms"] = {device: 1e3 * s for device, s in expected["single_device_seconds"].items()}
-        return found
+            line["ops"] = {device: places.count(index) for index, device in enumerate(self.vdevices)}
+            line["expected_ms"] = expected["seconds"] * 1e3
+            line["alone_ms"] = {device: 1e3 * s for device, s in expected["single_device_seconds"].items()}
+        return line
 
 
 class Builders:
-    """Processes that compile side by side.
+    """Processes that compile in parallel.
 
     Parameters
     ----------
     until : float
-        By `time.monotonic`, when nobody waits for them any longer.
+        Time of `time.monotonic` until which results are awaited.
     """
 
     def __init__(self, until: float) -> None:
@@ -101,17 +101,17 @@ class Builders:
         self._pool = multiprocessing.get_context("spawn").Pool(count)
 
     def build(self, cases: Iterable[Case]) -> list[dict[str, Any]]:
-        """What became of each case, in order."""
+        """Build all cases; returns their results, in order."""
         waiting = [(case.name, self._pool.apply_async(case.build, (self._folder.name,))) for case in cases]
         return [self._result(name, result) for name, result in waiting]
 
     def _result(self, name: str, result: Any) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = result.get(max(0.0, self._until - time.monotonic()))
+            line: dict[str, Any] = result.get(max(0.0, self._until - time.monotonic()))
         except multiprocessing.TimeoutError:
-            found = {"name": name, "fails": "was not compiled in time"}
-        tell(name, found.get("fails") or f"compiled in {found['seconds']:.1f} s")
-        return found
+            line = {"name": name, "fails": "was not compiled in time"}
+        tell(name, line.get("fails") or f"compiled in {line['seconds']:.1f} s")
+        return line
 
     def __enter__(self) -> Builders:
         return self
@@ -122,12 +122,12 @@ class Builders:
 
 
 def tell(*words: object) -> None:
-    """Print at once what is known, for runs that are cut off."""
+    """Print a result at once, in case the run is interrupted."""
     print(*words, file=sys.stderr, flush=True)
 
 
 def named(model: str) -> onnx.ModelProto:
-    """A model of which every node has a name."""
+    """The model with a name for every node."""
     proto = onnx.load(model)
     for index, node in enumerate(proto.graph.node):
         node.name = f"{node.name or node.op_type}_{index}"
@@ -137,9 +137,9 @@ def named(model: str) -> onnx.ModelProto:
 def cases_of(
     model: str, vdevices: tuple[str, str], limit: int | None, precision: str, cuts: int, whole: int = 0
 ) -> list[Case]:
-    """Each device alone, the placement that is chosen, and cuts by hand.
+    """Each device alone, the automatic placement, and cuts by hand.
 
-    Under a limit, `whole` is the bytes that the second device needs for all of the model.
+    Under a memory limit, `whole` is the number of bytes that the second device needs for the whole model.
     """
     first, second = vdevices
 
@@ -147,33 +147,33 @@ def cases_of(
         return Case(model, name, vdevices, rules, limit, precision)
 
     nodes = [node.name for node in named(model).graph.node]
-    found = [case(f"{device} alone", (("*", device),)) for device in vdevices]
-    found.append(case(AUTO, None))
-    for at in cut_positions(named(model), limit, cuts, True, whole):
-        found.append(case(f"{second} to node {at}", (*((name, second) for name in nodes[:at]), ("*", first))))
-    for at in cut_positions(named(model), limit, cuts, False, whole):
-        found.append(case(f"{second} from node {at}", (*((name, first) for name in nodes[:at]), ("*", second))))
-    return found
+    cases = [case(f"{device} alone", (("*", device),)) for device in vdevices]
+    cases.append(case(AUTO, None))
+    for cut in cut_positions(named(model), limit, cuts, True, whole):
+        cases.append(case(f"{second} to node {cut}", (*((name, second) for name in nodes[:cut]), ("*", first))))
+    for cut in cut_positions(named(model), limit, cuts, False, whole):
+        cases.append(case(f"{second} from node {cut}", (*((name, first) for name in nodes[:cut]), ("*", second))))
+    return cases
 
 
 def cut_positions(model: onnx.ModelProto, limit: int | None, cuts: int, before: bool, whole: int) -> list[int]:
-    """Nodes that a person would cut at: fifths of the nodes, or as many as have weights that fit within the limit.
+    """Positions of cuts by hand: fifths of the nodes, or as many nodes as have weights that fit within the limit.
 
-    Beside the weights of the first nodes there has to be room for all other values, of which the last nodes have few.
+    Besides the weights of the first nodes, all other values must fit; the last nodes have few of these.
     """
     count = len(model.graph.node)
     if limit is None:
         return [max(1, count * part // (cuts + 1)) for part in range(1, cuts + 1)]
     sizes = {tensor.name: onnx.numpy_helper.to_array(tensor).nbytes for tensor in model.graph.initializer}
     weights = [sum(sizes.get(name, 0) for name in node.input) for node in model.graph.node]
-    held = list(itertools.accumulate(weights if before else weights[::-1]))
+    sums = list(itertools.accumulate(weights if before else weights[::-1]))
     room = limit - max(0, whole - sum(weights)) if before else limit
-    counts = [sum(nbytes <= room * share for nbytes in held) for share in SHARES[-cuts:]]
+    counts = [sum(nbytes <= room * share for nbytes in sums) for share in SHARES[-cuts:]]
     return [max(1, number if before else count - number) for number in counts]
 
 
 def needs(path: str, device: int) -> int:
-    """Bytes that a call of a library takes on a device."""
+    """Bytes that a call of a library needs on a device."""
     import relax_hetero as rh
 
     return int(rh.load(path).memory_plan.needs("main", {}, 1)[device].total)
@@ -196,14 +196,14 @@ def timed(built: list[dict[str, Any]], inputs: dict[str, np.ndarray], limits: An
         result = machine["main"](**inputs)
         return [np.asarray(part) for part in (result if isinstance(result, tuple) else (result,))]
 
-    wanted: list[np.ndarray] | None = None
+    reference: list[np.ndarray] | None = None
     rounds: dict[str, list[float]] = {}
     for entry, machine in machines:
-        found = call(machine)
-        wanted = wanted or found
+        outputs = call(machine)
+        reference = reference or outputs
         entry["error"] = max(
             float(np.max(np.abs(a.astype("float64") - b)) / max(float(np.max(np.abs(b))), 1e-9))
-            for a, b in zip(found, wanted, strict=True)
+            for a, b in zip(outputs, reference, strict=True)
             if a.size
         )
         call(machine)
@@ -227,11 +227,11 @@ def timed(built: list[dict[str, Any]], inputs: dict[str, np.ndarray], limits: An
 @click.command()
 @click.argument("models", nargs=-1)
 @click.option("--vdevice", "vdevices", multiple=True, default=("llvm:0", "cuda:0"), show_default=True, help="Two.")
-@click.option("--share", type=float, help="The second device may hold this share of what it needs alone.")
-@click.option("--cuts", default=4, show_default=True, type=click.IntRange(1, 4), help="Cuts by hand, each way round.")
+@click.option("--share", type=float, help="Memory limit of the second device, as a share of what it needs alone.")
+@click.option("--cuts", default=4, show_default=True, type=click.IntRange(1, 4), help="Cuts by hand, each way.")
 @click.option("--precision", default="float32", show_default=True)
-@click.option("--seconds", default=2.0, show_default=True, help="How long the placements of a model are timed.")
-@click.option("--within", default=3600.0, show_default=True, help="Seconds until what is not compiled is left out.")
+@click.option("--seconds", default=2.0, show_default=True, help="Seconds for which a model's placements are timed.")
+@click.option("--within", default=3600.0, show_default=True, help="Time limit of compilation, in seconds.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(models=(SMALL_MODEL,), vdevices=("llvm:0", "llvm:1"), seconds=0.0, cuts=1)
 def main(
@@ -243,13 +243,13 @@ def main(
     from relax_hetero.frontend import CostModel
     from relax_hetero.target.vdevice import parse_vdevices
 
-    # Before other processes compile beside.
+    # Measured before other processes compile.
     tell("figures", CostModel.measured(parse_vdevices(vdevices)))
     checks, lines = [], []
     with Builders(time.monotonic() + within) as builders:
         for name in models or ("squeezenet", "resnet50", "bert"):
             model, limit, whole = str(model_path(name)), None, 0
-            # Devices alone first: then the compile cache has all kernels of GPUs.
+            # Single devices first: the compile cache then has all kernels of GPUs.
             built = builders.build(cases_of(model, vdevices, None, precision, cuts)[:2])
             if share is not None:
                 if "path" not in built[1]:

@@ -1,9 +1,9 @@
-"""How far quantized tensors of a model are from ONNX Runtime's, each computed from the same quantized tensors.
+"""Differences of a model's quantized tensors from ONNX Runtime's, each computed from the same quantized tensors.
 
 python apps/bench/requantizations.py minilm.int8 resnet50.int8
 
-A model is cut at every tensor that is quantized in it: what follows begins with ONNX Runtime's numbers, so that a
-difference is that of one requantization and not of all before it.
+A model is cut at every quantized tensor: the ops after it get ONNX Runtime's numbers, so that a difference comes from
+one requantization, not from all before it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CUT = "_cut"
 
 @dataclass(frozen=True)
 class Differences:
-    """Elements of all quantized tensors, by how many units they differ; ``largest`` is that difference."""
+    """Numbers of elements of all quantized tensors that differ; ``largest`` is the largest difference in units."""
 
     tensors: int
     elements: int
@@ -39,7 +39,7 @@ class Differences:
 
 
 def quantized_values(model: onnx.ModelProto) -> list[str]:
-    """Results of the nodes that quantize: ``QuantizeLinear`` of activations, ``QLinear…``."""
+    """Results of quantizing nodes: ``QuantizeLinear`` of activations, ``QLinear…``."""
     constants = {weight.name for weight in model.graph.initializer}
     quantizing = ("QuantizeLinear", "QLinear", "QGemm")
     return [
@@ -50,13 +50,13 @@ def quantized_values(model: onnx.ModelProto) -> list[str]:
 
 
 def cut_model(model: onnx.ModelProto, types: Mapping[str, np.ndarray]) -> onnx.ModelProto:
-    """The model in pieces: quantized values are outputs, and inputs (``NAME_cut``) where they are used.
+    """The model cut at quantized values: they are outputs, and their readers read inputs (``NAME_cut``).
 
     Parameters
     ----------
     model : onnx.ModelProto
     types : mapping of str to numpy.ndarray
-        Each quantized value, for its shape and element type.
+        Arrays with the shape and element type of each quantized value.
     """
     cut = onnx.ModelProto()
     cut.CopyFrom(model)
@@ -73,7 +73,7 @@ def cut_model(model: onnx.ModelProto, types: Mapping[str, np.ndarray]) -> onnx.M
 
 
 def reference(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """ONNX Runtime's quantized values, node by node: without its graph optimizations."""
+    """ONNX Runtime's quantized values, without its graph optimizations."""
     import onnxruntime as ort
 
     shown = onnx.ModelProto()
@@ -96,15 +96,15 @@ def differences(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], target
     model : onnx.ModelProto
     inputs : mapping of str to numpy.ndarray
     target : object
-        What to compile for, as `relax_hetero.from_onnx` takes it.
+        Target, as in `vdevices` of `relax_hetero.from_onnx`.
     """
     expected = reference(model, inputs)
     cut = cut_model(model, expected)
     shapes = {name: list(array.shape) for name, array in inputs.items()}
     machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(cut, [target], shapes=shapes)))
     operands = {**inputs, **{name + _CUT: array for name, array in expected.items()}}
-    found = machine["main"](**operands)
-    fields = dict(zip((value.name for value in cut.graph.output), _fields(found), strict=True))
+    results = machine["main"](**operands)
+    fields = dict(zip((value.name for value in cut.graph.output), _fields(results), strict=True))
     units = [np.abs(fields[name].astype("int32") - array.astype("int32")) for name, array in expected.items()]
     return Differences(
         tensors=len(units),
@@ -114,26 +114,26 @@ def differences(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], target
     )
 
 
-def _fields(found: object) -> Sequence[np.ndarray]:
-    return [tensor.numpy() for tensor in (found if isinstance(found, (tuple, list)) else [found])]
+def _fields(results: object) -> Sequence[np.ndarray]:
+    return [tensor.numpy() for tensor in (results if isinstance(results, (tuple, list)) else [results])]
 
 
 @click.command()
 @click.argument("models", nargs=-1, required=True)
-@click.option("--seed", default=0, show_default=True, help="Of inputs.")
+@click.option("--seed", default=0, show_default=True, help="Seed of inputs.")
 @smoke(models=lambda _: (small_quantized_model(pathlib.Path(tempfile.mkdtemp())),))
 def main(models: tuple[str, ...], seed: int) -> None:
-    """Compare the quantized tensors of MODELS, ONNX files or names as of models.py, with ONNX Runtime's."""
+    """Compare the quantized tensors of MODELS, ONNX files or names of models.py, with ONNX Runtime's."""
     table = Table()
     for column in ("model", "quantized tensors", "elements", "off by one", "largest difference"):
         table.add_column(column, justify="left" if column == "model" else "right")
     wrong = False
     for name in models:
         path = model_path(name)
-        found = differences(onnx.load(str(path)), random_inputs(path, {}, seed))
-        share = f"{found.off_by_one} ({found.off_by_one / found.elements:.2e})"
-        table.add_row(name, str(found.tensors), str(found.elements), share, str(found.largest))
-        wrong |= found.largest > 1
+        result = differences(onnx.load(str(path)), random_inputs(path, {}, seed))
+        share = f"{result.off_by_one} ({result.off_by_one / result.elements:.2e})"
+        table.add_row(name, str(result.tensors), str(result.elements), share, str(result.largest))
+        wrong |= result.largest > 1
     Console(highlight=False).print(table)
     sys.exit(wrong)
 

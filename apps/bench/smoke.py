@@ -1,4 +1,4 @@
-"""``--smoke``: a benchmark at its smallest size, which shows that its command works and measures nothing."""
+"""The option ``--smoke``: a benchmark at its smallest size, to test the command without measuring."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import onnx
 from onnx import TensorProto, helper
 
 SMALL_MODEL = str(pathlib.Path(onnx.__file__).parent / "backend/test/data/light/light_squeezenet.onnx")
-"""Comes with the onnx package, in 150 KB."""
+"""A file of 150 KB in the onnx package."""
 
 
 def small_quantized_model(folder: pathlib.Path) -> str:
-    """A file in `folder` with one quantized ReLU."""
+    """Write a model with one quantized ReLU to `folder`; returns its path."""
     scale, zero = (
         helper.make_tensor("s", TensorProto.FLOAT, (), [0.1]),
         helper.make_tensor("z", TensorProto.INT8, (), [3]),
@@ -34,24 +34,24 @@ def small_quantized_model(folder: pathlib.Path) -> str:
 
 
 def smoke(**smallest: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator, below those of click, that adds the option.
+    """A decorator that adds the option; it goes below click's decorators.
 
     Parameters
     ----------
     smallest : object
-        By parameter of the command, what stands for any value that was given; or a function of that value.
+        Values that replace those of the command's parameters, or functions of the replaced values.
     """
 
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
         @click.option("--smoke", "is_smoke", is_flag=True, help="Everything at its smallest: does the command work?")
         @functools.wraps(work)
-        def main(*args: Any, is_smoke: bool, **given: Any) -> None:
+        def main(*args: Any, is_smoke: bool, **options: Any) -> None:
             if is_smoke:
-                given.update({key: new(given[key]) if callable(new) else new for key, new in smallest.items()})
+                options.update({key: new(options[key]) if callable(new) else new for key, new in smallest.items()})
             try:
-                work(*args, **given)
+                work(*args, **options)
             except SystemExit as end:
-                # Bars that are missed end with 1, and mean nothing at this size; wrong numbers end with words or True.
+                # Missed bars exit with 1, and mean nothing at this size; wrong numbers exit with a text or True.
                 if not is_smoke or isinstance(end.code, bool) or end.code != 1:
                     raise
 

@@ -1,12 +1,11 @@
-"""How fast `to_vdevice` moves a tensor between every two devices.
+"""The rate of `to_vdevice` between every two devices.
 
 python apps/bench/transfers.py --vdevice llvm --vdevice cuda:0 --vdevice cuda:1 --megabytes 256 --torch
 
-What a CPU sends to a GPU is an argument in plain memory, as numpy's is; one in pinned memory (`rh.vm.pinned_array`); or
-what a kernel made, of which the transfer alone is timed: in plain calls and in submitted ones. With ``--torch``,
-PyTorch's copies of as many bytes between the same devices stand beside, from and to pinned memory, which is what the
-link can do, and from and to plain memory. Between two CPUs nothing moves, but the result is a copy: results never share
-memory with arguments.
+A CPU sends a GPU an argument in plain memory, such as numpy's; an argument in pinned memory (`rh.vm.pinned_array`); or
+the result of a kernel, where only the transfer is timed, in plain calls and in submitted ones. ``--torch`` also times
+PyTorch's copies of as many bytes between the same devices, with pinned memory, which shows the rate of the link, and
+with plain memory. Between two CPUs nothing moves, but the result is a copy: results never share memory with arguments.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ COLUMNS = {
 def transfer_module(
     vdevices: list[relax.VDevice], source: int, target: int, elements: int, made: bool = False
 ) -> tvm.IRModule:
-    """`main(x)` on vdevice `source` returns x, or what a kernel makes of it, on vdevice `target`."""
+    """`main(x)` on vdevice `source` returns x, or a kernel's result from x, on vdevice `target`."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((elements,), "float32", vdevices[source]))
     with builder.function("main", [x]):
@@ -61,7 +60,7 @@ def machine(*transfer: Any) -> rh.vm.VirtualMachine:
 
 
 def plain_input(vm: rh.vm.VirtualMachine, source: int, elements: int) -> tvm.runtime.Tensor:
-    """An input that is on its device already, in memory that is not pinned."""
+    """An input on its device, in memory that is not pinned."""
     return tvm.runtime.tensor(np.ones(elements, "float32"), vm.devices[source])
 
 
@@ -110,12 +109,12 @@ def seconds_of_step(vm: rh.vm.VirtualMachine, x: Any, rounds: int) -> float:
 
 
 def median_of(call: Callable[[], float], rounds: int) -> float:
-    """The median of what calls measure; the first, which allocates, does not count."""
+    """The median of the values that calls return; the first call, which allocates, does not count."""
     return statistics.median([call() for _ in range(rounds + 1)][1:])
 
 
 def torch_seconds(source: relax.VDevice, target: relax.VDevice, nbytes: int, rounds: int, pinned: bool) -> float:
-    """Median seconds of PyTorch's copy between two devices, of which one is a GPU; from or to the host's memory."""
+    """Median seconds of PyTorch's copy between two devices, at least one of them a GPU."""
     import torch
 
     places = [f"cuda:{v.vdevice_id}" if v.target.kind.name == "cuda" else "cpu" for v in (source, target)]
@@ -133,7 +132,7 @@ def torch_seconds(source: relax.VDevice, target: relax.VDevice, nbytes: int, rou
 
 
 def torch_figures(source: relax.VDevice, target: relax.VDevice, nbytes: int, rounds: int) -> dict[str, float]:
-    """GB/s of PyTorch's copies between two devices; none between two CPUs, one between two GPUs."""
+    """GB/s of PyTorch's copies between two devices: none between two CPUs, one figure between two GPUs."""
     kinds = [vdevice.target.kind.name for vdevice in (source, target)]
     if "cuda" not in kinds:
         return {}
@@ -146,16 +145,16 @@ def torch_figures(source: relax.VDevice, target: relax.VDevice, nbytes: int, rou
 
 
 def rows_between(vdevices: list[relax.VDevice], source: int, target: int, elements: int, rounds: int) -> list[dict]:
-    """What was measured between two devices, by what is sent."""
+    """Measurements between two devices, by the kind of tensor sent."""
     vm = machine(vdevices, source, target, elements)
     devices = [vm.devices[source], vm.devices[target]]
-    found = {"an argument": seconds_per_call(vm, devices, plain_input(vm, source, elements), rounds)}
+    seconds_of = {"an argument": seconds_per_call(vm, devices, plain_input(vm, source, elements), rounds)}
     if vdevices[target].target.kind.name == "cuda" and vdevices[source].target.kind.name != "cuda":
-        found["a pinned argument"] = seconds_per_call(vm, devices, pinned_input(elements), rounds)
+        seconds_of["a pinned argument"] = seconds_per_call(vm, devices, pinned_input(elements), rounds)
         making = machine(vdevices, source, target, elements, True)
         x = plain_input(making, source, elements)
-        found["what a kernel made"] = seconds_of_transfer(making, x, rounds)
-        found["what a kernel made, submitted"] = seconds_of_step(making, x, rounds)
+        seconds_of["what a kernel made"] = seconds_of_transfer(making, x, rounds)
+        seconds_of["what a kernel made, submitted"] = seconds_of_step(making, x, rounds)
     names = [device_name(v, vdevices) for v in vdevices]
     rows = [
         {
@@ -165,7 +164,7 @@ def rows_between(vdevices: list[relax.VDevice], source: int, target: int, elemen
             "GB/s": elements * 4 / seconds / 1e9,
             "milliseconds": seconds * 1e3,
         }
-        for sent, seconds in found.items()
+        for sent, seconds in seconds_of.items()
     ]
     small = machine(vdevices, source, target, 16)
     rows[0]["latency_us"] = seconds_per_call(small, devices, plain_input(small, source, 16), 101) * 1e6
@@ -178,7 +177,7 @@ def rows_between(vdevices: list[relax.VDevice], source: int, target: int, elemen
 )
 @click.option("--megabytes", default=256, show_default=True)
 @click.option("--rounds", default=11, show_default=True)
-@click.option("--torch", "with_torch", is_flag=True, help="PyTorch's copies beside.")
+@click.option("--torch", "with_torch", is_flag=True, help="Also time PyTorch's copies.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(megabytes=1, rounds=1)
 def main(specs: tuple[str, ...], megabytes: int, rounds: int, with_torch: bool, as_json: bool) -> None:
@@ -187,10 +186,10 @@ def main(specs: tuple[str, ...], megabytes: int, rounds: int, with_torch: bool, 
     rows: list[dict] = []
     pairs = list(itertools.permutations(range(len(vdevices)), 2))
     for source, target in track(pairs, "transfers", console=Console(stderr=True), transient=True):
-        found = rows_between(vdevices, source, target, elements, rounds)
+        device_rows = rows_between(vdevices, source, target, elements, rounds)
         if with_torch:
-            found[0].update(torch_figures(vdevices[source], vdevices[target], elements * 4, rounds))
-        rows += found
+            device_rows[0].update(torch_figures(vdevices[source], vdevices[target], elements * 4, rounds))
+        rows += device_rows
     if as_json:
         click.echo(json.dumps(rows))
         return

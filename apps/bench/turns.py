@@ -1,4 +1,4 @@
-"""Timing programs that have thread pools of their own against each other in one process."""
+"""Timing of programs with thread pools of their own, in turns in one process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-# How long a program is timed per turn, and how many calls it gets at least and at most.
+# Timed seconds of a program per turn, and maximum number of its calls.
 SLICE_SECONDS = 0.02
-MOST_CALLS = 200
-# A slower program gets no untimed call in front of its turn, and two turns in all.
+MAX_CALLS = 200
+# A slower program gets no untimed call before its turn, and two turns in all.
 SLOW_SECONDS = 0.5
 SLOW_TURNS = 2
 # Idle threads of a pool spin for some milliseconds before they sleep.
@@ -27,7 +27,7 @@ class Timing:
     ----------
     seconds : list of float
     restless : int
-        Turns after which the process was still computing a quarter of a second later.
+        Number of turns after which the process was still computing a quarter of a second later.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -46,19 +46,19 @@ class Timing:
 
 
 def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, seed: int = 0) -> dict[str, Timing]:
-    """Time every program for a slice per round, in an order shuffled anew.
+    """Time every program for a slice per round, in a new random order.
 
-    In a turn a program is called without being timed until its caches and threads are back, then timed call by call;
-    after it, the next one waits until all threads of the process sleep.
+    In a turn a program is called untimed until its caches and threads are warm, then timed call by call;
+    the next turn waits until all threads of the process sleep.
 
     Parameters
     ----------
     calls : mapping of str to callable
-        Programs by name; each was called before.
+        Programs by name; each has been called before.
     rounds : int
-        Turns of each program.
+        Number of turns of each program.
     seed : int
-        Of the orders.
+        Seed of the orders.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def take_turns(calls: Mapping[str, Callable[[], object]], rounds: int, seed: int
 
 
 def wait_until_idle() -> bool:
-    """Sleep until this process uses no processor time; False where it still does after a quarter of a second."""
+    """Sleep until this process uses no processor time; False if it still does after a quarter of a second."""
     end = time.perf_counter() + _IDLE_LIMIT
     while time.perf_counter() < end:
         before = time.process_time(), time.perf_counter()
@@ -93,15 +93,15 @@ def wait_until_idle() -> bool:
 
 
 def take_turn(call: Callable[[], object], timing: Timing, slice_seconds: float = SLICE_SECONDS) -> None:
-    """One turn of a program, and quiet after it; nothing for a slow program that had its turns.
+    """Run one turn of a program and wait until idle; does nothing for a slow program that has had its turns.
 
     Parameters
     ----------
     call : callable
     timing : Timing
-        Gets the seconds of each timed call.
+        Receives the seconds of each timed call.
     slice_seconds : float
-        How long calls are timed.
+        Duration of the timed calls.
     """
     if timing.turns < SLOW_TURNS or timing.fastest < SLOW_SECONDS:
         _take_turn(call, timing, slice_seconds)
@@ -118,7 +118,7 @@ def _take_turn(call: Callable[[], object], timing: Timing, slice_seconds: float)
             if clock() - begin > slice_seconds / 4:
                 break
     begin = end = clock()
-    for _ in range(MOST_CALLS):
+    for _ in range(MAX_CALLS):
         start = clock()
         call()
         end = clock()

@@ -24,24 +24,24 @@ from replica import Replica
 
 NAME = "cluster_serving"
 HERE = Path(__file__).resolve().parent
-# Where processes of the application find its modules, those of the model, and the library.
+# Folders with the modules of the application, of the model, and of the library.
 FOLDERS = (HERE, HERE.parent / "sentence_similarity", HERE.parents[1] / "python")
-# Metrics count requests; a line of a log for each would cost as much as the rest of the gateway's work on it.
+# Metrics count requests; a log line for each would cost as much as all other work of the gateway on it.
 LOGGING = {"enable_access_log": False}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How an application runs.
+    """Settings of an application.
 
     Attributes
     ----------
     replicas : int
-        Of each engine; each takes one CPU of Ray's, and computes with that many threads.
+        Replicas of each engine; each takes one CPU of Ray's, and computes with one thread.
     gateways : int
         Processes that read and write HTTP; they reserve no CPU.
     wait_s : float
-        How long a batch waits for more requests, in seconds.
+        Seconds that a batch waits for more requests.
     ongoing : int
         Requests that a replica takes at a time: the batch that runs, and those that gather for the next.
     queued : int
@@ -76,7 +76,7 @@ def application(engines: Sequence[Engine], settings: Settings) -> serve.Applicat
     replicas = [_replicas(engine, settings) for engine in engines]
     gateway = serve.deployment(Gateway).options(
         num_replicas=settings.gateways,
-        # More than wait for replicas, so that the gateway refuses them itself and says why.
+        # More than may wait for replicas, so that the gateway refuses requests itself and gives the reason.
         max_ongoing_requests=2 * (settings.queued + settings.replicas * settings.ongoing),
         ray_actor_options={"num_cpus": 0, "runtime_env": environment()},
         logging_config=LOGGING,
@@ -99,9 +99,9 @@ def start(engines: Sequence[Engine], settings: Settings, host: str, port: int) -
     engines : sequence of Engine
     settings : Settings
     host, port
-        Where HTTP is served, by each host that has a replica or gateway.
+        Address at which each host with a replica or a gateway serves HTTP.
     """
-    # The gateway's own limit comes first, which answers in JSON.
+    # The gateway's own limit is reached first: it answers in JSON.
     http = {"host": host, "port": port, "request_timeout_s": settings.limits.seconds + 5}
     serve.start(proxy_location="EveryNode", http_options=http, logging_config=LOGGING)
     serve.run(application(engines, settings), name=NAME)
@@ -120,13 +120,13 @@ def gateways() -> DeploymentHandle:
 def environment(threads: int = 1) -> dict[str, Any]:
     """Ray's runtime environment of a process of the application.
 
-    On other hosts the same folders must be there: the checkout at the same path.
+    On other hosts the checkout must be at the same path.
     """
     return {
         "env_vars": {
             "PYTHONPATH": os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "TVM_NUM_THREADS": str(threads),
-            # The tokenizer's own threads would compete with the replicas beside it.
+            # The tokenizer's own threads would compete with the replicas.
             "TOKENIZERS_PARALLELISM": "false",
         }
     }

@@ -1,4 +1,4 @@
-"""Sentence embeddings by all-MiniLM-L6-v2: all that serving needs to know of this model."""
+"""Sentence embeddings by all-MiniLM-L6-v2; no other file of the application depends on the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sentences:
         return np.asarray(self._program["main"](tokens["input_ids"], tokens["attention_mask"]))
 
     def check(self) -> None:
-        """Two sentences, whose similarity is published."""
+        """Compare the similarity of two sentences with the published one."""
         first, second = self.run(KNOWN)
         if not abs(float(first @ second) - KNOWN_SIMILARITY) < 1e-3:
             raise RuntimeError(f"found similarity {first @ second:.4f} of two sentences, expected {KNOWN_SIMILARITY}")
@@ -52,24 +52,24 @@ class Embedder:
 
     One executable serves batches and sentences of all sizes. It is found in the compile cache: the process that starts
     the application compiles it (`compile`), replicas map its code and weights, and the page cache holds them once for
-    all replicas of a host. Where the cache is empty or of no use, as on a host with another CPU or without a C
+    all replicas of a host. Where the cache does not help, as on a host with another CPU or without a C
     compiler, a replica compiles for itself.
 
     Attributes
     ----------
     cache : Path
-        Where weights, tokenizer and executables are.
+        Folder of weights, tokenizer and executables.
     most_items : int
-        Sentences of a request.
+        Maximum number of sentences of a request.
     batch_items : int
-        Sentences of a batch: on a CPU 16 are no slower, sentence by sentence, than 32.
+        Sentences of a batch: on a CPU, a sentence takes as long in a batch of 16 as in one of 32.
     characters : int
-        Of the longest sentence.
+        Maximum length of a sentence.
     tokens : int
-        Of a sentence that count; the published model ignores the others, too.
+        Maximum number of tokens read of a sentence; the published model ignores the others, too.
     program : callable, optional
-        Makes, in a replica, what computes instead of a `rh.vm.VirtualMachine` of all the model: an object like it, such
-        as a `rh.cluster.Cluster`.
+        Called in a replica; returns an object that computes instead of a `rh.vm.VirtualMachine` of the whole model,
+        such as a `rh.cluster.Cluster`.
     """
 
     cache: Path = field(default_factory=default_cache)
@@ -81,14 +81,14 @@ class Embedder:
     path: str = "/embed"
 
     def compile(self) -> Any:
-        """The executable, from the cache where it is there; weights are downloaded once."""
+        """The executable, compiled unless the cache has it; weights are downloaded once."""
         module = rh.from_onnx(str(onnx_path(self.cache, "batch", "sequence")), vdevices=["llvm"])
         return rh.compile(module, cache=self.cache / "executables")
 
     def load(self) -> Sentences:
         """The model, after its first check."""
         program = self.program() if self.program is not None else rh.vm.VirtualMachine(self.compile())
-        # Padded to the longest sentence of a call instead of to the limit: the executable takes any size.
+        # Sentences are padded to the longest of a call instead of to the limit: the executable takes any size.
         model = Sentences(SentenceTokenizer(self.cache, self.tokens, to_longest=True), program)
         model.check()
         return model
@@ -102,8 +102,8 @@ class Embedder:
             raise RefusedError(400, f"found encoding {request['encoding']!r}, expected one of {', '.join(ENCODINGS)}")
         sentences = request.get("sentences")
         if not isinstance(sentences, list) or not sentences:
-            found = type(sentences).__name__ if sentences else "none"
-            raise RefusedError(400, f"found {found} as sentences, expected a list of 1 to {self.most_items} texts")
+            kind = type(sentences).__name__ if sentences else "none"
+            raise RefusedError(400, f"found {kind} as sentences, expected a list of 1 to {self.most_items} texts")
         if len(sentences) > self.most_items:
             raise RefusedError(413, f"found {len(sentences)} sentences, expected at most {self.most_items}")
         for index, sentence in enumerate(sentences):

@@ -1,4 +1,4 @@
-"""Serving asks this of a model, and knows nothing else about it."""
+"""The interface between serving and a model: all that serving knows of a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class RefusedError(Exception):
-    """A request that gets an answer of the caller's fault.
+    """A request that is refused because of an error of the caller.
 
     Attributes
     ----------
@@ -26,13 +26,13 @@ class RefusedError(Exception):
 
 
 class Model(Protocol):
-    """What an engine loads in a replica; its methods are called one at a time, in one thread."""
+    """A model in a replica; its methods are called one at a time, in one thread."""
 
     def run(self, items: Sequence[Any]) -> Sequence[Any]:
-        """A result for each item, in their order."""
+        """Return a result for each item, in the same order."""
 
     def check(self) -> None:
-        """Compute a result that is known; any error says that this replica is to be replaced."""
+        """Compute a known result; raise any error if this replica is to be replaced."""
 
 
 class Engine(Protocol):
@@ -44,13 +44,13 @@ class Engine(Protocol):
     Attributes
     ----------
     path : str
-        Requests are posted there.
+        Path of the URL to which requests are posted.
     most_items : int
-        Of a request.
+        Maximum number of items of a request.
     batch_items : int
-        At which a batch is full. A replica that takes all waiting requests at once has nothing to do while their
-        callers send new ones; so this is the smallest number that lets the model run at its full speed. Requests
-        with more items are cut into several.
+        Number of items of a full batch: the smallest number at which the model runs at its full speed, because a
+        replica that takes all waiting requests at once is idle until their callers send new ones. Requests with more
+        items are split.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""The HTTP side: reads requests, asks replicas, repeats what a dead replica took with it, and answers."""
+"""The HTTP side: reads requests, calls replicas, repeats requests lost with a dead replica, and answers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Limits:
     Attributes
     ----------
     bytes : int
-        Of its body.
+        Maximum size of its body.
     seconds : float
-        Until it is answered, repetitions included.
+        Maximum time until it is answered, repetitions included.
     repeats : int
-        How often it is computed again after a replica died with it. A request that kills replicas kills
+        Maximum number of repetitions after a replica died with it; a request that kills replicas kills
         ``repeats + 1`` of them.
     """
 
@@ -56,7 +56,7 @@ class Gateway:
         self._repeats = metrics.Counter("cluster_serving_repeats", "Requests computed again after a replica died")
 
     async def __call__(self, request: Request) -> Response:
-        """Answer a request of HTTP; every error is a JSON object with a text ``error``."""
+        """Answer an HTTP request; every error is a JSON object with a text ``error``."""
         try:
             response = await asyncio.wait_for(self._answer(request), self._limits.seconds)
         except RefusedError as refusal:
@@ -76,7 +76,7 @@ class Gateway:
         return response
 
     async def process(self) -> int:
-        """The number of this process."""
+        """The id of this process."""
         return os.getpid()
 
     async def _answer(self, request: Request) -> Response:
@@ -85,23 +85,23 @@ class Gateway:
             _expect_method(request, "GET")
             return await self._health()
         if path not in self._services:
-            known = ", ".join([*self._services, "/healthz"])
-            raise RefusedError(404, f"found path {request.url.path}, expected one of {known}")
+            paths = ", ".join([*self._services, "/healthz"])
+            raise RefusedError(404, f"found path {request.url.path}, expected one of {paths}")
         _expect_method(request, "POST")
         engine, replicas = self._services[path]
-        asked = _object(await self._body(request))
-        items = engine.read(asked)
+        fields = _object(await self._body(request))
+        items = engine.read(fields)
         if not 0 < len(items) <= engine.most_items:
             raise RefusedError(413, f"found {len(items)} items in a request, expected 1 to {engine.most_items}")
-        return _json(200, engine.write(asked, await self._results(engine, replicas, items)))
+        return _json(200, engine.write(fields, await self._results(engine, replicas, items)))
 
     async def _results(self, engine: Engine, replicas: DeploymentHandle, items: Sequence[Any]) -> list[Any]:
-        """Results of all items; a request of several batches is spread over replicas."""
+        """The results of all items; a request of several batches is spread over replicas."""
         size = engine.batch_items
-        pieces = [items[begin : begin + size] for begin in range(0, len(items), size)]
-        return list(chain.from_iterable(await asyncio.gather(*(self._piece(replicas, piece) for piece in pieces))))
+        batches = [items[begin : begin + size] for begin in range(0, len(items), size)]
+        return list(chain.from_iterable(await asyncio.gather(*(self._batch(replicas, batch) for batch in batches))))
 
-    async def _piece(self, replicas: DeploymentHandle, items: Sequence[Any]) -> Sequence[Any]:
+    async def _batch(self, replicas: DeploymentHandle, items: Sequence[Any]) -> Sequence[Any]:
         for attempt in range(self._limits.repeats + 1):
             try:
                 return await replicas.answer.remote(items)
@@ -113,18 +113,18 @@ class Gateway:
         raise AssertionError("the last attempt returns or raises")
 
     async def _health(self) -> Response:
-        """200 where each engine has a replica that answers within the time of a request."""
+        """Status 200 if each engine has a replica that answers within the time limit of a request."""
         await asyncio.gather(*(handle.process.remote() for _, handle in self._services.values()))
         return _json(200, json.dumps({"status": "ok", "paths": list(self._services)}).encode())
 
     async def _body(self, request: Request) -> bytes:
         """The body, read no further than its limit."""
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
+        async for chunk in request.stream():
+            body += chunk
             if len(body) > self._limits.bytes:
-                found = request.headers.get("content-length") or f"more than {self._limits.bytes}"
-                raise RefusedError(413, f"found a body of {found} bytes, expected at most {self._limits.bytes}")
+                size = request.headers.get("content-length") or f"more than {self._limits.bytes}"
+                raise RefusedError(413, f"found a body of {size} bytes, expected at most {self._limits.bytes}")
         return bytes(body)
 
 
@@ -135,12 +135,12 @@ def _expect_method(request: Request, method: str) -> None:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RefusedError(400, f"found a body that is no JSON ({error}), expected a JSON object") from error
-    if not isinstance(found, dict):
-        raise RefusedError(400, f"found JSON of type {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise RefusedError(400, f"found JSON of type {type(content).__name__}, expected an object")
+    return content
 
 
 def _json(status: int, content: bytes, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,4 +1,4 @@
-"""Load on a service: callers that each send a request as soon as the last one is answered."""
+"""Load on a service: each caller sends a request as soon as its last one is answered."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 Send = Callable[[int], Awaitable[str]]
-"""Sends the request of a number, and returns how it ended: "ok", or a few words that say otherwise."""
+"""Sends the request of that number, and returns its outcome: "ok", or a few words that describe a failure."""
 
 
 @dataclass
 class Load:
-    """Requests that were sent, and how they ended.
+    """Requests that were sent, and their outcomes.
 
     Attributes
     ----------
     endings : Counter of str
-        How many ended how.
+        Number of requests by outcome.
     latencies : list of float
-        Seconds of each.
+        Seconds that each took.
     seconds : float
-        From the first request to the last answer.
+        Time from the first request to the last answer.
     """
 
     endings: Counter[str] = field(default_factory=Counter)
@@ -33,12 +33,12 @@ class Load:
 
     @property
     def rate(self) -> float:
-        """Requests a second that ended well."""
+        """Requests a second that succeeded."""
         return self.endings["ok"] / self.seconds
 
     @property
     def lost(self) -> int:
-        """Requests that ended in another way."""
+        """Requests that failed."""
         return self.endings.total() - self.endings["ok"]
 
     def percentile(self, share: float) -> float:
@@ -48,15 +48,15 @@ class Load:
 
 
 async def drive(send: Send, callers: int, goes_on: Callable[[], bool]) -> Load:
-    """Send requests from so many callers at once, as long as it goes on; all are waited for.
+    """Send requests from some callers at once while `goes_on` returns true, and wait for all answers.
 
     Parameters
     ----------
     send : Send
-        An exception counts as an ending.
+        An exception counts as an outcome.
     callers : int
     goes_on : callable
-        Asked before each request.
+        Called before each request.
     """
     load, number = Load(), 0
 
@@ -79,6 +79,6 @@ async def drive(send: Send, callers: int, goes_on: Callable[[], bool]) -> Load:
 
 
 def until(seconds: float) -> Callable[[], bool]:
-    """Goes on for so long from now."""
+    """A function that returns true for some seconds from now."""
     end = time.perf_counter() + seconds
     return lambda: time.perf_counter() < end

@@ -13,27 +13,27 @@ from engine import Engine
 from ray import serve
 from ray.serve import metrics
 
-# Bounds of a histogram of items in a batch.
+# Bounds of the histogram of items per batch.
 ITEMS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
 def items_of(requests: Sequence[Sequence[Any]]) -> int:
-    """The size of a batch is the number of its items, not that of its requests."""
+    """The size of a batch: the number of its items, not of its requests."""
     return sum(len(request) for request in requests)
 
 
 class Replica:
-    """One copy of a model behind a queue.
+    """One copy of a model with a queue of requests.
 
-    The model runs in a thread of its own: the event loop goes on taking requests, which become the next batch, and
-    answers questions of health meanwhile.
+    The model runs in a thread of its own: meanwhile the event loop takes requests, which become the next batch, and
+    answers health checks.
 
     Parameters
     ----------
     engine : Engine
-        What to load.
+        Engine whose model is loaded.
     wait_s : float
-        How long a batch waits for more requests, in seconds, also while another one runs.
+        Seconds that a batch waits for more requests, also while another batch runs.
     """
 
     def __init__(self, engine: Engine, wait_s: float = 0.0) -> None:
@@ -59,11 +59,11 @@ class Replica:
         return [results[begin:end] for begin, end in pairwise(ends)]
 
     async def check_health(self) -> None:
-        """Ray Serve asks now and then, and replaces a replica whose answer is an error or does not come."""
+        """Check the model; Ray Serve calls this, and replaces a replica that raises or does not answer."""
         await self._in_thread(self._model.check)
 
     async def process(self) -> int:
-        """The number of this process."""
+        """The id of this process."""
         return os.getpid()
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:

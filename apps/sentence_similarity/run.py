@@ -72,11 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sentences = [options.query, *options.sentences]
     batches = [tokenizer(sentences[i : i + options.batch]) for i in range(0, len(sentences), options.batch)]
     start = time.perf_counter()
-    found = [
+    results = [
         machine["main"](**_filled(batch, options.batch)).numpy()
         for batch in track(batches, "Embedding", console=screen, transient=True)
     ]
-    embeddings = np.concatenate(found)[: len(sentences)]
+    embeddings = np.concatenate(results)[: len(sentences)]
     screen.print(f"Embedded {len(sentences)} sentences in {time.perf_counter() - start:.2f} s\n")
     screen.print(ranking_table(options.query, options.sentences, embeddings[1:] @ embeddings[0]))
     return _check(path, batches, options, embeddings, screen)
@@ -102,7 +102,7 @@ def _prepare(options: argparse.Namespace, screen: Console) -> Path:
 
 
 def _source(path: Path, options: argparse.Namespace) -> Path:
-    """The file to import: the float one, or what ONNX Runtime's quantizer makes of it."""
+    """The file to import: the float one, or the same quantized by ONNX Runtime's quantizer."""
     if options.precision != "int8":
         return path
     try:
@@ -136,18 +136,18 @@ def _check(
     ]
     difference = float(np.abs(embeddings - expected).max())
     if options.precision == "float32":
-        what, same = "", np.allclose(embeddings, expected, rtol=1e-3, atol=1e-4)
+        compared, same = "", np.allclose(embeddings, expected, rtol=1e-3, atol=1e-4)
     else:
-        what, same = " order", np.array_equal(_order(embeddings), _order(expected))
+        compared, same = " order", np.array_equal(_order(embeddings), _order(expected))
     if not same:
-        screen.print(f"[red]Not the same{what} as ONNX Runtime: largest difference {difference:.2e}[/red]")
+        screen.print(f"[red]Not the same{compared} as ONNX Runtime: largest difference {difference:.2e}[/red]")
         return 1
-    screen.print(f"Same{what} as ONNX Runtime: largest difference {difference:.1e}")
+    screen.print(f"Same{compared} as ONNX Runtime: largest difference {difference:.1e}")
     return 0
 
 
 def _order(embeddings: np.ndarray) -> np.ndarray:
-    """The sentences behind the first, nearest to it first."""
+    """The sentences after the first, nearest to it first."""
     return np.argsort(-(embeddings[1:] @ embeddings[0]), kind="stable")
 
 
@@ -159,13 +159,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--query", default=QUERY, help="the sentence to compare the others with")
     parser.add_argument("--sentences", type=Path, help="a text file with one sentence a line")
     parser.add_argument("--vdevice", action="append", type=_vdevice, help="a device; repeat it (default: two CPUs)")
-    parser.add_argument("--place", action="append", type=_place, metavar="PATTERN=DEVICE", help="what goes where")
+    parser.add_argument("--place", action="append", type=_place, metavar="PATTERN=DEVICE", help="a placement rule")
     precisions = ("float32", *HALVES, "int8")
-    parser.add_argument("--precision", choices=precisions, default="float32", help="of its products")
+    parser.add_argument("--precision", choices=precisions, default="float32", help="precision of products")
     parser.add_argument("--batch", type=int, default=4, help="sentences per call (default 4)")
     parser.add_argument("--seq", type=int, default=32, help="tokens per sentence (default 32, at most 512)")
     parser.add_argument("--smoke", action="store_true", help="few tokens of one sentence: does the command work?")
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="where the model is kept")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of the model's files")
     options = parser.parse_args(arguments)
     options.vdevice = options.vdevice or ["llvm", baseline()]
     # The built-in cut needs a second device to put the upper half on.

@@ -1,4 +1,4 @@
-"""The picture in docs/guides/cluster.md: its model over two hosts, as the cut leaves it.
+"""The picture in docs/guides/cluster.md: its model after the cut over two hosts.
 
 python docs/pictures/cluster_picture.py                      # writes docs/pictures/cluster.svg
 python docs/pictures/cluster_picture.py /tmp/picture.png     # another file, of any format that matplotlib writes
@@ -42,7 +42,7 @@ def read_program() -> Program:
 
 
 def draw(picture: Path) -> None:
-    """Draw the caller, the steps of each host in its lane, and what travels between them.
+    """Draw the caller, the steps of each host in its lane, and the values sent between them.
 
     Raises
     ------
@@ -79,13 +79,13 @@ def draw(picture: Path) -> None:
 
 
 def _arrows(plan: CallPlan) -> dict[int, dict[int, str]]:
-    """By step, the steps that it gets values from, and what these are called."""
-    found: dict[int, dict[int, list[str]]] = {}
+    """For each step, the steps whose values it reads, and the names of these values."""
+    arrows: dict[int, dict[int, list[str]]] = {}
     for number, step in enumerate(plan.steps):
         for source in step.arguments:
             name = plan.input_names[source.index] if source.step == CALL else "value"
-            found.setdefault(number, {}).setdefault(source.step, []).append(name)
-    return {number: {step: ", ".join(names) for step, names in each.items()} for number, each in found.items()}
+            arrows.setdefault(number, {}).setdefault(source.step, []).append(name)
+    return {number: {step: ", ".join(names) for step, names in each.items()} for number, each in arrows.items()}
 
 
 def _line(index: int) -> float:

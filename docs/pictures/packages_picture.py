@@ -1,7 +1,7 @@
 """The picture of design.md: the packages of the code, layer by layer.
 
 python docs/pictures/packages_picture.py --write    # writes packages.svg
-python docs/pictures/packages_picture.py --check    # fails where it is out of date
+python docs/pictures/packages_picture.py --check    # fails if it is out of date
 
 Layers are those of the contract in pyproject.toml. The background is white, so that dark pages can show the picture.
 """
@@ -36,11 +36,11 @@ PACKAGES = {
     "watch_tvmscript": "strict look-up of devices",
     "errors": "exceptions",
 }
-"""What each package of the contract holds."""
+"""Contents of each package of the contract."""
 
 
 def draw() -> str:
-    """Packages from top to bottom, as the contract on imports orders them."""
+    """Draw packages from top to bottom, in the order of the import contract."""
     parts, y, width = [], 14, 660
     for layer in _layers():
         height = 34
@@ -50,10 +50,10 @@ def draw() -> str:
         for column, name in enumerate(names):
             share = (width - 12 * (len(names) - 1)) / len(names)
             x = 14 + column * (share + 12)
-            beside = x + 125 if len(names) == 1 else x + 24 + 8.6 * len(name)
+            text_x = x + 125 if len(names) == 1 else x + 24 + 8.6 * len(name)
             parts.append(f'<rect class="box" x="{x:g}" y="{y}" width="{share:g}" height="{height}" rx="7"/>')
             parts.append(f'<text class="name" x="{x + 14:g}" y="{y + 22}">{escape(name)}</text>')
-            parts.append(f'<text class="text" x="{beside:g}" y="{y + 22}">{escape(PACKAGES[name])}</text>')
+            parts.append(f'<text class="text" x="{text_x:g}" y="{y + 22}">{escape(PACKAGES[name])}</text>')
         y += height + 7
     parts.append(f'<text class="text" x="14" y="{y + 16}">A package imports only packages below it.</text>')
     style = ".box{fill:#f6f8fb;stroke:#9aa7b8}.name{font:600 15px sans-serif;fill:#1d2733}"

@@ -1,4 +1,4 @@
-"""The picture in README.md: its model over two devices, as placement leaves it.
+"""The picture in README.md: its model after placement on two devices.
 
 python docs/pictures/two_devices_picture.py                       # writes docs/pictures/two-devices.svg
 python docs/pictures/two_devices_picture.py /tmp/picture.png      # another file, of any format that matplotlib writes
@@ -102,22 +102,22 @@ def draw(picture: Path) -> None:
 
 
 def _places(params: list[Node], steps: list[Node]) -> dict[str, tuple[float, float]]:
-    """The middle of each box: ops on a line, a column each, parameters beside or below their first reader."""
-    found: dict[str, tuple[float, float]] = {}
+    """The middle of each box: ops in one line, a column each, parameters next to or below their first reader."""
+    places: dict[str, tuple[float, float]] = {}
     column = 1
     for step in steps:
         if step.op == "to_vdevice":
             continue
-        found[step.name] = (column * 2.0, _line(step.device))
+        places[step.name] = (column * 2.0, _line(step.device))
         for read in step.reads:
             param = next((param for param in params if param.name == read), None)
-            if param is not None and read not in found:
-                beside = not any(step_before in found for step_before in step.reads) and column == 1
+            if param is not None and read not in places:
+                in_line = not any(step_before in places for step_before in step.reads) and column == 1
                 outwards = 1 if step.device == 0 else -1
-                at = (0.0, _line(step.device)) if beside else (column * 2.0, _line(step.device) + outwards * 0.95)
-                found[read] = at
+                middle = (0.0, _line(step.device)) if in_line else (column * 2.0, _line(step.device) + outwards * 0.95)
+                places[read] = middle
         column += 1
-    return found
+    return places
 
 
 def _line(device: int) -> float:
@@ -174,7 +174,7 @@ def _transfer(axes: Any, transfer: Node, source: tuple[float, float], end: tuple
 
 
 def main() -> None:
-    """Draw the picture where the command line says."""
+    """Draw the picture to the path of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("picture", nargs="?", type=Path, default=PICTURE)
     draw(parser.parse_args().picture)

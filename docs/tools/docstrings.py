@@ -1,4 +1,4 @@
-"""Docstrings as the site's API pages read them: blocks after ``::`` become fenced code, names one entry each."""
+"""Conversion of docstrings for the site's API pages: blocks after ``::`` become fenced code, names one entry each."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hooks import literal_blocks  # noqa: E402
 
 SHARED = re.compile(r"^((?:\*{0,2}\w+, )+\*{0,2}\w+)( : .*)?\n((?:    .*\n?)+)", re.MULTILINE)
-"""Entry of several names, for which griffe would show the type and the default of the first."""
+"""An entry of several names, for which griffe would show only the type and the default of the first."""
 
 
 class LiteralBlocks(griffe.Extension):
-    """Changes each docstring once, when it is read."""
+    """A griffe extension that converts each docstring once, when it is read."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

@@ -1,8 +1,8 @@
-"""The IR that encodings.md shows: one small model after each pass, and one of images after the last ones.
+"""The IR on encodings.md: a small model after each pass, and one with convolutions after the last passes.
 
 python docs/tools/encoding_stages.py            # prints every stage
 python docs/tools/encoding_stages.py --write    # puts them into encodings.md
-python docs/tools/encoding_stages.py --check    # fails where encodings.md shows others
+python docs/tools/encoding_stages.py --check    # fails if encodings.md differs
 
 The model's targets are fixed, so that every machine prints the same.
 """
@@ -34,7 +34,7 @@ STAGES = (
     "MaterializeEncodings",
 )
 IMAGE_STAGES = ("MaterializeEncodings", "MovePermutes")
-# A block of the page that belongs to a stage: <!-- SetEncoding --> and the fenced block after it.
+# The block of a stage on the page: <!-- SetEncoding --> and the fenced block after it.
 BLOCK = re.compile(r"(<!-- (\w+) -->\n```text\n).*?(^```\n)", re.DOTALL | re.MULTILINE)
 ENCODING = re.compile(r'"(\w+\[\d\]<[^"]*>)"')
 
@@ -100,40 +100,40 @@ class Image:
 
 
 def stages() -> dict[str, str]:
-    """Text of ``main`` after each pass, and of that of `Image` under the names of passes with ``Image`` before."""
+    """Text of ``main`` of `Model` after each pass, and of `Image` under names with the prefix ``Image``."""
     return {**model_stages(), **image_stages()}
 
 
 def image_stages() -> dict[str, str]:
-    """Of `Image`, after the passes that decide where permutations stay."""
+    """Modules of `Image` after the passes that decide where permutations stay."""
     generator = np.random.default_rng(0)
     shapes = {param.name: [int(extent) for extent in param.ty.shape.values] for param in Image["main"].params[1:]}
     weights = {name: generator.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
-    module, found = relax.transform.BindParams("main", weights)(Image), {}
+    module, texts = relax.transform.BindParams("main", weights)(Image), {}
     for name in (*STAGES, *IMAGE_STAGES[1:]):
         module = getattr(rh.transform, name)()(module)
         if name in IMAGE_STAGES:
-            found[f"Image{name}"] = shown(module)
-    return found
+            texts[f"Image{name}"] = shown(module)
+    return texts
 
 
 def model_stages() -> dict[str, str]:
-    """Of `Model`."""
+    """Modules of `Model` after each pass."""
     generator = np.random.default_rng(0)
     weights = {
         "w": generator.standard_normal((40, 64)).astype("float32"),
         "bias": generator.standard_normal(64).astype("float32"),
     }
     module = relax.transform.BindParams("main", weights)(Model)
-    found = {}
+    texts = {}
     for name in STAGES:
         module = getattr(rh.transform, name)()(module)
-        found[name] = shown(module)
-    return found
+        texts[name] = shown(module)
+    return texts
 
 
 def shown(module: tvm.IRModule) -> str:
-    """``main`` with encodings as aliases that are listed before it, as MLIR prints its attributes."""
+    """``main`` with encodings as aliases listed before it, as MLIR prints attributes."""
     lines = module.script(show_meta=False).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("    def main("))
     end = next(i for i, line in enumerate(lines[start:], start) if line.startswith("        return"))
@@ -154,14 +154,14 @@ def shown(module: tvm.IRModule) -> str:
 
 def constant_shapes(func: relax.Function) -> list[tuple[int, ...]]:
     """Shapes of the constants, in the order of their numbers in the printed text."""
-    found: dict[Any, tuple[int, ...]] = {}
+    shapes: dict[Any, tuple[int, ...]] = {}
 
     def visit(expr: relax.Expr) -> None:
         if isinstance(expr, tvm.ir.GenericConst):
-            found.setdefault(expr, tuple(expr.value.shape))
+            shapes.setdefault(expr, tuple(expr.value.shape))
 
     relax.analysis.post_order_visit(func, visit)
-    return list(found.values())
+    return list(shapes.values())
 
 
 def main() -> int:
@@ -170,15 +170,15 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="replace the blocks of encodings.md")
     parser.add_argument("--check", action="store_true", help="compare them with encodings.md")
     options = parser.parse_args()
-    found, page = stages(), PAGE.read_text()
-    current = BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}", page)
+    texts, page = stages(), PAGE.read_text()
+    current = BLOCK.sub(lambda match: f"{match[1]}{texts[match[2]]}\n{match[3]}", page)
     if options.check:
         sys.stdout.writelines(difflib.unified_diff(page.splitlines(True), current.splitlines(True), "page", "now"))
         return int(current != page)
     if options.write:
         PAGE.write_text(current)
         return 0
-    for name, text in found.items():
+    for name, text in texts.items():
         sys.stdout.write(f"# after {name}\n{text}\n\n")
     return 0
 

@@ -1,8 +1,7 @@
-"""What the site needs of MkDocs besides its settings: links out of docs/, the release, and the texts of passes.
+"""Hooks of MkDocs: links out of docs/, the release, and the texts of passes.
 
-Pages link to files of the checkout as they lie, so that the links work where the checkout is browsed. On the site, a
-page of Markdown elsewhere in the checkout becomes a page below ``repository/``; the name of any other file is shown as
-code.
+Pages link to files of the checkout by relative paths, so that the links work where the checkout is browsed. On the
+site, a Markdown page outside of docs/ becomes a page below ``repository/``; other files' names are shown as code.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!\w+:)([^()#\s]*)(#[^()\s]*)?\)")
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"^## (\S+)\n\n.*\n\n::: (\S+)$", re.MULTILINE)
-"""A name on a page of docs/api/: heading, summary, and the place of the docstring, which begins with the summary."""
+"""A name on a page of docs/api/: heading, summary, and the path of the docstring, which begins with the summary."""
 PASS = re.compile(r"<!-- pass (\w+) -->")
 LOADS = re.compile(
     r'<(?:script|img|iframe|link rel="(?:stylesheet|preconnect|preload)")[^>]*(?:src|href)="(?:https?:)?//[^"]*'
@@ -29,16 +28,16 @@ OUTSIDE = "repository/"
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Pages outside of docs/ that the site has, too: those that links lead to, from page to page."""
+    """Add the pages outside of docs/ that links lead to, directly or through other such pages."""
     from mkdocs.structure.files import File
 
     pending = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
-    seen = set(pending)
+    pages = set(pending)
     while pending:
         page = pending.pop()
         for target in links_of(page):
-            if target not in seen and target.endswith(".md") and (ROOT / target).is_file():
-                seen.add(target)
+            if target not in pages and target.endswith(".md") and (ROOT / target).is_file():
+                pages.add(target)
                 pending.append(target)
                 if not target.startswith("docs/"):
                     files.append(File.generated(config, OUTSIDE + target, content=(ROOT / target).read_text()))
@@ -46,7 +45,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
-    """The page with links that lead somewhere on the site, and with the texts of passes."""
+    """The page with links converted for the site, and with the texts of passes."""
     uri = page.file.src_uri
     place = uri.removeprefix(OUTSIDE) if uri.startswith(OUTSIDE) else f"docs/{uri}"
     markdown = NAME.sub(lambda match: f"## {match[1]}\n\n{signature(match[1], match[2])}::: {match[2]}", markdown)
@@ -66,13 +65,13 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
-    """Links of notebooks, which MkDocs leaves as they are written."""
+    """Convert links of notebooks, which MkDocs does not convert."""
 
     def replaced(match: re.Match[str]) -> str:
         there = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.src_uri), match[1]))
         file = files.get_file_from_path(there)
         if file is None:
-            logging.getLogger("mkdocs.hooks").warning("%s links to %s, which is no page", page.file.src_uri, match[1])
+            logging.getLogger("mkdocs.hooks").warning("%s links to %s, not a page", page.file.src_uri, match[1])
             return match[0]
         return f'href="{file.url_relative_to(page.file)}{match[2] or ""}"'
 
@@ -80,9 +79,9 @@ def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The page as it is; a warning, which ``--strict`` makes an error, where it would load anything from elsewhere."""
-    for found in LOADS.findall(output):
-        logging.getLogger("mkdocs.hooks").warning("%s loads from another host: %s", page.file.src_uri, found)
+    """The unchanged page; warns if it would load anything from another host, which ``--strict`` makes an error."""
+    for url in LOADS.findall(output):
+        logging.getLogger("mkdocs.hooks").warning("%s loads from another host: %s", page.file.src_uri, url)
     return output
 
 
@@ -94,7 +93,7 @@ def links_of(page: str) -> list[str]:
 
 
 def outside_code(pattern: re.Pattern[str], replacement: Any, text: str) -> str:
-    """`text` with the pattern replaced where no code is: links may hold code, code holds no links."""
+    """`text` with the pattern replaced outside of code: links may contain code, code does not contain links."""
     fences = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
     parts, end = [], 0
     for fence in fences.finditer(text):
@@ -104,7 +103,7 @@ def outside_code(pattern: re.Pattern[str], replacement: Any, text: str) -> str:
 
 
 def release() -> str:
-    """The version and the repository, which the builder of the site names in ``REPOSITORY_URL``."""
+    """The version, and the repository of the environment variable ``REPOSITORY_URL``."""
     import relax_hetero as rh
 
     url = os.environ.get("REPOSITORY_URL", "")
@@ -112,25 +111,25 @@ def release() -> str:
 
 
 def pass_text(name: str) -> str:
-    """A pass as ``help`` shows it, in Markdown."""
+    """The text of a pass as in ``help``, in Markdown."""
     import relax_hetero as rh
 
     text = rh.transform.find_pass(name).text
-    _, _, text = text.partition("\n\n")  # the summary stands on the page
+    _, _, text = text.partition("\n\n")  # the summary is on the page
     text = re.sub(r"\n\n?Returns\n-+\ntvm\.transform\.Pass", "", text)
     text = re.sub(r"^(\w[\w ]*)\n-{3,}$", r"**\1**\n", text, flags=re.MULTILINE)
     return literal_blocks(definitions(text))
 
 
 def signature(name: str, place: str) -> str:
-    """A block with the call of a public name; none for errors, and for classes that users only get."""
+    """A block with the signature of a public name; none for errors, and for classes that users do not construct."""
     module, _, attribute = place.rpartition(".")
     value = getattr(importlib.import_module(module), attribute)
     if inspect.isclass(value) and (issubclass(value, Exception) or getattr(value, "_is_protocol", False)):
         return ""
     try:
         parameters = inspect.signature(value).parameters.values()
-    except ValueError:  # of code that is not Python
+    except ValueError:  # not Python code
         return ""
     plain = [each.replace(annotation=inspect.Parameter.empty) for each in parameters]
     call = str(inspect.Signature(plain))
@@ -140,7 +139,7 @@ def signature(name: str, place: str) -> str:
 
 
 def definitions(text: str) -> str:
-    """Entries of numpy's sections, ``name : type`` and indented lines, as a list."""
+    """Convert entries of numpydoc sections, ``name : type`` and indented lines, to a list."""
     return re.sub(r"^(\w+) : (.*)\n((?:    .*\n?|\n(?=    ))+)", _entry, text, flags=re.MULTILINE)
 
 
@@ -149,7 +148,7 @@ def _entry(match: re.Match[str]) -> str:
 
 
 def literal_blocks(text: str) -> str:
-    """Docstrings write ``::`` before a block of code; Markdown writes a fence around it."""
+    """Convert blocks of code after ``::`` to fenced blocks."""
     block = re.compile(r"^( *)(.*)::\n\n((?:\1 +\S.*\n?|\n)+)", re.MULTILINE)
 
     def fenced(match: re.Match[str]) -> str:

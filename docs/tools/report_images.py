@@ -1,4 +1,4 @@
-"""The pictures of reports in docs/images: models are compiled and measured, and their reports opened in Chromium.
+"""The pictures of reports in docs/images: compiles and measures models, and opens their reports in Chromium.
 
 python docs/tools/report_images.py                 # all
 python docs/tools/report_images.py graph --dark    # some, in dark colours
@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-MOST = 300_000
-"""Bytes of a picture."""
+MAX_BYTES = 300_000
+"""Maximum size of a picture."""
 
 TWO = ("--vdevice", "llvm", "--vdevice", "llvm")
 
@@ -36,13 +36,13 @@ class Image:
     """The file of the model, made or downloaded on the first call."""
 
     section: str
-    """Of the page, by its id."""
+    """Id of the section on the page."""
 
     options: Sequence[str] = ()
-    """Of ``relax-hetero explain``."""
+    """Options of ``relax-hetero explain``."""
 
     search: str = ""
-    """What is typed into the box of the graph, whose first answer is chosen."""
+    """Text for the search box of the graph; its first match is selected."""
 
     height: int = 880
 
@@ -87,16 +87,16 @@ TABLE = {
 
 
 def report_of(image: Image, path: Path) -> None:
-    """Write the report that the command line writes."""
+    """Write the report with the command line."""
     command = [sys.executable, "-m", "relax_hetero", "explain", str(image.model()), *image.options, "--html", str(path)]
     paths = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]))
-    # A thread for each device, so that two queues do not take each other's cores.
+    # One thread for each device, so that two queues do not compete for cores.
     settings = {**os.environ, "PYTHONPATH": paths, "TVM_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=settings, cwd=path.parent)
 
 
 def picture_of(browser: Any, image: Image, report: Path, target: Path, dark: bool, width: int) -> None:
-    """Open a report, and take the picture of a section of it, with the head of the page above."""
+    """Take a picture of a section of a report, with the head of the page above."""
     page = browser.new_page(viewport={"width": width, "height": image.height}, color_scheme="dark" if dark else "light")
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-ready]", timeout=120_000)
@@ -109,7 +109,7 @@ def picture_of(browser: Any, image: Image, report: Path, target: Path, dark: boo
         page.press("#search", "Enter")
         page.locator("#search").blur()
     page.evaluate(place)
-    page.wait_for_timeout(1500)  # charts move to their places
+    page.wait_for_timeout(1500)  # until charts have settled
     page.screenshot(path=str(target))
     page.close()
 
@@ -118,26 +118,26 @@ def main() -> int:
     """Write the pictures; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(TABLE)}; all by default")
-    parser.add_argument("--dark", action="store_true", help="in dark colours")
-    parser.add_argument("--width", type=int, default=1280, help="of the page")
-    parser.add_argument("--folder", type=Path, default=IMAGES, help="where they go")
+    parser.add_argument("--dark", action="store_true", help="use dark colours")
+    parser.add_argument("--width", type=int, default=1280, help="width of the page")
+    parser.add_argument("--folder", type=Path, default=IMAGES, help="folder of the pictures")
     options = parser.parse_args()
     unknown = set(options.names) - set(TABLE)
     if unknown:
         parser.error(f"no pictures {', '.join(sorted(unknown))}; there are {', '.join(TABLE)}")
     from playwright.sync_api import sync_playwright
 
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
         for name in options.names or TABLE:
             report, target = Path(folder) / f"{name}.html", options.folder / f"report_{name}.png"
             report_of(TABLE[name], report)
             picture_of(browser, TABLE[name], report, target, options.dark, options.width)
             size = target.stat().st_size
             sys.stdout.write(f"{target}: {size:,} bytes\n")
-            if size > MOST:
-                sys.stdout.write(f"larger than {MOST:,} bytes\n")
+            if size > MAX_BYTES:
+                sys.stdout.write(f"larger than {MAX_BYTES:,} bytes\n")
                 return 1
         browser.close()
     return 0

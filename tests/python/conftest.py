@@ -48,8 +48,8 @@ settings.load_profile("relax_hetero")
 
 OPTIONAL = ("slow", "timing")
 
-# Of the variants of a test one of so many runs by default, where no test says it itself: kernels are compiled for
-# each, those of GPUs run here by an interpreter, and `-m slow` and `-m gpu` run the rest.
+# One in so many variants of a test runs by default, unless the test has a number of its own: kernels are compiled
+# for each, an interpreter runs those of GPUs here, and `-m slow` and `-m gpu` run the rest.
 ONE_OF = {
     "tests/python/tir/cuda/": 5,
     "tests/python/tir/": 4,
@@ -64,7 +64,7 @@ ONE_OF = {
 
 
 def _rare(items: list[pytest.Item]) -> Generator[pytest.Item]:
-    """Variants of tests that are too many for each run: which ones, their names' hashes say.
+    """Variants of tests that are too many for each run, chosen by the hashes of their names.
 
     Each n-th in turn would always meet the same value of an inner parameter.
     """
@@ -84,9 +84,9 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests and those of the clock, unless `-m` chooses or a test is asked for by its name.
+    """Deselect slow tests and timing tests, unless `-m` selects them or a test is given by its name.
 
-    `-m gpu` has slow ones, too; those of the clock run where `-m` names them, as other tests beside them falsify them.
+    `-m gpu` includes slow ones; timing tests run only where `-m` names them, as parallel tests falsify them.
     """
     for item in _rare(items):
         item.add_marker(pytest.mark.slow)
@@ -94,11 +94,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if any("::" in argument for argument in config.args):
         return
     optional = [name for name in OPTIONAL if not chosen or (name == "timing" and name not in chosen)]
-    kept, left_out = [], []
+    selected, left_out = [], []
     for item in items:
-        (left_out if any(item.get_closest_marker(name) for name in optional) else kept).append(item)
+        (left_out if any(item.get_closest_marker(name) for name in optional) else selected).append(item)
     if left_out:
-        items[:] = kept
+        items[:] = selected
         config.hook.pytest_deselected(items=left_out)
 
 

@@ -1,4 +1,4 @@
-"""What ptxas makes of CUDA kernels: registers, spills, shared memory, how wgmma is waited for; needs no GPU.
+"""Reports of ptxas on CUDA kernels: registers, spills, shared memory, how wgmma is waited for; needs no GPU.
 
 ``reports_of(kernel, target)`` compiles a PrimFunc as `rh.compile` does and skips the test, visibly, where no CUDA
 compiler is.
@@ -25,12 +25,12 @@ _IN_FUNCTION = re.compile(r"in (?:the )?function '(\w+)'")
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says of a kernel.
+    """Report of ptxas on a kernel.
 
     Attributes
     ----------
     registers : int
-        Of each thread.
+        Registers of each thread.
     stack, spill_stores, spill_loads : int
         Bytes of each thread in local memory.
     shared : int
@@ -53,12 +53,12 @@ class Report:
 
 def reports_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> list[Report]:
     """Reports of the launches of a PrimFunc, in order of their names."""
-    found = []
+    reports = []
     for source in sources_of(kernel, target):
         compiled = compile_source(source)
         touched = touched_too_early(disassembled(compiled.code)) if nvdisasm() and "wgmma" in source.text else []
-        found += [replace(report, touched=tuple(touched)) for report in parse_reports(compiled.log)]
-    return found
+        reports += [replace(report, touched=tuple(touched)) for report in parse_reports(compiled.log)]
+    return reports
 
 
 def sources_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> tuple[KernelSource, ...]:
@@ -69,7 +69,7 @@ def sources_of(kernel: tvm.tirx.PrimFunc, target: tvm.target.Target) -> tuple[Ke
 
 
 def compile_source(source: KernelSource) -> Compiled:
-    """The machine code of a source; skips where there is no compiler."""
+    """Machine code of a source; skips the test without a compiler."""
     try:
         compiler = find_compiler()
     except BuildError as error:

@@ -1,4 +1,4 @@
-"""Machine code of Hopper kernels, as nvdisasm writes it: are registers of products left alone while these run?
+"""Machine code of Hopper kernels, as nvdisasm writes it: registers of a running product must not be touched.
 
 wgmma works beside the threads: its sums, and a left operand in registers, belong to it until a thread has waited for
 it. ptxas keeps that order where it sees it, and once did not: it moved what read the sums of a loop's last product
@@ -27,8 +27,8 @@ def nvdisasm() -> str | None:
         files = metadata.files("nvidia-cuda-nvdisasm") or []
     except metadata.PackageNotFoundError:
         files = []
-    found = [str(Path(str(file.locate()))) for file in files if file.name == "nvdisasm"]
-    return found[0] if found else shutil.which("nvdisasm")
+    paths = [str(Path(str(file.locate()))) for file in files if file.name == "nvdisasm"]
+    return paths[0] if paths else shutil.which("nvdisasm")
 
 
 def disassembled(code: bytes) -> str:
@@ -50,7 +50,7 @@ def touched_too_early(text: str) -> list[str]:
     begun: list[tuple[set[int], set[int]]] = []  # sums and left operands of groups, the newest last
     sums: set[int] = set()
     left: set[int] = set()
-    found = []
+    early = []
     for instruction in _INSTRUCTION.findall(text):
         if product := _PRODUCT.search(instruction):
             columns, kind, first = int(product[1]), product[2], int(product[3])
@@ -60,14 +60,14 @@ def touched_too_early(text: str) -> list[str]:
                 begun.append((sums, left))
                 sums, left = set(), set()
         elif wait := _WAIT.search(instruction):
-            kept = int(wait[1], 16)
-            begun = begun[len(begun) - kept :] if kept else []
+            pending = int(wait[1], 16)
+            begun = begun[len(begun) - pending :] if pending else []
         elif not instruction.startswith("WARPGROUP"):
             bare = re.sub(r"^@!?U?P\w+ ", "", instruction)
             registers = [int(number) + i for number, wide in _REGISTER.findall(bare) for i in range(2 if wide else 1)]
             target = set() if bare.startswith(_STORES) else set(registers[:1])
-            for those, lefts in [*begun, (sums, left)]:
-                if those.intersection(registers) or lefts & target:
-                    found.append(instruction)
+            for sums_of_wait, lefts in [*begun, (sums, left)]:
+                if sums_of_wait.intersection(registers) or lefts & target:
+                    early.append(instruction)
                     break
-    return found
+    return early

@@ -1,4 +1,4 @@
-"""Marks of parameters: which of many run by default."""
+"""Marks of parameters that choose those that run by default."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 
-def slow_but_for(values: Iterable[str], kept: Collection[str]) -> list[Any]:
+def slow_but_for(values: Iterable[str], quick: Collection[str]) -> list[Any]:
     """Parameters of a test, all of them slow except a few that stand for the others."""
     values = list(values)
-    assert set(kept) <= set(values), f"{set(kept) - set(values)} are no parameters"
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    assert set(quick) <= set(values), f"{set(quick) - set(values)} are not parameters"
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def in_turns(firsts: Iterable[Any], seconds: Iterable[Any]) -> list[Any]:
-    """Each of the first with each of the second: by default only with one of them, in turns; the others are slow."""
+    """All pairs of `firsts` and `seconds`; all are slow but one second for each first, in rotation."""
     partners = list(seconds)
     return [
         pytest.param(first, second, marks=() if number % len(partners) == turn else pytest.mark.slow)

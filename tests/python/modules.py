@@ -31,7 +31,7 @@ def ir_module(*devices: str | dict[str, Any] | tuple[Any, ...], pure: bool = Tru
     ----------
     devices : str, dict or tuple
         The module's vdevices: a kind with its ``vdevice_id`` (``"llvm:1"``), a target, or the arguments of
-        ``I.vdevice``. Without any the module has no global infos.
+        ``I.vdevice``. Without any the module lacks global infos.
     pure : bool
         Whether the function is pure, as in ``@R.function(pure=...)``.
     """

@@ -1,4 +1,4 @@
-"""Services of a machine have fixed ports, so that tests that start one wait for each other."""
+"""Lock for tests that start a service, as services have fixed ports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def one_service() -> Iterator[None]:
-    """No other test, of any worker, has a service meanwhile."""
+    """Hold the lock: no other test, in any process, has a service meanwhile."""
     with (Path(tempfile.gettempdir()) / "relax_hetero_service.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ends with the file
         yield

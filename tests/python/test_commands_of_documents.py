@@ -29,7 +29,7 @@ DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT /
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(python apps/[^`]+)`")
 QUICK = ("python apps/bench/command_buffers.py elementwise", "python apps/data_tiling_two_devices/run.py")
-"""What runs by default; all else takes seconds each, and is slow."""
+"""Commands that run by default; all others take seconds each, and are slow."""
 PACKAGES = {
     "--torch": "torch",
     "--png": "matplotlib",
@@ -45,23 +45,23 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def commands_in(text):
     """The commands of a page, in order: blocks of shell line by line, and code in sentences and tables."""
-    found = []
+    lines = []
     for language, block in FENCE.findall(text):
         if language in ("", "sh", "bash", "console"):
             for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
                 line = re.sub(r"\s#.*", "", line).strip()
-                found += [part.strip() for part in line.split("&&")]
-    found += [part.strip() for code in INLINE.findall(FENCE.sub("", text)) for part in code.split("&&")]
+                lines += [part.strip() for part in line.split("&&")]
+    lines += [part.strip() for code in INLINE.findall(FENCE.sub("", text)) for part in code.split("&&")]
     starts = ("python apps/", "relax-hetero ")
-    return [command for command in found if command.startswith(starts) and not any(p in command for p in PLACEHOLDERS)]
+    return [command for command in lines if command.startswith(starts) and not any(p in command for p in PLACEHOLDERS)]
 
 
 def commands():
-    seen = {}
+    first_uses = {}
     for document in DOCUMENTS:
         for command in commands_in(document.read_text()):
-            seen.setdefault(command, document.relative_to(ROOT))
-    for command, document in seen.items():
+            first_uses.setdefault(command, document.relative_to(ROOT))
+    for command, document in first_uses.items():
         marks = [] if command in QUICK else [pytest.mark.slow]
         if "cuda" in command or "_gpu.py" in command or ("/gpu_" in command and "--gpu llvm" not in command):
             absent = pytest.mark.skipif(not tvm.cuda(1 if "cuda:1" in command else 0).exist, reason="needs NVIDIA GPUs")
@@ -129,7 +129,7 @@ def serve(words, folder):
 
 
 def healthy():
-    """Whether a server answers at the port of the documents."""
+    """True if a server answers at the port of the documents."""
     try:
         with urlopen("http://127.0.0.1:8000/health", timeout=5) as answer:
             return answer.status == 200

@@ -1,4 +1,4 @@
-"""What the project is handed on by: workflows, the extras that pip installs, and how the library is cited."""
+"""Distribution of the project: workflows, the extras that pip installs, and how the library is cited."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def jobs_of(workflow):
 
 
 def exists(command):
-    """Whether a command of a workflow is a file, a target of make or a command of the library that is there."""
+    """True if a command of a workflow is an existing file, target of make or command of the library."""
     program, *arguments = shlex.split(command)
     if program == "make":
         return all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in arguments)
@@ -69,16 +69,16 @@ def test_the_library_is_cited_by_its_version():
 def extras():
     """The packages of each extra, without their versions."""
     lists = PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[project.")[0]
-    found = re.findall(r"^([\w-]+) = \[\n(.*?)^\]", lists, re.MULTILINE | re.DOTALL)
-    return {extra: re.findall(r'^    "([\w-]+)', packages, re.MULTILINE) for extra, packages in found}
+    pairs = re.findall(r"^([\w-]+) = \[\n(.*?)^\]", lists, re.MULTILINE | re.DOTALL)
+    return {extra: re.findall(r'^    "([\w-]+)', packages, re.MULTILINE) for extra, packages in pairs}
 
 
 def test_the_page_names_each_extra_and_its_packages():
     page = (ROOT / "docs" / "install.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
-    (others,) = re.findall(r"^The extras (.*) are for changing the library", page, re.MULTILINE)
+    (rest,) = re.findall(r"^The extras (.*) are for changing the library", page, re.MULTILINE)
     documented = {extra: re.findall(r"`([\w-]+)`", packages) for extra, packages in rows.items()}
-    developers = re.findall(r"`([\w-]+)`", others)
+    developers = re.findall(r"`([\w-]+)`", rest)
     assert list(documented) == list(EXTRAS)
     assert documented == {extra: packages for extra, packages in extras().items() if extra not in developers}
     assert set(documented) | set(developers) == set(extras())

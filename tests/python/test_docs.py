@@ -32,7 +32,7 @@ MODEL = """
         [softmax] p = Softmax(s)
         [choose] best = ArgMax <axis = 1, keepdims = 0> (p)
     }"""
-"""What README.md and index.md read as `model.onnx`: the model of their picture."""
+"""Model that README.md and index.md read as `model.onnx`: that of their picture."""
 
 
 def write_model(path):
@@ -113,11 +113,11 @@ def test_block_runs(code, output, tmp_path, server):
     if output is not None:
         printed = (tmp_path / "out").read_text()
         # Tables pad their titles.
-        found, expected = ("\n".join(map(str.rstrip, text.strip().splitlines())) for text in (printed, output))
+        actual, expected = ("\n".join(map(str.rstrip, text.strip().splitlines())) for text in (printed, output))
         if expected.startswith("...\n") and expected.endswith("\n..."):
-            assert expected[4:-4] in found
+            assert expected[4:-4] in actual
         else:
-            assert found == expected
+            assert actual == expected
 
 
 def test_the_page_on_encodings_shows_what_the_passes_make():
@@ -153,5 +153,5 @@ def test_files_and_folders_named_in_documents_exist():
     for document in PAGES:
         prose = re.sub(r"^ *```.*?^ *```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
         for path in PATH.findall(prose):
-            found = any((base / path).exists() for base in (*bases, document.parent))
-            assert found, f"{document.relative_to(ROOT)} names {path}"
+            exists = any((base / path).exists() for base in (*bases, document.parent))
+            assert exists, f"{document.relative_to(ROOT)} names {path}"

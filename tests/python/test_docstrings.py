@@ -26,8 +26,8 @@ ENTRY = re.compile(r"^(\S.*?)(?: : .*)?\n((?:(?: .*)?\n)*)", re.MULTILINE)
 
 def entries(docstring, *sections):
     """The names in some of numpydoc's sections, with their texts."""
-    found = {title: body + "\n" for title, body in SECTION.findall(inspect.cleandoc(docstring or ""))}
-    pairs = [pair for title in sections for pair in ENTRY.findall(found.get(title, ""))]
+    texts = {title: body + "\n" for title, body in SECTION.findall(inspect.cleandoc(docstring or ""))}
+    pairs = [pair for title in sections for pair in ENTRY.findall(texts.get(title, ""))]
     return {name.lstrip("*"): text.strip() for names, text in pairs for name in names.split(", ")}
 
 
@@ -35,8 +35,8 @@ def missing_in_function(function, docstring, sections=("Parameters",)):
     """Parameters, and results and errors that are named, without a text."""
     texts = entries(docstring, *sections)
     names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
-    others = [name for name, text in entries(docstring, "Raises", "Returns").items() if not text]
-    return [name for name in names if not name.startswith("_") and not texts.get(name)] + others
+    lacking = [name for name, text in entries(docstring, "Raises", "Returns").items() if not text]
+    return [name for name in names if not name.startswith("_") and not texts.get(name)] + lacking
 
 
 def stored_attributes(cls):
@@ -122,8 +122,8 @@ def test_texts_that_begin_with_other_words_are_found(text):
 
 
 def test_texts_begin_with_a_noun_or_a_verb():
-    found = []
+    matches = []
     for path in (ROOT / "python").rglob("*.py"):
         text = path.read_text()
-        found += [f"{path}:{text.count(chr(10), 0, match.end()) + 1}" for match in OTHER_BEGINNING.finditer(text)]
-    assert found == []
+        matches += [f"{path}:{text.count(chr(10), 0, match.end()) + 1}" for match in OTHER_BEGINNING.finditer(text)]
+    assert matches == []

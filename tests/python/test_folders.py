@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, TESTS = ROOT / "python" / "relax_hetero", ROOT / "tests" / "python"
-# Tests of no room of the package: programs, whole models, machines with GPUs, their interpreter, and types.
+# Tests outside of the package's folders: programs, whole models, machines with GPUs, their interpreter, and types.
 OTHERS = {"apps", "fuzz", "gpu", "gpu_interpreter", "models", "user_types"}
 
 

@@ -37,9 +37,9 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
 
 
 def _shown(outputs) -> str:
-    """What a notebook shows of a cell's outputs: HTML before text."""
-    found = []
+    """Texts that a notebook shows for a cell's outputs: HTML before text."""
+    texts = []
     for output in outputs:
         data = output.get("data", {})
-        found.append(output.get("text") or data.get("text/html") or data.get("text/plain", ""))
-    return "\n".join(found)
+        texts.append(output.get("text") or data.get("text/html") or data.get("text/plain", ""))
+    return "\n".join(texts)

@@ -49,8 +49,8 @@ for line in sys.stdin:
     ],
 )
 def test_outputs_are_compared_as_onnx_does(got, problem):
-    found = mismatch([np.float32([1, np.nan, np.inf])], got, 1e-3, 1e-7)
-    assert found is None if problem is None else problem in str(found)
+    message = mismatch([np.float32([1, np.nan, np.inf])], got, 1e-3, 1e-7)
+    assert message is None if problem is None else problem in str(message)
 
 
 def test_bfloat16_has_its_own_tolerance():
@@ -104,7 +104,7 @@ def test_gpu_configurations_with_a_cpu_in_place_of_the_gpu(monkeypatch):
     assert [run_case("test_add", configuration).status for configuration in "de"] == [PASSED, PASSED]
 
 
-def test_cases_are_compiled_for_a_gpu_that_is_not_there(monkeypatch):
+def test_cases_are_compiled_for_an_absent_gpu(monkeypatch):
     monkeypatch.setenv(GPU_VARIABLE, '{"kind": "cuda", "arch": "sm_90"}')
     monkeypatch.setenv(BUILD_ONLY_VARIABLE, "1")
     outcome = run_case("test_add", "d")

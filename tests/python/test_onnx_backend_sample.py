@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "apps" / "onnx_backend"))
 
-# Of every run is one case of so many; one of the smaller number of them is of `make test-slow`.
+# One case in FEW runs by default, one in MORE with `make test-slow`.
 FEW, MORE = 139, 37
 
 

@@ -40,13 +40,13 @@ def text_of(page):
 @pytest.mark.parametrize("place", range(len(pages())), ids=pages())
 def test_each_page_leads_to_the_next(place):
     """The last line of a page; the last page leads home. Notebooks end as they like, and may be passed over."""
-    page, *others = [*pages()[place:], *pages()[:place]]
+    page, *following = [*pages()[place:], *pages()[:place]]
     if not page.endswith(".md"):
         return
     assert text_of(page).rstrip().splitlines()[-1].startswith("**Next:**"), f"docs/{page} needs a last line **Next:**"
     (link,) = NEXT.findall(text_of(page))
     leads_to = os.path.relpath((DOCS / page).parent / link, DOCS)
-    assert leads_to in {others[0], next(other for other in others if other.endswith(".md"))}
+    assert leads_to in {following[0], next(other for other in following if other.endswith(".md"))}
 
 
 def test_each_page_begins_with_a_title_and_a_sentence():
@@ -58,14 +58,14 @@ def test_each_page_begins_with_a_title_and_a_sentence():
 
 
 def errors_in_code():
-    """What errors of the package say: sources with texts over several lines joined, and three dots for names."""
+    """Sources of the package with string literals joined across lines and placeholders replaced by three dots."""
     sources = (path.read_text() for path in (ROOT / "python" / "relax_hetero").rglob("*.py"))
     joined = re.sub(r"""["']\s*\n\s*f?["']""", "", "\n".join(sources))
     return re.sub(r"\{[^{}\n]*\}", "...", joined)
 
 
 def test_errors_that_the_page_on_limits_quotes_exist():
-    """As rows have them: the class, and words of its text."""
+    """A row of the page names the error's class and quotes words of its message."""
     named = re.findall(r'`rh\.(\w+)`: "([^"]+)"', (DOCS / "reference" / "limits.md").read_text())
     texts = errors_in_code()
     assert len(named) > 30
@@ -81,19 +81,19 @@ def test_questions_name_every_class_of_errors():
 
 
 @pytest.mark.parametrize("script", ["tools/api_pages.py", "pictures/packages_picture.py"])
-def test_what_scripts_wrote_is_current(script, monkeypatch, capsys):
+def test_generated_pages_are_current(script, monkeypatch, capsys):
     """On failure: run the script with --write."""
     monkeypatch.setattr(sys, "argv", [script, "--check"])
     assert runpy.run_path(str(DOCS / script))["main"]() == 0, capsys.readouterr().out
 
 
 def test_pictures_of_reports_are_made_by_their_script_and_shown():
-    made = {f"report_{name}.png" for name in runpy.run_path(str(DOCS / "tools" / "report_images.py"))["TABLE"]}
+    names = {f"report_{name}.png" for name in runpy.run_path(str(DOCS / "tools" / "report_images.py"))["TABLE"]}
     files = list((DOCS / "images").iterdir())
-    assert {path.name for path in files} == made
+    assert {path.name for path in files} == names
     assert max(path.stat().st_size for path in files) < 300_000
     page = (DOCS / "guides" / "reports.md").read_text()
-    assert {name for name in made if f"](../images/{name})" not in page} == set()
+    assert {name for name in names if f"](../images/{name})" not in page} == set()
 
 
 def test_the_home_page_has_the_version_and_the_repository(monkeypatch):
@@ -116,7 +116,7 @@ def test_figures_of_first_pages_are_on_the_page_of_all_figures(page):
 
 
 def test_the_site_loads_nothing_from_elsewhere():
-    """As far as its settings say; the hooks look at each page that was built."""
+    """Checks the settings only; the hooks check each page that was built."""
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "\n  font: false\n" in settings
     assert "http" not in settings

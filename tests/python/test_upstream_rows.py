@@ -1,7 +1,7 @@
-"""What stock TVM 0.27 does wrong with several devices, and what happens here instead.
+"""Defects of stock TVM 0.27 with several devices, and the behaviour of this library instead.
 
 One test for each row of the list this library was begun with (12 to 14, 19 and 20: ``vm/test_upstream.py``). Where
-stock is shown to fail, a failing test means that TVM was mended and a way round may go.
+stock is shown to fail, a failing test means that TVM was mended and a workaround may go.
 """
 
 import inspect

@@ -34,7 +34,7 @@ print(rh.__file__)
 
 
 def run(*words, cwd, **settings):
-    """What a command printed; it knows nothing of this checkout."""
+    """Standard output of a command that knows nothing of this checkout."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [str(word) for word in words]
     done = subprocess.run(command, cwd=cwd, env={**environment, **settings}, capture_output=True, text=True)
@@ -47,10 +47,10 @@ def interpreter(version):
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     folders = [*os.get_exec_path(), *(str(folder / "bin") for folder in sorted(pyenv.glob(f"{version}.*")))]
     for folder in folders:
-        found = shutil.which(f"python{version}", path=folder)
-        if found and subprocess.run([found, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
-            return found
-    pytest.skip(f"there is no Python {version}")
+        path = shutil.which(f"python{version}", path=folder)
+        if path and subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0:
+            return path
+    pytest.skip(f"Python {version} is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
-"""Calls over hosts against what Ray alone does, on one machine.
+"""Calls over hosts compared with Ray alone, on one machine.
 
 python apps/bench/cluster_bench/cluster_calls.py               # all parts; two cores
 python apps/bench/cluster_bench/cluster_calls.py --part nodes  # one of them
 
-- ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that hand on what
-  they get, and one of two that compute the same with numpy.
+- ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that forward
+  their input, and one of two that compute the same with numpy.
 - ``nodes``: 64 MB from one host to another on a second node, against bare actors by compiled graph and by actor calls.
 - ``pipeline``: products in two stages with 16 calls in flight, against the same stages on two devices of one process.
 - ``replicas``: two replicas of one host against two processes that run the same calls.
@@ -59,12 +59,12 @@ def module(shape: tuple[int, ...], compute: Callable[[relax.Expr], relax.Expr]) 
 
 @contextmanager
 def ray_of(nodes: int) -> Iterator[Any]:
-    """Ray with a node for both hosts, or one for each."""
+    """Ray with one node for both hosts, or one for each."""
     import ray
     from ray.cluster_utils import Cluster as Nodes
 
     here = os.pathsep.join([str(Path(rh.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
-    os.environ["PYTHONPATH"] = here  # what Ray starts finds this library
+    os.environ["PYTHONPATH"] = here  # processes of Ray find this library
     store = 2 << 30
     options = {"object_store_memory": store, "include_dashboard": False}
     started = Nodes(
@@ -108,8 +108,8 @@ def bare_graph(ray: Any, methods: tuple[str, str], count: int, room: int) -> tup
     actors = [ray.remote(Bare).options(resources={host: 1}).remote(count if host == "a" else 0) for host in ("a", "b")]
     ray.get([actor.hand_on.remote(0) for actor in actors])
     DAGContext.get_current().buffer_size_bytes = room
-    with InputNode() as given:
-        node = getattr(actors[1], methods[1]).bind(getattr(actors[0], methods[0]).bind(given))
+    with InputNode() as argument:
+        node = getattr(actors[1], methods[1]).bind(getattr(actors[0], methods[0]).bind(argument))
     graph = node.experimental_compile(_max_inflight_executions=1)
 
     def call(x: np.ndarray) -> Any:
@@ -119,7 +119,7 @@ def bare_graph(ray: Any, methods: tuple[str, str], count: int, room: int) -> tup
 
 
 def in_turns(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """The median time of each call, in milliseconds, turn and turn about."""
+    """The median time of each call in milliseconds; calls take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         for _ in range(3):
@@ -130,11 +130,11 @@ def in_turns(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str
             for repeat in range(10):
                 begin = time.perf_counter()
                 call()
-                if repeat:  # the first one after another contestant's finds cold caches
+                if repeat:  # the first call of a turn has cold caches
                     times[name].append(time.perf_counter() - begin)
                 if time.perf_counter() - begin > 0.05 and repeat:
                     break
-    return {name: 1e3 * statistics.median(found) for name, found in times.items()}
+    return {name: 1e3 * statistics.median(seconds_of_call) for name, seconds_of_call in times.items()}
 
 
 def calls_part(seconds: float, megabytes: int, size: int) -> None:
@@ -142,9 +142,9 @@ def calls_part(seconds: float, megabytes: int, size: int) -> None:
     x = np.ones(50_000, "float32")
     part = module((50_000,), relax.op.negative)
     with ray_of(1) as ray, Cluster(Program({"a": part, "b": part}, {"main": STAGES}), HOSTS, in_flight=2) as cluster:
-        bare, kept = bare_graph(ray, ("hand_on", "hand_on"), 0, 1 << 20)
+        bare, actors = bare_graph(ray, ("hand_on", "hand_on"), 0, 1 << 20)
         computing, more = bare_graph(ray, ("negate", "negate"), 0, 1 << 20)
-        found = in_turns(
+        medians = in_turns(
             {
                 "relax_hetero": lambda: cluster["main"](x).numpy(),
                 "bare": lambda: bare(x).copy(),
@@ -152,8 +152,8 @@ def calls_part(seconds: float, megabytes: int, size: int) -> None:
             },
             seconds,
         )
-        kept += more[1:]
-        _report("200 KB through two hosts", found, "ms", kept)
+        actors += more[1:]
+        _report("200 KB through two hosts", medians, "ms", actors)
 
 
 def nodes_part(seconds: float, megabytes: int, size: int) -> None:
@@ -164,9 +164,9 @@ def nodes_part(seconds: float, megabytes: int, size: int) -> None:
     second = module((count,), lambda x: relax.op.strided_slice(x, [0], [0], [1]))
     program = Program({"a": first, "b": second}, {"main": STAGES})
     with ray_of(2) as ray, Cluster(program, HOSTS, in_flight=2) as cluster:
-        bare, kept = bare_graph(ray, ("make", "first"), count, count * 4 + 10_000)
+        bare, actors = bare_graph(ray, ("make", "first"), count, count * 4 + 10_000)
         by_calls = [ray.remote(Bare).options(resources={host: 1}).remote(count) for host in ("a", "b")]
-        found = in_turns(
+        medians = in_turns(
             {
                 "relax_hetero": lambda: cluster["main"](x).numpy(),
                 "bare graph": lambda: bare(x).copy(),
@@ -174,7 +174,7 @@ def nodes_part(seconds: float, megabytes: int, size: int) -> None:
             },
             seconds,
         )
-        _report(f"{megabytes} MB through two nodes", found, "ms", kept)
+        _report(f"{megabytes} MB through two nodes", medians, "ms", actors)
 
 
 def stage_of(size: int) -> Callable[[relax.Expr], relax.Expr]:
@@ -200,10 +200,10 @@ def pipeline_part(seconds: float, megabytes: int, size: int) -> None:
             for fence in [submit("main", x) for _ in range(32)]:
                 fence.result()
 
-        found = in_turns(
+        medians = in_turns(
             {"relax_hetero": lambda: all_of(cluster.submit), "one process": lambda: all_of(vm.submit)}, seconds
         )
-        _report("32 calls of two stages, 16 in flight", found, "ms", [])
+        _report("32 calls of two stages, 16 in flight", medians, "ms", [])
 
 
 def replicas_part(seconds: float, megabytes: int, size: int) -> None:
@@ -224,8 +224,8 @@ def replicas_part(seconds: float, megabytes: int, size: int) -> None:
         ours = len(fences) / (time.perf_counter() - begin)
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
-        done = sum(pool.starmap(_plain_process, [(size, seconds)] * 2))
-    console.print(f"two replicas: {ours:.1f} calls/s, two processes: {done:.1f}, ratio {ours / done:.2f}")
+        theirs = sum(pool.starmap(_plain_process, [(size, seconds)] * 2))
+    console.print(f"two replicas: {ours:.1f} calls/s, two processes: {theirs:.1f}, ratio {ours / theirs:.2f}")
 
 
 def _plain_process(size: int, seconds: float) -> float:
@@ -257,26 +257,26 @@ def _on_two_devices(size: int) -> tvm.IRModule:
     return mod
 
 
-def _report(what: str, found: dict[str, float], unit: str, kept: list[Any]) -> None:
-    ours = found["relax_hetero"]
-    best = min(time for name, time in found.items() if name != "relax_hetero")
-    text = ", ".join(f"{name} {time:.2f} {unit}" for name, time in found.items())
-    console.print(f"{what}: {text}; {ours / best:.2f} times the best other, {best / ours:.2f} of its rate")
-    if kept:
+def _report(title: str, medians: dict[str, float], unit: str, actors: list[Any]) -> None:
+    ours = medians["relax_hetero"]
+    best = min(time for name, time in medians.items() if name != "relax_hetero")
+    text = ", ".join(f"{name} {time:.2f} {unit}" for name, time in medians.items())
+    console.print(f"{title}: {text}; {ours / best:.2f} times the best other, {best / ours:.2f} of its rate")
+    if actors:
         import ray
 
-        for actor in kept[1:]:
-            ray.kill(actor)  # a graph whose actors live may not let go
+        for actor in actors[1:]:
+            ray.kill(actor)  # a graph may not end while its actors live
 
 
 @click.command()
-@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Default: all of them.")
-@click.option("--seconds", default=10.0, show_default=True, help="Of each part.")
-@click.option("--megabytes", default=64, show_default=True, help="Of the tensor between nodes.")
-@click.option("--size", default=384, show_default=True, help="Of the matrices of a stage.")
+@click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Parts to measure; all by default.")
+@click.option("--seconds", default=10.0, show_default=True, help="Seconds of each part.")
+@click.option("--megabytes", default=64, show_default=True, help="Size of the tensor between nodes.")
+@click.option("--size", default=384, show_default=True, help="Rows of the square matrices of a stage.")
 @smoke(seconds=0.5, megabytes=1, size=32, parts=("calls",))
 def main(parts: tuple[str, ...], seconds: float, megabytes: int, size: int) -> None:
-    """Calls over hosts against what Ray alone does."""
+    """Compare calls over hosts with Ray alone."""
     for part in parts or PARTS:
         globals()[f"{part}_part"](seconds, megabytes, size)
 

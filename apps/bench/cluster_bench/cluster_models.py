@@ -4,8 +4,8 @@ python apps/bench/cluster_bench/cluster_models.py bert             # of the mode
 python apps/bench/cluster_bench/cluster_models.py bert resnet50 --calls 32 --rounds 9
 python apps/bench/cluster_bench/cluster_models.py resnet50 --replicas 2   # whole, against as many plain processes
 
-The model is cut at half of its nodes. Both run the same calls with 16 of them in flight, turn and turn about; results
-have to be equal bit for bit before anything is timed.
+The model is cut at half of its nodes. Both run the same calls in turns, 16 of them in flight; results
+must be equal bit for bit before anything is timed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ console = Console()
 
 
 def cut_in_the_middle(path: Path, vdevices: list[Any], second: str) -> Any:
-    """The model with the latter half of its nodes on the device `second`."""
+    """The model with the second half of its nodes on the device `second`."""
     model = onnx.load(path)
     for index, node in enumerate(model.graph.node):
         node.name = f"{'first' if 2 * index < len(model.graph.node) else 'second'}/{index}"
@@ -53,17 +53,17 @@ def one_core() -> dict[str, Any]:
 
 @click.command()
 @click.argument("models", nargs=-1)
-@click.option("--calls", default=32, show_default=True, help="In a turn.")
-@click.option("--in-flight", default=16, show_default=True)
+@click.option("--calls", default=32, show_default=True, help="Calls of a turn.")
+@click.option("--in-flight", default=16, show_default=True, help="Calls under way at once.")
 @click.option("--rounds", default=7, show_default=True, help="Turns of each contestant.")
-@click.option("--replicas", default=0, help="Of the whole model on one host, against as many plain processes.")
-@click.option("--seconds", default=8.0, show_default=True, help="Of each side with --replicas.")
+@click.option("--replicas", default=0, help="Time replicas of the whole model on one host, and as many processes.")
+@click.option("--seconds", default=8.0, show_default=True, help="With --replicas, seconds of each side.")
 @smoke(models=("mobilenet_v2",), calls=2, in_flight=2, rounds=1)
 def main(models: tuple[str, ...], calls: int, in_flight: int, rounds: int, replicas: int, seconds: float) -> None:
     """Throughput of MODELS (bert by default) over two hosts and over two devices of one process."""
     import ray
 
-    # What Ray starts finds this library.
+    # Processes of Ray find this library.
     here = str(Path(rh.__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -90,18 +90,18 @@ def compare(name: str, calls: int, in_flight: int, rounds: int) -> None:
         for ours, theirs in zip(_flat(cluster["main"](**inputs)), _flat(machine["main"](**inputs)), strict=True):
             np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
         contestants: dict[str, Callable[..., Any]] = {"two hosts": cluster.submit, "one process": machine.submit}
-        seconds: dict[str, list[float]] = {what: [] for what in contestants}
+        seconds: dict[str, list[float]] = {peer: [] for peer in contestants}
         for turn in range(rounds):
-            for what in sorted(contestants, key=lambda what: (what == "one process") != bool(turn % 2)):
-                seconds[what].append(timed(contestants[what], inputs, calls))
-        rates = {what: calls / statistics.median(found) for what, found in seconds.items()}
+            for peer in sorted(contestants, key=lambda peer: (peer == "one process") != bool(turn % 2)):
+                seconds[peer].append(timed(contestants[peer], inputs, calls))
+        rates = {peer: calls / statistics.median(turn_seconds) for peer, turn_seconds in seconds.items()}
         ratio = rates["two hosts"] / rates["one process"]
-        text = ", ".join(f"{what} {rate:.1f}/s" for what, rate in rates.items())
+        text = ", ".join(f"{peer} {rate:.1f}/s" for peer, rate in rates.items())
         console.print(f"{name}, {in_flight} calls in flight: {text}; {ratio:.2f} of the process's throughput")
 
 
 def compare_replicas(name: str, replicas: int, seconds: float) -> None:
-    """Time replicas of a whole model under load, then as many processes that do nothing else, and print a line."""
+    """Time replicas of a whole model under load, then as many plain processes, and print a line."""
     path = model_path(name)
     inputs = random_inputs(path, {}, 0)
     mod = rh.from_onnx(str(path), vdevices=["a/llvm"])
@@ -127,7 +127,7 @@ def _share(start: Any) -> None:
 
 
 def plain_rate(path: str, seconds: float) -> float:
-    """Calls per second of a process that runs a model on one core, beginning with the others."""
+    """Calls per second of a process that runs a model on one core and begins with the other processes."""
     inputs = random_inputs(path, {}, 0)
     machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(path, vdevices=[one_core()])))
     for _ in range(3):

@@ -3,14 +3,14 @@
 python apps/bench/cluster_bench/gpu_links.py --torch
 
 - ``link``: a link of NCCL between two processes, one on each of two GPUs, against ``torch.distributed``'s send and
-  receive in the same processes, in turns. From the first tensor that is sent to the last that has arrived.
+  receive in the same processes, in turns, from the first tensor sent to the last one received.
 - ``pipeline``: products of matrices in two stages, one in each process, against both stages on one GPU.
-- ``loop``: a link that leads back to its GPU: what NCCL and the link's own work cost where nothing has to travel.
-- ``host``: a result that leaves a GPU for a message (`wire.encode`) through pinned memory against plain memory; and an
-  array that arrives for a GPU's parameter, as machines take it, against a detour over pinned memory.
+- ``loop``: a link from a GPU to itself: the cost of NCCL and of the link's own work without a transfer.
+- ``host``: a result that is copied from a GPU into a message (`wire.encode`), through pinned and plain memory; and an
+  array that is received for a GPU's parameter, copied directly as machines do, and through pinned memory.
 
 The first two need two GPUs, and say so where there are fewer. With NCCL_MULTI_RANK_GPU_ENABLE=1, which NCCL 2.32
-knows, both processes may use one: that shows that the command works.
+supports, both processes may use one, which shows that the command works.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 """Bytes of a tensor."""
 
 LINK_BAR, PIPELINE_BAR = 0.9, 1.8
-LEAST_BYTES = 1 << 20
-"""Of the tensors whose rates are compared with the bar; smaller ones are a matter of latency."""
+MIN_RATE_BYTES = 1 << 20
+"""Minimum size of the tensors whose rates are compared with the bar; latency dominates for smaller ones."""
 
-_IN_FLIGHT_BYTES, _MOST_TENSORS = 512 << 20, 200
-_WAIT = 120.0  # seconds for a process
+_IN_FLIGHT_BYTES, _MAX_TENSORS = 512 << 20, 200
+_WAIT = 120.0  # seconds to wait for a process
 
 Report = dict[str, Any]
 
 
 def tensors_of(nbytes: int) -> int:
-    """How many tensors of a size go in one turn."""
-    return max(4, min(_MOST_TENSORS, _IN_FLIGHT_BYTES // nbytes))
+    """The number of tensors of a size that are sent in one turn."""
+    return max(4, min(_MAX_TENSORS, _IN_FLIGHT_BYTES // nbytes))
 
 
 def median_of(call: Callable[[], float], rounds: int) -> float:
-    """The median of what calls measure; the first, which allocates, does not count."""
+    """The median of the values that calls return; the first call, which allocates, does not count."""
     return statistics.median([call() for _ in range(rounds + 1)][1:])
 
 
@@ -80,7 +80,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def numbers(nbytes: int) -> np.ndarray:
-    """What is in a tensor."""
+    """The contents of a tensor."""
     return np.random.default_rng(0).integers(0, 256, nbytes, "uint8")
 
 
@@ -88,21 +88,21 @@ def numbers(nbytes: int) -> np.ndarray:
 
 
 def run_end(rank: int, barrier: Any, ids: Any, results: Any, options: Report) -> None:
-    """What a process does; its results, or how it failed, go into a queue."""
+    """The work of one process; its results, or its failure, go into a queue."""
     try:
         link = GpuLink(options["gpus"][rank])
         link_id = link.create_id() if rank == SENDER else ids.get(timeout=_WAIT)
         if rank == SENDER:
             ids.put(link_id)
         link.connect(rank, link_id)
-        found: Report = {}
+        report: Report = {}
         if options["torch"]:
             _join_torch(rank, link.gpu, options["folder"])
         for nbytes in options["sizes"]:
-            found[f"{nbytes}"] = link_seconds(link, rank, barrier, nbytes, options)
-        found["pipeline"] = pipeline_seconds(link, rank, barrier, options)
+            report[f"{nbytes}"] = link_seconds(link, rank, barrier, nbytes, options)
+        report["pipeline"] = pipeline_seconds(link, rank, barrier, options)
         link.close()
-        results.put((rank, found))
+        results.put((rank, report))
     except Exception:
         results.put((rank, traceback.format_exc()))
         barrier.abort()
@@ -117,7 +117,7 @@ def _join_torch(rank: int, gpu: int, folder: str) -> None:
 
 
 def link_seconds(link: GpuLink, rank: int, barrier: Any, nbytes: int, options: Report) -> dict[str, float]:
-    """Seconds for a tensor of each contestant, the same in both processes' turns."""
+    """Seconds per tensor of each contestant; both processes take the same turns."""
     contestants = {"link": _by_link(link, rank, nbytes)}
     if options["torch"]:
         contestants["torch"] = _by_torch(rank, link.gpu, nbytes)
@@ -126,7 +126,7 @@ def link_seconds(link: GpuLink, rank: int, barrier: Any, nbytes: int, options: R
         for name, exchange in contestants.items():
             barrier.wait(_WAIT)
             times[name].append(timed(exchange) / tensors_of(nbytes))
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def _by_link(link: GpuLink, rank: int, nbytes: int) -> Callable[[], None]:
@@ -143,7 +143,7 @@ def _by_link(link: GpuLink, rank: int, nbytes: int) -> Callable[[], None]:
                 arrived = link.receive((nbytes,), "uint8")
         link.synchronize(_WAIT)
         if arrived is not None and not checked:
-            checked.append(nbytes)  # in the first turn, which does not count
+            checked.append(nbytes)  # checked in the first turn, which does not count
             np.testing.assert_array_equal(bytes_of(arrived), numbers(nbytes))
 
     return exchange
@@ -167,7 +167,7 @@ def _by_torch(rank: int, gpu: int, nbytes: int) -> Callable[[], None]:
 
 
 def stage(gpu: int, rows: int, width: int, products: int) -> rh.vm.VirtualMachine:
-    """``main(x)``: so many products with a matrix, on a GPU; numbers keep their size."""
+    """``main(x)``: a chain of products with a matrix on a GPU, whose numbers stay of the same size."""
     weight = np.random.default_rng(1).standard_normal((width, width)) / width**0.5
     constant = relax.const(weight.astype("float32"))
     x = relax.Var("x", relax.TensorType((rows, width), "float32"))
@@ -185,7 +185,7 @@ def stage(gpu: int, rows: int, width: int, products: int) -> rh.vm.VirtualMachin
 
 
 def products_for(seconds: float, rows: int, width: int) -> int:
-    """How many products take so long on the first GPU."""
+    """The number of products that take `seconds` on the first GPU."""
     vm = stage(0, rows, width, 4)
     x = matrix(0, rows, width)
 
@@ -200,7 +200,7 @@ def products_for(seconds: float, rows: int, width: int) -> int:
 
 
 def matrix(gpu: int, rows: int, width: int) -> tvm.runtime.Tensor:
-    """What a stage takes."""
+    """The argument of a stage."""
     return tvm.runtime.tensor(np.random.default_rng(0).standard_normal((rows, width)).astype("float32"), tvm.cuda(gpu))
 
 
@@ -230,21 +230,21 @@ def pipeline_seconds(link: GpuLink, rank: int, barrier: Any, options: Report) ->
         first.devices[0].sync()
         link.synchronize(_WAIT)
 
-    found: dict[str, list[float]] = {"one": [], "two": []}
+    seconds: dict[str, list[float]] = {"one": [], "two": []}
     for _ in range(options["rounds"] + 1):
         barrier.wait(_WAIT)
         if rank == SENDER:
-            found["one"].append(timed(alone) / calls)
+            seconds["one"].append(timed(alone) / calls)
         barrier.wait(_WAIT)
-        found["two"].append(timed(half) / calls)
+        seconds["two"].append(timed(half) / calls)
     if rank == RECEIVER:
         expected = first["main"](first["main"](x)).numpy()
         np.testing.assert_array_equal(last[0].numpy(), expected)
-    return {name: min(times[1:]) for name, times in found.items() if times}
+    return {name: min(times[1:]) for name, times in seconds.items() if times}
 
 
 def two_processes(options: Report) -> dict[int, Report]:
-    """What both processes found, by rank; RuntimeError with the text of one that failed."""
+    """The results of both processes by rank; RuntimeError with the text of one that failed."""
     spawn = multiprocessing.get_context("spawn")
     barrier, ids, results = spawn.Barrier(2), spawn.Queue(), spawn.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -255,22 +255,22 @@ def two_processes(options: Report) -> dict[int, Report]:
         for end in ends:
             end.start()
         try:
-            found = dict(results.get(timeout=2 * _WAIT) for _ in ends)
+            reports = dict(results.get(timeout=2 * _WAIT) for _ in ends)
         finally:
             for end in ends:
                 end.join(10)
                 end.kill()
-    for rank, report in found.items():
+    for rank, report in reports.items():
         if isinstance(report, str):
             raise RuntimeError(f"the process of GPU {rank} failed:\n{report}")
-    return found
+    return reports
 
 
 # One GPU.
 
 
 def loop_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, float]]]:
-    """For each size, seconds for a tensor that leads back to its GPU: by a link, and by the calls of NCCL alone."""
+    """For each size, seconds of sending a tensor to its own GPU: by a link, and by NCCL's calls alone."""
     link, bare = GpuLink(0), require_nccl()
     link.connect(SENDER, link.create_id(), ranks=1)
     stream = Stream(link._library, 0)
@@ -295,8 +295,8 @@ def loop_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, 
                 bare.end()
             stream.synchronize()
 
-        ways = {"link": by_link, "NCCL's calls": by_nccl}
-        medians = {name: median_of(lambda way=way: timed(way), rounds) / count for name, way in ways.items()}
+        contestants = {"link": by_link, "NCCL's calls": by_nccl}
+        medians = {name: median_of(lambda call=call: timed(call), rounds) / count for name, call in contestants.items()}
         rows.append((nbytes, medians))
         np.testing.assert_array_equal(bytes_of(room), numbers(nbytes))
     link.close()
@@ -305,13 +305,13 @@ def loop_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, 
 
 
 def host_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, float]]]:
-    """For each size, seconds of the ways between a GPU and arrays of the host."""
+    """For each size, seconds of copies between a GPU and arrays of the host."""
     gpu, host = tvm.cuda(0), tvm.cpu(0)
     rows = []
     for nbytes in sizes:
         result = tvm.runtime.tensor(numbers(nbytes), gpu)
         array = numbers(nbytes)
-        array.flags.writeable = False  # as what arrives
+        array.flags.writeable = False  # like received arrays
         room = empty((nbytes,), "uint8", gpu)
 
         def detour(array: Any = array, room: Any = room, nbytes: int = nbytes) -> None:
@@ -321,18 +321,18 @@ def host_rows(sizes: tuple[int, ...], rounds: int) -> list[tuple[int, dict[str, 
             np.copyto(bytes_of(staged), array)
             return copy_into(staged, room)
 
-        ways: dict[str, Callable[[], object]] = {
+        copies: dict[str, Callable[[], object]] = {
             "leaves, pinned": lambda result=result: wire.encode(result),
             "leaves, plain": lambda result=result: bytes_of(on_host(result)),
             "arrives, as machines take it": lambda array=array: copy_to(from_array(array), gpu),
             "arrives, over pinned": detour,
         }
-        rows.append((nbytes, {name: median_of(lambda way=way: timed(way), rounds) for name, way in ways.items()}))
+        rows.append((nbytes, {name: median_of(lambda copy=copy: timed(copy), rounds) for name, copy in copies.items()}))
     return rows
 
 
 def loaded() -> None:
-    """Have a machine load code, which brings along the threads that copy from and to plain memory."""
+    """Make a machine load code, which contains the threads that copy from and to plain memory."""
     stage(0, 16, 16, 1)
 
 
@@ -349,15 +349,15 @@ def print_rates(title: str, rows: list[tuple[int, dict[str, float]]]) -> None:
     for name in names:
         table.add_column(f"{name}, µs", justify="right")
         table.add_column("GB/s", justify="right")
-    for nbytes, found in rows:
-        cells = [cell for name in names for cell in (f"{found[name] * 1e6:.1f}", f"{nbytes / found[name] / 1e9:.1f}")]
+    for nbytes, times in rows:
+        cells = [cell for name in names for cell in (f"{times[name] * 1e6:.1f}", f"{nbytes / times[name] / 1e9:.1f}")]
         table.add_row(size_text(nbytes), *cells)
     console.print(table)
 
 
-def print_pairs(found: dict[int, Report], sizes: tuple[int, ...], with_torch: bool) -> None:
-    """Results of two processes, and whether they reach the bars; times are the receiver's."""
-    rows = [(nbytes, found[RECEIVER][f"{nbytes}"]) for nbytes in sizes]
+def print_pairs(reports: dict[int, Report], sizes: tuple[int, ...], with_torch: bool) -> None:
+    """Print results of two processes and their bars; times are the receiver's."""
+    rows = [(nbytes, reports[RECEIVER][f"{nbytes}"]) for nbytes in sizes]
     print_rates("link: from GPU to GPU, two processes", rows)
     checks = []
     if with_torch:
@@ -365,10 +365,10 @@ def print_pairs(found: dict[int, Report], sizes: tuple[int, ...], with_torch: bo
         console.print(
             "rate over torch.distributed's: " + ", ".join(f"{size_text(n)} {r:.2f}" for n, r in ratios.items())
         )
-        large = [ratio for nbytes, ratio in ratios.items() if nbytes >= LEAST_BYTES]
+        large = [ratio for nbytes, ratio in ratios.items() if nbytes >= MIN_RATE_BYTES]
         if large:
             checks.append(Check("link: least rate over torch.distributed's, from 1 MiB on", min(large), LINK_BAR))
-    one, two = found[SENDER]["pipeline"]["one"], found[RECEIVER]["pipeline"]["two"]
+    one, two = reports[SENDER]["pipeline"]["one"], reports[RECEIVER]["pipeline"]["two"]
     console.print(f"pipeline: {one * 1e3:.2f} ms a call on one GPU, {two * 1e3:.2f} ms on two")
     checks.append(Check("pipeline: calls per second over one GPU's", one / two, PIPELINE_BAR))
     for check in checks:
@@ -376,16 +376,16 @@ def print_pairs(found: dict[int, Report], sizes: tuple[int, ...], with_torch: bo
 
 
 @click.command()
-@click.option("--torch", "with_torch", is_flag=True, help="torch.distributed beside.")
-@click.option("--sizes", default=",".join(map(str, SIZES)), help="Bytes of tensors, with commas.")
+@click.option("--torch", "with_torch", is_flag=True, help="Also time torch.distributed.")
+@click.option("--sizes", default=",".join(map(str, SIZES)), help="Bytes of tensors, separated by commas.")
 @click.option("--rounds", default=9, show_default=True)
-@click.option("--calls", default=32, show_default=True, help="Of the pipeline, under way at once.")
-@click.option("--milliseconds", default=5.0, show_default=True, help="Of a stage of the pipeline.")
-@click.option("--rows", default=4096, show_default=True, help="Of the matrix that the pipeline hands on.")
-@click.option("--width", default=1024, show_default=True, help="Of that matrix.")
+@click.option("--calls", default=32, show_default=True, help="Calls of the pipeline, all in flight at once.")
+@click.option("--milliseconds", default=5.0, show_default=True, help="Duration of a stage of the pipeline.")
+@click.option("--rows", default=4096, show_default=True, help="Rows of the matrix between the stages.")
+@click.option("--width", default=1024, show_default=True, help="Columns of that matrix.")
 @smoke(sizes="4096", rounds=1, calls=2, milliseconds=0.1, rows=64, width=64)
 def main(with_torch: bool, sizes: str, rounds: int, calls: int, milliseconds: float, rows: int, width: int) -> None:
-    """Time tensors on their way from GPU to GPU."""
+    """Time transfers of tensors from GPU to GPU."""
     gpus = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
     counts = tuple(int(size) for size in sizes.split(","))
     if not gpus:

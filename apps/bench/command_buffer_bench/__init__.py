@@ -1,1 +1,1 @@
-"""Parts of `command_buffers.py`: what is measured of regions of kernels, and of models with and without them."""
+"""Parts of `command_buffers.py`: measurements of regions of kernels, and of models with and without them."""

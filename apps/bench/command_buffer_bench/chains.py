@@ -1,4 +1,4 @@
-"""Chains of small kernels that nothing fuses: exact in float32, and a kernel left out or out of order shows."""
+"""Chains of small kernels that are not fused; results are exact, so a missing or misplaced kernel shows."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tvm import relax, te, tirx
 import relax_hetero as rh
 
 WIDTH = 16
-# TVM's pattern of a kernel that is fused with no other.
+# TVM's pattern of a kernel that is never fused (kOpaque).
 _OPAQUE = 8
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Kernels in a row, each of which adds a number to what the one before made, or subtracts that from a number.
+    """A chain of kernels: each adds a number to the last result, or subtracts that from a number.
 
     Attributes
     ----------
     kernels : int
-        How many calls ``main`` makes; it takes one float32 tensor of `WIDTH` elements.
+        Number of calls of ``main``, which takes one float32 tensor of `WIDTH` elements.
     distinct : int
-        How many different kernels take turns in them.
+        Number of different kernels, which are called in turn.
     grows : bool
-        Whether each makes one element more than it takes, a copy of its last, so that no two are alike.
+        If true, each result has one more element, a copy of its operand's last, so that no two kernels are equal.
     symbolic : bool
-        Whether the tensor has any number of elements.
+        If true, the number of elements is symbolic.
     """
 
     kernels: int
@@ -54,14 +54,14 @@ class Chain:
         with builder.function("main", [x]):
             with builder.dataflow():
                 value = x
-                for index, made in enumerate(types[1:]):
-                    value = builder.emit(relax.op.call_tir(steps[index % self.distinct], [value], made))
+                for index, out_type in enumerate(types[1:]):
+                    value = builder.emit(relax.op.call_tir(steps[index % self.distinct], [value], out_type))
                 value = builder.emit_output(value)
             builder.emit_func_output(value)
         return builder.get()
 
     def result(self, x: np.ndarray) -> np.ndarray:
-        """What `main` returns for `x`, to the last bit."""
+        """The exact result of `main` for `x`."""
         for index in range(self.kernels):
             add, negate = step(index % self.distinct)
             x = np.append(x, x[-1:]) if self.grows else x
@@ -69,7 +69,7 @@ class Chain:
         return x
 
     def record(self, machine: rh.vm.VirtualMachine, extent: int) -> rh.vm.CommandBuffer:
-        """The chain recorded by hand, of the kernels of a machine that has it: slot 0 is read, slot 1 written."""
+        """Record the chain by hand from the kernels of a machine: slot 0 is read, slot 1 written."""
         buffer = rh.vm.CommandBuffer(machine, slots=2)
         scratch = [buffer.buffer(tvm.runtime.empty((extent,), "float32")) for _ in range(2)]
         places = [buffer.slot(0), *(scratch[index % 2] for index in range(self.kernels - 1)), buffer.slot(1)]
@@ -80,21 +80,21 @@ class Chain:
         buffer.end()
         return buffer
 
-    def _kernel(self, index: int, taken: int, made: int) -> tirx.PrimFunc:
+    def _kernel(self, index: int, in_extent: int, out_extent: int) -> tirx.PrimFunc:
         add, negate = step(index)
-        extent = te.var("n", "int64") if self.symbolic else tirx.const(taken, "int64")
+        extent = te.var("n", "int64") if self.symbolic else tirx.const(in_extent, "int64")
         x = te.placeholder((extent,), "float32", "x")
 
         def element(i: tirx.Var) -> tirx.PrimExpr:
             value, constant = x[te.min(i, extent - 1) if self.grows else i], tirx.const(add, "float32")
             return constant - value if negate else value + constant
 
-        y = te.compute((tirx.const(made, "int64") if self.grows else extent,), element, "y")
+        y = te.compute((tirx.const(out_extent, "int64") if self.grows else extent,), element, "y")
         return te.create_prim_func([x, y]).with_attr({"op_pattern": _OPAQUE, "global_symbol": f"step_{index}"})
 
 
 def step(index: int) -> tuple[float, bool]:
-    """What a kernel adds, and whether it negates before; whole numbers that leave all sums below 2 ** 24."""
+    """The number that a kernel adds, and true if it negates first; integers that keep all sums below 2 ** 24."""
     return float((index % 64) ** 2 + 1), index % 2 == 1
 
 

@@ -1,4 +1,4 @@
-"""What command buffers cost at compile time: `rh.compile` and the making of a machine, each in a fresh process."""
+"""The cost of command buffers at compile time: `rh.compile` and making a machine, each in a fresh process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bars import Check
 
 PROGRAM = Path(__file__).resolve().parents[1] / "command_buffers.py"
 COMPILE_BAR = 1.3  # times without command buffers
-# Chains are written like this: so many distinct small kernels.
+# Prefix of the name of a chain; the number of its distinct small kernels follows.
 CHAIN = "kernels:"
 
 
 def compile_here(model: str, command_buffers: bool) -> dict[str, Any]:
-    """Compile an ONNX file, or ``kernels:N``, and make its machine; seconds of both, and what came of it.
+    """Compile an ONNX file, or ``kernels:N``, and make its machine; seconds of both, and counts of regions.
 
     Imports, TVM's own start and the reading of the file are not counted.
     """
@@ -52,13 +52,13 @@ def compile_here(model: str, command_buffers: bool) -> dict[str, Any]:
 
 
 def compile_apart(model: str, command_buffers: bool) -> dict[str, Any]:
-    """`compile_here` in a process of its own; RuntimeError with what it said where it fails."""
+    """Run `compile_here` in a process of its own; RuntimeError with its output if it fails."""
     command = [sys.executable, str(PROGRAM), "compile-here", model, *([] if command_buffers else ["--without"])]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{model}: status {done.returncode}: {done.stderr.strip()[-500:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{model}: status {process.returncode}: {process.stderr.strip()[-500:]}")
+    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return result
 
 
 def measure_compile(name: str, model: str, rounds: int) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def measure_compile(name: str, model: str, rounds: int) -> dict[str, Any]:
 
 
 def compile_checks(rows: list[dict[str, Any]]) -> list[Check]:
-    """What the ratios have to reach."""
+    """The bars of the ratios."""
     return [Check(f"{row['model']}: times as long", row["ratio"], COMPILE_BAR, at_most=True) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""What a kernel, and what a call, costs to submit: chains of small kernels in command buffers, and without."""
+"""The cost of submitting a kernel, and of a call: chains of small kernels with and without command buffers."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from command_buffer_bench.chains import Chain, whole_numbers
 
 WITH, WITHOUT, HAND, BOUND, STOCK = "command buffers", "without", "by hand", "by hand, bound", "stock TVM"
 NAMES = (WITH, WITHOUT, STOCK, HAND, BOUND)
-KERNEL_BAR, CALL_BAR = 10.0, 5.0  # nanoseconds a kernel, microseconds a call of few
+KERNEL_BAR, CALL_BAR = 10.0, 5.0  # nanoseconds per kernel, microseconds per call of few kernels
 
 
 class WrongResult(Exception):
-    """A contestant that computes something else, and so gets no time."""
+    """A contestant has a wrong result, and is not timed."""
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to run a chain on one argument.
+    """A program that runs a chain on one argument.
 
     Attributes
     ----------
     call : Callable
-        Runs it once; what is timed.
+        Runs the chain once; this is timed.
     result : Callable
-        Runs it once, for what it computes.
+        Runs the chain once, and returns its result.
     """
 
     call: Callable[[], object]
@@ -41,7 +41,7 @@ class Contestant:
 
 
 def contestants(chain: Chain, argument: tvm.runtime.Tensor) -> tuple[dict[str, Contestant], dict[str, int]]:
-    """Those of a chain, and how many regions and commands it has in command buffers."""
+    """The contestants of a chain, and the numbers of its regions and commands."""
     module = chain.module()
     recorded = rh.vm.VirtualMachine(rh.compile(module, command_buffers=True))
     mains = {
@@ -49,43 +49,43 @@ def contestants(chain: Chain, argument: tvm.runtime.Tensor) -> tuple[dict[str, C
         WITHOUT: rh.vm.VirtualMachine(rh.compile(module, command_buffers=False))["main"],
         STOCK: tvm.relax.VirtualMachine(tvm.compile(module, rh.native("llvm")), tvm.cpu())["main"],
     }
-    found = {name: Contestant(call := functools.partial(main, argument), call) for name, main in mains.items()}
+    plain = {name: Contestant(call := functools.partial(main, argument), call) for name, main in mains.items()}
     regions = recorded.executable.metadata.regions
     facts = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
-    return {**found, **_by_hand(recorded, chain, argument)}, facts
+    return {**plain, **_by_hand(recorded, chain, argument)}, facts
 
 
 def _by_hand(machine: rh.vm.VirtualMachine, chain: Chain, argument: tvm.runtime.Tensor) -> dict[str, Contestant]:
-    """The same kernels recorded by hand, submitted with memory that is bound each time, and with a table of it."""
+    """The same kernels recorded by hand, submitted with memory bound each time, and with a bound table."""
     buffer = chain.record(machine, argument.shape[0])
-    made = tvm.runtime.empty(argument.shape, "float32")
-    found = {}
-    for name, bindings in ((HAND, [argument, made]), (BOUND, buffer.bind([argument, made]))):
+    result = tvm.runtime.empty(argument.shape, "float32")
+    contestants = {}
+    for name, bindings in ((HAND, [argument, result]), (BOUND, buffer.bind([argument, result]))):
         call = functools.partial(buffer.submit, bindings)
-        found[name] = Contestant(call, lambda call=call: (call(), made)[1])
-    return found
+        contestants[name] = Contestant(call, lambda call=call: (call(), result)[1])
+    return contestants
 
 
 def check_result(name: str, chain: Chain, contestant: Contestant, array: np.ndarray) -> None:
-    """WrongResult unless it computes the chain, exactly."""
-    found, wanted = contestant.result().numpy(), chain.result(array)
-    if not np.array_equal(found, wanted):
-        raise WrongResult(f"{name}, {chain.kernels} kernels: found {found}, expected {wanted}")
+    """Raise WrongResult unless the contestant computes the chain exactly."""
+    result, expected = contestant.result().numpy(), chain.result(array)
+    if not np.array_equal(result, expected):
+        raise WrongResult(f"{name}, {chain.kernels} kernels: found {result}, expected {expected}")
 
 
 def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, rounds: int, seed: int) -> dict[str, Any]:
-    """Times of chains, all contestants and all lengths in turns.
+    """Time chains; all contestants and all lengths take turns.
 
     Parameters
     ----------
     counts : sequence of int
-        How many kernels the chains have.
+        Numbers of kernels of the chains.
     distinct : int
-        How many different kernels take turns in them.
+        Number of different kernels, which are called in turn.
     symbolic : bool
-        Whether their extent is symbolic.
+        If true, their extent is symbolic.
     rounds, seed : int
-        Of the turns.
+        Number of turns, and seed of their order.
 
     Returns
     -------
@@ -99,8 +99,8 @@ def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, ro
     calls: dict[str, Callable[[], object]] = {}
     for count in sorted(counts):
         chain = Chain(count, distinct, symbolic=symbolic)
-        found, chains[count] = contestants(chain, argument)
-        for name, contestant in found.items():
+        runners, chains[count] = contestants(chain, argument)
+        for name, contestant in runners.items():
             check_result(name, chain, contestant, array)
             calls[_key(name, count)] = contestant.call
     times = take_turns(calls, rounds, seed)
@@ -110,27 +110,27 @@ def measure_elementwise(counts: Sequence[int], distinct: int, symbolic: bool, ro
 
 
 def kernel_nanoseconds(chains: dict[int, dict[str, Any]]) -> dict[str, float]:
-    """By contestant: the longest chain's time above the shortest one's, for each kernel that it has more."""
+    """The time per kernel of each contestant, from the difference of the longest and the shortest chain."""
     short, long = min(chains), max(chains)
     if short == long:
         return {}
-    least, most = chains[short]["us"], chains[long]["us"]
-    return {name: (most[name]["median"] - least[name]["median"]) * 1e3 / (long - short) for name in most}
+    shortest, longest = chains[short]["us"], chains[long]["us"]
+    return {name: (longest[name]["median"] - shortest[name]["median"]) * 1e3 / (long - short) for name in longest}
 
 
-def elementwise_checks(found: dict[str, Any]) -> list[Check]:
-    """What the figures have to reach."""
+def elementwise_checks(figures: dict[str, Any]) -> list[Check]:
+    """The bars of the figures."""
     checks = []
     for name in (WITH, HAND):
-        if name in found["kernel_ns"]:
-            checks.append(Check(f"ns a kernel, {name}", found["kernel_ns"][name], KERNEL_BAR, at_most=True))
-        count = min(found["chains"])
-        call = found["chains"][count]["us"][name]["median"]
+        if name in figures["kernel_ns"]:
+            checks.append(Check(f"ns a kernel, {name}", figures["kernel_ns"][name], KERNEL_BAR, at_most=True))
+        count = min(figures["chains"])
+        call = figures["chains"][count]["us"][name]["median"]
         checks.append(Check(f"µs a call of {count} kernel{'s' * (count > 1)}, {name}", call, CALL_BAR, at_most=True))
     return checks
 
 
-def elementwise_table(found: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
+def elementwise_table(figures: dict[str, Any]) -> tuple[str, list[str], list[list[str]]]:
     """Title, columns and cells."""
     rows = [
         [
@@ -139,12 +139,12 @@ def elementwise_table(found: dict[str, Any]) -> tuple[str, list[str], list[list[
             str(facts["commands"]),
             *(f"{facts['us'][name]['median']:.2f} ({facts['us'][name]['fastest']:.2f})" for name in facts["us"]),
         ]
-        for count, facts in found["chains"].items()
+        for count, facts in figures["chains"].items()
     ]
-    if found["kernel_ns"]:
-        rows.append(["ns a kernel", "", "", *(f"{value:.1f}" for value in found["kernel_ns"].values())])
-    extent = "any number of" if found["symbolic"] else "16"
-    title = f"{found['distinct']} elementwise kernels on {extent} floats taking turns: µs a call, median (fastest)"
+    if figures["kernel_ns"]:
+        rows.append(["ns a kernel", "", "", *(f"{value:.1f}" for value in figures["kernel_ns"].values())])
+    extent = "any number of" if figures["symbolic"] else "16"
+    title = f"{figures['distinct']} elementwise kernels on {extent} floats taking turns: µs a call, median (fastest)"
     return title, ["kernels", "regions", "commands", *NAMES], rows
 
 

@@ -1,4 +1,4 @@
-"""Whether submissions leave anything behind: resident memory while a region gets other bindings each time."""
+"""Memory that submissions leak: resident memory while a region gets new bindings each time."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from memory import resident
 import relax_hetero as rh
 from command_buffer_bench.chains import WIDTH, Chain, whole_numbers
 
-GROWTH_BAR = 256.0  # KB, over all submissions that are counted
-# So many buffers are held, so that the next submission cannot get their addresses.
+GROWTH_BAR = 256.0  # KB over all counted submissions
+# Number of results that are held, so that the next submission cannot get their addresses.
 HELD = 64
-# The first submissions fill pools; resident memory is read so many times in the rest.
+# Share of submissions that fill pools and are not counted; number of readings of memory in the rest.
 WARM_SHARE, SAMPLES = 0.2, 40
-# Extents that a symbolic chain meets.
+# Extents that a symbolic chain is called with.
 EXTENTS = range(1, 257, 15)
 
 
 def growth(submit: Callable[[int], None], submissions: int) -> float:
-    """KB that resident memory grows by from the first quarter to the last of its samples, those of the start left out.
+    """Growth of resident memory in KB from the first to the last quarter of its samples, warm-up excluded.
 
     Parameters
     ----------
     submit : callable
-        Given the number of the submission.
+        Takes the number of the submission.
     submissions : int
     """
     warm = int(submissions * WARM_SHARE)
     every = max(1, (submissions - warm) // SAMPLES)
     samples = []
     gc.collect()
-    gc.freeze()  # so that collections look at what submissions leave, not at all that was imported
+    gc.freeze()  # collections then visit only objects of submissions, not of imports
     try:
         for index in range(submissions):
             submit(index)
@@ -52,12 +52,12 @@ def growth(submit: Callable[[int], None], submissions: int) -> float:
 
 
 def measure_memory(kernels: int, submissions: int) -> list[dict[str, Any]]:
-    """A row for each kind of region: its growth, and how many different addresses were bound.
+    """A row for each kind of region: its growth, and the number of different addresses bound.
 
     Raises
     ------
     RuntimeError
-        A wrong result.
+        If a result is wrong.
     """
     rows = []
     for kind, chain in (("static", Chain(kernels)), ("symbolic", Chain(kernels, symbolic=True))):
@@ -72,9 +72,9 @@ def measure_memory(kernels: int, submissions: int) -> list[dict[str, Any]]:
 
 def _submission(buffer: rh.vm.CommandBuffer) -> Callable[[tvm.runtime.Tensor], tvm.runtime.Tensor]:
     def submit(argument: tvm.runtime.Tensor) -> tvm.runtime.Tensor:
-        made = tvm.runtime.empty(argument.shape, "float32")
-        buffer.submit([argument, made])
-        return made
+        result = tvm.runtime.empty(argument.shape, "float32")
+        buffer.submit([argument, result])
+        return result
 
     return submit
 
@@ -86,18 +86,18 @@ def _measure(
     arrays: Sequence[np.ndarray],
     submissions: int,
 ) -> dict[str, Any]:
-    wanted = [chain.result(array) for array in arrays]
-    held: deque[tvm.runtime.Tensor] = deque(maxlen=2 * HELD)
+    expected = [chain.result(array) for array in arrays]
+    live: deque[tvm.runtime.Tensor] = deque(maxlen=2 * HELD)
     addresses: set[tuple[int, int]] = set()
 
     def submit(index: int) -> None:
         case = index % len(arrays)
         argument = tvm.runtime.tensor(arrays[case])
         result = run(argument)
-        held.extend((argument, result))
+        live.extend((argument, result))
         if len(addresses) < HELD:
             addresses.add((argument.data_ptr(), result.data_ptr()))
-        if not np.array_equal(result.numpy(), wanted[case]):
+        if not np.array_equal(result.numpy(), expected[case]):
             raise RuntimeError(f"submission {index} of {name}: wrong numbers")
 
     grown = growth(submit, submissions)
@@ -105,7 +105,7 @@ def _measure(
 
 
 def memory_checks(rows: list[dict[str, Any]]) -> list[Check]:
-    """What growth may be."""
+    """The bars of the growth."""
     return [Check(f"{row['region']}: KB grown", row["grown_kb"], GROWTH_BAR, at_most=True) for row in rows]
 
 

@@ -1,4 +1,4 @@
-"""What is said of whole models in command buffers and without."""
+"""The report on whole models with and without command buffers."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from bars import Check, geometric_mean
 from model_peers import OURS
 
 WITHOUT, REFERENCE = "bytecode", "onnxruntime"
-# Models of many small kernels have to be faster in command buffers; of all others, none slower than the noise of turns.
+# Models of many small kernels must be faster in command buffers; all others not slower than the noise of turns.
 MANY_SMALL, NOISE = ("shufflenet", "shufflenet_v2"), 0.98
 
 
 def ratio(result: dict[str, Any]) -> float | None:
-    """Time without command buffers over that with them: above 1 they are faster."""
+    """The time without command buffers over the time with them: above 1 they are faster."""
     own, other = (result["rows"].get(key, {}).get("median_ms") for key in (OURS, WITHOUT))
     return other / own if own and other else None
 
 
 def model_checks(results: Sequence[dict[str, Any]]) -> list[Check]:
-    """What the ratios have to reach, and their geometric mean by thread count."""
+    """The bars of the ratios, and of their geometric mean by thread count."""
     checks = []
     for threads in dict.fromkeys(result["threads"] for result in results):
-        known = {r["model"]: value for r in results if r["threads"] == threads and (value := ratio(r))}
-        for model, value in known.items():
+        ratios = {r["model"]: value for r in results if r["threads"] == threads and (value := ratio(r))}
+        for model, value in ratios.items():
             checks.append(Check(f"{model}, {threads} threads", value, 1.0 if model in MANY_SMALL else NOISE))
-        if known:
-            checks.append(Check(f"geometric mean, {threads} threads", geometric_mean(list(known.values())), 1.0))
+        if ratios:
+            checks.append(Check(f"geometric mean, {threads} threads", geometric_mean(list(ratios.values())), 1.0))
     return checks
 
 
@@ -56,7 +56,7 @@ def model_table(results: Sequence[dict[str, Any]]) -> tuple[str, list[str], list
 
 
 def model_failures(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What went wrong, a line each."""
+    """Failures, a line each."""
     lines = []
     for result in results:
         where = f"{result['model']}, {result['threads']} threads"

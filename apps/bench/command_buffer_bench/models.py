@@ -1,4 +1,4 @@
-"""Whole models in command buffers and without, beside ONNX Runtime: the same process, in turns."""
+"""Whole models with and without command buffers, and in ONNX Runtime: in one process, in turns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def measure_models(
     seed: int,
     compile_only: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """A result for each model and thread count, as they are measured.
+    """Yield a result for each model and thread count when it is measured.
 
     Parameters
     ----------
@@ -46,20 +46,20 @@ def measure_models(
         Names and ONNX files.
     threads : sequence of int
     rounds : int
-        Turns of each contestant.
+        Number of turns of each contestant.
     seconds : float
-        How long each is timed, in all its turns.
+        Time for which each is measured, in all its turns.
     folder : Path
-        Where what is compiled is kept, and taken again.
+        Folder in which compiled files are kept and reused.
     seed : int
-        Of inputs and turns.
+        Seed of inputs and turns.
     compile_only : bool
-        Whether to stop before anything is timed.
+        If true, compile and time nothing.
 
     Raises
     ------
     RuntimeError
-        ONNX Runtime does not run the model.
+        If ONNX Runtime does not run the model.
     """
     for name, path in models:
         arrays = folder / f"{name}.npz"

@@ -1,1 +1,1 @@
-"""Models that are deep or wide, of every kind, and what it costs to compile them."""
+"""Deep and wide models of every kind, for measuring compile time."""

@@ -1,4 +1,4 @@
-"""ONNX models of any number of nodes, each kind of which stresses other walks of the import."""
+"""ONNX models of any number of nodes; each kind stresses another traversal of the import."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _ops(*ops: str, **attributes: object) -> Step:
 
 
 def onnx_elementwise(count: int) -> onnx.ModelProto:
-    """Four ops in turns."""
+    """Four ops in turn."""
     return _chain(_ops("Relu", "Tanh", "Neg", "Abs"), count)
 
 
@@ -74,7 +74,7 @@ def onnx_transposes(count: int) -> onnx.ModelProto:
 
 
 def onnx_shape_arithmetic(count: int) -> onnx.ModelProto:
-    """Shape, Gather, Unsqueeze, Concat and Reshape, of a symbolic extent, with a Relu behind."""
+    """Shape, Gather, Unsqueeze, Concat and Reshape of a symbolic extent, followed by a Relu."""
     constants = {"zero": np.array(0), "axis": np.array([0]), "width": np.array([WIDTH])}
 
     def step(a: str, b: str, _i: int) -> list[onnx.NodeProto]:
@@ -91,13 +91,13 @@ def onnx_shape_arithmetic(count: int) -> onnx.ModelProto:
 
 
 def onnx_growing_sizes(count: int) -> onnx.ModelProto:
-    """A row more with each node: ``n + 1 + 1 + ...``."""
+    """One more row with each node: ``n + 1 + 1 + ...``."""
     row = {"row": np.ones((1, WIDTH), "f4")}
     return _chain(lambda a, b, _i: [helper.make_node("Concat", [a, "row"], [b], axis=0)], count, row, "n")
 
 
 def onnx_halved_sizes(count: int) -> onnx.ModelProto:
-    """Sizes through ``n * 2 // 2`` as numbers that a Reshape takes at the end."""
+    """Sizes through ``n * 2 // 2``, read by a Reshape at the end."""
     constants = {"zero": np.array([0]), "two": np.array([2]), "one": np.array([1]), "width": np.array([WIDTH])}
     nodes = [helper.make_node("Shape", ["x"], ["shape"]), helper.make_node("Gather", ["shape", "zero"], ["v0"])]
     for index in range(count - 4):
@@ -118,14 +118,14 @@ def onnx_folded(count: int) -> onnx.ModelProto:
 
 
 def onnx_functions(count: int) -> onnx.ModelProto:
-    """Functions, each of which calls the one before."""
-    found = []
+    """Functions, each calling the one before."""
+    functions = []
     for index in range(count // 2):
         inner = helper.make_node(f"F{index - 1}", ["h"], ["y"], domain="local") if index else None
         nodes = [helper.make_node("Relu", ["x"], ["h"]), inner or helper.make_node("Neg", ["h"], ["y"])]
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("local", 1)]
-        found.append(helper.make_function("local", f"F{index}", ["x"], ["y"], nodes, opsets))
-    return _model([helper.make_node(f"F{count // 2 - 1}", ["x"], ["y"], domain="local")], "y", functions=found)
+        functions.append(helper.make_function("local", f"F{index}", ["x"], ["y"], nodes, opsets))
+    return _model([helper.make_node(f"F{count // 2 - 1}", ["x"], ["y"], domain="local")], "y", functions=functions)
 
 
 def onnx_calls(count: int) -> onnx.ModelProto:
@@ -144,7 +144,7 @@ _FLAG = helper.make_tensor_value_info("flag", TensorProto.BOOL, ())
 
 
 def onnx_conditions(count: int) -> onnx.ModelProto:
-    """One `If` behind the other."""
+    """One `If` after the other."""
     nodes, value = [], "x"
     for index in range(count // 3):
         then = _branch([helper.make_node("Relu", [value], [f"t{index}"])], f"t{index}")
@@ -161,13 +161,13 @@ def onnx_constants(count: int) -> onnx.ModelProto:
 
 
 def onnx_fan_out(count: int) -> onnx.ModelProto:
-    """Many values of one, in one Concat."""
+    """Many values computed from one, in one Concat."""
     nodes = [helper.make_node(("Relu", "Neg")[i % 2], ["x"], [f"v{i}"]) for i in range(count - 1)]
     return _model([*nodes, helper.make_node("Concat", [f"v{i}" for i in range(count - 1)], ["y"], axis=0)], "y")
 
 
 def onnx_quantized(count: int) -> onnx.ModelProto:
-    """QuantizeLinear and DequantizeLinear, with a Relu behind."""
+    """QuantizeLinear and DequantizeLinear, followed by a Relu."""
     constants = {"s": np.array(0.5, "f4"), "z": np.array(3, "i1")}
 
     def step(a: str, b: str, _i: int) -> list[onnx.NodeProto]:
@@ -181,7 +181,7 @@ def onnx_quantized(count: int) -> onnx.ModelProto:
 
 
 def onnx_slices(count: int) -> onnx.ModelProto:
-    """Two copies side by side, and a half of them."""
+    """Two copies side by side, and one half of them."""
     constants = {"start": np.array([0]), "end": np.array([WIDTH]), "axis": np.array([1])}
 
     def step(a: str, b: str, _i: int) -> list[onnx.NodeProto]:

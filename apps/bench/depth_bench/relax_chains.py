@@ -1,4 +1,4 @@
-"""Relax modules of any number of nodes, each kind of which stresses other walks of the compiler."""
+"""Relax modules of any number of nodes; each kind stresses another traversal of the compiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _const(array: np.ndarray, dtype: str = "float32") -> relax.Expr:
 
 
 def _chain(step: Step, count: int, ty: relax.TensorType = TYPE) -> tvm.IRModule:
-    """A value through `step` again and again."""
+    """Apply `step` to a value repeatedly."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", ty)
     with builder.function("main", [x]):
@@ -36,29 +36,29 @@ def _chain(step: Step, count: int, ty: relax.TensorType = TYPE) -> tvm.IRModule:
 
 
 def elementwise_one_kind(count: int) -> tvm.IRModule:
-    """Additions of one tensor to itself, that fuse."""
+    """Additions of one tensor to itself, which are fused."""
     one = relax.const(1.0, "float32")
     return _chain(lambda _b, value, _i: relax.op.add(value, one), count)
 
 
 def elementwise_alternating(count: int) -> tvm.IRModule:
-    """Ops of four kinds in turns, that fuse."""
+    """Ops of four kinds in turn, which are fused."""
     ops = (relax.op.tanh, nn.relu, relax.op.negative, relax.op.exp)
     return _chain(lambda _b, value, i: ops[i % 4](value), count)
 
 
 def doubling(count: int) -> tvm.IRModule:
-    """``x = x + x``: a diamond behind another."""
+    """``x = x + x``: one diamond after the other."""
     return _chain(lambda _b, value, _i: relax.op.add(value, value), count)
 
 
 def user_kernels(count: int) -> tvm.IRModule:
-    """Calls of four kernels that fuse with nothing."""
+    """Calls of four kernels that are not fused."""
     return Chain(count).module()
 
 
 def user_kernels_of_any_size(count: int) -> tvm.IRModule:
-    """As `user_kernels`, of a symbolic extent."""
+    """The same as `user_kernels`, with a symbolic extent."""
     return Chain(count, symbolic=True).module()
 
 
@@ -79,7 +79,7 @@ def user_kernels_in_place(count: int) -> tvm.IRModule:
 
 
 def _increment() -> tirx.PrimFunc:
-    """A kernel of one tensor, which it adds 1 to."""
+    """A kernel that adds 1 to a tensor."""
     from tvm.script import tirx as T  # noqa: PLC0415
 
     @T.prim_func(private=True, s_tir=True)
@@ -114,7 +114,7 @@ def convolutions(count: int) -> tvm.IRModule:
 
 
 def transposes(count: int) -> tvm.IRModule:
-    """Transposes and reshapes in turns, that cancel."""
+    """Transposes and reshapes in turn, which cancel."""
     steps = (lambda v: relax.op.permute_dims(v, [1, 0]), lambda v: relax.op.reshape(v, (ROWS, WIDTH)))
     return _chain(lambda _b, value, i: steps[i % 2](value), count // 2 * 2)
 
@@ -149,7 +149,7 @@ def one_concat(count: int) -> tvm.IRModule:
 
 
 def reductions(count: int) -> tvm.IRModule:
-    """A mean taken off, again and again."""
+    """Subtractions of the mean."""
     return _chain(lambda b, v, _i: relax.op.subtract(v, b.emit(relax.op.mean(v, [1], True))), count // 2)
 
 
@@ -176,7 +176,7 @@ def attentions(count: int) -> tvm.IRModule:
 
 
 def casts(count: int) -> tvm.IRModule:
-    """To half precision and back."""
+    """Casts to half precision and back."""
     return _chain(lambda _b, value, i: relax.op.astype(value, ("float16", "float32")[i % 2]), count // 2 * 2)
 
 
@@ -193,7 +193,7 @@ def quantizations(count: int) -> tvm.IRModule:
 
 
 def masks(count: int) -> tvm.IRModule:
-    """Where a value is positive, it, else its negative."""
+    """The absolute value, by `where`."""
     zero = relax.const(0.0, "float32")
 
     def step(b: relax.BlockBuilder, value: relax.Expr, _i: int) -> relax.Expr:
@@ -208,7 +208,7 @@ def _on_two(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def transfers(count: int) -> tvm.IRModule:
-    """To another device and back, with an op between."""
+    """Transfers to another device and back, with an op between."""
 
     def step(b: relax.BlockBuilder, value: relax.Expr, i: int) -> relax.Expr:
         return nn.relu(b.emit(relax.op.hint_on_device(value, tvm.cpu(i % 2))))
@@ -217,7 +217,7 @@ def transfers(count: int) -> tvm.IRModule:
 
 
 def hints(count: int) -> tvm.IRModule:
-    """A hint behind each op, always of the same device."""
+    """A hint after each op, always of the same device."""
 
     def step(b: relax.BlockBuilder, value: relax.Expr, _i: int) -> relax.Expr:
         return relax.op.hint_on_device(b.emit(nn.relu(value)), tvm.cpu(1))
@@ -226,7 +226,7 @@ def hints(count: int) -> tvm.IRModule:
 
 
 def tuples(count: int) -> tvm.IRModule:
-    """A pair is made, and its first field taken."""
+    """Tuples of two values, whose first field is read."""
 
     def step(b: relax.BlockBuilder, value: relax.Expr, _i: int) -> relax.Expr:
         pair = b.emit(relax.Tuple([b.emit(nn.relu(value)), value]))
@@ -252,7 +252,7 @@ def nested_tuples(count: int) -> tvm.IRModule:
 
 
 def conditions(count: int) -> tvm.IRModule:
-    """One `If` behind the other."""
+    """One `If` after the other."""
     builder = relax.BlockBuilder()
     x, flag = relax.Var("x", TYPE), relax.Var("flag", relax.TensorType((), "bool"))
     with builder.function("main", [flag, x]):
@@ -276,7 +276,7 @@ def nested_conditions(count: int) -> tvm.IRModule:
 
 
 def functions(count: int) -> tvm.IRModule:
-    """Functions, each of which calls the one before."""
+    """Functions, each calling the one before."""
     builder = relax.BlockBuilder()
     callee = None
     for index in range(count // 2):
@@ -365,7 +365,7 @@ def symbolic_sums(count: int) -> tvm.IRModule:
 
 
 def symbolic_chain(count: int) -> tvm.IRModule:
-    """Softmaxes and sums of a symbolic extent."""
+    """Softmaxes and sums with a symbolic extent."""
     n = tirx.Var("n", "int64")
 
     def step(_b: relax.BlockBuilder, value: relax.Expr, i: int) -> relax.Expr:

@@ -1,4 +1,4 @@
-"""A workload of ours beside PyTorch's: compared, then timed in turns; and how the findings are shown."""
+"""Compares our workloads with PyTorch's, times them in turns, and shows the results."""
 
 from __future__ import annotations
 
@@ -47,43 +47,43 @@ def contest(
     gpu : str or dict
         Target of the GPU.
     peers : callable
-        PyTorch's launches and results for a workload; not asked where there is no PyTorch with a GPU.
+        Returns PyTorch's launches and results for a workload; not called without PyTorch on a GPU.
     wanted : callable
-        Right results, where no peer is there to be compared with.
+        Returns right results, if there is no peer to compare with.
     rounds, workers : int
     say : callable
-        Gets each row when it is there.
+        Called with each row when it is measured.
     together : bool
-        Make PyTorch's programs of all workloads while ours are compiled; all their tensors have to fit on the GPU.
+        Make PyTorch's programs of all workloads while ours are compiled; all their tensors must fit on the GPU.
     rehearsed : bool
-        With `together`: make them in as many processes first, so that ``torch.compile`` finds them in its cache.
+        With `together`: make them in `workers` processes first, so that ``torch.compile`` finds them in its cache.
 
     Returns
     -------
     list of dict
         ``title``, ``kind``, ``us`` (microseconds of one piece by contestant), ``error``, ``failure`` and others.
     """
-    found = []
+    rows = []
     clock = Clock.of(device_of(gpu))
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-        made: dict[int, tuple[Peers, str]] = {}
+        peers_of_work: dict[int, tuple[Peers, str]] = {}
 
-        def beside() -> None:
+        def meanwhile() -> None:
             if rehearsed and torch_on_gpu() and workers > 1:
                 _rehearse(workloads, gpu, peers, workers)
-            made.update((index, _peers(clock, work, peers)) for index, work in enumerate(workloads))
+            peers_of_work.update((index, _peers(clock, work, peers)) for index, work in enumerate(workloads))
 
-        programs = compiled(workloads, gpu, Path(folder), workers, beside if together else None)
+        programs = compiled(workloads, gpu, Path(folder), workers, meanwhile if together else None)
         for index, program in enumerate(programs):
-            others = made.pop(index, None) or _peers(clock, program.workload, peers)
-            row = _measured(program.load(gpu), gpu, clock, others, wanted, rounds)
-            found.append(row)
+            peers_and_failure = peers_of_work.pop(index, None) or _peers(clock, program.workload, peers)
+            row = _measured(program.load(gpu), gpu, clock, peers_and_failure, wanted, rounds)
+            rows.append(row)
             say(row)
-    return found
+    return rows
 
 
 def _memory_folder() -> str | None:
-    """A folder in memory, where there is room for files of weights; else the usual one."""
+    """A folder in memory if files of weights fit there, else the usual one."""
     shared = "/dev/shm"
     return shared if os.path.isdir(shared) and shutil.disk_usage(shared).free > 32 << 30 else None
 
@@ -100,7 +100,7 @@ def _rehearse_one(work: Workload, gpu: Any, peers: Callable[[Clock, Workload], P
 
 
 def _peers(clock: Clock, work: Workload, peers: Callable[[Clock, Workload], Peers]) -> tuple[Peers, str]:
-    """PyTorch's launches, or why there are none: a peer's failure is said, and ours is measured alone."""
+    """PyTorch's launches, and the failure of a peer, if any; ours is then measured alone."""
     if not torch_on_gpu():
         return NOTHING, ""
     try:
@@ -113,21 +113,21 @@ def _measured(
     program: Program,
     gpu: Any,
     clock: Clock,
-    made: tuple[Peers, str],
+    peers_and_failure: tuple[Peers, str],
     wanted: Callable[[Workload], list[Array]],
     rounds: int,
 ) -> Row:
     work = program.workload
     row: Row = {"title": work.title, "kind": getattr(work, "kind", getattr(work, "dtype", ""))}
-    others, failure = made
+    launches_of_peers, failure = peers_and_failure
     if failure:
         row["peer_failure"] = failure
-    launches = {name: launch for name, (launch, _) in others.items()}
+    launches = {name: launch for name, (launch, _) in launches_of_peers.items()}
     if program.failure:
         row["failure"] = program.failure
     else:
         launches[OURS] = program.launch
-        first = next(iter(others.values()), None)
+        first = next(iter(launches_of_peers.values()), None)
         right = first[1]() if first else wanted(work)
         row["error"] = max(error_of(ours, theirs) for ours, theirs in zip(program.results(), right, strict=True))
         row |= {"compile_seconds": round(program.seconds, 2), "graphs": 1 if gpu == "llvm" else program.graphs}
@@ -150,7 +150,7 @@ def show(title: str, rows: Sequence[Row], rate: Callable[[Row, float], str], che
     title : str
     rows : sequence of dict
     rate : callable
-        What a time means for a row, as a cell.
+        Returns the cell for the rate of a row with a given time.
     checks : sequence of Check
     """
     names = list(dict.fromkeys(name for row in rows for name in row["us"]))
@@ -176,14 +176,14 @@ def show(title: str, rows: Sequence[Row], rate: Callable[[Row, float], str], che
 
 
 def write(file: Path | None, rows: Sequence[Row]) -> None:
-    """Rows as lines of JSON, behind what a file holds."""
+    """Append rows to a file as lines of JSON."""
     if file:
         with file.open("a") as lines:
             lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def end(rows: Sequence[Row], allowed: Callable[[Row], float]) -> None:
-    """Exit where numbers are wrong or nothing was compiled."""
+    """Exit if results are wrong or nothing was compiled."""
     wrong = [row for row in rows if "failure" in row or row["error"] > allowed(row)]
     if wrong:
         texts = [f"{row['title']} {row['kind']}: {row.get('error', 'failed')}" for row in wrong]
@@ -191,12 +191,12 @@ def end(rows: Sequence[Row], allowed: Callable[[Row], float]) -> None:
 
 
 def gpu_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that all benchmarks of GPUs share."""
+    """Add the options that all benchmarks of GPUs share."""
     options = [
-        click.option("--gpu", default="cuda", show_default=True, help="Target of the GPU; llvm: a CPU stands for it."),
+        click.option("--gpu", default="cuda", show_default=True, help="Target of the GPU; llvm: a CPU in its place."),
         click.option("--rounds", default=15, show_default=True, help="Turns of each contestant."),
-        click.option("--workers", default=8, show_default=True, help="Processes that compile at a time."),
-        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append a line for each row there."),
+        click.option("--workers", default=8, show_default=True, help="Number of compiling processes."),
+        click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append JSON lines to this file."),
     ]
     for option in reversed(options):
         command = option(command)

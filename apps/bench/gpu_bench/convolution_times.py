@@ -33,19 +33,19 @@ LAYERS = (
     "28x512x1024x1x2", "14x256x1024x1x1", "14x1024x256x1x1", "14x256x256x3x1", "14x1024x512x1x1", "14x512x512x3x2",
     "14x1024x2048x1x2", "7x512x2048x1x1", "7x2048x512x1x1", "7x512x512x3x1",
 )  # fmt: skip
-"""Extent of the map × channels × channels of the result × window × stride: ResNet-50's, but for the first."""
+"""Map extent × channels × result channels × filter × stride: the layers of ResNet-50 except the first."""
 TYPES = ("f16", "bf16", "f32", "tf32")
-MEAN_BAR, LEAST_BAR = 1.15, 0.90
+MEAN_BAR, MIN_BAR = 1.15, 0.90
 
 
 def checks(rows: Sequence[Row]) -> list[Check]:
-    """The bars of `docs/guides/gpu.md`, for the rows that are there: f16 in batches."""
+    """The bars of the measured rows with f16 and several images."""
     ratios = {row["title"]: value for row in rows if row["kind"] == "f16" and (value := ratio(row))}
     ratios = {title: value for title, value in ratios.items() if not title.startswith("1x")}
     if not ratios:
         return []
-    found = [Check("f16: geometric mean over cuDNN alone", geometric_mean(list(ratios.values())), MEAN_BAR)]
-    return found + [Check(f"f16, {title} over cuDNN alone", value, LEAST_BAR) for title, value in ratios.items()]
+    bars = [Check("f16: geometric mean over cuDNN alone", geometric_mean(list(ratios.values())), MEAN_BAR)]
+    return bars + [Check(f"f16, {title} over cuDNN alone", value, MIN_BAR) for title, value in ratios.items()]
 
 
 def _listed(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def main(
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}: types are {', '.join(TYPES)}")
     sizes = [[int(size) for size in layer.split("x")] for layer in layers or LAYERS]
-    wrong = [layer for layer, found in zip(layers, sizes, strict=False) if len(found) != 5]
+    wrong = [layer for layer, fields in zip(layers, sizes, strict=False) if len(fields) != 5]
     if wrong:
         raise click.BadParameter(f"{', '.join(wrong)}: a layer has five sizes, as {LAYERS[0]}")
     chosen = [Convolutions(*layer, int(batch), kind) for kind in types for batch in batches for layer in sizes]

@@ -1,4 +1,4 @@
-"""Convolutions with bias and ReLU, channels last: what is compiled and timed, and cuDNN's side."""
+"""Convolutions with bias and ReLU, channels last, for this library and for cuDNN."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .workloads import KINDS, Array, Kind, on_gpu
 
 @dataclass(frozen=True)
 class Convolutions:
-    """Square convolutions of square maps, padded by half a window.
+    """Square convolutions of square feature maps, padded by half of the filter.
 
     Attributes
     ----------
     extent : int
-        Of the map, both ways.
+        Height and width of the map.
     channels, made : int
-        Of the map and of the result.
+        Channels of the map and of the result.
     window, stride : int
     batch : int
     kind : str
         "f16", "bf16", "f32" or "tf32" of `KINDS`.
     count : int
-        Pieces of a program: so many that a submission, of either side, takes little of each one's time.
+        Number of convolutions of a program, so large that submitting takes a small part of each one's time.
     """
 
     extent: int
@@ -55,23 +55,23 @@ class Convolutions:
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of one piece."""
+        """Multiplications and additions of one convolution."""
         places = (self.extent + 2 * (self.window // 2) - self.window) // self.stride + 1
         return 2 * self.batch * places**2 * self.made * self.channels * self.window**2
 
     def inputs(self) -> list[Array]:
-        """Maps, (batch, extent, extent, channels) each: the first one moved on, which is quickly made."""
+        """Maps (batch, extent, extent, channels): shifted views of the same numbers, which are made quickly."""
         first = self._random("x", (self.batch, self.extent, self.extent, self.channels))
         return [np.roll(first.reshape(-1), 997 * index).reshape(first.shape) for index in range(self.count)]
 
     def weights(self) -> list[Array]:
-        """(made, channels, window, window) each."""
+        """Weights (made, channels, window, window)."""
         shape = (self.made, self.channels, self.window, self.window)
         first = self._random("w", shape, float(np.prod(shape[1:])) ** -0.5)
         return [np.roll(first.reshape(-1), 997 * index).reshape(shape) for index in range(self.count)]
 
     def bias(self) -> Array:
-        """Of all pieces."""
+        """The bias of all convolutions."""
         return self._random("b", (self.made,))
 
     def module(self, gpu: Any) -> tvm.IRModule:
@@ -100,19 +100,19 @@ class Convolutions:
 
 
 def wanted(work: Convolutions) -> list[Array]:
-    """By numpy, where there is no PyTorch."""
-    found = []
+    """Right results by numpy, used without PyTorch."""
+    results = []
     half, stride, window = work.window // 2, work.stride, work.window
     for x, weight in zip(work.inputs(), work.weights(), strict=True):
         padded = np.pad(x.astype("float32"), [(0, 0), (half, half), (half, half), (0, 0)])
         views = np.lib.stride_tricks.sliding_window_view(padded, (window, window), (1, 2))[:, ::stride, ::stride]
         sums = np.einsum("bhwcij,ncij->bhwn", views, weight.astype("float32"), optimize=True)
-        found.append(np.maximum(sums + work.bias().astype("float32"), 0))
-    return found
+        results.append(np.maximum(sums + work.bias().astype("float32"), 0))
+    return results
 
 
 def cudnn(clock: Clock, work: Convolutions) -> dict[str, Peer]:
-    """cuDNN with a bias and a ReLU behind it, and its convolution alone: the algorithm that is fastest."""
+    """cuDNN's fastest algorithm, with a bias and a ReLU after it, and alone."""
     torch = torch_on_gpu()
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = work.kind == "tf32"

@@ -1,4 +1,4 @@
-"""Device time of programs that take turns: events around many launches in a row, medians over rounds."""
+"""Device time of programs that take turns: events around consecutive launches, medians over rounds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from peers.packages import is_installed
 Launch = Callable[[], object]
 
 SLICE_MS = 3.0
-"""Launches of one turn take about so long."""
-MOST_LAUNCHES = 12
-"""Of a turn: so many submissions of a command buffer fit in its ring before the next waits for the device."""
+"""Approximate duration of the launches of one turn."""
+MAX_LAUNCHES = 12
+"""Maximum number of launches of a turn: more submissions do not fit in the ring of a command buffer without waiting."""
 CYCLES_OF_MS = 2.0e6
-"""No GPU of today is clocked higher."""
+"""Cycles of a millisecond on the fastest GPU of today."""
 
 
 @functools.cache
 def torch_on_gpu() -> Any:
-    """PyTorch where it is installed and has a GPU, else None."""
+    """PyTorch if it is installed and has a GPU, else None."""
     if not is_installed("torch"):
         return None
     import torch
@@ -38,13 +38,13 @@ def torch_on_gpu() -> Any:
 
 @dataclass(frozen=True)
 class Clock:
-    """How launches are timed on a device.
+    """A clock for launches on a device.
 
     Attributes
     ----------
     device : tvm.runtime.Device
     stream : torch.cuda.Stream, optional
-        Where all contestants launch; None where there is no PyTorch, and the host's clock is read instead.
+        Stream of all contestants; None without PyTorch, where the host's clock is read instead.
     """
 
     device: Any
@@ -52,13 +52,13 @@ class Clock:
 
     @staticmethod
     def of(device: Any) -> Clock:
-        """The clock of a device: events of PyTorch where it has a GPU."""
+        """The clock of a device: events of PyTorch if it has a GPU."""
         torch = torch_on_gpu()
         return Clock(device, torch.cuda.Stream() if torch and device == tvm.cuda(0) else None)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """The stream as that of TVM and of PyTorch."""
+        """Make the stream the current one of TVM and PyTorch."""
         if self.stream is None:
             yield
             return
@@ -67,10 +67,10 @@ class Clock:
             yield
 
     def milliseconds(self, launch: Launch, launches: int, held: float = 0.0) -> float:
-        """Of so many launches in a row, until the device has ended the last.
+        """Milliseconds of consecutive launches, until the device has finished the last.
 
-        The device is held for the first `held` milliseconds, in which the host launches, and which do not count: the
-        rest is the device's time, however long the host takes for small work.
+        For the first `held` milliseconds, which do not count, the device waits while the host launches, so that only
+        the device's time counts, even if the host takes longer than small work does.
         """
         if self.stream is None:
             self.device.sync()
@@ -94,43 +94,43 @@ class Clock:
 def microseconds(clock: Clock, contestants: Mapping[str, Launch], rounds: int, seed: int = 0) -> dict[str, float]:
     """Median device time of one launch of each contestant.
 
-    In each round every contestant gets one turn, in an order shuffled anew: a launch that is not timed, then as many
-    as take `SLICE_MS`, at most `MOST_LAUNCHES`, all of them in line before the first begins.
+    In each round every contestant gets one turn, in a new random order: an untimed launch, then as many launches
+    as take `SLICE_MS`, at most `MAX_LAUNCHES`, all queued before the first begins.
 
     Parameters
     ----------
     clock : Clock
     contestants : mapping of str to callable
-        Each queues its work on the clock's stream, and does not wait for it.
+        Functions that queue work on the clock's stream and do not wait for it.
     rounds : int
     seed : int
-        Of the orders.
+        Seed of the orders.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     order, shuffle = list(contestants), random.Random(seed)
     with clock.current():
-        launches, held = {}, {}
+        launches, hold_ms = {}, {}
         for name, launch in contestants.items():
             clock.milliseconds(launch, 3)
             each = min(clock.milliseconds(launch, 2) / 2 for _ in range(2))
-            launches[name] = max(1, min(MOST_LAUNCHES, math.ceil(SLICE_MS / max(each, 1e-3))))
-            held[name] = 2 * launches[name] * _host_milliseconds(clock, launch)
+            launches[name] = max(1, min(MAX_LAUNCHES, math.ceil(SLICE_MS / max(each, 1e-3))))
+            hold_ms[name] = 2 * launches[name] * _host_milliseconds(clock, launch)
         for _ in range(rounds):
             shuffle.shuffle(order)
             for name in order:
                 contestants[name]()
-                elapsed = clock.milliseconds(contestants[name], launches[name], held[name])
+                elapsed = clock.milliseconds(contestants[name], launches[name], hold_ms[name])
                 times[name].append(elapsed / launches[name] * 1e3)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(turn_times) for name, turn_times in times.items()}
 
 
 def _host_milliseconds(clock: Clock, launch: Launch) -> float:
-    """What the host takes for a launch, the longest of a few."""
-    found = []
+    """The host's longest time for one of a few launches."""
+    milliseconds = []
     for _ in range(5):
         clock.device.sync()
         begin = time.perf_counter()
         launch()
-        found.append((time.perf_counter() - begin) * 1e3)
+        milliseconds.append((time.perf_counter() - begin) * 1e3)
     clock.device.sync()
-    return max(found)
+    return max(milliseconds)

@@ -1,7 +1,7 @@
 """One process of `gpu_models.py`: a model on a GPU, cut over a CPU and the GPU, compared with a CPU, and timed.
 
-Arguments come as JSON in ``argv``. Each finding leaves as a line of JSON on what was standard output, everything that
-libraries print goes to standard error. After the findings the process waits for a line on standard input and times the
+Arguments come as JSON in ``argv``. Each result is a line of JSON on the original standard output, and everything that
+libraries print goes to standard error. Then the process waits for a line on standard input and times the
 model, so that models are compiled side by side and timed one after the other.
 """
 
@@ -24,26 +24,26 @@ import onnx
 
 BENCH = Path(__file__).resolve().parents[1]
 CALLS = 20
-"""Calls of one round, and rounds, of the timing."""
+"""Timed calls of one round."""
 ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a process does with one model.
+    """The work of a process on one model.
 
     Attributes
     ----------
     name, file : str
-        The model, and its ONNX file or skeleton.
+        Name of the model, and its ONNX file or skeleton.
     precision : str
-        Of float products: float32, float16, bfloat16, tfloat32.
+        Precision of float products: float32, float16, bfloat16, tfloat32.
     gpu : str
         Target of the GPU: a kind, or JSON.
     reference : str
-        What results are compared with: "onnxruntime", or "ours" on the native CPU.
+        Reference of the results: "onnxruntime", or "ours" on the native CPU.
     cuts : int
-        In how many parts, in turn on the GPU and on the other device, the nodes are cut for a second run; 0 for none.
+        Number of parts of a second run, alternating between the GPU and the other device; 0 for none.
     other : str
         Target of the other device: a kind, or JSON; "cuda:1" is a second GPU.
     build_only : bool
@@ -53,9 +53,9 @@ class Job:
     compiled : str
         Also time ``torch.compile`` in this mode ("default", "max-autotune-no-cudagraphs"), captured likewise.
     batch : int
-        Images or sentences at a time.
+        Number of images or sentences.
     slowest : int
-        So many of the slowest kernels are reported.
+        Number of slowest kernels to report.
     """
 
     name: str
@@ -72,18 +72,18 @@ class Job:
     slowest: int = 0
 
     def command(self) -> list[str]:
-        """What runs it."""
+        """The command line that runs it."""
         return [sys.executable, "-m", "gpu_bench.model_process", json.dumps(asdict(self))]
 
     def environment(self) -> dict[str, str]:
-        """The environment it has to start in."""
+        """The environment of its process."""
         path = os.pathsep.join([str(BENCH), *filter(None, [os.environ.get("PYTHONPATH", "")])])
         few = {"TVM_NUM_THREADS": "2", "TVM_BIND_THREADS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
         return {**few, **os.environ, "PYTHONPATH": path}
 
     @property
     def about(self) -> dict[str, Any]:
-        """The fields of every line that tell which job it is of."""
+        """The fields that identify the job in every line."""
         return {"model": self.name, "precision": self.precision, "batch": self.batch}
 
     @property
@@ -93,7 +93,7 @@ class Job:
 
 
 class Work:
-    """The steps of a job; each gives the fields of its line."""
+    """The steps of a job; each returns the fields of its line."""
 
     def __init__(self, job: Job) -> None:
         from model_zoo import random_arrays
@@ -134,54 +134,54 @@ class Work:
 
         begin = time.perf_counter()
         executable = self._compiled([self.job.target], None, self.job.precision)
-        found = {"compile_seconds": time.perf_counter() - begin}
+        fields = {"compile_seconds": time.perf_counter() - begin}
         if not self.job.build_only:
             self.machine = rh.vm.VirtualMachine(executable)
-            found["error"] = self._error(self._run(self.machine))
-            found["error_of_a_second_call"] = self._error(self._run(self.machine))
-        if self.job.slowest and not self.job.build_only:  # a CUDA graph is measured as a whole
+            fields["error"] = self._error(self._run(self.machine))
+            fields["error_of_a_second_call"] = self._error(self._run(self.machine))
+        if self.job.slowest and not self.job.build_only:  # without CUDA graphs, which are measured as a whole
             plain = self._compiled([self.job.target], None, self.job.precision, command_buffers=False)
             self.by_kernel = rh.vm.VirtualMachine(plain)
-            found["error_by_kernel"] = self._error(self._run(self.by_kernel))
-        return found
+            fields["error_by_kernel"] = self._error(self._run(self.by_kernel))
+        return fields
 
     def cut(self) -> dict[str, Any]:
-        """Parts of the model in turn on the GPU and on the other device; both have to hold ops."""
+        """The model in parts, alternating between the GPU and the other device; both must have ops."""
         names = [node.name for node in self.model.graph.node]
         size = max(1, -(-len(names) // self.job.cuts))
-        # A second CPU where a CPU stands for the GPU: two devices need two targets.
+        # A second CPU target if a CPU stands for the GPU: two devices need two targets.
         gpu = {"kind": "llvm", "mcpu": "x86-64-v3"} if self.job.gpu == "llvm" else self.job.target
         placement = {glob.escape(name): f"vdevice:{1 - index // size % 2}" for index, name in enumerate(names)}
         begin = time.perf_counter()
         executable = self._compiled([self.job.other, gpu], placement, self.job.precision)
-        found: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin}
-        held = [entry["device_index"] for entry in executable.metadata.placement if entry["kind"] == "op"]
-        found["ops"] = [held.count(0), held.count(1)]
+        fields: dict[str, Any] = {"compile_seconds": time.perf_counter() - begin}
+        devices_of_ops = [entry["device_index"] for entry in executable.metadata.placement if entry["kind"] == "op"]
+        fields["ops"] = [devices_of_ops.count(0), devices_of_ops.count(1)]
         if not self.job.build_only:
-            found["error"] = self._error(self._results(executable))
-        return found
+            fields["error"] = self._error(self._results(executable))
+        return fields
 
     def times(self) -> dict[str, Any]:
-        """Milliseconds of a call: from numpy to numpy, and of many calls in a row on tensors that are on the GPU."""
+        """Milliseconds of a call from numpy to numpy, and of consecutive calls on tensors of the GPU."""
         import tvm
 
         main, kind = self.machine["main"], self.machine.executable.devices[0].kind
         gpu = tvm.cpu() if kind == "llvm" else tvm.runtime.device(kind, 0)
         tensors = [tvm.runtime.tensor(array, gpu) for array in self.inputs.values()]
-        found = {
+        fields = {
             "call_ms": _median_ms(lambda: self._run(self.machine), lambda: None),
             "device_ms": _median_ms(lambda: main(*tensors), gpu.sync),
         }
         return {
-            **found,
+            **fields,
             "graphs": len(self.machine.graphs),
             "kernels": len(self.machine.executable.metadata.dispatches),
         }
 
     def slowest(self) -> dict[str, Any]:
-        """The kernels that take longest, each measured alone, with the time that its launch takes; the device's peaks.
+        """The slowest kernels, each measured alone and including its launch, and the device's peaks.
 
-        Peaks are what the library's own large products and sums reach on the device, by element type.
+        Peaks are the rates of the library's own large products and sums on the device, by element type.
         """
         from dataclasses import asdict
 
@@ -193,9 +193,9 @@ class Work:
         target = self.job.target
         figures = figures_of([rh.VDevice(rh.native(target) if isinstance(target, str) else target)])
         device = figures.devices[0] if figures else None
-        found = dispatches_of(self.by_kernel, list(self.inputs.values()))[: self.job.slowest]
+        dispatches = dispatches_of(self.by_kernel, list(self.inputs.values()))[: self.job.slowest]
         return {
-            "dispatches": [asdict(dispatch) for dispatch in found],
+            "dispatches": [asdict(dispatch) for dispatch in dispatches],
             "peaks": device.products if device else {},
             "bandwidth": device.bandwidth if device else 0.0,
         }
@@ -219,18 +219,18 @@ class Work:
         with torch.inference_mode():
             graph = graph_of(runner, operands)
             compiled = torch.compile(graph, mode=self.job.compiled, dynamic=False, fullgraph=True)
-            found = self._captured("torch.compile", compiled, operands)
-        return {**found, "seconds": time.perf_counter() - begin}
+            fields = self._captured("torch.compile", compiled, operands)
+        return {**fields, "seconds": time.perf_counter() - begin}
 
     def peer_times(self, name: str) -> dict[str, Any]:
-        """Milliseconds of what was captured, launched as often as ours."""
+        """Milliseconds of a captured program, launched as often as ours."""
         import torch
 
-        graph, found, *_ = self.peers[name]
-        return {**found, "device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
+        graph, fields, *_ = self.peers[name]
+        return {**fields, "device_ms": _median_ms(graph.replay, torch.cuda.synchronize)}
 
     def _runner(self) -> tuple[Any, list[Any]]:
-        """The nodes as a module of PyTorch on the GPU, and its operands."""
+        """The nodes as a PyTorch module on the GPU, and its operands."""
         import torch
         from model_peers.torch_graph import Runner
 
@@ -242,7 +242,7 @@ class Work:
         return Runner(self.model, lower).eval().cuda(), operands
 
     def _captured(self, name: str, program: Callable[..., Any], operands: Sequence[Any]) -> dict[str, Any]:
-        """Keep a program of PyTorch as a CUDA graph, under the peer's name; the error of its results."""
+        """Store a PyTorch program as a CUDA graph under the peer's name; the error of its results."""
         import torch
 
         side = torch.cuda.Stream()
@@ -256,10 +256,10 @@ class Work:
         graph.replay()
         torch.cuda.synchronize()
         results = results if isinstance(results, tuple) else (results,)
-        found = {"error": self._error([result.float().cpu().numpy() for result in results])}
-        # A CUDA graph reads operands and weights where they were: neither may be freed.
-        self.peers[name] = graph, found, program, operands
-        return found
+        fields = {"error": self._error([result.float().cpu().numpy() for result in results])}
+        # A CUDA graph reads operands and weights by address: neither may be freed.
+        self.peers[name] = graph, fields, program, operands
+        return fields
 
     def _compiled(
         self, devices: Sequence[Any], placement: dict[str, str] | None, precision: str, command_buffers: bool = True
@@ -280,16 +280,16 @@ class Work:
         result = machine["main"](**self.inputs)
         return [tensor.numpy() for tensor in (result if isinstance(result, tuple) else (result,))]
 
-    def _error(self, found: Sequence[np.ndarray]) -> float:
+    def _error(self, results: Sequence[np.ndarray]) -> float:
         """The largest difference of any output over that output's largest number; infinity for other shapes or NaN."""
         worst = 0.0
-        for ours, wanted in zip(found, self.wanted, strict=True):
-            if ours.shape != wanted.shape or not np.array_equal(np.isfinite(ours), np.isfinite(wanted)):
+        for ours, expected in zip(results, self.wanted, strict=True):
+            if ours.shape != expected.shape or not np.array_equal(np.isfinite(ours), np.isfinite(expected)):
                 return float("inf")
-            kept = np.isfinite(wanted)
-            if kept.any():
-                difference = np.abs(ours[kept].astype("float64") - wanted[kept].astype("float64")).max()
-                worst = max(worst, float(difference / max(np.abs(wanted[kept]).max(), 1e-30)))
+            finite = np.isfinite(expected)
+            if finite.any():
+                difference = np.abs(ours[finite].astype("float64") - expected[finite].astype("float64")).max()
+                worst = max(worst, float(difference / max(np.abs(expected[finite]).max(), 1e-30)))
         return worst
 
 
@@ -308,20 +308,20 @@ def _median_ms(call: Callable[[], object], wait: Callable[[], object]) -> float:
 
 
 def main(job: Job) -> None:
-    """Do the steps of a job; a step that fails is a line with its failure, and the others go on."""
+    """Run the steps of a job; a step that fails writes a line with its failure, and the other steps continue."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def step(name: str, work: Callable[[], dict[str, Any]]) -> bool:
         answers.write(json.dumps({"begins": name}) + "\n")
         try:
-            found = work()
-        except Exception as error:  # every failure is a finding
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(at.filename)}:{at.lineno} {at.name}"
-            found = {"failure": f"{type(error).__name__}: {error}"[:3000], "where": where}
-        answers.write(json.dumps({"step": name, **job.about, **found}) + "\n")
-        return "failure" not in found
+            fields = work()
+        except Exception as error:  # every failure is a result
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}"
+            fields = {"failure": f"{type(error).__name__}: {error}"[:3000], "where": where}
+        answers.write(json.dumps({"step": name, **job.about, **fields}) + "\n")
+        return "failure" not in fields
 
     work = Work(job)
     if job.build_only or step("reference", work.reference):

@@ -1,4 +1,4 @@
-"""Compiling many workloads side by side, each in a process of its own, and running them in one."""
+"""Compiles workloads in parallel, each in a process of its own, and runs them in one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .workloads import Workload
 
 
 def parsed_gpu(text: str) -> Any:
-    """A target as the command line names it: a kind, or JSON."""
+    """The target that the command line names: a kind, or JSON."""
     return json.loads(text) if text.startswith("{") else text
 
 
@@ -38,9 +38,9 @@ class Program:
     ----------
     workload : Workload
     seconds : float
-        That compiling took.
+        Compile time.
     failure : str
-        Why there is none; empty where it was compiled.
+        Reason why it was not compiled or loaded, or empty.
     """
 
     def __init__(self, workload: Workload, seconds: float, failure: str, file: Path) -> None:
@@ -50,7 +50,7 @@ class Program:
         self._results: Any = None
 
     def load(self, gpu: Any) -> Program:
-        """Load it and place its arguments; `failure` says why it could not."""
+        """Load it and place its arguments, or set `failure`."""
         if not self.failure:
             try:
                 self._machine = rh.vm.VirtualMachine(rh.load(str(self._file)))
@@ -62,43 +62,43 @@ class Program:
         return self
 
     def launch(self) -> None:
-        """Queue one call; its results live until the next call."""
+        """Queue one call; its results are kept until the next call."""
         self._results = self._main(*self._tensors)
 
     @property
     def graphs(self) -> int:
-        """How many CUDA graphs a call launches."""
+        """The number of CUDA graphs that a call launches."""
         return len(self._machine.graphs)
 
     def results(self) -> list[Any]:
-        """Of the last call: tensors of PyTorch where it has the GPU they are on, else arrays."""
-        found = self._results if isinstance(self._results, tuple) else (self._results,)
+        """Results of the last call: PyTorch tensors if PyTorch has their GPU, else arrays."""
+        tensors = self._results if isinstance(self._results, tuple) else (self._results,)
         torch = torch_on_gpu()
-        if torch is None or device_of("llvm") == found[0].device:
-            return [tensor.numpy() for tensor in found]
-        found[0].device.sync()
-        return [torch.from_dlpack(tensor) for tensor in found]
+        if torch is None or device_of("llvm") == tensors[0].device:
+            return [tensor.numpy() for tensor in tensors]
+        tensors[0].device.sync()
+        return [torch.from_dlpack(tensor) for tensor in tensors]
 
 
 def compiled(
-    workloads: Sequence[Workload], gpu: Any, folder: Path, workers: int, beside: Callable[[], None] | None = None
+    workloads: Sequence[Workload], gpu: Any, folder: Path, workers: int, meanwhile: Callable[[], None] | None = None
 ) -> list[Program]:
-    """Compile and export all workloads over so many processes, and call `beside` in this one meanwhile.
+    """Compile and export all workloads in `workers` processes, and call `meanwhile` in this one at the same time.
 
     Processes are spawned: CUDA does not survive a fork.
     """
     files = [folder / f"program{index}.so" for index in range(len(workloads))]
-    beside = beside or (lambda: None)
+    meanwhile = meanwhile or (lambda: None)
     if workers == 1 or len(workloads) == 1:
-        found = [_compile(one, gpu, file) for one, file in zip(workloads, files, strict=True)]
-        beside()
+        outcomes = [_compile(one, gpu, file) for one, file in zip(workloads, files, strict=True)]
+        meanwhile()
     else:
         context = multiprocessing.get_context("spawn")
         with concurrent.futures.ProcessPoolExecutor(min(workers, len(workloads)), mp_context=context) as pool:
             answers = pool.map(_compile, workloads, [gpu] * len(files), files)
-            beside()
-            found = list(answers)
-    return [Program(one, *said, file) for one, said, file in zip(workloads, found, files, strict=True)]
+            meanwhile()
+            outcomes = list(answers)
+    return [Program(one, *outcome, file) for one, outcome, file in zip(workloads, outcomes, files, strict=True)]
 
 
 def _compile(workload: Workload, gpu: Any, file: Path) -> tuple[float, str]:
@@ -113,18 +113,18 @@ def _compile(workload: Workload, gpu: Any, file: Path) -> tuple[float, str]:
     return seconds, ""
 
 
-def error_of(found: Any, wanted: Any) -> float:
-    """The largest difference over the largest number wanted; infinity for other shapes or NaN.
+def error_of(result: Any, expected: Any) -> float:
+    """The largest difference over the largest expected number; infinity for other shapes or NaN.
 
-    Each is an array or a tensor of PyTorch; two tensors are compared where they are.
+    Each is an array or a PyTorch tensor; two tensors are compared on their device.
     """
-    if tuple(found.shape) != tuple(wanted.shape):
+    if tuple(result.shape) != tuple(expected.shape):
         return float("inf")
-    if isinstance(wanted, np.ndarray) and not isinstance(found, np.ndarray):
-        found = found.float().cpu().numpy()
-    if isinstance(found, np.ndarray):
-        ours, theirs = found.astype("float32"), wanted.astype("float32")
+    if isinstance(expected, np.ndarray) and not isinstance(result, np.ndarray):
+        result = result.float().cpu().numpy()
+    if isinstance(result, np.ndarray):
+        ours, theirs = result.astype("float32"), expected.astype("float32")
     else:
-        ours, theirs = found.float(), wanted.float()
+        ours, theirs = result.float(), expected.float()
     error = float(abs(ours - theirs).max()) / max(float(abs(theirs).max()), 1e-30)
     return error if np.isfinite(error) else float("inf")

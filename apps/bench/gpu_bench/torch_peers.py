@@ -1,4 +1,4 @@
-"""PyTorch's side of the benchmarks of GPUs: the same pieces of work, captured as one CUDA graph."""
+"""PyTorch's side of the benchmarks of GPUs: the same work, captured as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .workloads import Array, Attentions, Products, Rows
 
 Tensor = Any
 Peer = tuple[Launch, Callable[[], list[Tensor]]]
-"""A launch, and a function that gives its results."""
+"""A launch, and a function that returns its results."""
 
 
 def tensor_of(array: Array) -> Tensor:
-    """An array on the GPU; types that PyTorch cannot take from numpy go by their bytes."""
+    """An array on the GPU; types that PyTorch cannot read from numpy are passed as bytes."""
     torch = torch_on_gpu()
     name = array.dtype.name
     if name in ("bfloat16", "float8_e4m3fn"):
@@ -38,7 +38,7 @@ def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
         results = work()
 
     def tensors(held: object = work) -> list[Tensor]:
-        # The graph reads the operands where they lie: as long as it is there, what refers to them has to be.
+        # The graph reads operands by address, so it keeps alive what refers to them.
         graph.replay()
         torch.cuda.synchronize()
         return list(results)
@@ -47,11 +47,11 @@ def captured(clock: Clock, work: Callable[[], Sequence[Tensor]]) -> Peer:
 
 
 def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, Peer]:
-    """cuBLAS on right operands as they lie, and transposed; with an epilogue, what torch.compile makes of it."""
+    """cuBLAS on right operands by rows and by columns; with an epilogue, torch.compile of the same."""
     torch = torch_on_gpu()
     torch.backends.cuda.matmul.allow_tf32 = work.kind == "tf32"
     arrays, count = [tensor_of(array) for array in work.inputs()], work.count
-    left = arrays[:count]
+    lhs = arrays[:count]
     right = arrays[count:] if work.shape.batch else [tensor_of(array) for array in work.weights()]
     turned = [w.transpose(-1, -2).contiguous().transpose(-1, -2) for w in right]
     if work.gelu:
@@ -63,19 +63,19 @@ def products(clock: Clock, work: Products, autotune: bool = False) -> dict[str, 
         mode = "max-autotune-no-cudagraphs" if autotune else None
         fused = torch.compile(piece, dynamic=False, mode=mode)
         return {
-            name: captured(clock, lambda w=weights: [fused(*each) for each in zip(left, w, biases, strict=True)])
+            name: captured(clock, lambda w=weights: [fused(*each) for each in zip(lhs, w, biases, strict=True)])
             for name, weights in (("torch.compile", right), ("torch.compile, transposed", turned))
         }
     multiply = {"e4m3": _scaled, "s8": torch._int_mm}.get(work.kind, torch.bmm if work.shape.batch else torch.mm)
-    found, failures = {}, []
+    peers, failures = {}, []
     for name, weights in (("cuBLAS", right), ("cuBLAS, transposed", turned)):
         try:
-            found[name] = captured(clock, lambda w=weights: [multiply(*each) for each in zip(left, w, strict=True)])
-        except RuntimeError as error:  # some take the right operand one way only, as _scaled_mm does
+            peers[name] = captured(clock, lambda w=weights: [multiply(*each) for each in zip(lhs, w, strict=True)])
+        except RuntimeError as error:  # some accept one order of the right operand only, such as _scaled_mm
             failures.append(f"{name}: {error}")
-    if not found:
+    if not peers:
         raise RuntimeError("; ".join(failures))
-    return found
+    return peers
 
 
 def _scaled(x: Tensor, w: Tensor) -> Tensor:
@@ -88,10 +88,10 @@ def _one() -> Tensor:
 
 
 def rows(clock: Clock, work: Rows) -> dict[str, Peer]:
-    """What torch.compile makes of the same work."""
+    """The same work by torch.compile."""
     torch = torch_on_gpu()
     arrays = [tensor_of(array) for array in work.inputs()]
-    others = arrays[-work.count :]
+    second_operands = arrays[-work.count :]
     functional = torch.nn.functional
     gamma, beta = (torch.full((work.width,), value, device="cuda", dtype=arrays[0].dtype) for value in (1.5, 0.25))
 
@@ -99,20 +99,20 @@ def rows(clock: Clock, work: Rows) -> dict[str, Peer]:
         y = x * 1.5 + other
         return torch.where(x > 0, y * torch.sigmoid(y), torch.tanh(other))
 
-    pieces: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    functions: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "chain": chain,
         "softmax": lambda x, _: torch.softmax(x, -1),
         "layer norm": lambda x, _: functional.layer_norm(x, (work.width,), gamma, beta),
         "transpose": lambda x, _: x.t().contiguous(),
         "reduction": lambda x, _: x.sum(-1),
     }
-    fused = torch.compile(pieces[work.name], dynamic=False)
-    pairs = list(zip(arrays[: work.count], others, strict=True))
+    fused = torch.compile(functions[work.name], dynamic=False)
+    pairs = list(zip(arrays[: work.count], second_operands, strict=True))
     return {"torch.compile": captured(clock, lambda: [fused(x, other) for x, other in pairs])}
 
 
 def copy_bandwidth(clock: Clock, megabytes: int = 1024) -> tuple[Launch, int]:
-    """A launch that copies so many megabytes on the device, and the bytes that it reads and writes."""
+    """A launch that copies some megabytes on the device, and the bytes that it reads and writes."""
     torch = torch_on_gpu()
     source = torch.empty(megabytes << 20, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
@@ -120,21 +120,21 @@ def copy_bandwidth(clock: Clock, megabytes: int = 1024) -> tuple[Launch, int]:
 
 
 def attentions(clock: Clock, work: Attentions) -> dict[str, Peer]:
-    """By each kernel of PyTorch's ``scaled_dot_product_attention`` that can do the work."""
+    """The same work by each suitable kernel of PyTorch's ``scaled_dot_product_attention``."""
     torch = torch_on_gpu()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     arrays = [tensor_of(array) for array in work.inputs()]
     pieces = [arrays[i : i + 3] for i in range(0, len(arrays), 3)]
     attend = torch.nn.functional.scaled_dot_product_attention
-    found, failures = {}, []
+    peers, failures = {}, []
     backends = {"cuDNN": "CUDNN_ATTENTION", "FlashAttention 2": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
     for name, backend in backends.items():
         try:
             with sdpa_kernel(getattr(SDPBackend, backend)):
-                found[name] = captured(clock, lambda: [attend(*piece, is_causal=work.causal) for piece in pieces])
+                peers[name] = captured(clock, lambda: [attend(*piece, is_causal=work.causal) for piece in pieces])
         except RuntimeError as error:
             failures.append(f"{name}: {error}")
-    if not found:
+    if not peers:
         raise RuntimeError("; ".join(failures))
-    return found
+    return peers

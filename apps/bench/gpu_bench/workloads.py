@@ -1,7 +1,7 @@
-"""What is compiled and timed on a GPU: several equal pieces of work side by side, with operands of their own.
+"""Workloads that are compiled and timed on a GPU: several equal pieces of work, each with its own operands.
 
-One launch of one kernel is short; a program of several, which becomes one CUDA graph, is long enough to be timed, and
-no piece finds its operands in a cache because the piece before read them.
+One kernel is too short to be timed; a program of several, which becomes one CUDA graph, is long enough, and
+no piece finds its operands in a cache after the piece before it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Workload(Protocol):
 
     @property
     def title(self) -> str:
-        """As tables show it."""
+        """Its name in tables."""
 
     @property
     def count(self) -> int:
-        """How many pieces one call computes."""
+        """The number of pieces that one call computes."""
 
     def module(self, gpu: Any) -> tvm.IRModule:
         """``main`` on a device."""
@@ -47,11 +47,11 @@ class Kind:
     Attributes
     ----------
     operand, result : str
-        Of both operands, and of the result.
+        Types of both operands, and of the result.
     precision : str
-        The precision that float products are lowered to, if any.
+        Precision that `ToMixedPrecision` gives float products, if any.
     allowed : float
-        The largest error, of the result's largest number.
+        Largest allowed error relative to the result's largest number.
     """
 
     operand: str
@@ -72,7 +72,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Products:
-    """Matrix products with constant weights, or of two activations where they are batched.
+    """Matrix products with constant weights, or of two activations if they are batched.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Products:
     kind : str
         A key of `KINDS`, or "q4": 4-bit weights in blocks of 32, and float16.
     gelu : bool
-        Whether a bias is added and GELU applied.
+        If true, a bias is added and GELU applied.
     count : int
     """
 
@@ -100,19 +100,19 @@ class Products:
         return KINDS["f16" if self.kind == "q4" else self.kind]
 
     def inputs(self) -> list[Array]:
-        """Left operands, and right ones of a batch."""
+        """Left operands, and for a batch also right operands."""
         s = self.shape
         left = [self._random(f"x{index}", s.tensor(s.m, s.k)) for index in range(self.count)]
         return left + (self.weights() if s.batch else [])
 
     def weights(self) -> list[Array]:
-        """Right operands, (k, n) each: no two are equal, and each is the first one moved on, which is quickly made."""
+        """Right operands (k, n): no two are equal, all are shifted views of the same numbers, made quickly."""
         s = self.shape
         first = self._random("w", s.tensor(s.k, s.n), s.k**-0.5)
         return [np.roll(first.reshape(-1), 997 * index).reshape(first.shape) for index in range(self.count)]
 
     def biases(self) -> list[Array]:
-        """Of n numbers each."""
+        """Biases (n,)."""
         return [self._random(f"b{index}", (self.shape.n,)) for index in range(self.count)]
 
     def module(self, gpu: Any) -> tvm.IRModule:
@@ -167,11 +167,11 @@ class Products:
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
     def four_bit_numbers(self) -> list[Array]:
-        """The numbers that 4-bit weights stand for, float32 (k, n) each."""
+        """The dequantized 4-bit weights, float32 (k, n)."""
         from peers.four_bits import Weights, numbers_of
 
-        found = self._blocks()
-        return [numbers_of(Weights(one.codes, one.scales.astype("float16").astype("float32"))) for one in found]
+        blocks = self._blocks()
+        return [numbers_of(Weights(one.codes, one.scales.astype("float16").astype("float32"))) for one in blocks]
 
     def _blocks(self) -> list[Any]:
         from peers.four_bits import Weights, weights_of
@@ -192,7 +192,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Rows:
-    """Work that is bound by memory, on matrices of rows.
+    """Memory-bound work on matrices.
 
     Attributes
     ----------
@@ -216,13 +216,13 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """That one piece has to move: what it reads and what it writes, each once."""
+        """Bytes that one piece reads and writes, each once."""
         results = self.rows if self.name == "reduction" else self.rows * self.width
         operands = self.rows * self.width * (2 if self.name == "chain" else 1)
         return (operands + results) * np.dtype(self.dtype).itemsize
 
     def inputs(self) -> list[Array]:
-        """One matrix a piece; two for a chain."""
+        """One matrix per piece, two for a chain."""
         number = self.count * (2 if self.name == "chain" else 1)
         return _moved_on((self.rows, self.width), number, self.dtype, 0)
 
@@ -265,9 +265,9 @@ class Attentions:
     Attributes
     ----------
     heads, queries, keys, width : int
-        Every head has keys of its own.
+        Sizes; every head has its own keys.
     causal : bool
-        Whether query i sees keys up to i.
+        If true, query i sees keys up to i.
     dtype : str
     count : int
     """
@@ -288,16 +288,16 @@ class Attentions:
 
     @property
     def operations(self) -> float:
-        """Of both products, those of hidden keys left out."""
+        """Operations of both products, without hidden keys."""
         return 4 * self.heads * self.queries * self.keys * self.width / (2 if self.causal else 1)
 
     def inputs(self) -> list[Array]:
         """Query, key and value of each piece, (1, heads, positions, width)."""
         lengths = enumerate((self.queries, self.keys, self.keys))
-        found = [
+        operands = [
             _moved_on((1, self.heads, length, self.width), self.count, self.dtype, seed) for seed, length in lengths
         ]
-        return [array for piece in zip(*found, strict=True) for array in piece]
+        return [array for piece in zip(*operands, strict=True) for array in piece]
 
     def module(self, gpu: Any) -> tvm.IRModule:
         """``main(q0, k0, v0, ...)``, a tuple of results."""
@@ -312,7 +312,7 @@ class Attentions:
             with builder.dataflow():
                 results = []
                 for i in range(0, len(parameters), 3):
-                    # The op's own order is positions before heads.
+                    # The op's order is positions before heads.
                     turned = [builder.emit(relax.op.permute_dims(x, [0, 2, 1, 3])) for x in parameters[i : i + 3]]
                     mask = "TopLeft" if self.causal else None
                     y = builder.emit(relax.op.nn.attention(*turned, causal_mask=mask))
@@ -322,7 +322,7 @@ class Attentions:
 
 
 def _moved_on(shape: tuple[int, ...], count: int, dtype: str, seed: int) -> list[Array]:
-    """So many arrays, no two equal: each begins a little further on in the same normal numbers, which it shares."""
+    """Arrays that all differ: views of the same normal numbers at different offsets."""
     size, step = int(np.prod(shape)), 997
     numbers = _normal(size + step * count, dtype, seed)
     return [numbers[step * index :][:size].reshape(shape) for index in range(count)]
@@ -334,7 +334,7 @@ def _normal(size: int, dtype: str, seed: int) -> Array:
 
 
 def on_gpu(module: tvm.IRModule, gpu: Any, precision: str = "") -> tvm.IRModule:
-    """The module with everything on one device, its float products in a precision."""
+    """The module with everything on one device, and its float products in a precision."""
     target = rh.native(gpu) if isinstance(gpu, str) else tvm.target.Target(gpu)
     module = rh.transform.UpdateVDevice(rh.VDevice(target))(module)
     return rh.transform.ToMixedPrecision(precision)(module) if precision else module

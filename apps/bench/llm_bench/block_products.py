@@ -1,7 +1,7 @@
 """Products with weights of every block format on the CPU: GB/s of weights for few rows, Gop/s for many.
 
-``TVM_NUM_THREADS`` says how many threads compute. Every result is compared with a product of float64
-first. Weights of few rows are so many copies that no cache holds them, as a model's are.
+``TVM_NUM_THREADS`` sets the number of threads. Every result is first compared with a product in float64.
+For few rows, weights are copied so often that they do not fit in a cache, like a model's.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from smoke import smoke  # noqa: E402
 
 _MEMORY = 1 << 27
-"""Bytes of weights that calls of few rows go over."""
+"""Bytes of weights that calls of few rows read in turn."""
 
 _ROUNDING = {8: 1.5e-2, 16: 3e-5}
-"""Of a result relative to the sum of its terms' sizes, by bits of activations; few results are half as far off."""
+"""Allowed error relative to the sum of the magnitudes of a result's terms, by bits of activations."""
 
 _ROWS_OF_MEMORY = 16
-"""Up to so many rows, reading weights decides."""
+"""Number of rows up to which the time is that of reading weights."""
 
 
 def random_rows(name: str, rows: int, depth: int) -> np.ndarray:
-    """Rows of a file's bytes, whose scales are small numbers."""
+    """Random rows in a file's format, with small scales."""
     form, rng = FILE_FORMATS[name], np.random.default_rng(3)
     raw = rng.integers(0, 256, (rows, depth // form.span, form.record_bytes), dtype=np.uint8)
     places = [208] if name == "q6_k" else [0, 2] if form.minimum else [0]
-    for at in places:
+    for offset in places:
         small = rng.uniform(0.01, 0.02, raw.shape[:2])
         words = (small.astype("<f4").view("<u4") >> 16) if name == "bf16" else small.astype("<f2").view("<u2")
-        raw[:, :, at : at + 2] = words.astype("<u2")[..., None].view(np.uint8)
+        raw[:, :, offset : offset + 2] = words.astype("<u2")[..., None].view(np.uint8)
     return raw.reshape(rows, -1)
 
 
@@ -62,7 +62,7 @@ def product(name: str, copies: list[np.ndarray], rows: int, depth: int, activati
 
 
 def measure(name: str, rows: int, activation_bits: int, columns: int, depth: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of a product, and the bytes of its weights in the file; ends where a result is wrong."""
+    """Median seconds of a product, and the bytes of its weights in the file; exits if a result is wrong."""
     raw = random_rows(name, columns, depth)
     count = max(1, _MEMORY // raw.nbytes) if rows <= _ROWS_OF_MEMORY and rounds > 1 else 1
     machine = product(name, [raw.copy() for _ in range(count)], rows, depth, activation_bits)
@@ -83,7 +83,7 @@ def measure(name: str, rows: int, activation_bits: int, columns: int, depth: int
 
 
 @click.command(help=__doc__)
-@click.option("--format", "formats", multiple=True, type=click.Choice(list(FILE_FORMATS)), help="Default: all.")
+@click.option("--format", "formats", multiple=True, type=click.Choice(list(FILE_FORMATS)), help="Default: all formats.")
 @click.option("--rows", multiple=True, type=int, default=(1, 8, 512), show_default=True)
 @click.option("--activations", multiple=True, type=click.Choice([8, 16]), default=(8, 16), show_default=True)
 @click.option("--columns", default=4096, show_default=True)
@@ -97,9 +97,9 @@ def main(
     print(f"threads: {os.environ.get('TVM_NUM_THREADS', 'all')}; products of (rows, {depth}) by ({depth}, {columns})")
     cases = list(itertools.product(formats or FILE_FORMATS, rows, activations))
     random.Random(1).shuffle(cases)
-    found = {case: measure(*case, columns, depth, rounds) for case in cases}
+    figures = {case: measure(*case, columns, depth, rounds) for case in cases}
     print(f"{'format':8}{'rows':>6}{'bits':>6}{'us':>12}{'GB/s':>8}{'Gop/s':>8}")
-    for (name, count, bits), (seconds, size) in sorted(found.items()):
+    for (name, count, bits), (seconds, size) in sorted(figures.items()):
         work = 2 * count * columns * depth / seconds / 1e9
         print(f"{name:8}{count:6}{bits:6}{seconds * 1e6:12.1f}{size / seconds / 1e9:8.1f}{work:8.1f}")
 

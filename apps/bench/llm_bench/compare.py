@@ -2,7 +2,7 @@
 
 python apps/bench/llm_bench/compare.py gemma                  # Gemma 3 270M, from the package index
 python apps/bench/llm_bench/compare.py tinyllama              # 1.1 billion random weights in 4 bits
-python apps/bench/llm_bench/compare.py mixture -p speed       # 64 experts in 4 bits, of which a token takes 8
+python apps/bench/llm_bench/compare.py mixture -p speed       # 64 experts in 4 bits, 8 for each token
 python apps/bench/llm_bench/compare.py MODEL.gguf --threads 2 --part speed
 """
 
@@ -27,19 +27,19 @@ from smoke import smoke  # noqa: E402
 
 NOVELS = HERE / "novels.txt"
 PROMPT, DECODED, PREFILLED, WRITTEN = 112, 32, 512, 200
-"""Tokens: in front of those whose decoding is timed, and of those; of a prefill; of the text that is compared."""
+"""Numbers of tokens: before the timed decoding, and decoded; of a prefill; of the compared text."""
 PARTS = ("speed", "memory", "text", "perplexity")
 BARS = {"gemma": {"decode": 2.0, "prefill": 3.0}, "tinyllama": {"decode": 1.15, "prefill": 1.5}}
-# llama.cpp rounds activations to 8 bits. Its logits of Gemma are off by 0.24 in the mean (root of squares), and two of
-# them may be off in opposite directions: tests/python/llm/test_gemma.py.
+# llama.cpp rounds activations to 8 bits. Its logits of Gemma have an error of 0.24 (root mean square), and two of
+# them may have errors of opposite signs: tests/python/llm/test_gemma.py.
 ROUNDING = 1.0
 FLOAT64 = {"gemma": 28.7176}
-"""Perplexities of the novels in float64, which tests/python/llm/test_gemma.py computes."""
+"""Perplexities of the novels in float64, computed by tests/python/llm/test_gemma.py."""
 SAYS = Console(highlight=False, width=120)
 
 
 class Process:
-    """A contestant's process."""
+    """The process of a contestant."""
 
     def __init__(self, library: str, model: str, threads: int, context: int) -> None:
         words = [sys.executable, str(HERE / "contestant.py"), library, model]
@@ -50,10 +50,10 @@ class Process:
         )
         self._read()
 
-    def __call__(self, command: str, **given: Any) -> tuple[Any, float]:
-        """Result and seconds of a command."""
+    def __call__(self, command: str, **arguments: Any) -> tuple[Any, float]:
+        """Run a command; returns its result and seconds."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": command, **given}) + "\n")
+        self._process.stdin.write(json.dumps({"do": command, **arguments}) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -66,36 +66,36 @@ class Process:
         return answer["result"], answer["seconds"]
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def speed(processes: Sequence[Process], tokens: list[int], rounds: int) -> dict[str, dict[str, float]]:
-    """Tokens a second by library and kind of work, medians over rounds in which contestants take turns."""
-    found: dict[str, dict[str, list[float]]] = {each.library: {"prefill": [], "decode": []} for each in processes}
-    for at in range(rounds + 1):
-        for process in processes if at % 2 else reversed(processes):
+    """Tokens a second by library and kind of work; medians over rounds, in turns."""
+    rates: dict[str, dict[str, list[float]]] = {each.library: {"prefill": [], "decode": []} for each in processes}
+    for turn in range(rounds + 1):
+        for process in processes if turn % 2 else reversed(processes):
             prefill = process("prefill", tokens=tokens[:PREFILLED])[1]
             process("prefill", tokens=tokens[:PROMPT])
             decode = process("decode", count=DECODED)[1]
-            if at:
-                found[process.library]["prefill"].append(min(len(tokens), PREFILLED) / prefill)
-                found[process.library]["decode"].append(DECODED / decode)
-    return {name: {kind: statistics.median(rates) for kind, rates in of.items()} for name, of in found.items()}
+            if turn:
+                rates[process.library]["prefill"].append(min(len(tokens), PREFILLED) / prefill)
+                rates[process.library]["decode"].append(DECODED / decode)
+    return {name: {kind: statistics.median(kinds) for kind, kinds in of.items()} for name, of in rates.items()}
 
 
-def show_speed(found: dict[str, dict[str, float]], threads: int, bars: dict[str, float]) -> bool:
-    """Print a table; whether all bars were met."""
+def show_speed(speeds: dict[str, dict[str, float]], threads: int, bars: dict[str, float]) -> bool:
+    """Print a table; true if all bars are reached."""
     table = Table(title=f"tokens a second, {threads} thread{'s' * (threads > 1)}")
-    for column in ("", *found, *(["ratio", "bar"] if len(found) > 1 else [])):
+    for column in ("", *speeds, *(["ratio", "bar"] if len(speeds) > 1 else [])):
         table.add_column(column, justify="right")
     met = True
     for kind in ("prefill", "decode"):
-        row = [kind, *(f"{of[kind]:.1f}" for of in found.values())]
-        if len(found) > 1:
-            ratio = found["ours"][kind] / found["llama.cpp"][kind]
+        row = [kind, *(f"{of[kind]:.1f}" for of in speeds.values())]
+        if len(speeds) > 1:
+            ratio = speeds["ours"][kind] / speeds["llama.cpp"][kind]
             met &= ratio >= bars.get(kind, 0)
             row += [f"{ratio:.2f}", f"{bars[kind]:.2f}" if kind in bars else ""]
         table.add_row(*row)
@@ -104,22 +104,22 @@ def show_speed(found: dict[str, dict[str, float]], threads: int, bars: dict[str,
 
 
 def show_memory(processes: Sequence[Process], tokens: list[int], threads: int) -> None:
-    """Print resident memory above that after the imports, of processes that have prefilled and decoded."""
+    """Print the processes' resident memory above that after their imports, once they have prefilled and decoded."""
     table = Table(title=f"memory in MB above the imports, {threads} thread{'s' * (threads > 1)}")
     for column in ("", "resident", "of it not of files", "peak"):
         table.add_column(column, justify="right")
     for process in processes:
         process("prefill", tokens=tokens[:PREFILLED])
         process("decode", count=DECODED)
-        used = process("memory")[0]
-        table.add_row(process.library, *(f"{used[name] / 1e6:.0f}" for name in ("resident", "anonymous", "peak")))
+        figures = process("memory")[0]
+        table.add_row(process.library, *(f"{figures[name] / 1e6:.0f}" for name in ("resident", "anonymous", "peak")))
     SAYS.print(table)
 
 
 def compare_texts(processes: Sequence[Process], prompt: list[int]) -> bool:
-    """Whether the texts of all are the same, or differ only in tokens whose logits are within rounding.
+    """Compare the texts; true if they are equal, or differ only in tokens whose logits are within rounding.
 
-    Each computes the logits of the others' texts, so that all tokens count, not only those up to a first difference.
+    Each library computes the logits of the other's text, so that all tokens count, not only those up to a difference.
     """
     texts = {}
     for process in processes:
@@ -140,18 +140,18 @@ def compare_texts(processes: Sequence[Process], prompt: list[int]) -> bool:
 
 
 def compare_perplexity(processes: Sequence[Process], tokens: list[int], exact: float | None) -> bool:
-    """Whether our perplexity on the novels is within half a percent of that of exact arithmetic, else of the peer's."""
-    found = {process.library: math.exp(process("surprise", tokens=tokens)[0]) for process in processes}
-    found |= {"float64": exact} if exact else {}
-    wanted = exact or found.get("llama.cpp")
-    for name, perplexity in found.items():
-        beside = f", {perplexity / wanted - 1:+.4%}" if wanted else ""
-        SAYS.print(f"perplexity on {len(tokens)} tokens: {name} {perplexity:.4f}{beside}")
-    return "ours" not in found or not wanted or abs(found["ours"] / wanted - 1) < 0.005
+    """Compare perplexities on the novels; true if ours is within 0.5 % of the exact one, or else of the peer's."""
+    perplexities = {process.library: math.exp(process("surprise", tokens=tokens)[0]) for process in processes}
+    perplexities |= {"float64": exact} if exact else {}
+    reference = exact or perplexities.get("llama.cpp")
+    for name, perplexity in perplexities.items():
+        difference = f", {perplexity / reference - 1:+.4%}" if reference else ""
+        SAYS.print(f"perplexity on {len(tokens)} tokens: {name} {perplexity:.4f}{difference}")
+    return "ours" not in perplexities or not reference or abs(perplexities["ours"] / reference - 1) < 0.005
 
 
 def model_path(name: str, cache: Path) -> Path:
-    """The GGUF file of a model, made or put together where it is not there yet."""
+    """The GGUF file of a model, made on first use."""
     path = cache / f"{name}.gguf"
     if name == "gemma":
         if not path.exists():
@@ -168,7 +168,7 @@ def model_path(name: str, cache: Path) -> Path:
 
 
 def compiled(path: Path, cache: Path, context: int) -> Path:
-    """A folder with the model compiled for this CPU; made in a process of its own, whose memory is its own, too."""
+    """A folder with the model compiled for this CPU, in a process of its own, so that memory is counted apart."""
     folder = cache / f"{path.stem}-{context}"
     if not (folder / "model.json").exists():
         program = (
@@ -181,12 +181,12 @@ def compiled(path: Path, cache: Path, context: int) -> Path:
 
 
 def contestants(names: Sequence[str], path: Path, cache: Path) -> dict[str, str]:
-    """What each library loads, by its name."""
-    made: dict[str, Callable[[int], str]] = {
+    """The path that each library loads, by the library's name."""
+    paths: dict[str, Callable[[int], str]] = {
         "ours": lambda context: str(compiled(path, cache, context)),
         "llama.cpp": lambda context: str(path),
     }
-    return {name: made[name](CONTEXT) for name in names}
+    return {name: paths[name](CONTEXT) for name in names}
 
 
 CONTEXT = 3072
@@ -199,7 +199,7 @@ CONTEXT = 3072
 @click.option("--part", "-p", multiple=True, type=click.Choice(PARTS), default=PARTS, show_default=True)
 @click.option("--rounds", default=7, show_default=True, help="Turns of each contestant.")
 @click.option("--cache", type=click.Path(path_type=Path), default=Path(".cache/language_models"), show_default=True)
-@click.option("--prompt", default="The history of the city begins with", help="Of the text that is compared.")
+@click.option("--prompt", default="The history of the city begins with", help="Beginning of the compared text.")
 @smoke(model="tiny", threads=(1,), library=("ours",), rounds=1)
 def main(
     model: str,
@@ -210,7 +210,7 @@ def main(
     cache: Path,
     prompt: str,
 ) -> None:
-    """Compare, and end with 1 if a bar was missed."""
+    """Compare, and exit with 1 if a bar is missed."""
     cache.mkdir(parents=True, exist_ok=True)
     paths = contestants(library, model_path(model, cache), cache)
     met = True

@@ -1,9 +1,9 @@
-"""A process with one model of one library, which works when it is told to: `compare.py` starts one for each contestant.
+"""A process with one model in one library, which executes commands of `compare.py`.
 
 python apps/bench/llm_bench/contestant.py llama.cpp model.gguf --threads 1 --context 1024
 
-It reads a command a line, as JSON, and answers each with a line: its result, and the seconds that the work took. While
-it waits it computes nothing, so that contestants can take turns. Memory is counted from the imports on.
+It reads commands as lines of JSON, and answers each with a line: its result, and the seconds that it took. While
+it waits it computes nothing, so that contestants can take turns. Memory of the imports is not counted.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Contestant(Protocol):
         """Forget all tokens."""
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text, the one that begins a text in front."""
+        """Tokens of a text, with the beginning-of-text token."""
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """What tokens stand for."""
+        """The text of tokens."""
 
     def append(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits (vocabulary,) after the last of at most 512 tokens that follow all before."""
+        """Append at most 512 tokens to the sequence; logits (vocabulary,) after the last."""
 
 
 class Ours:
-    """relax_hetero on the CPU, loaded from what `rh.llm.save` wrote."""
+    """relax_hetero on the CPU, loaded from a folder of `rh.llm.save`."""
 
     def __init__(self, path: str, threads: int, context: int) -> None:
         from relax_hetero.llm.onnx_decoder import load
@@ -59,7 +59,7 @@ class Ours:
         if len(tokens) == 1:
             return self._model.decode([self._slot], tokens)[0]
         chunk = self._model.chunk
-        parts = [tokens[at : at + chunk] for at in range(0, len(tokens), chunk)]
+        parts = [tokens[begin : begin + chunk] for begin in range(0, len(tokens), chunk)]
         return [self._model.prefill(self._slot, np.array(part, "int32")) for part in parts][-1]
 
 
@@ -79,7 +79,7 @@ LIBRARIES = {"ours": _ours, "llama.cpp": _llama_cpp}
 
 
 def memory() -> dict[str, int]:
-    """Resident bytes of this process: now, the most so far, and the part now that no file backs."""
+    """Resident bytes of this process: now, at the peak, and now without pages of files."""
     names = {"VmRSS": "resident", "VmHWM": "peak", "RssAnon": "anonymous"}
     with open("/proc/self/status") as status:
         lines = (line.split() for line in status)
@@ -87,7 +87,7 @@ def memory() -> dict[str, int]:
 
 
 class Work:
-    """The commands, by their names."""
+    """The commands of a contestant, by name."""
 
     def __init__(self, model: Contestant, imported: dict[str, int]) -> None:
         self._model, self._imported = model, imported
@@ -102,31 +102,31 @@ class Work:
         return self._model.text_of(tokens)
 
     def prefill(self, tokens: list[int]) -> int:
-        """Begin anew with some tokens; the likeliest next one."""
+        """Start a new sequence with some tokens; returns the most probable next one."""
         self._model.reset()
         self._next = int(self._model.append(tokens).argmax())
         return self._next
 
     def decode(self, count: int) -> list[int]:
-        """Go on greedily by so many tokens, which it returns."""
-        found = []
+        """Continue greedily by `count` tokens; returns them."""
+        tokens = []
         for _ in range(count):
-            found.append(self._next)
+            tokens.append(self._next)
             self._next = int(self._model.append([self._next]).argmax())
-        return found
+        return tokens
 
     def gaps(self, tokens: list[int], start: int) -> list[float]:
-        """For each token from `start` on, how far its logit is below the largest, all before it being given."""
+        """For each token from `start` on, the difference of the largest logit and its own, given all before it."""
         self._model.reset()
         logits = self._model.append(tokens[:start])
-        found = []
+        differences = []
         for token in tokens[start:]:
-            found.append(float(logits.max() - logits[token]))
+            differences.append(float(logits.max() - logits[token]))
             logits = self._model.append([token])
-        return found
+        return differences
 
     def surprise(self, tokens: list[int]) -> float:
-        """The mean of -log p over all tokens but the first, each computed by a decode step."""
+        """The mean of -log p over all tokens but the first; each takes a decode step."""
         self._model.reset()
         total = 0.0
         for token, following in zip(tokens, tokens[1:], strict=False):
@@ -145,13 +145,13 @@ def main() -> None:
     """Answer commands until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("library", choices=LIBRARIES)
-    parser.add_argument("model", help="a GGUF file; for ours a folder that rh.llm.save wrote")
+    parser.add_argument("model", help="a GGUF file; for ours a folder of rh.llm.save")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
     options = parser.parse_args()
     os.environ.update(TVM_NUM_THREADS=str(options.threads), OMP_NUM_THREADS=str(options.threads))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print
+    os.dup2(2, 1)  # libraries print to stdout
     make = LIBRARIES[options.library](options.model, options.threads, options.context)
     imported = memory()
     start = time.perf_counter()

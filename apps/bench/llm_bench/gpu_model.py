@@ -1,13 +1,13 @@
-"""A random llama of 8 billion weights from a GGUF file on an NVIDIA GPU: decode and prefill, beside PyTorch in f16.
+"""A random llama of 8 billion weights from a GGUF file on an NVIDIA GPU: decode and prefill, against PyTorch in f16.
 
 python apps/bench/llm_bench/gpu_model.py                                    # Q4_0 and F16: 21 GB of files, 80 GB of GPU
 python apps/bench/llm_bench/gpu_model.py --layers 8 --types Q4_0,Q4_K,F16   # shorter
 
 Each file is written with random weights, loaded by `rh.llm.load` with its defaults, and called as an engine calls it:
 `prefill` and `decode` of the loaded model, by the host's clock, from tokens to logits in the host's memory. PyTorch
-runs the same sizes in float16 as CUDA graphs, by the same clock. Bytes of a decode step are those of the file's
-weights and of the cache; bandwidth is that of reading 4 GB once, and the peak that of a product of 8,192 x 8,192 x
-8,192 by cuBLAS, in the same run.
+runs a model of the same sizes in float16 as CUDA graphs, by the same clock. Bytes of a decode step are the file's
+weights and the cache; the bandwidth is measured by reading 4 GB once, the peak by a product of 8,192 x 8,192 x
+8,192 in cuBLAS, in the same run.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from llm_bench.random_gguf import LLAMA_8B, SCALES, Sizes, shapes, write_gguf  #
 from llm_bench.torch_llama import TorchLlama  # noqa: E402
 
 BANDWIDTH_BARS, PEAK_BAR = {True: 0.60, False: 0.80}, 0.70
-"""Least shares of the bandwidth by whether weights are in blocks, and of the peak."""
+"""Minimum shares of the bandwidth, for block-quantized and other weights, and of the peak."""
 PEER_BARS = {True: 2.0, False: 1.10}
-IN_BLOCKS = {kind.name for kind in SCALES}
-"""Names of types whose weights are in blocks."""
+BLOCK_QUANTIZED = {kind.name for kind in SCALES}
+"""Names of types of block-quantized weights."""
 Call = Callable[[], object]
 
 
 class Ours:
-    """A model of a file with as many sequences as the largest batch."""
+    """A loaded model with as many sequences as the largest batch."""
 
     def __init__(self, path: Path, vdevice: str, batches: tuple[int, ...], chunk: int, context: int) -> None:
         begin = time.perf_counter()
@@ -80,7 +80,7 @@ class Ours:
 
 
 def references(rounds: int) -> dict[str, float]:
-    """Bytes read a millisecond, and operations of f16 products a millisecond; none without a GPU."""
+    """Bytes read per millisecond, and operations of f16 products per millisecond; none without a GPU."""
     torch = torch_on_gpu()
     if torch is None:
         return {}
@@ -91,14 +91,14 @@ def references(rounds: int) -> dict[str, float]:
 
 
 def operations(sizes: Sizes, rows: int) -> float:
-    """Operations of a prefill of so many tokens whose last row's logits are wanted: products and causal attention."""
+    """Operations of a prefill that computes the last row's logits: products and causal attention."""
     layer = sum(np.prod(shape) for name, shape in shapes(sizes).items() if name.startswith("blk.0.") and len(shape) > 1)
     attention = 2 * sizes.heads * sizes.size * rows * (rows + 1)
     return float(2 * rows * sizes.layers * layer + sizes.layers * attention + 2 * sizes.width * sizes.vocabulary)
 
 
 def bytes_read(path: Path, sizes: Sizes, batch: int, context: int) -> float:
-    """Bytes of a decode step: the file's weights but the table of embeddings, and keys and values of 16 bits."""
+    """Bytes of a decode step: the file's weights except the embedding table, and keys and values of 16 bits."""
     import gguf
 
     weights = sum(int(one.n_bytes) for one in gguf.GGUFReader(path).tensors if one.name != "token_embd.weight")
@@ -108,12 +108,12 @@ def bytes_read(path: Path, sizes: Sizes, batch: int, context: int) -> float:
 @click.command(help=__doc__)
 @click.option("--vdevice", default="cuda", show_default=True)
 @click.option("--layers", default=LLAMA_8B.layers, show_default=True)
-@click.option("--types", default="Q4_0,F16", show_default=True, help="Types of all matrices: a list.")
-@click.option("--batches", default="1,8,32", show_default=True, help="Sequences of decode steps: a list.")
+@click.option("--types", default="Q4_0,F16", show_default=True, help="Types of the matrices, a list.")
+@click.option("--batches", default="1,8,32", show_default=True, help="Numbers of sequences of decode steps, a list.")
 @click.option("--chunk", default=2048, show_default=True, help="Tokens of a prefill.")
 @click.option("--context", default=512, show_default=True, help="Tokens of a sequence in a decode step.")
 @click.option("--rounds", default=11, show_default=True)
-@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append a line for each row there.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append JSON lines to this file.")
 @smoke(vdevice="llvm", layers=0, types="Q4_0", batches="1,2", chunk=70, context=100, rounds=1)
 def main(
     vdevice: str,
@@ -146,7 +146,7 @@ def main(
             calls[f"decode {batch}"]["torch"] = peer.step(clock, batch, context)
             read[f"decode {batch}", "torch"] = peer.bytes_read(batch, context)
         calls[f"prefill {chunk}"]["torch"] = peer.prefill(clock, chunk)
-    known = references(rounds)
+    limits = references(rounds)
     times = {}
     for work, each in calls.items():
         for name, call in each.items():
@@ -158,12 +158,12 @@ def main(
     checks = []
     for (work, name), ms in times.items():
         kind, rows = work.split()[0], int(work.split()[1])
-        is_blocks = name in IN_BLOCKS
-        done = read[work, name] if kind == "decode" else operations(sizes, rows)
-        limit = known.get("read" if kind == "decode" else "peak")
-        share = done / ms / limit if limit else None
+        is_blocks = name in BLOCK_QUANTIZED
+        amount = read[work, name] if kind == "decode" else operations(sizes, rows)
+        limit = limits.get("read" if kind == "decode" else "peak")
+        share = amount / ms / limit if limit else None
         over = times[work, "torch"] / ms if (work, "torch") in times and name != "torch" else None
-        cells = [f"{ms:.3f}", f"{rows / ms * 1e3:,.0f}", f"{done / ms / 1e9:.2f}"]
+        cells = [f"{ms:.3f}", f"{rows / ms * 1e3:,.0f}", f"{amount / ms / 1e9:.2f}"]
         table.add_row(work, name, *cells, f"{share:.2f}" if share else "", f"{over:.2f}" if over else "")
         if share and name != "torch" and (kind == "prefill" or rows == 1):
             bar = PEAK_BAR if kind == "prefill" else BANDWIDTH_BARS[is_blocks]
@@ -175,8 +175,8 @@ def main(
             with json_file.open("a") as lines:
                 lines.write(json.dumps({"work": work, "by": name, "ms": ms, "share": share, "ratio": over}) + "\n")
     console.print(table)
-    if known:
-        console.print(f"read {known['read'] / 1e9:.2f} TB/s, peak {known['peak'] / 1e9:.0f} TFLOP/s")
+    if limits:
+        console.print(f"read {limits['read'] / 1e9:.2f} TB/s, peak {limits['peak'] / 1e9:.0f} TFLOP/s")
     for check in checks:
         console.print(f"{verdict(check)}: {check}", markup=False)
 

@@ -1,4 +1,4 @@
-"""llama.cpp behind the few calls that benchmarks and tests make of it.
+"""llama.cpp with the few functions that benchmarks and tests call.
 
 python apps/bench/llm_bench/llama_cpp_model.py MODEL.gguf TOKENS.npy LOGITS.npy [--exact-cache]
 
@@ -25,12 +25,12 @@ class LlamaCppModel:
     Parameters
     ----------
     path : str
-        Of a GGUF file.
+        A GGUF file.
     threads : int
     context : int
-        Most positions.
+        Maximum number of positions.
     exact_cache : bool
-        Keys and values in float32, and attention in its plain form.
+        Store keys and values in float32, and use plain attention.
     """
 
     def __init__(self, path: str, threads: int = 1, context: int = 512, exact_cache: bool = False) -> None:
@@ -42,7 +42,7 @@ class LlamaCppModel:
             raise SystemExit(f"llama.cpp does not load {path}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = context, 512, 512
-        params.swa_full = False  # layers with a window keep no more than it
+        params.swa_full = False  # layers with a window store only that window
         params.n_threads = params.n_threads_batch = threads
         if exact_cache:
             params.type_k = params.type_v = FLOAT32_CACHE
@@ -56,31 +56,31 @@ class LlamaCppModel:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text, the one that begins a text in front."""
+        """Tokens of a text, with the beginning-of-text token."""
         data = text.encode()
         room = (llama_cpp.llama_token * (len(data) + 2))()
         count = llama_cpp.llama_tokenize(self._vocabulary, data, len(data), room, len(room), True, False)
         return list(room[:count])
 
     def text_of(self, tokens: Sequence[int]) -> str:
-        """What tokens stand for."""
+        """The text of tokens."""
         room = (llama_cpp.llama_token * len(tokens))(*tokens)
         text = ctypes.create_string_buffer(32 * len(tokens) + 32)
         count = llama_cpp.llama_detokenize(self._vocabulary, room, len(tokens), text, len(text), True, False)
         return text.raw[:count].decode(errors="replace")
 
     def append(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits after the last of some tokens that follow all before; valid until the next call.
+        """Append tokens to the sequence; logits after the last, valid until the next call.
 
         Parameters
         ----------
         tokens : sequence of int
-            At most 512.
+            At most 512 tokens.
 
         Returns
         -------
         np.ndarray
-            Of shape (vocabulary,), float32.
+            Logits (vocabulary,), float32.
         """
         room = (llama_cpp.llama_token * len(tokens))(*tokens)
         status = llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(room, len(tokens)))
@@ -89,13 +89,13 @@ class LlamaCppModel:
         return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, -1), (self.vocabulary,))
 
     def all_logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits after each of at most 512 tokens from position 0 on, computed in one batch: (tokens, vocabulary)."""
+        """Logits (tokens, vocabulary) after each of at most 512 tokens from position 0 on, in one batch."""
         self.reset()
         batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
-        for at, token in enumerate(tokens):
-            batch.token[at], batch.pos[at], batch.n_seq_id[at], batch.logits[at] = token, at, 1, True
-            batch.seq_id[at][0] = 0
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, True
+            batch.seq_id[i][0] = 0
         status = llama_cpp.llama_decode(self._context, batch)
         llama_cpp.llama_batch_free(batch)
         if status:

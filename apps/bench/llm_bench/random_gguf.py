@@ -1,11 +1,11 @@
 """Language models with random weights as GGUF files, in the form that llama.cpp's converter writes.
 
 python apps/bench/llm_bench/random_gguf.py tinyllama.gguf      # 1.1 billion parameters in 4 bits
-python apps/bench/llm_bench/random_gguf.py mixture.gguf --mixture    # 64 experts of which a token takes 8
+python apps/bench/llm_bench/random_gguf.py mixture.gguf --mixture    # 64 experts, 8 for each token
 
-Keys and names of tensors are those that llama.cpp reads, rows of llama's queries and keys stand in pairs for its rotary
-embedding, and norms of Gemma include the 1 that its authors' code adds. Weights in blocks are random bits with scales
-that give the wanted spread: the package `gguf` reads K types but does not write them, and writes the others slowly.
+Keys and tensors have the names that llama.cpp reads, rows of llama's queries and keys are in pairs for its rotary
+embedding, and norms of Gemma include the 1 that its authors' code adds. Block-quantized weights are random bits with
+scales for the wanted spread: the package `gguf` reads K types but does not write them, and writes the others slowly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gguf import GGUFWriter
 
 GEMMAS = ("gemma2", "gemma3")
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", *GEMMAS)
-# What a tensor of one dimension, or a router of experts, always is.
+# Tensors that are always float32: those of one dimension, and routers of experts.
 PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp.weight")
-# Where a block's float16 scales stand, and how large the second (of minimums) is beside the first, so that the weights'
+# Offsets of a block's float16 scales, and the ratio of the second (of minimums) to the first, so that the weights'
 # mean is near 0.
 SCALES = {
     BlockType.Q4_0: {0: 1.0},
@@ -41,27 +41,27 @@ SCALES = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """A language model's architecture and sizes; the default is a llama that is tiny.
+    """A language model's architecture and sizes; the default is a tiny llama.
 
     Attributes
     ----------
     architecture : str
-        As GGUF names it, one of `ARCHITECTURES`.
+        GGUF's name of the architecture, one of `ARCHITECTURES`.
     layers, width, feed_forward, heads, kv_heads, size, vocabulary, context : int
-        `size` is that of a head; `context` the positions that the model was made for.
+        Sizes; `size` is that of a head, `context` the number of positions that the model was trained for.
     tied : bool
-        Whether the embeddings are the matrix of logits, too. Gemma's always are.
+        If true, the embeddings are the output projection, too, as always in Gemma.
     rope_base, local_rope_base : float
-        Of the rotary embedding, and of that in layers with a window (Gemma 3).
+        Bases of the rotary embedding, in all layers and in those with a window (Gemma 3).
     rope_factors : tuple of float
-        What llama 3 divides frequencies by: size // 2 numbers, or none.
+        Divisors of llama 3's frequencies: size // 2 numbers, or none.
     window, pattern : int
-        Gemma: positions that a layer with a window sees, its own included; of so many layers the last has no window,
-        0 for what llama.cpp takes where the file has no such key (2 for Gemma 2, 6 for Gemma 3).
+        Gemma: positions that a layer with a window sees, its own included; the last of `pattern` layers lacks a window,
+        0 for llama.cpp's default (2 for Gemma 2, 6 for Gemma 3).
     attention_softcap, final_softcap : float
-        Gemma 2.
+        Soft caps of Gemma 2.
     experts, experts_used, expert_width : int
-        Mixtures of experts.
+        Sizes of a mixture of experts.
     """
 
     architecture: str = "llama"
@@ -94,12 +94,12 @@ LLAMA_8B = Sizes(
     layers=32, width=4096, feed_forward=14336, heads=32, kv_heads=8, size=128, vocabulary=128256, context=8192,
     rope_base=5e5,
 )  # fmt: skip
-# Layers of the shape of Qwen 3 30B-A3B, with fewer of them, and half as many experts.
+# Layers like those of Qwen 3 30B-A3B, but fewer, with half as many experts.
 MIXTURE = Sizes(
     "qwen3moe", layers=4, width=2048, heads=32, kv_heads=4, size=128, vocabulary=32000, context=4096, eps=1e-6,
     rope_base=1e6, experts=64, experts_used=8, expert_width=768,
 )  # fmt: skip
-# As llama.cpp's Q4_K_M without the layers that it gives more bits.
+# Types of llama.cpp's Q4_K_M, without the layers with more bits.
 FOUR_BITS = {"output.weight": "Q6_K", "*attn_v.weight": "Q6_K", "*": "Q4_K"}
 
 
@@ -120,7 +120,7 @@ def random_blocks(
     Returns
     -------
     np.ndarray
-        Of shape (rows, n): n numbers if the type is a float's that numpy has, else n bytes.
+        Shape (rows, n): n numbers if numpy has the type, else n bytes.
     """
     if kind not in SCALES:
         weights = generator.standard_normal((rows, columns), dtype=np.float32) * np.float32(spread)
@@ -132,7 +132,7 @@ def random_blocks(
     blocks = np.frombuffer(bytearray(generator.bytes(count * size)), np.uint8).reshape(count, size)
     _set_scales(blocks[:256], kind, np.ones(len(blocks[:256])))
     unit = float(gguf.quants.dequantize(blocks[:256], kind).std())
-    # Of either sign: codes of some types lie around -1/2, not 0.
+    # Scales of either sign: codes of some types lie around -1/2, not 0.
     scales = generator.uniform(0.5, 1.5, count) * generator.choice((-1, 1), count)
     _set_scales(blocks, kind, scales * spread / unit)
     return blocks.reshape(rows, -1)
@@ -144,13 +144,13 @@ def _set_scales(blocks: np.ndarray, kind: BlockType, scales: np.ndarray) -> None
 
 
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model's tensors by their names, as numpy has them: the innermost dimension last."""
+    """Shapes of a model's tensors by their names, in numpy's order: the innermost dimension last."""
     width, feed_forward = sizes.width, sizes.feed_forward
-    found: dict[str, tuple[int, ...]] = {"token_embd.weight": (sizes.vocabulary, width), "output_norm.weight": (width,)}
+    table: dict[str, tuple[int, ...]] = {"token_embd.weight": (sizes.vocabulary, width), "output_norm.weight": (width,)}
     if not (sizes.tied or sizes.architecture in GEMMAS):
-        found["output.weight"] = (sizes.vocabulary, width)
+        table["output.weight"] = (sizes.vocabulary, width)
     if sizes.rope_factors:
-        found["rope_freqs.weight"] = (sizes.size // 2,)
+        table["rope_freqs.weight"] = (sizes.size // 2,)
     for layer in range(sizes.layers):
         tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), "ffn_norm.weight": (width,)}
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
@@ -169,8 +169,8 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
         else:
             tensors |= {"ffn_gate.weight": (feed_forward, width), "ffn_up.weight": (feed_forward, width)}
             tensors["ffn_down.weight"] = (width, feed_forward)
-        found |= {f"blk.{layer}.{name}": shape for name, shape in tensors.items()}
-    return found
+        table |= {f"blk.{layer}.{name}": shape for name, shape in tensors.items()}
+    return table
 
 
 def write_gguf(
@@ -187,12 +187,12 @@ def write_gguf(
     path : Path or str
     sizes : Sizes
     types : mapping of str to str, or str
-        Types of tensors by patterns of their names, the first that fits counting, such as ``{"output*": "Q6_K",
-        "*": "Q4_K"}``; or one for all. Norms, biases and routers of experts are float32 whatever it says.
+        Types of tensors by patterns of their names, the first match decides, such as ``{"output*": "Q6_K",
+        "*": "Q4_K"}``; or one for all. Norms, biases and routers of experts are always float32.
     seed : int
-        Of the weights.
+        Seed of the weights.
     chat_template : str, optional
-        How a conversation becomes a text.
+        Template that makes a prompt of a conversation.
 
     Returns
     -------
@@ -224,7 +224,7 @@ def write_gguf(
 
 
 def _plain(name: str, shape: tuple[int, ...], sizes: Sizes, generator: np.random.Generator) -> np.ndarray:
-    """A tensor that is float32 in every file: norms are near 1, where mistakes in their place show."""
+    """A tensor that is float32 in every file; norms are near 1, so that misplaced ones show."""
     if name == "rope_freqs.weight":
         return np.array(sizes.rope_factors, "float32")
     if name.endswith("norm.weight"):
@@ -258,7 +258,7 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
         (writer.add_expert_feed_forward_length, sizes.expert_width),
         (writer.add_rope_dimension_count, architecture == "llama" and sizes.size),
         (writer.add_vocab_size, architecture == "llama" and sizes.vocabulary),
-        # Gemma 3 files from before this key existed mean 10,000.
+        # Gemma 3 files without this key, which is newer, mean 10,000.
         (writer.add_rope_freq_base_swa, architecture == "gemma3" and sizes.local_rope_base != 1e4),
     ]
     for add, value in optional:
@@ -267,7 +267,7 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
 
 
 def _add_vocabulary(writer: GGUFWriter, size: int) -> None:
-    """A vocabulary as SentencePiece's: three control tokens, all bytes, letters, and words that never occur."""
+    """A vocabulary like SentencePiece's: three control tokens, all bytes, letters, and words that never occur."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     tokens += [chr(ord("a") + letter) for letter in range(26)]
     tokens += [f"\u2581word{number}" for number in range(size - len(tokens))]
@@ -277,7 +277,7 @@ def _add_vocabulary(writer: GGUFWriter, size: int) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens[:size])
-    writer.add_token_scores([-float(at) for at in range(size)])
+    writer.add_token_scores([-float(token) for token in range(size)])
     writer.add_token_types(kinds[:size])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
@@ -289,7 +289,7 @@ def _add_vocabulary(writer: GGUFWriter, size: int) -> None:
 def main() -> None:
     """Write the model that benchmarks use."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("path", help="of the file to write")
+    parser.add_argument("path", help="the file to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mixture", action="store_true", help="a mixture of experts: 1.4 billion parameters")
     parser.add_argument("--smoke", action="store_true", help="a model of a megabyte: does the command work?")

@@ -1,10 +1,10 @@
-"""A server of a language model under many clients for minutes, some of which vanish or send nonsense.
+"""A server of a language model under load for minutes, with clients that vanish or send nonsense.
 
     python apps/bench/llm_bench/soak.py MODEL.gguf --clients 64 --minutes 10
     python apps/bench/llm_bench/soak.py toy --minutes 1        a model that computes nothing, for the server alone
 
-Says how many answers were lost, the time to the first token and per token, how even the clients' shares are, and how
-the memory of the server's process grew. Ends with 1 if an answer was lost or wrong.
+Prints the number of lost answers, the time to the first token and per token, the clients' shares, and the growth of
+the server's memory. Exits with 1 if an answer was lost or wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BAD_BODIES = (
 
 @dataclass
 class Seen:
-    """What the clients saw; times in seconds."""
+    """Observations of the clients; times in seconds."""
 
     answers: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Load:
-    """How clients behave: `vanish` and `bad` are shares of their requests."""
+    """Behaviour of clients: `vanish` and `bad` are shares of their requests."""
 
     clients: int
     seconds: float
@@ -64,78 +64,78 @@ class Load:
 
 
 async def soak(url: str, process: int, load: Load) -> Seen:
-    """Let all clients work until the time is over."""
-    seen = Seen()
+    """Run all clients until the time is over."""
+    observed = Seen()
     end = time.monotonic() + load.seconds
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        watching = asyncio.ensure_future(watch(process, seen, load.seconds))
-        await asyncio.gather(*(client(n, http, load, end, seen) for n in range(load.clients)))
+        watching = asyncio.ensure_future(watch(process, observed, load.seconds))
+        await asyncio.gather(*(client(n, http, load, end, observed) for n in range(load.clients)))
         watching.cancel()
-    seen.memory.append((load.seconds, resident(process)))
-    return seen
+    observed.memory.append((load.seconds, resident(process)))
+    return observed
 
 
-async def client(number: int, http: httpx.AsyncClient, load: Load, end: float, seen: Seen) -> None:
-    """One request after the other."""
+async def client(number: int, http: httpx.AsyncClient, load: Load, end: float, observed: Seen) -> None:
+    """Send one request after the other."""
     draw = random.Random(number)
     while time.monotonic() < end:
         kind = draw.random()
         try:
             if kind < load.bad:
-                await send_nonsense(http, draw, seen)
+                await send_nonsense(http, draw, observed)
             else:
                 stays = load.tokens if kind >= load.bad + load.vanish else draw.randrange(load.tokens)
-                await read_answer(number, http, draw, load.tokens, stays, seen)
+                await read_answer(number, http, draw, load.tokens, stays, observed)
         except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
-            seen.lost.append(f"client {number}: {type(error).__name__}: {error}")
+            observed.lost.append(f"client {number}: {type(error).__name__}: {error}")
 
 
-async def send_nonsense(http: httpx.AsyncClient, draw: random.Random, seen: Seen) -> None:
-    """A body that is no request, which must be answered with what is wrong."""
+async def send_nonsense(http: httpx.AsyncClient, draw: random.Random, observed: Seen) -> None:
+    """Send a body that is not a request; the answer must say what is wrong."""
     headers = {"Content-Type": "application/json"}
     answer = await http.post("/v1/completions", content=draw.choice(BAD_BODIES), headers=headers)
     if answer.status_code == 400 and "message" in answer.json()["error"]:
-        seen.answers["refused"] += 1
+        observed.answers["refused"] += 1
     else:
-        seen.lost.append(f"nonsense was answered with {answer.status_code}")
+        observed.lost.append(f"nonsense was answered with {answer.status_code}")
 
 
 async def read_answer(
-    number: int, http: httpx.AsyncClient, draw: random.Random, tokens: int, stays: int, seen: Seen
+    number: int, http: httpx.AsyncClient, draw: random.Random, tokens: int, stays: int, observed: Seen
 ) -> None:
-    """A stream, which its client leaves after `stays` events if that is before its end."""
+    """Read a stream, or leave it after `stays` events."""
     prompt = f"Client {number} asks: " + " ".join(
         draw.choices(("why", "who", "when", "what", "where"), k=draw.randint(1, 40))
     )
     body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True, "seed": number}
     body["stream_options"] = {"include_usage": True}
-    begin, first, count, usage, done = time.perf_counter(), 0.0, 0, 0, False
+    begin, first, count, usage, ended = time.perf_counter(), 0.0, 0, 0, False
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
-            seen.lost.append(f"a request was answered with {answer.status_code}: {(await answer.aread())[:200]!r}")
+            observed.lost.append(f"a request was answered with {answer.status_code}: {(await answer.aread())[:200]!r}")
             return
         async for event in events(answer):
             if event == "[DONE]":
-                done = True
+                ended = True
                 break
             part = json.loads(event)
             if "error" in part:
-                seen.lost.append(str(part["error"]))
+                observed.lost.append(str(part["error"]))
                 return
             usage = part.get("usage", {}).get("completion_tokens", usage)
             count += 1
             first = first or time.perf_counter()
             if count > stays and stays < tokens:
-                seen.answers["left"] += 1
+                observed.answers["left"] += 1
                 return
-    if not done or usage != tokens:
-        seen.lost.append(f"a stream ended after {usage} of {tokens} tokens")
+    if not ended or usage != tokens:
+        observed.lost.append(f"a stream ended after {usage} of {tokens} tokens")
         return
-    seen.answers["whole"] += 1
-    seen.shares[number] += usage
-    seen.first.append(first - begin)
-    seen.token.append((time.perf_counter() - first) / max(1, usage - 1))
+    observed.answers["whole"] += 1
+    observed.shares[number] += usage
+    observed.first.append(first - begin)
+    observed.token.append((time.perf_counter() - first) / max(1, usage - 1))
 
 
 async def events(answer: httpx.Response) -> AsyncIterator[str]:
@@ -145,11 +145,11 @@ async def events(answer: httpx.Response) -> AsyncIterator[str]:
             yield line.removeprefix("data: ")
 
 
-async def watch(process: int, seen: Seen, seconds: float) -> None:
-    """Look at the server's memory now and then; the first looks show how it warms up."""
+async def watch(process: int, observed: Seen, seconds: float) -> None:
+    """Sample the server's memory; the first samples show its warm-up."""
     begin = time.monotonic()
     while True:
-        seen.memory.append((time.monotonic() - begin, resident(process)))
+        observed.memory.append((time.monotonic() - begin, resident(process)))
         await asyncio.sleep(max(0.5, seconds / 20))
 
 
@@ -160,7 +160,7 @@ def resident(process: int) -> float:
 
 
 def start(model: str, arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
-    """A server in a process of its own, and where it listens."""
+    """A server in a process of its own, and its URL."""
     command = [sys.executable, __file__, "--serve-toy"]
     if model != TOY:
         command = [sys.executable, "-m", "relax_hetero", "serve", model, "--port", "0", *arguments]
@@ -176,7 +176,7 @@ def start(model: str, arguments: list[str]) -> tuple[subprocess.Popen[str], str]
 
 
 def serve_toy() -> None:
-    """A server over the model of the tests."""
+    """Serve the model of the tests."""
     from llm.toy_model import ToyCodec, ToyModel
     from relax_hetero.llm import Engine
     from relax_hetero.llm.server.app import Settings
@@ -187,21 +187,21 @@ def serve_toy() -> None:
         serve(engine, Settings(TOY), port=0, on_ready=lambda url: print(f"{url}/v1", file=sys.stderr, flush=True))
 
 
-def report(seen: Seen, seconds: float) -> bool:
-    """Print what was seen; False if something was lost."""
-    print(f"answers: {dict(seen.answers)}; lost: {len(seen.lost)}")
-    for line in seen.lost[:5]:
+def report(observed: Seen, seconds: float) -> bool:
+    """Print the observations; False if an answer was lost."""
+    print(f"answers: {dict(observed.answers)}; lost: {len(observed.lost)}")
+    for line in observed.lost[:5]:
         print(f"  {line}")
-    if seen.first:
-        for name, times in (("first token", seen.first), ("per token", seen.token)):
+    if observed.first:
+        for name, times in (("first token", observed.first), ("per token", observed.token)):
             middle, late = (1e3 * float(np.percentile(times, part)) for part in (50, 99))
             print(f"time {name}: p50 {middle:.1f} ms, p99 {late:.1f} ms")
-        shares = list(seen.shares.values())
+        shares = list(observed.shares.values())
         print(f"tokens per client: {min(shares)} to {max(shares)}; all: {sum(shares) / seconds:.1f} tokens/s")
-    begin = next((size for at, size in seen.memory if at >= seconds / 4), seen.memory[0][1])
-    first, last = seen.memory[0][1], seen.memory[-1][1]
+    begin = next((size for time, size in observed.memory if time >= seconds / 4), observed.memory[0][1])
+    first, last = observed.memory[0][1], observed.memory[-1][1]
     print(f"memory: {first:.0f} MB at first, {begin:.0f} MB after a quarter, {last:.0f} MB at last")
-    return not seen.lost
+    return not observed.lost
 
 
 def main() -> None:
@@ -210,9 +210,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--vanish", type=float, default=0.1, help="share of requests whose client leaves")
-    parser.add_argument("--bad", type=float, default=0.05, help="share of requests that are none")
-    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
-    parser.add_argument("--smoke", action="store_true", help="two seconds of eight clients")
+    parser.add_argument("--bad", type=float, default=0.05, help="share of invalid requests")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--smoke", action="store_true", help="eight clients for two seconds")
     parser.add_argument("--serve-toy", action="store_true", help=argparse.SUPPRESS)
     options, rest = parser.parse_known_args()
     if options.serve_toy:
@@ -223,11 +223,11 @@ def main() -> None:
         load = Load(8, 2, 0.2, 0.1, 16)
     server, url = start(options.model, rest)
     try:
-        kept = report(asyncio.run(soak(url, server.pid, load)), load.seconds)
+        complete = report(asyncio.run(soak(url, server.pid, load)), load.seconds)
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)
-    sys.exit(0 if kept else 1)
+    sys.exit(0 if complete else 1)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""A language model split by layers over two devices, beside the same on each of them: milliseconds of a decoded token.
+"""A language model split by layers over two devices, and on each of them: milliseconds of a decoded token.
 
 python apps/bench/llm_bench/split.py --layers 12                      # random weights in 4 bits, a CPU and a GPU
 python apps/bench/llm_bench/split.py --vdevice llvm --vdevice llvm    # two CPU devices
 
-Embeddings and the first layers are on the first device, the others and the logits on the second. A split token should
-take as long as its parts do: of a token on each device alone, the share of the weights that the device has of the
-split model.
+Embeddings and the first layers are on the first device, the others and the logits on the second. A token of the split
+model should take the sum of its parts: the time of a token on each device alone, times that device's share of the
+weights.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Contestant:
         self._slot = self._model.cache.add()
 
     def tokens(self, count: int) -> list[int]:
-        """Greedy tokens behind a prompt."""
+        """Greedy tokens after a prompt."""
         self._model.cache.cut(self._slot, 0)
         following = int(self._model.prefill(self._slot, np.arange(1, PROMPT + 1, dtype="int32")).argmax())
-        found = []
+        new_tokens = []
         for _ in range(count):
-            found.append(following)
+            new_tokens.append(following)
             following = int(self._model.decode([self._slot], [following])[0].argmax())
-        return found
+        return new_tokens
 
     def milliseconds(self, count: int) -> float:
-        """Of a token, the mean of so many behind a prompt."""
+        """Mean milliseconds of `count` tokens after a prompt."""
         self._model.cache.cut(self._slot, 0)
         self._model.prefill(self._slot, np.arange(1, PROMPT + 1, dtype="int32"))
         begin = time.perf_counter()
@@ -65,7 +65,7 @@ class Contestant:
 
 
 def shares(path: Path, first: int) -> tuple[float, float]:
-    """Of the bytes that a token is multiplied by, those of the first layers, and all others."""
+    """Shares of the first layers, and of all others, in the bytes of weights that a token reads."""
     layers = {f"blk.{layer}" for layer in range(first)}
     sizes = {True: 0, False: 0}
     for tensor in gguf.GGUFReader(path).tensors:
@@ -76,29 +76,29 @@ def shares(path: Path, first: int) -> tuple[float, float]:
 
 
 def contestants(path: Path, vdevices: tuple[str, ...], first: int) -> dict[str, Contestant]:
-    """The model on each device, and split."""
-    names = [f"{name}:{vdevices[:at].count(name)}" for at, name in enumerate(vdevices)]
+    """The model on each device alone, and split."""
+    names = [f"{name}:{vdevices[:index].count(name)}" for index, name in enumerate(vdevices)]
     placement = {"token_embd*": names[0], **{f"blk.{layer}.*": names[0] for layer in range(first)}, "*": names[1]}
-    found: dict[str, Any] = {}
+    models: dict[str, Any] = {}
     for name, devices, rules in [
         *((name, [device], None) for name, device in zip(names, vdevices, strict=True)),
         ("split", list(vdevices), placement),
     ]:
         begin = time.perf_counter()
-        found[name] = Contestant(path, devices, rules)
+        models[name] = Contestant(path, devices, rules)
         SAYS.print(f"{name}: compiled in {time.perf_counter() - begin:.0f} s")
-    return found
+    return models
 
 
 @click.command(help=__doc__)
 @click.option("--vdevice", "vdevices", multiple=True, default=("llvm", "cuda"), show_default=True, help="Two devices.")
 @click.option("--layers", default=TINYLLAMA.layers, show_default=True)
 @click.option("--first", type=int, help="Layers on the first device; half of them by default.")
-@click.option("--tokens", default=32, show_default=True, help="Of a turn.")
+@click.option("--tokens", default=32, show_default=True, help="Tokens of a turn.")
 @click.option("--rounds", default=7, show_default=True)
 @smoke(vdevices=("llvm", "llvm"), layers=2, first=1, tokens=3, rounds=1)
 def main(vdevices: tuple[str, ...], layers: int, first: int | None, tokens: int, rounds: int) -> None:
-    """Compare."""
+    """Compare the models."""
     if len(vdevices) != 2:
         raise click.BadParameter(f"found {len(vdevices)} devices, expected two", param_hint="--vdevice")
     sizes = Sizes() if layers == 2 else replace(TINYLLAMA, layers=layers)
@@ -113,19 +113,19 @@ def main(vdevices: tuple[str, ...], layers: int, first: int | None, tokens: int,
     for _ in range(rounds):
         for name, model in models.items():
             times[name].append(model.milliseconds(tokens))
-    show(texts, {name: statistics.median(found) for name, found in times.items()}, parts)
+    show(texts, {name: statistics.median(turn_times) for name, turn_times in times.items()}, parts)
 
 
 def show(texts: dict[str, list[int]], times: dict[str, float], parts: tuple[float, float]) -> None:
-    """Print a table; ends with 1 where the bar is missed."""
+    """Print a table; exits with 1 if the bar is missed."""
     table = Table(title="milliseconds of a decoded token")
     for column in ("", "ms", "share of the split model", "tokens as when split"):
         table.add_column(column, justify="right")
-    *alone, split = times
-    for name, share in zip(alone, parts, strict=True):
+    *single_devices, split = times
+    for name, share in zip(single_devices, parts, strict=True):
         same = sum(a == b for a, b in zip(texts[name], texts[split], strict=True))
         table.add_row(name, f"{times[name]:.2f}", f"{share:.2f}", f"{same} of {len(texts[split])}")
-    expected = sum(times[name] * share for name, share in zip(alone, parts, strict=True))
+    expected = sum(times[name] * share for name, share in zip(single_devices, parts, strict=True))
     table.add_row(split, f"{times[split]:.2f}", "", "")
     SAYS.print(table)
     check = Check("a split token over the sum of its parts", times[split] / expected, BAR, at_most=True)

@@ -1,4 +1,4 @@
-"""The same llama-shaped model in PyTorch: f16 weights made on the GPU, sdpa over a cache, a step as one CUDA graph."""
+"""A llama-shaped model in PyTorch: random f16 weights, sdpa over a cache, a step as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensor = Any
 
 
 class TorchLlama:
-    """Weights and functions of a model; projections of queries, keys and values are joined, and so are gate and up.
+    """A model with merged projections of queries, keys and values, and merged gate and up projections.
 
     Parameters
     ----------
@@ -26,8 +26,8 @@ class TorchLlama:
         self._held: list[Any] = []
 
         def weight(columns: int, depth: int) -> Tensor:
-            made = self.torch.empty((columns, depth), dtype=self.torch.float16, device="cuda")
-            return made.normal_(0, depth**-0.5)
+            tensor = self.torch.empty((columns, depth), dtype=self.torch.float16, device="cuda")
+            return tensor.normal_(0, depth**-0.5)
 
         self.layers = [
             (
@@ -48,15 +48,15 @@ class TorchLlama:
         kinds = {"dtype": torch.float16, "device": "cuda"}
         cache = [torch.randn(2, batch, shape.kv_heads, context, shape.size, **kinds) for _ in range(shape.layers)]
         tokens = torch.randint(0, shape.vocabulary, (batch,), device="cuda")
-        at = torch.full((1,), context - 1, device="cuda")
+        position = torch.full((1,), context - 1, device="cuda")
 
         def work() -> list[Tensor]:
-            return [self._forward(tokens, batch, 1, at, cache)]
+            return [self._forward(tokens, batch, 1, position, cache)]
 
         return self._captured(clock, work)
 
     def prefill(self, clock: Clock, rows: int) -> Callable[[], Tensor]:
-        """A launch of a prefill of one sequence, which gives the last row's logits."""
+        """A launch of a prefill of one sequence, which returns the last row's logits."""
         torch = self.torch
         tokens, at = torch.randint(0, self.shape.vocabulary, (rows,), device="cuda"), torch.arange(rows, device="cuda")
 
@@ -71,16 +71,16 @@ class TorchLlama:
         return weights + batch * context * 4.0 * self.shape.layers * self.shape.kv_heads * self.shape.size
 
     def _captured(self, clock: Clock, work: Callable[[], list[Tensor]]) -> Callable[[], Tensor]:
-        """The work as a CUDA graph, and its logits to the host; a graph's tensors stay as long as the model."""
+        """A launch of the work as a CUDA graph that copies its logits to the host; `self` keeps its tensors."""
         _, tensors = captured(clock, work)
         self._held.append(tensors)
         return lambda: tensors()[0].cpu()
 
-    def _forward(self, tokens: Tensor, batch: int, rows: int, at: Tensor, cache: list[Tensor] | None) -> Tensor:
+    def _forward(self, tokens: Tensor, batch: int, rows: int, positions: Tensor, cache: list[Tensor] | None) -> Tensor:
         torch, shape = self.torch, self.shape
         functional = torch.nn.functional
         steps = 5e5 ** (-torch.arange(0, shape.size, 2, device="cuda") / shape.size)
-        angles = at[:, None] * steps
+        angles = positions[:, None] * steps
         rotation = (angles.cos().half(), angles.sin().half())
         x = self.embedding[tokens]
         for number, (joined, attended, gate_up, down) in enumerate(self.layers):
@@ -88,11 +88,11 @@ class TorchLlama:
             q, k, v = both.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
             q, k = self._rotated(q, rotation), self._rotated(k, rotation)
             if cache is not None:
-                cache[number][0].index_copy_(2, at, k)
-                cache[number][1].index_copy_(2, at, v)
+                cache[number][0].index_copy_(2, positions, k)
+                cache[number][1].index_copy_(2, positions, v)
                 k, v = cache[number][0], cache[number][1]
-            made = functional.scaled_dot_product_attention(q, k, v, is_causal=cache is None, enable_gqa=True)
-            x = x + functional.linear(made.transpose(1, 2).reshape(batch * rows, -1), attended)
+            attention = functional.scaled_dot_product_attention(q, k, v, is_causal=cache is None, enable_gqa=True)
+            x = x + functional.linear(attention.transpose(1, 2).reshape(batch * rows, -1), attended)
             gate, up = functional.linear(self._norm(x), gate_up).chunk(2, dim=-1)
             x = x + functional.linear(functional.silu(gate) * up, down)
         if cache is None:

@@ -1,1 +1,1 @@
-"""Parts of `models.py`: which models run, how contestants take turns, and what is reported."""
+"""Parts of `models.py`: cases, turns of contestants, and reports."""

@@ -1,4 +1,4 @@
-"""What the model benchmark compares on: a model, the precision of its float products, sizes of its dimensions."""
+"""Cases of the model benchmark: a model, the precision of its float products, sizes of its dimensions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from model_zoo import model_path
 from .model_worker import FLOAT32_ALLOWED
 
 LOW_ALLOWED = (0.0, 2e-2)
-"""Of float16 and bfloat16, from results in float32."""
+"""Allowed error of float16 and bfloat16, compared with float32: relative, and of the largest number."""
 QUANTIZED_ALLOWED = (0.0, 0.3)
-"""Of quantized models: a number that lies between two integers may be rounded to either, and layers blow that up. ONNX
-Runtime with and without its graph optimizations differs by 0.2 for ``minilm.int8``."""
+"""Allowed error of quantized models: numbers between two integers may be rounded to either, and layers amplify this.
+ONNX Runtime with and without its graph optimizations differs by 0.2 for ``minilm.int8``."""
 _QUANTIZED = re.compile("QuantizeLinear|DynamicQuantize|QLinear|QGemm|Integer|NBits")
 
 
@@ -29,7 +29,7 @@ class Case:
     Attributes
     ----------
     model : str
-        Its name.
+        Name of the model.
     path : Path
     precision : str
         A key of `model_peers.PRECISIONS`.
@@ -44,16 +44,16 @@ class Case:
 
     @property
     def family(self) -> str:
-        """Its name without sizes."""
+        """The name without sizes."""
         return self.model if self.precision == FLOAT32 else f"{self.model}:{PRECISIONS[self.precision]}"
 
     @property
     def label(self) -> str:
-        """As tables show it."""
+        """The name in tables."""
         return " ".join([self.family, *(f"{name}={size}" for name, size in self.dims.items())])
 
     def allowed(self) -> tuple[float, ...]:
-        """How far results may be from ONNX Runtime's of the same file: relative, and of the largest number."""
+        """Allowed error compared with ONNX Runtime on the same file: relative, and of the largest number."""
         nodes = onnx.load(str(self.path), load_external_data=False).graph.node
         if any(_QUANTIZED.search(node.op_type) for node in nodes):
             return QUANTIZED_ALLOWED
@@ -66,22 +66,22 @@ def cases_of(names: Sequence[str], precision: str, dims: Mapping[str, Sequence[i
     Parameters
     ----------
     names : sequence of str
-        ``NAME`` or ``NAME:bf16``, where a name is one of the zoo's or a file.
+        ``NAME`` or ``NAME:bf16``, where NAME is a model of the zoo or a file.
     precision : str
-        Of models that do not say theirs.
+        Precision of models whose name does not contain one.
     dims : mapping of str to sequence of int
 
     Raises
     ------
     ValueError
-        There is no such model.
+        If there is no such model.
     """
-    found = []
+    cases = []
     precisions = {short: long for long, short in PRECISIONS.items()}
     for name in names:
         model, _, short = name.rpartition(":")
         model, chosen = (model, precisions[short]) if model and short in precisions else (name, precision)
         path = model_path(model)
         for sizes in itertools.product(*dims.values()):
-            found.append(Case(path.name.removesuffix(".onnx"), path, chosen, dict(zip(dims, sizes, strict=True))))
-    return found
+            cases.append(Case(path.name.removesuffix(".onnx"), path, chosen, dict(zip(dims, sizes, strict=True))))
+    return cases

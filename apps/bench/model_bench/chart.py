@@ -1,4 +1,4 @@
-"""A bar chart of the model benchmark: how many times as fast as each peer this library is."""
+"""A bar chart of the model benchmark: the speed of this library over each peer's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from model_peers import OURS, PEERS
 from model_bench.report import Result, best_peer, ratio
 
 _COLORS = {"onnxruntime": "#1f77b4", "openvino": "#9467bd", "iree": "#ff7f0e", "torch": "#d62728"}
-_MOST = 2.0  # the axis ends here; longer bars say their number
+_MAX_RATIO = 2.0  # end of the axis; longer bars show their number
 
 
 def draw(results: Sequence[Result], file: Path) -> None:
@@ -38,7 +38,7 @@ def _panel(axes: object, group: Sequence[Result], title: str) -> None:
     ratios = [ratio(result) or 0.0 for result in group]
     rows = range(len(group))
     colors = ["#4c9a6a" if value >= 1 else "#c9a227" if value >= 0.9 else "#c0504d" for value in ratios]
-    axes.barh(rows, [min(value, _MOST) for value in ratios], color=colors, height=0.66, zorder=2)
+    axes.barh(rows, [min(value, _MAX_RATIO) for value in ratios], color=colors, height=0.66, zorder=2)
     for row, (result, value) in enumerate(zip(group, ratios, strict=True)):
         best = best_peer(result)
         name = PEERS[best[0]].name if best else ""
@@ -46,11 +46,11 @@ def _panel(axes: object, group: Sequence[Result], title: str) -> None:
     for key, color in _COLORS.items():
         marks = [(value, row) for row, result in enumerate(group) if (value := ratio(result, key))]
         if marks and key != OURS:
-            x, y = zip(*((min(value, _MOST), row) for value, row in marks), strict=True)
+            x, y = zip(*((min(value, _MAX_RATIO), row) for value, row in marks), strict=True)
             axes.scatter(x, y, s=26, color=color, edgecolor="white", linewidth=0.6, zorder=5, label=PEERS[key].name)
     axes.axvline(1.0, color="black", linewidth=1, zorder=3)
     axes.set_yticks(list(rows), [result["model"] for result in group], fontsize=9)
-    axes.set_xlim(0, _MOST + 0.05)
+    axes.set_xlim(0, _MAX_RATIO + 0.05)
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3, zorder=0)
     mean = geometric_mean([value for value in ratios if value])

@@ -1,4 +1,4 @@
-"""The heaviest dispatches of a compiled model, beside what the machine could do: a roofline in numbers."""
+"""The heaviest dispatches of a compiled model, and the peaks of the machine: a roofline in numbers."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Calls that are profiled; the median of each kernel counts.
+# Number of profiled calls; the median of each kernel counts.
 _CALLS = 15
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One kernel of a model, all its calls together.
+    """A kernel of a model, with all its calls.
 
     Attributes
     ----------
     name : str
     ops : tuple of str
-        What it computes.
+        Ops that it computes.
     calls : int
-        Of one run of the model.
+        Calls in one run of the model.
     microseconds : float
-        Of each call.
+        Time of each call.
     operations, bytes : int
-        Of each call; 0 where they are not known.
+        Operations and bytes of each call; 0 if unknown.
     share : float
-        Of all kernels of a run.
+        Share of the time of all kernels of a run.
     precision : str
-        Element types of its products, else of what it takes.
+        Element types of its products, else of its operands.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Roof:
-    """What the machine could do: operations and bytes a second; infinity where it was not measured."""
+    """Peaks of the machine: operations and bytes per second; infinity if not measured."""
 
     operations: float
     bytes: float
@@ -63,7 +63,7 @@ def fastest(run: Callable[[], object], seconds: float = 0.4) -> float:
 
 
 def measured_roof(threads: int) -> Roof:
-    """Loops of multiply-adds in registers, and of reads of memory, timed now."""
+    """Time loops of multiply-adds in registers and of memory reads."""
     from peers.bandwidth import read_bandwidth
     from peers.peak import peak
 
@@ -72,7 +72,7 @@ def measured_roof(threads: int) -> Roof:
 
 
 def dispatches_of(machine: Any, operands: Sequence[Any]) -> list[Dispatch]:
-    """The kernels of ``main``, heaviest first; shares are of their sum, since measuring each of them takes time too."""
+    """The kernels of ``main``, heaviest first, with shares of their sum, since measuring takes time, too."""
     profiles = []
     for _ in range(_CALLS):
         machine["main"](*operands)
@@ -85,14 +85,14 @@ def dispatches_of(machine: Any, operands: Sequence[Any]) -> list[Dispatch]:
                 continue
             times.setdefault(row.symbol, []).append(row.microseconds / row.calls)
             rows[row.symbol] = row
-    medians = {symbol: statistics.median(found) for symbol, found in times.items()}
+    medians = {symbol: statistics.median(dispatches) for symbol, dispatches in times.items()}
     total = sum(medians[symbol] * row.calls for symbol, row in rows.items())
-    found = [
+    dispatches = [
         Dispatch(symbol, tuple(row.ops), row.calls, medians[symbol], row.operations, row.bytes, 0.0, row.precision)
         for symbol, row in rows.items()
     ]
-    found = [Dispatch(**{**asdict(one), "share": one.microseconds * one.calls / total}) for one in found]
-    return sorted(found, key=lambda one: -one.share)
+    dispatches = [Dispatch(**{**asdict(one), "share": one.microseconds * one.calls / total}) for one in dispatches]
+    return sorted(dispatches, key=lambda one: -one.share)
 
 
 COLUMNS = [
@@ -129,7 +129,7 @@ def dispatch_cells(dispatch: Dispatch, roof: Roof) -> list[str]:
 
 
 def _bound(dispatch: Dispatch, roof: Roof) -> str:
-    """What it comes nearest to; neither where it reaches half of nothing."""
+    """The nearest bound: arithmetic, memory or caches; "neither" if it reaches less than half of each."""
     seconds = dispatch.microseconds / 1e6
     arithmetic = dispatch.operations / seconds / roof.operations
     memory = dispatch.bytes / seconds / roof.bytes

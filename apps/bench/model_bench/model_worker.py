@@ -1,7 +1,7 @@
-"""One process of the model benchmark: it loads a model into some contestants, checks them, and takes turns on request.
+"""One process of the model benchmark: loads a model into contestants, checks them, and takes turns on request.
 
-Arguments come as JSON in ``argv``, requests as lines of JSON on standard input; each answer leaves as a line of JSON
-on what was standard output, everything that libraries print goes to standard error.
+Arguments come as JSON in ``argv``, requests as lines of JSON on standard input; each answer is a line of JSON
+on the original standard output, and everything that libraries print goes to standard error.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from typing import Any
 
 ENVIRONMENT = ("TVM_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 FLOAT32_ALLOWED = (1e-3, 1e-5)
-"""How far a result may be from ONNX Runtime's: relative, and of the largest number of an output."""
+"""Allowed error compared with ONNX Runtime: relative, and of the largest number of an output."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does with one model.
+    """The work of a worker on one model.
 
     Attributes
     ----------
     action : str
-        ``compile``, ``reference``, ``memory``, ``profile``, ``regions``: done at once; ``turns``: loads, then serves
-        requests.
+        ``compile``, ``reference``, ``memory``, ``profile`` or ``regions``, which answer once; or ``turns``, which loads
+        the model and serves requests.
     model : str
         The ONNX file.
     peers : tuple of str
         Keys of `model_peers.PEERS`.
     files : dict of str to str
-        What peers compile to, by peer.
+        Compiled files by peer.
     threads : int
     arrays : str
         A ``.npz`` file: inputs under ``in:NAME``, ONNX Runtime's results under ``out:INDEX``.
     seconds : float
-        How long a turn is.
+        Duration of a turn.
     precision : str
-        Of float products: a key of `model_peers.PRECISIONS`.
+        Precision of float products: a key of `model_peers.PRECISIONS`.
     allowed : pair of float
-        How far results may be from the reference, as `FLOAT32_ALLOWED`.
+        Allowed error, as in `FLOAT32_ALLOWED`.
     """
 
     action: str
@@ -57,15 +57,15 @@ class Job:
     allowed: tuple[float, ...] = FLOAT32_ALLOWED
 
     def command(self) -> list[str]:
-        """What runs it."""
+        """The command line that runs it."""
         return [sys.executable, "-m", "model_bench.model_worker", json.dumps(asdict(self))]
 
     def environment(self) -> dict[str, str]:
-        """The environment it has to start in."""
+        """The environment of its process."""
         threads = dict.fromkeys(ENVIRONMENT, str(self.threads))
         benchmarks = str(pathlib.Path(__file__).resolve().parents[1])
-        found = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
-        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": found}
+        python_path = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
+        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": python_path}
 
 
 def _setting(job: Job) -> Any:
@@ -82,24 +82,24 @@ def _arrays(file: str, kind: str) -> dict[str, Any]:
 
 
 def compile_models(job: Job) -> dict[str, Any]:
-    """Have each peer write its file; seconds, with imports of libraries left out."""
+    """Let each peer write its file; seconds without imports of libraries."""
     from model_peers import PEERS, Unsupported
 
-    found: dict[str, Any] = {}
+    rows: dict[str, Any] = {}
     for key in job.peers:
         peer = PEERS[key].load_module()
         begin = time.perf_counter()
         try:
             peer.compile_model(job.model, job.files[key], _arrays(job.arrays, "in"), _setting(job))
         except Unsupported as reason:
-            found[key] = {"unsupported": str(reason)}
+            rows[key] = {"unsupported": str(reason)}
         else:
-            found[key] = {"compile_seconds": time.perf_counter() - begin}
-    return found
+            rows[key] = {"compile_seconds": time.perf_counter() - begin}
+    return rows
 
 
 def add_reference(job: Job) -> dict[str, Any]:
-    """Write ONNX Runtime's results beside the inputs."""
+    """Add ONNX Runtime's results to the file of inputs."""
     import numpy as np
     from model_peers.onnx_runtime import session
 
@@ -111,27 +111,27 @@ def add_reference(job: Job) -> dict[str, Any]:
 
 
 def error_of(results: list[Any], expected: dict[str, Any], bounds: tuple[float, ...] = FLOAT32_ALLOWED) -> float:
-    """Largest difference from the reference over what is allowed; up to 1 is right, infinity for other shapes."""
+    """Largest difference from the reference over the allowed one: up to 1 is right; infinity for other shapes."""
     import numpy as np
 
     worst = 0.0
     if len(results) != len(expected):
         return float("inf")
-    for index, found in enumerate(results):
-        wanted = expected[str(index)].astype("float64")
-        if found.shape != wanted.shape:
+    for index, result in enumerate(results):
+        right = expected[str(index)].astype("float64")
+        if result.shape != right.shape:
             return float("inf")
-        if not found.size:
+        if not result.size:
             continue
-        difference = np.abs(found.astype("float64") - wanted)
-        allowed = bounds[0] * np.abs(wanted) + bounds[1] * float(np.max(np.abs(wanted))) + np.finfo("float32").tiny
+        difference = np.abs(result.astype("float64") - right)
+        allowed = bounds[0] * np.abs(right) + bounds[1] * float(np.max(np.abs(right))) + np.finfo("float32").tiny
         largest = float(np.max(difference / allowed))
         worst = max(worst, largest if np.isfinite(largest) else float("inf"))
     return worst
 
 
 def measure_memory(job: Job) -> dict[str, Any]:
-    """Bytes above what the process had after its imports: with the model loaded, at the peak, and after three calls."""
+    """Bytes above those after the imports: with the model loaded, at the peak, and after three calls."""
     from memory import Peak, resident
     from model_peers import PEERS
 
@@ -147,7 +147,7 @@ def measure_memory(job: Job) -> dict[str, Any]:
 
 
 def profile_dispatches(job: Job) -> dict[str, Any]:
-    """What each of our kernels takes, and the peaks of the machine, measured in the same process."""
+    """Times of our kernels, and the peaks of the machine, measured in the same process."""
     from model_peers import OURS
     from model_peers.ours import tensors_of
 
@@ -160,25 +160,25 @@ def profile_dispatches(job: Job) -> dict[str, Any]:
 
 
 def count_regions(job: Job) -> dict[str, Any]:
-    """Command buffers of each peer of ours and what is in them, and whether all of these compute the same bits."""
+    """Command buffers of each of our peers and their contents, and whether all peers compute the same bits."""
     from model_peers.ours import load
 
     import relax_hetero as rh
 
     inputs = _arrays(job.arrays, "in")
-    found: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     bits = set()
     for key in job.peers:
         regions = rh.load(job.files[key]).metadata.regions
-        found[key] = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
+        counts[key] = {"regions": len(regions), "commands": sum(len(region.commands) for region in regions)}
         session = load(job.model, job.files[key], inputs, _setting(job))
         session.call()
         bits.add(b"".join(result.tobytes() for result in session.results()))
-    return {"peers": found, "equal": len(bits) == 1}
+    return {"peers": counts, "equal": len(bits) == 1}
 
 
 def serve(job: Job, answer: Callable[[Any], None]) -> None:
-    """Load, check and report every contestant; then a turn for each request, until there are no more."""
+    """Load, check and report every contestant; then take a turn for each request."""
     import gc
 
     from turns import Timing, take_turn
@@ -217,7 +217,7 @@ def _loaded(key: str, job: Job, inputs: dict[str, Any], expected: dict[str, Any]
         error = error_of(session.results(), expected, job.allowed)
     except Unsupported as reason:
         return {"unsupported": str(reason)}, None
-    except ImportError as failure:  # found, but it does not load here
+    except ImportError as failure:  # installed, but it does not load here
         return {"unsupported": f"not usable: {first_line(failure)}"}, None
     except Exception as failure:  # whatever a library raises belongs in its row
         return {"failure": f"{type(failure).__name__}: {first_line(failure)}"}, None
@@ -229,7 +229,7 @@ def _loaded(key: str, job: Job, inputs: dict[str, Any], expected: dict[str, Any]
 
 
 def first_line(error: Exception) -> str:
-    """The last line of an error's text that says something."""
+    """The last line of an error's text that is not empty."""
     return shortened(next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), ""))
 
 
@@ -250,7 +250,7 @@ ACTIONS: dict[str, Callable[[Job], dict[str, Any]]] = {
 def main() -> None:
     fields = json.loads(sys.argv[1])
     job = Job(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    # Libraries print to standard output, from C++ too: answers leave by a descriptor of their own.
+    # Libraries print to standard output, also from C++: answers use a descriptor of their own.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -262,7 +262,7 @@ def main() -> None:
     else:
         answer(ACTIONS[job.action](job))
     answers.flush()
-    os._exit(0)  # some libraries hang or crash when their threads meet the interpreter's end
+    os._exit(0)  # threads of some libraries hang or crash at the interpreter's end
 
 
 if __name__ == "__main__":

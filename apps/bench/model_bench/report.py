@@ -1,4 +1,4 @@
-"""What the model benchmark says: times, ratios to the best peer of each model, geometric means."""
+"""The report of the model benchmark: times, ratios to the best peer of each model, geometric means."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from model_bench.dispatches import COLUMNS, Dispatch, Roof, dispatch_cells
 Result = dict[str, Any]
 Table = tuple[str, list[str], list[list[str]]]
 LEFT = ("model", "best peer", "dispatch", "bound by")
-"""Columns of words."""
+"""Columns of text."""
 
 
 def best_peer(result: Result) -> tuple[str, float] | None:
     """The fastest other contestant of a result by its median, in milliseconds."""
     rows = result["rows"]
-    known = {key: row["median_ms"] for key, row in rows.items() if key not in NO_PEERS and "median_ms" in row}
-    return min(known.items(), key=lambda item: item[1]) if known else None
+    measured = {key: row["median_ms"] for key, row in rows.items() if key not in NO_PEERS and "median_ms" in row}
+    return min(measured.items(), key=lambda item: item[1]) if measured else None
 
 
 def ratio(result: Result, peer: str | None = None) -> float | None:
@@ -33,7 +33,7 @@ def ratio(result: Result, peer: str | None = None) -> float | None:
 
 def tables(results: Sequence[Result]) -> list[Table]:
     """Title, columns and cells of a table per thread count; milliseconds, median (fastest)."""
-    made = []
+    all_tables = []
     for threads in dict.fromkeys(result["threads"] for result in results):
         group = [result for result in results if result["threads"] == threads]
         keys = [key for key in PEERS if any("median_ms" in result["rows"].get(key, {}) for result in group)]
@@ -50,13 +50,13 @@ def tables(results: Sequence[Result]) -> list[Table]:
                 slower = _slower_by_any_size(result)
                 row.append(f"{slower:.3f}" if slower else "")
         title = f"{threads} thread{'s' if threads > 1 else ''}: ms, median (fastest); error 1 is what is allowed"
-        made.append((title, columns, rows))
-    return made
+        all_tables.append((title, columns, rows))
+    return all_tables
 
 
 def memory_tables(results: Sequence[Result]) -> list[Table]:
     """Title, columns and cells of a table per thread count; none where no memory was measured."""
-    made = []
+    tables = []
     for threads in dict.fromkeys(result["threads"] for result in results):
         group = [result for result in results if result["threads"] == threads]
         keys = [key for key in PEERS if any("running" in _memory(result, key) for result in group)]
@@ -70,13 +70,13 @@ def memory_tables(results: Sequence[Result]) -> list[Table]:
             rows.append([result["model"], *cells, f"{own / ort:.2f}" if own and ort else ""])
         if keys:
             title = f"{threads} thread{'s' if threads > 1 else ''}: MB above the imports, peak (after three calls)"
-            made.append((title, ["model", *(PEERS[key].name for key in keys), "of ONNX Runtime's"], rows))
-    return made
+            tables.append((title, ["model", *(PEERS[key].name for key in keys), "of ONNX Runtime's"], rows))
+    return tables
 
 
 def dispatch_tables(results: Sequence[Result], count: int) -> list[Table]:
     """A table of our heaviest kernels for each model and thread count that was profiled."""
-    made = []
+    tables = []
     for result in results:
         profile = result["rows"].get(OURS, {}).get("profile", {})
         if "dispatches" not in profile:
@@ -85,8 +85,8 @@ def dispatch_tables(results: Sequence[Result], count: int) -> list[Table]:
         rows = [dispatch_cells(Dispatch(**row), roof) for row in profile["dispatches"][:count]]
         title = f"{result['model']}, {result['threads']} thread{'s' if result['threads'] > 1 else ''}: "
         title += f"peak {roof.operations / 1e9:.0f} GFLOP/s, memory {roof.bytes / 1e9:.0f} GB/s"
-        made.append((title, COLUMNS, rows))
-    return made
+        tables.append((title, COLUMNS, rows))
+    return tables
 
 
 def all_tables(results: Sequence[Result], dispatches: int = 0) -> list[Table]:
@@ -114,20 +114,20 @@ def summary(results: Sequence[Result]) -> list[str]:
 
 
 def remarks(results: Sequence[Result]) -> list[str]:
-    """What contestants could not do, or did wrong; each once."""
-    found: dict[str, None] = {}
+    """Failures of contestants, each once, and the precisions of their products."""
+    texts: dict[str, None] = {}
     for result in results:
         for key, row in result["rows"].items():
             if row.get("unsupported"):
-                found[f"{PEERS[key].name}: {row['unsupported']}"] = None
+                texts[f"{PEERS[key].name}: {row['unsupported']}"] = None
             if row.get("failure"):
-                found[f"{PEERS[key].name}, {result['model']}, {result['threads']} threads: {row['failure']}"] = None
+                texts[f"{PEERS[key].name}, {result['model']}, {result['threads']} threads: {row['failure']}"] = None
             if row.get("products"):
                 counts = ", ".join(f"{count} in {precision}" for precision, count in sorted(row["products"].items()))
-                found[f"{PEERS[key].name}, {result['model']}: products {counts}"] = None
+                texts[f"{PEERS[key].name}, {result['model']}: products {counts}"] = None
             if row.get("note"):
-                found[f"{PEERS[key].name}: {row['note']}"] = None
-    return list(found)
+                texts[f"{PEERS[key].name}: {row['note']}"] = None
+    return list(texts)
 
 
 def markdown(results: Sequence[Result], dispatches: int = 0) -> str:
@@ -139,14 +139,14 @@ def markdown(results: Sequence[Result], dispatches: int = 0) -> str:
 
 
 def _slower_by_any_size(result: Result) -> float | None:
-    """The time of the executable for any size over that of the one for these."""
+    """The time of the executable for any size over that of the one for this size."""
     static, symbolic = (result["rows"].get(key, {}).get("median_ms") for key in (OURS, SYMBOLIC))
     return symbolic / static if static and symbolic else None
 
 
 def _memory(result: Result, key: str) -> dict[str, Any]:
-    found: dict[str, Any] = result["rows"].get(key, {}).get("memory", {})
-    return found
+    figures: dict[str, Any] = result["rows"].get(key, {}).get("memory", {})
+    return figures
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Processes of the model benchmark: they compile, load and time contestants in turns."""
+"""Processes of the model benchmark, which compile, load and time contestants in turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .model_worker import Job, shortened
 
 
 class Worker:
-    """A process that loads a model into some contestants and takes turns when asked."""
+    """A process that loads a model into contestants and takes turns on request."""
 
     def __init__(self, job: Job) -> None:
         self.keys = job.peers
@@ -28,7 +28,7 @@ class Worker:
         )
 
     def answer(self) -> Any:
-        """Its next answer; EOFError where it died."""
+        """The next answer; EOFError if the process died."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -40,11 +40,11 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(key) + "\n")
         self._process.stdin.flush()
-        found: list[float] = self.answer()
-        return found
+        seconds: list[float] = self.answer()
+        return seconds
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
 
@@ -55,37 +55,37 @@ def file_stem(text: str) -> str:
 
 
 def at_once(job: Job, limit: float | None = None) -> dict[str, Any]:
-    """Run a job that has one answer; what went wrong under ``failure``."""
+    """Run a job with one answer; a failure is under ``failure``."""
     try:
-        done = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, timeout=limit)
+        process = subprocess.run(job.command(), env=job.environment(), capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return {"failure": f"not done after {limit:.0f} s"}
-    if done.returncode or not done.stdout:
-        said = next((line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-        return {"failure": f"status {done.returncode}: {shortened(said)}"}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    if process.returncode or not process.stdout:
+        stderr = next((line.strip() for line in reversed(process.stderr.splitlines()) if line.strip()), "")
+        return {"failure": f"status {process.returncode}: {shortened(stderr)}"}
+    answer: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return answer
 
 
 def prepare(
     job: Job, folder: Path, label: str, limit: float, family: str = ""
 ) -> tuple[Job, dict[str, dict[str, Any]]]:
-    """Have those contestants that compile ahead of time do so, each in a process of its own.
+    """Let the contestants that compile ahead of time do so, each in a process of its own.
 
-    Files that are there are taken as they are. Returns the job with its files, and a row for each contestant; one that
-    failed says why and is out of the job.
+    Existing files are reused. Returns the job with its files, and a row for each contestant; one that failed has the
+    reason in its row and is not in the job.
 
     Parameters
     ----------
     job : Job
     folder : Path
-        Where the files are kept.
+        Folder of the files.
     label : str
-        What their names begin with.
+        Prefix of their names.
     limit : float
-        Seconds.
+        Time limit in seconds.
     family : str
-        The same for files that serve all sizes; else `label`.
+        Prefix for files that serve all sizes; default: `label`.
     """
     rows: dict[str, dict[str, Any]] = {key: {} for key in job.peers}
     files: dict[str, str] = {}
@@ -101,8 +101,8 @@ def prepare(
         files[key] = str(file)
         if not (file.exists() and facts.exists()):
             compiling = replace(job, action="compile", peers=(key,), files=files)
-            found = at_once(compiling, limit)
-            facts.write_text(json.dumps(found.get(key, found)))
+            answer = at_once(compiling, limit)
+            facts.write_text(json.dumps(answer.get(key, answer)))
         rows[key] = json.loads(facts.read_text())
         if rows[key].keys() & {"failure", "unsupported"}:
             facts.unlink()
@@ -138,15 +138,15 @@ def time_models(job: Job, rows: dict[str, dict[str, Any]], rounds: int, cap: flo
             for key in order:
                 if workers[key] is not None:
                     seconds[key] += workers[key].turn(key)
-    for key, found in seconds.items():
-        if found:
-            milliseconds = np.array(found) * 1e3
+    for key, seconds_of_peer in seconds.items():
+        if seconds_of_peer:
+            milliseconds = np.array(seconds_of_peer) * 1e3
             rows[key].update(median_ms=float(np.median(milliseconds)), fastest_ms=float(milliseconds.min()))
-            rows[key].update(calls=len(found))
+            rows[key].update(calls=len(seconds_of_peer))
 
 
 def add_memory(job: Job, rows: dict[str, dict[str, Any]]) -> None:
-    """Have each contestant of a job load and run in a fresh process; bytes go to its row."""
+    """Load and run each contestant of a job in a fresh process; bytes go to its row."""
     for key in job.peers:
         if not rows[key].keys() & {"failure", "unsupported"}:
             rows[key]["memory"] = at_once(replace(job, action="memory", peers=(key,)))

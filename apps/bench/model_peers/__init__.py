@@ -1,9 +1,9 @@
 """The contestants of the model benchmark, one file per library.
 
-Each file has ``load(model, file, inputs, setting) -> Session``; those that compile ahead of time also have
+Each file has ``load(model, file, inputs, setting) -> Session``; files of libraries that compile ahead of time also have
 ``compile_model(model, file, inputs, setting)``, which writes ``file``.
-Those of PyTorch networks (``from_torch``, ``inductor``, ``frozen``, ``eager``) take from the model's path only its
-stem, the name of a network of `torch_bench`.
+Contestants on PyTorch networks (``from_torch``, ``inductor``, ``frozen``, ``eager``) use only the stem of the model's
+path, the name of a network of `torch_bench`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ PRECISIONS = {FLOAT32: "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 class Unsupported(Exception):
-    """What a contestant cannot run, and why; its row says so."""
+    """A contestant cannot run a model; its row shows the reason."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a contestant runs a model.
+    """Settings of a contestant.
 
     Attributes
     ----------
     threads : int
     precision : str
-        Of products and convolutions of float tensors: a key of `PRECISIONS`. What a model has quantized stays so.
+        Precision of float products and convolutions: a key of `PRECISIONS`. Quantized parts of a model stay so.
     """
 
     threads: int
     precision: str = FLOAT32
 
     def only_float32(self) -> None:
-        """Refuse any other precision, for those that have none."""
+        """Raise Unsupported for any precision but float32."""
         if self.precision != FLOAT32:
             raise Unsupported(f"no {self.precision} of a float32 model")
 
@@ -53,13 +53,13 @@ class Session:
     Attributes
     ----------
     call : Callable
-        Runs it once on the inputs it was loaded for; what is timed.
+        Runs the model once on the inputs that it was loaded for; this is timed.
     results : Callable
-        Outputs of the last call, in the order of the model's outputs.
+        Returns the outputs of the last call, in the order of the model's outputs.
     note : str
-        What exactly is timed, where that is not plain.
+        Note on the timed call, if it needs one.
     products : mapping of str to int
-        How many products and convolutions run in which precision, where the library tells.
+        Number of products and convolutions by precision, if the library reports it.
     """
 
     call: Callable[[], object]
@@ -70,22 +70,22 @@ class Session:
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to run ONNX models.
+    """A contestant that runs ONNX models.
 
     Attributes
     ----------
     key : str
-        How ``--peers`` names it.
+        Name in ``--peers``.
     name : str
-        As tables show it.
+        Name in tables.
     package : str
-        What has to be installed for it.
+        Required package.
     module : str
-        The file here that knows it.
+        The file here that implements it.
     suffix : str
-        Of the file that it compiles to ahead of time; empty where it takes the model itself.
+        Suffix of the file that it compiles to ahead of time; empty if it loads the model itself.
     any_size : bool
-        Whether that file serves all sizes of named dimensions.
+        If true, that file serves all sizes of named dimensions.
     """
 
     key: str
@@ -97,11 +97,11 @@ class Peer:
 
     @property
     def installed(self) -> bool:
-        """Whether its package is there; nothing is loaded."""
+        """True if its package is installed; nothing is loaded."""
         return is_installed(self.package)
 
     def load_module(self) -> ModuleType:
-        """Its file here, imported."""
+        """Import its file here."""
         return importlib.import_module(f".{self.module}", __name__)
 
 
@@ -109,7 +109,7 @@ OURS = "ours"
 SYMBOLIC = "symbolic"
 FROM_TORCH = "from_torch"
 NO_PEERS = (OURS, SYMBOLIC, FROM_TORCH, "bytecode", "ours2", "tvm")
-"""Those that ratios are not to; of stock TVM the times are for the record."""
+"""Contestants that are left out of ratios; stock TVM's times are for the record."""
 PEERS = {
     peer.key: peer
     for peer in (

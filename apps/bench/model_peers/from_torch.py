@@ -1,4 +1,4 @@
-"""This library on a PyTorch network itself: imported by `rh.from_torch`, with no ONNX file between."""
+"""This library on a PyTorch network, imported by `rh.from_torch`, without an ONNX file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ours import native_target
 
 
 def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
-    """Import the network that the ONNX file is named for, compile and export."""
+    """Import the network that the ONNX file is named after, compile and export."""
     setting.only_float32()
     module, arguments = build(Path(model).stem)
     with warnings.catch_warnings():
@@ -35,7 +35,7 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
         outputs[:] = [main(*arguments)]
 
     def results() -> list[np.ndarray]:
-        (found,) = outputs
-        return [torch.from_dlpack(field).numpy() for field in (found if isinstance(found, tuple) else (found,))]
+        (output,) = outputs
+        return [torch.from_dlpack(field).numpy() for field in (output if isinstance(output, tuple) else (output,))]
 
     return Session(call, results)

@@ -13,10 +13,10 @@ import numpy as np
 
 from . import Inputs, Session, Setting
 
-_OPSET = 17  # what its importer knows best; models of older opsets are raised to it
+_OPSET = 17  # best supported by its importer; models of older opsets are converted to it
 _FLAGS = ["--iree-llvmcpu-target-cpu=host", "--iree-opt-data-tiling", "--iree-llvmcpu-enable-ukernels=all"]
 _FLAGS.append("--iree-opt-level=O3")
-# Convolutions of NCHW images take five times as long.
+# Without it, convolutions of NCHW images take five times as long.
 _CHANNELS_LAST = "builtin.module(util.func(iree-preprocessing-convert-conv-to-channels-last))"
 _FLAGS.append(f"--iree-preprocessing-pass-pipeline={_CHANNELS_LAST}")
 
@@ -27,9 +27,9 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
     with tempfile.TemporaryDirectory() as folder:
         text = str(Path(folder) / "model.mlir")
         command = [sys.executable, "-m", "iree.compiler.tools.import_onnx", model, "-o", text]
-        done = subprocess.run([*command, "--opset-version", str(_OPSET)], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"its importer failed: {done.stderr.strip().splitlines()[-1]}")
+        importer = subprocess.run([*command, "--opset-version", str(_OPSET)], capture_output=True, text=True)
+        if importer.returncode:
+            raise RuntimeError(f"its importer failed: {importer.stderr.strip().splitlines()[-1]}")
         iree.compiler.compile_file(
             text, input_type="onnx", target_backends=["llvm-cpu"], extra_args=_FLAGS, output_file=file
         )
@@ -37,7 +37,7 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     """The module's function on device buffers; it allocates its results."""
-    if setting.threads > 1:  # flags hold for the process, before its first device
+    if setting.threads > 1:  # flags apply to the process, before its first device
         iree.runtime.flags.parse_flags(f"--task_topology_group_count={setting.threads}")
     config = iree.runtime.Config("local-sync" if setting.threads == 1 else "local-task")
     context = iree.runtime.SystemContext(config=config)
@@ -54,8 +54,8 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
         outputs[:] = [main(*operands)]
 
     def results() -> list[np.ndarray]:
-        (found,) = outputs
-        fields = found if isinstance(found, (tuple, list)) else [found]
+        (output,) = outputs
+        fields = output if isinstance(output, (tuple, list)) else [output]
         return [np.array(field.to_host()) for field in fields]
 
     return Session(call, results)

@@ -18,7 +18,7 @@ def session(model: str, threads: int) -> ort.InferenceSession:
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """The file is read, optimized and its weights are packed when the session is made."""
+    """Make a session, which reads and optimizes the file and packs its weights."""
     setting.only_float32()
     running = session(model, setting.threads)
     binding = running.io_binding()

@@ -13,7 +13,7 @@ _PRODUCTS = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Scaled
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """The file is read, optimized and compiled when the session is made."""
+    """Make a session, which reads, optimizes and compiles the file."""
     core = ov.Core()
     graph = core.read_model(model)
     names = [port.any_name for port in graph.inputs]
@@ -33,13 +33,13 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     def results() -> list[np.ndarray]:
         return [np.array(request.get_output_tensor(index).data) for index in range(len(compiled.outputs))]
 
-    # The request keeps none of these alive.
+    # The request does not keep these alive.
     alive = (core, graph, compiled, operands)
     return Session(lambda alive=alive: request.infer(share_outputs=True), results, products=_products(compiled))
 
 
 def _products(compiled: ov.CompiledModel) -> dict[str, int]:
-    """How many layers of what it executes compute products in which precision."""
+    """The number of executed layers with products, by precision."""
     layers = [node.get_rt_info() for node in compiled.get_runtime_model().get_ops()]
     kinds = [(layer["layerType"].astype(str), layer["runtimePrecision"].astype(str)) for layer in layers]
     return dict(Counter(precision for kind, precision in kinds if kind in _PRODUCTS))

@@ -13,12 +13,12 @@ from . import FLOAT32, Inputs, Session, Setting
 
 
 def native_target(threads: int) -> tvm.target.Target:
-    """This CPU, for so many threads."""
+    """This CPU with `threads` threads."""
     return tvm.target.Target({**dict(rh.native("llvm").export()), "num-cores": threads})
 
 
 def import_model(model: str, inputs: Inputs, setting: Setting) -> tvm.IRModule:
-    """The model for this CPU, of the sizes of these inputs."""
+    """The model for this CPU, with the sizes of the inputs."""
     shapes = {name: list(array.shape) for name, array in inputs.items()}
     return in_precision(rh.from_onnx(model, [native_target(setting.threads)], shapes=shapes), setting.precision)
 
@@ -34,21 +34,21 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
 
 
 def products_of(executable: rh.vm.Executable) -> dict[str, int]:
-    """How many products and convolutions have operands of which types; those without a kernel are *stock*."""
+    """The number of products and convolutions by types of operands; *stock* are those without a kernel."""
     encodings = executable.metadata.encodings
     types = [re.search(r"<(\w+ \* \w+) ", entry["operands"][0]["encoding"]) for entry in encodings["ops"]]
-    found = Counter(match[1] for match in types if match)
-    found.update(stock=len(encodings["cancelled"]))
-    return {name: count for name, count in found.items() if count}
+    counts = Counter(match[1] for match in types if match)
+    counts.update(stock=len(encodings["cancelled"]))
+    return {name: count for name, count in counts.items() if count}
 
 
 def tensors_of(inputs: Inputs) -> list[tvm.runtime.Tensor]:
-    """Arguments, copied to where they are aligned."""
+    """Arguments, copied to aligned memory."""
     return [tvm.runtime.tensor(array) for array in inputs.values()]
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """``vm["main"]`` on tensors; the machine allocates its results, as some of the peers do."""
+    """``vm["main"]`` on tensors; the machine allocates its results, like some of the peers."""
     executable = rh.load(file)
     main, operands = rh.vm.VirtualMachine(executable)["main"], tensors_of(inputs)
     outputs: list[object] = []
@@ -57,8 +57,8 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
         outputs[:] = [main(*operands)]
 
     def results() -> list[object]:
-        (found,) = outputs
-        fields = [found] if isinstance(found, tvm.runtime.Tensor) else list(found)
+        (output,) = outputs
+        fields = [output] if isinstance(output, tvm.runtime.Tensor) else list(output)
         return [field.numpy() for field in fields]
 
     return Session(call, results, products=products_of(executable))

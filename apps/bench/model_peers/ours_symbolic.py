@@ -1,4 +1,4 @@
-"""This library, compiled once: dimensions with names keep them, and every call brings its sizes."""
+"""This library, compiled once for all sizes of named dimensions."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
 
 
 def second_half(model: str) -> list[tuple[str, str]]:
-    """Placement rules for the later nodes; a nameless one is called after its type and position."""
+    """Placement rules for the second half of the nodes; a nameless one is named by its type and position."""
     nodes = list(onnx.load(model, load_external_data=False).graph.node)
     names = [node.name or f"{node.op_type}_{index}" for index, node in enumerate(nodes)]
     return [(glob.escape(name), "llvm:1") for name in names[len(names) // 2 :]]
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """As on one device."""
+    """The same as on one device."""
     return load_executable(model, file, inputs, setting)

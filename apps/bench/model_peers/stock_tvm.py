@@ -29,8 +29,8 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
         outputs[:] = [main(*operands)]
 
     def results() -> list[np.ndarray]:
-        (found,) = outputs
-        fields = [found] if isinstance(found, tvm.runtime.Tensor) else list(found)
+        (output,) = outputs
+        fields = [output] if isinstance(output, tvm.runtime.Tensor) else list(output)
         return [field.numpy() for field in fields]
 
     return Session(call, results)

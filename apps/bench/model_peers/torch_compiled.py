@@ -1,4 +1,4 @@
-"""PyTorch on a network of its own, compiled by inductor with ``mode="max-autotune"``."""
+"""PyTorch on a PyTorch network, compiled by inductor with ``mode="max-autotune"``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from . import Inputs, Session, Setting
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """The network that the ONNX file is named for, compiled for its sizes."""
+    """The network that the ONNX file is named after, compiled for its sizes."""
     return session(model, setting, lambda module: torch.compile(module, mode="max-autotune", dynamic=False))
 
 
 def session(model: str, setting: Setting, compiled: Callable[[Any], Any]) -> Session:
-    """Calls of the network after `compiled` was applied to its module."""
+    """Calls of the network, whose module `compiled` converts."""
     setting.only_float32()
     torch.set_num_threads(setting.threads)
     module, arguments = build(Path(model).stem)

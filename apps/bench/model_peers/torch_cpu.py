@@ -13,7 +13,7 @@ from .torch_graph import Runner
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """The traced graph on tensors; `Unsupported` where a node has no translation."""
+    """The traced graph on tensors; `Unsupported` if a node lacks a translation."""
     torch.set_num_threads(setting.threads)
     runner = Runner(onnx.load(model)).eval()
     operands = [torch.from_numpy(array) for array in inputs.values()]
@@ -23,9 +23,9 @@ def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
     )
     with torch.inference_mode(), lower, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        runner(*operands)  # what it cannot do is said here, not by the tracer
+        runner(*operands)  # unsupported nodes raise here, not in the tracer
         program = torch.jit.optimize_for_inference(torch.jit.freeze(torch.jit.trace(runner, operands)))
-        for _ in range(2):  # its executor specializes in these
+        for _ in range(2):  # its executor specializes in the first calls
             program(*operands)
     outputs: list[torch.Tensor] = []
 

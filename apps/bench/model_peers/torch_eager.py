@@ -1,4 +1,4 @@
-"""PyTorch on a network of its own, op by op."""
+"""PyTorch on a PyTorch network, op by op."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from .torch_compiled import session
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """The network that the ONNX file is named for."""
+    """The network that the ONNX file is named after."""
     return session(model, setting, lambda module: module)

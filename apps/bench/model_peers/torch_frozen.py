@@ -1,4 +1,4 @@
-"""PyTorch on a network of its own, compiled as `torch_compiled`, with weights as constants that are packed before."""
+"""PyTorch on a PyTorch network, compiled as in `torch_compiled`, with weights as constants that are packed ahead."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from .torch_compiled import session
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:
-    """The network that the ONNX file is named for; inductor freezes what is called in inference mode."""
+    """The network that the ONNX file is named after; inductor freezes weights in inference mode."""
     options = {**torch._inductor.list_mode_options("max-autotune"), "freezing": True}
     return session(model, setting, lambda module: torch.compile(module, options=options, dynamic=False))

@@ -1,4 +1,4 @@
-"""ONNX nodes as torch functions: those of the models that the benchmark makes, and their near relatives."""
+"""ONNX ops of the benchmark's models, and similar ones, as torch functions."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NUMBERS: dict[str, tuple[int, ...]] = {
     "Resize": (1, 2, 3),
     "Slice": (1, 2, 3, 4),
 }
-"""Operands that are arrays of the host, not tensors: by op, their places."""
+"""Positions of operands that are arrays of the host, not tensors, by op."""
 
 
 def _spatial(attributes: Attributes) -> tuple[list[int], list[int]]:
-    """Strides and symmetric padding of a window; `Unsupported` where the padding differs at both ends."""
+    """Strides and symmetric padding of a window; `Unsupported` if the padding differs at both ends."""
     rank = len(attributes["kernel_shape"])
     pads = list(attributes.get("pads", [0] * 2 * rank))
     if attributes.get("auto_pad", b"NOTSET") not in (b"NOTSET", b"VALID"):
@@ -52,7 +52,7 @@ def _conv_transpose(x: list[Any], a: Attributes) -> Tensor:
 
 
 def _padded(x: Tensor, a: Attributes, value: float) -> tuple[Tensor, Attributes]:
-    """What a pooling reads, where its padding differs at both ends."""
+    """The operand of a pooling, padded explicitly if the padding differs at both ends."""
     rank = len(a["kernel_shape"])
     pads = list(a.get("pads", [0] * 2 * rank))
     if pads[:rank] == pads[rank:]:
@@ -69,15 +69,15 @@ def _max_pool(x: list[Any], a: Attributes) -> Tensor:
 
 def _average_pool(x: list[Any], a: Attributes) -> Tensor:
     size, strides = list(a["kernel_shape"]), list(a.get("strides", [1, 1]))
-    counted = bool(a.get("count_include_pad", 0))
+    counts_padding = bool(a.get("count_include_pad", 0))
     data, padded = _padded(x[0], a, 0.0)
     _, pads = _spatial(padded)
-    mean = functional.avg_pool2d(data, size, strides, pads, bool(a.get("ceil_mode")), counted)
-    if data is x[0] or counted:
+    mean = functional.avg_pool2d(data, size, strides, pads, bool(a.get("ceil_mode")), counts_padding)
+    if data is x[0] or counts_padding:
         return mean
-    # A mean over what is there: that over the zeros, by the share that is there.
-    there, _ = _padded(torch.ones_like(x[0][:, :1]), a, 0.0)
-    return mean / functional.avg_pool2d(there, size, strides)
+    # The mean without padding: the mean with zeros, divided by the share of the elements that are not padding.
+    inside, _ = _padded(torch.ones_like(x[0][:, :1]), a, 0.0)
+    return mean / functional.avg_pool2d(inside, size, strides)
 
 
 def _gemm(x: list[Any], a: Attributes) -> Tensor:
@@ -148,8 +148,8 @@ def _layer_norm(x: list[Any], a: Attributes) -> Tensor:
 
 
 def _clip(x: list[Any], a: Attributes) -> Tensor:
-    least, most = (a.get(name) if x[place] is None else x[place] for place, name in ((1, "min"), (2, "max")))
-    return torch.clamp(x[0], None if least is None else float(least), None if most is None else float(most))
+    low, high = (a.get(name) if x[index] is None else x[index] for index, name in ((1, "min"), (2, "max")))
+    return torch.clamp(x[0], None if low is None else float(low), None if high is None else float(high))
 
 
 def _slice(x: list[Any], a: Attributes) -> Tensor:

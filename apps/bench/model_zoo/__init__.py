@@ -1,6 +1,6 @@
-"""Models to compare on, made when they are first asked for: weights are random, so nothing is downloaded.
+"""Models for benchmarks, made on first use; weights are random, so nothing is downloaded.
 
-``python apps/bench/models.py`` knows them by the names of `MAKERS`, each also in 8 bits as ``NAME.int8``, and those of
+``python apps/bench/models.py`` takes the names of `MAKERS`, each also in 8 bits as ``NAME.int8``, and those of
 `SYMBOLIC` also with named dimensions as ``NAME.symbolic``. Files are kept in ``.cache/models`` of the checkout, or in
 ``$RELAX_HETERO_CACHE/models``.
 """
@@ -27,22 +27,22 @@ MAKERS: dict[str, Callable[[], onnx.ModelProto]] = {
 }
 
 BY_NAME = {**MAKERS, **NEWER}
-"""Also those that run only where they are asked for."""
+"""All models, including those that run only by name."""
 
 
 def cache() -> Path:
-    """Where models are kept."""
+    """The folder of the models."""
     chosen = os.environ.get("RELAX_HETERO_CACHE")
     return (Path(chosen) if chosen and chosen != "off" else Path(__file__).resolve().parents[3] / ".cache") / "models"
 
 
 def model_path(name: str) -> Path:
-    """The file of a model: itself where `name` is a path, else one of `MAKERS`, made if it is not there yet.
+    """The file of a model: `name` itself if it is a path, else the model of that name, made on first use.
 
     Raises
     ------
     ValueError
-        If there is no such file and no such maker.
+        If neither a file nor a maker has the name.
     """
     if name.endswith(".onnx"):
         if not Path(name).is_file():
@@ -54,7 +54,7 @@ def model_path(name: str) -> Path:
         if plain not in BY_NAME or form not in ("", "int8", *(["symbolic"] if plain in SYMBOLIC else [])):
             raise ValueError(f"{name!r} is no file *.onnx and none of {', '.join(BY_NAME)}, with .int8 or .symbolic")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written beside and renamed, so that an interrupted run leaves no half a file.
+        # Written under another name and renamed, so that an interrupted run does not leave an incomplete file.
         unfinished = path.with_name(f"{name}.{os.getpid()}.tmp")
         if form == "int8":
             write_quantized(plain, model_path(plain), unfinished, lambda model, seed: random_inputs(model, {}, seed))
@@ -67,32 +67,32 @@ def model_path(name: str) -> Path:
 def random_inputs(model: Path, dims: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
     """Arrays for the inputs of a model.
 
-    Floats are normal; integers lie below 1,000, those of an input named ``*type*`` below 2; a ``*mask*`` has ones,
+    Floats are normal; integers are below 1,000, or below 2 if the input is named ``*type*``; a ``*mask*`` has ones,
     and zeros in its last eighth.
 
     Parameters
     ----------
     model : Path
     dims : mapping of str to int
-        Sizes of named dimensions; those it lacks are 1.
+        Sizes of named dimensions; others are 1.
     seed : int
     """
     return random_arrays(onnx.load(str(model), load_external_data=False).graph, dims, seed)
 
 
 def random_arrays(graph: onnx.GraphProto, dims: Mapping[str, int], seed: int) -> dict[str, np.ndarray]:
-    """The same for a graph in memory."""
+    """Arrays for the inputs of a graph, as in `random_inputs`."""
     weights = {initializer.name for initializer in graph.initializer}
     generator = np.random.default_rng(seed)
-    found = {}
+    arrays = {}
     for value in graph.input:
         if value.name in weights:
             continue
         tensor = value.type.tensor_type
         shape = [d.dim_value if d.HasField("dim_value") else dims.get(d.dim_param, 1) for d in tensor.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        found[value.name] = _random(value.name.lower(), shape, dtype, generator)
-    return found
+        arrays[value.name] = _random(value.name.lower(), shape, dtype, generator)
+    return arrays
 
 
 def _random(name: str, shape: list[int], dtype: np.dtype, generator: np.random.Generator) -> np.ndarray:

@@ -8,14 +8,14 @@ from onnx import numpy_helper
 
 
 def with_batch(model: onnx.ModelProto, batch: int) -> onnx.ModelProto:
-    """The model for a batch of another size, where it was made for one.
+    """A model for batch size one, converted to another batch size.
 
-    Inputs have the batch first. Shapes that reshape or expand to a batch of one, and initializers that are
-    concatenated with a batch of one, follow.
+    The batch is the first dimension of inputs. Shapes that reshape or expand to a batch of one, and initializers that
+    are concatenated with a batch of one, are converted, too.
     """
-    found = onnx.ModelProto()
-    found.CopyFrom(model)
-    graph = found.graph
+    batched = onnx.ModelProto()
+    batched.CopyFrom(model)
+    graph = batched.graph
     graph.ClearField("value_info")
     arrays = {weight.name: weight for weight in graph.initializer}
     for node in graph.node:
@@ -33,7 +33,7 @@ def with_batch(model: onnx.ModelProto, batch: int) -> onnx.ModelProto:
         array = numpy_helper.to_array(arrays[name])
         if array.ndim > 1 and array.shape[0] == 1:
             _replace(arrays[name], np.repeat(array, batch, 0))
-    return onnx.shape_inference.infer_shapes(found)
+    return onnx.shape_inference.infer_shapes(batched)
 
 
 def _replace(tensor: onnx.TensorProto, array: np.ndarray) -> None:

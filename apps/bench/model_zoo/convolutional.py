@@ -1,4 +1,4 @@
-"""Convolutional networks with the layers of published ones, as exporters write them, with random weights."""
+"""Convolutional networks with published layers, as exporters write them, with random weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def mobilenet_v2() -> onnx.ModelProto:
 
 
 def _squeeze(graph: Graph, x: str, inner: int, activate: str, gate: str) -> str:
-    """Scale channels by what their means say."""
+    """Scale channels by a function of their means (squeeze and excitation)."""
     channels = graph.channels[x]
     mean = graph.node("GlobalAveragePool", x)
     hidden = graph.conv(mean, inner, 1)
@@ -52,7 +52,7 @@ def _swish(graph: Graph, x: str) -> str:
 
 
 def mobilenet_v3() -> onnx.ModelProto:
-    """The large one: hard swish, squeeze and excitation, windows of 5."""
+    """The large variant: hard swish, squeeze and excitation, 5 × 5 filters."""
     graph = Graph("mobilenet_v3")
     x = graph.node("HardSwish", graph.conv(graph.input("image", _IMAGE), 16, 3, stride=2))
     settings = (
@@ -158,7 +158,7 @@ def resnext50() -> onnx.ModelProto:
 
 
 def inception_v3() -> onnx.ModelProto:
-    """Windows of 1 by 7 and 7 by 1, branches of many sizes, 299 pixels."""
+    """Filters of 1 × 7 and 7 × 1, branches of many sizes, images of 299 pixels."""
     graph = Graph("inception_v3", opset=13)
 
     def conv(x: str, channels: int, kernel: int | tuple[int, int], stride: int = 1, pad: int | None = None) -> str:
@@ -191,7 +191,7 @@ def inception_v3() -> onnx.ModelProto:
 
 
 def unet() -> onnx.ModelProto:
-    """Down and up again with skips: half of the steps up are transposed convolutions, half are resized."""
+    """Down and up with skips: half of the steps up are transposed convolutions, half are resizings."""
     graph = Graph("unet", opset=13)
 
     def twice(x: str, channels: int) -> str:
@@ -215,12 +215,12 @@ def unet() -> onnx.ModelProto:
             bias = graph.weight(channels, deviation=0.1)
             x = graph.node("ConvTranspose", x, weight, bias, channels=channels, kernel_shape=[2, 2], strides=[2, 2])
         x = twice(graph.concat(skips.pop(), x), channels)
-    # Of large sums a sigmoid would show little but what float16 rounds off where they cancel.
+    # A sigmoid of large sums would mostly show float16's rounding where they cancel.
     return graph.model(graph.node("Sigmoid", graph.conv(x, 1, 1, gain=1 / 32)))
 
 
 def convnext_tiny() -> onnx.ModelProto:
-    """Depthwise windows of 7, layer norms over channels between transposes, and GELU."""
+    """Depthwise 7 × 7 filters, layer norms over channels between transposes, and GELU."""
     graph = Graph("convnext_tiny")
 
     def norm(x: str) -> str:

@@ -1,4 +1,4 @@
-"""ONNX graphs under construction: nodes and random weights, and the layers that networks share."""
+"""A builder of ONNX graphs: nodes, random weights, and the layers that networks share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 
 class Graph:
-    """Nodes and initializers in order; values are called after the node that makes them.
+    """Nodes and initializers in order; values are named after the node that makes them.
 
     Parameters
     ----------
@@ -29,14 +29,14 @@ class Graph:
         """Channels of feature maps, by value."""
 
     def input(self, name: str, shape: Sequence[int | str], dtype: int = TensorProto.FLOAT) -> str:
-        """An input of the model; its second extent is its number of channels where that is a number."""
+        """An input of the model; its second extent, if a number, is its number of channels."""
         self._inputs.append(helper.make_tensor_value_info(name, dtype, shape))
         if len(shape) > 1 and isinstance(shape[1], int):
             self.channels[name] = shape[1]
         return name
 
     def node(self, op: str, *inputs: str, outputs: int = 1, channels: int = 0, **attributes: Any) -> Any:
-        """Append a node; its value, or a list of them. A feature map has the channels of the first input otherwise."""
+        """Append a node; returns its value or values. By default, a feature map has the channels of the first input."""
         name = f"{op}_{len(self._nodes)}"
         names = [name] if outputs == 1 else [f"{name}_{index}" for index in range(outputs)]
         self._nodes.append(helper.make_node(op, inputs, names, name=name, **attributes))
@@ -56,14 +56,14 @@ class Graph:
         return self.constant(extents, "int64")
 
     def weight(self, *shape: int, deviation: float) -> str:
-        """A normal initializer of its own."""
+        """A new initializer with normal numbers."""
         name = f"weight_{len(self._weights)}"
         array = self._random.standard_normal(shape, "float32") * np.float32(deviation)
         self._weights[name] = numpy_helper.from_array(array, name)
         return name
 
     def uniform(self, *shape: int) -> str:
-        """An initializer of its own between 0.5 and 1.5."""
+        """A new initializer with numbers between 0.5 and 1.5."""
         name = f"weight_{len(self._weights)}"
         self._weights[name] = numpy_helper.from_array(self._random.uniform(0.5, 1.5, shape).astype("float32"), name)
         return name
@@ -79,9 +79,9 @@ class Graph:
         pad: int | None = None,
         gain: float = 1.0,
     ) -> str:
-        """A convolution of the same size (over the stride): with a bias, or a batch norm after it.
+        """A convolution of the same size (divided by the stride), with a bias or a batch norm.
 
-        Its weights keep the size of numbers, but for a factor `gain`.
+        Its weights keep the magnitude of numbers, except for a factor `gain`.
         """
         size = (kernel, kernel) if isinstance(kernel, int) else kernel
         before = [extent // 2 if pad is None else pad for extent in size]
@@ -93,17 +93,17 @@ class Graph:
         return self.batch_norm(y) if norm else y
 
     def batch_norm(self, x: str) -> str:
-        """Inference with random statistics."""
+        """BatchNormalization for inference, with random statistics."""
         c = self.channels[x]
         shift, mean = self.weight(c, deviation=0.1), self.weight(c, deviation=0.1)
         return self.node("BatchNormalization", x, self.uniform(c), shift, mean, self.uniform(c), epsilon=1e-5)
 
     def pool(self, op: str, x: str, kernel: int, stride: int, pad: int = 0, **attributes: Any) -> str:
-        """``MaxPool`` or ``AveragePool`` over squares."""
+        """``MaxPool`` or ``AveragePool`` with square windows."""
         return self.node(op, x, kernel_shape=[kernel, kernel], strides=[stride, stride], pads=[pad] * 4, **attributes)
 
     def concat(self, *values: str) -> str:
-        """Feature maps behind each other."""
+        """Concatenate feature maps along channels."""
         return self.node("Concat", *values, axis=1, channels=sum(self.channels[value] for value in values))
 
     def linear(self, x: str, inputs: int, outputs: int) -> str:
@@ -118,7 +118,7 @@ class Graph:
         )
 
     def decomposed_layer_norm(self, x: str, width: int) -> str:
-        """The same as exporters wrote it before opset 17."""
+        """The same in the ops that exporters wrote before opset 17."""
         centered = self.node("Sub", x, self.node("ReduceMean", x, axes=[-1], keepdims=1))
         squares = self.node("Pow", centered, self.constant(2.0))
         variance = self.node("Add", self.node("ReduceMean", squares, axes=[-1], keepdims=1), self.constant(1e-5))

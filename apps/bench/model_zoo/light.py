@@ -1,4 +1,4 @@
-"""Networks of the onnx package's ``light`` graphs, whose weights are constants of one number, with random weights."""
+"""Networks of the onnx package's ``light`` graphs, whose constant weights are replaced by random ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIGHT = {
 def light_model(graph: str) -> onnx.ModelProto:
     """The graph with an initializer in place of each ``ConstantOfShape``, so that no library computes with constants.
 
-    Weights are normal with a variance of 2 over the fan-in (He), scales and variances of batch norms lie between 0.5
+    Weights are normal with a variance of 2 over the fan-in (He), scales and variances of batch norms are between 0.5
     and 1.5, other vectors are normal with a deviation of 0.1.
     """
     model = onnx.load(str(_FOLDER / f"{graph}.onnx"))
@@ -60,7 +60,7 @@ def light_model(graph: str) -> onnx.ModelProto:
 def _damp(model: onnx.ModelProto) -> None:
     """Quarter the scales of batch norms that a residual sum adds.
 
-    A trained norm divides by the deviation that it meets. A random one lets numbers grow by each sum, and beyond the
+    A trained norm divides by the deviation of its input. With a random one, numbers grow with each sum, and exceed the
     range of float16 at the end of ResNet-50.
     """
     weights = {weight.name: weight for weight in model.graph.initializer}
@@ -72,9 +72,9 @@ def _damp(model: onnx.ModelProto) -> None:
 
 
 def _calm(model: onnx.ModelProto, generator: np.random.Generator) -> None:
-    """Scale the last layer that has weights to a deviation of 2 where it has more.
+    """Scale the last layer with weights to a deviation of at most 2.
 
-    A softmax of larger numbers is 1 in one place and 0 elsewhere: wrong results would look right.
+    A softmax of larger numbers is 1 for one class and 0 for all others: wrong results would look right.
     """
     import onnxruntime
 
@@ -87,12 +87,12 @@ def _calm(model: onnx.ModelProto, generator: np.random.Generator) -> None:
     (image,) = model.graph.input
     shape = [extent.dim_value for extent in image.type.tensor_type.shape.dim]
     session = onnxruntime.InferenceSession(probe.SerializeToString(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {image.name: generator.standard_normal(shape, "float32")})
-    factor = np.float32(min(1.0, 2.0 / float(found.std())))
-    made = {name: node for node in model.graph.node for name in node.output}
+    (output,) = session.run(None, {image.name: generator.standard_normal(shape, "float32")})
+    factor = np.float32(min(1.0, 2.0 / float(output.std())))
+    producers = {name: node for node in model.graph.node for name in node.output}
     for name in last.input[1:]:
         while name not in weights:  # newer onnx packages reshape a weight before its layer
-            name = made[name].input[0]
+            name = producers[name].input[0]
         weights[name].CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights[name]) * factor, name))
 
 

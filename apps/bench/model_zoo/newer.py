@@ -1,6 +1,6 @@
-"""Networks of other shapes than the rest of the zoo: windows, scans, recurrences, caches, resized maps, top-k.
+"""Networks of other kinds than the rest of the zoo: windows, scans, recurrences, caches, resized maps, top-k.
 
-They are small, and taken only by name: ``python apps/bench/gpu_models.py swin mamba``.
+They are small, and run only by name: ``python apps/bench/gpu_models.py swin mamba``.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def mamba(steps: int = 16) -> onnx.ModelProto:
         memory = graph.constant(np.zeros((1, inner, state)))
         outputs = []
         for step in range(steps):
-            at = [_slice(graph, value, 1, step, step + 1) for value in (delta, u, sources, sinks)]
-            change, value = (graph.node("Reshape", each, graph.shape(1, inner, 1)) for each in at[:2])
-            kept = graph.node("Mul", memory, graph.node("Exp", graph.node("Mul", change, decay)))
-            memory = graph.node("Add", kept, graph.node("Mul", graph.node("Mul", change, at[2]), value))
-            outputs.append(graph.node("ReduceSum", graph.node("Mul", memory, at[3]), graph.shape(2), keepdims=0))
+            operands = [_slice(graph, value, 1, step, step + 1) for value in (delta, u, sources, sinks)]
+            change, value = (graph.node("Reshape", each, graph.shape(1, inner, 1)) for each in operands[:2])
+            decayed = graph.node("Mul", memory, graph.node("Exp", graph.node("Mul", change, decay)))
+            memory = graph.node("Add", decayed, graph.node("Mul", graph.node("Mul", change, operands[2]), value))
+            outputs.append(graph.node("ReduceSum", graph.node("Mul", memory, operands[3]), graph.shape(2), keepdims=0))
         y = graph.node("Concat", *(graph.node("Unsqueeze", y, graph.shape(1)) for y in outputs), axis=1)
         y = graph.node("Add", y, graph.node("Mul", u, graph.weight(inner, deviation=1.0)))
         y = graph.node("Mul", y, _silu(graph, gate))
@@ -121,7 +121,7 @@ def mamba(steps: int = 16) -> onnx.ModelProto:
 
 
 def t5_encoder() -> onnx.ModelProto:
-    """Four layers: RMS norms, a bias by relative positions, scores that are not scaled, gated GELU."""
+    """Four layers: RMS norms, a bias by relative positions, unscaled scores, gated GELU."""
     graph, sequence, width, heads = Graph("t5_encoder"), 96, 512, 8
     ids = graph.input("input_ids", (1, sequence), TensorProto.INT64)
     x = graph.node("Gather", graph.weight(4000, width, deviation=1.0), ids)
@@ -154,7 +154,7 @@ def t5_encoder() -> onnx.ModelProto:
 
 
 def llama_step() -> onnx.ModelProto:
-    """One token through two layers with a cache: rotated positions, eight heads on two of keys, gated SiLU."""
+    """One token through two layers with a cache: rotary embedding, eight query heads, two key heads, gated SiLU."""
     graph, past, width, heads, shared, size = Graph("llama_step"), 47, 512, 8, 2, 64
     x = graph.input("x", (1, 1, width))
     angles = np.outer([past], 10000.0 ** (-np.arange(0, size, 2) / size))
@@ -198,7 +198,7 @@ def _repeated(graph: Graph, x: str, shared: int, times: int, length: int, size: 
 
 
 def diffusion_unet() -> onnx.ModelProto:
-    """A step of a denoiser: group norms, an embedded time, attention between pixels, maps resized and joined."""
+    """A step of a denoiser: group norms, a time embedding, attention between pixels, resized and joined maps."""
     graph, width = Graph("diffusion_unet"), 64
     image, time = graph.input("image", (1, 4, 32, 32)), graph.input("time", (1, 1))
     angles = graph.node("Mul", time, graph.constant(np.exp(-np.arange(32) / 8.0)[None]))
@@ -275,7 +275,7 @@ def detector() -> onnx.ModelProto:
 
 
 def tagger() -> onnx.ModelProto:
-    """Words to tags: an LSTM of both directions, a GRU behind it, probabilities of each word's tag."""
+    """Words to tags: a bidirectional LSTM, then a GRU, and probabilities of each word's tag."""
     graph, words, width, hidden = Graph("tagger"), 24, 64, 48
     ids = graph.input("input_ids", (words, 1), TensorProto.INT64)
     x = graph.node("Gather", graph.weight(1000, width, deviation=1.0), ids)

@@ -1,7 +1,7 @@
-"""Models in 8 bits: QDQ files that ONNX Runtime's quantizer makes of the float ones.
+"""Models in 8 bits: QDQ files that ONNX Runtime's quantizer makes of float models.
 
-``minilm`` is calibrated with sentences, and all its products are quantized. The others have random weights, so random
-inputs are what they are made for.
+``minilm`` is calibrated with sentences, and all its products are quantized. Other models have random weights, and are
+calibrated with random inputs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def write_quantized(name: str, source: Path, target: Path, inputs: Callable[[Pat
     Parameters
     ----------
     name : str
-        Of the float model, as the zoo calls it.
+        Name of the float model in the zoo.
     source, target : Path
     inputs : Callable
-        Random inputs of a model by a seed.
+        Returns random inputs of a model for a seed.
     """
     use_sentence_example()
     from minilm import default_cache

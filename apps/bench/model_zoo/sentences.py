@@ -1,4 +1,4 @@
-"""The example of sentence similarity, which has MiniLM's weights and its tokenizer."""
+"""Access to the sentence similarity example, which has MiniLM's weights and tokenizer."""
 
 from __future__ import annotations
 

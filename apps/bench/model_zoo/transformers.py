@@ -19,17 +19,17 @@ def _heads(graph: Graph, x: str, sequence: Extent, heads: int, size: int, perm: 
 
 
 def _merged(graph: Graph, x: str, sequence: Extent, width: int, batch: Extent = 1) -> str:
-    together = graph.node("Transpose", x, perm=[0, 2, 1, 3])
-    return graph.node("Reshape", together, _shape(graph, batch, sequence, width))
+    heads_last = graph.node("Transpose", x, perm=[0, 2, 1, 3])
+    return graph.node("Reshape", heads_last, _shape(graph, batch, sequence, width))
 
 
 def _shape(graph: Graph, *extents: Extent) -> str:
-    # A zero keeps the dimension that stands there.
+    # A zero keeps the dimension of the input.
     return graph.shape(*(0 if isinstance(extent, str) else extent for extent in extents))
 
 
 def bert(batch: Extent = 1, sequence: Extent = 128) -> onnx.ModelProto:
-    """The encoder of BERT-base: 12 layers of 768, on embeddings."""
+    """The encoder of BERT-base: 12 layers of width 768, and embeddings."""
     graph, width, heads = Graph("bert"), 768, 12
     x = graph.input("x", (batch, sequence, width))
     for _ in range(12):
@@ -46,7 +46,7 @@ def bert(batch: Extent = 1, sequence: Extent = 128) -> onnx.ModelProto:
 
 
 def distilbert() -> onnx.ModelProto:
-    """Six layers as opset 11 writes them: layer norms in eight nodes, a mask by Where."""
+    """Six layers in opset 11: layer norms of eight nodes, a mask by Where."""
     graph, sequence, width, heads = Graph("distilbert", opset=11), 128, 768, 12
     ids = graph.input("input_ids", (1, sequence), TensorProto.INT64)
     mask = graph.input("attention_mask", (1, sequence), TensorProto.INT64)
@@ -139,4 +139,4 @@ def minilm(batch: Extent = 1, sequence: Extent = 128) -> onnx.ModelProto:
 
 TRANSFORMERS = {make.__name__: make for make in (bert, minilm, distilbert, gpt2, vit_small)}
 SYMBOLIC = {make.__name__: lambda make=make: make("batch", "sequence") for make in (bert, minilm)}
-"""The same graphs with dimensions that have names: ``batch`` and ``sequence``."""
+"""The same graphs with named dimensions: ``batch`` and ``sequence``."""

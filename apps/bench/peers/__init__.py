@@ -12,22 +12,22 @@ from .shape import Unsupported
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to compute products.
+    """A contestant that computes products.
 
     Attributes
     ----------
     name : str
-        As tables show it.
+        Name in tables.
     package : str
-        What has to be installed for it, and how ``--peers`` names it.
+        Required package, which is also its name in ``--peers``.
     module : str
-        The file here that knows it.
+        The file here that implements it.
     function : str
-        Which of its functions makes the contestant.
+        Function of that file that makes the contestant.
     four_bits : bool
-        Whether it knows weights of 4 bits.
+        If true, it supports weights of 4 bits.
     float16 : bool
-        Whether it multiplies float16.
+        If true, it supports float16.
     """
 
     name: str
@@ -39,19 +39,19 @@ class Peer:
 
     @property
     def installed(self) -> bool:
-        """Whether its package is there; nothing is loaded."""
+        """True if its package is installed; nothing is loaded."""
         return is_installed(self.package)
 
     def make(self, product: Product, threads: int) -> Contestant:
-        """Compile it for a product; `product.Unsupported`, or whatever the library raises, where it cannot."""
+        """Compile it for a product; raises `product.Unsupported`, or an error of the library, if it cannot."""
         if product.kind == "q4" and not self.four_bits:
             raise Unsupported("no weights of 4 bits")
         if product.kind == "f16" and not self.float16:
             raise Unsupported("no products of float16")
-        made: Contestant = getattr(importlib.import_module(f".{self.module}", __name__), self.function)(
+        contestant: Contestant = getattr(importlib.import_module(f".{self.module}", __name__), self.function)(
             product, threads
         )
-        return made
+        return contestant
 
 
 OURS = Peer("relax-hetero", "relax_hetero", "ours", four_bits=True, float16=True)
@@ -67,5 +67,5 @@ PEERS = (
 
 
 def installed(packages: tuple[str, ...] = ()) -> list[Peer]:
-    """The peers whose packages are installed; only those of `packages` if any are given (``iree`` is enough)."""
+    """The peers whose packages are installed, restricted to `packages` if given (``iree`` is enough)."""
     return [peer for peer in PEERS if peer.installed and (not packages or peer.package.split(".")[0] in packages)]

@@ -1,4 +1,4 @@
-"""How fast the CPU reads memory: a loop that adds up what no cache holds."""
+"""The memory bandwidth of the CPU, measured by a loop that sums data too large for caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of 4 bits: blocks of 32 along k share a scale, codes 0 to 15 stand for -8 to 7 of it."""
+"""Weights of 4 bits: blocks of 32 along k share a scale, codes 0 to 15 mean -8 to 7 times the scale."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Weights:
-    """A weight (k, n) in blocks.
+    """A block-quantized weight (k, n).
 
     Attributes
     ----------
@@ -29,17 +29,17 @@ class Weights:
     scales: np.ndarray
 
     def packed(self) -> np.ndarray:
-        """Two codes a byte, the first in the low half: uint8 (n, k / 2)."""
+        """Two codes per byte, the first in the low half: uint8 (n, k / 2)."""
         return self.codes[:, 0::2] | self.codes[:, 1::2] << 4
 
 
 def weights_of(shape: Shape, weight: bool, seed: int) -> Weights:
-    """The random codes and scales whose numbers are the right operand of a product.
+    """Random codes and scales of the right operand of a product.
 
     Raises
     ------
     Unsupported
-        For a batch, an activation, or a `k` that is no multiple of `BLOCK`.
+        If it is a batch or an activation, or if `k` is not a multiple of `BLOCK`.
     """
     if shape.batch or not weight or shape.k % BLOCK:
         raise Unsupported(f"4 bits are for weights whose k is a multiple of {BLOCK}")

@@ -39,7 +39,7 @@ def matmul(product: Product, threads: int) -> Contestant:
 def _driver(threads: int) -> str:
     if threads == 1:
         return "local-sync"
-    if not _threads_set:  # flags hold for the process, before its first device
+    if not _threads_set:  # flags apply to the process, before its first device
         iree.runtime.flags.parse_flags(f"--task_topology_group_count={threads}")
         _threads_set.append(threads)
     return "local-task"

@@ -1,7 +1,7 @@
 """One process of the matmul benchmark: every product at one thread count.
 
-Thread counts of some libraries are fixed when a process starts, so `matmul.py` starts one of these for each. Its
-arguments come as JSON in ``argv``; each result leaves as a line of JSON on what was standard output, everything
+Thread counts of some libraries are fixed when a process starts, so `matmul.py` starts a worker for each count. Its
+arguments come as JSON in ``argv``; each result is a line of JSON on the original standard output, and everything
 that libraries print goes to standard error.
 """
 
@@ -20,15 +20,15 @@ ENVIRONMENT = ("TVM_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MK
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does.
+    """The work of a worker.
 
     Attributes
     ----------
     kinds, shapes, peers : tuple of str
-        Keys of `peers.product.KINDS`, texts of `Shape`, names of packages (none: all that are installed).
+        Keys of `peers.product.KINDS`, texts of `Shape`, names of packages (none: all installed ones).
     threads, rounds, seed : int
     no_weight : bool
-        Both operands are activations.
+        If true, both operands are activations.
     """
 
     kinds: tuple[str, ...]
@@ -40,19 +40,19 @@ class Job:
     seed: int = 0
 
     def command(self) -> list[str]:
-        """What runs it."""
+        """The command line that runs it."""
         return [sys.executable, "-m", "peers.matmul_worker", json.dumps(asdict(self))]
 
     def environment(self) -> dict[str, str]:
-        """The environment it has to start in."""
+        """The environment of its process."""
         threads = dict.fromkeys(ENVIRONMENT, str(self.threads))
         benchmarks = str(pathlib.Path(__file__).resolve().parents[1])
-        found = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
-        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": found}
+        python_path = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
+        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": python_path}
 
 
 def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
-    """Make, verify and time all contestants of one product; a row of the report as JSON data."""
+    """Make, verify and time all contestants of one product; returns a row of the report as JSON data."""
     from turns import take_turns
 
     from peers import OURS, Product, installed
@@ -63,7 +63,7 @@ def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
     product = Product(shape, kind, weight=not (job.no_weight or shape.batch), seed=job.seed)
     rows: dict[str, dict[str, Any]] = {}
     calls: dict[Any, Any] = {}
-    contestants = []  # their results' buffers live as long as they do
+    contestants = []  # they keep the buffers of their results alive
     for peer in [OURS, *installed(job.peers)]:
         row = rows[peer.name] = {}
         try:
@@ -75,7 +75,7 @@ def measure(job: Job, kind: str, shape_text: str) -> dict[str, Any]:
             row["error"] = error if math.isfinite(error) else None  # JSON has no infinity
         except Unsupported as reason:
             row["unsupported"] = str(reason)
-        except ImportError as error:  # found, but it does not load here
+        except ImportError as error:  # installed, but it does not load here
             row["unsupported"] = f"not usable: {_first_line(error)}"
         except Exception as error:  # whatever a library raises belongs in its row
             row["failure"] = f"{type(error).__name__}: {_first_line(error)}"
@@ -118,7 +118,7 @@ def _first_line(error: Exception) -> str:
 def main() -> None:
     fields = json.loads(sys.argv[1])
     job = Job(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
-    # Libraries print to standard output, from C++ too: results leave by a descriptor of their own.
+    # Libraries print to standard output, also from C++: results use a descriptor of their own.
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for kind in job.kinds:

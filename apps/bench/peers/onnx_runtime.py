@@ -15,7 +15,7 @@ _ELEMENTS["int32"] = TensorProto.INT32
 
 
 def matmul(product: Product, threads: int) -> Contestant:
-    """Weights are initializers, which the session packs when it is made."""
+    """Make a session, which packs the weights: they are initializers."""
     if product.kind == "bf16":
         raise Unsupported("the CPU provider has no bfloat16 MatMul")
     options = ort.SessionOptions()

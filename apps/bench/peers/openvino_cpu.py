@@ -15,16 +15,16 @@ from .product import BF16, Contestant, Product, aligned, empty
 def matmul(product: Product, threads: int) -> Contestant:
     """``InferRequest.infer`` with tensors set once; integers as a quantized graph with a float32 result.
 
-    The plugin makes an int8 product of two FakeQuantize whose steps are 1, as its own quantizer writes them; a
+    The plugin makes an int8 product of two FakeQuantize with steps of 1, as its own quantizer writes them; a
     MatMul of integers would be computed in float32.
     """
-    model, held = _model(product)
+    model, weight_memory = _model(product)
     settings: dict[str, Any] = {
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_PRECISION_HINT": "bf16" if product.kind == "bf16" else "f32",
-        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # else activations of products with weights of 4 bits become 8 bits
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # otherwise activations are rounded to 8 bits for weights of 4 bits
     }
     core = ov.Core()
     compiled = core.compile_model(model, "CPU", settings)
@@ -37,31 +37,31 @@ def matmul(product: Product, threads: int) -> Contestant:
     output = _tensor(y)
     request.set_output_tensor(0, output)
     note = "FakeQuantize graph, float32 result" if product.kind in ("u8s8", "s8s8") else ""
-    # The request keeps none of these alive, and writes to freed memory where nobody does.
-    alive = (core, model, compiled, held, operands, output, y)
+    # The request does not keep these alive, and would write to freed memory.
+    alive = (core, model, compiled, weight_memory, operands, output, y)
     return Contestant(lambda alive=alive: request.infer(share_outputs=True), lambda: y, note)
 
 
 def _model(product: Product) -> tuple[ov.Model, object]:
     x = op.parameter(product.lhs.shape, _element(product.lhs.dtype))
     if product.kind == "q4":
-        weight, held = _dequantized(product)
-        return ov.Model([op.matmul(x, weight, False, True)], [x]), held
-    parameters, held = [x], None
+        weight, memory = _dequantized(product)
+        return ov.Model([op.matmul(x, weight, False, True)], [x]), memory
+    parameters, memory = [x], None
     if product.weight:
-        held = aligned(product.rhs)
-        w = op.constant(_tensor(held), shared_memory=True)
+        memory = aligned(product.rhs)
+        w = op.constant(_tensor(memory), shared_memory=True)
     else:
         w = op.parameter(product.rhs.shape, _element(product.rhs.dtype))
         parameters.append(w)
     left, right = x, w
     if product.kind in ("u8s8", "s8s8"):
         left, right = _quantized(x, product.lhs.dtype), _quantized(w, product.rhs.dtype)
-    return ov.Model([op.matmul(left, right, False, False)], parameters), held
+    return ov.Model([op.matmul(left, right, False, False)], parameters), memory
 
 
 def _dequantized(product: Product) -> tuple[Any, object]:
-    """The weight (n, k) out of codes of 4 bits, as its weight compression writes it, and what has to stay alive."""
+    """The weight (n, k) from codes of 4 bits, as OpenVINO compresses weights, and an object to keep alive."""
     weights, shape = product.blocks, product.shape
     blocks = [shape.n, shape.k // BLOCK, BLOCK]
     packed = weights.packed().reshape(-1)

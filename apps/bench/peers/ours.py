@@ -15,7 +15,7 @@ from .relax_module import native_target, relax_module, tensor
 
 
 def matmul(product: Product, threads: int) -> Contestant:
-    """``vm["main"](x)`` on a tensor; the machine allocates its result, as some of the peers do."""
+    """``vm["main"](x)`` on a tensor; the machine allocates its result, like some of the peers."""
     if product.kind == "q4":
         module = rh.from_onnx(onnx_model(product.shape, product.blocks), [native_target(threads)])
     else:
@@ -29,7 +29,7 @@ def matmul(product: Product, threads: int) -> Contestant:
     results: list[tvm.runtime.Tensor] = []
 
     def call() -> None:
-        results.clear()  # its memory is used again, as that of libraries with a result of their own
+        results.clear()  # frees its memory for the next call
         results.append(main(*operands))
 
     kernel = _kernel(executable, product, operands)
@@ -39,7 +39,7 @@ def matmul(product: Product, threads: int) -> Contestant:
 def _kernel(
     executable: rh.vm.Executable, product: Product, operands: list[tvm.runtime.Tensor]
 ) -> Callable[[], object] | None:
-    """The compiled kernel on buffers, where the whole product is one: what the call adds is seen beside it."""
+    """The compiled kernel alone, if the product is a single kernel, which shows the overhead of the call."""
     symbols, constants = list(executable.metadata.dispatches), list(executable.constants)
     if len(symbols) != 1 or len(constants) != int(product.weight):
         return None

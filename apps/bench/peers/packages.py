@@ -1,4 +1,4 @@
-"""What is installed here."""
+"""Look-up of installed packages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib.util
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there, also one inside another; nothing is loaded."""
+    """True if a package, or a package inside another, is installed; nothing is loaded."""
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of a package's parent
+    except ModuleNotFoundError:  # the parent package is missing
         return False

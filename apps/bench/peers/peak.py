@@ -1,4 +1,4 @@
-"""What the CPU's arithmetic can do at most: a loop of multiply-adds that touches registers only."""
+"""The peak of the CPU's arithmetic: a loop of multiply-adds in registers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_hetero.target.cpu_target import CpuTarget, cpu_target_of
 from .relax_module import native_target
 from .shape import Unsupported
 
-# Independent chains: more than latency (4 to 5 cycles) times units (2) of any of these CPUs.
+# Independent chains by lanes: more than latency (4 to 5 cycles) times units (2) of any of these CPUs.
 _CHAINS = {32: 24, 16: 12}
 _STEPS = 20_000
 _BF16 = """
@@ -38,9 +38,9 @@ class Peak:
     run : Callable
         Runs the loop once on every thread.
     operations : int
-        Multiplications and additions of a run, of all threads.
+        Multiplications and additions of a run on all threads.
     assembly : str
-        What it was compiled to.
+        Assembly of the loop.
     """
 
     run: tvm.runtime.PackedFunc
@@ -58,7 +58,7 @@ def peak(kind: str, threads: int) -> Peak:
     Raises
     ------
     Unsupported
-        If the CPU has no instruction for the type that this module knows.
+        If this module knows no instruction of the CPU for the type.
     """
     target = native_target(threads)
     machine = cpu_target_of(target)
@@ -108,7 +108,7 @@ def _loop(kind: str, threads: int, lanes: int, chains: int, element: str) -> tir
 
 def _step(kind: str, value: tvm.ir.Expr, a: tvm.ir.Expr, b: tvm.ir.Expr, lanes: int) -> tvm.ir.Expr:
     if kind == "f32":
-        return value * a + b  # a times b, plus the chain, would be computed once, before the loop
+        return value * a + b  # value + a * b would multiply only once, before the loop
     if kind == "bf16":
         ints = (tirx.reinterpret(f"int32x{lanes}", operand) for operand in (a, b))
         return tirx.call_pure_extern(f"float32x{lanes}", "peak_bf16", value, *ints)

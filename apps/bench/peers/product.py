@@ -14,7 +14,7 @@ from .four_bits import Weights, numbers_of, weights_of
 from .shape import Shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# Element types of both operands and of the result. Weights of q4 are stored in 4 bits: the type is of what they mean.
+# Element types of both operands and of the result. Weights of q4 are stored in 4 bits; the type is their values'.
 KINDS: dict[str, tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]] = {
     "f32": (np.dtype("float32"), np.dtype("float32"), np.dtype("float32")),
     "u8s8": (np.dtype("uint8"), np.dtype("int8"), np.dtype("int32")),
@@ -23,7 +23,7 @@ KINDS: dict[str, tuple[np.dtype[Any], np.dtype[Any], np.dtype[Any]]] = {
     "f16": (np.dtype("float16"),) * 3,
     "q4": (np.dtype("float32"), np.dtype("float32"), np.dtype("float32")),
 }
-# A cache line and a vector register: the alignment that all allocators of the contestants give.
+# Bytes of a cache line and of a vector register; all allocators of contestants align to them.
 ALIGNMENT = 64
 
 
@@ -37,7 +37,7 @@ class Product:
     kind : str
         A key of `KINDS`.
     weight : bool
-        Whether the right operand is a constant that may be packed before the call; never so for a batch, where
+        If true, the right operand is a constant that may be packed before the call; always false for a batch, where
         both are activations.
     seed : int
     """
@@ -61,7 +61,7 @@ class Product:
 
     @property
     def blocks(self) -> Weights:
-        """The right operand of q4, as it is stored."""
+        """The right operand of q4, as stored."""
         return weights_of(self.shape, self.weight, self.seed)
 
     @property
@@ -79,19 +79,19 @@ class Product:
         """The product in float64, which is exact for integers."""
         return np.matmul(self.lhs.astype("float64"), self.rhs.astype("float64"))
 
-    def error(self, found: np.ndarray) -> float:
-        """Largest difference of a result over what is allowed; up to 1 is right.
+    def error(self, result: np.ndarray) -> float:
+        """Largest difference of a result over the allowed one: up to 1 is right.
 
-        Integers have to be exact. Floats may differ by 1e-5 sqrt(K) and one rounding of the result's type; float16,
-        of which a few terms may be added in float16, by six thousandths of the root mean square; weights of 4 bits by
-        ten times as much as other floats, since data may be integers of 16 bits.
+        Integers must be exact. Floats may differ by 1e-5 sqrt(K) and one rounding of the result's type; float16, where
+        a few terms may be added in float16, by six thousandths of the root mean square; weights of 4 bits by ten times
+        as much as other floats, since data may be integers of 16 bits.
         """
-        if tuple(found.shape) != self.result_shape:
+        if tuple(result.shape) != self.result_shape:
             return float("inf")
-        difference = np.abs(found.astype("float64") - self.reference)
+        difference = np.abs(result.astype("float64") - self.reference)
         if self.kind in ("u8s8", "s8s8"):
             return 0.0 if not difference.any() else float("inf")
-        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(found.dtype.name, 2.0**-23)
+        rounding = {"bfloat16": 2.0**-8, "float16": 2.0**-11}.get(result.dtype.name, 2.0**-23)
         sums = 1e-5 * np.sqrt(self.shape.k)
         if self.kind == "q4":
             sums *= 10
@@ -115,15 +115,15 @@ class Contestant:
     Attributes
     ----------
     call : Callable
-        Computes it once, from row-major operands to a row-major result; what is timed.
+        Computes the product once, from row-major operands to a row-major result; this is timed.
     result : Callable
-        The result of the last call as a numpy array.
+        Returns the result of the last call as a numpy array.
     note : str
-        What exactly is timed, where that is not plain.
+        Note on the timed call, if it needs one.
     kernel : Callable, optional
-        The same without the public call around it, for an extra column.
+        The same without the public call, for an extra column.
     compile_seconds : float, optional
-        How long compiling the product took.
+        Compile time of the product.
     """
 
     call: Callable[[], object]
@@ -141,7 +141,7 @@ def aligned(array: np.ndarray) -> np.ndarray:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """A row-major array that begins at a cache line, its bytes 0xAB: no right result is there before a call."""
+    """A row-major array that begins at a cache line; its bytes are 0xAB, so that it is wrong before a call."""
     size = int(np.prod(shape)) * dtype.itemsize
     raw = np.full(size + ALIGNMENT, 0xAB, np.uint8)
     begin = -raw.ctypes.data % ALIGNMENT

@@ -1,4 +1,4 @@
-"""The product as a Relax module: what this library and stock TVM are given alike."""
+"""The product as a Relax module, for this library and stock TVM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .product import Product
 
 
 def relax_module(product: Product) -> tvm.IRModule:
-    """``main(x)`` with a constant weight, or ``main(x, w)``; integers are cast to int32 as the ONNX importer does."""
+    """``main(x)`` with a constant weight, or ``main(x, w)``; integers are cast to int32, as by the ONNX importer."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType(product.lhs.shape, product.lhs.dtype.name))
     w = relax.Var("w", relax.TensorType(product.rhs.shape, product.rhs.dtype.name))
@@ -27,7 +27,7 @@ def relax_module(product: Product) -> tvm.IRModule:
 
 
 def native_target(threads: int) -> tvm.target.Target:
-    """This CPU, for so many threads."""
+    """This CPU with `threads` threads."""
     return tvm.target.Target({**dict(rh.native("llvm").export()), "num-cores": threads})
 
 

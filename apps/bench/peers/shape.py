@@ -1,4 +1,4 @@
-"""The extents of a product, and the reason why somebody cannot compute it."""
+"""The extents of a product, and the error of a contestant that cannot compute it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Unsupported(Exception):
-    """What a contestant cannot compute, and why; its row says so."""
+    """A contestant cannot compute a product; its row shows the reason."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Shape:
     @staticmethod
     def parse(text: str) -> Shape:
         """``128x768x3072``, ``256`` for a cube, ``12*128x64x128`` for a batch; ValueError for other text."""
-        found = re.fullmatch(r"(?:(\d+)\*)?(\d+)(?:x(\d+)x(\d+))?", text)
-        if found is None:
+        match = re.fullmatch(r"(?:(\d+)\*)?(\d+)(?:x(\d+)x(\d+))?", text)
+        if match is None:
             raise ValueError(f"{text!r} is no shape; expected MxKxN, N for a cube, or BATCH*MxKxN")
-        batch, m, k, n = (int(size) if size else 0 for size in found.groups())
+        batch, m, k, n = (int(size) if size else 0 for size in match.groups())
         return Shape(m, k or m, n or m, batch)
 
     def __str__(self) -> str:

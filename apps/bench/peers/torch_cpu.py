@@ -8,7 +8,7 @@ import torch
 from .product import BF16, Contestant, Product, empty
 from .shape import Unsupported
 
-# oneDNN runs int8 products of a signed left operand by a reference loop on CPUs without AMX: minutes at 2048 cubed.
+# Without AMX, oneDNN computes int8 products of a signed left operand in a reference loop: minutes at 2048 cubed.
 _SLOW_SIGNED = 2**27
 
 

@@ -1,1 +1,1 @@
-"""Parts of `queues.py`: the models it submits, and what it measures of them."""
+"""Parts of `queues.py`: the models that it submits, and its measurements."""

@@ -1,4 +1,4 @@
-"""What the benchmark of queues measures, and with what it compares."""
+"""Measurements of the benchmark of queues."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from turns import wait_until_idle
 import relax_hetero as rh
 from queue_bench.models import MIDDLE, addition, half, halves, one_core_devices, pipeline
 
-# A round counts if other programs took less than this share of the cores meanwhile.
+# A round counts if other programs used less than this share of the cores meanwhile.
 QUIET = 0.05
-# So many times as many rounds as were asked for, at most, while they are not quiet.
+# Maximum number of rounds while they are not quiet, in multiples of the requested number.
 PATIENCE = 3
 
 
 @dataclass
 class Rounds:
-    """Seconds of every program, round by round.
+    """Seconds of every program in each round.
 
     Attributes
     ----------
     seconds : dict of str to list of float
-        Of one call, by program.
+        Seconds of one call, by program.
     others : list of float
-        The share of the cores that other programs took, by round.
+        Share of the cores that other programs used, by round.
     """
 
     seconds: dict[str, list[float]]
@@ -42,39 +42,39 @@ class Rounds:
 
     @property
     def quiet(self) -> list[int]:
-        """The rounds that count: the quiet ones, or all where there are none."""
-        found = [index for index, share in enumerate(self.others) if share < QUIET]
-        return found or list(range(len(self.others)))
+        """The rounds that count: the quiet ones, or all if there are none."""
+        indices = [index for index, share in enumerate(self.others) if share < QUIET]
+        return indices or list(range(len(self.others)))
 
     def median(self, name: str) -> float:
         """The median call of a program, in seconds."""
         return statistics.median(self.seconds[name][index] for index in self.quiet)
 
     def ratio(self, slow: str, fast: str) -> float:
-        """The median of the rounds' ratios: how many times as fast `fast` is."""
+        """The median of the rounds' ratios: the speed of `fast` over that of `slow`."""
         return statistics.median(self.seconds[slow][index] / self.seconds[fast][index] for index in self.quiet)
 
     def to_json(self) -> dict[str, Any]:
-        """Medians in microseconds, and how quiet it was."""
+        """Medians in microseconds, and the numbers of rounds and of quiet rounds."""
         medians = {name: self.median(name) * 1e6 for name in self.seconds}
         rounds = {"rounds": len(self.others), "quiet": sum(share < QUIET for share in self.others)}
         return {"microseconds": medians, **rounds, "others": statistics.median(self.others)}
 
 
 def take_rounds(programs: Mapping[str, Callable[[], object]], calls: int, rounds: int, seed: int = 0) -> Rounds:
-    """Time programs in an order shuffled anew each round, each after an untimed run and when the process is idle.
+    """Time programs, in a new random order each round, each after an untimed run and when the process is idle.
 
     Parameters
     ----------
     programs : mapping of str to callable
-        Each makes `kernels` calls and waits for their results.
+        Programs that make `calls` calls and wait for their results.
     calls : int
     rounds : int
-        How many quiet ones are wanted.
+        Requested number of quiet rounds.
     seed : int
-        Of the orders.
+        Seed of the orders.
     """
-    found = Rounds({name: [] for name in programs})
+    timed = Rounds({name: [] for name in programs})
     order, shuffle = list(programs), random.Random(seed)
     for _ in range(rounds * PATIENCE):
         shuffle.shuffle(order)
@@ -84,16 +84,16 @@ def take_rounds(programs: Mapping[str, Callable[[], object]], calls: int, rounds
             wait_until_idle()
             begin = time.perf_counter()
             programs[name]()
-            found.seconds[name].append((time.perf_counter() - begin) / calls)
+            timed.seconds[name].append((time.perf_counter() - begin) / calls)
             wait_until_idle()
-        found.others.append(share.now())
-        if sum(other < QUIET for other in found.others) == rounds:
+        timed.others.append(share.now())
+        if sum(other < QUIET for other in timed.others) == rounds:
             break
-    return found
+    return timed
 
 
 class _OthersShare:
-    """How much of the cores other programs, and the host of this machine, have taken since this was made."""
+    """The share of the cores that other programs, and the virtualization host, have used since construction."""
 
     def __init__(self) -> None:
         self._begin = self._state()
@@ -114,8 +114,8 @@ def _inputs(count: int, width: int) -> list[tvm.runtime.Tensor]:
     return [tvm.runtime.tensor(generator.standard_normal((width, width)).astype("float32")) for _ in range(count)]
 
 
-def _same(found: Any, expected: Any) -> None:
-    pairs = zip(_arrays(found), _arrays(expected), strict=True)
+def _same(result: Any, expected: Any) -> None:
+    pairs = zip(_arrays(result), _arrays(expected), strict=True)
     if not all(np.array_equal(a, b) for a, b in pairs):
         raise SystemExit("a submitted call gives other numbers than a plain one")
 
@@ -148,35 +148,35 @@ def measure_pipeline(width: int, depth: int, calls: int, rounds: int) -> dict[st
     inputs = _inputs(calls, width)
     for x in inputs[:3]:
         _same(vm.submit("main", x).result(), vm["main"](x))
-    found = take_rounds({"plain": _plain(vm, inputs), "submit": _submitted(vm, inputs)}, calls, rounds)
-    return {**found.to_json(), "speedup": found.ratio("plain", "submit"), "possible": 2 * calls / (calls + 1)}
+    timed = take_rounds({"plain": _plain(vm, inputs), "submit": _submitted(vm, inputs)}, calls, rounds)
+    return {**timed.to_json(), "speedup": timed.ratio("plain", "submit"), "possible": 2 * calls / (calls + 1)}
 
 
 def measure_halves(width: int, depth: int, rounds: int) -> dict[str, Any]:
     """One call of two independent halves on one core each, over the halves one after the other."""
     both = rh.vm.VirtualMachine(rh.compile(halves(width, depth)))
-    alone = rh.vm.VirtualMachine(rh.compile(half(width, depth)))
+    one_core = rh.vm.VirtualMachine(rh.compile(half(width, depth)))
     (x,) = _inputs(1, width)
-    expected = alone["main"](x)
+    expected = one_core["main"](x)
     for result in (both["main"](x), both.submit("main", x).result()):
         _same(result, (expected, expected))
 
     def in_turn() -> None:
-        alone["main"](x)
-        alone["main"](x)
+        one_core["main"](x)
+        one_core["main"](x)
 
     programs = {
         "in turn": in_turn,
         "plain call": lambda: both["main"](x),
         "submit": lambda: both.submit("main", x).result(),
     }
-    found = take_rounds(programs, 1, rounds)
-    speedups = {name: found.ratio("in turn", name) for name in ("plain call", "submit")}
-    return {**found.to_json(), "speedup": speedups}
+    timed = take_rounds(programs, 1, rounds)
+    speedups = {name: timed.ratio("in turn", name) for name in ("plain call", "submit")}
+    return {**timed.to_json(), "speedup": speedups}
 
 
 def measure_latency(rounds: int) -> dict[str, Any]:
-    """What submitting one call and waiting for it takes beyond a plain call, one device, one small kernel."""
+    """The time that submitting one call and waiting for it takes beyond a plain call: one device, one small kernel."""
     vm = rh.vm.VirtualMachine(rh.compile(addition()))
     x = tvm.runtime.tensor(np.ones(16, "float32"))
     main, calls = vm["main"], 200
@@ -191,13 +191,13 @@ def measure_latency(rounds: int) -> dict[str, Any]:
             times.append(time.perf_counter() - begin)
         return statistics.median(times)
 
-    found = Rounds({"plain": [], "submit": []})
+    timed = Rounds({"plain": [], "submit": []})
     for _ in range(rounds):
         share = _OthersShare()
-        found.seconds["plain"].append(median_of(lambda: main(x)))
-        found.seconds["submit"].append(median_of(lambda: vm.submit("main", x).result()))
-        found.others.append(share.now())
-    return {**found.to_json(), "added": (found.median("submit") - found.median("plain")) * 1e6}
+        timed.seconds["plain"].append(median_of(lambda: main(x)))
+        timed.seconds["submit"].append(median_of(lambda: vm.submit("main", x).result()))
+        timed.others.append(share.now())
+    return {**timed.to_json(), "added": (timed.median("submit") - timed.median("plain")) * 1e6}
 
 
 def measure_minilm(path: Path, calls: int, rounds: int) -> dict[str, Any]:
@@ -240,9 +240,9 @@ def measure_minilm(path: Path, calls: int, rounds: int) -> dict[str, Any]:
         "ONNX Runtime, all cores": lambda: [whole.run(None, batch) for batch in batches],
         "ONNX Runtime, a session per core": side_by_side,
     }
-    found = take_rounds(programs, calls, rounds)
-    speedups = {name: found.ratio("two devices, plain", name) for name in programs}
-    return {**found.to_json(), "speedup": speedups}
+    timed = take_rounds(programs, calls, rounds)
+    speedups = {name: timed.ratio("two devices, plain", name) for name in programs}
+    return {**timed.to_json(), "speedup": speedups}
 
 
 def _session(path: Path, threads: int) -> Any:

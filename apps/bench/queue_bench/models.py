@@ -1,4 +1,4 @@
-"""Models that the benchmark of queues runs, on CPU devices of one core each."""
+"""Models of the benchmark of queues, on CPU devices of one core each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm import relax
 
 import relax_hetero as rh
 
-# MiniLM cut in the middle: three of six layers, and what follows them, on the second device.
+# MiniLM cut in the middle: the last three of six layers, and all ops after them, on the second device.
 MIDDLE = {"/encoder/layer.[345]/*": "vdevice:1", "/pooling/*": "vdevice:1", "/normalize/*": "vdevice:1"}
 
 
@@ -43,7 +43,7 @@ def model(
 
 
 def some_weights(width: int, count: int, seed: int) -> list[np.ndarray]:
-    """Matrices that keep the size of what they multiply."""
+    """Matrices that keep the magnitude of numbers."""
     random = np.random.default_rng(seed)
     return [(random.standard_normal((width, width)) / width**0.5).astype("float32") for _ in range(count)]
 
@@ -72,7 +72,7 @@ def halves(width: int, depth: int) -> tvm.IRModule:
 
 
 def half(width: int, depth: int) -> tvm.IRModule:
-    """One of `halves` alone, on one core."""
+    """One half of `halves` alone, on one core."""
     weights = some_weights(width, depth, 0)
     return model(width, one_core_devices(1), lambda builder, x: layers(builder, x, weights))
 

@@ -3,8 +3,8 @@
 python apps/bench/queue_bench/queues_gpu.py
 python apps/bench/queue_bench/queues_gpu.py --calls 32 --milliseconds 4 --json
 
-Stages are products of matrices, as many as take the wanted time. The first pipeline's time per call is compared with
-the time of its slowest stage alone, the second's with the same model on one GPU; all calls are submitted.
+Stages are as many products of matrices as take the wanted time. The first pipeline's time per call is compared with
+the time of its slowest stage alone, the second's with that of the same model on one GPU; all calls are submitted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from smoke import smoke  # noqa: E402
 
 PIPELINE_BAR, TWO_GPUS_BAR = 1.15, 1.8
 PROBE = 4
-"""Products that are timed to find how many a stage needs."""
+"""Number of products that are timed to find the number for a stage."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one product is.
+    """The operands of one product.
 
     Attributes
     ----------
     rows, width : int
-        Of the left matrix; the right one is square.
+        Extents of the left matrix; the right one is square.
     dtype : str
     """
 
@@ -57,9 +57,9 @@ class Work:
         return np.random.default_rng(0).standard_normal((self.rows, self.width)).astype(self.dtype)
 
     def module(self, devices: list[relax.VDevice], stages: list[tuple[int, int]]) -> tvm.IRModule:
-        """`main(x)`: for each stage so many products on a device (by index), with transfers between.
+        """`main(x)`: each stage is a number of products on a device (by index), with transfers between stages.
 
-        The weights keep the size of the numbers.
+        The weights keep the magnitude of numbers.
         """
         weight = np.random.default_rng(1).standard_normal((self.width, self.width)) / self.width**0.5
         constant = relax.const(weight.astype(self.dtype))
@@ -86,12 +86,12 @@ def machine(
 
 
 def argument(work: Work, vm: rh.vm.VirtualMachine) -> tvm.runtime.Tensor:
-    """What `main` takes, where it takes it."""
+    """The argument of `main`, on its device."""
     return tvm.runtime.tensor(work.array(), vm.devices[vm.executable.signature("main").inputs[0].device])
 
 
 def seconds_alone(work: Work, device: relax.VDevice, products: int, rounds: int) -> float:
-    """Median seconds of one stage, nothing else running; its input is on the device."""
+    """Median seconds of one stage running alone; its input is on the device."""
     vm = machine(work, [device], [(0, products)])
     x = argument(work, vm)
     times = []
@@ -104,12 +104,12 @@ def seconds_alone(work: Work, device: relax.VDevice, products: int, rounds: int)
 
 
 def products_for(work: Work, device: relax.VDevice, seconds: float) -> int:
-    """How many products take so long on a device."""
+    """The number of products that take `seconds` on a device."""
     return max(1, round(PROBE * seconds / seconds_alone(work, device, PROBE, 5)))
 
 
 def seconds_per_call(work: Work, vm: rh.vm.VirtualMachine, calls: int, rounds: int) -> float:
-    """Best seconds per call of so many submitted calls, from the first submission to the last result."""
+    """Least seconds per call of `calls` submitted calls, from the first submission to the last result."""
     x = argument(work, vm)
     expected = vm["main"](x).numpy()
     times = []
@@ -129,14 +129,14 @@ def cpu_gpu_cpu(cuda: dict[str, str], seconds: float, calls: int, rounds: int) -
     cores = max(1, min(8, num_cores() // 4))
     cpus = [rh.VDevice({**rh.native("llvm").export(), "num-cores": cores}, number) for number in range(2)]
     devices = [cpus[0], rh.VDevice(cuda), cpus[1]]
-    products = [products_for(work, devices[at], seconds) for at in (0, 1)]
+    products = [products_for(work, devices[index], seconds) for index in (0, 1)]
     stages = [(0, products[0]), (1, products[1]), (2, products[0])]
-    alone = [seconds_alone(work, devices[device], count, 15) for device, count in stages[:2]]
+    stage_seconds = [seconds_alone(work, devices[device], count, 15) for device, count in stages[:2]]
     vm = machine(work, devices, stages, in_flight=8)
     return {
         "cores": cores,
         "products": [count for _, count in stages],
-        "stages_ms": [alone[0] * 1e3, alone[1] * 1e3, alone[0] * 1e3],
+        "stages_ms": [stage_seconds[0] * 1e3, stage_seconds[1] * 1e3, stage_seconds[0] * 1e3],
         "one_call_ms": seconds_per_call(work, vm, 1, 3 * rounds) * 1e3,
         "per_call_ms": seconds_per_call(work, vm, calls, rounds) * 1e3,
     }
@@ -157,24 +157,24 @@ def two_gpus(cuda: dict[str, str], seconds: float, calls: int, rounds: int) -> d
 
 
 def checks(result: dict[str, Any]) -> list[Check]:
-    """What the pipelines have to reach."""
-    found = []
+    """The bars of the pipelines."""
+    bars = []
     if "cpu_gpu_cpu" in result:
         row = result["cpu_gpu_cpu"]
         ratio = row["per_call_ms"] / max(row["stages_ms"])
-        found.append(Check("CPU to GPU to CPU: time per call over the slowest stage's", ratio, PIPELINE_BAR, True))
+        bars.append(Check("CPU to GPU to CPU: time per call over the slowest stage's", ratio, PIPELINE_BAR, True))
     if "two_gpus" in result:
         row = result["two_gpus"]
         ratio = row["one_gpu_ms"] / row["two_gpus_ms"]
-        found.append(Check("two GPUs: calls per second over one GPU's", ratio, TWO_GPUS_BAR))
-    return found
+        bars.append(Check("two GPUs: calls per second over one GPU's", ratio, TWO_GPUS_BAR))
+    return bars
 
 
 @click.command()
-@click.option("--calls", default=32, show_default=True, help="Submitted at once.")
-@click.option("--milliseconds", default=5.0, show_default=True, help="Of a stage.")
+@click.option("--calls", default=32, show_default=True, help="Number of calls submitted at once.")
+@click.option("--milliseconds", default=5.0, show_default=True, help="Duration of a stage.")
 @click.option("--rounds", default=5, show_default=True)
-@click.option("--arch", default="sm_90", show_default=True, help="Of the GPUs.")
+@click.option("--arch", default="sm_90", show_default=True, help="Architecture of the GPUs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @smoke(calls=2, milliseconds=0.1, rounds=1)
 def main(calls: int, milliseconds: float, rounds: int, arch: str, as_json: bool) -> None:

@@ -13,16 +13,16 @@ import click
 
 Event = dict[str, Any]
 
-# Whose bars are not named.
+# Share of the width below which bars are not labelled.
 NARROW = 0.05
 
 
 @click.command()
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("picture", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--title", default="", help="Above the picture.")
+@click.option("--title", default="", help="Title above the picture.")
 def main(trace: Path, picture: Path, title: str) -> None:
-    """Draw TRACE (JSON) as PICTURE (.svg or .png): a row a track, colors by call, arrows for flows."""
+    """Draw TRACE (JSON) as PICTURE (.svg or .png): a row for each track, colours by call, arrows for flows."""
     draw(json.loads(trace.read_text())["traceEvents"], picture, title)
 
 

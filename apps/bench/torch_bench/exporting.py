@@ -1,4 +1,4 @@
-"""A process that builds one network, exports it to ONNX, and writes its inputs beside.
+"""A process that builds one network, exports it to ONNX, and writes its inputs to a second file.
 
 python -m torch_bench.exporting NAME FILE ARRAYS new|old
 """
@@ -16,7 +16,7 @@ from .networks import build
 
 
 def export(name: str, file: str, arrays: str, dynamo: bool) -> None:
-    """Write the ONNX file, and its inputs under ``in:NAME`` as `model_bench` reads them."""
+    """Write the ONNX file, and its inputs under ``in:NAME``, as `model_bench` reads them."""
     import torch
 
     module, arguments = build(name)
@@ -29,9 +29,9 @@ def export(name: str, file: str, arrays: str, dynamo: bool) -> None:
             program.save(unfinished, external_data=False)
         else:
             torch.onnx.export(module, arguments, unfinished, input_names=names, opset_version=17, dynamo=False)
-    used = {value.name for value in onnx.load(unfinished).graph.input}
-    given = dict(zip(names, arguments, strict=True))
-    np.savez(arrays, **{f"in:{name}": tensor.numpy() for name, tensor in given.items() if name in used})
+    input_names = {value.name for value in onnx.load(unfinished).graph.input}
+    inputs = dict(zip(names, arguments, strict=True))
+    np.savez(arrays, **{f"in:{name}": tensor.numpy() for name, tensor in inputs.items() if name in input_names})
     os.replace(unfinished, file)
 
 

@@ -1,7 +1,7 @@
 """Networks of torchvision, transformers and diffusers with their published sizes and random weights.
 
-Nothing is downloaded, and this file alone needs none of these packages: a network is built when it is asked for.
-Weights and inputs follow from a fixed seed, so that every process builds the same network.
+Nothing is downloaded, and importing this file needs none of these packages: networks are built on request.
+Weights and inputs come from a fixed seed, so that every process builds the same network.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Built = tuple[Any, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Network:
-    """A network that the benchmark knows.
+    """A network of the benchmark.
 
     Attributes
     ----------
     package : str
-        Which library of models it needs.
+        Required library of models.
     build : Callable
-        Makes module and arguments.
+        Returns the module and its arguments.
     """
 
     package: str
@@ -44,7 +44,7 @@ def build(name: str) -> Built:
 
 
 def _settle(module: Any) -> None:
-    """Statistics of batch norms as a trained network has them: those of a new one are all 0 and 1."""
+    """Set statistics of batch norms like those of a trained network; those of a new one are all 0 and 1."""
     import torch
 
     for part in module.modules():
@@ -74,7 +74,7 @@ def _segmentation(name: str, size: int) -> Callable[[], Built]:
 
 
 def _chosen(module: Any, call: Callable[..., Any]) -> Any:
-    """A module around another that calls it as `call(module, *tensors)` does."""
+    """A module that calls another as `call(module, *tensors)`."""
     import torch
 
     class Chosen(torch.nn.Module):
@@ -95,7 +95,7 @@ def _transformer(
     call: Callable[..., Any],
     **options: Any,
 ) -> Callable[[], Built]:
-    """A model of transformers: class, configuration, arguments from a configuration, and how it is called."""
+    """A model of transformers: class, configuration, arguments from a configuration, and the call."""
 
     def make() -> Built:
         import transformers
@@ -145,9 +145,9 @@ def _cache(tensors: tuple[Any, ...]) -> Any:
 
 def _step(network: Any, token: Any, *past: Any) -> tuple[Any, ...]:
     """Logits of one more token, and keys and values with it."""
-    found = network(input_ids=token, past_key_values=_cache(past), use_cache=True)
-    layers = found.past_key_values.layers
-    return (found.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
+    output = network(input_ids=token, past_key_values=_cache(past), use_cache=True)
+    layers = output.past_key_values.layers
+    return (output.logits, *(tensor for layer in layers for tensor in (layer.keys, layer.values)))
 
 
 def _last_hidden(network: Any, tokens: Any, mask: Any) -> Any:
@@ -285,4 +285,4 @@ NETWORKS: Mapping[str, Network] = {
     "unet": Network("diffusers", _unet),
     "vae_decoder": Network("diffusers", _vae_decoder),
 }
-"""Networks by the names that the command takes."""
+"""Networks by their names on the command line."""

@@ -1,4 +1,4 @@
-"""What the benchmark of PyTorch networks says: each of our ways in beside its peer, and geometric means."""
+"""The report of the benchmark of PyTorch networks: ratios of both of our importers to their peers, and means."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from bars import geometric_mean
 from model_peers import FROM_TORCH, OURS, PEERS
 
 PAIRS = ((OURS, "onnxruntime"), (FROM_TORCH, "inductor"), (FROM_TORCH, "frozen"), (FROM_TORCH, "eager"))
-"""Whose times are divided: the second's by the first's."""
+"""Pairs of contestants; a ratio is the second's time over the first's."""
 Result = dict[str, Any]
 
 
 def median(result: Result, key: str) -> float | None:
     """Milliseconds of a contestant, None if it has none."""
-    found: float | None = result["rows"].get(key, {}).get("median_ms")
-    return found
+    milliseconds: float | None = result["rows"].get(key, {}).get("median_ms")
+    return milliseconds
 
 
 def ratio(result: Result, pair: tuple[str, str]) -> float | None:
-    """How many times as fast the first is."""
+    """The speed of the first contestant over the second's."""
     own, other = (median(result, key) for key in pair)
     return other / own if own and other else None
 
 
 def table(results: Sequence[Result]) -> tuple[str, list[str], list[list[str]]]:
-    """Title, columns and cells: median milliseconds of everyone, and a ratio for each of `PAIRS` that was timed."""
+    """Title, columns and cells: median milliseconds of all, and a ratio for each of `PAIRS` that was timed."""
     keys = [key for key in PEERS if any(median(result, key) for result in results)]
     pairs = [pair for pair in PAIRS if set(pair) <= set(keys)]
     columns = ["model", *(PEERS[key].name for key in keys), *(_heading(pair) for pair in pairs)]
@@ -43,11 +43,11 @@ def summary(results: Sequence[Result]) -> list[str]:
     """Geometric mean and lowest ratio of each of `PAIRS`."""
     lines = []
     for pair in PAIRS:
-        found = {result["model"]: value for result in results if (value := ratio(result, pair))}
-        if found:
-            lowest = min(found, key=lambda model: found[model])
-            mean = geometric_mean(list(found.values()))
-            lines.append(f"{_heading(pair)}: {mean:.3f}, lowest {found[lowest]:.3f} of {lowest} ({len(found)})")
+        ratios = {result["model"]: value for result in results if (value := ratio(result, pair))}
+        if ratios:
+            lowest = min(ratios, key=lambda model: ratios[model])
+            mean = geometric_mean(list(ratios.values()))
+            lines.append(f"{_heading(pair)}: {mean:.3f}, lowest {ratios[lowest]:.3f} of {lowest} ({len(ratios)})")
     return lines
 
 

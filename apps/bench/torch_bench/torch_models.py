@@ -33,21 +33,21 @@ from torch_bench.networks import NETWORKS
 from torch_bench.report import summary, table
 
 ALLOWED = (1e-3, 1e-4)
-"""How far results may be from ONNX Runtime's: relative, and of the largest number of an output."""
+"""Allowed error compared with ONNX Runtime: relative, and of the largest number of an output."""
 
 
 @click.command()
 @click.argument("networks", nargs=-1)
 @click.option("--threads", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--peers", default=f"{OURS},onnxruntime,{FROM_TORCH},inductor", show_default=True)
-@click.option("--exporter", default="new", show_default=True, type=click.Choice(["new", "old"]), help="Of torch.onnx.")
+@click.option("--exporter", default="new", show_default=True, type=click.Choice(["new", "old"]), help="torch.onnx's.")
 @click.option("--rounds", default=7, show_default=True, type=click.IntRange(0), help="Turns of each; 0 checks only.")
-@click.option("--seconds", default=2.0, show_default=True, help="How long each contestant is timed, in all its turns.")
-@click.option("--cap", default=5.0, show_default=True, help="A first call of more seconds is the only one.")
-@click.option("--compile-limit", default=900.0, show_default=True, help="Seconds that export or compilation may take.")
-@click.option("--folder", type=click.Path(path_type=Path), help="Keeps exported and compiled files, and takes them.")
-@click.option("--seed", default=0, show_default=True, help="Of the order of turns.")
-@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write results there.")
+@click.option("--seconds", default=2.0, show_default=True, help="Timed seconds of each contestant, in all its turns.")
+@click.option("--cap", default=5.0, show_default=True, help="A slower first call, in seconds, is the only one.")
+@click.option("--compile-limit", default=900.0, show_default=True, help="Seconds allowed to export or compile.")
+@click.option("--folder", type=click.Path(path_type=Path), help="Folder that keeps files for reuse.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the order of turns.")
+@click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="File to write results to.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @smoke(networks=("shufflenet_v2_x1_0",), peers=f"{OURS},{FROM_TORCH},eager", rounds=1, seconds=0.01)
 def main(
@@ -64,12 +64,12 @@ def main(
     json_file: Path | None,
     as_markdown: bool,
 ) -> None:
-    """Time NETWORKS (names; else all of them)."""
+    """Time NETWORKS (names; default: all of them)."""
     keys = tuple(key.strip() for key in peers.split(",") if key.strip())
     _check(networks, keys)
     folder = folder or cache().parent / "torch" / exporter
     folder.mkdir(parents=True, exist_ok=True)
-    # What inductor compiles is found again by the process that times it.
+    # The process that times finds inductor's compiled code in this cache.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.resolve() / "inductor"))
     results: list[dict[str, Any]] = []
     for name in networks or tuple(NETWORKS):
@@ -81,7 +81,7 @@ def main(
         job, rows = prepare(job, folder, name, compile_limit)
         time_models(job, rows, rounds, cap, False, seed)
         results.append({"model": name, "threads": threads, "rows": rows})
-        if json_file:  # each time, so that measured times are there after an interrupt
+        if json_file:  # each time, so that an interrupt does not lose results
             json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
     _print(results, as_markdown)
     if any("wrong numbers" in row.get("failure", "") for result in results for row in result["rows"].values()):
@@ -89,7 +89,7 @@ def main(
 
 
 def _check(networks: tuple[str, ...], keys: tuple[str, ...]) -> None:
-    """Refuse names that are not known, and packages that are not installed, before anything runs."""
+    """Refuse unknown names, and packages that are not installed, before anything runs."""
     for name in networks:
         if name not in NETWORKS:
             raise click.BadParameter(f"{name!r} is none of {', '.join(NETWORKS)}", param_hint="NETWORKS")
@@ -107,32 +107,32 @@ def _check(networks: tuple[str, ...], keys: tuple[str, ...]) -> None:
 def _exported(
     name: str, folder: Path, keys: tuple[str, ...], threads: int, seconds: float, exporter: str, limit: float
 ) -> Job:
-    """A job of the network's ONNX file, which is written if it is not there, with ONNX Runtime's results.
+    """A job of the network's ONNX file, which is exported on first use, with ONNX Runtime's results.
 
     Raises
     ------
     RuntimeError
-        Export or ONNX Runtime failed.
+        If the export or ONNX Runtime failed.
     """
     file, arrays = folder / f"{name}.onnx", folder / f"{name}.npz"
     job = Job("reference", str(file), (), {}, threads, str(arrays), seconds, allowed=ALLOWED)
     if not file.exists():
         command = [sys.executable, "-m", "torch_bench.exporting", name, str(file), str(arrays), exporter]
         _run(command, job.environment(), limit)
-        found = at_once(job, limit)
-        if "failure" in found:
+        answer = at_once(job, limit)
+        if "failure" in answer:
             file.unlink()
-            raise RuntimeError(f"no reference by ONNX Runtime: {found['failure']}")
+            raise RuntimeError(f"no reference by ONNX Runtime: {answer['failure']}")
     return Job("turns", str(file), keys, {}, threads, str(arrays), seconds, allowed=ALLOWED)
 
 
 def _run(command: list[str], environment: dict[str, str], limit: float) -> None:
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"not exported after {limit:.0f} s") from error
-    if done.returncode:
-        raise RuntimeError(f"not exported: {shortened(done.stderr.strip().splitlines()[-1])}")
+    if process.returncode:
+        raise RuntimeError(f"not exported: {shortened(process.stderr.strip().splitlines()[-1])}")
 
 
 def _print(results: list[dict[str, Any]], as_markdown: bool) -> None:

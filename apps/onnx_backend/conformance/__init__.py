@@ -1,1 +1,1 @@
-"""Runs ONNX's own backend suite, case by case, against stock TVM and relax_hetero."""
+"""A runner of ONNX's own backend suite, case by case, for stock TVM and relax_hetero."""

@@ -15,21 +15,21 @@ from onnx.backend.base import Backend, BackendRep
 SECOND_CPU = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "x86-64-v2"}
 
 GPU_VARIABLE, BUILD_ONLY_VARIABLE = "CONFORMANCE_GPU", "CONFORMANCE_BUILD_ONLY"
-"""Environment of worker processes: the target that stands for the GPU, and whether cases are compiled and not run."""
+"""Environment variables of worker processes: the target that stands for the GPU, and whether to compile only."""
 
 
 class BuiltOnly(Exception):
-    """A case was compiled; nothing ran, because only compiling was asked for."""
+    """A case was compiled and not run, as the command line says."""
 
 
 def gpu_target() -> Any:
-    """The target of the GPU: this machine's, or the one that the command line names, as a kind or as JSON."""
+    """The target of the GPU: this machine's, or the command line's, a kind or JSON."""
     text = os.environ.get(GPU_VARIABLE, "cuda")
     return json.loads(text) if text.startswith("{") else text
 
 
 def _outputs(result: Any) -> tuple[Any, ...]:
-    """The graph's outputs: tensors as arrays, sequences as lists of them. One tensor comes without a tuple around."""
+    """The graph's outputs, tensors as arrays and sequences as lists; a single tensor comes without a tuple."""
     values = [result] if hasattr(result, "numpy") else list(result)
     return tuple(_to_host(value) for value in values)
 
@@ -78,14 +78,14 @@ class HeteroRep(BackendRep):
 
 
 def _lengths(model: onnx.ModelProto, inputs: Sequence[Any]) -> dict[str, Any] | None:
-    """What the types of a model do not tell of its inputs: the tensors of sequences, and which optionals are empty."""
-    found: dict[str, Any] = {}
+    """Shapes that the types of a model's inputs lack: the tensors of sequences, and None for empty optionals."""
+    shapes: dict[str, Any] = {}
     for info, value in zip(model.graph.input, inputs, strict=False):
         if value is None:
-            found[info.name] = None
+            shapes[info.name] = None
         elif isinstance(value, (list, tuple)):
-            found[info.name] = [list(np.shape(element)) for element in value]
-    return found or None
+            shapes[info.name] = [list(np.shape(element)) for element in value]
+    return shapes or None
 
 
 class StockBackend(Backend):
@@ -113,7 +113,7 @@ class OneDeviceBackend(Backend):
 
 
 class TwoDeviceBackend(Backend):
-    """relax_hetero with the nodes of the graph dealt out in turn over two CPU devices with different targets."""
+    """relax_hetero with the nodes of the graph alternating between two CPU devices with different targets."""
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> HeteroRep:
@@ -138,7 +138,7 @@ class GpuBackend(Backend):
 
 
 class CpuAndGpuBackend(Backend):
-    """relax_hetero with the nodes of the graph dealt out in turn over a GPU and the native CPU."""
+    """relax_hetero with the nodes of the graph alternating between a GPU and the native CPU."""
 
     @classmethod
     def prepare(cls, model: onnx.ModelProto, device: str = "CUDA", **kwargs: Any) -> HeteroRep:
@@ -165,7 +165,7 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 def deal_out(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str]]:
     """Name every node and place the nodes alternately on the second and the first device.
 
-    The first node goes to the second device, so that a model of one node runs where nothing is by default.
+    The first node goes to the second device, so that a model of one node does not run on the default device.
 
     Returns
     -------
@@ -190,4 +190,4 @@ CONFIGURATIONS: dict[str, type[Backend]] = {
 """Configuration letter to backend: (a) stock TVM, (b) one CPU, (c) two CPUs, (d) a GPU, (e) a GPU and a CPU."""
 
 CPU_CONFIGURATIONS, GPU_CONFIGURATIONS = "abc", "de"
-"""Those that run anywhere, and those that need an NVIDIA GPU."""
+"""Configurations that run anywhere, and those that need an NVIDIA GPU."""

@@ -23,12 +23,12 @@ BFLOAT16_RTOL = 2.0**-6  # two units in the last place, as ONNX's own runner all
 LOOSER = {"test_dft_inverse": 1e-6}
 """Absolute tolerances by the beginning of a case's name.
 
-The expected values are those of numpy's inverse transform in float32, whose rounding errors are above the tolerance,
-1e-7, in places where the exact result is 0.
+The expected values come from numpy's inverse transform in float32, whose rounding errors are above the tolerance,
+1e-7, where the exact result is 0.
 """
 
 DRAWS = "test_bernoulli"
-"""How cases begin whose expected values are random draws, so that any 0 or 1 is right."""
+"""Prefix of the names of cases whose expected values are random draws, so that any 0 or 1 is right."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Case:
 
     @property
     def is_random(self) -> bool:
-        """Whether the expected values are draws: every 0 and 1 of their type and shape is right."""
+        """True if the expected values are draws: every 0 and 1 of their type and shape is right."""
         return self.name.startswith(DRAWS)
 
     @property
     def has_only_tensors(self) -> bool:
-        """Whether every graph input and output is a tensor (no sequence, no optional)."""
+        """True if every graph input and output is a tensor, not a sequence or an optional."""
         values = [*self.model.graph.input, *self.model.graph.output]
         return all(value.type.WhichOneof("value") == "tensor_type" for value in values)
 
@@ -136,7 +136,7 @@ def load_case(name: str) -> Case:
     Raises
     ------
     KeyError
-        If the suite has no such case.
+        If the suite lacks the case.
     """
     return _to_case(_entries()[name])
 
@@ -146,7 +146,7 @@ def mismatch(expected: Sequence[Any], actual: Sequence[Any], rtol: float, atol: 
 
     Returns
     -------
-    None if they agree, else one sentence that says where they do not.
+    None if they agree, else a sentence about the first difference.
     """
     if len(expected) != len(actual):
         return f"{len(actual)} outputs, expected {len(expected)}"
@@ -185,5 +185,5 @@ def _array_mismatch(want: np.ndarray, got: np.ndarray, rtol: float, atol: float)
     if np.all(close):
         return None
     worst = np.unravel_index(int(np.argmin(close)), want.shape)
-    at = tuple(int(i) for i in worst)
-    return f"{int(np.sum(~close))} of {want.size} values differ, first at {at}: {got[worst]}, expected {want[worst]}"
+    index = tuple(int(i) for i in worst)
+    return f"{int(np.sum(~close))} of {want.size} values differ, first at {index}: {got[worst]}, expected {want[worst]}"

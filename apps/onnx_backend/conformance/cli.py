@@ -45,35 +45,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--lost",
         action="store_true",
-        help="only cases that (a) passes, or (b) for GPUs, and this configuration did not",
+        help="only cases that (a), or (b) for GPUs, passes and this configuration does not",
     )
-    parser.add_argument("--every", type=int, default=1, help="only each N-th of the cases selected")
+    parser.add_argument("--every", type=int, default=1, help="only every N-th of the selected cases")
     parser.add_argument("--resume", action="store_true", help="skip cases that are already in the store")
     parser.add_argument("--results", type=Path, default=APP / ".results", help="folder of the store")
-    parser.add_argument("--workers", type=int, default=2, help="processes (default 2)")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes (default 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case may take (default 120)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further case begins")
-    parser.add_argument("--gpu", default="cuda", help="target of (d) and (e): cuda, JSON, or llvm to stand for a GPU")
+    parser.add_argument("--gpu", default="cuda", help="target of (d) and (e): cuda, JSON, or llvm, a CPU in its place")
     parser.add_argument("--build-only", action="store_true", help="compile the cases, run none: needs no GPU")
     parser.add_argument("--json", type=Path, help="write all outcomes of the configurations run to this file")
     parser.add_argument("--write-docs", action="store_true", help=f"write {DOCUMENT.name} from the store")
     parser.add_argument("--no-run", action="store_true", help="run nothing, report what the store holds")
-    parser.add_argument("--smoke", action="store_true", help="very few cases, nothing kept: does the command work?")
+    parser.add_argument("--smoke", action="store_true", help="very few cases, nothing stored: does the command work?")
     parser.add_argument("--list", action="store_true", help="list every case that did not pass")
     return parser
 
 
 def _select(arguments: argparse.Namespace, configuration: str) -> list[str]:
-    known = store.read(arguments.kept, configuration)
+    stored = store.read(arguments.store, configuration)
     names = [name for name in case_names() if re.search(arguments.filter, name)]
     if arguments.status:
-        names = [name for name in names if name in known and known[name].status == arguments.status]
+        names = [name for name in names if name in stored and stored[name].status == arguments.status]
     if arguments.lost:
-        held = store.read(arguments.results, YARDSTICKS.get(configuration, "a"))
-        passed = {name for name, outcome in held.items() if outcome.status == PASSED}
-        names = [name for name in names if name in passed and name in known and known[name].status != PASSED]
+        yardstick = store.read(arguments.results, YARDSTICKS.get(configuration, "a"))
+        passed = {name for name, outcome in yardstick.items() if outcome.status == PASSED}
+        names = [name for name in names if name in passed and name in stored and stored[name].status != PASSED]
     if arguments.resume:
-        names = [name for name in names if name not in known]
+        names = [name for name in names if name not in stored]
     return names[:: arguments.every]
 
 
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace, configuration: str, console: Console) ->
         counts: Counter[str] = Counter()
 
         def report(outcome: Outcome) -> None:
-            store.append(arguments.kept, configuration, outcome)
+            store.append(arguments.store, configuration, outcome)
             outcomes.append(outcome)
             counts[outcome.status] += 1
             text = "  ".join(f"{status} {counts[status]}" for status in STATUSES if counts[status])
@@ -115,13 +115,13 @@ def _print(results: dict[str, list[Outcome]], console: Console, list_all: bool) 
 
 
 def _is_conformant(results: dict[str, list[Outcome]], folder: Path, console: Console) -> bool:
-    """Whether all but (a) pass what their yardstick passes, give no wrong answer, and only ever raise a HeteroError."""
+    """True if all but (a) pass the cases of their yardstick, and fail in others only with a HeteroError."""
     good = True
     for configuration, outcomes in results.items():
-        held = store.read(folder, YARDSTICKS[configuration]) if configuration in YARDSTICKS else {}
+        yardstick = store.read(folder, YARDSTICKS[configuration]) if configuration in YARDSTICKS else {}
         for outcome in outcomes if configuration in YARDSTICKS else []:
             bad = outcome.status in (WRONG, RAISED, CRASHED)
-            lost = outcome.status != PASSED and outcome.name in held and held[outcome.name].status == PASSED
+            lost = outcome.status != PASSED and outcome.name in yardstick and yardstick[outcome.name].status == PASSED
             if lost and not bad:
                 text = f"({configuration}) lost: {outcome.name}: {outcome.detail}"
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -130,7 +130,7 @@ def _is_conformant(results: dict[str, list[Outcome]], folder: Path, console: Con
 
 
 def _check_gpu(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the command where configurations need a GPU that is not there."""
+    """End the command if configurations need a GPU and there is none."""
     if arguments.no_run or arguments.build_only or arguments.gpu == "llvm":
         return
     if set(arguments.config) & set(GPU_CONFIGURATIONS):
@@ -141,7 +141,7 @@ def _check_gpu(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 
 
 def main() -> None:
-    """Run, print the table, optionally write the document; exit 1 if a configuration of ours is not conformant."""
+    """Run, print the table, optionally write the document; exit with 1 if (b) to (e) are not conformant."""
     parser = _parser()
     arguments = parser.parse_args()
     if unknown := set(arguments.config) - set(CONFIGURATIONS):
@@ -151,17 +151,17 @@ def main() -> None:
         arguments.results = Path(tempfile.mkdtemp())
     console = Console(emoji=False)
     _check_gpu(parser, arguments)
-    arguments.kept = arguments.results
+    arguments.store = arguments.results
     os.environ[GPU_VARIABLE] = arguments.gpu
     if arguments.build_only:
         os.environ[BUILD_ONLY_VARIABLE] = "1"
-        arguments.kept = arguments.results / "built"
+        arguments.store = arguments.results / "built"
     os.nice(5)  # a sweep is long, and the machine has other users
     results: dict[str, list[Outcome]] = {}
     for configuration in arguments.config:
         if arguments.no_run:
-            held = store.read(arguments.kept, configuration)
-            results[configuration] = [held[name] for name in _select(arguments, configuration) if name in held]
+            stored = store.read(arguments.store, configuration)
+            results[configuration] = [stored[name] for name in _select(arguments, configuration) if name in stored]
         else:
             results[configuration] = _run(arguments, configuration, console)
     _print(results, console, arguments.list)

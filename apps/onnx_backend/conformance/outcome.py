@@ -1,4 +1,4 @@
-"""What became of one case, and how a case is run inside this process."""
+"""The outcome of one case, and the function that runs a case in this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outcome:
     ops : list of str
         The op types of the graph, sorted; the first level only.
     detail : str
-        Empty for a pass, else one line that says what happened.
+        Empty for a pass, else one line about the failure.
     seconds : float
         Wall time of import, build and run.
     """
@@ -49,7 +49,7 @@ class Outcome:
 
 
 def _is_hetero_error(error: BaseException) -> bool:
-    """Whether `error` is relax_hetero's, without importing the package where it is not in use."""
+    """True if `error` is a HeteroError; does not import the package, which (a) does not use."""
     return any(cls.__name__ == "HeteroError" for cls in type(error).__mro__)
 
 
@@ -84,15 +84,15 @@ def _run(case: Case, configuration: str) -> str | None:
     backend = CONFIGURATIONS[configuration].prepare(case.model, inputs=case.data_sets[0][0])
     assert backend is not None
     for inputs, expected in case.data_sets:
-        found = backend.run(inputs)
+        outputs = backend.run(inputs)
         if case.is_random:
-            expected = [_as_drawn(value, want) for value, want in zip(found, expected, strict=True)]
-        problem = mismatch(expected, found, case.rtol, case.atol)
+            expected = [_as_drawn(value, want) for value, want in zip(outputs, expected, strict=True)]
+        problem = mismatch(expected, outputs, case.rtol, case.atol)
         if problem is not None:
             return problem
     return None
 
 
-def _as_drawn(found: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """The expected draws, those of `found` where they are a 0 or a 1."""
-    return np.where(np.isin(found, (0, 1)), found, draws) if found.shape == draws.shape else draws
+def _as_drawn(output: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """The expected draws, replaced by elements of `output` that are 0 or 1."""
+    return np.where(np.isin(output, (0, 1)), output, draws) if output.shape == draws.shape else draws

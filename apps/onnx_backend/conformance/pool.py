@@ -1,4 +1,4 @@
-"""Worker processes: one dies, runs out of memory or hangs, and only the case it was running is lost."""
+"""Worker processes: if one dies, runs out of memory or hangs, only its current case is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Worker:
     Parameters
     ----------
     command : sequence of str
-        What to start; it reads names and answers each with an outcome, as `conformance.worker` does.
+        Command line of the process, which reads names and answers each with an outcome, like `conformance.worker`.
     timeout : float
         Seconds one case may take.
     """

@@ -18,7 +18,7 @@ TITLES = {
     "e": "(e) relax_hetero, a GPU and a CPU",
 }
 YARDSTICKS = {"b": "a", "c": "a", "d": "b", "e": "b"}
-"""Each configuration has to pass the cases that another one passes: stock TVM, or one CPU device for GPUs."""
+"""The configuration whose passed cases each one must pass, too: stock TVM, or one CPU device for GPUs."""
 _EXPLAINED = {
     PASSED: "outputs have the expected types and shapes, and values within the case's tolerances",
     WRONG: "outputs differ",
@@ -37,24 +37,24 @@ def markdown(results: dict[str, dict[str, Outcome]]) -> str:
     results : dict
         Configuration letter to case name to outcome; configurations without outcomes are left out.
     """
-    held = {key: outcomes for key, outcomes in results.items() if outcomes}
-    parts = [_head(held), _table(held), _promise(held), _comparison()]
-    if "b" in held:
-        parts.append(_refusals(held["b"]))
+    results = {key: outcomes for key, outcomes in results.items() if outcomes}
+    parts = [_head(results), _table(results), _promise(results), _comparison()]
+    if "b" in results:
+        parts.append(_refusals(results["b"]))
     parts.append("**Next:** [performance](performance.md).\n")
     return "\n".join(parts)
 
 
-def _head(held: dict[str, dict[str, Outcome]]) -> str:
-    count = max(map(len, held.values()), default=0)
-    dealt = "; in (e) to a GPU and a CPU" if "e" in held else ""
+def _head(results: dict[str, dict[str, Outcome]]) -> str:
+    count = max(map(len, results.values()), default=0)
+    gpu = "; in (e) between a GPU and a CPU" if "e" in results else ""
     return f"""# Conformance
 
-The page shows the results of ONNX's own backend suite: {count:,} cases of the kinds node, simple and pytorch-\\*, \
+This page shows the results of ONNX's own backend suite: {count:,} cases of the kinds node, simple and pytorch-\\*, \
 as the `onnx` package {onnx.__version__} holds them.
-In (c) the nodes of each model are dealt out in turn to two CPU devices with different targets, \
-and transfers are inserted{dealt}.
-The page is written by
+In (c) the nodes of each model alternate between two CPU devices with different targets, \
+and transfers are inserted{gpu}.
+This command writes the page:
 
 ```
 make conformance        # python apps/onnx_backend/run.py --write-docs
@@ -62,31 +62,31 @@ make conformance        # python apps/onnx_backend/run.py --write-docs
 """
 
 
-def _table(held: dict[str, dict[str, Outcome]]) -> str:
+def _table(results: dict[str, dict[str, Outcome]]) -> str:
     lines = ["| | " + " | ".join(STATUSES) + " |", "| --- |" + " ---: |" * len(STATUSES)]
-    for key, outcomes in held.items():
+    for key, outcomes in results.items():
         counts = Counter(outcome.status for outcome in outcomes.values())
         lines.append(f"| {TITLES[key]} | " + " | ".join(f"{counts[status]:,}" for status in STATUSES) + " |")
     lines += ["", *(f"- {status}: {meaning}" for status, meaning in _EXPLAINED.items()), ""]
     return "\n".join(lines)
 
 
-def _promise(held: dict[str, dict[str, Outcome]]) -> str:
+def _promise(results: dict[str, dict[str, Outcome]]) -> str:
     lines = []
     for key, yardstick in YARDSTICKS.items():
-        if key in held:
-            passed = {name for name, outcome in held.get(yardstick, {}).items() if outcome.status == PASSED}
-            lost = [name for name in passed if name in held[key] and held[key][name].status != PASSED]
-            gained = sum(outcome.status == PASSED for name, outcome in held[key].items() if name not in passed)
+        if key in results:
+            passed = {name for name, outcome in results.get(yardstick, {}).items() if outcome.status == PASSED}
+            lost = [name for name in passed if name in results[key] and results[key][name].status != PASSED]
+            gained = sum(outcome.status == PASSED for name, outcome in results[key].items() if name not in passed)
             line = f"Of what ({yardstick}) passes, ({key}) loses {len(lost)}"
             lines.append(f"{line}; it passes {gained:,} that ({yardstick}) does not.")
     return "\n".join([*lines, ""])
 
 
 def _comparison() -> str:
-    """The rules by which values are compared, where they are not those of the case."""
+    """The rules of comparison that differ from the case's own."""
     lines = [
-        "Values are compared as ONNX's own runner compares them, by the tolerances of each case, but for these:",
+        "Values are compared as ONNX's own runner compares them, by the tolerances of each case, except for these:",
         "",
     ]
     for name, atol in LOOSER.items():
@@ -95,8 +95,8 @@ def _comparison() -> str:
             "and are further from the exact ones than the case allows."
         )
     lines.append(
-        f"- `{DRAWS.removeprefix('test_')}*`: the expected values are random draws, so that type and shape are "
-        "compared, and every value has to be 0 or 1."
+        f"- `{DRAWS.removeprefix('test_')}*`: the expected values are random draws, so only type and shape are "
+        "compared, and every value must be 0 or 1."
     )
     return "\n".join([*lines, ""])
 
@@ -138,9 +138,9 @@ def _reason(outcome: Outcome) -> str:
 
 
 def _op(outcome: Outcome) -> str:
-    """The op a refusal is about, else the first of the graph's."""
+    """The op that a refusal names, else the only op of the graph, else "several"."""
     text = outcome.detail.splitlines()[0]
-    found = re.search(r"FrontendError: (\w+) node|: (\w+) of domain|node '[^']*' \((\w+)\)", text)
-    if found is None:
+    match = re.search(r"FrontendError: (\w+) node|: (\w+) of domain|node '[^']*' \((\w+)\)", text)
+    if match is None:
         return outcome.ops[0] if len(outcome.ops) == 1 else "several"
-    return next(name for name in found.groups() if name)
+    return next(name for name in match.groups() if name)

@@ -1,4 +1,4 @@
-"""Outcomes on disk: a JSON line per run of a case, the last line of a case counts. So a sweep can be resumed."""
+"""Outcomes on disk, so that a run can be resumed: a JSON line per run of a case; a case's last line counts."""
 
 from __future__ import annotations
 

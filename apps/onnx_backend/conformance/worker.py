@@ -1,4 +1,4 @@
-"""A process that runs cases one by one: names come in on stdin, a JSON line per outcome goes out on stdout."""
+"""A process that runs cases one by one: it reads names from stdin, and writes a JSON line per outcome to stdout."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import warnings
 from .backends import CPU_CONFIGURATIONS, GPU_CONFIGURATIONS
 from .outcome import RAISED, run_case
 
-# After some errors CUDA refuses all work of the process: later cases would fail for the earlier one's fault.
+# After some errors CUDA refuses all work of the process, and later cases would fail, too.
 _LOST_GPU = re.compile("CUDA|illegal memory access|unspecified launch failure")
 
 
 def main(configuration: str, memory_bytes: int) -> None:
-    """Serve until stdin closes, or until a GPU is lost. What the libraries print goes to stderr, not to the outcomes.
+    """Serve until stdin closes, or until a GPU is lost. Output of libraries goes to stderr, not to the outcomes.
 
-    The address space has no limit where a GPU is used: CUDA reserves more of it than the machine has memory.
+    The address space is not limited if a GPU is used: CUDA reserves more of it than the machine has memory.
     """
     results = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

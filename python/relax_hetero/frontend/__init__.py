@@ -1,7 +1,6 @@
-"""Front ends: models of other formats become placed Relax modules.
+"""Front ends: import of models of other formats as placed Relax modules.
 
-The functions that do it are `relax_hetero.from_onnx` and its like. Names are resolved on first use: a language model
-that was compiled before reads its tokenizer's file here, and needs no importer of anything else.
+Public names are loaded on first use, because a compiled language model only needs the reader of its tokenizer's file.
 """
 
 import lazy_loader

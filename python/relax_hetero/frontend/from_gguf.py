@@ -48,52 +48,52 @@ def from_gguf(
     Parameters
     ----------
     path : str, path or GgufFile
-        File, or what `read_gguf` returned for it.
+        File, or the result of `read_gguf`.
     vdevices : VDeviceEntry or iterable of VDeviceEntry, optional
-        Devices as `from_onnx` takes them.
+        Devices, as in `from_onnx`.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of the file's tensors (``blk.3.ffn_down``, ``blk.[0-8].*``, ``output``), in order.
-        The cache of a layer is where its ``blk.N.attn`` is. ``"auto"`` splits the model by layers, or attention from
-        feed-forward parts, for the least time of a token within `memory_limit` (`gguf.place_layers`).
+        The cache of a layer is on the device of its ``blk.N.attn``. ``"auto"`` splits the model by layers, or attention
+        from feed-forward networks, for the least time per token within `memory_limit` (`gguf.place_layers`).
     batches : sequence of int
         Rows of the functions ``decode_B``: one token of each of B sequences.
     chunks : sequence of int
-        Rows of the functions ``prefill_C``: tokens that follow each other in one sequence.
+        Rows of the functions ``prefill_C``: consecutive tokens of one sequence.
     slots : int, optional
-        Sequences that the cache holds at once; by default as many as the largest batch.
+        Number of sequences in the cache; by default the largest batch.
     context : int, optional
-        Most positions of a sequence; by default what the model was trained for.
+        Maximum number of positions of a sequence; by default the model's training context.
     page_type : str
         Element type of the cache: "float16", "float32" or "int8".
     all_logits : bool
-        Whether ``prefill_C`` gives the logits of all its rows, and not of one.
+        True if ``prefill_C`` returns the logits of all its rows rather than of one.
     cost_model, memory_limit
-        As `from_onnx` takes them.
+        See `from_onnx`.
     activation_bits : int
-        How exact products with weights in blocks are, as of `R.hetero.dequantize_blocks`: 8 (numbers become integers of
-        8 bits with a scale for each 32, as llama.cpp rounds them) or 16. CPUs do so; GPUs multiply floats.
+        Precision of activations in products with block-quantized weights on CPUs (`R.hetero.dequantize_blocks`): 8 for
+        8-bit integers with a scale for each 32, as in llama.cpp, or 16. GPUs multiply floats.
     activations : str, optional
-        Element type of what products and attention read: "float16", "bfloat16" or "float32". By default on GPUs the
-        16-bit float that the model was trained in (of the file's plain matrices, else of its architecture), on CPUs
-        float32. Sums between layers and norms are float32 in all cases.
+        Element type of the operands of products and attention: "float16", "bfloat16" or "float32". The default on GPUs
+        is the 16-bit float that the model was trained in (of the file's unquantized matrices, else of its
+        architecture), on CPUs float32. Residual sums and norms are always float32.
 
     Returns
     -------
     mod : tvm.IRModule
-        Functions of ``tokens``, ``positions`` and ``sequences``, (rows,) each, ``last`` (prefill: the row whose logits
-        are wanted, (1,)), the tables of pages, ``table_full`` and ``table_window``, (slots, pages) each, and the pages
-        of each layer's cache, ``pages_N``; all integers are int32. They give logits, (rows or 1, vocabulary) of
-        float32, and the pages, written in place where the caller donates them (``rh.compile(donate=...)``).
+        Functions with the parameters ``tokens``, ``positions`` and ``sequences``, (rows,) each, ``last`` (prefill: the
+        row to return logits of, (1,)), the page tables ``table_full`` and ``table_window``, (slots, pages) each, and
+        the pages of each layer's cache, ``pages_N``; all integers are int32. They return logits, (rows or 1,
+        vocabulary) of float32, and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
 
     Raises
     ------
     FrontendError
-        If the file cannot be read, its architecture or a tensor's type is not known, a tensor is missing, has another
-        shape or is not one of the architecture's, a pattern matches nothing, or `activations` is none of these types.
+        If the file cannot be read, its architecture or a tensor's type is unknown, a tensor is missing, unexpected or
+        of another shape, a pattern matches nothing, or `activations` is invalid.
     EncodingError
-        For other `activation_bits`.
+        If `activation_bits` is invalid.
     VDeviceError
-        If a device string names nothing in `vdevices`.
+        If a device string is not in `vdevices`.
     PlacementError
         If no split over the devices fits `memory_limit`.
     """
@@ -120,11 +120,11 @@ def from_gguf(
 
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:
-    """The numbers of a file's model; FrontendError where they do not make sense."""
+    """The hyperparameters of a file's model; FrontendError if they are invalid."""
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
-        found = "no" if table is None else f"shape {table.shape} of the"
-        raise FrontendError(f"{file.path}: has {found} tensor 'token_embd.weight', expected a table of embeddings")
+        problem = "no" if table is None else f"shape {table.shape} of the"
+        raise FrontendError(f"{file.path}: has {problem} tensor 'token_embd.weight', expected a table of embeddings")
     tokens: Any = file.fields.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Sequence) and len(tokens) != table.shape[0]:
         raise FrontendError(

@@ -1,8 +1,7 @@
 """ONNX import that keeps node names and takes placement rules.
 
-Stock TVM's importer converts single ops well, but loses two things that a placement needs: the names of the nodes, and
-the device on which a shape is read. This importer keeps its converters (with corrections, in ``ops/``) and replaces the
-walk over the graph.
+Stock TVM's importer loses two things that placement needs: the names of nodes, and the device on which a shape is read.
+This importer keeps its converters of single ops (with corrections, in ``ops/``) and replaces the walk over the graph.
 """
 
 from __future__ import annotations
@@ -48,49 +47,48 @@ def from_onnx(
     Parameters
     ----------
     model_or_path : str, PathLike, bytes or onnx.ModelProto
-        External data lies in the file's folder; bytes and protos have none, and so no external data.
+        External data is in the file's folder; bytes and protos cannot have external data.
     vdevices : list of str, dict, Target or VDevice, optional
-        The devices, the first one the default. Without them the module is free, and compiles for the native CPU.
+        Devices; the first one is the default. Without them the module is not placed, and compiles for the native CPU.
     placement : mapping, or list of (pattern, device) pairs, or "auto", optional
-        Glob patterns over node names and op types, in order: the first that matches a node fixes the
-        bindings made from it to its device; a node that none matches goes to the default device. ``"auto"`` lets
-        `cost_model` choose.
+        Glob patterns over node names and op types. The first pattern that matches a node decides the device of its
+        bindings; other nodes go to the default device. ``"auto"`` lets `cost_model` choose.
     shapes : mapping, optional
-        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions, which may be arithmetic of
-        others: ``{"total": "past + seq"}``. Others stay symbolic.
+        ``{"input": [1, 128]}`` or ``{"batch": 1}``: sizes of inputs, or of named dimensions, which may be expressions
+        of other dimensions: ``{"total": "past + seq"}``. All other dimensions stay symbolic.
     cost_model : CostModel, optional
         For ``placement="auto"``; default ``CostModel.measured(vdevices, objective)``.
     objective : str, optional
-        For ``placement="auto"``. "latency": the least time for one call. "throughput": the least time between calls,
-        of which several are in flight (``vm.submit``).
+        For ``placement="auto"``. "latency" minimizes the time of one call, "throughput" the time between calls with
+        several in flight (``vm.submit``).
     limits : ImportLimits, optional
-        The most nodes and computed constants that the model may become, default ``rh.ImportLimits()``. A small file can
-        ask for more than any machine has; raise them for a large model that you trust.
+        Maximum nodes and computed constants, default ``rh.ImportLimits()``: a small malicious file could exhaust the
+        machine. Raise them for a large model that you trust.
     memory_limit : int, str or mapping, optional
-        For ``placement="auto"``: the most that weights and values may take on each device, bytes or text (``"4GB"``),
-        or a mapping from devices to these, as ``VirtualMachine(memory_limit=)`` takes it.
+        For ``placement="auto"``: maximum memory for weights and values on each device, bytes or text (``"4GB"``), or a
+        mapping from devices to these, as in ``VirtualMachine(memory_limit=)``.
     cache : PagedCache, optional
-        For decoders with nodes of GroupQueryAttention, as onnxruntime-genai writes them: inputs and outputs
-        ``past_key_values`` and ``present`` become a cache of pages, and the module has the functions ``decode_B`` and
-        ``prefill_C`` of `from_gguf` in the place of "main". Not with `shapes` nor ``placement="auto"``.
+        For decoders with GroupQueryAttention, as onnxruntime-genai exports them: inputs and outputs
+        ``past_key_values`` and ``present`` become a paged cache, and the module has the functions ``decode_B`` and
+        ``prefill_C`` of `from_gguf` instead of "main". Not together with `shapes` or ``placement="auto"``.
 
     Returns
     -------
     mod : tvm.IRModule
-        With one function, "main". Its parameters are the graph's inputs, in order, under their names; its attributes
-        "input_names" and "output_names" hold the ONNX names. A binding has the name of the node it comes from, a
-        nameless node being ``OpType_index`` (its position in the graph). Weights are constants. With vdevices,
-        transfers are in place: an input lives on the device of its first use, an output where it is made.
+        Module with one function, "main". Its parameters are the graph's inputs in order; its attributes "input_names"
+        and "output_names" have the ONNX names. A binding has the name of its node, or ``OpType_index`` (its position in
+        the graph) for a nameless node. Weights are constants. With vdevices, transfers are inserted: an input is on the
+        device of its first use, an output on the device that computes it.
 
     Raises
     ------
     FrontendError
-        If the model cannot be read or imported (naming file, node and op), or a shape or pattern does not fit it, or it
-        becomes larger than `limits` allow, or `cache` is given for a model that is no such decoder.
+        If the model cannot be read or imported (the text has file, node and op), a shape or pattern does not fit it, it
+        exceeds `limits`, or `cache` is given for a model that is not such a decoder.
     VDeviceError
-        If a device string names nothing in `vdevices`.
+        If a device string is not in `vdevices`.
     PlacementError
-        If `objective` is neither, or no placement that is found fits `memory_limit`.
+        If `objective` is invalid, or no placement fits `memory_limit`.
     """
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
     model = load_model(model_or_path, limits)
@@ -100,7 +98,7 @@ def from_onnx(
         model, strings = with_coded_strings(model)
         nodes = name_nodes(model.proto)
         if devices is not None and not isinstance(placement, str):
-            assign_devices(nodes, placement or {}, devices)  # patterns are looked at before the work of importing
+            assign_devices(nodes, placement or {}, devices)  # checks the patterns before the import
         graph = import_nodes(model, nodes, shapes)
         source = ImportSource(graph, nodes, [output.name for output in model.proto.graph.output], strings)
         return placed_module(source, devices, placement, cost_model, objective, memory_limit)
@@ -113,10 +111,10 @@ def _decoder(
     shapes: Shapes | None,
     cache: PagedCache,
 ) -> tvm.IRModule:
-    """The placed functions of a decoder with a cache of pages."""
+    """Import a decoder with a paged cache, and place its functions."""
     if shapes is not None or isinstance(placement, str):
-        found = "shapes" if shapes is not None else f"placement={placement!r}"
-        raise FrontendError(f"{found} is given, which does not go with cache, whose functions have known sizes")
+        argument = "shapes" if shapes is not None else f"placement={placement!r}"
+        raise FrontendError(f"{argument} is given, which does not go with cache, whose functions have static sizes")
     with errors_of(model.source), importing_for(devices):
         mod = decoder_module(model, name_nodes(model.proto), cache)
     return mod if devices is None else place(mod, placement or {}, devices)

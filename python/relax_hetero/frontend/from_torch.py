@@ -36,17 +36,17 @@ def from_torch(
     Parameters
     ----------
     module_or_program : torch.nn.Module or torch.export.ExportedProgram
-        A module is exported by ``torch.export.export``; call ``module.eval()`` before.
+        A module is exported with ``torch.export.export``; call ``module.eval()`` before.
     example_args : tuple, optional
         Arguments to export a module with: tensors, and tuples, lists, dictionaries and dataclasses of them.
-        Numbers, strings and None are fixed.
+        Numbers, strings and None become constants.
     example_kwargs : mapping, optional
-        The same by name.
+        Keyword arguments to export a module with.
     dynamic_shapes : mapping or tuple, optional
-        As ``torch.export.export`` takes it. A ``torch.export.Dim`` names a symbolic size; a call outside of its
-        range, or of one that torch found, is refused.
+        See ``torch.export.export``. A ``torch.export.Dim`` names a symbolic size; a call with a size outside of its
+        range, or of the range that torch inferred, is refused.
     vdevices, cost_model, objective, limits, memory_limit
-        As `from_onnx` takes them.
+        See `from_onnx`.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of nodes (``encoder.layer.3.output.dense.linear``), paths of modules
         (``encoder.layer.3``), their classes (``BertLayer``) and ops (``linear``), in order.
@@ -54,19 +54,18 @@ def from_torch(
     Returns
     -------
     mod : tvm.IRModule
-        With one function, "main". Its parameters are the tensors among the arguments, flattened, with the names that
-        torch.export gives them; its results the tensors among the module's, flattened. The attributes "input_names"
-        and "output_names" hold their names. Weights are constants over torch's own memory: compile before the module
-        is trained further.
+        Module with one function, "main". Its parameters are the flattened tensor arguments with torch.export's names,
+        its results the flattened tensor results; the attributes "input_names" and "output_names" have the names.
+        Weights are constants that share torch's memory: compile before the module is trained further.
 
     Raises
     ------
     FrontendError
         If torch is not installed or cannot export the module, an op cannot be imported, or a pattern matches nothing.
     VDeviceError
-        If a device string names nothing in `vdevices`.
+        If a device string is not in `vdevices`.
     PlacementError
-        If `objective` is neither, or no placement that is found fits `memory_limit`.
+        If `objective` is invalid, or no placement fits `memory_limit`.
     """
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
     program = exported_program(module_or_program, example_args, example_kwargs, dynamic_shapes)
@@ -85,20 +84,20 @@ def _size_names(
     program: Any,
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
-    named: Mapping[int, Mapping[int, str]],
+    axis_names: Mapping[int, Mapping[int, str]],
 ) -> dict[str, str]:
-    """Symbol of torch -> the name that its `Dim` has."""
-    if not named:
+    """Symbol of torch -> name of its `Dim`."""
+    if not axis_names:
         return {}
     torch = torch_package()
-    flat = program._get_flat_args_with_check(tuple(args or ()), dict(kwargs or {}))[0]
-    places = [node for node in program.graph.nodes if node.op == "placeholder"]
+    tensors = program._get_flat_args_with_check(tuple(args or ()), dict(kwargs or {}))[0]
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     names: dict[str, str] = {}
-    for place, tensor in zip(places[len(places) - len(flat) :], flat, strict=True):
-        value = place.meta.get("val")
+    for placeholder, tensor in zip(placeholders[len(placeholders) - len(tensors) :], tensors, strict=True):
+        value = placeholder.meta.get("val")
         if not isinstance(value, torch.Tensor):
             continue
-        for axis, name in named.get(id(tensor), {}).items():
+        for axis, name in axis_names.get(id(tensor), {}).items():
             size = value.shape[axis]
             if not isinstance(size, int) and size.node.expr.is_Symbol and name not in names.values():
                 names.setdefault(str(size.node.expr), name)

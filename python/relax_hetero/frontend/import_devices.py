@@ -1,6 +1,6 @@
-"""Facts that converters may use of an import's devices: nodes are written in the form that these compute.
+"""Capabilities of an import's devices that converters may use.
 
-Placement comes after conversion, so that this is said of all devices together.
+Placement follows conversion, so a capability must be common to all devices.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _GATHERS: ContextVar[bool] = ContextVar("_GATHERS", default=False)
 
 @contextmanager
 def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]:
-    """Within, nodes are converted for these devices; None: for the native CPU, as free modules compile."""
-    gathers = devices is None or all(
+    """Convert nodes inside for these devices; None is the native CPU."""
+    can_gather = devices is None or all(
         is_cpu(device) and isinstance(answers_of(device.target).block_layout(device.target), Panels)
         for device in devices
     )
-    token = _GATHERS.set(gathers)
+    token = _GATHERS.set(can_gather)
     try:
         yield
     finally:
@@ -33,5 +33,5 @@ def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]
 
 
 def gathers_experts() -> bool:
-    """True if all devices multiply rows by the experts that they choose, so that none need compute all of them."""
+    """Return whether all devices have kernels that multiply rows by their chosen experts only."""
     return _GATHERS.get()

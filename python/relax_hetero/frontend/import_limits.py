@@ -1,8 +1,7 @@
-"""Limits of an import: a small file may ask for more nodes and constants than any machine has.
+"""Limits of an import, since a small file may expand to more nodes and constants than any machine can hold.
 
-A model can grow while it is imported: calls of its own functions are replaced by their bodies, recurrent layers by
-their steps, and nodes whose inputs are known by their results. Each of these asks here before it does the work, so
-that a malicious model is refused early, with little memory taken.
+A model grows during import: functions are inlined, recurrent layers unrolled, and nodes with constant inputs folded.
+Each of these charges the budget first, so that a malicious model is refused before it takes memory.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from dataclasses import dataclass, fields
 
 from ..errors import FrontendError
 
-# How often the bytes of the model itself may be made anew: exporters put Cast, Transpose and Reshape behind a weight.
-_OWN_BYTES = 8
+# Computed constants may have this multiple of the model's bytes: exporters put Cast, Transpose and Reshape on weights.
+_MODEL_BYTES_FACTOR = 8
 
 MAX_RANK = 64
-"""More dimensions than numpy, or any kernel, can handle."""
+"""Maximum number of dimensions; numpy and kernels handle fewer."""
 
 MAX_NESTING = 64
-"""Deeper nesting of graphs and calls than any exporter writes."""
+"""Maximum nesting of graphs and calls; exporters write less."""
 
 MAX_LIST = 1 << 16
-"""More numbers than any attribute has, except for constants, trees and vocabularies."""
+"""Maximum number of entries of attributes other than constants, trees and vocabularies."""
 
 
 @dataclass(frozen=True)
 class ImportLimits:
-    """The most that a model may become while it is imported.
+    """Limits on the growth of a model during import.
 
     Attributes
     ----------
     nodes : int
-        Nodes once calls of the model's own functions are replaced by their bodies, and ops that an op becomes, such as
-        the steps of a recurrent layer.
+        Maximum number of nodes after functions are inlined, and of ops that they become, such as the steps of a
+        recurrent layer.
     computed_bytes : int
-        Bytes of constants that are computed from other constants, besides eight times the bytes of the model itself
-        (its file and external data).
+        Maximum bytes of constants that are computed from other constants, in addition to eight times the bytes of the
+        model (its file and external data).
     """
 
     nodes: int = 200_000
@@ -58,20 +57,20 @@ class ImportLimits:
 
 
 class Budget:
-    """The limits of one import, and what it has used of them."""
+    """Limits of one import and their usage."""
 
     def __init__(self, limits: ImportLimits, model_bytes: int = 0) -> None:
         self.limits = limits
-        self._max_bytes = limits.computed_bytes + _OWN_BYTES * model_bytes
+        self._max_bytes = limits.computed_bytes + _MODEL_BYTES_FACTOR * model_bytes
         self._bytes = 0
         self._ops = 0
 
     def has_bytes(self, nbytes: int) -> bool:
-        """Return whether constants of that many bytes may be made besides all that were."""
+        """Return whether that many more bytes of constants may be computed."""
         return self._bytes + nbytes <= self._max_bytes
 
     def check_bytes(self, nbytes: int, what: str) -> None:
-        """Refuse to make that many bytes; FrontendError, beginning with `what` ("OneHot node 'a'")."""
+        """Raise FrontendError, with `what` ("OneHot node 'a'") in its text, unless `has_bytes`."""
         if not self.has_bytes(nbytes):
             raise FrontendError(
                 f"{what} computes a constant of {_bytes_text(nbytes)} at import, besides {_bytes_text(self._bytes)} "
@@ -80,12 +79,12 @@ class Budget:
             )
 
     def take_bytes(self, nbytes: int, what: str) -> None:
-        """Count bytes of constants; FrontendError as `check_bytes`."""
+        """Charge bytes of constants; raises as `check_bytes`."""
         self.check_bytes(nbytes, what)
         self._bytes += nbytes
 
     def check_nodes(self, nodes: int, what: str) -> None:
-        """Refuse that many nodes or ops; FrontendError, beginning with `what` ("the model")."""
+        """Raise FrontendError, with `what` ("the model") in its text, for too many nodes or ops."""
         if nodes > self.limits.nodes:
             raise FrontendError(
                 f"{what} becomes {_count_text(nodes)} nodes, expected at most {self.limits.nodes:,}. "
@@ -93,7 +92,7 @@ class Budget:
             )
 
     def take_ops(self, ops: int, what: str) -> None:
-        """Count ops that an op becomes; FrontendError as `check_nodes`."""
+        """Charge emitted ops; raises as `check_nodes`."""
         self.check_nodes(self._ops + ops, what)
         self._ops += ops
 
@@ -103,7 +102,7 @@ _BUDGET: ContextVar[Budget | None] = ContextVar("_BUDGET", default=None)
 
 @contextmanager
 def spending(budget: Budget) -> Iterator[Budget]:
-    """Within, what is computed at import is taken from this budget."""
+    """Charge this budget for the work of an import inside."""
     token = _BUDGET.set(budget)
     try:
         yield budget
@@ -112,7 +111,7 @@ def spending(budget: Budget) -> Iterator[Budget]:
 
 
 def budget() -> Budget:
-    """The budget of the import that is under way; one with the default limits where there is none."""
+    """The budget of the current import, or one with the default limits."""
     return _BUDGET.get() or Budget(ImportLimits())
 
 

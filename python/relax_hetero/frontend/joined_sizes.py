@@ -1,10 +1,9 @@
-"""Sizes that an import joins, and what it knows of them.
+"""Symbols for joined sizes, and known bounds of sizes, during an import.
 
-Two dimensions of different names may be equal, or one of them 1: where they broadcast, a symbol stands for the size of
-both. Its value is written once, where it is made. As an expression it would hold each of the two several times, and as
-much again wherever a later node joins it. For the same reason an expression of more than `MAX_TERMS` terms gets a
-symbol. So a size is of few terms however many nodes have handed it on, and simplifying one takes as long in the last
-layer of a model as in the first.
+When two dimensions of different names broadcast, a new symbol stands for the result, which is bound once to its value.
+As an expression it would contain each of them several times and grow exponentially with later joins. For the same
+reason long expressions (`is_long`) get a symbol. So sizes have few terms in every layer of a model, and simplifying
+them takes constant time.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Bounds: TypeAlias = Mapping[tirx.Var, int]
 
 
 class SizeIsBounded(FrontendError):
-    """A model works only where a symbolic size is at most some number; the import starts again with that bound."""
+    """A model works only if a symbolic size is at most `bound`; the import restarts with that bound."""
 
     def __init__(self, size: tirx.Var, bound: int) -> None:
         super().__init__(f"{size} is at most {bound}")
@@ -35,12 +34,12 @@ class SizeIsBounded(FrontendError):
 
 
 class JoinedSizes:
-    """The symbols of one import that stand for joined sizes or for long expressions, and bounds of sizes.
+    """Symbols of one import for joined sizes and long expressions, and bounds of sizes.
 
     Parameters
     ----------
     bounds : Bounds, optional
-        Upper bounds of the inputs' sizes that earlier attempts of this import found.
+        Upper bounds of the inputs' sizes from earlier attempts of this import.
     inputs : Set of tirx.Var
         The symbolic sizes of the inputs.
     """
@@ -49,95 +48,95 @@ class JoinedSizes:
         self.bounds = dict(bounds or {})
         self._inputs = inputs
         self._atoms: dict[tirx.Var, dict[StructuralKey, Any]] = {}
-        # What is known where the importer stands: it ends with a branch, or a loop's body.
+        # Facts of the current scope, which end with a branch or a loop's body.
         self._symbols: dict[frozenset[StructuralKey], tirx.Var] = {}
-        self._facts: dict[StructuralKey, int] = {}
-        self._extents: set[StructuralKey] = set()
-        self._is_top = True
+        self._upper_bounds: dict[StructuralKey, int] = {}
+        self._non_negative: set[StructuralKey] = set()
+        self._is_top_level = True
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Forget, when left, the symbols and bounds found inside."""
+        """Forget symbols and bounds that are defined inside on exit."""
         with self.trial():
-            self._is_top = False
+            self._is_top_level = False
             yield
 
     @contextmanager
     def trial(self) -> Iterator[list[bool]]:
-        """Forget, when left, the symbols and bounds found inside, unless True was appended to what this yields."""
-        kept = dict(self._symbols), dict(self._facts), set(self._extents), self._is_top
-        is_kept = [False]
+        """Forget symbols and bounds that are defined inside on exit, unless True was appended to the yielded list."""
+        saved = dict(self._symbols), dict(self._upper_bounds), set(self._non_negative), self._is_top_level
+        keep = [False]
         try:
-            yield is_kept
+            yield keep
         finally:
-            if not is_kept[-1]:
-                self._symbols, self._facts, self._extents, self._is_top = kept
+            if not keep[-1]:
+                self._symbols, self._upper_bounds, self._non_negative, self._is_top_level = saved
 
     def bound_of(self, size: Any) -> int | None:
         """The known upper bound of a size."""
         if isinstance(size, tirx.Var) and size in self.bounds:
             return self.bounds[size]
-        return self._facts.get(StructuralKey(size))
+        return self._upper_bounds.get(StructuralKey(size))
 
     def bound_by(self, minimum: Any, size: Any) -> int | None:
-        """A number that bounds `size` if it broadcasts with `minimum`, which is the minimum of the two.
+        """The number n if `minimum` is ``min(size, n)``: `size` is at most n if it broadcasts with `minimum`.
 
-        Exporters slice a table of positions by the sequence they are given, ``table[:sequence]``, which has
-        ``min(sequence, 512)`` rows, and add it to something of ``sequence`` rows. That works for at most 512 only: more
-        are as many as neither. One row, or none, goes with any number of them.
+        Exporters slice a table of positions, ``table[:sequence]``, which has ``min(sequence, 512)`` rows, and add it to
+        a value of ``sequence`` rows, which works for at most 512. A bound of 0 or 1 does not follow, since one row
+        broadcasts with any number of rows.
         """
         if not isinstance(minimum, tirx.Min):
             return None
         for bound, other in ((minimum.a, minimum.b), (minimum.b, minimum.a)):
-            if isinstance(bound, tirx.IntImm) and int(bound) > 1 and _is_same(other, size):
+            if isinstance(bound, tirx.IntImm) and int(bound) > 1 and _is_structurally_equal(other, size):
                 return int(bound)
         return None
 
     def note_bound(self, size: Any, bound: int) -> None:
-        """Have a size be at most `bound` from here on, as calls are required to meet.
+        """Assume that a size is at most `bound`, which calls are required to meet.
 
         Raises
         ------
         SizeIsBounded
-            The size is one of an input, and every call needs the bound.
+            If the size is one of an input, and every call must meet the bound.
         """
-        if self._is_top and size in self._inputs:
+        if self._is_top_level and size in self._inputs:
             raise SizeIsBounded(size, bound)
         for part in (size, *_summands(size)):
             key = StructuralKey(part)
-            self._facts[key] = min(bound, self._facts.get(key, bound))
+            self._upper_bounds[key] = min(bound, self._upper_bounds.get(key, bound))
 
     def note_extents(self, sizes: Iterable[Any]) -> None:
-        """Note the sizes of a tensor as not negative, which calls require."""
-        self._extents.update(StructuralKey(size) for size in sizes if not isinstance(size, (int, tirx.Var)))
+        """Assume that the sizes of a tensor are not negative, which calls are required to meet."""
+        self._non_negative.update(StructuralKey(size) for size in sizes if not isinstance(size, (int, tirx.Var)))
 
     def within_bounds(self, value: Any) -> Any:
-        """An expression without minima of a size and its bound, and maxima of a tensor's size and 0."""
-        if not (self._facts or self._extents):
+        """Remove minima of a size and its bound, and maxima of a tensor's size and 0, from an expression."""
+        if not (self._upper_bounds or self._non_negative):
             return value
 
-        def least(part: Any) -> Any:
-            bound = self._facts.get(StructuralKey(part.a)) if isinstance(part.b, tirx.IntImm) else None
+        def replace_min(part: Any) -> Any:
+            bound = self._upper_bounds.get(StructuralKey(part.a)) if isinstance(part.b, tirx.IntImm) else None
             return part if bound is None or bound > int(part.b) else part.a
 
-        def largest(part: Any) -> Any:
+        def replace_max(part: Any) -> Any:
             is_zero = isinstance(part.b, tirx.IntImm) and int(part.b) == 0
-            return part.a if is_zero and StructuralKey(part.a) in self._extents else part
+            return part.a if is_zero and StructuralKey(part.a) in self._non_negative else part
 
-        return structural_map(structural_map(value, (tirx.Min, least)), (tirx.Max, largest))
+        return structural_map(structural_map(value, (tirx.Min, replace_min)), (tirx.Max, replace_max))
 
-    def one_of(self, own: Any, wanted: Any) -> Any:
-        """The size of two that is the broadcast size of both, if types tell; else None."""
-        for one, other in ((own, wanted), (wanted, own)):
-            atoms = self._atoms_of(one)
-            if all(key in atoms or any(_is_equal(part, atom) for atom in atoms.values())
+    def one_of(self, a: Any, b: Any) -> Any:
+        """The broadcast size of two if it is provably one of them, else None."""
+        for size, other in ((a, b), (b, a)):
+            atoms = self._atoms_of(size)
+            if all(key in atoms or any(_is_provably_equal(part, atom) for atom in atoms.values())
                    for key, part in self._atoms_of(other).items()):  # fmt: skip
-                return one
+                return size
         return None
 
-    def joined(self, own: Any, wanted: Any) -> tuple[tirx.Var, Any]:
-        """The symbol of two sizes that broadcast, and its value; None for the value if the symbol was made before."""
-        atoms = {**self._atoms_of(own), **self._atoms_of(wanted)}
+    def joined(self, a: Any, b: Any) -> tuple[tirx.Var, Any]:
+        """The symbol of the broadcast size of two sizes, and its value, or None if the symbol is already defined."""
+        atoms = {**self._atoms_of(a), **self._atoms_of(b)}
         key = frozenset(atoms)
         if key in self._symbols:
             return self._symbols[key], None
@@ -148,7 +147,7 @@ class JoinedSizes:
         return symbol, _larger(*atoms.values())
 
     def shortened(self, size: Any) -> tuple[Any, Any]:
-        """A size in few terms (itself, or a symbol), and the symbol's value, None unless it is new."""
+        """Replace a long size by a symbol, and return the symbol's value if it is new, else None."""
         if isinstance(size, int) or not is_long(size):
             return size, None
         key = frozenset([StructuralKey(size)])
@@ -158,7 +157,7 @@ class JoinedSizes:
         return self._symbols[key], size
 
     def _atoms_of(self, size: Any) -> dict[StructuralKey, Any]:
-        """The sizes that a symbol joins, or the size itself."""
+        """The sizes joined in a symbol, or the size itself."""
         return self._atoms[size] if size in self._atoms else {StructuralKey(size): size}
 
 
@@ -167,7 +166,7 @@ _SIZES: ContextVar[JoinedSizes | None] = ContextVar("_SIZES", default=None)
 
 @contextmanager
 def joining_sizes(sizes: JoinedSizes) -> Iterator[None]:
-    """Have the import that runs inside join its sizes in `sizes`."""
+    """Use `sizes` for the import inside."""
     token = _SIZES.set(sizes)
     try:
         yield
@@ -176,12 +175,12 @@ def joining_sizes(sizes: JoinedSizes) -> Iterator[None]:
 
 
 def known_sizes() -> JoinedSizes:
-    """The sizes of the import that runs; outside of one, nothing is known."""
+    """The sizes of the current import, or empty ones."""
     return _SIZES.get() or JoinedSizes()
 
 
 def analyzer_for(*values: Any, minimum: int = 0) -> sym.Analyzer:
-    """An analyzer that knows sizes are at least `minimum`, and their bounds."""
+    """An analyzer in which all symbols are at least `minimum` and have their known bounds."""
     analyzer, sizes = sym.Analyzer(), known_sizes()
     for value in values:
         if not isinstance(value, int):
@@ -192,7 +191,7 @@ def analyzer_for(*values: Any, minimum: int = 0) -> sym.Analyzer:
 
 
 def simplified(value: tvm.tirx.Expr) -> Any:
-    """An expression of sizes in fewer terms, an int where it is one."""
+    """Simplify an expression of sizes; a constant becomes an int."""
     if isinstance(value, tirx.Var):
         return value
     analyzer = analyzer_for(value)
@@ -205,23 +204,23 @@ def simplified(value: tvm.tirx.Expr) -> Any:
 
 
 def _larger(*sizes: Any) -> Any:
-    """The larger of sizes that are equal or 1, but 0 where one is 0 and the others 1."""
+    """Broadcast size of sizes that are equal or 1, including 0 with 1."""
     return reduce(tirx.max, sizes) * tirx.min(reduce(tirx.min, sizes), 1)
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_structurally_equal(one: Any, other: Any) -> bool:
     return bool(one.same_as(other)) or StructuralKey(one) == StructuralKey(other)
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    """Return whether two expressions of sizes are proven equal; symbols of two names never are."""
+def _is_provably_equal(one: Any, other: Any) -> bool:
+    """Return whether two expressions of sizes are provably equal; two different symbols are not."""
     if isinstance(one, tirx.Var) and isinstance(other, tirx.Var):
         return False
     return bool(analyzer_for(one, other).can_prove_equal(one, other))
 
 
 def _summands(size: Any) -> list[Any]:
-    """The symbols of a sum of symbols, none of which is larger than it; nothing for another expression."""
+    """The symbols of a sum of symbols, which are at most the sum; empty for other expressions."""
     pending, symbols = [size], []
     while pending:
         part = pending.pop()

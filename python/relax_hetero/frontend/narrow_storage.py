@@ -1,8 +1,8 @@
-"""Element types that LLVM cannot compute with, carried as bytes inside of a module.
+"""Storage of element types that LLVM cannot compute with (fp8, int4 …) as bytes.
 
-An imported graph moves such tensors (reshapes, transposes, joins them, takes them through loops and branches) and its
-converters look at their bytes. Here all of them become bytes: parameters are unpacked where the graph begins, outputs
-are packed where it ends, and between those no value has such a type. Parameters and outputs keep their types.
+An imported graph moves such tensors (reshapes, transposes, concatenations, loops and branches), and converters read
+their bytes. Here all of them become bytes: parameters are unpacked at the beginning of the graph, outputs packed at its
+end. Parameters and outputs keep their types.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _ConvertField = Callable[[relax.Expr, tvm.ir.Type], relax.Expr]
 
 
 def with_narrow_storage(graph: ImportedGraph) -> ImportedGraph:
-    """The graph with bytes in the place of these elements, everywhere but at its ends.
+    """Replace such elements by bytes, except in parameters and outputs.
 
     Raises
     ------
     FrontendError
-        If a node computes with such elements in another way than by its converter; it names the node.
+        If a node computes with such elements without a converter that supports them; the text has its name.
     """
     return _StorageRewriter(graph).graph() if _has_narrow(graph) else graph
 
@@ -61,7 +61,7 @@ def _storage_type(ty: tvm.ir.Type) -> tvm.ir.Type:
 
 
 class _StorageRewriter:
-    """Copies bindings whose values have these types; one graph."""
+    """Copies the bindings of one graph with storage types."""
 
     def __init__(self, graph: ImportedGraph) -> None:
         self._graph = graph
@@ -75,15 +75,15 @@ class _StorageRewriter:
         loops = [self._loop(loop) for loop in graph.loops]
         self._builder.begin_scope(graph.params)
         try:
-            first = self._collected(lambda: self._enter(graph.params))
+            first = self._collect_bindings(lambda: self._unpack_params(graph.params))
             inner = self._bindings(graph.bindings)
             outputs: list[relax.Expr] = []
-            last = self._collected(lambda: outputs.extend(self._leave(output) for output in graph.outputs))
+            last = self._collect_bindings(lambda: outputs.extend(self._pack_output(output) for output in graph.outputs))
         finally:
             self._builder.end_scope()
         results = {
-            info: [found for found in map(self._expr, made) if isinstance(found, relax.Var)]
-            for info, made in graph.results.items()
+            info: [var for var in map(self._expr, values) if isinstance(var, relax.Var)]
+            for info, values in graph.results.items()
         }
         return replace(
             graph,
@@ -96,7 +96,7 @@ class _StorageRewriter:
         )
 
     def _loop(self, loop: ImportedLoop) -> ImportedLoop:
-        params, captured = ([self._var(var) for var in found] for found in (loop.params, loop.captured))
+        params, captured = ([self._var(var) for var in variables] for variables in (loop.params, loop.captured))
         relax.expr._update_type(loop.gv, _storage_type(loop.gv.ty))
         return replace(
             loop,
@@ -106,7 +106,7 @@ class _StorageRewriter:
             result=self._expr(loop.result),
         )
 
-    def _collected(self, emit: Callable[[], object]) -> list[relax.Binding]:
+    def _collect_bindings(self, emit: Callable[[], object]) -> list[relax.Binding]:
         self._builder._begin_binding_block()
         try:
             emit()
@@ -118,12 +118,12 @@ class _StorageRewriter:
                 self._owners.setdefault(binding.var, self._owner)
         return bindings
 
-    def _enter(self, params: Iterable[relax.Var]) -> None:
+    def _unpack_params(self, params: Iterable[relax.Var]) -> None:
         for param in params:
             reader = self._reader(param) if _is_narrow(param.ty) else None
             if reader is not None:
                 self._owner = reader
-                self._values[param] = self._unpacked(param, param.ty)
+                self._values[param] = self._unpack(param, param.ty)
 
     def _reader(self, var: relax.Var) -> NodeInfo | None:
         """The first node that reads a parameter."""
@@ -132,20 +132,20 @@ class _StorageRewriter:
                 return self._graph.owners[binding.var]
         return None
 
-    def _by_field(self, value: relax.Expr, ty: tvm.ir.TupleType, convert: _ConvertField) -> relax.Tuple:
-        """A tuple of each field, converted from or to its type."""
-        opened = (relax.TupleGetItem(value, index) for index in range(len(ty.fields)))
-        fields = value.fields if isinstance(value, relax.Tuple) else map(self._builder.emit, opened)
+    def _convert_fields(self, value: relax.Expr, ty: tvm.ir.TupleType, convert: _ConvertField) -> relax.Tuple:
+        """Convert each field of a tuple."""
+        items = (relax.TupleGetItem(value, index) for index in range(len(ty.fields)))
+        fields = value.fields if isinstance(value, relax.Tuple) else map(self._builder.emit, items)
         return relax.Tuple([convert(part, field) for part, field in zip(fields, ty.fields, strict=True)])
 
-    def _unpacked(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
-        """Storage that stands for a value from outside."""
+    def _unpack(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
+        """Convert a parameter to its storage."""
         if isinstance(ty, tvm.ir.TupleType):
-            return self._builder.emit(self._by_field(value, ty, self._unpacked))
+            return self._builder.emit(self._convert_fields(value, ty, self._unpack))
         if not _is_narrow(ty):
             return value
         if ty.shape is None:
-            raise FrontendError(f"input {value.name!r} of type {ty.dtype} has no known rank; give it with shapes=")
+            raise FrontendError(f"input {value.name!r} of type {ty.dtype} has an unknown rank; give it with shapes=")
         dtype, bits = str(ty.dtype), int(tvm.DataType(str(ty.dtype)).bits)
         if bits == 8:
             return self._builder.emit(relax.op.memory.view(value, dtype=STORAGE_TYPES[dtype]))
@@ -170,37 +170,37 @@ class _StorageRewriter:
         )
         return self._builder.emit(relax.op.reshape(numbers, ty.shape))
 
-    def _leave(self, output: relax.Expr) -> relax.Expr:
+    def _pack_output(self, output: relax.Expr) -> relax.Expr:
         if output in self._graph.params:
             return output
         if isinstance(output, relax.Var):
             self._owner = self._graph.owners.get(output, self._owner)
-        return self._packed(self._expr(output), output.ty) if _is_narrow(output.ty) else self._expr(output)
+        return self._pack(self._expr(output), output.ty) if _is_narrow(output.ty) else self._expr(output)
 
-    def _packed(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
-        """A value for outside, of the type that it had."""
+    def _pack(self, value: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
+        """Convert storage to an output of its type."""
         if isinstance(ty, tvm.ir.TupleType):
-            return self._by_field(value, ty, self._packed)
+            return self._convert_fields(value, ty, self._pack)
         if not _is_narrow(ty):
             return value
         if self._owner is None:
-            raise FrontendError(f"an output of type {ty.dtype} is made by no node")
+            raise FrontendError(f"an output of type {ty.dtype} is not made by a node")
         dtype, bits = str(ty.dtype), int(tvm.DataType(str(ty.dtype)).bits)
         if bits == 8:
             return self._builder.emit(relax.op.memory.view(value, dtype=dtype))
         if ty.shape is None:
-            raise FrontendError(f"an output of type {dtype} has a shape that only a call knows; expected a known rank")
-        # As many bytes as elements: stock TVM's inference thinks that an element of a view takes a byte at least.
+            raise FrontendError(f"an output of type {dtype} has an unknown rank; expected a known one")
+        # Allocate a byte per element, since stock TVM's inference assumes so for views.
         per_byte, count = 8 // bits, _product(ty.shape)
         flat = self._builder.emit(relax.op.reshape(value, relax.ShapeExpr([count])))
 
         def byte(i: tirx.Var, x: te.Tensor) -> tirx.Expr:
             codes = tirx.const(0, "int32")
-            for place in range(per_byte):
-                index = i * per_byte + place
+            for position in range(per_byte):
+                index = i * per_byte + position
                 code = tirx.bitwise_and(tirx.Cast("int32", x(index)), tirx.const((1 << bits) - 1, "int32"))
                 code = tirx.if_then_else(index < count, code, tirx.const(0, "int32"))
-                codes = codes + tirx.shift_left(code, tirx.const((per_byte - 1 - place) * bits, "int32"))
+                codes = codes + tirx.shift_left(code, tirx.const((per_byte - 1 - position) * bits, "int32"))
             return tirx.Cast("uint8", codes)
 
         packed = self._builder.emit_te(
@@ -224,9 +224,9 @@ class _StorageRewriter:
     def _var(self, var: relax.Var) -> relax.Var:
         if _is_narrow(var.ty):
             self._values[var] = relax.Var(var.name, _storage_type(var.ty))
-        found = self._values.get(var, var)
-        assert isinstance(found, relax.Var)
-        return found
+        storage_var = self._values.get(var, var)
+        assert isinstance(storage_var, relax.Var)
+        return storage_var
 
     def _expr(self, expr: relax.Expr) -> relax.Expr:
         if isinstance(expr, relax.Var):
@@ -239,7 +239,7 @@ class _StorageRewriter:
             return relax.TupleGetItem(self._expr(expr.tuple_value), expr.index)
         if isinstance(expr, relax.If):
             branches = (self._branch(branch) for branch in (expr.true_branch, expr.false_branch))
-            return self._typed(relax.If(self._expr(expr.cond), *branches), expr)
+            return self._with_type(relax.If(self._expr(expr.cond), *branches), expr)
         if isinstance(expr, relax.Call) and not tvm.ir.is_prim_expr(expr):
             return self._call(expr)
         return expr
@@ -248,7 +248,7 @@ class _StorageRewriter:
         args = [self._expr(arg) for arg in call.args]
         narrow = next((value.ty for value in (call, *call.args) if _is_narrow_value(value)), None)
         if narrow is not None:
-            self._check(call, narrow)
+            self._refuse_computation(call, narrow)
         if (
             isinstance(call.op, tvm.ir.Op)
             and call.op.name == _VIEW
@@ -256,9 +256,9 @@ class _StorageRewriter:
         ):
             return args[0]
         ty_args = [_storage_type(ty) for ty in call.ty_args]
-        return self._typed(relax.Call(call.op, args, call.attrs, ty_args, call.span), call)
+        return self._with_type(relax.Call(call.op, args, call.attrs, ty_args, call.span), call)
 
-    def _check(self, call: relax.Call, narrow: tvm.ir.Type) -> None:
+    def _refuse_computation(self, call: relax.Call, narrow: tvm.ir.Type) -> None:
         if isinstance(call.op, tvm.ir.GlobalVar) or traits_of(call.op.name).ignores_numbers:
             return
         what = call.args[0].name_hint if call.op.name == "relax.call_tir" else call.op.name.removeprefix("relax.")
@@ -276,7 +276,7 @@ class _StorageRewriter:
         relax.expr._update_type(result, result.body.ty)
         return result
 
-    def _typed(self, expr: relax.Expr, like: relax.Expr) -> relax.Expr:
+    def _with_type(self, expr: relax.Expr, like: relax.Expr) -> relax.Expr:
         if like.ty is not None:
             relax.expr._update_type(expr, _storage_type(like.ty))
         return expr

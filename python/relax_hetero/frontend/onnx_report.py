@@ -1,4 +1,4 @@
-"""A report on an ONNX model before anything is compiled: the nodes that are supported, where, and what is missing."""
+"""Report on an ONNX model without compilation: supported nodes, their devices, and missing ops."""
 
 from __future__ import annotations
 
@@ -36,27 +36,26 @@ _COLUMNS = ["op", "domain", "opset", "nodes", "supported", "refused", "not looke
 
 @dataclass(frozen=True)
 class NodeReport:
-    """One node of a model.
+    """Support of one node of a model.
 
     Attributes
     ----------
     name : str
-        As `from_onnx` calls it.
+        Name in `from_onnx`.
     op : str
-        Its op type.
+        Op type.
     domain : str
-        ``ai.onnx`` for ONNX's own.
+        Domain of the op; ``ai.onnx`` for the standard one.
     opset : int or None
-        The version of the domain that the model imports; None where it imports none.
+        Version of the domain that the model imports, or None.
     status : Status
-        "refused" nodes are to be mended; those "not looked at" may be supported or not.
+        "refused" nodes must be changed; those "not looked at" may be supported or not.
     reason : str
-        Why it is not supported; empty where it is.
+        Reason if it is not supported, else empty.
     devices : tuple of str
-        Names of the devices that can run it, such as ``llvm:0``; for nodes that the import computes, or that it
-        inlines, all of them.
+        Names of the devices that can run it, such as ``llvm:0``; all devices for nodes that are folded or inlined.
     on_host : bool
-        Whether a CPU of the host has a part in it wherever it is placed, reading sizes for example.
+        True if it needs the host CPU on any device, for example to read sizes.
     """
 
     name: str
@@ -71,18 +70,18 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """Which nodes of a model are supported; true where all are.
+    """Support of all nodes of a model; true if all are supported.
 
     Attributes
     ----------
     model : str
-        The file, or "the model".
+        File name, or "the model".
     devices : tuple of str
-        Names of the devices that were asked for.
+        Names of the requested devices.
     nodes : tuple of NodeReport
-        Every node in order, those inside of branches, loops and functions behind the node that holds them.
+        All nodes in order; those nested in branches, loops and functions follow their node.
     problems : tuple of str
-        Problems that keep the model from being imported or placed and belong to no node.
+        Errors of import or placement that do not belong to a node.
     """
 
     model: str
@@ -100,11 +99,11 @@ class OnnxReport:
 
     @property
     def refused(self) -> tuple[NodeReport, ...]:
-        """The nodes that have to be mended."""
+        """The nodes that must be changed."""
         return tuple(node for node in self.nodes if node.status == "refused")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data: the attributes, and `supported`."""
+        """The attributes and `supported` as JSON data."""
         return {"supported": self.supported, **asdict(self)}
 
     def __str__(self) -> str:
@@ -113,7 +112,7 @@ class OnnxReport:
         return text.getvalue().rstrip()
 
     def tables(self) -> Iterator[Shown]:
-        """The op types with their counts, then every node that is not supported: tables and lines."""
+        """Tables and lines: op types with counts, then every unsupported node."""
         rows = [(node.op, node.domain, node.opset) for node in self.nodes]
         by_status = Counter((row, node.status) for row, node in zip(rows, self.nodes, strict=True))
         devices: dict[tuple[str, str, int | None], dict[str, None]] = {}
@@ -123,9 +122,10 @@ class OnnxReport:
         cells = []
         for row, count in sorted(Counter(rows).items(), key=lambda item: (item[0][1], item[0][0])):
             counts = [by_status[row, status] for status in ("supported", "refused", "not looked at")]
-            places = ", ".join(devices[row]) + (" and the host" if row in on_host and devices[row] else "")
-            shown = [str(number) if number else "" for number in counts]
-            cells.append([row[0], row[1], "?" if row[2] is None else str(row[2]), str(count), *shown, places])
+            device_text = ", ".join(devices[row]) + (" and the host" if row in on_host and devices[row] else "")
+            count_texts = [str(number) if number else "" for number in counts]
+            opset = "?" if row[2] is None else str(row[2])
+            cells.append([*row[:2], opset, str(count), *count_texts, device_text])
         if cells:
             yield table(f"Ops of {self.model}", _COLUMNS, cells, _COLUMNS[2:7])
         missing = [node for node in self.nodes if node.status != "supported"]
@@ -146,33 +146,33 @@ def onnx_report(
     shapes: Shapes | None = None,
     limits: ImportLimits | None = None,
 ) -> OnnxReport:
-    """Which nodes of an ONNX model are supported, on which devices, and what is missing; nothing is compiled.
+    """Report which nodes of an ONNX model are supported on which devices, without compilation.
 
-    The model is imported. Where a node is refused, values of the types that ONNX infers stand for its outputs, so that
-    the nodes behind it are looked at, too; where a type is not known, they are "not looked at".
+    The model is imported. The outputs of a refused node become parameters of the types that ONNX infers, so that later
+    nodes can be examined; if a type is unknown, they are "not looked at".
 
     Parameters
     ----------
     model_or_path : str, PathLike, bytes or onnx.ModelProto
-        As for `from_onnx`.
+        See `from_onnx`.
     vdevices : list of str, dict, Target or VDevice, optional
-        The devices that each node is tried on; default this CPU.
+        Devices to test; default this CPU.
     shapes : mapping, optional
-        Sizes of inputs, or of named dimensions, as for `from_onnx`.
+        Sizes of inputs or named dimensions; see `from_onnx`.
     limits : ImportLimits, optional
-        As for `from_onnx`.
+        See `from_onnx`.
 
     Returns
     -------
     report : OnnxReport
-        Text as a table, true where everything is supported.
+        Report; its text is a table, and it is true if all nodes are supported.
 
     Raises
     ------
     FrontendError
-        If the file is missing or no valid ONNX model, or its inputs cannot have these `shapes`.
+        If the file is missing or not a valid ONNX model, or its inputs cannot have these `shapes`.
     VDeviceError
-        If a device string names nothing.
+        If a device string is invalid.
     """
     devices = parse_vdevices("llvm" if vdevices is None else vdevices)
     model = load_model(model_or_path, limits)
@@ -180,13 +180,13 @@ def onnx_report(
         try:
             model, _ = with_coded_strings(model)
             refused = []
-        except FrontendError as error:  # the survey goes on with strings, which converters refuse
+        except FrontendError as error:  # the survey continues; converters refuse strings
             refused = [str(error)]
         nodes = name_nodes(model.proto)
-        found = _survey(model, nodes, shapes)
-        problems = [*found.problems, *refused]
-        places = _node_devices(found, nodes, devices, problems)
-        rows = _rows(model, nodes, found, places)
+        survey = _survey(model, nodes, shapes)
+        problems = [*survey.problems, *refused]
+        node_devices = _node_devices(survey, nodes, devices, problems)
+        rows = _rows(model, nodes, survey, node_devices)
     names = tuple(device_name(device, devices) for device in devices)
     return OnnxReport(model.source, names, tuple(rows), tuple(dict.fromkeys(problems)))
 
@@ -195,19 +195,19 @@ def _survey(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> S
     defaults = default_inputs(model)
     try:
         inputs = graph_inputs(model.proto.graph, shapes, defaults)
-        fewer = graph_inputs(model.proto.graph, shapes)
+        inputs_without_defaults = graph_inputs(model.proto.graph, shapes)
     except FrontendError as error:
-        if shapes:  # these may be what is wrong
+        if shapes:  # they may cause the error
             raise
         return Survey(problems=[str(error)])
-    found = survey_nodes(model, nodes, inputs)
-    is_whole = not defaults or not (found.rejected or found.unknown or found.problems)
-    return found if is_whole else survey_nodes(model, nodes, fewer)  # as `import_nodes` does
+    survey = survey_nodes(model, nodes, inputs)
+    is_complete = not defaults or not (survey.rejected or survey.unknown or survey.problems)
+    return survey if is_complete else survey_nodes(model, nodes, inputs_without_defaults)  # as `import_nodes` does
 
 
 @dataclass(frozen=True)
 class _NodeDevice:
-    """A device that the whole model was put on, and the names of nodes whose sizes the host reads there."""
+    """A device that runs the whole model, and the nodes whose sizes the host reads."""
 
     device: str
     on_host: frozenset[str]
@@ -216,12 +216,12 @@ class _NodeDevice:
 def _node_devices(
     survey: Survey, nodes: list[NodeInfo], devices: list[relax.VDevice], problems: list[str]
 ) -> list[_NodeDevice]:
-    """The devices that take the whole model; the reasons of others are added to `problems`."""
+    """The devices that can run the whole model; reasons of others are added to `problems`."""
     if survey.graph is None:
         return []
     outputs = [f"output_{index}" for index in range(len(survey.graph.outputs))]
     names = {variable_name(node.name): node.name for node in walk_nodes(nodes)}
-    places = []
+    results = []
     for device in devices:
         name = device_name(device, devices)
         rules = [("*", device)] if nodes else []
@@ -234,34 +234,35 @@ def _node_devices(
         entries = remarks_of(placed).to_data()["placement"] or []
         hosts = (entry["variable"] for entry in entries if entry["kind"] == "op" and "host" in entry["reason"])
         owners = (node_of_variable(variable, names) for variable in hosts)
-        places.append(_NodeDevice(name, frozenset(names[owner] for owner in owners if owner is not None)))
-    return places
+        results.append(_NodeDevice(name, frozenset(names[owner] for owner in owners if owner is not None)))
+    return results
 
 
 def _rows(
     model: OnnxModel, nodes: list[NodeInfo], survey: Survey, node_devices: list[_NodeDevice]
 ) -> Iterator[NodeReport]:
-    devices = tuple(place.device for place in node_devices)
-    on_host = frozenset().union(*(place.on_host for place in node_devices))
+    devices = tuple(device.device for device in node_devices)
+    on_host = frozenset().union(*(device.on_host for device in node_devices))
     functions = function_table(model.proto)
     for node in nodes:
         for inner in walk_nodes([node]):
             status, reason = _status(inner, node, survey, has_converter(inner, functions))
-            taken = devices if status == "supported" else ()
+            supported_devices = devices if status == "supported" else ()
             domain, opset = inner.domain or "ai.onnx", opset_of(inner.domain, model)
-            yield NodeReport(inner.name, inner.op_type, domain, opset, status, reason, taken, inner.name in on_host)
+            own = inner.name, inner.op_type, domain, opset
+            yield NodeReport(*own, status, reason, supported_devices, inner.name in on_host)
 
 
-def _status(node: NodeInfo, holder: NodeInfo, survey: Survey, has_one: bool) -> tuple[Status, str]:
-    """The status and its reason, of a node that `holder` of the model's own graph is or holds."""
-    if not has_one:
+def _status(node: NodeInfo, owner: NodeInfo, survey: Survey, has_own_converter: bool) -> tuple[Status, str]:
+    """Status and reason of a node; `owner` is the node of the main graph that it is or is nested in."""
+    if not has_own_converter:
         return "refused", NO_CONVERTER
-    if survey.graph is None and holder not in survey.rejected and holder not in survey.unknown:
+    if survey.graph is None and owner not in survey.rejected and owner not in survey.unknown:
         return "not looked at", "the import ends before it"
-    if node is holder:
+    if node is owner:
         if node in survey.rejected:
             return "refused", survey.rejected[node]
         return ("not looked at", survey.unknown[node]) if node in survey.unknown else ("supported", "")
-    if holder in survey.rejected or holder in survey.unknown:
-        return "not looked at", f"node {holder.name!r}, which holds it, is not supported"
+    if owner in survey.rejected or owner in survey.unknown:
+        return "not looked at", f"node {owner.name!r}, which holds it, is not supported"
     return "supported", ""

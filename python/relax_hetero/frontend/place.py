@@ -1,4 +1,4 @@
-"""`rh.place`: devices for any Relax module by rules over names, or by cost."""
+"""`rh.place`: placement of any Relax module by rules over names, or by cost."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ def place(
     objective: Objective = "latency",
     memory_limit: MemoryLimit | None = None,
 ) -> tvm.IRModule:
-    """Place a Relax module over several devices, wherever it came from.
+    """Place any Relax module over several devices.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        From `from_torch`, `from_onnx`, `relax.frontend.nn`, TVM's own importers or TVMScript.
+        Module from `from_torch`, `from_onnx`, `relax.frontend.nn`, TVM's importers or TVMScript.
     placement : mapping, list of (pattern, device) pairs, or "auto"
-        Glob patterns in order, the first that matches a binding deciding. A pattern is matched against the binding's
-        name, its op (``matmul`` or ``relax.matmul``), the names of its spans, and the modules that it is in: the
-        dotted parts of its name, or of the parameters that it reads (``layers.0.fc`` for ``layers.0.fc.weight``).
-        An op that reads no parameter is in the module of the operand that is computed last.
-        ``"auto"`` lets `cost_model` choose for the function "main".
+        Glob patterns; the first one that matches a binding decides. A pattern is matched against the binding's name,
+        its op (``matmul`` or ``relax.matmul``), the names of its spans, and its modules: the dotted prefixes of its
+        name, or of the parameters that it reads (``layers.0.fc`` for ``layers.0.fc.weight``). An op that does not read
+        a parameter is in the module of the operand that is computed last. ``"auto"`` lets `cost_model` choose for the
+        function "main".
     vdevices : list of str, dict, Target or VDevice, optional
-        The devices, the first one the default. Default: those that the module has.
+        Devices; the first one is the default. By default the module's vdevices.
     cost_model, objective, memory_limit
-        As `from_onnx` takes them.
+        See `from_onnx`.
 
     Returns
     -------
     mod : tvm.IRModule
-        With every value on its device and transfers in place. Bindings that no rule matches stay where annotations and
-        hints put them, else they go to the default device; functions that others call follow their callers.
+        Module with every value on a device, and transfers. Bindings that no rule matches keep the device of annotations
+        and hints, else they go to the default device; called functions follow their callers.
 
     Raises
     ------
     FrontendError
-        If a pattern matches nothing, or arguments do not fit each other.
+        If a pattern matches nothing, or arguments contradict each other.
     VDeviceError
-        If a device string names nothing among the vdevices.
+        If a device string is not in the vdevices.
     PlacementError
-        If the module has no Relax function (for "auto": no "main"), or no placement fits `memory_limit`.
+        If the module lacks a Relax function (for "auto": "main"), or no placement fits `memory_limit`.
     """
     if not isinstance(mod, tvm.IRModule):
         raise FrontendError(f"rh.place: {describe_value(mod)}; expected a tvm.IRModule")
-    given = vdevices if vdevices is not None else (vdevices_of(mod) or None)
-    check_placement(given, placement, cost_model, objective, memory_limit)
-    devices = list(vdevices_of(mod)) if vdevices is None else parse_vdevices(given)
+    vdevice_entries = vdevices if vdevices is not None else (vdevices_of(mod) or None)
+    check_placement(vdevice_entries, placement, cost_model, objective, memory_limit)
+    devices = list(vdevices_of(mod)) if vdevices is None else parse_vdevices(vdevice_entries)
     if vdevices is not None:
         mod = with_vdevices(mod, devices)
     functions = {gvar: func for gvar, func in mod.functions.items() if isinstance(func, relax.Function)}
@@ -79,35 +79,35 @@ def place(
     if any(_has_devices(func) for func in functions.values()):
         mod = realize_vdevice(mod, insert_copies=True)[0]
         functions = {gvar: func for gvar, func in mod.functions.items() if isinstance(func, relax.Function)}
-    graphs = {gvar: _graph_of(func) for gvar, func in functions.items()}
+    graphs = {gvar: _binding_graph(func) for gvar, func in functions.items()}
     nodes = [node for graph in graphs.values() for node in dict.fromkeys(graph.owners.values())]
     if isinstance(placement, str):
         (main,) = (gvar for gvar in graphs if str(gvar.name_hint) == "main")
         plan = place_graph(graphs[main], devices, cost_model, objective, memory_limit)
-        chosen = {info: plan.vdevices[info.name] for info in dict.fromkeys(graphs[main].owners.values())}
-        nodes = list(chosen)
+        assigned = {info: plan.vdevices[info.name] for info in dict.fromkeys(graphs[main].owners.values())}
+        nodes = list(assigned)
     else:
         plan = None
-        # Each function has its own names, and a rule has to match in one of them.
+        # A rule must match in at least one of the functions.
         assign_devices(nodes, placement, devices)
-        chosen = {}
+        assigned = {}
         for graph in graphs.values():
-            own = list(dict.fromkeys(graph.owners.values()))
-            matched = matching_patterns(own, placement)
+            infos = list(dict.fromkeys(graph.owners.values()))
+            matched = matching_patterns(infos, placement)
             rules = [(pattern, device) for pattern, device in rule_pairs(placement) if pattern in matched.values()]
-            by_name = assign_devices(own, rules, devices)
-            chosen |= {info: by_name[info.name] for info in own if info.name in matched}
-    called = _called(functions.values())
+            by_name = assign_devices(infos, rules, devices)
+            assigned |= {info: by_name[info.name] for info in infos if info.name in matched}
+    callees = _called_functions(functions.values())
     out = mod.clone()
     for gvar, func in functions.items():
-        otherwise = None if str(gvar.name_hint) in called else default_vdevice(devices)
-        out[gvar] = annotated_function(func, graphs[gvar], chosen, otherwise)
+        default = None if str(gvar.name_hint) in callees else default_vdevice(devices)
+        out[gvar] = annotated_function(func, graphs[gvar], assigned, default)
     placed, report = realize_vdevice(out, insert_copies=True)
     return with_reasons(placed, report, nodes, plan or ({} if isinstance(placement, str) else placement))
 
 
 def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
-    """Bindings in program order, those of branches before the `If`'s own."""
+    """Bindings in program order; those of branches precede the `If`."""
     if not isinstance(expr, relax.SeqExpr):
         return
     for block in expr.blocks:
@@ -119,24 +119,24 @@ def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
 
 
 def _has_devices(func: relax.Function) -> bool:
-    """Return whether hints, annotations or transfers say where something is."""
+    """Return whether a function has hints, device annotations or transfers."""
     types = [var.ty for var in func.params] + [binding.var.ty for binding in _bindings(func.body)]
     is_placed = any(isinstance(ty, relax.TensorType) and ty.vdevice is not None for ty in types)
     values = [binding.value for binding in _bindings(func.body)]
-    return is_placed or any(is_hint(value) or _op_of(value) == "relax.to_vdevice" for value in values)
+    return is_placed or any(is_hint(value) or _op_name(value) == "relax.to_vdevice" for value in values)
 
 
-def _called(functions: Iterable[relax.Function]) -> set[str]:
-    found = set()
+def _called_functions(functions: Iterable[relax.Function]) -> set[str]:
+    names = set()
     for func in functions:
         for binding in _bindings(func.body):
             op = getattr(binding.value, "op", None)
             if isinstance(op, tvm.ir.GlobalVar):
-                found.add(str(op.name_hint))
-    return found
+                names.add(str(op.name_hint))
+    return names
 
 
-def _op_of(value: relax.Expr) -> str:
+def _op_name(value: relax.Expr) -> str:
     if not isinstance(value, relax.Call):
         return type(value).__name__
     op = value.op
@@ -149,30 +149,30 @@ def _op_of(value: relax.Expr) -> str:
     return str(getattr(op, "name", None) or getattr(op, "name_hint", "call"))
 
 
-def _graph_of(func: relax.Function) -> ImportedGraph:
-    """A function as a graph whose nodes are its bindings."""
+def _binding_graph(func: relax.Function) -> ImportedGraph:
+    """Represent a function as a graph whose nodes are its bindings."""
     owners: dict[relax.Var, NodeInfo] = {}
-    homes = {param: str(param.name).rpartition(".")[0] for param in func.params}
+    modules = {param: str(param.name).rpartition(".")[0] for param in func.params}
     order = {param: -1 for param in func.params}
-    weights = {param for param in func.params if homes[param]}
-    taken: dict[str, int] = {}
+    weights = {param for param in func.params if modules[param]}
+    counts: dict[str, int] = {}
     for position, binding in enumerate(_bindings(func.body)):
         name = str(binding.var.name)
-        reads = [var for var in relax.analysis.free_vars(binding.value) if var in homes]
-        own = [homes[var] for var in reads if var in weights]
-        if own and all(var in weights for var in reads):
+        operands = [var for var in relax.analysis.free_vars(binding.value) if var in modules]
+        weight_modules = [modules[var] for var in operands if var in weights]
+        if weight_modules and all(var in weights for var in operands):
             weights.add(binding.var)
-        home = name.rpartition(".")[0] or (own[0] if own else "")
-        if not home and reads:
-            home = homes[max(reads, key=order.__getitem__)]
-        homes[binding.var], order[binding.var] = home, position
-        op = _op_of(binding.value)
-        inside = [".".join(home.split(".")[:count]) for count in range(1, home.count(".") + 2)] if home else []
-        params = [str(var.name) for var in reads if var in weights]
-        aliases = dict.fromkeys([name, op, op.removeprefix("relax."), op.rsplit(".", 1)[-1], *inside, *params])
+        module = name.rpartition(".")[0] or (weight_modules[0] if weight_modules else "")
+        if not module and operands:
+            module = modules[max(operands, key=order.__getitem__)]
+        modules[binding.var], order[binding.var] = module, position
+        op = _op_name(binding.value)
+        parents = [".".join(module.split(".")[:count]) for count in range(1, module.count(".") + 2)] if module else []
+        params = [str(var.name) for var in operands if var in weights]
+        aliases = dict.fromkeys([name, op, op.removeprefix("relax."), op.rsplit(".", 1)[-1], *parents, *params])
         spans = [str(span.source_name.name) for span in (binding.span, binding.value.span) if span is not None]
-        number = taken.get(name, 0)
-        taken[name] = number + 1
+        number = counts.get(name, 0)
+        counts[name] = number + 1
         unique = f"{name}_{number}" if number else name
         owners[binding.var] = NodeInfo(unique, (*aliases, *spans), op, "", "")
     bindings = [binding for block in func.body.blocks for binding in block.bindings]

@@ -1,4 +1,4 @@
-"""From an imported graph to a module: named, with its signature, and placed over devices if there are any."""
+"""Conversion of an imported graph to a module with names, a signature, and a placement if there are devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .auto.auto_placement import MemoryLimit
     from .auto.cost_model import CostModel, Objective
 
-# The import appends a number to a node's name for each further variable that it becomes.
+# Suffix of further variables of a node.
 _SUFFIX = re.compile(r"_[0-9a-z]+$")
 
 
@@ -41,13 +41,13 @@ class ImportSource:
     Attributes
     ----------
     graph : ImportedGraph
-        The bindings, which know their nodes.
+        The bindings with their nodes.
     nodes : list of NodeInfo
-        The names of the nodes, in order.
+        The nodes in order.
     output_names : list of str
-        One for each output.
+        A name for each output.
     strings : Strings or None
-        The strings that stand for numbers of the graph, or None.
+        Table of coded strings, or None.
     """
 
     graph: ImportedGraph
@@ -63,12 +63,12 @@ def check_placement(
     objective: Objective,
     memory_limit: MemoryLimit | None,
 ) -> list[tvm.relax.VDevice] | None:
-    """The devices of an import, or None; refuses arguments that nothing reads.
+    """Check the placement arguments of an import and return its devices, or None.
 
     Raises
     ------
     FrontendError, PlacementError, VDeviceError
-        If the arguments do not fit each other.
+        If the arguments contradict each other, or one has no effect.
     """
     check_objective(objective)
     if vdevices is None and (placement is not None or cost_model is not None):
@@ -94,15 +94,15 @@ def placed_module(
     objective: Objective,
     memory_limit: MemoryLimit | None,
 ) -> tvm.IRModule:
-    """The module of an imported graph; arguments as `check_placement` took and returned them."""
+    """Build and place the module of an imported graph; the arguments passed `check_placement`."""
     source = replace(source, graph=with_narrow_storage(source.graph))
     graph, nodes = source.graph, source.nodes
     if devices is None:
         return _module(source)
     rules = None if isinstance(placement, str) else placement or {}
-    by_rule = None if rules is None else assign_devices(nodes, rules, devices)
-    plan = place_graph(graph, devices, cost_model, objective, memory_limit) if by_rule is None else None
-    assigned = plan.vdevices if plan is not None else by_rule or {}
+    devices_by_node = None if rules is None else assign_devices(nodes, rules, devices)
+    plan = place_graph(graph, devices, cost_model, objective, memory_limit) if devices_by_node is None else None
+    assigned = plan.vdevices if plan is not None else devices_by_node or {}
     mod = _module(source, lambda node: assigned[node.name])
     placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
     return with_reasons(placed, report, nodes, plan or rules or {})
@@ -138,10 +138,10 @@ def _module(source: ImportSource, device_of: DeviceOf | None = None) -> tvm.IRMo
 def with_reasons(
     mod: tvm.IRModule, report: PlacementReport, nodes: list[NodeInfo], placement: PlacementRules | AutoPlacement
 ) -> tvm.IRModule:
-    """`mod` with its placement report among its findings, the reason of each op the rule that matched its node.
+    """Add the placement report to a module's remarks; the reason of an op is the rule that matched its node.
 
-    RealizeVDevice's own report names the annotations that the import made from rules. Where a cost model chose, its
-    estimates are another attribute.
+    RealizeVDevice's reasons are the annotations that the import created from rules. Estimates of a cost model are
+    another remark.
     """
     if isinstance(placement, AutoPlacement):
         reasons = {variable_name(node): reason for node, reason in placement.reasons.items()}
@@ -149,25 +149,25 @@ def with_reasons(
         entries = [replace(entry, reason=_auto_reason(entry, reasons, times)) for entry in report.entries]
         return with_remarks(mod, placement=PlacementReport(entries), placement_estimate=placement.to_json())
     rules = matching_patterns(nodes, placement)
-    otherwise = "no rule matches: default device" if rules else "default device"
+    default_reason = "no rule matches: default device" if rules else "default device"
     reasons = {
-        variable_name(node.name): f"rule {rules[node.name]!r}" if node.name in rules else otherwise
+        variable_name(node.name): f"rule {rules[node.name]!r}" if node.name in rules else default_reason
         for node in walk_nodes(nodes)
     }
-    entries = [replace(entry, reason=_reason_of(entry, reasons)) for entry in report.entries]
+    entries = [replace(entry, reason=_rule_reason(entry, reasons)) for entry in report.entries]
     return with_remarks(mod, placement=PlacementReport(entries))
 
 
 def with_auto_reasons(mod: tvm.IRModule, reasons: Mapping[str, str], estimate: Mapping[str, Any]) -> tvm.IRModule:
-    """A module placed by rules that a cost model wrote, with the reason for each pattern, and the estimate."""
+    """Give a module placed by generated rules the reason for each pattern, and add the estimate."""
     report = remarks_of(mod).placement or PlacementReport()
     texts = {f"rule {pattern!r}": reason for pattern, reason in reasons.items()}
     entries = [replace(entry, reason=texts.get(entry.reason, entry.reason)) for entry in report.entries]
     return with_remarks(mod, placement=PlacementReport(entries), placement_estimate=dict(estimate))
 
 
-def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
-    """The reason of an entry; transfers, parameters and work of the host belong to no node and keep theirs."""
+def _rule_reason(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
+    """The reason of an entry by its node's rule; transfers, parameters and host work keep theirs."""
     if entry.kind != "op" or "host" in entry.reason:
         return entry.reason
     name = node_of_variable(entry.variable, reasons)
@@ -175,9 +175,9 @@ def _reason_of(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:
 
 
 def _auto_reason(entry: PlacementEntry, reasons: Mapping[str, str], times: Mapping[tuple[str, str], str]) -> str:
-    """The reason for an entry that a cost model placed; for a transfer, its time too."""
+    """The cost model's reason for an entry; a transfer gets its time appended."""
     if entry.kind == "op":
-        return _reason_of(entry, reasons)
+        return _rule_reason(entry, reasons)
     reason = entry.reason.replace("by the annotation of", "by the automatic placement of")
     name = node_of_variable(entry.variable, reasons) if entry.kind == "transfer" else None
     time = times.get((name or "", entry.device))
@@ -185,7 +185,7 @@ def _auto_reason(entry: PlacementEntry, reasons: Mapping[str, str], times: Mappi
 
 
 def node_of_variable(variable: str, names: Container[str]) -> str | None:
-    """The name among these that a variable of an import was named after; None where it is of none."""
+    """The name that an imported variable was derived from, or None."""
     while variable not in names and _SUFFIX.search(variable):
         variable = _SUFFIX.sub("", variable)
     return variable if variable in names else None

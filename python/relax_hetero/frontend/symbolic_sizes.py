@@ -1,8 +1,8 @@
-"""Arithmetic on symbolic sizes: nodes that compute shapes become expressions instead of kernels.
+"""Arithmetic on symbolic sizes: nodes that compute shapes become symbolic expressions instead of kernels.
 
-Exporters compute shapes with nodes: ``Concat(Gather(Shape(x), [0]), [-1, 768])``. Where a dimension is symbolic its
-values are carried through such nodes as expressions, so that the reshape at their end has a shape that kernels can be
-compiled for, and no device is asked to add two integers.
+Exporters compute shapes with nodes: ``Concat(Gather(Shape(x), [0]), [-1, 768])``. Symbolic dimensions pass through such
+nodes as expressions, so that the final reshape has a shape that kernels can be compiled for, and no device has to add
+two integers.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from tvm_ffi import structural_map
 from ..transform.ir.requirements import DIVISIONS, divisors_in
 from .joined_sizes import analyzer_for, simplified
 
-# Longer vectors than shapes are.
+# Larger constants are not sizes.
 _MAX_ELEMENTS = 64
 
-# Objects in an array: ints and int64 expressions. A rule returns one, or None where it cannot say.
+# Array of ints and int64 expressions. A rule returns one, or None if it does not apply.
 _Sizes = np.ndarray
 _Rule = Callable[[list["_Sizes | None"], dict[str, Any]], "_Sizes | None"]
 
 
 def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr | tvm.tirx.Expr | None:
-    """The output of a node over sizes: a shape for a vector, an expression for a scalar, a constant of known numbers.
+    """Evaluate a node on sizes; the result is a shape for a vector, an expression for a scalar, or a constant.
 
     Parameters
     ----------
     node : onnx.NodeProto
         Node of the ONNX standard.
     operands : sequence of object
-        A value per input, None where an optional one is left out.
+        A value per input; None for an omitted optional one.
 
     Returns
     -------
     relax.Expr or tirx.Expr or None
-        None if the node does something else, or on other operands than sizes and small integer constants.
+        None if the node has no rule, or operands other than sizes and small integer constants.
     """
     rule = _RULES.get(node.op_type)
     if rule is None or not any(map(_is_symbolic, operands)):
@@ -53,7 +53,7 @@ def compute_sizes(node: onnx.NodeProto, operands: Sequence[Any]) -> relax.Expr |
     try:
         result = rule(arrays, attributes)
     except (ValueError, IndexError, TypeError):
-        return None  # malformed for this rule: the op's converter says what is wrong with it
+        return None  # invalid: the op's converter reports the error
     return None if result is None else _as_expr(result)
 
 
@@ -64,7 +64,7 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def sizes_of(value: Any) -> _Sizes | None:
-    """Sizes as an array of ints and expressions; None if they are none, or are not known."""
+    """Convert sizes to an array of ints and expressions; None for other values."""
     if isinstance(value, relax.ShapeExpr):
         return _array(list(value.values))
     if _is_symbolic(value) or isinstance(value, tirx.IntImm):
@@ -77,7 +77,7 @@ def sizes_of(value: Any) -> _Sizes | None:
 
 
 def _array(values: Sequence[Any]) -> _Sizes:
-    """A vector of these objects (numpy would look into expressions for more dimensions)."""
+    """Vector of objects (numpy would try to iterate over expressions)."""
     array = np.empty(len(values), object)
     for index, value in enumerate(values):
         array[index] = int(value) if isinstance(value, tirx.IntImm) else value
@@ -95,22 +95,22 @@ def _as_expr(sizes: _Sizes) -> relax.Expr | tvm.tirx.Expr | None:
     return relax.ShapeExpr(values) if sizes.ndim == 1 else None
 
 
-def common_shape(one: relax.TensorType, other: relax.TensorType, name: str) -> list[Any]:
-    """The sizes that two types of one rank share; where they differ, new symbolic sizes named ``<name>_d<axis>``.
+def common_shape(first: relax.TensorType, second: relax.TensorType, name: str) -> list[Any]:
+    """Equal sizes of two types of one rank, and new symbols ``<name>_d<axis>`` for different ones.
 
-    A size that both have is known around both scopes: one that a scope finds itself has no equal in the other.
+    Equal sizes are defined in the outer scope, because symbols of one scope do not occur in the other.
     """
     analyzer = sym.Analyzer()
-    shapes = [ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else [None] * ty.ndim for ty in (one, other)]
+    shapes = [ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else [None] * ty.ndim for ty in (first, second)]
     sizes: list[Any] = []
     for axis, (a, b) in enumerate(zip(*shapes, strict=True)):
-        is_one = a is not None and b is not None and (a.same_as(b) or analyzer.can_prove_equal(a, b))
-        sizes.append(a if is_one else tirx.Var(f"{name}_d{axis}", "int64"))
+        is_equal = a is not None and b is not None and (a.same_as(b) or analyzer.can_prove_equal(a, b))
+        sizes.append(a if is_equal else tirx.Var(f"{name}_d{axis}", "int64"))
     return sizes
 
 
 def with_safe_divisions(value: Any) -> Any:
-    """The expression with divisors of 1 instead of 0: sizes are computed before a call with a 0 is refused."""
+    """Replace divisors of 0 by 1, because sizes are computed before a call with such a size is refused."""
     if not divisors_in(value):
         return value
     analyzer = analyzer_for(value)
@@ -144,14 +144,14 @@ def _data(operands: list[_Sizes | None], index: int = 0) -> _Sizes:
 
 
 def _axes(operands: list[_Sizes | None], attributes: dict[str, Any]) -> list[int] | None:
-    """Axes as second input, or as an attribute (before opset 13)."""
+    """Axes from the second input, or from the attribute (before opset 13)."""
     return _ints(operands[1]) if len(operands) > 1 else attributes.get("axes")
 
 
 def _gather(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
     indices = _data(operands, 1)
-    where = np.array(_ints(indices), np.int64).reshape(indices.shape)
-    return np.asarray(np.take(_data(operands), where, axis=attributes.get("axis", 0)), object)
+    positions = np.array(_ints(indices), np.int64).reshape(indices.shape)
+    return np.asarray(np.take(_data(operands), positions, axis=attributes.get("axis", 0)), object)
 
 
 def _concat(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes:
@@ -205,7 +205,7 @@ def _elementwise(operation: Callable[..., Any]) -> _Rule:
 
 
 def _divide(a: Any, b: Any) -> Any:
-    """ONNX divides integers towards zero; for sizes that is the same as down, which simplifies further."""
+    """Divide integers, truncating as ONNX does; for non-negative sizes as floordiv, which simplifies better."""
     if isinstance(a, int) and isinstance(b, int):
         return None
     analyzer = analyzer_for(a, b)
@@ -214,10 +214,10 @@ def _divide(a: Any, b: Any) -> Any:
 
 
 def is_size_where_not_empty(a: Any, b: Any) -> bool:
-    """True if a quotient of `a` is rounded down, rather than towards zero, if no symbolic size is 0: ``(n - 1) / 2``.
+    """Return whether `a` is not negative if no symbolic size is 0, as in ``(n - 1) / 2``, so that floordiv applies.
 
-    Convolutions have such sizes, rounded down. As another rounding each of them would differ from what a model computes
-    of the same size, and every sum of the two would broadcast. Who divides has to require that `a` is not negative.
+    Convolutions have such sizes, rounded down. With truncation they would differ from the same size computed by nodes
+    of the model, and every sum of the two would broadcast. The caller must require that `a` is not negative.
     """
     if isinstance(a, int) or not isinstance(b, int) or b <= 0:
         return False
@@ -225,7 +225,7 @@ def is_size_where_not_empty(a: Any, b: Any) -> bool:
 
 
 def _modulo(a: Any, b: Any) -> Any:
-    """ONNX's Mod of integers has the sign of the divisor, as a division rounded down leaves it."""
+    """ONNX's Mod of integers, whose sign is the divisor's (floormod)."""
     if isinstance(a, int) and isinstance(b, int):
         return a % b if b else None
     return with_safe_divisions(simplified(tirx.floormod(_expr(a), _expr(b))))
@@ -241,13 +241,13 @@ def _mod(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes | 
     return _elementwise(_modulo)(operands, attributes) if is_size else None
 
 
-def _compare(known: Callable[[Any, Any], bool]) -> _Rule:
-    """A comparison of numbers, or of sizes where it has the same result for every call."""
+def _compare(compare: Callable[[Any, Any], bool]) -> _Rule:
+    """A comparison of numbers, or of sizes if its result is provable."""
 
     def operation(a: Any, b: Any) -> bool | None:
         if isinstance(a, int) and isinstance(b, int):
-            return known(a, b)
-        analyzer, condition = analyzer_for(a, b), known(_expr(a), _expr(b))
+            return compare(a, b)
+        analyzer, condition = analyzer_for(a, b), compare(_expr(a), _expr(b))
         if analyzer.can_prove(condition):
             return True
         return False if analyzer.can_prove(tirx.Not(condition)) else None
@@ -268,11 +268,11 @@ def _choose(condition: Any, a: Any, b: Any) -> Any:
     return (a if condition else b) if isinstance(condition, bool) else None
 
 
-def _extreme(whole: Callable[..., int], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+def _extreme(integer: Callable[..., int], symbolic: Callable[..., Any]) -> Callable[..., Any]:
     def operation(first: Any, *rest: Any) -> Any:
         for value in rest:
-            both_known = isinstance(first, int) and isinstance(value, int)
-            first = whole(first, value) if both_known else symbolic(_expr(first), _expr(value))
+            are_ints = isinstance(first, int) and isinstance(value, int)
+            first = integer(first, value) if are_ints else symbolic(_expr(first), _expr(value))
         return first
 
     return operation

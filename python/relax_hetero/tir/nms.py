@@ -227,8 +227,8 @@ class _Kernel:
 
     def _is_better(self, one: Expr, other: Expr) -> Expr:
         """Return whether a box has the higher score; the first of equal ones is better."""
-        mine, yours = (self._score[self._first_score + tirx.Cast("int64", box)] for box in (one, other))
-        return T.bitwise_or(mine > yours, T.bitwise_and(tirx.EQ(mine, yours), one < other))
+        score, other_score = (self._score[self._first_score + tirx.Cast("int64", box)] for box in (one, other))
+        return T.bitwise_or(score > other_score, T.bitwise_and(tirx.EQ(score, other_score), one < other))
 
     def _corners(self, number: Expr) -> list[Expr]:
         """Corners and area of a box."""
@@ -251,14 +251,14 @@ class _Kernel:
         any_overlap = Registers(1, "int32", _LANES)
         zero = T.broadcast(tirx.const(0, "float32"), _LANES)
         any_overlap[0] = T.broadcast(tirx.const(0, "int32"), _LANES)
-        mine = [T.broadcast(value, _LANES) for value in corners]
+        box = [T.broadcast(value, _LANES) for value in corners]
         with loop(materialize(ceil_div(count, _LANES))) as vector:
             begin = self._first_selected + vector * _LANES
             selected = [
                 T.bind(self._selected_boxes[T.ramp(begin + field * self._pitch, 1, _LANES)])
                 for field in range(_BOX_FIELDS)
             ]
-            is_overlap = overlaps(mine, selected, T.broadcast(max_overlap, _LANES), zero)
+            is_overlap = overlaps(box, selected, T.broadcast(max_overlap, _LANES), zero)
             any_overlap[0] = T.bitwise_or(any_overlap[0], tirx.Cast(f"int32x{_LANES}", is_overlap))
         result = Registers(1, "int32", 1)
         result[0] = tirx.const(0, "int32")

@@ -105,7 +105,7 @@ def _figures_json(figures: Figures, measured: list[dict[str, Any]]) -> dict[str,
     names = [about["name"] for about in measured]
     links = [{"from": names[a], "to": names[b], **asdict(link)} for (a, b), link in figures.links.items()]
     devices = dict(zip(names, map(asdict, figures.devices), strict=True))
-    return {"devices": devices, "links": links, "other_work": figures.others}
+    return {"devices": devices, "links": links, "other_work": figures.other_work}
 
 
 def _print_figures(figures: Figures, names: list[str]) -> None:

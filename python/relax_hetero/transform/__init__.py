@@ -1,4 +1,4 @@
-"""Passes: one a file, named after what it does. A pass is a CamelCase function that returns a ``tvm.transform.Pass``.
+"""Passes, one per file, named after their effect. A pass is a CamelCase function that returns a ``tvm.transform.Pass``.
 
 ``help(rh.transform.FormRows)`` says what a pass does, what it assumes, and shows a program before and after;
 `passes` lists all of them, `find_pass` finds one by name.

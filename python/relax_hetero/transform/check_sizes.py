@@ -1,4 +1,4 @@
-"""CheckSizes: what ops need of sizes that only a call knows becomes requirements, which calls check first.
+"""CheckSizes: conditions on sizes that only a call knows become requirements, which calls check first.
 
 Before::
 
@@ -12,10 +12,10 @@ After::
         R.hetero.require(a == b, "matmul 'lv' of x (n, a) and w (b, 2): expected a == b")
         lv = R.matmul(x, w)
 
-Three kinds of conditions are required unless types prove them: what an op needs of the sizes of its operands
-(`op_sizes`), that no extent is negative, and that no tensor takes more bytes than a process can address, reckoned in
-float64, which does not wrap around. They stand at the beginning of the function, or directly behind the ``match_cast``
-that finds the last of their sizes; those of a branch stand in the branch.
+Three kinds of conditions are required unless types prove them: an op's conditions on the sizes of its operands
+(`conditions`); no extent is negative; and no tensor takes more bytes than a process can address, computed in
+float64, which does not wrap around. They stand at the beginning of the function, or directly after the ``match_cast``
+that defines the last of their sizes; those of a branch stand in the branch.
 
 Assumes a placed module (RealizeVDevice). A lowered module is returned as it is; a second run changes nothing.
 """
@@ -44,23 +44,32 @@ from .ir.requirements import (
     Monomial,
     Requirement,
     bind_extents,
-    by_place,
+    by_position,
+    defined_sizes,
     divisors_in,
     factors_of,
-    in_requirements,
     monomial,
-    sizes_made,
+    requirement_positions,
     sizes_of_parameters,
     symbols_in,
     text_of,
 )
-from .ir.rewriting import copy_module, op_name, relax_functions, tensor_types, typed, walk_bindings, with_body
+from .ir.rewriting import (
+    copy_module,
+    map_nested,
+    op_name,
+    relax_functions,
+    tensor_types,
+    typed,
+    walk_bindings,
+    with_body,
+)
 
-# Requirements of each op on the sizes of its operands, beyond what TVM's type inference proves.
+# Conditions of each op on the sizes of its operands, beyond those that TVM's type inference proves.
 #
 # Inference accepts a call unless its sizes provably contradict each other: ``(n, a)`` times ``(b, 2)`` is ``(n, 2)``.
-# The kernel then reads ``a`` elements of a column that has ``b``. `conditions` lists what has to hold, by the rule
-# that `op.traits` names for the op.
+# The kernel then reads ``a`` elements of a column that has ``b``. `conditions` applies the rule that `op.traits` names
+# for the op.
 
 Extent: TypeAlias = Any
 Shape: TypeAlias = "Sequence[Extent]"
@@ -68,7 +77,7 @@ Conditions: TypeAlias = "Iterator[Any]"
 
 
 def conditions(mod: tvm.IRModule, value: relax.Expr, ty: tvm.ir.Type) -> list[Any]:
-    """Conditions of a call: boolean expressions over sizes, some of which may be proven already.
+    """Conditions of a call: boolean expressions over sizes, some of them perhaps proven already.
 
     Parameters
     ----------
@@ -96,7 +105,7 @@ def conditions(mod: tvm.IRModule, value: relax.Expr, ty: tvm.ir.Type) -> list[An
 
 
 def _same(a: Extent, b: Extent) -> Conditions:
-    """Two extents are one."""
+    """The condition that two extents are equal."""
     if isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm):
         if int(a) != int(b):
             yield tirx.IntImm("bool", 0)
@@ -110,20 +119,20 @@ def _all_same(first: Iterable[Extent], second: Iterable[Extent]) -> Conditions:
         yield from _same(a, b)
 
 
-def _fits_into(shape: Shape, whole: Shape) -> Conditions:
-    """A tensor that TVM's kernels repeat along the dimensions in which its extent is written as 1."""
-    for a, b in zip(reversed(shape), reversed(whole), strict=False):
+def _fits_into(shape: Shape, target: Shape) -> Conditions:
+    """Conditions for broadcasting `shape` to `target`: TVM's kernels repeat along dimensions written as 1 only."""
+    for a, b in zip(reversed(shape), reversed(target), strict=False):
         if not is_one(a):
             yield from _same(a, b)
 
 
-def _multiple(extent: Extent, of: int) -> Conditions:
-    if of > 1:
-        yield tirx.floormod(extent, tirx.IntImm("int64", of)) == 0
+def _multiple(extent: Extent, factor: int) -> Conditions:
+    if factor > 1:
+        yield tirx.floormod(extent, tirx.IntImm("int64", factor)) == 0
 
 
 def product(shape: Iterable[Extent]) -> Extent:
-    """How many elements a tensor has, as int64."""
+    """Number of elements of a tensor, as int64."""
     result: Extent = tirx.IntImm("int64", 1)
     for extent in shape:
         result = result * extent
@@ -147,43 +156,43 @@ def _convolution(call: relax.Call, shapes: list[Any], result: Shape | None) -> C
     layout, kernel = str(call.attrs.data_layout), str(call.attrs.kernel_layout)
     if not (layout.isupper() and kernel.isupper()):
         return
-    channels, given = data[layout.index("C")], weight[kernel.index("I")]
+    channels, input_channels = data[layout.index("C")], weight[kernel.index("I")]
     if "transpose" in call.op.name:
-        yield from _same(channels, given)
+        yield from _same(channels, input_channels)
         yield from _multiple(channels, groups)
     else:
-        yield from _same(channels, given * groups if groups > 1 else given)
+        yield from _same(channels, input_channels * groups if groups > 1 else input_channels)
         yield from _multiple(weight[kernel.index("O")], groups)
 
 
 def _channel_norm(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
-    data, *others = shapes
+    data, *parameters = shapes
     axis = int(getattr(call.attrs, "channel_axis", getattr(call.attrs, "axis", 0)))
     if not data:
         return
-    for other in others:
-        if other:
-            yield from _same(other[0], data[axis])
+    for parameter in parameters:
+        if parameter:
+            yield from _same(parameter[0], data[axis])
     yield from _multiple(data[axis], int(getattr(call.attrs, "num_groups", 1)))
 
 
 def _last_norm(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
-    data, *others = shapes
+    data, *parameters = shapes
     if not data:
         return
     normed = [data[int(axis)] for axis in call.attrs.axes]
-    for other in others:
-        if other:
-            yield from _all_same(other, normed)
+    for parameter in parameters:
+        if parameter:
+            yield from _all_same(parameter, normed)
 
 
 def _attention(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
     query, key, value, *masks = shapes
     if not (query and key and value) or len(call.args) > 4:
         return
-    for other in (key, value):
-        yield from _same(query[0], other[0])
-        yield from _same(query[2], other[2])
+    for operand in (key, value):
+        yield from _same(query[0], operand[0])
+        yield from _same(query[2], operand[2])
     yield from _same(query[3], key[3])
     yield from _same(key[1], value[1])
     for mask in masks:
@@ -193,8 +202,8 @@ def _attention(call: relax.Call, shapes: list[Any], result: Shape | None) -> Con
 
 def _own_attention(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
     sizes = attention_sizes(call)
-    for index, found in enumerate(Heads.parse(call.attrs.heads).operands):
-        for extent, names, start in zip(shapes[index], found.dims, found.starts, strict=True):
+    for index, operand in enumerate(Heads.parse(call.attrs.heads).operands):
+        for extent, names, start in zip(shapes[index], operand.dims, operand.starts, strict=True):
             needed = product(sizes[name] for name in names) + start
             if not isinstance(tvm.sym.Analyzer().simplify(needed - extent), tirx.IntImm):
                 yield needed <= extent if start else needed == extent
@@ -206,14 +215,13 @@ def _einsum(call: relax.Call, shapes: list[Any], result: Shape | None) -> Condit
     fields = call.args[0].ty.fields if isinstance(call.args[0].ty, tvm.ir.TupleType) else []
     operands = [list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None for ty in fields]
     inputs = str(call.attrs.subscripts).replace(" ", "").partition("->")[0].split(",")
-    known: dict[str, Extent] = {}
+    label_extents: dict[str, Extent] = {}
     for labels, extents in zip(inputs, operands, strict=False):
         if extents is None or "." in labels or len(labels) != len(extents):
             continue
         for label, extent in zip(labels, extents, strict=True):
-            if is_one(extent):
-                continue
-            yield from _same(known.setdefault(label, extent), extent)
+            if not is_one(extent):
+                yield from _same(label_extents.setdefault(label, extent), extent)
 
 
 def _reshape(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
@@ -225,7 +233,7 @@ def _reshape(call: relax.Call, shapes: list[Any], result: Shape | None) -> Condi
 
 
 def _factors(shape: Shape) -> tuple[int, Monomial]:
-    """A number of elements as a number, times symbols in an order of their own."""
+    """Number of elements of a shape as an int and symbolic factors in a canonical order."""
     number, symbolic = factors_of(relax.TensorType(shape, "uint8"))
     return number, monomial(symbolic)
 
@@ -239,9 +247,9 @@ def _broadcast_to(call: relax.Call, shapes: list[Any], result: Shape | None) -> 
 def _gather_elements(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
     data, indices = shapes[:2]
     if data and indices:
-        for axis, (extent, found) in enumerate(zip(data, indices, strict=False)):
+        for axis, (extent, index_extent) in enumerate(zip(data, indices, strict=False)):
             if axis != int(call.attrs.axis) % len(data):
-                yield found <= extent
+                yield index_extent <= extent
 
 
 def _gather_nd(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
@@ -268,17 +276,17 @@ def _topk(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditio
 
 
 def _pad(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
-    """Padding by what is there reaches no further than what is there."""
-    margin = {"reflect": 1, "symmetric": 0, "circular": 0, "edge": None, "replicate": None}
+    """Padding with elements of the tensor reaches no further than the tensor."""
+    margins = {"reflect": 1, "symmetric": 0, "circular": 0, "edge": None, "replicate": None}
     mode = str(call.attrs.pad_mode)
-    if mode not in margin or not shapes[0]:
+    if mode not in margins or not shapes[0]:
         return
     widths = [int(width) for width in call.attrs.pad_width]
     for axis, extent in enumerate(shapes[0]):
         max_width = max(widths[2 * axis : 2 * axis + 2])
         if max_width > 0:
-            spare = margin[mode]
-            yield extent >= (1 if spare is None else max_width + spare)
+            min_margin = margins[mode]
+            yield extent >= (1 if min_margin is None else max_width + min_margin)
 
 
 def _pixel_shuffle(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
@@ -288,10 +296,10 @@ def _pixel_shuffle(call: relax.Call, shapes: list[Any], result: Shape | None) ->
 
 def _per_axis(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
     """Vectors along one axis of the first operand."""
-    data, *others = shapes
-    for other in others:
-        if data and other and not is_one(other[0]):
-            yield from _same(other[0], data[int(call.attrs.axis)])
+    data, *vectors = shapes
+    for vector in vectors:
+        if data and vector and not is_one(vector[0]):
+            yield from _same(vector[0], data[int(call.attrs.axis)])
 
 
 def _reverse_sequence(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
@@ -300,9 +308,9 @@ def _reverse_sequence(call: relax.Call, shapes: list[Any], result: Shape | None)
 
 
 def _equal_shapes(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
-    for other in shapes[1:]:
-        if shapes[0] is not None and other is not None:
-            yield from _all_same(shapes[0], other)
+    for shape in shapes[1:]:
+        if shapes[0] is not None and shape is not None:
+            yield from _all_same(shapes[0], shape)
 
 
 def _nll_loss(call: relax.Call, shapes: list[Any], result: Shape | None) -> Conditions:
@@ -321,8 +329,13 @@ def _batch_only(call: relax.Call, shapes: list[Any], result: Shape | None) -> Co
 
 
 def _function(callee: relax.Function, args: Sequence[relax.Expr]) -> Conditions:
-    """Arguments fit the parameters of a function, whose own symbols mean the sizes that it is given."""
-    yield from _bound([param.ty for param in callee.params], [arg.ty for arg in args])
+    """Arguments fit the parameters of a function, whose own symbols stand for the sizes of the arguments."""
+    pairs = []
+    for param, arg in zip(callee.params, args, strict=False):
+        for shape, argument_shape in zip(_shapes_in(param.ty), _shapes_in(arg.ty), strict=False):
+            if shape is not None and argument_shape is not None:
+                pairs.append((shape, argument_shape))
+    yield from _substituted(pairs)
 
 
 def _call_tir(mod: tvm.IRModule, call: relax.Call) -> Conditions:
@@ -331,26 +344,20 @@ def _call_tir(mod: tvm.IRModule, call: relax.Call) -> Conditions:
     if not isinstance(kernel, tirx.PrimFunc) or not isinstance(call.args[1], relax.Tuple):
         return
     results = [ty for out in call.ty_args for ty in tensor_types(out)]
-    given = [field.ty for field in call.args[1].fields]
+    tensors = [field.ty for field in call.args[1].fields]
     if op_name(call) == "relax.call_tir_inplace":
-        given = [*given, *(ty for ty, at in zip(results, call.attrs.inplace_indices, strict=False) if int(at) < 0)]
+        tensors = [
+            *tensors,
+            *(ty for ty, index in zip(results, call.attrs.inplace_indices, strict=False) if int(index) < 0),
+        ]
     else:
-        given = [*given, *results]
-    own = [param for param in kernel.params if is_buffer_var(param)]
+        tensors = [*tensors, *results]
+    buffers = [param for param in kernel.params if is_buffer_var(param)]
     pairs = [
         (list(buffer.shape), list(ty.shape.values))
-        for buffer, ty in zip(own, given, strict=False)
+        for buffer, ty in zip(buffers, tensors, strict=False)
         if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
     ]
-    yield from _substituted(pairs)
-
-
-def _bound(own: Sequence[tvm.ir.Type], given: Sequence[tvm.ir.Type]) -> Conditions:
-    pairs = []
-    for mine, other in zip(own, given, strict=False):
-        for a, b in zip(_shapes_in(mine), _shapes_in(other), strict=False):
-            if a is not None and b is not None:
-                pairs.append((a, b))
     yield from _substituted(pairs)
 
 
@@ -365,35 +372,34 @@ def _shapes_in(ty: tvm.ir.Type) -> list[Shape | None]:
 
 
 def _substituted(pairs: Sequence[tuple[Shape, Shape]]) -> Conditions:
-    """Equations between shapes with symbols of a callee's and those that it is given, in terms of the latter."""
-    meaning: dict[Any, Extent] = {}
-    for own, given in pairs:
-        for a, b in zip(own, given, strict=False):
+    """Equations between a callee's shapes and those of its arguments, in symbols of the caller."""
+    sizes: dict[Any, Extent] = {}
+    for shape, argument_shape in pairs:
+        for a, b in zip(shape, argument_shape, strict=False):
             if isinstance(a, tvm.ir.Var):
-                meaning.setdefault(a, b)
-    for own, given in pairs:
-        if len(own) != len(given):
+                sizes.setdefault(a, b)
+    for shape, argument_shape in pairs:
+        if len(shape) != len(argument_shape):
             continue
-        for a, b in zip(own, given, strict=True):
+        for a, b in zip(shape, argument_shape, strict=True):
             if isinstance(a, tirx.IntImm):
                 yield from _same(tirx.IntImm("int64", int(a)), _as_int64(b))
-                continue
-            if all(symbol in meaning for symbol in symbols_in(a)):
-                yield from _same(_replaced(a, meaning), _as_int64(b))
+            elif all(symbol in sizes for symbol in symbols_in(a)):
+                yield from _same(_replaced(a, sizes), _as_int64(b))
 
 
-def _replaced(expr: Any, meaning: dict[Any, Extent]) -> Extent:
-    """An expression of a kernel, which may count in 32 bits, over sizes, which are of 64."""
+def _replaced(expr: Any, sizes: dict[Any, Extent]) -> Extent:
+    """A callee's expression, perhaps of 32 bits, over the caller's sizes, of 64 bits."""
     if isinstance(expr, tvm.ir.Var):
-        return _as_int64(meaning[expr])
+        return _as_int64(sizes[expr])
     if isinstance(expr, tirx.IntImm):
         return tirx.IntImm("int64", int(expr))
     if isinstance(expr, tirx.Cast):
-        return _replaced(expr.value, meaning)
+        return _replaced(expr.value, sizes)
     for kind in (tirx.Add, tirx.Sub, tirx.Mul, tirx.FloorDiv, tirx.FloorMod, tirx.Min, tirx.Max):
         if isinstance(expr, kind):
-            return kind(_replaced(expr.a, meaning), _replaced(expr.b, meaning))
-    return _as_int64(structural_map(expr, (tvm.ir.Var, lambda var: meaning.get(var, var))))
+            return kind(_replaced(expr.a, sizes), _replaced(expr.b, sizes))
+    return _as_int64(structural_map(expr, (tvm.ir.Var, lambda var: sizes.get(var, var))))
 
 
 def _as_int64(extent: Extent) -> Extent:
@@ -411,7 +417,7 @@ RULES: dict[str, Rule] = {
 
 
 MAX_BYTES = 2**47
-"""More than a process can address: 128 TiB."""
+"""Address space of a process: 128 TiB."""
 
 
 def check_sizes(mod: tvm.IRModule) -> tvm.IRModule:
@@ -420,15 +426,15 @@ def check_sizes(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     BuildError
-        When it runs: a function that callers may use needs sizes that contradict each other, or a tensor of more bytes
-        than a process can address. Names op and variable.
+        When it runs: a public function needs sizes that contradict each other, or a tensor of more bytes than a
+        process can address. Names op and variable.
     """
     if is_lowered(mod):
         return mod
     functions = dict(mod.functions.items())
     is_changed = False
     for gv, func in relax_functions(mod):
-        body = _Function(mod, gv.name_hint, "global_symbol" in func.attrs).body(func)
+        body = _FunctionChecker(mod, gv.name_hint, "global_symbol" in func.attrs).body(func)
         if not body.same_as(func.body):
             functions[gv], is_changed = with_body(func, body), True
     return copy_module(mod, functions) if is_changed else mod
@@ -439,7 +445,7 @@ CheckSizes = declare_pass("CheckSizes", check_sizes)
 
 @dataclass
 class _Scope:
-    """Facts that hold where a scope begins: sizes, and requirements."""
+    """Sizes that are known where a scope begins, and conditions that are required there already."""
 
     known: Set[tirx.Var]
     required: set[StructuralKey]
@@ -447,15 +453,15 @@ class _Scope:
 
 
 @dataclass
-class _Function:
+class _FunctionChecker:
     """Writes the requirements of one function.
 
     Attributes
     ----------
     analyzer : tvm.sym.Analyzer
-        Knows that extents of tensors which exist are not negative.
-    given : dict
-        Bytes per element of parameters, by their symbolic extents: these tensors fit, as they exist.
+        Knows that extents of existing tensors are not negative.
+    parameter_bytes : dict
+        Constant factor of the parameters' bytes, by their symbolic extents: these tensors fit, as they exist.
     equal : dict
         Symbolic size -> the expression that it is required to equal.
     """
@@ -464,7 +470,7 @@ class _Function:
     name: str
     is_public: bool
     analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
-    given: dict[Monomial, int] = field(default_factory=dict)
+    parameter_bytes: dict[Monomial, int] = field(default_factory=dict)
     equal: dict[tirx.Var, Any] = field(default_factory=dict)
 
     def body(self, func: relax.Function) -> relax.Expr:
@@ -474,22 +480,22 @@ class _Function:
                 if isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None:
                     number, symbolic = factors_of(ty)
                     key = monomial(symbolic)
-                    self.given[key] = max(number, self.given.get(key, 0))
+                    self.parameter_bytes[key] = max(number, self.parameter_bytes.get(key, 0))
         return self._sequence(func.body, _Scope(sizes_of_parameters(func), set(), is_top=True))
 
     def _sequence(self, expr: relax.Expr, scope: _Scope) -> relax.Expr:
         if not isinstance(expr, relax.SeqExpr):
             return expr
         bindings = list(walk_bindings(expr, nested=False))
-        inside = _Scope(scope.known | set(sizes_made(bindings, scope.known)), set(scope.required), is_top=False)
+        inside = _Scope(scope.known | set(defined_sizes(bindings, scope.known)), set(scope.required), is_top=False)
         for binding in bindings:
             if is_requirement(binding.value):
                 inside.required.add(StructuralKey(Requirement.of(binding.value).condition))
-        found = list(self._required(bindings, inside, scope.known, scope.is_top))
-        due = by_place(found, bindings, scope.known)
+        required = list(self._required(bindings, inside, scope.known, scope.is_top))
+        required_at = by_position(required, bindings, scope.known)
         is_changed, position = False, 0
         blocks: list[relax.BindingBlock] = []
-        first = due.get(-1, [])
+        first = required_at.get(-1, [])
         if first and not expr.blocks:
             blocks.append(relax.BindingBlock(self._written(first, False)))
             first, is_changed = [], True
@@ -498,8 +504,7 @@ class _Function:
             written = self._written(first, is_dataflow)
             first = []
             for old in block.bindings:
-                binding = self._nested(old, inside)
-                written += [binding, *self._written(due.get(position, []), is_dataflow)]
+                written += [self._nested(old, inside), *self._written(required_at.get(position, []), is_dataflow)]
                 position += 1
             is_same = len(written) == len(block.bindings) and all(
                 new.same_as(old) for new, old in zip(written, block.bindings, strict=True)
@@ -510,74 +515,66 @@ class _Function:
 
     def _nested(self, binding: relax.Binding, scope: _Scope) -> relax.Binding:
         value = binding.value
-        if isinstance(value, relax.If):
-            then, other = (self._sequence(branch, scope) for branch in (value.true_branch, value.false_branch))
-            if not (then.same_as(value.true_branch) and other.same_as(value.false_branch)):
-                branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
-                return relax.VarBinding(binding.var, branches, binding.span)
-        elif isinstance(value, relax.Function):
+        if isinstance(value, relax.Function):
             bind_extents(self.analyzer, tvm.ir.TupleType([param.ty for param in value.params]))
-            inner = _Scope(scope.known | sizes_of_parameters(value), set(scope.required), is_top=False)
-            body = self._sequence(value.body, inner)
-            if not body.same_as(value.body):
-                return relax.VarBinding(binding.var, with_body(value, body), binding.span)
-        return binding
+            scope = _Scope(scope.known | sizes_of_parameters(value), set(scope.required), is_top=False)
+        return map_nested(binding, lambda body: self._sequence(body, scope))
 
     @staticmethod
     def _written(required: Iterable[Requirement], is_dataflow: bool) -> list[relax.Binding]:
-        return [require_binding(each.condition, each.message, is_dataflow) for each in required]
+        return [require_binding(requirement.condition, requirement.message, is_dataflow) for requirement in required]
 
     def _required(
         self, bindings: Iterable[relax.Binding], scope: _Scope, outside: Set[tirx.Var], is_top: bool
     ) -> Iterator[Requirement]:
-        """The requirements of a scope, each condition once: extents and bytes first, so that the others do not wrap."""
+        """Requirements of a scope, each condition once: extents and bytes first, so that the other ones do not wrap."""
         bounds: dict[Monomial, tuple[int, Requirement]] = {}
-        others: list[Requirement] = []
+        of_ops: list[Requirement] = []
         known = set(outside)
         bindings = list(bindings)
-        required = in_requirements(bindings)
+        positions = requirement_positions(bindings)
         for position, binding in enumerate(bindings):
-            if position in required:
-                self._note_equal(binding.value)
+            if position in positions:
+                self._learn_equality(binding.value)
                 continue
             title = _Title(binding)
             if isinstance(binding, relax.MatchCast):
-                wanted = list(self._cast(binding, known))
+                needed = list(self._cast_conditions(binding, known))
                 known.update(symbols_in(binding.ty))
                 bind_extents(self.analyzer, binding.ty)
             else:
-                wanted = conditions(self.mod, binding.value, binding.var.ty)
+                needed = conditions(self.mod, binding.value, binding.var.ty)
             for ty in tensor_types(binding.var.ty):
-                if isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None and not _is_given(binding):
-                    yield from self._extents(ty, title, scope, is_top)
-                    self._bound(ty, title, bounds, is_top)
-            for condition in wanted:
-                others += self._open(condition, title, scope, is_top)
+                if isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None and not _is_existing(binding):
+                    yield from self._extent_requirements(ty, title, scope, is_top)
+                    self._bound_bytes(ty, title, bounds, is_top)
+            for condition in needed:
+                of_ops += self._unproven(condition, title, scope, is_top)
         for _, requirement in bounds.values():
             key = StructuralKey(requirement.condition)
             if key not in scope.required:
                 scope.required.add(key)
                 yield requirement
-        yield from others
+        yield from of_ops
 
-    def _note_equal(self, requirement: relax.Expr) -> None:
-        """Note an equality of sizes from here on: conditions that follow from it are not required again."""
+    def _learn_equality(self, requirement: relax.Expr) -> None:
+        """Remember an equality of sizes, so that conditions which follow from it are not required again."""
         condition = Requirement.of(requirement).condition if is_requirement(requirement) else None
         if isinstance(condition, tirx.EQ) and isinstance(condition.a, tirx.Var):
             self.equal[condition.a] = condition.b
 
-    def _cast(self, binding: relax.MatchCast, known: Set[tirx.Var]) -> Iterator[Any]:
-        """A cast between shapes that are both written: TVM replaces the sizes of one by those of the other, unseen."""
-        for own, cast in zip(_shapes(binding.value.ty), _shapes(binding.ty), strict=False):
-            if own is None or cast is None or len(own) != len(cast):
+    def _cast_conditions(self, binding: relax.MatchCast, known: Set[tirx.Var]) -> Iterator[Any]:
+        """Equalities of a cast between two written shapes: TVM replaces one's sizes by the other's without a check."""
+        for source, target in zip(_shapes_in(binding.value.ty), _shapes_in(binding.ty), strict=False):
+            if source is None or target is None or len(source) != len(target):
                 continue
-            for a, b in zip(own, cast, strict=True):
+            for a, b in zip(source, target, strict=True):
                 if all(symbol in known for symbol in symbols_in(b)) and not (
                     isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm)
                 ):
                     yield a == b
 
-    def _open(
+    def _unproven(
         self, condition: Any, title: _Title, scope: _Scope, is_top: bool, expected: str = ""
     ) -> Iterator[Requirement]:
         """The requirement of a condition (as `expected`, if given), unless it is proven or required already."""
@@ -599,18 +596,20 @@ class _Function:
             raise BuildError(f"function {self.name!r}: {requirement.message}")
         yield requirement
 
-    def _extents(self, ty: relax.TensorType, title: _Title, scope: _Scope, is_top: bool) -> Iterator[Requirement]:
+    def _extent_requirements(
+        self, ty: relax.TensorType, title: _Title, scope: _Scope, is_top: bool
+    ) -> Iterator[Requirement]:
         for extent in ty.shape.values:
             if isinstance(extent, tirx.IntImm) and int(extent) >= 0:
                 continue
             for divisor in divisors_in(extent):
-                yield from self._open(divisor > 0, title, scope, is_top)
-            yield from self._open(extent >= 0, title, scope, is_top, f"{text_of(extent)} >= 0")
+                yield from self._unproven(divisor > 0, title, scope, is_top)
+            yield from self._unproven(extent >= 0, title, scope, is_top, f"{text_of(extent)} >= 0")
 
-    def _bound(
+    def _bound_bytes(
         self, ty: relax.TensorType, title: _Title, bounds: dict[Monomial, tuple[int, Requirement]], is_top: bool
     ) -> None:
-        """Note that a tensor has to fit into memory, unless a larger one of these symbolic extents has to."""
+        """Require that a tensor fits into memory, unless a larger one of the same symbolic extents does already."""
         number, symbolic = factors_of(ty)
         if not symbolic and (number <= MAX_BYTES or not (is_top and self.is_public)):
             return
@@ -618,32 +617,22 @@ class _Function:
         if not symbolic:
             raise BuildError(f"function {self.name!r}: {expected}")
         key = monomial(symbolic)
-        if number > self.given.get(key, 0) and (key not in bounds or bounds[key][0] < number):
+        if number > self.parameter_bytes.get(key, 0) and (key not in bounds or bounds[key][0] < number):
             size: Any = tirx.FloatImm("float64", float(number))
             for extent in symbolic:
                 size = size * _at_least_one(extent, len(symbolic))
             bounds[key] = number, Requirement(size <= tirx.FloatImm("float64", float(MAX_BYTES)), expected)
 
 
-def _is_given(binding: relax.Binding) -> bool:
-    """Return whether a variable names what is there already: an alias, a field, a tuple."""
+def _is_existing(binding: relax.Binding) -> bool:
+    """Return whether a variable names an existing value: an alias, a field, a tuple."""
     return isinstance(binding, relax.MatchCast) or isinstance(
         binding.value, (relax.Var, relax.Tuple, relax.TupleGetItem, relax.Function, relax.If)
     )
 
 
-def _shapes(ty: tvm.ir.Type) -> list[list[Any] | None]:
-    if isinstance(ty, tvm.ir.TupleType):
-        return [shape for each in ty.fields for shape in _shapes(each)]
-    if isinstance(ty, relax.ShapeType):
-        return [None if ty.values is None else list(ty.values)]
-    if isinstance(ty, relax.TensorType):
-        return [list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None]
-    return [None]
-
-
 class _Title:
-    """How messages call a binding: its op, its variable, and the shapes that it works on. Made when it is asked for."""
+    """A binding as messages call it: its op, its variable and the shapes of its operands. Computed by ``str``."""
 
     def __init__(self, binding: relax.Binding) -> None:
         self._binding = binding
@@ -660,17 +649,17 @@ class _Title:
             elif isinstance(value.op, tvm.ir.GlobalVar):
                 name = f"call of {value.op.name_hint}"
             for arg in args:
-                shapes = [shape for shape in _shapes(arg.ty) if shape is not None]
+                shapes = [shape for shape in _shapes_in(arg.ty) if shape is not None]
                 if shapes:
                     label = f"{arg.name} " if isinstance(arg, relax.Var) else ""
                     operands.append(label + " ".join(map(text_of, map(relax.ShapeExpr, shapes))))
         elif isinstance(self._binding, relax.MatchCast):
             name = "match_cast"
-        of = f" of {' and '.join(operands)}" if operands else ""
-        return f"{name or 'value'} {self._binding.var.name!r}{of}"
+        suffix = f" of {' and '.join(operands)}" if operands else ""
+        return f"{name or 'value'} {self._binding.var.name!r}{suffix}"
 
 
 def _at_least_one(extent: Any, count: int) -> Any:
-    """An extent as a float64 factor of `count`: an extent of 0 does not let the others be what no array can have."""
+    """An extent as one of `count` float64 factors: a 0 must not hide that the other ones exceed every array."""
     factor = tirx.Cast("float64", extent)
     return factor if count == 1 else tirx.max(factor, tirx.FloatImm("float64", 1.0))

@@ -1,4 +1,4 @@
-"""The passes of this library by name."""
+"""Look-up of this library's passes by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .ir.declare import PassDeclaration, declared_passes
 
 
 def passes() -> dict[str, PassDeclaration]:
-    """Every pass of this library by name, with its summary, its text and its options."""
+    """All passes of this library by name, each with its summary, text and options."""
     package = sys.modules[__package__]
     for name in package.__all__:
         getattr(package, name)  # imports the pass, which declares it
@@ -32,10 +32,10 @@ def find_pass(name: str) -> PassDeclaration:
     Raises
     ------
     KeyError
-        There is no such pass; near names are listed.
+        No pass has that name; similar names are listed.
     """
-    found = getattr(sys.modules[__package__], name, None) and declared_passes().get(name)
-    if not found:
+    declaration = getattr(sys.modules[__package__], name, None) and declared_passes().get(name)
+    if not declaration:
         near = ", ".join(difflib.get_close_matches(name, passes())) or "none"
         raise KeyError(f"no pass is called {name!r}; near names: {near}")
-    return found
+    return declaration

@@ -1,4 +1,4 @@
-"""MovePermutes: permutations move through what can be done in any order of dimensions, and cancel.
+"""MovePermutes: permutations move through ops that work in any order of dimensions, and cancel.
 
 Before::
 
@@ -11,13 +11,13 @@ After::
 
     conv2 = R.call_tir(cls.conv2d, (R.nn.max_pool2d(R.nn.relu(conv1), [2, 2], layout="NHWC"), weight), ...)
 
-One walk from the first binding to the last. A permutation is not written where it stands: its variable is remembered
-as its operand read in another order (`PermutedValues`). An op that has a rule (`permute_rules`) is then done on what
-is at hand, and its result is again remembered in the order in which it came out; two permutations compose, and
-nothing is left of those that cancel. An op without a rule, a result and whatever else needs the program's order has
-it written, once, there. Among the orders that an op can be done in, the one is taken that moves the fewest bytes:
-those of operands that are not at hand in it, and those of the result where its users prefer another one
-(`permute_preferences`). The walk is repeated while the block's permutations move fewer bytes each time, so that no
+The pass walks from the first binding to the last. A permutation is not emitted where it stands: its variable is
+recorded as its operand read in another order (`PermutedValues`). An op with a rule (`RULES`) then works on an order
+that is available, and its result is recorded in the order in which it comes out; two permutations compose, and
+nothing is left of those that cancel. An op without a rule, a result of the block and any other user of the program's
+order gets the permutation emitted before it, once. Among an op's possible orders the pass takes the one that moves the
+fewest bytes: those of operands that are not available in it, and those of the result where its users prefer another one
+(`preferences_of`). The walk is repeated while the block's permutations move fewer bytes each time, so that no
 program comes out worse or in need of another run.
 
 Assumes a placed module (RealizeVDevice), at any stage before FormDispatches. Every permutation stays on the device of
@@ -36,52 +36,54 @@ import tvm
 from tvm import relax, tirx
 
 from ..op.traits import ELEMENTWISE, TRAITS
-from .ir.axes import Axes, identity, inverse, is_order_preserving, permutation, permuted, reshaped, then
+from .ir.axes import Axes, compose, identity, inverse, is_order_preserving, permutation, permuted, reshaped
 from .ir.blocks import Block, Emitter, Rewrite, is_one, renamed, rewrite_function, shape_of, tensor_type, used_vars
 from .ir.declare import declare_pass
 from .ir.op_names import PERMUTE
 from .ir.remarks import record_missed
-from .ir.rewriting import changed, op_name, relax_functions, typed, with_functions
+from .ir.rewriting import op_name, relax_functions, typed, with_fields, with_functions
 
-# Values and the orders in which they are at hand, while permutations move.
+# Values, and the orders in which they are available while permutations move.
 #
-# Variables that are permutations of one another are one `PermutedValue`. A permutation is written where an order is
-# first needed that no variable has, and is used again from then on. Where only dimensions of extent 1 change places
-# it is a reshape, which costs nothing, and a constant is permuted at compile time.
+# Variables that are permutations of one another are one `PermutedValue`. A permutation is emitted where an order is
+# first needed that no variable has, and is shared by later users. Where only dimensions of extent 1 move it is a
+# reshape, which costs nothing, and a constant is permuted at compile time.
 
 _NOMINAL_EXTENT = 64
-"""Assumed extent of a symbolic dimension where bytes are compared."""
+"""Extent that comparisons of bytes assume for a symbolic dimension."""
 
 
 @dataclass
 class PermutedValue:
-    """A tensor in some orders: ``at_hand[axes]`` is ``permute_dims(root, axes)``.
+    """A tensor in several orders of its dimensions.
 
     Attributes
     ----------
     shape : list of PrimExpr
-        Shape of the root, which is the order identity; it need not be at hand.
+        Shape of the root, the tensor in the order identity; it need not be available.
     ty : relax.TensorType
-        Type of the variable it was found as: its element type, size and device.
+        Type of the variable that defined the value: its element type, size and device.
+    available : dict
+        ``available[axes]`` is ``permute_dims(root, axes)``.
     """
 
     shape: list[Any]
     ty: relax.TensorType
-    is_available: dict[Axes, relax.Expr] = field(default_factory=dict)
+    available: dict[Axes, relax.Expr] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """As `size_of` its type."""
+        """Bytes of the tensor (`size_of`)."""
         return size_of(self.ty)
 
     def source(self, key: Axes) -> tuple[relax.Expr, Axes, bool]:
-        """Source to make an order from: the tensor, how it is permuted for that, and whether nothing moves then."""
-        found: list[tuple[relax.Expr, Axes, bool]] = []
-        for have, expr in self.is_available.items():
-            axes = then(inverse(have), key)
-            shape = [self.shape[axis] for axis in have]
-            found.append((expr, axes, is_order_preserving(shape, axes)))
-        return next((each for each in found if each[2]), found[0])
+        """Source of an order: a tensor, its permutation to that order, and whether that moves no element."""
+        sources: list[tuple[relax.Expr, Axes, bool]] = []
+        for order, expr in self.available.items():
+            axes = compose(inverse(order), key)
+            shape = [self.shape[axis] for axis in order]
+            sources.append((expr, axes, is_order_preserving(shape, axes)))
+        return next((source for source in sources if source[2]), sources[0])
 
 
 class PermutedValues:
@@ -91,19 +93,19 @@ class PermutedValues:
     ----------
     block : Block
     emitter : Emitter
-        Where permutations are written.
+        Receives the permutations.
     """
 
     def __init__(self, block: Block, emitter: Emitter) -> None:
         self.block, self.emitter = block, emitter
-        self._known: dict[relax.Var, tuple[PermutedValue, Axes]] = {}
+        self._values: dict[relax.Var, tuple[PermutedValue, Axes]] = {}
         self._constants: dict[tuple[int, str], PermutedValue] = {}
         self._wide: dict[tuple[relax.Var, int], relax.Expr] = {}
 
     def find(self, expr: relax.Expr) -> tuple[PermutedValue, Axes] | None:
-        """The value that a tensor is, and its order; None for a tensor of unknown shape and what is no tensor."""
-        if isinstance(expr, relax.Var) and expr in self._known:
-            return self._known[expr]
+        """Value and order of a tensor; None for a tensor of unknown shape and other expressions."""
+        if isinstance(expr, relax.Var) and expr in self._values:
+            return self._values[expr]
         shape = shape_of(expr)
         if shape is None or expr.ty.dtype is None:
             return None
@@ -116,76 +118,74 @@ class PermutedValues:
         return self.define(expr, PermutedValue(shape, expr.ty, {identity(len(shape)): expr}), identity(len(shape)))
 
     def define(self, var: relax.Var, value: PermutedValue, axes: Axes) -> tuple[PermutedValue, Axes]:
-        """`var` is `value` in the order `axes`; written where it is needed, at once if it leaves the block."""
-        self._known[var] = value, axes
-        if not self.block.is_local(var) and not self._is_at_hand(var, value):
-            self._write_as(var, value, axes)
+        """Define `var` as `value` in the order `axes`; emit it at once if it is used after the block."""
+        self._values[var] = value, axes
+        if not self.block.is_local(var) and not self._is_emitted(var, value):
+            self._emit_as(var, value, axes)
         return value, axes
 
-    def _is_at_hand(self, var: relax.Var, value: PermutedValue) -> bool:
-        return any(isinstance(have, relax.Var) and have.same_as(var) for have in value.is_available.values())
+    def _is_emitted(self, var: relax.Var, value: PermutedValue) -> bool:
+        return any(isinstance(expr, relax.Var) and expr.same_as(var) for expr in value.available.values())
 
-    def _write_as(self, var: relax.Var, value: PermutedValue, axes: Axes) -> None:
-        if axes in value.is_available:
-            self.emitter.bind(var, value.is_available[axes])
+    def _emit_as(self, var: relax.Var, value: PermutedValue, axes: Axes) -> None:
+        if axes in value.available:
+            self.emitter.bind(var, value.available[axes])
         else:
-            self._write(value, axes, var)
+            self._emit_order(value, axes, var)
 
     def orders(self, expr: relax.Expr) -> list[Axes]:
-        """The orders in which a tensor is at hand."""
-        found = self.find(expr)
-        if found is None:
-            return []
-        return [then(inverse(have), found[1]) for have in found[0].is_available]
+        """The orders in which a tensor is available."""
+        match = self.find(expr)
+        return [] if match is None else [compose(inverse(order), match[1]) for order in match[0].available]
 
     def cost(self, expr: relax.Expr, axes: Axes) -> int:
-        """Bytes to move for a tensor in the order `axes`, to which it broadcasts where it has fewer dimensions."""
-        found = self.find(expr)
-        if found is None or isinstance(expr, tvm.ir.GenericConst):
+        """Bytes to move for a tensor in the order `axes`, to which it broadcasts if it has fewer dimensions."""
+        match = self.find(expr)
+        if match is None or isinstance(expr, tvm.ir.GenericConst):
             return 0
-        value, order = found
+        value, order = match
         if len(order) < len(axes):
             shape = _widened([value.shape[axis] for axis in order], len(axes))
             return 0 if is_order_preserving(shape, inverse(axes)) else value.size
-        key = then(order, inverse(axes))
-        return 0 if key in value.is_available or value.source(key)[2] else value.size
+        key = compose(order, inverse(axes))
+        return 0 if key in value.available or value.source(key)[2] else value.size
 
-    def at(self, expr: relax.Expr, axes: Axes | None = None) -> relax.Expr:
-        """A tensor in an order (as the program says where it is None), written where it is not at hand."""
-        found = self.find(expr)
-        if found is None:
+    def in_order(self, expr: relax.Expr, axes: Axes | None = None) -> relax.Expr:
+        """A tensor in an order (default: that of the program); emits the permutation unless it is available."""
+        match = self.find(expr)
+        if match is None:
             return expr
-        value, order = found
+        value, order = match
         axes = identity(len(order)) if axes is None else axes
         if len(order) < len(axes):
             return self._widened_at(expr, axes)
-        key = then(order, inverse(axes))
-        if key not in value.is_available:
-            self._write(value, key, expr if isinstance(expr, relax.Var) and key == order else None)
-        return value.is_available[key]
+        key = compose(order, inverse(axes))
+        if key not in value.available:
+            self._emit_order(value, key, expr if isinstance(expr, relax.Var) and key == order else None)
+        return value.available[key]
 
-    def _write(self, value: PermutedValue, key: Axes, var: relax.Var | None) -> None:
+    def _emit_order(self, value: PermutedValue, key: Axes, var: relax.Var | None) -> None:
         source, axes, is_free = value.source(key)
         shape = [value.shape[axis] for axis in key]
         if isinstance(source, tvm.ir.GenericConst):
             array = source.value.numpy().transpose(axes).copy()
-            made: relax.Expr = tvm.ir.GenericConst(
+            permuted_value: relax.Expr = tvm.ir.GenericConst(
                 tvm.runtime.tensor(array), tensor_type(shape, _dtype(value), value.ty)
             )
             if var is not None:
-                self.emitter.bind(var, made)
+                self.emitter.bind(var, permuted_value)
         else:
             call = relax.op.reshape(source, shape) if is_free else relax.op.permute_dims(source, list(axes))
             ty = tensor_type(shape, _dtype(value), value.ty)
             if var is None:
-                made = self.emitter.emit(call, ty, f"{source.name.removesuffix('_permuted')}_permuted")
+                permuted_value = self.emitter.emit(call, ty, f"{source.name.removesuffix('_permuted')}_permuted")
             else:
                 self.emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
-                made = var
-        value.is_available[key] = made
+                permuted_value = var
+        value.available[key] = permuted_value
 
     def _widened_at(self, expr: relax.Expr, axes: Axes) -> relax.Expr:
-        plain = self.at(expr)
+        plain = self.in_order(expr)
         shape = shape_of(plain) or []
         if all(is_one(extent) for extent in shape):
             return plain
@@ -193,15 +193,15 @@ class PermutedValues:
         ty = tensor_type(wide, str(plain.ty.dtype), plain.ty)
         if isinstance(plain, tvm.ir.GenericConst):
             array = plain.value.numpy().reshape([int(extent) for extent in wide])
-            return self.at(tvm.ir.GenericConst(tvm.runtime.tensor(array), ty), axes)
+            return self.in_order(tvm.ir.GenericConst(tvm.runtime.tensor(array), ty), axes)
         key = (plain, len(axes))
         if key not in self._wide:
             self._wide[key] = self.emitter.emit(relax.op.reshape(plain, wide), ty, f"{plain.name}_wide")
-        return self.at(self._wide[key], axes)
+        return self.in_order(self._wide[key], axes)
 
 
 def size_of(ty: relax.TensorType) -> int:
-    """Bytes of a tensor; nominal ones where extents are symbolic, or not written."""
+    """Bytes of a tensor; a nominal number where extents are symbolic or unknown."""
     if ty.dtype is None or not isinstance(ty.shape, relax.ShapeExpr):
         return _NOMINAL_EXTENT
     extents = [int(dim) if isinstance(dim, tirx.IntImm) else _NOMINAL_EXTENT for dim in ty.shape.values]
@@ -218,23 +218,23 @@ def _dtype(value: PermutedValue) -> str:
 
 # Rules for ops whose operand is permuted, which `op.traits` names.
 #
-# A rule says how the op is done on operands that lie in another order (`transform.ir.axes`): in which order it needs
-# each operand, with which attributes it is called, and in which order its results then lie. Ops that are not in the
-# table need their operands as the program says.
+# A rule describes the op on operands in another order (`transform.ir.axes`): the order in which it needs each operand,
+# the attributes of its call, and the order in which its results come out. Ops that are not in the table need their
+# operands in the program's order.
 
 
 @dataclass(frozen=True)
 class Plan:
-    """An op done on permuted operands.
+    """An op on permuted operands.
 
     Attributes
     ----------
     operands : list of (relax.Expr, Axes)
-        The tensors it takes and the order each is needed in. One of fewer dimensions than its order broadcasts.
+        The tensors it takes and the order that it needs of each. A tensor with fewer dimensions broadcasts.
     results : tuple of Axes
-        The order in which the result lies, or every field of a tuple.
+        The order of the result, or of each field of a tuple.
     build : Callable
-        The call, from operands in these orders.
+        Makes the call from operands in these orders.
     """
 
     operands: list[tuple[relax.Expr, Axes]]
@@ -243,17 +243,17 @@ class Plan:
 
 
 Rule = Callable[[relax.Call, Axes], "Plan | None"]
-"""Takes a call and the order in which its data (`data_operands`) lie."""
+"""Takes a call and the order of its data (`data_operands`)."""
 
 
 def plan_for(call: relax.Expr, axes: Axes) -> Plan | None:
-    """How `call` is done where its data lie in the order `axes`; None where it cannot be."""
+    """Plan of `call` for data in the order `axes`; None if there is none."""
     rule = RULES.get(op_name(call) or "")
     return None if rule is None else rule(call, axes)
 
 
 def data_operands(call: relax.Expr) -> list[relax.Expr]:
-    """The tensors whose order decides that of the whole op: all of full rank, or the first; without a rule none."""
+    """The tensors whose order decides that of the op: all of full rank, or the first; none without a rule."""
     name = op_name(call) or ""
     if name not in RULES:
         return []
@@ -263,14 +263,14 @@ def data_operands(call: relax.Expr) -> list[relax.Expr]:
 
 
 def order_for(call: relax.Call, preference: Axes) -> Axes | None:
-    """The order of its data in which an op makes a result in the order `preference`; None where none is known."""
+    """The order of its data in which an op makes a result in the order `preference`; None if none is known."""
     data = data_operands(call)
     source, target = (shape_of(data[0]) if data else None), shape_of(call)
     if source is None or target is None:
         return None
     if RULES[op_name(call) or ""] is not _reshape:
         return preference if len(source) == len(preference) else None
-    # A reshape undone: the source, made of the target where that lies in the order of the preference.
+    # The inverse reshape, from the target in the preferred order to the source.
     undone = reshaped(target, source, preference)
     return undone.result if undone is not None and undone.operand == preference else None
 
@@ -280,28 +280,28 @@ def _tensors(call: relax.Call) -> list[relax.Expr]:
     return [field for field in fields if isinstance(field.ty, relax.TensorType)]
 
 
-def _called(call: relax.Call, args: Sequence[relax.Expr], **fields: Any) -> relax.Call:
-    attrs = changed(call.attrs, **fields) if fields else call.attrs
+def _with_args(call: relax.Call, args: Sequence[relax.Expr], **fields: Any) -> relax.Call:
+    attrs = with_fields(call.attrs, **fields) if fields else call.attrs
     return relax.Call(call.op, list(args), attrs, call.ty_args, call.span)
 
 
 def _on_data(call: relax.Call, order: Axes, results: tuple[Axes, ...], **fields: Any) -> Plan:
-    """The plan that permutes the first operand, keeps the others, and calls with other attributes."""
-    return Plan([(call.args[0], order)], results, lambda new: _called(call, [*new, *call.args[1:]], **fields))
+    """The plan that permutes the first operand, keeps the remaining ones, and replaces attributes."""
+    return Plan([(call.args[0], order)], results, lambda new: _with_args(call, [*new, *call.args[1:]], **fields))
 
 
-def _axes_of(given: Any, rank: int) -> list[int]:
+def _axes_of(attribute: Any, rank: int) -> list[int]:
     """An attribute that names axes: a number, several, or None for all."""
-    if given is None:
+    if attribute is None:
         return list(range(rank))
-    axes = [int(given)] if isinstance(given, int) else [int(axis) for axis in given]
+    axes = [int(attribute)] if isinstance(attribute, int) else [int(axis) for axis in attribute]
     return [axis % rank for axis in axes]
 
 
 def _leaves_last(dims: Sequence[int], axes: Axes) -> bool:
-    """True if an op along `dims`, the innermost among them, would no longer go along what is innermost in memory.
+    """Return whether an op along `dims`, the innermost among them, would no longer read contiguous rows of memory.
 
-    Kernels go along rows that lie together; a permutation is cheaper than what they would lose.
+    Kernels are made for contiguous rows; a permutation is cheaper than the speed that they would lose.
     """
     last = len(axes) - 1
     return last in dims and last not in [axes[dim] for dim in dims]
@@ -310,7 +310,7 @@ def _leaves_last(dims: Sequence[int], axes: Axes) -> bool:
 def _elementwise(call: relax.Call, axes: Axes) -> Plan:
     def build(new: list[relax.Expr]) -> relax.Call:
         tensors = iter(new)
-        return _called(call, [next(tensors) if isinstance(arg.ty, relax.TensorType) else arg for arg in call.args])
+        return _with_args(call, [next(tensors) if isinstance(arg.ty, relax.TensorType) else arg for arg in call.args])
 
     return Plan([(tensor, axes) for tensor in _tensors(call)], (axes,), build)
 
@@ -343,7 +343,7 @@ def _resize(call: relax.Call, axes: Axes) -> Plan | None:
 
 
 def _layout(layout: str, axes: Axes) -> str | None:
-    """A layout's letters in the order of memory, None for a tiled one, as ``NCHW16c`` is."""
+    """A layout's letters in the order of memory; None for a tiled one, such as ``NCHW16c``."""
     return "".join(permuted(layout, axes)) if len(layout) == len(axes) and layout.isupper() else None
 
 
@@ -354,11 +354,11 @@ def _reduction(call: relax.Call, axes: Axes) -> Plan:
     return _on_data(call, axes, (result,), axis=moved)
 
 
-def _without(axes: Axes, gone: Sequence[int]) -> Axes:
-    """The order of what is left when dimensions `gone` (of v) go."""
-    kept = [axis for dim, axis in enumerate(axes) if dim not in gone]
-    ranks = sorted(kept)
-    return tuple(ranks.index(axis) for axis in kept)
+def _without(axes: Axes, dims: Sequence[int]) -> Axes:
+    """The order of the remaining dimensions when dimensions `dims` (of v) are removed."""
+    remaining = [axis for dim, axis in enumerate(axes) if dim not in dims]
+    ranks = sorted(remaining)
+    return tuple(ranks.index(axis) for axis in remaining)
 
 
 def _extreme(call: relax.Call, axes: Axes) -> Plan | None:
@@ -369,7 +369,7 @@ def _extreme(call: relax.Call, axes: Axes) -> Plan | None:
 
 
 def _along(call: relax.Call, axes: Axes) -> Plan | None:
-    """An op along the axis that its attribute names; operands after the first are as they were."""
+    """An op along the axis that its attribute names; operands after the first are unchanged."""
     if call.attrs.axis is None:
         return None
     return _on_data(call, axes, (axes,), axis=axes[int(call.attrs.axis) % len(axes)])
@@ -419,7 +419,7 @@ def _strided_slice(call: relax.Call, axes: Axes) -> Plan | None:
         return None
     moved = [axes[int(dim) % len(axes)] for dim in call.args[1].fields]
     names = relax.Tuple([relax.prim_value(axis) for axis in moved])
-    return Plan([(call.args[0], axes)], (axes,), lambda new: _called(call, [*new, names, *call.args[2:]]))
+    return Plan([(call.args[0], axes)], (axes,), lambda new: _with_args(call, [*new, names, *call.args[2:]]))
 
 
 def _tile(call: relax.Call, axes: Axes) -> Plan | None:
@@ -435,16 +435,16 @@ def _broadcast_to(call: relax.Call, axes: Axes) -> Plan | None:
     if shape is None or len(shape) != len(axes):
         return None
     target = relax.ShapeExpr(permuted(shape, axes))
-    return Plan([(call.args[0], axes)], (axes,), lambda new: _called(call, [new[0], target]))
+    return Plan([(call.args[0], axes)], (axes,), lambda new: _with_args(call, [new[0], target]))
 
 
 def _reshape(call: relax.Call, axes: Axes) -> Plan | None:
     source, target = shape_of(call.args[0]), shape_of(call)
-    found = None if source is None or target is None else reshaped(source, target, axes)
-    if found is None:
+    plan = None if source is None or target is None else reshaped(source, target, axes)
+    if plan is None:
         return None
-    shape = found.shape
-    return Plan([(call.args[0], found.operand)], (found.result,), lambda new: relax.op.reshape(new[0], shape))
+    shape = plan.shape
+    return Plan([(call.args[0], plan.operand)], (plan.result,), lambda new: relax.op.reshape(new[0], shape))
 
 
 def _quantize(call: relax.Call, axes: Axes) -> Plan:
@@ -459,15 +459,15 @@ BY_NAME = {rule.__name__[1:]: rule for rule in _RULES}
 RULES = {op: BY_NAME[traits.permute] for op, traits in TRAITS.items() if traits.permute}
 
 
-# In which order the users of a value would like it: what decides between moves that cost the same so far.
+# Orders in which the users of a value prefer it, which decide between plans of the same cost so far.
 
 
 def preferences_of(block: Block) -> dict[relax.Var, Axes]:
-    """For each variable the order that most of its users want, found from the last binding to the first.
+    """For each variable the order that most of its users prefer, computed from the last binding to the first.
 
-    A permutation wants what it is wanted as, permuted back; an op that can be done in any order wants what its result
-    is wanted in; what leaves the block, and every other op, wants the order that the program says. Where as many want
-    one as the other, it is the permuted one.
+    A permutation prefers its own result's preferred order, permuted back; an op with a rule prefers that of its
+    result; every other op, and use after the block, prefers the program's order. Of two orders with as many votes the
+    permuted one wins.
     """
     preferences: dict[relax.Var, Axes] = {}
     for binding in reversed(block.bindings):
@@ -493,7 +493,7 @@ def _vote(var: relax.Var, user: relax.Binding, preferences: dict[relax.Var, Axes
     call = user.value
     if op_name(call) == PERMUTE:
         axes = tuple(permutation(call))
-        return then(preferences.get(user.var, plain), inverse(axes))
+        return compose(preferences.get(user.var, plain), inverse(axes))
     if isinstance(call, relax.Var):
         return preferences.get(user.var, plain)
     if not any(isinstance(operand, relax.Var) and operand.same_as(var) for operand in data_operands(call)):
@@ -505,7 +505,7 @@ def _vote(var: relax.Var, user: relax.Binding, preferences: dict[relax.Var, Axes
 
 
 def move_permutes(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring; the very module where there is nothing to do."""
+    """See the module's docstring; returns the same module where nothing changes."""
     functions = relax_functions(mod)
     return with_functions(mod, {gv: rewrite_function(func, _in_function(gv.name_hint)) for gv, func in functions})
 
@@ -550,15 +550,15 @@ class _Mover:
         self.tuples: dict[relax.Var, tuple[relax.Var, tuple[Axes, ...]]] = {}
 
     def visit(self, binding: relax.Binding) -> None:
-        """Do one binding."""
+        """Rewrite one binding."""
         var, value = binding.var, _simple(binding.value)
-        known = self.values.find(value) if isinstance(value, relax.Var) else None
-        if isinstance(binding, relax.VarBinding) and known is not None:
-            self.values.define(var, *known)
+        match = self.values.find(value) if isinstance(value, relax.Var) else None
+        if isinstance(binding, relax.VarBinding) and match is not None:
+            self.values.define(var, *match)
         elif isinstance(value, relax.TupleGetItem) and value.tuple_value in self.tuples:
             self._take_field(var, value)
         elif op_name(value) == PERMUTE and (operand := self.values.find(value.args[0])) is not None:
-            self.values.define(var, operand[0], then(operand[1], tuple(permutation(value))))
+            self.values.define(var, operand[0], compose(operand[1], tuple(permutation(value))))
         else:
             plan = self._best(binding, value) if isinstance(value, relax.Call) else None
             if plan is None:
@@ -567,15 +567,15 @@ class _Mover:
                 self._move(var, plan)
 
     def _best(self, binding: relax.Binding, call: relax.Call) -> Plan | None:
-        """The cheapest way to do an op; None for that of the program."""
+        """The cheapest plan of an op; None for the program's own order."""
         data = data_operands(call)
         if not data or not all(self.values.find(operand) for operand in data):
             return None
         plain = identity(len(shape_of(data[0]) or []))
-        at_hand = list(dict.fromkeys(axes for operand in data for axes in self.values.orders(operand)))
+        available = list(dict.fromkeys(axes for operand in data for axes in self.values.orders(operand)))
         preference = self.preferences.get(binding.var)
         preferred = None if preference is None else order_for(call, preference)
-        orders = at_hand if preferred is None else [*at_hand, preferred]
+        orders = available if preferred is None else [*available, preferred]
         is_lazy = any(plain not in self.values.orders(operand) for operand in data)
         cost = sum(self.values.cost(operand, plain) for operand in data) + self._cost_after(binding.var, None)
         best: tuple[int, int, Plan | None] = (cost, 1, None)
@@ -585,22 +585,22 @@ class _Mover:
                 continue
             cost = sum(self.values.cost(*operand) for operand in plan.operands)
             cost += self._cost_after(binding.var, plan.results[0])
-            # What costs the same goes on permuted, if it is: what comes may be cheaper that way.
-            candidate = (cost, 0 if is_lazy and axes in at_hand else 2, plan)
-            best = min(best, candidate, key=lambda each: each[:2])
+            # At equal cost a permuted value stays permuted: later ops may be cheaper that way.
+            candidate = (cost, 0 if is_lazy and axes in available else 2, plan)
+            best = min(best, candidate, key=lambda choice: choice[:2])
         return best[2]
 
     def _cost_after(self, var: relax.Var, axes: Axes | None) -> int:
-        """Bytes that users of `var` have to move where it lies in the order `axes`, as the program says if None."""
+        """Bytes that users of `var` have to move if it is in the order `axes` (None: the program's)."""
         shape, preference = shape_of(var), self.preferences.get(var)
         if shape is None or preference is None:
             return 0
         axes = identity(len(shape)) if axes is None else axes
-        moved = then(axes, inverse(preference))
+        moved = compose(axes, inverse(preference))
         return 0 if is_order_preserving(permuted(shape, axes), moved) else size_of(var.ty)
 
     def _is_possible(self, var: relax.Var, plan: Plan) -> bool:
-        """Return whether the types of the results can be written, and a tuple is only taken apart."""
+        """Return whether the types of the results are known, and a tuple is used by its fields only."""
         if not isinstance(var.ty, tvm.ir.TupleType):
             return shape_of(var) is not None
         users = [self.block.bindings[index].value for index in self.block.users.get(var, [])]
@@ -610,47 +610,47 @@ class _Mover:
     def _keep(self, binding: relax.Binding) -> None:
         name = op_name(binding.value)
         if name is not None:
-            self._note(binding, name)
-        names = {var: self.values.at(var) for var in used_vars(binding.value)}
-        names = {var: now for var, now in names.items() if not now.same_as(var)}
+            self._add_missed(binding, name)
+        names = {var: self.values.in_order(var) for var in used_vars(binding.value)}
+        names = {var: value for var, value in names.items() if not value.same_as(var)}
         self.emitter.bindings.append(renamed(binding, names))
 
-    def _note(self, binding: relax.Binding, op: str) -> None:
-        """Note that an op needs a tensor permuted that lies in another order."""
+    def _add_missed(self, binding: relax.Binding, op: str) -> None:
+        """Record that an op needs a permutation of an operand."""
         for operand in used_vars(binding.value):
             shape = shape_of(operand)
             size = 0 if shape is None else self.values.cost(operand, identity(len(shape)))
             if size:
-                known = "in this order only" if data_operands(binding.value) else "in the order of its dimensions"
-                reason = f"takes {operand.name} {known}: {size} bytes are permuted for it"
+                order = "in this order only" if data_operands(binding.value) else "in the order of its dimensions"
+                reason = f"takes {operand.name} {order}: {size} bytes are permuted for it"
                 self.missed.append((binding.var.name, op.removeprefix("relax."), reason))
 
     def report(self) -> None:
-        """Say what was noted; to be called when nothing moves any more."""
+        """Emit the missed-optimization remarks; to be called when nothing moves any more."""
         for variable, op, reason in self.missed:
             record_missed(self.function, variable, op, reason)
 
     def _move(self, var: relax.Var, plan: Plan) -> None:
-        call = plan.build([self.values.at(operand, axes) for operand, axes in plan.operands])
+        call = plan.build([self.values.in_order(operand, axes) for operand, axes in plan.operands])
         if isinstance(var.ty, tvm.ir.TupleType):
             fields = [_permuted_type(ty, axes) for ty, axes in zip(var.ty.fields, plan.results, strict=True)]
-            made = self.emitter.emit(call, tvm.ir.TupleType(fields), var.name)
-            self.tuples[var] = made, plan.results
+            result = self.emitter.emit(call, tvm.ir.TupleType(fields), var.name)
+            self.tuples[var] = result, plan.results
             return
         axes = plan.results[0]
         ty = _permuted_type(var.ty, axes)
         if axes == identity(len(axes)):
             self.emitter.bind(var, typed(call, ty))
             return
-        made = self.emitter.emit(call, ty, var.name)
-        self._define(var, made, axes)
+        result = self.emitter.emit(call, ty, var.name)
+        self._define(var, result, axes)
 
     def _take_field(self, var: relax.Var, item: relax.TupleGetItem) -> None:
-        made, orders = self.tuples[item.tuple_value]
+        result, orders = self.tuples[item.tuple_value]
         axes = orders[item.index]
         kind = relax.DataflowVar if self.block.is_dataflow else relax.Var
         field = kind(var.name, _permuted_type(var.ty, axes))
-        self.emitter.bind(field, relax.TupleGetItem(made, item.index))
+        self.emitter.bind(field, relax.TupleGetItem(result, item.index))
         self._define(var, field, axes)
 
     def _define(self, var: relax.Var, value: relax.Var, axes: Axes) -> None:
@@ -658,7 +658,7 @@ class _Mover:
 
 
 def _simple(value: relax.Expr) -> relax.Expr:
-    """A field of a tuple that is written out is that field."""
+    """``(a, b)[0]`` as ``a``, any other value as it is."""
     if isinstance(value, relax.TupleGetItem) and isinstance(value.tuple_value, relax.Tuple):
         return value.tuple_value.fields[value.index]
     return value

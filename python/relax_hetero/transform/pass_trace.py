@@ -1,4 +1,4 @@
-"""`trace_passes`: what each pass of a `Sequential`, or of any other program, did to a module, and how long it took."""
+"""`trace_passes`: the changes that each pass of a `Sequential`, or of any other program, made to a module, and time."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from ..display.text import text_table
 from ..errors import HeteroError
 from .ir.rewriting import handle
 
-# Modules as they were at one moment, and the differences of two: functions are shared, texts are made when asked for.
-#
-# A pass may write into the module that it is given, so a snapshot keeps the functions and not the module. Functions do
-# not change, and most passes leave most of them alone: a snapshot costs a reference for each.
+# Snapshots of a module, and the differences of two. A pass may write into the module that it is given, so a snapshot
+# keeps the functions and not the module. Functions are immutable, and most passes leave most of them alone: a snapshot
+# costs a reference for each. Texts are made on first use.
 
 ATTRIBUTES = "(attributes)"
-"""In place of a function's name: the module's attributes and global infos."""
+"""Name that stands for the module's attributes and global infos."""
 
 _INFOS = "global_infos"
-_ABBREVIATED = 120
+_MAX_VALUE_LENGTH = 120
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,12 @@ class FunctionChange:
 
     @property
     def added(self) -> int:
-        """Lines of `after` that `before` does not have."""
+        """Number of lines of `after` that `before` lacks."""
         return sum(line.startswith("+") for line in self.diff.splitlines()[2:])
 
     @property
     def removed(self) -> int:
-        """Lines of `before` that `after` does not have."""
+        """Number of lines of `before` that `after` lacks."""
         return sum(line.startswith("-") for line in self.diff.splitlines()[2:])
 
 
@@ -92,15 +91,15 @@ class Snapshot:
 
     @property
     def has_relax(self) -> bool:
-        """True if any function is one of Relax."""
+        """True if any function is a Relax function."""
         return any(isinstance(func, tvm.relax.Function) for _, func in self._functions.values())
 
     def same_as(self, other: Snapshot) -> bool:
-        """Return whether both hold the very same functions and attributes."""
+        """Return whether both hold the same function objects and attributes."""
         return (
             self._functions.keys() == other._functions.keys()
             and all(func.same_as(other._functions[name][1]) for name, (_, func) in self._functions.items())
-            and self._about == other._about
+            and self._attributes == other._attributes
         )
 
     def module(self) -> tvm.IRModule:
@@ -108,40 +107,37 @@ class Snapshot:
         return tvm.IRModule(dict(self._functions.values()), attrs=self._attrs, global_infos=self._infos)
 
     def text(self, function: str) -> str:
-        """A function in TVMScript, with the names of devices that it has in the module; empty where there is none."""
+        """A function in TVMScript, with the module's names of devices; empty if the module lacks it."""
         if function == ATTRIBUTES:
-            return "\n".join(f"{name} = {text}" for name, text in self._about.items())
+            return "\n".join(f"{name} = {text}" for name, text in self._attributes.items())
         if function not in self._functions:
             return ""
         gv, func = self._functions[function]
         # Devices are written by their numbers in the module.
-        key = handle(func), hash(self._about.get(_INFOS, ""))
+        key = handle(func), hash(self._attributes.get(_INFOS, ""))
         if key not in self._texts:
-            alone = tvm.IRModule({gv: func}, global_infos=self._infos)
-            self._texts[key] = _body(alone.script(show_meta=False))
+            single = tvm.IRModule({gv: func}, global_infos=self._infos)
+            self._texts[key] = _body(single.script(show_meta=False))
         return self._texts[key]
 
     def changes_to(self, after: Snapshot) -> tuple[FunctionChange, ...]:
         """The functions whose text differs, Relax functions first, and the attributes, if they do."""
-        every = {**self._functions, **after._functions}
-        names = sorted(every, key=lambda name: (not isinstance(every[name][1], tvm.relax.Function), name))
-        about = self._about != after._about
+        functions = {**self._functions, **after._functions}
+        names = sorted(functions, key=lambda name: (not isinstance(functions[name][1], tvm.relax.Function), name))
         candidates = [
             name
             for name in names
             if name not in self._functions
             or name not in after._functions
-            or self._about.get(_INFOS) != after._about.get(_INFOS)
+            or self._attributes.get(_INFOS) != after._attributes.get(_INFOS)
             or not self._functions[name][1].same_as(after._functions[name][1])
         ]
-        found = [FunctionChange(name, self.text(name), after.text(name)) for name in candidates]
-        if about:
-            found.append(FunctionChange(ATTRIBUTES, self.text(ATTRIBUTES), after.text(ATTRIBUTES)))
-        return tuple(change for change in found if change.before != change.after)
+        changes = [FunctionChange(name, self.text(name), after.text(name)) for name in [*candidates, ATTRIBUTES]]
+        return tuple(change for change in changes if change.before != change.after)
 
     @cached_property
-    def _about(self) -> Mapping[str, str]:
-        """Attributes and global infos as text: long values, such as reports in JSON, by their beginning and length."""
+    def _attributes(self) -> Mapping[str, str]:
+        """Attributes and global infos as text; long values, such as reports in JSON, are abbreviated."""
         infos = {_INFOS: str(dict(self._infos.items()))} if self._infos else {}
         attrs = {str(name): _abbreviated(value) for name, value in sorted((self._attrs or {}).items())}
         return {**attrs, **infos}
@@ -149,11 +145,10 @@ class Snapshot:
 
 def _abbreviated(value: Any) -> str:
     text = str(value)
-    if len(text) <= _ABBREVIATED:
+    if len(text) <= _MAX_VALUE_LENGTH:
         return text
-    return (
-        f"{text[:_ABBREVIATED]}... ({len(text):,} characters, checksum {zlib.crc32(text.encode(errors='replace')):08x})"
-    )
+    checksum = zlib.crc32(text.encode(errors="replace"))
+    return f"{text[:_MAX_VALUE_LENGTH]}... ({len(text):,} characters, checksum {checksum:08x})"
 
 
 def _body(script: str) -> str:
@@ -163,8 +158,8 @@ def _body(script: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in lines[start:])
 
 
-_IN_NOTEBOOK, _ON_PAGE = 40, 200
-"""Lines of a function that a notebook keeps, in its file, and a page."""
+_MAX_NOTEBOOK_LINES, _MAX_PAGE_LINES = 40, 200
+"""Lines of a function's difference in a notebook, which keeps them in its file, and on a page."""
 
 
 @dataclass
@@ -174,13 +169,13 @@ class TracedPass:
     Attributes
     ----------
     number : int
-        Passes are counted from 1, in the order in which they began.
+        Position among the passes, in the order in which they began; the first is 1.
     name : str
         E.g. "FormRows"; TVM calls a `Sequential` without a name "sequential".
     depth : int
-        How many other passes it ran inside of.
+        Number of passes that it ran inside of.
     seconds : float
-        Without the time that tracing itself took, the passes inside included.
+        Time, that of inner passes included, without the time that tracing took.
     outcome : str
         "done", or "failed" for a pass that raised an error.
     """
@@ -196,27 +191,27 @@ class TracedPass:
 
     @property
     def is_kept(self) -> bool:
-        """True if the module was kept before and after the pass: not where it failed, or saw kernels alone."""
+        """True if the modules before and after the pass were kept: not if it failed, or they hold kernels only."""
         return self._before is not None and self._after is not None
 
     @property
     def before(self) -> tvm.IRModule:
-        """The module that the pass was given; HeteroError where it was not kept."""
-        return _kept(self, self._before).module()
+        """Module before the pass; HeteroError if it was not kept."""
+        return _required_snapshot(self, self._before).module()
 
     @property
     def after(self) -> tvm.IRModule:
-        """The module that the pass made; HeteroError where it was not kept, or the pass failed."""
-        return _kept(self, self._after).module()
+        """Module after the pass; HeteroError if it was not kept, or the pass failed."""
+        return _required_snapshot(self, self._after).module()
 
     @property
     def changed(self) -> bool:
-        """True if the text of any function, or an attribute of the module, is another one after the pass."""
+        """True if the pass changed the text of a function, or an attribute of the module."""
         return bool(self.changes)
 
     @property
     def changes(self) -> tuple[FunctionChange, ...]:
-        """Changes by the pass, function by function; made when it is first asked for."""
+        """Changes by the pass, function by function; computed on first use."""
         if self._changes is None:
             if self._before is None or self._after is None or self._before is self._after:
                 self._changes = ()
@@ -225,10 +220,10 @@ class TracedPass:
         return self._changes
 
 
-def _kept(one: TracedPass, snapshot: Snapshot | None) -> Snapshot:
+def _required_snapshot(run: TracedPass, snapshot: Snapshot | None) -> Snapshot:
     if snapshot is None:
-        why = "the pass failed" if one.outcome == "failed" else "it holds kernels alone: use trace_passes(kernels=True)"
-        raise HeteroError(f"pass {one.number}, {one.name}: its module was not kept, as {why}")
+        why = "the pass failed" if run.outcome == "failed" else "it holds kernels only: use trace_passes(kernels=True)"
+        raise HeteroError(f"pass {run.number}, {run.name}: its module was not kept, as {why}")
     return snapshot
 
 
@@ -238,14 +233,14 @@ class PassTrace(AbstractContextManager["PassTrace"]):
     Parameters
     ----------
     kernels : bool
-        As `trace_passes` takes it.
+        Keep modules that hold kernels only, too.
 
     Attributes
     ----------
     passes : list of TracedPass
         In the order in which they began.
     result : tvm.IRModule or None
-        Module after the passes that `trace_passes` was given; None without one.
+        Module after the passes that `trace_passes` was given; None if it was given no module.
     """
 
     def __init__(self, kernels: bool = False) -> None:
@@ -260,26 +255,26 @@ class PassTrace(AbstractContextManager["PassTrace"]):
     def __enter__(self) -> PassTrace:
         if self._context is not None:
             raise HeteroError("this trace of passes is open already: each `with` needs a trace_passes() of its own")
-        around = tvm.transform.PassContext.current()
+        current = tvm.transform.PassContext.current()
         self._context = tvm.transform.PassContext(
-            *(int(around.opt_level), list(around.required_pass), list(around.disabled_pass)),
-            instruments=[*(around.instruments or ()), self.instrument],
-            config=dict(around.config),
+            *(int(current.opt_level), list(current.required_pass), list(current.disabled_pass)),
+            instruments=[*(current.instruments or ()), self.instrument],
+            config=dict(current.config),
         )
         self._context.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        assert self._context is not None, "it was entered"
+        assert self._context is not None, "the trace is open"
         context, self._context = self._context, None
         context.__exit__(*error)
         self._open.clear()
 
     @property
     def instrument(self) -> tvm.ir.instrument.PassInstrument:
-        """For a ``tvm.transform.PassContext`` that you make yourself: ``PassContext(instruments=[trace.instrument])``.
+        """Instrument for a ``tvm.transform.PassContext`` of your own: ``PassContext(instruments=[trace.instrument])``.
 
-        ``with trace_passes()`` makes one with the settings of the context around it.
+        ``with trace_passes()`` opens a context with the settings of the current one.
         """
         return _Instrument(self)
 
@@ -294,19 +289,19 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         Returns
         -------
         list of TracedPass
-            In order; a pass may have run several times.
+            Runs in order; a pass may have run several times.
 
         Raises
         ------
         HeteroError
-            It did not run.
+            No such pass ran.
         """
-        found = [one for one in self.passes if name in (one.number, one.name)]
-        if not found:
-            names = list(dict.fromkeys(one.name for one in self.passes))
+        runs = [run for run in self.passes if name in (run.number, run.name)]
+        if not runs:
+            names = list(dict.fromkeys(run.name for run in self.passes))
             near = ", ".join(difflib.get_close_matches(str(name), names) or names[:8]) or "none"
             raise HeteroError(f"no pass {name!r} ran; passes that did: {near}")
-        return found
+        return runs
 
     def show(self, name: str | int, function: str | None = None, file: TextIO | None = None) -> None:
         """Print what a pass changed, with colours on a terminal.
@@ -314,7 +309,7 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         Parameters
         ----------
         name : str or int
-            The pass, as `find` takes it.
+            Name of the pass, or its number in the table.
         function : str, optional
             Only this function of the module.
         file : text file, optional
@@ -334,23 +329,25 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         from rich.syntax import Syntax
 
         screen = Console(file=file, highlight=False, emoji=False, markup=False, soft_wrap=True)
-        for one in self.find(name):
-            _kept(one, one._before), _kept(one, one._after)
-            changes = [change for change in one.changes if function in (None, change.function)]
+        for run in self.find(name):
+            _required_snapshot(run, run._before), _required_snapshot(run, run._after)
+            changes = [change for change in run.changes if function in (None, change.function)]
             if function is not None and not changes:
-                self._refuse_unknown(one, function)
-            screen.print(f"{one.number} {one.name}: {pass_summary(one)}")
+                self._refuse_unknown(run, function)
+            screen.print(f"{run.number} {run.name}: {pass_summary(run)}")
             for change in changes:
                 if screen.is_terminal:
                     screen.print(Syntax(change.diff, "diff", background_color="default"))
                 else:
                     screen.print(change.diff)
 
-    def _refuse_unknown(self, one: TracedPass, function: str) -> None:
-        names = [gv.name_hint for mod in (one.before, one.after) for gv in mod.functions]
+    def _refuse_unknown(self, run: TracedPass, function: str) -> None:
+        names = [gv.name_hint for mod in (run.before, run.after) for gv in mod.functions]
         if function not in names:
-            known = ", ".join(dict.fromkeys(names[:8]))
-            raise HeteroError(f"pass {one.number}, {one.name}: the module has no function {function!r}; it has {known}")
+            examples = ", ".join(dict.fromkeys(names[:8]))
+            raise HeteroError(
+                f"pass {run.number}, {run.name}: the module has no function {function!r}; it has {examples}"
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a page of HTML with the passes, their times and what each changed; it needs no network.
@@ -358,14 +355,14 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         Parameters
         ----------
         path : str or PathLike of str
-            File to write; one that is there is replaced.
+            File to write; an existing file is replaced.
 
         Raises
         ------
         HeteroError
             The file cannot be written.
         """
-        text = page("What each pass changed", *self._html(_ON_PAGE))
+        text = page("What each pass changed", *self._html(_MAX_PAGE_LINES))
         try:
             Path(path).write_text(text, encoding="utf-8")
         except OSError as error:
@@ -375,23 +372,23 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         """The passes as JSON data: names, times, and a unified diff for each function that changed."""
         return [
             {
-                **{"number": one.number, "name": one.name, "depth": one.depth, "seconds": one.seconds},
-                **{"outcome": one.outcome, "changed": one.changed},
-                "functions": {change.function: _change_data(change) for change in one.changes},
+                **{"number": run.number, "name": run.name, "depth": run.depth, "seconds": run.seconds},
+                **{"outcome": run.outcome, "changed": run.changed},
+                "functions": {change.function: _change_data(change) for change in run.changes},
             }
-            for one in self.passes
+            for run in self.passes
         ]
 
     def shown(self) -> list[TracedPass]:
         """The passes that tables show: those inside other passes only where they changed something."""
-        return [one for one in self.passes if one.depth <= 1 or one.changed]
+        return [run for run in self.passes if run.depth <= 1 or run.changed]
 
     def __str__(self) -> str:
         head = ("pass", "what changed", "no", "ms", "lines")
         rows = []
-        for one in self.shown():
-            name = "  " * one.depth + one.name
-            rows.append((name, pass_summary(one), str(one.number), f"{one.seconds * 1e3:.2f}", pass_lines(one)))
+        for run in self.shown():
+            name = "  " * run.depth + run.name
+            rows.append((name, pass_summary(run), str(run.number), f"{run.seconds * 1e3:.2f}", pass_lines(run)))
         hidden = len(self.passes) - len(rows)
         note = f"\n{hidden} more inside of these changed nothing" if hidden else ""
         return text_table(head, rows, left=2) + note
@@ -400,61 +397,61 @@ class PassTrace(AbstractContextManager["PassTrace"]):
         return f"<PassTrace of {len(self.passes)} passes>"
 
     def _repr_html_(self) -> str:
-        return view(*self._html(_IN_NOTEBOOK))
+        return view(*self._html(_MAX_NOTEBOOK_LINES))
 
     def _html(self, max_lines: int) -> list[str]:
         shown = self.shown()
-        outer = sum(one.seconds for one in self.passes if one.depth == 0)
+        outer = sum(run.seconds for run in self.passes if run.depth == 0)
         hidden = len(self.passes) - len(shown)
         note = f"; {hidden} inside of others that changed nothing are left out" if hidden else ""
         head = paragraph(f"{len(self.passes)} passes, {outer * 1e3:,.1f} ms{note}.")
-        return [head, *(_pass_html(one, max_lines) for one in shown)]
+        return [head, *(_pass_html(run, max_lines) for run in shown)]
 
     def _begin(self, mod: tvm.IRModule, name: str) -> None:
         begin = time.perf_counter()
-        one = TracedPass(len(self.passes) + 1, name, len(self._open))
-        self.passes.append(one)
-        one._before = self._snapshot(mod)
+        run = TracedPass(len(self.passes) + 1, name, len(self._open))
+        self.passes.append(run)
+        run._before = self._snapshot(mod)
         now = time.perf_counter()
-        self._open.append(_Running(one, now, now - begin))
+        self._open.append(_Running(run, now, now - begin))
 
     def _end(self, mod: tvm.IRModule, name: str) -> None:
         now = time.perf_counter()
-        while self._open and self._open[-1].traced.name != name:  # passes that raised, in a program that went on
+        while self._open and self._open[-1].traced.name != name:  # passes that raised in a program that continued
             self._open.pop()
         if not self._open:
             return
         running = self._open.pop()
-        one = running.traced
-        one.seconds, one.outcome = now - running.begin - running.inside, "done"
-        one._after = self._snapshot(mod)
+        run = running.traced
+        run.seconds, run.outcome = now - running.begin - running.inner_overhead, "done"
+        run._after = self._snapshot(mod)
         if self._open:
-            own = running.before + time.perf_counter() - now
-            self._open[-1].inside += running.inside + own
+            own = running.overhead + time.perf_counter() - now
+            self._open[-1].inner_overhead += running.inner_overhead + own
 
     def _snapshot(self, mod: tvm.IRModule) -> Snapshot | None:
-        """The module as it is; the very snapshot of before where nothing is new."""
-        made = Snapshot(mod, self._texts)
-        if not (self._kernels or made.has_relax):
+        """Snapshot of the module; the latest one where nothing has changed."""
+        snapshot = Snapshot(mod, self._texts)
+        if not (self._kernels or snapshot.has_relax):
             return None
-        if self._latest is None or not made.same_as(self._latest):
-            self._latest = made
+        if self._latest is None or not snapshot.same_as(self._latest):
+            self._latest = snapshot
         return self._latest
 
 
 @dataclass
 class _Running:
-    """A pass that has begun, when, and the time that tracing took before it and inside of it."""
+    """A pass that has begun, and the seconds that tracing took before it and inside of it."""
 
     traced: TracedPass
     begin: float
-    before: float
-    inside: float = 0.0
+    overhead: float
+    inner_overhead: float = 0.0
 
 
 @tvm.ir.instrument.pass_instrument
 class _Instrument:
-    """Tells a trace of the passes that run. TVM never frees an instrument with methods, so this one holds nothing."""
+    """Reports passes to a trace. TVM never frees an instrument with methods: this one holds a weak reference only."""
 
     def __init__(self, trace: PassTrace) -> None:
         self._trace = weakref.ref(trace)
@@ -484,11 +481,11 @@ def trace_passes(
     Parameters
     ----------
     mod : tvm.IRModule, optional
-        Run `passes` on it; the trace's ``result`` is what they made.
+        Module to run `passes` on; the trace's ``result`` is the module after them.
     passes : tvm.transform.Pass, or sequence of them, optional
         Default: those of ``rh.compile``.
     kernels : bool
-        Keep modules that hold kernels alone, too. ``rh.compile`` runs many passes of TVM on kernels when it links, and
+        Keep modules that hold kernels only, too. ``rh.compile`` runs many passes of TVM on kernels when it links, and
         their modules take much memory; they are only timed by default.
 
     Returns
@@ -499,7 +496,7 @@ def trace_passes(
     Raises
     ------
     HeteroError
-        Something else than a module or a pass is given, or passes without a module. Errors of passes are theirs.
+        An argument is not a module or a pass, or there are passes without a module. Errors of passes pass through.
 
     Examples
     --------
@@ -517,12 +514,12 @@ def trace_passes(
         return trace
     if not isinstance(mod, tvm.IRModule):
         raise HeteroError(f"trace_passes: {describe_value(mod)}; expected a tvm.IRModule")
-    from .pipeline import pipeline_steps  # which imports every pass
+    from .pipeline import pipeline_steps  # imports every pass
 
-    run = _checked([step.run for step in pipeline_steps()] if passes is None else passes)
+    sequence = _checked([step.run for step in pipeline_steps()] if passes is None else passes)
     with trace:
-        for each in run:
-            mod = each(mod)
+        for traced in sequence:
+            mod = traced(mod)
     trace.result = mod
     return trace
 
@@ -531,10 +528,10 @@ def _checked(passes: Any) -> list[tvm.transform.Pass]:
     run = [passes] if isinstance(passes, tvm.transform.Pass) else passes
     if not isinstance(run, (list, tuple)):
         raise HeteroError(f"trace_passes: found {type(passes).__name__}, expected a pass, or a list of passes")
-    for each in run:
-        if not isinstance(each, tvm.transform.Pass):
-            call = f": did you mean {each.__name__}()?" if callable(each) and hasattr(each, "__name__") else ""
-            raise HeteroError(f"trace_passes: found {type(each).__name__} among the passes, expected a pass{call}")
+    for item in run:
+        if not isinstance(item, tvm.transform.Pass):
+            call = f": did you mean {item.__name__}()?" if callable(item) and hasattr(item, "__name__") else ""
+            raise HeteroError(f"trace_passes: found {type(item).__name__} among the passes, expected a pass{call}")
     return list(run)
 
 
@@ -543,20 +540,20 @@ def _change_data(change: FunctionChange) -> dict[str, Any]:
     return {**lines, "diff": change.diff}
 
 
-def pass_lines(one: TracedPass) -> str:
-    """How many lines of text came and went."""
-    if not one.changed:
+def pass_lines(run: TracedPass) -> str:
+    """Numbers of added and removed lines of text."""
+    if not run.changed:
         return ""
-    return f"+{sum(c.added for c in one.changes)} -{sum(c.removed for c in one.changes)}"
+    return f"+{sum(c.added for c in run.changes)} -{sum(c.removed for c in run.changes)}"
 
 
-def pass_summary(one: TracedPass) -> str:
-    """The functions that a pass changed, in a line: new ones with a plus, those that are gone with a minus."""
-    if one.outcome == "failed":
+def pass_summary(run: TracedPass) -> str:
+    """The functions that a pass changed, in a line: new ones with a plus, removed ones with a minus."""
+    if run.outcome == "failed":
         return "failed"
-    if not one.is_kept:
-        return "not kept (kernels alone)"
-    names = [_change_name(change) for change in one.changes]
+    if not run.is_kept:
+        return "not kept (kernels only)"
+    names = [_change_name(change) for change in run.changes]
     return ", ".join([*names[:3], f"{len(names) - 3} more"] if len(names) > 4 else names) or "nothing"
 
 
@@ -565,17 +562,17 @@ def _change_name(change: FunctionChange) -> str:
     return sign + change.function
 
 
-def _pass_html(one: TracedPass, max_lines: int) -> str:
-    lines, indent = pass_lines(one), f"margin-left:{1.4 * one.depth:.1f}em"
-    quiet = "" if one.changes or one.outcome == "failed" else ' class="rh-quiet"'
+def _pass_html(run: TracedPass, max_lines: int) -> str:
+    lines, indent = pass_lines(run), f"margin-left:{1.4 * run.depth:.1f}em"
+    quiet = "" if run.changes or run.outcome == "failed" else ' class="rh-quiet"'
     title = Markup(
-        f"<b>{escaped(one.name)}</b> <span>{one.seconds * 1e3:,.2f} ms</span> {escaped(lines)} "
-        f'<span class="rh-quiet">{escaped(pass_summary(one))}</span>'
+        f"<b>{escaped(run.name)}</b> <span>{run.seconds * 1e3:,.2f} ms</span> {escaped(lines)} "
+        f'<span class="rh-quiet">{escaped(pass_summary(run))}</span>'
     )
-    if not one.changes:
-        return f'<div{quiet} style="{indent}">{one.number}. {title}</div>'
-    inside = [folded(_change_title(change), _diff(change, max_lines)) for change in one.changes]
-    return f'<div style="{indent}">{folded(Markup(f"{one.number}. {title}"), *inside)}</div>'
+    if not run.changes:
+        return f'<div{quiet} style="{indent}">{run.number}. {title}</div>'
+    details = [folded(_change_title(change), _diff(change, max_lines)) for change in run.changes]
+    return f'<div style="{indent}">{folded(Markup(f"{run.number}. {title}"), *details)}</div>'
 
 
 def _change_title(change: FunctionChange) -> str:

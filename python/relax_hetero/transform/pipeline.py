@@ -1,11 +1,10 @@
-"""The passes that make a model ready for the virtual machine: all of them, in order, with a line each.
+"""The pipeline: all passes that lower a model to the virtual machine's form, in order, with a line each.
 
 `rh.compile` runs this list and links the result (`driver.compile`). `rh.get_pipeline` is the list without the steps
-that only our linker and machine understand. ``relax-hetero explain`` runs the list and prints what it found, and the
+that only our linker and machine understand. ``relax-hetero explain`` runs the list and prints the remarks, and the
 table in docs/design.md is made from it. ``help`` of a pass says what it assumes, and shows a program before and after.
 
-Two steps are lists of their own: `form_dispatches`, with TVM's legalizing and fusing, and `lowering_steps` in
-`transform.lower.lower_to_vm`.
+Two steps consist of several passes: `FormDispatches`, with TVM's legalizing and fusing, and `LowerToVM`.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class PipelineStep:
     Attributes
     ----------
     stage : str
-        The room of `relax_hetero.transform` that the pass lives in.
+        Stage of lowering: most often the package of `relax_hetero.transform` that holds the pass.
     does : str
         Effect of the pass, in a line.
     only_ours : bool
-        Whether only our linker and machine understand its result; `tvm.compile` does without it.
+        True if only our linker and machine understand its result; `tvm.compile` runs without it.
     """
 
     stage: str
@@ -66,19 +65,19 @@ class PipelineStep:
 
 
 def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[PipelineStep]:
-    """The way of a model, from ops on tensors to the virtual machine's form.
+    """Steps from ops on tensors to the virtual machine's form.
 
     Parameters
     ----------
     command_buffers : bool
-        Whether runs of kernels on one device become command buffers.
+        Make command buffers of runs of kernels on one device.
     stock : bool
-        Whether stock TVM links the result, and not `rh.compile`.
+        Leave out the steps whose result stock TVM cannot link.
 
     Returns
     -------
     list of PipelineStep
-        Each can be run alone, and does nothing to a module that has been through it.
+        Steps in order. Each can be run alone, and changes nothing in a module that has been through it.
     """
     step = PipelineStep
     record = [
@@ -90,19 +89,19 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("record", FormCudaGraphs(), "on GPUs, that function becomes a CUDA graph", only_ours=True),
     ]
     steps = [
-        step("ir", RecordRemarks(), "what the passes find from here on stays with the module"),
+        step("ir", RecordRemarks(), "remarks of the passes from here on stay with the module"),
         step("ir", KeepUnreadCalls(), "code that the module only calls runs, even if nobody reads its results"),
-        step("simplify", IsolateWrites(), "kernels in place overwrite nothing that others read"),
+        step("simplify", IsolateWrites(), "in-place kernels overwrite nothing that other code reads"),
         step("placement", RealizeTargets(), "a target that names a kind alone becomes this machine's CPU or GPU"),
-        step("placement", RealizeVDevice(), "every value and op gets its device, transfers are written out"),
-        step("placement", AnnotateGraph(), "which op reads what stays with the module, for reports"),
-        step("sizes", CheckSizes(), "what ops need of sizes that only a call knows is checked when a call begins"),
+        step("placement", RealizeVDevice(), "every value and op gets its device, transfers become explicit"),
+        step("placement", AnnotateGraph(), "the graph of ops and their operands stays with the module, for reports"),
+        step("sizes", CheckSizes(), "conditions on sizes that only a call knows are checked when a call begins"),
         step("quantize", SinkDequantize(), "bytes stay bytes up to the op that computes with their numbers"),
         step("simplify", SimplifyConvolutions(), "norms and padding join convolutions"),
         step("fuse", FormQuantizedMatmuls(), "products with weights of 4 or 8 bits become one op"),
         step("fuse", FormAttention(), "scores, mask, softmax and values become one op"),
-        step("encode", SetEncoding(), "products and convolutions say what their operands are for"),
-        step("encode", PropagateEncodings(), "work around products is done on their encoded operands and results"),
+        step("encode", SetEncoding(), "operands of products and convolutions get encodings, which say their role"),
+        step("encode", PropagateEncodings(), "work around products moves to their encoded operands and results"),
         step("fuse", FormRows(), "softmax, norms and the work around them become one op on rows"),
         step("encode", SpecializeEncodings(), "each device chooses the layout of its encoded values, or has none"),
         step("encode", HoistEncodings(), "weights are packed now, once for each layout and device"),
@@ -117,13 +116,13 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         ),
         step("lower", LowerToVM(), "results are allocated, memory is planned, transfers become run-time calls"),
     ]
-    return [each for each in steps if not (stock and each.only_ours)]
+    return [one for one in steps if not (stock and one.only_ours)]
 
 
 def steps_before_hosts() -> list[PipelineStep]:
-    """The steps that a module on several hosts goes through as a whole, before `PartitionByHost` cuts it.
+    """The steps that run on a module of several hosts, before `PartitionByHost` cuts it.
 
-    The others, from command buffers on, are those of each host's own module.
+    The remaining ones, from command buffers on, run on each host's own module.
     """
     steps = pipeline_steps()
     return steps[: [step.name for step in steps].index("FormDispatches") + 1]

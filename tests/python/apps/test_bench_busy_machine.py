@@ -1,4 +1,4 @@
-"""apps/bench/busy_machine.py measures its small product, alone and beside a busy process."""
+"""apps/bench/busy_machine.py measures its small product, alone and alongside a busy process."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of command buffers: contestants compute right numbers, and figures that cannot be are not reported."""
+"""The benchmark of command buffers: contestants compute right numbers, and impossible figures are not reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import onnx
 import pytest
 
 BENCH = Path(__file__).parents[3] / "apps" / "bench"
-# Contestants of chains of kernels: those of one command buffer, and those that call each kernel.
+# Contestants for chains of kernels: with one command buffer, and with a call of each kernel.
 RECORDED, ONE_BY_ONE = ("command buffers", "by hand", "by hand, bound"), ("without", "stock TVM")
 
 
@@ -96,10 +96,10 @@ def test_memory_is_read_while_bindings_differ() -> None:
 def test_growth_is_between_the_outer_quarters(monkeypatch: pytest.MonkeyPatch) -> None:
     from command_buffer_bench import growth as module
 
-    kept: list[int] = []
-    monkeypatch.setattr(module, "resident", lambda name: sum(kept))
+    pages: list[int] = []
+    monkeypatch.setattr(module, "resident", lambda name: sum(pages))
     # 64 KB of each of the 160 submissions that are counted; between the middles of the outer quarters lie 120.
-    assert module.growth(lambda index: kept.append(1 << 16), 200) == 120 * 64
+    assert module.growth(lambda index: pages.append(1 << 16), 200) == 120 * 64
     assert module.growth(lambda index: None, 200) == 0
 
 
@@ -107,11 +107,11 @@ def test_growth_is_between_the_outer_quarters(monkeypatch: pytest.MonkeyPatch) -
 def test_a_leak_is_seen() -> None:
     from command_buffer_bench.growth import GROWTH_BAR, growth
 
-    kept: list[mmap.mmap] = []
+    pages: list[mmap.mmap] = []
 
     def leak(_index: int) -> None:
-        kept.append(mmap.mmap(-1, 1 << 16))  # pages of its own: nothing that was freed before is taken again
-        kept[-1].write(b"x" * (1 << 16))
+        pages.append(mmap.mmap(-1, 1 << 16))  # fresh pages: no freed memory is reused
+        pages[-1].write(b"x" * (1 << 16))
 
     assert growth(leak, 200) == pytest.approx(120 * 64, rel=0.1)
     assert growth(lambda index: None, 200) < GROWTH_BAR
@@ -123,13 +123,13 @@ def test_a_kernel_left_out_or_out_of_order_changes_the_result(grows: bool) -> No
 
     chain = Chain(12, distinct=12 if grows else 4, grows=grows)
     array = whole_numbers(3)
-    wanted = chain.result(array)
-    assert wanted.shape == ((28,) if grows else (16,)) and np.abs(wanted).max() < 2**24
+    expected = chain.result(array)
+    assert expected.shape == ((28,) if grows else (16,)) and np.abs(expected).max() < 2**24
     functions = chain.module().functions
     assert len(functions) == (13 if grows else 5)
     for left_out in range(12):
-        assert not np.array_equal(_without(array, chain.distinct, left_out), wanted[:16])
-    assert np.array_equal(_without(array, chain.distinct, None), wanted[:16])
+        assert not np.array_equal(_without(array, chain.distinct, left_out), expected[:16])
+    assert np.array_equal(_without(array, chain.distinct, None), expected[:16])
 
 
 def _without(x: np.ndarray, distinct: int, left_out: int | None) -> np.ndarray:

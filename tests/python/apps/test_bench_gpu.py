@@ -1,4 +1,4 @@
-"""Benchmarks of GPUs, with a CPU in the GPU's place: numbers are compared, failures are told, skeletons are models."""
+"""Benchmarks of GPUs, run on a CPU: numbers are compared, failures are reported, skeletons are models."""
 
 import pathlib
 
@@ -57,13 +57,13 @@ def test_a_skeleton_keeps_the_graph_and_the_statistics(tmp_path):
     file = tmp_path / f"small{SUFFIX}"
     write_skeleton(model, file)
     assert file.stat().st_size < 2000
-    found = expanded(file)
-    assert [node.SerializeToString() for node in found.graph.node] == [n.SerializeToString() for n in model.graph.node]
-    for ours, theirs in zip(found.graph.initializer, model.graph.initializer, strict=True):
+    full = expanded(file)
+    assert [node.SerializeToString() for node in full.graph.node] == [n.SerializeToString() for n in model.graph.node]
+    for ours, theirs in zip(full.graph.initializer, model.graph.initializer, strict=True):
         a, b = numpy_helper.to_array(ours), numpy_helper.to_array(theirs)
         assert a.shape == b.shape and a.dtype == b.dtype and not np.array_equal(a, b)
         assert abs(a.std() / b.std() - 1) < 0.2
-    onnx.checker.check_model(found)
+    onnx.checker.check_model(full)
 
 
 def test_a_process_compares_a_model_and_cuts_it(tmp_path):
@@ -90,8 +90,8 @@ def test_newer_networks_are_right_on_the_cpu():
     model = llama_step()
     inputs = random_arrays(model.graph, {}, 0)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model), cache=False))["main"](**inputs)
-    for ours, theirs in zip(found, session.run(None, inputs), strict=True):
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model), cache=False))["main"](**inputs)
+    for ours, theirs in zip(actual, session.run(None, inputs), strict=True):
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-3, atol=1e-4)
 
 
@@ -113,8 +113,8 @@ def test_models_for_a_batch():
         return session.run(None, inputs)[0]
 
     images = random_arrays(with_batch(model, 3).graph, {}, 0)
-    found = results(with_batch(model, 3), images)
-    assert found.shape == (3, 5, 5)
+    batched = results(with_batch(model, 3), images)
+    assert batched.shape == (3, 5, 5)
     for number in range(3):
-        alone = results(model, {"image": images["image"][number : number + 1]})
-        np.testing.assert_allclose(found[number], alone[0], rtol=1e-5, atol=1e-6)
+        single = results(model, {"image": images["image"][number : number + 1]})
+        np.testing.assert_allclose(batched[number], single[0], rtol=1e-5, atol=1e-6)

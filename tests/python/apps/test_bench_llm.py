@@ -1,4 +1,4 @@
-"""The benchmark of language models: what it computes of logits, and what it concludes from two contestants."""
+"""The benchmark of language models: figures computed from logits, and conclusions from two contestants."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class InProcess:
 
         self.library, self._work = library, Work(model, memory())
 
-    def __call__(self, command, **given):
-        return getattr(self._work, command)(**given), 0.5
+    def __call__(self, command, **options):
+        return getattr(self._work, command)(**options), 0.5
 
 
 def logits_of(tokens):
@@ -72,8 +72,8 @@ def test_a_greedy_text_takes_the_largest_logit_each_time():
 def test_surprise_is_the_mean_of_minus_log_p():
     tokens = [3, 1, 6, 2]
     rows = [row.astype(float) for row in logits_of(tokens)[:-1]]
-    wanted = [math.log(np.exp(row).sum()) - row[token] for row, token in zip(rows, tokens[1:], strict=True)]
-    assert InProcess("ours", Toy())("surprise", tokens=tokens)[0] == pytest.approx(np.mean(wanted))
+    expected = [math.log(np.exp(row).sum()) - row[token] for row, token in zip(rows, tokens[1:], strict=True)]
+    assert InProcess("ours", Toy())("surprise", tokens=tokens)[0] == pytest.approx(np.mean(expected))
 
 
 @pytest.mark.parametrize(("twist", "close"), [(0.0, True), (0.3, True), (5.0, False)])
@@ -97,9 +97,9 @@ def test_perplexity_is_held_to_exact_arithmetic_where_that_is_known():
 def test_rates_are_medians_over_rounds_and_the_first_does_not_count():
     from compare import DECODED, PREFILLED, show_speed, speed
 
-    found = speed([InProcess("ours", Toy()), InProcess("llama.cpp", Toy())], [1] * PREFILLED, 3)
-    assert found == dict.fromkeys(("ours", "llama.cpp"), {"prefill": PREFILLED / 0.5, "decode": DECODED / 0.5})
-    assert show_speed(found, 1, {"decode": 1.0}) and not show_speed(found, 1, {"decode": 1.1})
+    rates = speed([InProcess("ours", Toy()), InProcess("llama.cpp", Toy())], [1] * PREFILLED, 3)
+    assert rates == dict.fromkeys(("ours", "llama.cpp"), {"prefill": PREFILLED / 0.5, "decode": DECODED / 0.5})
+    assert show_speed(rates, 1, {"decode": 1.0}) and not show_speed(rates, 1, {"decode": 1.1})
 
 
 def test_a_contestant_that_crashes_ends_the_benchmark(tmp_path):

@@ -30,20 +30,20 @@ def result(kind: str = "f32", shape: str = "64x64x64", threads: int = 1, weight:
     names = {"ours": "relax-hetero", "stock": "stock TVM"}
     rows = {names.get(name, name): {"median_gops": value, "fastest_gops": value} for name, value in speeds.items()}
     peak = rows.pop("peak", None)
-    found = {"kind": kind, "shape": shape, "full_shape": shape, "threads": threads, "weight": weight, "rows": rows}
-    return found if peak is None else {**found, "peak": peak}
+    row = {"kind": kind, "shape": shape, "full_shape": shape, "threads": threads, "weight": weight, "rows": rows}
+    return row if peak is None else {**row, "peak": peak}
 
 
 @pytest.mark.slow
 def test_every_type_against_numpy_at_two_thread_counts() -> None:
-    found = json.loads(
+    rows = json.loads(
         run("--shapes", "9x20x17,2*3x4x5", "--rounds", "1", "--peers", "numpy,tvm", "--threads", "1,2", "--json")
     )
-    seen = {(row["kind"], row["shape"], row["threads"], row["weight"]) for row in found}
+    configurations = {(row["kind"], row["shape"], row["threads"], row["weight"]) for row in rows}
     shapes = [("9x20x17", True), ("2*3x4x5", False)]
     kinds = ("f32", "u8s8", "s8s8", "bf16")
-    assert seen == {(kind, shape, n, weight) for kind in kinds for shape, weight in shapes for n in (1, 2)}
-    for row in found:
+    assert configurations == {(kind, shape, n, weight) for kind in kinds for shape, weight in shapes for n in (1, 2)}
+    for row in rows:
         ours = row["rows"]["relax-hetero"]
         assert "failure" not in ours and ours["error"] <= 1 and ours["median_gops"] > 0, row
         assert ("median_gops" in row["rows"]["numpy"]) == (row["kind"] == "f32")
@@ -116,7 +116,7 @@ def test_weights_of_four_bits_are_computed_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize(("shape", "weight"), [("3x50x40", True), ("3x64x40", False), ("2*3x64x40", False)])
-def test_what_has_no_weights_of_four_bits_is_left_out(shape: str, weight: bool) -> None:
+def test_peers_without_weights_of_four_bits_are_left_out(shape: str, weight: bool) -> None:
     from peers import OURS
     from peers.product import Product
     from peers.shape import Shape, Unsupported
@@ -128,14 +128,14 @@ def test_what_has_no_weights_of_four_bits_is_left_out(shape: str, weight: bool) 
 def test_weights_of_four_bits_are_compared_with_our_own_float32() -> None:
     from bars import checks
 
-    found = {
+    by_name = {
         check.what: check for check in checks([result(shape="1x64x64", ours=10.0), result("q4", "1x64x64", ours=29.0)])
     }
-    check = found["q4, 1 thread: 1x64x64 over our f32"]
+    check = by_name["q4, 1 thread: 1x64x64 over our f32"]
     assert check.found == pytest.approx(2.9) and not check.passed
 
 
-def test_a_wrong_result_is_told_from_a_right_one() -> None:
+def test_wrong_and_right_results_are_distinguished() -> None:
     from peers.product import BF16, Product
     from peers.shape import Shape
 
@@ -169,10 +169,10 @@ def test_ratios_are_to_the_best_peer_of_each_shape() -> None:
     first = result(shape="8x64x64", ours=90.0, numpy=100.0, torch=80.0)
     second = result(shape="64x64x64", ours=160.0, numpy=90.0, torch=80.0)
     assert best_peer(first) == ("numpy", 100.0) and ratio(first) == pytest.approx(0.9)
-    found = {check.what: check for check in checks([first, second])}
-    mean = found["f32, 1 thread: geometric mean over the best peer"]
+    by_name = {check.what: check for check in checks([first, second])}
+    mean = by_name["f32, 1 thread: geometric mean over the best peer"]
     assert mean.found == pytest.approx((0.9 * 160 / 90) ** 0.5) and mean.passed
-    low = found["f32, 1 thread: 8x64x64"]  # below 0.94, and above 0.90 which is for M = 1
+    low = by_name["f32, 1 thread: 8x64x64"]  # below 0.94, and above 0.90 which is for M = 1
     assert low.bar == 0.94 and not low.passed
 
 
@@ -184,12 +184,12 @@ def test_bars_for_one_row_no_weights_stock_and_peak() -> None:
         result(shape="7x64x64", weight=False, ours=94.0, numpy=100.0),
         result(shape=LARGE, ours=240.0, numpy=200.0, stock=3.0, peak=260.0),
     ]
-    found = {check.what: check for check in checks(rows)}
-    assert "f32, 1 thread: 1x64x64" not in found
-    assert not found["f32, 1 thread: geometric mean without weights"].passed
-    assert not found["f32, 1 thread: 7x64x64 without weights"].passed
-    assert not found[f"f32, 1 thread: {LARGE} over stock TVM"].passed
-    assert found[f"f32, 1 thread: {LARGE} over the peak"].found == pytest.approx(240 / 260)
+    by_name = {check.what: check for check in checks(rows)}
+    assert "f32, 1 thread: 1x64x64" not in by_name
+    assert not by_name["f32, 1 thread: geometric mean without weights"].passed
+    assert not by_name["f32, 1 thread: 7x64x64 without weights"].passed
+    assert not by_name[f"f32, 1 thread: {LARGE} over stock TVM"].passed
+    assert by_name[f"f32, 1 thread: {LARGE} over the peak"].found == pytest.approx(240 / 260)
 
 
 def test_our_failure_is_a_missed_bar() -> None:
@@ -197,8 +197,8 @@ def test_our_failure_is_a_missed_bar() -> None:
 
     failed = result(numpy=100.0)
     failed["rows"]["relax-hetero"] = {"failure": "HeteroError: no"}
-    found = checks([failed, result(shape="2x2x2", ours=300.0, numpy=100.0)])
-    assert not found[0].passed and any("64x64x64" in check.what and not check.passed for check in found)
+    bars = checks([failed, result(shape="2x2x2", ours=300.0, numpy=100.0)])
+    assert not bars[0].passed and any("64x64x64" in check.what and not check.passed for check in bars)
 
 
 def test_markdown_has_every_number() -> None:

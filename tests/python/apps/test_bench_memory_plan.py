@@ -36,15 +36,15 @@ def memory_plan(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_planned_for_a_small_model(memory_plan, model, tmp_path):
+def test_the_plan_of_a_small_model(memory_plan, model, tmp_path):
     row = memory_plan.alone("compile", model, tmp_path / "model.so", "{}")
     assert row["least"] == row["planned"] == 8 << 20
 
 
 @pytest.mark.timing
-def test_what_a_small_model_takes(memory_plan, model):
+def test_memory_of_a_small_model(memory_plan, model):
     row = memory_plan.measured(model, {})
-    # Pages of a process are counted, with whatever else it did meanwhile; an arena takes what it likes.
+    # All pages of the process are counted; an arena may be of any size.
     assert 0.9 * row["least"] < row["taken"] < 2 * row["least"]
     assert 0.9 * row["least"] < row["onnxruntime"] < 2 * row["least"]
     assert 0.9 * row["least"] < row["onnxruntime_arena"]

@@ -49,12 +49,12 @@ def result(model: str = "net", threads: int = 1, **milliseconds: float) -> dict[
 @pytest.mark.slow
 def test_contestants_are_compiled_checked_and_timed(small: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    file, kept = tmp_path / "results.json", tmp_path / "kept"
+    file, folder = tmp_path / "results.json", tmp_path / "kept"
     options = ("--peers", "ours,onnxruntime,openvino", "--rounds", "1", "--seconds", "0.02", "--threads", "2")
-    text = run(str(small), *options, "--json", str(file), "--executables", str(kept), "--memory", "--dispatches", "3")
-    found = json.loads(file.read_text())["results"]
-    assert [(row["model"], row["threads"]) for row in found] == [("small", 2)]
-    for row in found:
+    text = run(str(small), *options, "--json", str(file), "--executables", str(folder), "--memory", "--dispatches", "3")
+    results = json.loads(file.read_text())["results"]
+    assert [(row["model"], row["threads"]) for row in results] == [("small", 2)]
+    for row in results:
         ours = row["rows"]["ours"]
         assert ours["median_ms"] > 0 and ours["error"] <= 1 and ours["compile_seconds"] > 0
         assert ours["memory"]["running"] >= ours["memory"]["loading"] >= 0
@@ -64,11 +64,11 @@ def test_contestants_are_compiled_checked_and_timed(small: Path, tmp_path: Path)
         assert conv["operations"] == 2 * 20 * 4 * 5 * 27 and conv["bytes"] > 0
         assert row["rows"]["onnxruntime"]["median_ms"] > 0
     assert "geometric mean" in text and "relax-hetero" in text
-    # What was compiled is taken again.
-    before = {path.name: path.stat().st_mtime_ns for path in kept.glob("*.so")}
+    # A compiled model is used again.
+    before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.so")}
     assert len(before) == 1
-    run(str(small), "--peers", "ours", "--rounds", "0", "--threads", "2", "--isolate", "--executables", str(kept))
-    assert {path.name: path.stat().st_mtime_ns for path in kept.glob("*.so")} == before
+    run(str(small), "--peers", "ours", "--rounds", "0", "--threads", "2", "--isolate", "--executables", str(folder))
+    assert {path.name: path.stat().st_mtime_ns for path in folder.glob("*.so")} == before
 
 
 def test_named_dimensions_get_sizes(tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_one_file_serves_all_sizes(tmp_path: Path) -> None:
 
     graph = Graph("any")
     x = graph.input("x", ("batch", 20))
-    path, file, kept = tmp_path / "any.onnx", tmp_path / "results.json", tmp_path / "kept"
+    path, file, folder = tmp_path / "any.onnx", tmp_path / "results.json", tmp_path / "kept"
     onnx.save(graph.model(graph.node("Relu", graph.linear(x, 20, 30))), path)
     options = ("--peers", "ours,symbolic", "--rounds", "1", "--seconds", "0.01", "--threads", "1")
-    text = run(str(path), *options, "--dims", "batch=1:5", "--json", str(file), "--executables", str(kept))
-    found = json.loads(file.read_text())["results"]
-    assert [row["model"] for row in found] == ["any batch=1", "any batch=5"]
-    assert all(row["rows"][key]["median_ms"] > 0 for row in found for key in ("ours", "symbolic"))
-    assert len(list(kept.glob("*-symbolic.so"))) == 1 and len(list(kept.glob("*-ours.so"))) == 2
+    text = run(str(path), *options, "--dims", "batch=1:5", "--json", str(file), "--executables", str(folder))
+    results = json.loads(file.read_text())["results"]
+    assert [row["model"] for row in results] == ["any batch=1", "any batch=5"]
+    assert all(row["rows"][key]["median_ms"] > 0 for row in results for key in ("ours", "symbolic"))
+    assert len(list(folder.glob("*-symbolic.so"))) == 1 and len(list(folder.glob("*-ours.so"))) == 2
     assert "any size over static" in text and "any size / static" in text
 
 
@@ -119,9 +119,9 @@ def test_bfloat16_is_computed_where_it_is_asked_for(small: Path, tmp_path: Path)
     file = tmp_path / "results.json"
     options = ("--peers", "ours,onnxruntime,openvino", "--rounds", "1", "--seconds", "0.01", "--threads", "1")
     text = run(f"{small}:bf16", *options, "--json", str(file))
-    (found,) = json.loads(file.read_text())["results"]
-    assert found["rows"]["ours"]["products"] == {"bfloat16 * bfloat16": 2} and found["rows"]["ours"]["error"] <= 1
-    assert found["rows"]["onnxruntime"] == {"unsupported": "no bfloat16 of a float32 model"}
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["rows"]["ours"]["products"] == {"bfloat16 * bfloat16": 2} and result["rows"]["ours"]["error"] <= 1
+    assert result["rows"]["onnxruntime"] == {"unsupported": "no bfloat16 of a float32 model"}
     assert "relax-hetero, small:bf16: products 2 in bfloat16 * bfloat16" in text
 
 
@@ -134,10 +134,10 @@ def test_masks_end_in_zeros_and_types_are_zero_or_one(tmp_path: Path) -> None:
     onnx.save(helper.make_model(graph), path)
     from model_zoo import random_inputs
 
-    found = random_inputs(path, {}, 0)
-    assert found["attention_mask"][0].tolist() == [1] * 56 + [0] * 8
-    assert set(found["token_type_ids"][0].tolist()) == {0, 1}
-    assert found["input_ids"].max() > 1 and found["input_ids"].max() < 1000
+    inputs = random_inputs(path, {}, 0)
+    assert inputs["attention_mask"][0].tolist() == [1] * 56 + [0] * 8
+    assert set(inputs["token_type_ids"][0].tolist()) == {0, 1}
+    assert inputs["input_ids"].max() > 1 and inputs["input_ids"].max() < 1000
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_wrong_options_are_refused_by_name(
 ) -> None:
     from click.testing import CliRunner
 
-    # By its path: a package of tests is called `models` too.
+    # Loaded by its path: a package of tests is called `models` too.
     spec = importlib.util.spec_from_file_location("bench_models", BENCH / "models.py")
     assert spec is not None and spec.loader is not None
     models = importlib.util.module_from_spec(spec)
@@ -172,8 +172,8 @@ def test_made_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     path = model_zoo.model_path("shufflenet_v2")
     assert path == tmp_path / "models" / "shufflenet_v2.onnx"
-    made = path.stat().st_mtime_ns
-    assert model_zoo.model_path("shufflenet_v2").stat().st_mtime_ns == made
+    modified = path.stat().st_mtime_ns
+    assert model_zoo.model_path("shufflenet_v2").stat().st_mtime_ns == modified
 
 
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "mobilenet_v3", "shufflenet_v2", "convnext_tiny"])
@@ -186,13 +186,13 @@ def test_results_of_made_models_can_be_compared(name: str) -> None:
     (image,) = [value for value in model.graph.input if value.name not in weights]
     shape = [extent.dim_value for extent in image.type.tensor_type.shape.dim]
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {image.name: np.random.default_rng(1).standard_normal(shape, "float32")})
-    assert np.isfinite(found).all()
-    # Many numbers that differ: not a softmax with all its weight in one place.
-    assert (np.abs(found) > 1e-5 * np.abs(found).max()).mean() > 0.05
+    (result,) = session.run(None, {image.name: np.random.default_rng(1).standard_normal(shape, "float32")})
+    assert np.isfinite(result).all()
+    # Many different numbers: not a softmax with all its weight on one element.
+    assert (np.abs(result) > 1e-5 * np.abs(result).max()).mean() > 0.05
 
 
-def test_a_wrong_result_is_told_from_a_right_one() -> None:
+def test_wrong_and_right_results_are_distinguished() -> None:
     from model_bench.model_worker import error_of
 
     expected = {"0": np.linspace(-3, 5, 40).reshape(8, 5).astype("float32")}
@@ -227,7 +227,7 @@ def test_failures_are_remarks_and_leave_a_hole() -> None:
     assert "| net | 10.00 (10.00) |  |  |  |  |" in markdown([broken])
 
 
-def test_what_bounds_a_dispatch() -> None:
+def test_the_bound_of_a_dispatch() -> None:
     from model_bench.dispatches import Dispatch, Roof, dispatch_cells
 
     roof = Roof(operations=100e9, bytes=10e9)

@@ -20,15 +20,15 @@ def test_small_models_give_all_figures():
     done = subprocess.run([*command, *options], env=os.environ, capture_output=True, text=True, timeout=250)
     assert done.returncode in (0, 1), done.stderr  # whether bars are reached is not for a test
     assert done.stdout, done.stderr
-    found = json.loads(done.stdout)
-    assert set(found["pipeline"]["microseconds"]) == {"plain", "submit"}
-    assert found["pipeline"]["possible"] == 2 * 3 / 4
-    assert set(found["halves"]["speedup"]) == {"plain call", "submit"}
-    microseconds = found["latency"]["microseconds"]
-    assert found["latency"]["added"] == pytest.approx(microseconds["submit"] - microseconds["plain"])
-    assert len(found["checks"]) == 4
+    figures = json.loads(done.stdout)
+    assert set(figures["pipeline"]["microseconds"]) == {"plain", "submit"}
+    assert figures["pipeline"]["possible"] == 2 * 3 / 4
+    assert set(figures["halves"]["speedup"]) == {"plain call", "submit"}
+    microseconds = figures["latency"]["microseconds"]
+    assert figures["latency"]["added"] == pytest.approx(microseconds["submit"] - microseconds["plain"])
+    assert len(figures["checks"]) == 4
     for part in ("pipeline", "halves", "latency"):
-        assert 0 <= found[part]["quiet"] <= found[part]["rounds"] <= 3
+        assert 0 <= figures[part]["quiet"] <= figures[part]["rounds"] <= 3
 
 
 def test_a_trace_becomes_a_picture(tmp_path):

@@ -1,4 +1,4 @@
-"""apps/bench/threads.py: what its bars count; the command itself runs with the commands of documents."""
+"""apps/bench/threads.py: what its checks count; the command itself is tested with the commands of documents."""
 
 import sys
 from pathlib import Path
@@ -21,9 +21,9 @@ def process(cores=1.0, speed=1.95, mask=True):
 
 
 def test_a_process_counts_if_its_threads_are_apart_and_fast(threads):
-    alone = [process(), process(cores=0.98), process(speed=1.79), process(cores=0.99, speed=1.8)]
-    kept, good = threads.checks({"one process": alone, "beside 1 busy": [process(mask=False)]})
-    assert (kept.found, kept.passed) == (0.8, False)
+    processes = [process(), process(cores=0.98), process(speed=1.79), process(cores=0.99, speed=1.8)]
+    placed, good = threads.checks({"one process": processes, "beside 1 busy": [process(mask=False)]})
+    assert (placed.found, placed.passed) == (0.8, False)
     assert (good.found, good.passed) == (0.5, False)
     assert all(check.passed for check in threads.checks({"one process": [process()] * 48 + [process(cores=0)] * 2}))
     assert len(threads.checks({"beside 1 busy": [process()]})) == 1
@@ -53,7 +53,7 @@ def test_groups_have_the_time_that_was_asked_for(threads, monkeypatch, tmp_path,
     assert written == [text]
 
 
-def test_where_no_group_can_be_made_there_is_none(threads, monkeypatch, tmp_path):
+def test_without_permission_there_is_no_group(threads, monkeypatch, tmp_path):
     monkeypatch.setattr(threads, "GROUPS", tmp_path / "absent")
     with threads.control_group(1) as join:
         assert join is None

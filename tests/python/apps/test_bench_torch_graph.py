@@ -19,7 +19,7 @@ def bench_on_path(monkeypatch):
 
 
 def model_with_shapes():
-    """Heads cut by a shape that is computed, a mask of float32's least number, bounds, a gathered index."""
+    """Heads split by a computed shape, a mask with float32's least number, bounds, a gathered index."""
     constants = {
         "one": np.int64([1]), "zero": np.int64(0), "rest": np.int64([-1]), "four": np.int64([4]),
         "least": np.float32(np.finfo("float32").min), "low": np.float32(-0.5), "high": np.float32(0.5),
@@ -63,15 +63,15 @@ def test_a_model_is_one_graph(dtype, allowed):
         "x": np.random.default_rng(1).standard_normal((3, 16), "float32"),
         "mask": np.ones((3, 16), "int64"),
     }
-    (wanted,) = ReferenceEvaluator(model).run(None, arrays)
+    (expected,) = ReferenceEvaluator(model).run(None, arrays)
     operands = [torch.from_numpy(array) for array in arrays.values()]
     operands = [value.to(lower) if value.is_floating_point() else value for value in operands]
     graph = graph_of(Runner(model, lower).eval(), operands)
     assert not any("item" in str(node.target) or "_local_scalar" in str(node.target) for node in graph.graph.nodes)
     compiled = torch.compile(graph, backend="aot_eager", fullgraph=True, dynamic=False)
     for program in (graph, compiled):
-        (found,) = program(*operands)
-        assert found.dtype == lower and np.abs(found.float().numpy() - wanted).max() <= allowed
+        (actual,) = program(*operands)
+        assert actual.dtype == lower and np.abs(actual.float().numpy() - expected).max() <= allowed
 
 
 def test_a_shape_of_numbers_is_refused():

@@ -70,6 +70,6 @@ def test_a_network_is_exported_compiled_checked_and_timed(tmp_path: Path) -> Non
     command += ["--peers", "ours,onnxruntime,from_torch,eager", "--rounds", "1", "--seconds", "0.02"]
     done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    (found,) = json.loads(file.read_text())["results"]
+    (result,) = json.loads(file.read_text())["results"]
     for key in ("ours", "onnxruntime", "from_torch", "eager"):
-        assert found["rows"][key]["median_ms"] > 0 and found["rows"][key]["error"] <= 1
+        assert result["rows"][key]["median_ms"] > 0 and result["rows"][key]["error"] <= 1

@@ -1,4 +1,4 @@
-"""The benchmark of transfers: every ordered pair of devices, on what is here."""
+"""The benchmark of transfers: every ordered pair of this machine's devices."""
 
 import json
 import subprocess

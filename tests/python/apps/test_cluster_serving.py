@@ -33,14 +33,14 @@ from starlette.requests import Request  # noqa: E402
 
 @pytest.fixture
 def new_replica(monkeypatch):
-    """The class, anew: Ray Serve keeps one queue for a class, which belongs to the loop that used it first."""
+    """A new class: Ray Serve keeps one queue for a class, which belongs to the loop that used it first."""
     context = SimpleNamespace(_deployment_config=SimpleNamespace(max_ongoing_requests=64))
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     return importlib.reload(replica).Replica
 
 
 class Doubling:
-    """An engine, and its own model, whose items are numbers; it stands for any other than embeddings."""
+    """An engine and its model, whose items are numbers; it stands for any task other than embeddings."""
 
     path = "/double"
     most_items = 8
@@ -75,7 +75,7 @@ class Doubling:
 
 
 class Handle:
-    """What Ray Serve gives for a deployment, with endings that are told beforehand."""
+    """Handle of a deployment as Ray Serve gives it, with scripted endings."""
 
     def __init__(self, *endings):
         self.endings = list(endings)
@@ -156,9 +156,9 @@ def test_a_full_queue_and_a_late_answer():
         ("/double", b" " * 200, "POST", 413, "found a body of more than 100 bytes, expected at most 100"),
     ],
 )
-def test_what_the_gateway_refuses(path, body, method, status, message):
-    found, answer, _ = ask(gateway(bytes=100 if len(body) < 1000 else 10_000)[0], path, body, method)
-    assert found == status and message in answer["error"]
+def test_the_gateway_refuses_malformed_requests(path, body, method, status, message):
+    actual, answer, _ = ask(gateway(bytes=100 if len(body) < 1000 else 10_000)[0], path, body, method)
+    assert actual == status and message in answer["error"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_the_gateway_refuses(path, body, method, status, message):
         ({"sentences": ["a" * 11]}, 413, "found 11 characters in sentence 0, expected at most 10"),
     ],
 )
-def test_what_embeddings_refuse(request_, status, message):
+def test_embeddings_refuse_malformed_requests(request_, status, message):
     with pytest.raises(RefusedError) as refusal:
         Embedder(most_items=4, characters=10).read(request_)
     assert refusal.value.status == status and message in str(refusal.value)
@@ -211,20 +211,20 @@ def test_requests_that_come_together_share_a_batch(new_replica):
     engine = Doubling()
 
     async def ask_replica():
-        held = new_replica(engine, wait_s=0.001)
+        replica = new_replica(engine, wait_s=0.001)
         engine.held = True
         requests = [[1], [2], [3, 4], [5, 6], [7]]
-        first = asyncio.create_task(held.answer(requests[0]))
+        first = asyncio.create_task(replica.answer(requests[0]))
         assert await asyncio.to_thread(engine.begun.acquire, timeout=60)
-        others = [asyncio.create_task(held.answer(request)) for request in requests[1:]]
+        tasks = [asyncio.create_task(replica.answer(request)) for request in requests[1:]]
         await asyncio.sleep(0)  # they enter the queue
         engine.held = False
         engine.go_on.release()
-        return await asyncio.gather(first, *others)
+        return await asyncio.gather(first, *tasks)
 
     assert asyncio.run(ask_replica()) == [[2], [4], [6, 8], [10, 12], [14]]
     assert engine.batches[0] == [1]
-    # As many requests as fit into four items; what did not fit may come after the one behind it.
+    # As many requests as fit into four items; a request that did not fit may be overtaken by the next one.
     assert all(len(batch) <= 4 for batch in engine.batches)
     assert engine.batches[1] == [2, 3, 4]
     assert sorted(sum(engine.batches, [])) == [1, 2, 3, 4, 5, 6, 7]
@@ -238,10 +238,10 @@ def test_a_request_larger_than_a_batch_is_cut():
 
 def test_a_replica_refuses_more_than_a_batch(new_replica):
     async def ask_replica():
-        held = new_replica(Doubling())
+        replica = new_replica(Doubling())
         with pytest.raises(ValueError, match="found 5 items, expected at most 4"):
-            await held.answer([1] * 5)
-        return await held.answer([1] * 4)
+            await replica.answer([1] * 5)
+        return await replica.answer([1] * 4)
 
     assert asyncio.run(ask_replica()) == [2] * 4
 
@@ -250,11 +250,11 @@ def test_a_replica_is_healthy_as_long_as_its_model_is(new_replica):
     engine = Doubling()
 
     async def check():
-        held = new_replica(engine)
-        await held.check_health()
+        replica = new_replica(engine)
+        await replica.check_health()
         engine.check = lambda: 1 / 0
         with pytest.raises(ZeroDivisionError):
-            await held.check_health()
+            await replica.check_health()
 
     asyncio.run(check())
 

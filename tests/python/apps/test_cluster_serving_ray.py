@@ -1,4 +1,4 @@
-"""The service in a Ray cluster: its numbers are those of ONNX Runtime, it counts, and killed replicas lose nothing."""
+"""The service in a Ray cluster: it gives ONNX Runtime's numbers, counts requests, and survives killed replicas."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_it_is_healthy_and_counts(server):
 
 
 def test_more_requests_than_the_queue_holds_are_refused(server):
-    """Two replicas take 64 requests each, and four wait in the gateway; each of the others is told so."""
+    """Two replicas take 64 requests each, and four wait in the gateway; all others are refused."""
     import aiohttp
 
     left = iter([True] * 250)
@@ -134,6 +134,6 @@ def test_nothing_is_lost_while_a_replica_is_killed():
     environment |= {"RAY_SERVE_HAPROXY_METRICS_PORT": "9121", "RAY_SERVE_HAPROXY_STATS_PORT": "8424"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kills"]["killed"] == 1 and found["kills"]["lost"] == 0
-    assert found["kills"]["requests"] > 4
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["kills"]["killed"] == 1 and report["kills"]["lost"] == 0
+    assert report["kills"]["requests"] > 4

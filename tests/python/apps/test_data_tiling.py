@@ -40,7 +40,7 @@ def test_the_document_s_product():
     assert done.returncode == 0, done.stderr
     assert "[[12. 12. 12. 12. 12.]\n [30. 30. 30. 30. 30.]]" in done.stdout
     assert "The same as exact integer arithmetic: 2×3 times 3×5, on both devices, added." in done.stdout
-    # What it is for before, how it is stored after: row-major here, small tiles there, padded to whole tiles.
+    # Encodings before, layouts after: row-major here, small tiles there, padded to whole tiles.
     assert "matmul[1]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=?, n=?, k=?>" in done.stdout
     assert "pack<outer=[0, 1] inner=[0:8, 1:8]>" in done.stdout and "(n + 7) // 8 * k * 32" in done.stdout
     assert "on llvm:0: identity<2> to pack<outer=[0, 1] inner=[0:8, 1:8]>" in done.stdout

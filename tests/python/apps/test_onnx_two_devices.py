@@ -1,4 +1,4 @@
-"""The example for any model: one device and two give the same, and its exit code says so."""
+"""The example for any model: one device and two give the same results, and its exit code says so."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def model(tmp_path: Path) -> Path:
         [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2, 3]) for name in ("b", "d")],
         [numpy_helper.from_array(weight, "w")],
     )
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
-    made.ir_version = 9
-    onnx.save(made, str(tmp_path / "model.onnx"))
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    proto.ir_version = 9
+    onnx.save(proto, str(tmp_path / "model.onnx"))
     return tmp_path / "model.onnx"
 
 

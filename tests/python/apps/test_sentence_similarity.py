@@ -55,12 +55,12 @@ def test_padding_does_not_change_an_embedding():
     short, long = (build_minilm(tiny_weights(), TINY, batch=1, seq=seq) for seq in (3, 6))
     ids = np.array([[1, 5, 7]])
     padded = {"input_ids": np.array([[1, 5, 7, 9, 9, 9]]), "attention_mask": np.array([[1, 1, 1, 0, 0, 0]])}
-    found = [
+    embeddings = [
         onnxruntime.InferenceSession(model.SerializeToString()).run(None, inputs)[0]
         for model, inputs in ((short, {"input_ids": ids, "attention_mask": np.ones_like(ids)}), (long, padded))
     ]
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
-    assert np.linalg.norm(found[0]) == pytest.approx(1, rel=1e-5)
+    np.testing.assert_allclose(embeddings[0], embeddings[1], rtol=1e-5, atol=1e-6)
+    assert np.linalg.norm(embeddings[0]) == pytest.approx(1, rel=1e-5)
 
 
 @pytest.mark.parametrize("seq", [0, 7])

@@ -1,3 +1,3 @@
-"""The chain over two devices that machines are tested with: what its executable says of itself is tested here."""
+"""Fixture of the chain over two devices that machines are tested with; its executable's metadata is tested here."""
 
 from vm.conftest import chain  # noqa: F401 (a fixture)

@@ -41,7 +41,7 @@ def test_the_default_is_among_the_users_caches(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "0", "no"])
-def test_off_is_off_whatever_a_program_asks_for(monkeypatch, tmp_path, word):
+def test_off_overrides_programs(monkeypatch, tmp_path, word):
     monkeypatch.setenv("RELAX_HETERO_CACHE", word)
     assert folder_of() is folder_of(True) is folder_of(tmp_path) is None
 
@@ -54,7 +54,7 @@ def test_the_environment_bounds_the_size(monkeypatch, tmp_path, text, size):
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "10 X"])
-def test_a_size_that_is_none_is_named(monkeypatch, tmp_path, text):
+def test_a_malformed_size_is_named(monkeypatch, tmp_path, text):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", text)
     with pytest.raises(rh.HeteroError, match=f"RELAX_HETERO_CACHE_SIZE='{text}'.*20G"):
@@ -62,7 +62,7 @@ def test_a_size_that_is_none_is_named(monkeypatch, tmp_path, text):
 
 
 @pytest.mark.parametrize("cache", [3, "", b"", "a\0b", ["folder"]])
-def test_what_is_no_folder_is_named(monkeypatch, tmp_path, cache):
+def test_a_path_that_is_not_a_folder_is_named(monkeypatch, tmp_path, cache):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     with pytest.raises(rh.HeteroError, match=re.escape(f"cache={cache!r}")):
         folder_of(cache)
@@ -82,7 +82,7 @@ def test_entries_say_what_they_are_and_count_uses(tmp_path):
     assert (tmp_path / "deep" / "er").stat().st_mode & 0o777 == 0o700
 
 
-def test_what_was_not_used_for_longest_goes_first(tmp_path):
+def test_least_recently_used_entries_are_evicted_first(tmp_path):
     folder = CacheFolder(tmp_path, limit=100)
     for index, age in enumerate((400, 300, 200)):
         add(folder, KEYS[index], 30, age)
@@ -97,15 +97,15 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
 def test_drafts_of_dead_writers_go_and_files_of_others_stay(tmp_path):
     folder = CacheFolder(tmp_path)
     drafts = [tmp_path / f".{key}.so.{'a' * 32}" for key in KEYS[:2]]
-    others = [tmp_path / name for name in ("notes.txt", ".hidden", "libm.so", f"{KEYS[2]}.txt")]
-    for file in (*drafts, *others):
+    foreign = [tmp_path / name for name in ("notes.txt", ".hidden", "libm.so", f"{KEYS[2]}.txt")]
+    for file in (*drafts, *foreign):
         file.write_bytes(b"")
         os.utime(file, (0, 0))
     os.utime(drafts[0])
     add(folder, KEYS[3], 10)
     assert drafts[0].exists() and not drafts[1].exists()
     folder.clear()
-    assert sorted(tmp_path.iterdir()) == sorted([drafts[0], *others])
+    assert sorted(tmp_path.iterdir()) == sorted([drafts[0], *foreign])
 
 
 @pytest.mark.parametrize("text", ["{", "3", "[1]", "null"])
@@ -117,13 +117,13 @@ def test_an_entry_whose_description_is_lost_is_still_one(tmp_path, text):
 
 
 @pytest.fixture
-def kept(tmp_path):
+def store(tmp_path):
     folder = CacheFolder(tmp_path / "cache")
     add(folder, KEYS[0], 10)
     return folder
 
 
-def test_what_is_made_is_for_this_user_alone(tmp_path):
+def test_new_files_are_private_to_the_user(tmp_path):
     old = os.umask(0)
     try:
         folder = CacheFolder(tmp_path / "cache")
@@ -136,48 +136,48 @@ def test_what_is_made_is_for_this_user_alone(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
-def test_a_folder_that_others_may_write_is_not_used(kept, mode, caplog):
-    kept.path.chmod(mode)
+def test_a_folder_that_others_may_write_is_not_used(store, mode, caplog):
+    store.path.chmod(mode)
     for _ in range(3):
-        assert kept.entries() == [] and kept.entry(KEYS[0]) is None
-        kept.note_hit(KEYS[0])
-        kept.drop(KEYS[0])
-        kept.clear()
+        assert store.entries() == [] and store.entry(KEYS[0]) is None
+        store.note_hit(KEYS[0])
+        store.drop(KEYS[0])
+        store.clear()
         with pytest.raises(OSError, match="it is not used"):
-            add(kept, KEYS[1], 10)
+            add(store, KEYS[1], 10)
     assert [record.getMessage() for record in caplog.records] == [
-        f"the compile cache {kept.path} is not used: its group or others may write to it (mode {mode:o}; chmod go-w)"
+        f"the compile cache {store.path} is not used: its group or others may write to it (mode {mode:o}; chmod go-w)"
     ]
-    kept.path.chmod(0o700)
-    assert keys(kept) == [KEYS[0]] and kept.entry(KEYS[0]).hits == 0
+    store.path.chmod(0o700)
+    assert keys(store) == [KEYS[0]] and store.entry(KEYS[0]).hits == 0
 
 
-def test_a_folder_of_another_user_is_not_used(kept, monkeypatch, caplog):
+def test_a_folder_of_another_user_is_not_used(store, monkeypatch, caplog):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert kept.entries() == []
+    assert store.entries() == []
     assert "it belongs to user" in caplog.text
 
 
-def test_a_file_that_others_may_write_is_no_entry(kept):
-    kept.file(KEYS[0]).chmod(0o666)
-    assert kept.entries() == []
+def test_a_file_that_others_may_write_is_not_an_entry(store):
+    store.file(KEYS[0]).chmod(0o666)
+    assert store.entries() == []
 
 
-def test_links_and_special_files_are_not_followed(kept, tmp_path):
+def test_links_and_special_files_are_not_followed(store, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("{}")
     for suffix in ("so", "json", "hits"):
-        (kept.path / f"{KEYS[1]}.{suffix}").symlink_to(outside)
-        os.mkfifo(kept.path / f"{KEYS[2]}.{suffix}")
-        (kept.path / f"{KEYS[3]}.{suffix}").mkdir()
+        (store.path / f"{KEYS[1]}.{suffix}").symlink_to(outside)
+        os.mkfifo(store.path / f"{KEYS[2]}.{suffix}")
+        (store.path / f"{KEYS[3]}.{suffix}").mkdir()
     for key in KEYS[1:4]:
-        assert kept.entry(key) is None
-        kept.note_hit(key)
-    assert keys(kept) == [KEYS[0]] and outside.read_text() == "{}"
-    (kept.path / f"{KEYS[0]}.json").unlink()
-    (kept.path / f"{KEYS[0]}.json").symlink_to(outside)
-    assert kept.entry(KEYS[0]).description == {}
-    kept.clear()
+        assert store.entry(key) is None
+        store.note_hit(key)
+    assert keys(store) == [KEYS[0]] and outside.read_text() == "{}"
+    (store.path / f"{KEYS[0]}.json").unlink()
+    (store.path / f"{KEYS[0]}.json").symlink_to(outside)
+    assert store.entry(KEYS[0]).description == {}
+    store.clear()
     assert outside.read_text() == "{}"
 
 
@@ -194,6 +194,6 @@ def test_links_and_special_files_are_not_followed(kept, tmp_path):
         "\xff",
     ],
 )
-def test_odd_descriptions_are_left_out(kept, text):
-    (kept.path / f"{KEYS[0]}.json").write_text(text, "latin-1")
-    assert kept.entry(KEYS[0]).description == {}
+def test_odd_descriptions_are_left_out(store, text):
+    (store.path / f"{KEYS[0]}.json").write_text(text, "latin-1")
+    assert store.entry(KEYS[0]).description == {}

@@ -1,4 +1,4 @@
-"""Metadata that came from a file: what refers to nothing, or is of another kind, is found and named."""
+"""Metadata that came from a file: dangling references and values of wrong types are found and named."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ GOOD = Metadata(
 )
 
 
-def test_what_was_written_is_read():
+def test_written_metadata_are_read():
     assert read_metadata(GOOD.to_json()) == GOOD
 
 
@@ -76,7 +76,7 @@ def with_nodes(nodes):
         (with_schedule(results=(9,)), "returns 9, which no step makes"),
     ],
 )
-def test_what_refers_to_nothing_is_named(bad, words):
+def test_dangling_references_are_named(bad, words):
     with pytest.raises(ValueError, match=words):
         check_metadata(bad)
 

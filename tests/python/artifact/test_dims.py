@@ -47,7 +47,7 @@ def test_expressions_over_unknown_names_are_names():
         dims.settle()
 
 
-def test_names_that_are_no_identifiers():
+def test_names_that_are_not_identifiers():
     dims = DimValues()
     for where in ("x", "y"):
         dims.match("batch size!", 4, where)

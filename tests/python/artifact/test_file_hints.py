@@ -9,7 +9,7 @@ from relax_hetero.artifact.file_hints import describe_value, near_file
 
 
 class Module:
-    """Stands for torch.nn.Module."""
+    """Stand-in for torch.nn.Module."""
 
     __module__ = "torch.nn.modules.module"
 
@@ -62,12 +62,12 @@ def test_files_are_known_by_their_first_bytes(tmp_path):
         (rh.vm.VirtualMachine, "rh.from_onnx"),
     ],
 )
-def test_a_model_given_to_what_does_not_read_it(function, names, tmp_path):
+def test_a_model_given_to_the_wrong_function(function, names, tmp_path):
     path = tmp_path / "model.onnx"
     path.write_bytes(bytes(100))
-    for given in (str(path), onnx.ModelProto()):
+    for argument in (str(path), onnx.ModelProto()):
         with pytest.raises(rh.HeteroError, match=names):
-            function(given)
+            function(argument)
 
 
 def test_other_models_given_to_from_onnx(tmp_path):

@@ -1,4 +1,4 @@
-"""Machine code of kernels in the compile cache's folder: bounded, whole, this user's own."""
+"""Machine code of kernels in the compile cache's folder: bounded, undamaged, owned by this user."""
 
 import os
 
@@ -19,7 +19,7 @@ def test_code_is_found_again(tmp_path):
     assert not list(folder.path.iterdir())
 
 
-def test_what_was_not_used_for_longest_goes_first(tmp_path):
+def test_least_recently_used_entries_are_evicted_first(tmp_path):
     folder = CacheFolder(tmp_path / "cache", limit=8 * 3100)
     store_code(folder, dict.fromkeys(KEYS[:3], CODE))
     for age, key in enumerate(KEYS[:3]):
@@ -29,7 +29,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
     assert [load_code(folder, key) is not None for key in KEYS[:4]] == [True, False, True, True]
 
 
-def test_damaged_foreign_and_linked_files_are_no_code(tmp_path):
+def test_damaged_foreign_and_linked_files_are_ignored(tmp_path):
     folder = CacheFolder(tmp_path / "cache")
     store_code(folder, dict.fromkeys(KEYS[:3], CODE))
     paths = [folder.path / f"{key}.cubin" for key in KEYS]

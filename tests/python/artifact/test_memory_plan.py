@@ -1,4 +1,4 @@
-"""exe.memory_plan: bytes of each function on each device, and the least that any plan could do with."""
+"""exe.memory_plan: bytes of each function on each device, and the lower bound for any plan."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_static_storage_shared_and_not():
             StorageSpec(1, MiB, 1, -1, "result", "r"),
             StorageSpec(1, 2 * MiB, 2, 2, "transfer", "t"),
         ),
-        # a, then what takes its place; b, which only the second step has
+        # a, then the value that reuses its storage; b, which only the second step has
         (
             Live(0, 4 * MiB, 0, 1),
             Live(0, MiB, 2, 2),
@@ -49,7 +49,7 @@ def test_static_storage_shared_and_not():
     assert (use.transient, use.lower_bound) == (9 * MiB, 9 * MiB)
 
 
-def test_what_lies_in_an_arena_is_counted_by_its_commands():
+def test_tensors_in_an_arena_are_counted_by_its_commands():
     """Two slots and two tensors in the arena: the input ends before the second of them begins."""
     kernel = KernelSpec(
         "k",
@@ -145,18 +145,18 @@ def test_most_alive_counts_every_moment(uses):
 @given(_uses)
 @settings(max_examples=150, deadline=None)
 def test_the_pool_hands_on_by_pages(uses):
-    """For each count of pages as many buffers as were there at one time."""
+    """The pool needs as many buffers of a page count as were alive at one time."""
     listed = [
         Allocation(device, nbytes, (begin,), (begin + length, float("inf")), "value", str(number))
         for number, (device, nbytes, begin, length) in enumerate(uses)
     ]
-    made = pool_bytes(listed, 0)
+    buffers = pool_bytes(listed, 0)
     expected = 0
     for pages in range(6):
         of_size = [(b, b + length) for d, n, b, length in uses if d == 0 and -(-n // PAGE) == pages]
         expected += max(sum(begin <= now <= end for begin, end in of_size) for now in range(20))
-    assert len(made) == expected
-    assert sum(n for _, n in made) <= sum(n for d, n, _, _ in uses if d == 0)
+    assert len(buffers) == expected
+    assert sum(n for _, n in buffers) <= sum(n for d, n, _, _ in uses if d == 0)
 
 
 @pytest.fixture(scope="module")

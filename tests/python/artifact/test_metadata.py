@@ -99,9 +99,9 @@ def test_metadata_survives_json(manifest, functions, constants, dispatches):
     st.lists(kernels, max_size=2, unique_by=lambda kernel: kernel.name),
     st.lists(st.builds(commands.SingleCall, names, names, names, names), max_size=2),
 )
-def test_command_buffers_survive_json(found, callable_kernels, single):
+def test_command_buffers_survive_json(specs, callable_kernels, single):
     by_name = {kernel.name: kernel for kernel in callable_kernels}
-    metadata = rh.vm.Metadata((), -1, {}, regions=tuple(found), kernels=by_name, single_calls=tuple(single))
+    metadata = rh.vm.Metadata((), -1, {}, regions=tuple(specs), kernels=by_name, single_calls=tuple(single))
     assert rh.vm.Metadata.from_json(metadata.to_json()) == metadata
 
 

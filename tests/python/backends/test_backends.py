@@ -77,14 +77,14 @@ def test_gpus_of_all_kinds_have_a_scheduler():
 
 
 def test_subclasses_override_methods_that_exist():
-    known = set(dir(Backend))
+    inherited = set(dir(Backend))
     for kind in {type(each) for each in BACKENDS}:
         own = {name for name in vars(kind) if not name.startswith("_") and name.islower()}
-        assert own - known <= {"why_not_loaded"}, kind
+        assert own - inherited <= {"why_not_loaded"}, kind
 
 
 def _compares_a_kind(path):
-    """Lines with the name of CUDA's kind as a text."""
+    """Lines that compare with the literal name of CUDA's kind."""
     tree = ast.parse(path.read_text())
     return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value == "cuda"]
 

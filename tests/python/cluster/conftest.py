@@ -34,15 +34,15 @@ def ray_here() -> Iterator[Any]:
 
 @pytest.fixture
 def clusters(ray_here: Any) -> Iterator[Callable[..., Any]]:
-    """Makes clusters that end with the test."""
+    """Function that makes clusters, which end with the test."""
     from relax_hetero.cluster import Cluster
 
-    made: list[Cluster] = []
+    started: list[Cluster] = []
 
     def make(program: Any, hosts: Any = None, **options: Any) -> Cluster:
-        made.append(Cluster(program, HOSTS if hosts is None else hosts, **{"timeout": LIMIT, **options}))
-        return made[-1]
+        started.append(Cluster(program, HOSTS if hosts is None else hosts, **{"timeout": LIMIT, **options}))
+        return started[-1]
 
     yield make
-    for cluster in made:
+    for cluster in started:
         cluster.close()

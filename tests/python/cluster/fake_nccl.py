@@ -13,7 +13,7 @@ from relax_hetero.vm.device.cuda_library import NOT_READY
 
 
 class FakeDriver:
-    """What `CudaLibrary` does, with a note of every call; an event is reached when `busy` threads have ended.
+    """Stand-in for `CudaLibrary` with a note of every call; an event is reached when `busy` threads have ended.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class FakeCommunicator:
 
 
 class Meeting:
-    """Where the ends of a communicator find each other."""
+    """Meeting point of the ends of a communicator."""
 
     def __init__(self, ranks: int) -> None:
         self.arrived = threading.Barrier(ranks)
@@ -113,7 +113,7 @@ class FakeNccl:
         self._ids = itertools.count()
 
     def seen_from(self, driver: FakeDriver) -> Nccl:
-        """As one process has it."""
+        """NCCL as one process sees it."""
 
         def communicator(ranks: int, link_id: int, rank: int) -> FakeCommunicator:
             with self._lock:

@@ -34,13 +34,13 @@ class StepByStep:
         self.machines = {host: rh.vm.VirtualMachine(each) for host, each in self.executables.items()}
 
     def __call__(self, name: str, *args: Any) -> Any:
-        """What a call gives: arrays, and tuples of integers for shapes."""
+        """Results of a call: arrays, and tuples of integers for shapes."""
         plan = self.program.functions[name]
         assert not plan.runs, f"{name} is not cut into steps"
         values = {(CALL, i): decode_copy(value) for i, value in enumerate(bind(name, plan, args, {}))}
         for number, step in enumerate(plan.steps):
-            found = self.machines[step.host][step.function](*(values[s.step, s.index] for s in step.arguments))
-            results = [found] if step.results == 1 else list(found)
+            output = self.machines[step.host][step.function](*(values[s.step, s.index] for s in step.arguments))
+            results = [output] if step.results == 1 else list(output)
             assert len(results) == step.results
             values |= {(number, i): as_sent(value) for i, value in enumerate(results)}
         return plain(filled(plan.result, lambda source: values[source.step, source.index]))
@@ -63,17 +63,17 @@ def in_one_process(mod: tvm.IRModule) -> rh.vm.VirtualMachine:
     return rh.vm.VirtualMachine(rh.compile(rh.transform.UpdateVDevice(off)(mod)))
 
 
-def assert_same_bits(found: Any, wanted: Any) -> None:
+def assert_same_bits(actual: Any, expected: Any) -> None:
     """Results of one structure, equal in every bit."""
-    if isinstance(wanted, tuple):
-        assert isinstance(found, tuple) and len(found) == len(wanted), f"{found} is not {wanted}"
-        for each, other in zip(found, wanted, strict=True):
+    if isinstance(expected, tuple):
+        assert isinstance(actual, tuple) and len(actual) == len(expected), f"{actual} is not {expected}"
+        for each, other in zip(actual, expected, strict=True):
             assert_same_bits(each, other)
-    elif isinstance(wanted, np.ndarray):
-        assert isinstance(found, np.ndarray) and (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-        assert found.tobytes() == wanted.tobytes(), f"{np.abs(found - wanted).max()} apart"
+    elif isinstance(expected, np.ndarray):
+        assert isinstance(actual, np.ndarray) and (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.tobytes() == expected.tobytes(), f"{np.abs(actual - expected).max()} apart"
     else:
-        assert type(found) is type(wanted) and found == wanted
+        assert type(actual) is type(expected) and actual == expected
 
 
 def cut(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Program:
@@ -87,14 +87,14 @@ def cut(mod: tvm.IRModule, params: Mapping[str, Any] | None = None) -> Program:
 def check_same(mod: tvm.IRModule, calls: Sequence[Sequence[Any]], name: str = "main") -> Program:
     """Cut a module by hosts, and compare its steps with the same cut in one process; the program."""
     program = cut(mod)
-    steps, whole = StepByStep(program), in_one_process(mod)
+    steps, reference = StepByStep(program), in_one_process(mod)
     for args in calls:
-        assert_same_bits(steps(name, *args), plain(whole[name](*args)))
+        assert_same_bits(steps(name, *args), plain(reference[name](*args)))
     return program
 
 
 def check_plan(program: Program, name: str) -> None:
-    """Each step reads earlier ones, and is the last of its host or makes something that another host reads."""
+    """Each step reads only earlier ones, and is the last of its host or makes a value that another host reads."""
     plan = program.functions[name]
     plan.check(name)
     for number, step in enumerate(plan.steps):

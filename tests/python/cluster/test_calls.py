@@ -1,4 +1,4 @@
-"""What a caller gives to a cluster: checked as a machine checks it, before anything travels, and safe from changes."""
+"""Arguments of a cluster's calls: checked as a machine checks them, before anything travels, and safe from changes."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_calls_that_wait_for_a_full_replica_take_no_core(one_replica: Any) -> No
     assert all(fence.done() for fence in fences)
 
 
-def test_inputs_that_are_results_and_inputs_beside_fences_are_copied(one_replica: Any) -> None:
+def test_inputs_that_are_results_or_come_with_fences_are_copied(one_replica: Any) -> None:
     cluster, replica = one_replica
     x = np.ones((1, 4), "float32")
     cluster.submit("main", x)

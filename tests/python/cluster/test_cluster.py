@@ -24,8 +24,8 @@ def _arrays(result: Any) -> Any:
 
 
 def _check(result: Any, x: np.ndarray) -> None:
-    for found, wanted in zip(_arrays(result), expected(x), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, want in zip(_arrays(result), expected(x), strict=True):
+        np.testing.assert_array_equal(actual, want)
 
 
 def _random(rows: int, seed: int = 0) -> np.ndarray:
@@ -33,7 +33,7 @@ def _random(rows: int, seed: int = 0) -> np.ndarray:
 
 
 def test_two_hosts(clusters: Make) -> None:
-    """All of one cluster's ways of being called; one start for them, as a start takes seconds."""
+    """All ways to call a cluster; one start for them, as a start takes seconds."""
     cluster = clusters(program())
     x = _random(5)
     _check(cluster["main"](x), x)
@@ -53,7 +53,7 @@ def test_two_hosts(clusters: Make) -> None:
     once = sum(expected(x))
     np.testing.assert_array_equal(chained.numpy(), sum(expected(once)))
 
-    result, other = cluster["main"](x)  # memory of the caller's own, whatever comes after
+    result, other = cluster["main"](x)  # the results' memory is the caller's, whatever comes after
     assert isinstance(result, tvm_ffi.core.Tensor)
     cluster["main"](_random(5, 1))
     _check((result, other), x)

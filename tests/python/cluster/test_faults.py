@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 Make = Callable[..., Any]
 
 KILLS = int(os.environ.get("RELAX_HETERO_KILLS", "10"))
-"""How many processes the test under load kills."""
+"""Number of processes that the test under load kills."""
 
 
 def _kill(cluster: Any, host: str, replica: int = 0) -> None:
@@ -129,22 +129,22 @@ def test_kills_at_random_times_under_load(clusters: Make) -> None:
 
 
 def _semaphores(pids: Iterable[int]) -> set[str]:
-    """Of channels that processes have open, by name; another Ray on this machine may make its own meanwhile."""
+    """Names of channels that processes have open; another Ray on this machine may make its own meanwhile."""
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
     return set(re.findall(r"/dev/shm/sem\.(?:hdr|obj)\S*", maps))
 
 
 def test_nothing_is_left(ray_here: Any, clusters: Make) -> None:
-    threads, made = threading.active_count(), set[str]()
+    threads, channels = threading.active_count(), set[str]()
     for _ in range(2):
         cluster = clusters(program(), retries=1)
         pids = [state["pid"] for state in cluster.hosts[0].values()]
-        made |= _semaphores([os.getpid(), *pids])
+        channels |= _semaphores([os.getpid(), *pids])
         for host in "ab":
             _kill(cluster, host)
             cluster["main"](_random(0))
             pids += [state["pid"] for state in cluster.hosts[0].values()]
-            made |= _semaphores([os.getpid(), *pids[-2:]])
+            channels |= _semaphores([os.getpid(), *pids[-2:]])
         cluster.close()
         ended = threading.Event()
         for _ in range(100):
@@ -152,8 +152,8 @@ def test_nothing_is_left(ray_here: Any, clusters: Make) -> None:
                 break
             ended.wait(0.1)
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    assert made, "the channels have semaphores of other names"
-    assert not [name for name in made if os.path.exists(name)]
+    assert channels, "the channels have semaphores of other names"
+    assert not [name for name in channels if os.path.exists(name)]
     assert threading.active_count() <= threads + 2  # of Ray's own
 
 
@@ -195,10 +195,10 @@ def test_a_node_that_goes_and_comes_back(two_nodes: Any) -> None:
 
         cluster._timeout = 3
         two_nodes.remove_node(two_nodes.second, allow_graceful=False)
-        found = cluster.submit("main", _random(0)).exception(120)
-        assert isinstance(found, rh.HostError) and "host 'b'" in str(found)
-        found = cluster.submit("main", _random(0)).exception(120)
-        assert isinstance(found, rh.HostError) and "host 'b'" in str(found)
+        error = cluster.submit("main", _random(0)).exception(120)
+        assert isinstance(error, rh.HostError) and "host 'b'" in str(error)
+        error = cluster.submit("main", _random(0)).exception(120)
+        assert isinstance(error, rh.HostError) and "host 'b'" in str(error)
 
         cluster._timeout = 60
         two_nodes.add_node(num_cpus=2, resources={"b": 2}, object_store_memory=300 << 20)

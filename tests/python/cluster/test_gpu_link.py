@@ -42,7 +42,7 @@ def _pair(limit: float = 20.0) -> tuple[GpuLink, GpuLink, FakeDriver, FakeDriver
 
 
 def _bytes_at(tensor: tvm.runtime.Tensor) -> bytes:
-    """What is in a tensor that believes to be on a GPU."""
+    """Bytes of a tensor that claims to be on a GPU."""
     return ctypes.string_at(tensor.data_ptr(), nbytes_of(tensor))
 
 
@@ -63,16 +63,16 @@ def test_tensors_arrive_in_order(dtype: str) -> None:
     sender.synchronize()
 
 
-def test_operations_are_between_what_made_and_what_reads() -> None:
+def test_operations_run_after_writers_and_before_readers() -> None:
     sender, receiver, left, right = _pair()
     tensors = [from_numpy(np.ones(shape, "float32"), HOST) for shape in ((3,), (0,), (4,))]
     sender.send(*tensors)
     machine, own = (note[-1] for note in left.notes if note[0] == "cuEventRecord")
-    made, after = (note[1] for note in left.notes if note[0] == "cuEventRecord")
+    before, after = (note[1] for note in left.notes if note[0] == "cuEventRecord")
     assert machine != own
     assert left.notes == [
-        ("cuEventRecord", made, machine),
-        ("cuStreamWaitEvent", own, made, 0),
+        ("cuEventRecord", before, machine),
+        ("cuStreamWaitEvent", own, before, 0),
         ("start",),
         ("send", 12, own),
         ("send", 16, own),
@@ -97,7 +97,7 @@ def test_operations_are_between_what_made_and_what_reads() -> None:
     assert left.notes == [("cuStreamWaitEvent", machine, after, 0)]
 
 
-def test_what_does_not_arrive_ends_with_an_error() -> None:
+def test_a_missing_tensor_ends_with_an_error() -> None:
     _, receiver, _, driver = _pair()
     receiver.receive((4,), "float32")
     with pytest.raises(rh.HostError, match=r"GPU 0 failed: the other process did not answer within 0\.05 s"):
@@ -121,7 +121,7 @@ def test_an_operation_that_is_refused_ends_no_other(monkeypatch: pytest.MonkeyPa
     sender, receiver, _, driver = _pair()
     first = receiver.receive((4,), "float32")
 
-    def refuse(*given: int) -> None:
+    def refuse(*args: int) -> None:
         raise RuntimeError("invalid usage")
 
     monkeypatch.setattr(receiver._communicator, "recv", refuse)
@@ -172,7 +172,7 @@ def test_links_have_to_be_connected() -> None:
         link.receive((1,), "float32")
 
 
-def test_without_nccl_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nccl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
     nccl.load_nccl.cache_clear()
     try:

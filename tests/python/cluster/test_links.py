@@ -1,4 +1,4 @@
-"""Which tensors go by links from GPU to GPU, and how hosts announce, send and take them."""
+"""Tensors that go over links from GPU to GPU, and how hosts announce, send and receive them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_two_gpus_have_a_link() -> None:
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [((None,) * 3, (0,) * 3), ((0,) * 3, (None,) * 3)])
-def test_what_is_on_a_cpu_at_one_end_goes_through_host_memory(outputs: Any, inputs: Any) -> None:
+def test_tensors_with_a_cpu_at_one_end_go_through_host_memory(outputs: Any, inputs: Any) -> None:
     assert plan_links(CHAIN, _facts(outputs, inputs)) == ([], {})
 
 
@@ -77,7 +77,7 @@ def test_readers_on_several_devices_get_a_tensor_through_host_memory() -> None:
     assert plan_links(route, _facts((0,), (1, 1)))[0][0].gpus == (0, 1)
 
 
-def test_it_is_said_why_there_is_no_link() -> None:
+def test_the_reason_for_a_missing_link_is_reported() -> None:
     facts = _facts((0, 0, 0), (0, 0, 0), problem="NCCL's library is not found")
     assert plan_links(CHAIN, facts) == ([], {"a": {"b": "host memory: host 'b': NCCL's library is not found"}})
     facts = _facts((0, 0, 0), (0, 0, 0), gpus={0: "here 0"})
@@ -87,7 +87,7 @@ def test_it_is_said_why_there_is_no_link() -> None:
 
 
 def test_no_link_over_other_work_of_its_sender() -> None:
-    """b takes what a's first step made only after a's second: a may have to wait for what b has not taken."""
+    """b receives the result of a's first step only after a's second one: a may have to wait until b has received it."""
     route = _route(
         HostStep("a", "f", (Source(CALL, 0),), 2),
         HostStep("c", "h", (Source(0, 1),), 1),
@@ -98,10 +98,10 @@ def test_no_link_over_other_work_of_its_sender() -> None:
     on_gpu = GpuInfo(
         gpus={0: "here 0"}, inputs={"f": (0,), "f2": (0,)}, outputs={"f": (0, 0), "f2": (0,)}
     )  # fmt: skip
-    others = {
+    cpu_hosts = {
         name: GpuInfo(gpus={0: name}, inputs={"g": (0, 0), "h": (0,)}, outputs={"g": (0,), "h": (0,)}) for name in "bc"
     }
-    links, roads = plan_links(route, {"a": on_gpu, **others})
+    links, roads = plan_links(route, {"a": on_gpu, **cpu_hosts})
     assert [link.tasks for link in links] == [(0, 1), (1, 2), (2, 3)]
     assert "other work" in roads["a"]["b"]
     assert roads["c"]["a"] == roads["a"]["c"] == "NCCL"
@@ -147,27 +147,27 @@ class End:
 
 
 class _Ray:
-    """As much of Ray as `connect_links` uses; actors answer at once."""
+    """Functions of Ray that `connect_links` uses; actors answer at once."""
 
     @staticmethod
-    def get(found: Any) -> Any:
-        return list(found) if isinstance(found, list) else found
+    def get(refs: Any) -> Any:
+        return list(refs) if isinstance(refs, list) else refs
 
     @staticmethod
-    def wait(found: Any, **options: Any) -> Any:
-        return found, []
+    def wait(refs: Any, **options: Any) -> Any:
+        return refs, []
 
 
 def _actor(links: HostLinks) -> Any:
-    def remote(request: str, *given: Any) -> Any:
-        return pickle.loads(pickle.dumps(getattr(links, request)(*pickle.loads(pickle.dumps(given)))))
+    def remote(request: str, *args: Any) -> Any:
+        return pickle.loads(pickle.dumps(getattr(links, request)(*pickle.loads(pickle.dumps(args)))))
 
     return SimpleNamespace(on_links=SimpleNamespace(remote=remote))
 
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> tuple[Wires, dict[str, HostLinks]]:
-    """The links of two hosts whose GPUs are said to have everything, but for the second value."""
+    """The links of two hosts; all tensors except the second value count as on GPUs."""
     monkeypatch.setattr(host_links, "_is_on", lambda value, gpu: isinstance(value, tvm.runtime.Tensor))
     wires = Wires()
     machine = SimpleNamespace(executable=SimpleNamespace(metadata=SimpleNamespace(checks=())))
@@ -239,30 +239,30 @@ def test_where_one_end_cannot_connect_both_use_host_memory(hosts: Any, refusing:
 
 
 def test_no_step_counts_while_links_are_cut(machines: Any) -> None:
-    """What an aborted link leaves in memory must not reach a caller: all hosts know before any link is cut."""
-    _, found, _ = machines
+    """Memory of an aborted link must not reach a caller: all hosts know before any link is cut."""
+    _, by_host, _ = machines
     x = np.ones((2, 4), "float32")
-    sent = found["a"].step(0, 0, _message(0, x))
-    told: list[str] = []
+    sent = by_host["a"].step(0, 0, _message(0, x))
+    calls: list[str] = []
 
     class Actor:
         def __init__(self, machine: HostMachine) -> None:
-            self.on_links = SimpleNamespace(remote=lambda request: told.append(request) or machine.on_links(request))
+            self.on_links = SimpleNamespace(remote=lambda request: calls.append(request) or machine.on_links(request))
 
-    cut_links(_Ray, {host: Actor(machine) for host, machine in found.items()})
-    assert told == ["doubt", "doubt", "cut", "cut"]
+    cut_links(_Ray, {host: Actor(machine) for host, machine in by_host.items()})
+    assert calls == ["doubt", "doubt", "cut", "cut"]
     with pytest.raises(rh.HostError, match="host 'b': another host died"):
-        found["b"].step(0, 1, sent[0])
-    for machine in found.values():
+        by_host["b"].step(0, 1, sent[0])
+    for machine in by_host.values():
         machine.on_links("drop")
-    np.testing.assert_array_equal(found["b"].step(0, 1, _message(1, x)).values[0], x)
+    np.testing.assert_array_equal(by_host["b"].step(0, 1, _message(1, x)).values[0], x)
 
 
 def test_nothing_is_cut_where_a_host_does_not_answer() -> None:
-    told: list[str] = []
-    actor = SimpleNamespace(on_links=SimpleNamespace(remote=told.append))
+    calls: list[str] = []
+    actor = SimpleNamespace(on_links=SimpleNamespace(remote=calls.append))
     cut_links(SimpleNamespace(wait=lambda found, **options: ([], found)), {"a": actor, "b": None})
-    assert told == ["doubt"]
+    assert calls == ["doubt"]
 
 
 def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
@@ -273,8 +273,8 @@ def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
     ends = [end for found in links.values() for end in found._links.values()]
     cut_links(_Ray, {**actors, "c": None})
     assert [end.state for end in ends] == ["over", "over"]
-    for found in links.values():
-        found.drop()
+    for end in links.values():
+        end.drop()
     _connect(links)
     order = CHAIN.tasks[0].work["main"].sends[0]
     message = tuple(links["a"].leaving((0, 1), "main", [_tensors()[index] for index in order]))
@@ -284,7 +284,7 @@ def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
 
 @pytest.fixture
 def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
-    """Two hosts that run the modules of `two_hosts`, whose tensors are said to be on GPUs."""
+    """Two hosts that run the modules of `two_hosts`, whose tensors count as on GPUs."""
     pytest.importorskip("ray")
     wires, _ = hosts
     route = next(route for route in routes_of(program().functions) if "main" in route.sent)
@@ -292,53 +292,53 @@ def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
         "a": GpuInfo(gpus={0: "here"}, inputs={"main_0": (0,)}, outputs={"main_0": (0, 0)}),
         "b": GpuInfo(gpus={0: "there"}, inputs={"main_1": (0,)}, outputs={"main_1": (0,)}),
     }
-    found = {}
+    by_host = {}
     for host, module in (("a", First), ("b", Second)):
-        machine = found[host] = HostMachine(host, 0)
+        machine = by_host[host] = HostMachine(host, 0)
         machine._machine = rh.vm.VirtualMachine(rh.compile(module))
         machine._links = HostLinks(host, machine._machine, lambda gpu, host=host: wires.end(host))  # type: ignore[misc]
         machine.connect((route,), (1 << 20,), 1)
-    actors = {host: _actor(machine._links) for host, machine in found.items()}
+    actors = {host: _actor(machine._links) for host, machine in by_host.items()}
     assert connect_links(_Ray, actors, facts, route) == {"a": {"b": "NCCL"}}
-    return wires, found, route
+    return wires, by_host, route
 
 
 def _message(call: int, value: Any) -> Message:
     return Message("main", call, (value,))
 
 
-def test_steps_announce_what_they_send_and_take_what_is_announced(machines: Any) -> None:
-    wires, found, route = machines
+def test_steps_announce_sent_tensors_and_receive_announced_ones(machines: Any) -> None:
+    wires, by_host, route = machines
     for call in range(4):
         x = np.full((2, 4), call, "float32")
-        sent = found["a"].step(0, 0, _message(call, x))
+        sent = by_host["a"].step(0, 0, _message(call, x))
         along, to_caller = (sent[route.tasks[0].targets.index(target)] for target in (1, END))
         assert [type(value) for value in along.values] == [LinkTensor]
         assert along.values[0].sequence == call
-        np.testing.assert_array_equal(to_caller.values[0], x + 1)  # the caller has no GPU
-        result = found["b"].step(0, 1, pickle.loads(pickle.dumps(along)))
+        np.testing.assert_array_equal(to_caller.values[0], x + 1)  # the caller lacks a GPU
+        result = by_host["b"].step(0, 1, pickle.loads(pickle.dumps(along)))
         np.testing.assert_array_equal(result.values[0], 4 * x * x)
     assert all(sent.empty() for sent in wires.queues.values())
 
 
-def test_a_step_that_fails_takes_what_is_announced_all_the_same(machines: Any, monkeypatch: Any) -> None:
-    wires, found, _ = machines
-    machine = found["b"]._machine
+def test_a_failed_step_still_receives_announced_tensors(machines: Any, monkeypatch: Any) -> None:
+    wires, by_host, _ = machines
+    machine = by_host["b"]._machine
     call = machine.call
     monkeypatch.setattr(machine, "call", lambda *given: (_ for _ in ()).throw(rh.HeteroError("a kernel refuses")))
     x = np.ones((2, 4), "float32")
-    result = found["b"].step(0, 1, found["a"].step(0, 0, _message(0, x))[0])
+    result = by_host["b"].step(0, 1, by_host["a"].step(0, 0, _message(0, x))[0])
     assert isinstance(result.values, Failure)
     assert "a kernel refuses" in result.values.message
     monkeypatch.setattr(machine, "call", call)
-    result = found["b"].step(0, 1, found["a"].step(0, 0, _message(1, x))[0])
+    result = by_host["b"].step(0, 1, by_host["a"].step(0, 0, _message(1, x))[0])
     np.testing.assert_array_equal(result.values[0], 4 * x)
     assert all(sent.empty() for sent in wires.queues.values())
 
 
 def test_actor_calls_use_no_links(machines: Any) -> None:
     """Their order is not that of a link."""
-    _, found, route = machines
-    found["a"]._routes, found["a"]._channel_bytes = (route, route), (1 << 20, 0)
-    sent = found["a"].step(1, 0, _message(0, np.ones((2, 4), "float32")))
+    _, by_host, route = machines
+    by_host["a"]._routes, by_host["a"]._channel_bytes = (route, route), (1 << 20, 0)
+    sent = by_host["a"].step(1, 0, _message(0, np.ones((2, 4), "float32")))
     assert isinstance(sent[0].values[0], np.ndarray)

@@ -1,4 +1,4 @@
-"""Functions whose hosts talk while they run: errors of one host, deaths, and attempts that end once."""
+"""Functions whose hosts exchange messages while they run: errors of one host, deaths, and attempts that end once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of plans: which slots there are, and what their messages hold."""
+"""Routes of plans: their slots, and the contents of messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_chain_sends_only_what_the_next_host_reads() -> None:
     assert route.is_chain
 
 
-def test_what_a_host_reads_again_stays_there() -> None:
+def test_values_that_a_host_reads_again_stay_there() -> None:
     steps = (A0, B1, HostStep("a", "h", (Source(0, 0), Source(1, 0), Source(CALL, 1)), 1))
     (route,) = routes_of({"main": CallPlan(steps, Source(2, 0), ("x", "y"))})
     first, _, third = route.tasks

@@ -51,7 +51,7 @@ def test_shapes_and_scalars_arrive_as_numbers() -> None:
     assert [_sent(value) for value in (tvm_ffi.Shape([2, 3]), [4, 5], 7, 1.5, True)] == [(2, 3), (4, 5), 7, 1.5, True]
 
 
-def test_what_has_no_room_goes_through_the_store() -> None:
+def test_large_values_go_through_the_store() -> None:
     store: list[object] = []
 
     def put(value: object) -> int:
@@ -59,8 +59,8 @@ def test_what_has_no_room_goes_through_the_store() -> None:
         return len(store) - 1
 
     small, large = np.ones(100, "uint8"), np.ones(5000, "uint8")
-    room = wire.channel_bytes_for([100, 5000, 0])
-    sent, references = wire.fit([small, large, 3], room, put)
+    capacity = wire.channel_bytes_for([100, 5000, 0])
+    sent, references = wire.fit([small, large, 3], capacity, put)
     assert sent[0] is small and sent[1] is large and not references and not store
     sent, references = wire.fit([small, large, 3], wire.channel_bytes_for([100, 0, 0]) + 2000, put)
     assert references == [0] and sent[1] == wire.Stored(0) and sent[0] is small and store == [large]

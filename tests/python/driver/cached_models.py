@@ -29,5 +29,5 @@ def compiled(cache=True, weight=W, **options):
 
 
 def check(exe, weight=W):
-    found = rh.vm.VirtualMachine(exe)["main"](X).numpy()
-    np.testing.assert_allclose(found, np.maximum(X @ weight, 0), rtol=1e-5)
+    actual = rh.vm.VirtualMachine(exe)["main"](X).numpy()
+    np.testing.assert_allclose(actual, np.maximum(X @ weight, 0), rtol=1e-5)

@@ -68,7 +68,7 @@ def total(shape):
 
 @dataclass
 class Graph:
-    """A `main` under construction: its values, by the order they were made, all float32 tensors."""
+    """A `main` under construction: its values in order of creation, all float32 tensors."""
 
     devices: Sequence[relax.VDevice]
     builder: relax.BlockBuilder = field(default_factory=relax.BlockBuilder)
@@ -101,8 +101,8 @@ def modules(draw, devices):
             values += params
             for _ in range(draw(st.integers(2, 14))):
                 step(draw, graph)
-            wanted = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
-            out = builder.emit_output(relax.Tuple(wanted + [values[-1]]))
+            outputs = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
+            out = builder.emit_output(relax.Tuple(outputs + [values[-1]]))
         builder.emit_func_output(out)
     mod = builder.get()
     mod.update_global_info("vdevice", list(devices))
@@ -115,8 +115,8 @@ def step(draw, graph):
     shape = extents(value)
     kind = draw(st.sampled_from(["binary", "binary", "two", "total", "reshape", "alias", "transfer", "constant"]))
     if kind == "binary":
-        others = [v for v in graph.values if extents(v) == shape and same_object(v.ty.vdevice, value.ty.vdevice)]
-        graph.values.append(graph.call("binary", binary, [value, draw(st.sampled_from(others))], [shape]))
+        same_type = [v for v in graph.values if extents(v) == shape and same_object(v.ty.vdevice, value.ty.vdevice)]
+        graph.values.append(graph.call("binary", binary, [value, draw(st.sampled_from(same_type))], [shape]))
     elif kind == "two":
         both = graph.call("two", two_results, [value], [shape, shape])
         graph.values += [

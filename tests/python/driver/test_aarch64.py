@@ -1,4 +1,4 @@
-"""Models for AArch64 servers, compiled on any machine: which instructions their kernels have, and where they run."""
+"""Models for AArch64 servers, compiled on any machine: instructions of their kernels, and machines that run them."""
 
 import re
 
@@ -46,8 +46,8 @@ def test_products_and_convolutions_use_the_instructions_of_the_cpu(mcpu, expecte
     target = {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": mcpu, "num-cores": 2}
     executable = rh.compile(rh.transform.ToMixedPrecision("bfloat16")(rh.from_onnx(model, [target])))
     texts = [part.inspect_source("asm") for part in executable.module.imports if part.kind == "llvm"]
-    found = set(re.findall(r"\s(\w+mmla|[su]dot|bfdot)\s", "".join(texts)))
-    assert found == expected
+    instructions = set(re.findall(r"\s(\w+mmla|[su]dot|bfdot)\s", "".join(texts)))
+    assert instructions == expected
     if "asimd" not in linux_features():
         with pytest.raises(BindingError, match="which this one lacks"):
             rh.vm.VirtualMachine(executable)

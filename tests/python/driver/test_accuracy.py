@@ -1,4 +1,4 @@
-"""`rh.compile(accuracy=...)`: which form convolutions take, what it costs, and what is said about it."""
+"""`rh.compile(accuracy=...)`: forms of convolutions, their cost, and reports about them."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def test_explain_says_which_form_and_why(capsys) -> None:
 
 
 def test_weights_of_a_call_and_other_cpus_keep_the_direct_form() -> None:
-    found = [op["form"] for op in compiled("fast", weights={}).metadata.encodings["ops"]]
-    assert found == ["direct: the weights are not known when the model is compiled"] * 2
-    found = [op["form"] for op in compiled("fast", V2).metadata.encodings["ops"]]
-    assert found == ["direct: not measured to be faster with sse"] * 2
+    forms = [op["form"] for op in compiled("fast", weights={}).metadata.encodings["ops"]]
+    assert forms == ["direct: the weights are not known when the model is compiled"] * 2
+    forms = [op["form"] for op in compiled("fast", V2).metadata.encodings["ops"]]
+    assert forms == ["direct: not measured to be faster with sse"] * 2
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_weights_of_a_call_and_other_cpus_keep_the_direct_form() -> None:
         (None, "rh.compile: accuracy is None, expected one of"),
     ],
 )
-def test_what_is_no_accuracy(accuracy, message: str) -> None:
+def test_unknown_accuracies_are_refused(accuracy, message: str) -> None:
     with pytest.raises(BuildError, match=message):
         compiled(accuracy)
 

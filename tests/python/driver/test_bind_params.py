@@ -52,7 +52,7 @@ def test_weights_of_an_imported_model_leave_the_names_of_the_others():
     np.testing.assert_allclose(rh.vm.VirtualMachine(exe)["main"](rows=x).numpy(), x @ w, rtol=1e-5)
 
 
-def test_what_counts_parameters_counts_those_that_are_left():
+def test_attributes_that_count_parameters_follow():
     func = Placed["main"].with_attr({"num_input": 1, DONATED: [1, 0]})
     mod = Placed.clone()
     mod["main"] = func
@@ -131,7 +131,7 @@ def test_a_main_that_is_called_keeps_its_parameters():
 
 
 class Language(nn.Module):
-    """Three functions over the same weights, of which one reads a part."""
+    """Three functions over the same weights; one reads only some of them."""
 
     def __init__(self):
         self.first, self.second = nn.Linear(256, 512), nn.Linear(512, 256)

@@ -88,28 +88,28 @@ def call(executable, request):
 
 
 def test_results_come_to_where_they_are_read(call):
-    made = call(
+    result = call(
         "results", (X, lambda y: (y.numpy() - 1, tvm_ffi.Shape((2, 2))), lambda a: tvm.runtime.tensor(a.numpy() * 10))
     )
-    np.testing.assert_allclose(made.numpy(), ((2 * X - 1) * 10 + 2 * X).reshape(2, 2))
-    assert made.device == tvm.cpu(1)
+    np.testing.assert_allclose(result.numpy(), ((2 * X - 1) * 10 + 2 * X).reshape(2, 2))
+    assert result.device == tvm.cpu(1)
 
 
 def test_tensors_come_from_where_they_are(call):
     devices = []
-    made = call("both_devices", (X, lambda y: devices.append(y.device) or y))
+    results = call("both_devices", (X, lambda y: devices.append(y.device) or y))
     assert sorted(map(str, devices)) == ["cpu:0", "cpu:1"]
-    assert [part.device for part in made] == [tvm.cpu(0), tvm.cpu(1)]
-    for part in made:
+    assert [part.device for part in results] == [tvm.cpu(0), tvm.cpu(1)]
+    for part in results:
         np.testing.assert_allclose(part.numpy(), np.exp(-X), rtol=1e-6)
 
 
 @pytest.mark.parametrize("condition", [True, False])
 def test_each_branch_calls(call, condition):
     heard = []
-    made = call("branches", (X, lambda x: heard.append(x.numpy().tolist()), np.array(condition)))
+    result = call("branches", (X, lambda x: heard.append(x.numpy().tolist()), np.array(condition)))
     assert heard == [X.tolist()]
-    np.testing.assert_array_equal(made.numpy(), X * (1 + condition))
+    np.testing.assert_array_equal(result.numpy(), X * (1 + condition))
 
 
 def test_a_callback_may_call_the_machine(executable):
@@ -131,7 +131,7 @@ def test_a_callback_may_call_the_machine(executable):
         (KeyError("lost"), "KeyError: .*lost"),
     ],
 )
-def test_what_a_callback_does_wrong_is_an_error(call, value, message):
+def test_mistakes_of_a_callback_are_errors(call, value, message):
     def callback(_):
         if isinstance(value, Exception):
             raise value
@@ -148,7 +148,7 @@ def test_a_packed_function_that_returns_nothing_is_named(call):
 
 
 @pytest.mark.parametrize("value", [None, 3, "f"])
-def test_what_is_no_function_is_refused(call, value):
+def test_an_argument_that_is_not_a_function_is_refused(call, value):
     with pytest.raises(rh.BindingError, match=f"argument 'g' of 'both_devices' is {value!r}.* expected a function"):
         call("both_devices", (X, value))
 

@@ -22,10 +22,10 @@ def tensor(*shape, dtype="float32"):
 
 def main(value, result, *params, **others):
     """A module whose one binding is `y = value(*params)`, declared to be `result`; TVM checks nothing of it."""
-    made = [relax.Var(name, ty) for name, ty in zip("xw", params, strict=False)]
+    variables = [relax.Var(name, ty) for name, ty in zip("xw", params, strict=False)]
     y = relax.Var("y", result)
-    body = relax.SeqExpr([relax.BindingBlock([relax.VarBinding(y, value(*made))])], y)
-    func = relax.Function(made, body, result).with_attr("global_symbol", "main")
+    body = relax.SeqExpr([relax.BindingBlock([relax.VarBinding(y, value(*variables))])], y)
+    func = relax.Function(variables, body, result).with_attr("global_symbol", "main")
     return tvm.IRModule({"main": func, **others})
 
 
@@ -38,7 +38,7 @@ def kernel(a: T.Buffer((2, 3), "float32"), b: T.Buffer((2, 3), "float32")):
 
 
 def called(args, out, x=None):
-    """A module that calls the kernel with so many times x."""
+    """A module that calls the kernel with x several times."""
     gv = relax.GlobalVar("f")
     mod = main(lambda x: relax.call_tir(gv, [x] * args, out), out, x or tensor(2, 3))
     return tvm.IRModule({**dict(mod.functions.items()), gv: kernel})
@@ -126,7 +126,7 @@ def test_two_devices_that_meet_are_left_to_placement():
         rh.compile(Mod)
 
 
-def test_what_a_pass_raises_names_the_pass():
+def test_errors_of_a_pass_name_it():
     mod = main(lambda x: relax.op.cumsum(x, axis=8), T23, T23)
     with pytest.raises(
         rh.BuildError, match="op relax.cumsum of variable 'y' in function 'main' .*: Index out of range"

@@ -42,8 +42,8 @@ def fused():
 
 @pytest.mark.parametrize("index", [10, -11, 2**31, -(2**31) - 1, 2**63 - 1, -(2**63)])
 def test_an_index_out_of_range(fused, index):
-    found = f"function 'main': op relax.take of variable 'taken' in function 'main': index {index} is out of range"
-    with pytest.raises(rh.HeteroError, match=rf"^{found}, expected -10 to 9$"):
+    message = f"function 'main': op relax.take of variable 'taken' in function 'main': index {index} is out of range"
+    with pytest.raises(rh.HeteroError, match=rf"^{message}, expected -10 to 9$"):
         fused["main"](X, indices(0, index), np.array(1))
 
 

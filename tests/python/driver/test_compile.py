@@ -150,7 +150,7 @@ def test_an_op_without_kernel_is_named():
     ],
 )
 def test_a_cpu_that_is_not_described_is_this_one(target, mcpu, cores, caplog):
-    """As in ``vdevices=["llvm"]``; where code is for the oldest CPU by chance, it is said to be slow."""
+    """Same target as ``vdevices=["llvm"]``; a warning says that code for the oldest CPU is slow."""
     vdevice = tvm.relax.VDevice(tvm.target.Target(target), 0, "global")
     bb = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((4,), "float32", vdevice))
@@ -160,10 +160,10 @@ def test_a_cpu_that_is_not_described_is_this_one(target, mcpu, cores, caplog):
     mod.update_global_info("vdevice", [vdevice])
     with caplog.at_level(logging.WARNING, "relax_hetero"):
         exe = rh.compile(mod)
-    (found,) = (tvm.target.Target(device.target).attrs for device in exe.devices)
+    (attributes,) = (tvm.target.Target(device.target).attrs for device in exe.devices)
     own = rh.native("llvm").attrs
-    assert found.get("mcpu") == (own["mcpu"] if mcpu == "native" else mcpu)
-    assert found.get("num-cores") == (own["num-cores"] if cores == "native" else cores)
+    assert attributes.get("mcpu") == (own["mcpu"] if mcpu == "native" else mcpu)
+    assert attributes.get("num-cores") == (own["num-cores"] if cores == "native" else cores)
     assert ("rh.native" in caplog.text) == (mcpu is None)
     vm = rh.vm.VirtualMachine(exe, {vdevice: "cpu:0"})
     np.testing.assert_allclose(vm["main"](np.zeros(4, "float32")).numpy(), 1)
@@ -260,7 +260,7 @@ def test_dispatches_say_what_they_compute():
     assert {row.ops for row in profile.rows} >= {("matmul", "relu", "softmax")}
 
 
-def test_what_the_module_lacks_is_named():
+def test_missing_functions_and_parameters_are_named():
     x = relax.Var("x", relax.TensorType((4,), "float32"))
     bb = relax.BlockBuilder()
     with bb.function("inner", [x], private=True):

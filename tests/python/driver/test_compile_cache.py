@@ -1,4 +1,4 @@
-"""Compiled modules are found again where all that they depend on is the same, and only there."""
+"""Compiled modules are found again only if everything that they depend on is the same."""
 
 import logging
 import multiprocessing
@@ -82,7 +82,7 @@ def _compile_many(weights, start, results):
 
 @pytest.mark.slow
 def test_processes_share_a_folder(folder):
-    """Several compile, find and evict the same few modules at once; every one of them runs."""
+    """Several processes compile, find and evict the same few modules at once; every executable runs."""
     weights = [W * scale for scale in (1, 2, 3)]
     context = multiprocessing.get_context("spawn")
     start, results = context.Event(), context.Queue()
@@ -106,15 +106,15 @@ def test_threads_share_a_folder(caplog):
     """Some find what others write, while they replace each other's files."""
     weights = [W * (1 + index // 4) for index in range(8)]
     with caplog.at_level(logging.WARNING, "relax_hetero"), ThreadPoolExecutor(len(weights)) as threads:
-        made = list(threads.map(lambda weight: compiled(weight=weight), weights))
-    for exe, weight in zip(made, weights, strict=True):
+        executables = list(threads.map(lambda weight: compiled(weight=weight), weights))
+    for exe, weight in zip(executables, weights, strict=True):
         assert exe.metadata.cache.why == ""
         check(exe, weight)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("damage", ["a weight", "its code", "its end", "all of it", "a foreign file"])
-def test_what_is_corrupt_is_made_anew(folder, caplog, damage):
+def test_corrupt_entries_are_compiled_again(folder, caplog, damage):
     compiled()
     (file,) = files(folder)
     data = bytearray(file.read_bytes())
@@ -139,7 +139,7 @@ def test_what_is_corrupt_is_made_anew(folder, caplog, damage):
 
 @pytest.mark.parametrize("renamed", [False, True])
 def test_the_entry_of_another_key_is_not_taken(folder, caplog, renamed):
-    """Whatever a file is called, it says itself which module it was compiled from."""
+    """A file holds its own key: under another name it counts as a miss."""
     first, other = compiled(), compiled(weight=W * 2)
     paths = [folder / f"{exe.metadata.cache.key}.so" for exe in (first, other)]
     if renamed:
@@ -156,7 +156,7 @@ def test_the_entry_of_another_key_is_not_taken(folder, caplog, renamed):
     assert compiled().metadata.cache.state == (MISS if renamed else HIT)
 
 
-def test_what_is_loaded_outlives_its_file(folder):
+def test_loaded_code_outlives_its_file(folder):
     compiled()
     exe = compiled()
     for file in folder.iterdir():
@@ -174,7 +174,7 @@ def test_an_executable_that_was_found_can_be_exported(tmp_path):
     check(rh.load(tmp_path / "copy.so"))
 
 
-def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, caplog, monkeypatch):
+def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path, caplog, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("")
     with caplog.at_level(logging.WARNING, "relax_hetero"):
@@ -185,14 +185,14 @@ def test_a_folder_that_cannot_be_written_is_told_once(tmp_path, caplog, monkeypa
     assert caplog.text.count("cannot be written") == 1
 
 
-def test_a_folder_whose_name_is_too_long_is_none(tmp_path):
+def test_a_folder_whose_name_is_too_long_disables_the_cache(tmp_path):
     exe = compiled(tmp_path / ("x" * 300))
     assert exe.metadata.cache.state == MISS and "too long" in exe.metadata.cache.why
     check(exe)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_a_folder_that_may_not_be_searched_is_none(folder):
+def test_a_folder_that_may_not_be_searched_disables_the_cache(folder):
     compiled()
     folder.chmod(0o700)
     os.seteuid(65534)
@@ -204,8 +204,8 @@ def test_a_folder_that_may_not_be_searched_is_none(folder):
     check(exe)
 
 
-def test_without_room_to_link_nothing_is_kept(folder, monkeypatch, caplog):
-    """LLVM would end the process."""
+def test_on_a_full_disk_nothing_is_kept(folder, monkeypatch, caplog):
+    """LLVM would end the process on a full disk."""
     monkeypatch.setattr(export, "_LINKING_BYTES", 1 << 60)
     exe = compiled()
     assert "bytes left for linking" in exe.metadata.cache.why and not folder.exists() and not caplog.records
@@ -219,7 +219,7 @@ def test_without_a_c_compiler_nothing_is_kept(folder, monkeypatch, caplog):
     check(exe)
 
 
-def test_what_is_larger_than_the_folder_may_be_is_not_kept(folder, monkeypatch):
+def test_entries_larger_than_the_limit_are_not_kept(folder, monkeypatch):
     monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", "100")
     assert "its constants take" in compiled().metadata.cache.why
     assert not folder.exists()

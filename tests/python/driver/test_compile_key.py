@@ -1,4 +1,4 @@
-"""A key changes with all that an executable depends on; what has no key is compiled every time, and says why."""
+"""A key changes with all that an executable depends on; a module without a key is compiled every time, and says why."""
 
 import numpy as np
 import pytest
@@ -68,7 +68,7 @@ def test_a_key_changes_with(what):
 
 
 def test_a_key_changes_with_where_equal_weights_are():
-    """Of two weights of one shape it counts which is which."""
+    """Two weights of one shape are not interchangeable."""
 
     @ir_module("llvm")
     def Two(x: R.Tensor((3,), "float32"), a: R.Tensor((3,), "float32"), b: R.Tensor((3,), "float32")):
@@ -149,7 +149,7 @@ def test_resolvers_of_others_say_when_they_change(folder):
         remove()
 
 
-def test_what_cannot_be_written_as_text_is_not_kept():
+def test_modules_without_a_text_are_not_cached():
     mod = Linear.with_attr("theirs", tvm_ffi.convert(lambda: 1))
     assert "as JSON" in rh.compile(mod, cache=True).metadata.cache.why
 

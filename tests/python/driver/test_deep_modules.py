@@ -1,4 +1,4 @@
-"""Modules that are deep, or wide: they compile, to the right numbers, and too deep nesting is refused by name."""
+"""Deep or wide modules compile to the right numbers, and too deep nesting is refused by name."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ TYPE = relax.TensorType((4, 8), "float32")
 
 
 def chain(step, count, ty=TYPE):
-    """A value through ``step(builder, value, number)`` again and again."""
+    """A value through repeated ``step(builder, value, number)``."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", ty)
     with builder.function("main", [x]):
@@ -40,10 +40,10 @@ def numbers():
 def test_long_chains_are_kernels_of_bounded_length():
     ops = [(nn.relu, lambda x: np.maximum(x, 0)), (relax.op.negative, np.negative), (relax.op.abs, np.abs)]
     x = numbers()
-    exe, found = run(chain(lambda _b, value, i: ops[i % 3][0](value), 3 * MAX_FUSED), x)
+    exe, result = run(chain(lambda _b, value, i: ops[i % 3][0](value), 3 * MAX_FUSED), x)
     for number in range(3 * MAX_FUSED):
         x = ops[number % 3][1](x)
-    np.testing.assert_array_equal(found.numpy(), x)
+    np.testing.assert_array_equal(result.numpy(), x)
     assert max(len(dispatch.ops) for dispatch in exe.metadata.dispatches.values()) <= MAX_FUSED
 
 
@@ -51,8 +51,8 @@ def test_values_read_twice_do_not_double_a_kernel():
     """Each is half of the sum of the one before and itself: written out, 2 ** 60 terms."""
     half = relax.const(0.5, "float32")
     x = numbers()
-    _, found = run(chain(lambda b, v, _i: relax.op.multiply(b.emit(relax.op.add(v, v)), half), 60), x)
-    np.testing.assert_array_equal(found.numpy(), x)
+    _, result = run(chain(lambda b, v, _i: relax.op.multiply(b.emit(relax.op.add(v, v)), half), 60), x)
+    np.testing.assert_array_equal(result.numpy(), x)
 
 
 def test_truth_values_read_twice_do_not_double_a_kernel():
@@ -62,29 +62,29 @@ def test_truth_values_read_twice_do_not_double_a_kernel():
         return relax.op.logical_xor(builder.emit(relax.op.logical_and(value, value)), relax.const(True))
 
     for count in (1, 30, 31):
-        _, found = run(chain(step, count, relax.TensorType((4, 8), "bool")), x)
-        np.testing.assert_array_equal(found.numpy(), ~x if count % 2 else x)
+        _, result = run(chain(step, count, relax.TensorType((4, 8), "bool")), x)
+        np.testing.assert_array_equal(result.numpy(), ~x if count % 2 else x)
 
 
 def test_quantizations_in_a_row():
-    """A maximum of a minimum inside of another for each: TVM's simplifier takes time that doubles with each."""
+    """Nested maxima of minima: the time of TVM's simplifier doubles with each."""
     scale, zero = relax.const(0.5, "float32"), relax.const(3, "int8")
 
     def step(builder, value, _number):
         return relax.op.dequantize(builder.emit(relax.op.quantize(value, scale, zero, -1, "int8")), scale, zero, -1)
 
     x = numbers()
-    _, found = run(chain(step, 40), x)
-    np.testing.assert_array_equal(found.numpy(), (np.clip(x / 0.5 + 3, -128, 127) - 3) * 0.5)
+    _, result = run(chain(step, 40), x)
+    np.testing.assert_array_equal(result.numpy(), (np.clip(x / 0.5 + 3, -128, 127) - 3) * 0.5)
 
 
 def test_reshapes_and_transposes_in_a_row():
     steps = (lambda v: relax.op.permute_dims(v, [1, 0]), lambda v: relax.op.reshape(v, (4, 8)))
     x = numbers()
-    _, found = run(chain(lambda _b, value, i: steps[i % 2](value), 60), x)
+    _, result = run(chain(lambda _b, value, i: steps[i % 2](value), 60), x)
     for _ in range(30):
         x = x.T.reshape(4, 8)
-    np.testing.assert_array_equal(found.numpy(), x)
+    np.testing.assert_array_equal(result.numpy(), x)
 
 
 @pytest.mark.parametrize(("count", "axis"), [(33, 0), pytest.param(1100, -1, marks=pytest.mark.slow)])
@@ -99,8 +99,8 @@ def test_a_concatenation_of_many(count, axis):
             value = builder.emit_output(relax.op.concat(parts, axis))
         builder.emit_func_output(value)
     x = numbers()
-    _, found = run(builder.get(), x)
-    np.testing.assert_array_equal(found.numpy(), np.concatenate([x + i for i in range(count)], axis))
+    _, result = run(builder.get(), x)
+    np.testing.assert_array_equal(result.numpy(), np.concatenate([x + i for i in range(count)], axis))
 
 
 def test_command_buffers_are_of_bounded_length(monkeypatch):
@@ -108,8 +108,8 @@ def test_command_buffers_are_of_bounded_length(monkeypatch):
         monkeypatch.setattr(module, "MAX_CALLS", 3)
     weight = relax.const(np.eye(8, dtype="float32")[::-1].copy())
     x = numbers()
-    exe, found = run(chain(lambda _b, value, _i: relax.op.matmul(value, weight), 7), x)
-    np.testing.assert_array_equal(found.numpy(), x[:, ::-1])
+    exe, result = run(chain(lambda _b, value, _i: relax.op.matmul(value, weight), 7), x)
+    np.testing.assert_array_equal(result.numpy(), x[:, ::-1])
     assert [len(region.commands) for region in exe.metadata.regions] == [3, 3]
     assert exe.metadata.regions[0].ended_by == "length (3 kernels)"
 
@@ -127,8 +127,8 @@ def nested_branches(depth):
 
 def test_nested_branches_are_refused_by_name():
     x = numbers()
-    _, found = run(nested_branches(20), np.array(False), x)
-    np.testing.assert_array_equal(found.numpy(), -x)
+    _, result = run(nested_branches(20), np.array(False), x)
+    np.testing.assert_array_equal(result.numpy(), -x)
     with pytest.raises(BuildError, match=r"function 'main'.*nests branches.*deeper than 64 levels"):
         rh.compile(nested_branches(70))
 
@@ -139,8 +139,8 @@ def nested_tuples(depth):
 
 def test_nested_tuples_are_refused_by_name():
     x = numbers()
-    _, found = run(nested_tuples(30), x)
-    np.testing.assert_array_equal(found.numpy(), x)
+    _, result = run(nested_tuples(30), x)
+    np.testing.assert_array_equal(result.numpy(), x)
     with pytest.raises(BuildError, match=r"variable 'lv\d+' is of tuples in each other, deeper than 64 levels"):
         rh.compile(nested_tuples(500))
 

@@ -1,4 +1,4 @@
-"""Models whose convolutions are encoded: numbers on every kind of CPU and with layouts of others."""
+"""Models whose convolutions are encoded: numbers on every kind of CPU and with a third party's layouts."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def on(mod, *targets):
 
 
 def ops_of(exe):
-    """What each dispatch computes, in order of names; those of shapes left out."""
+    """Ops of each dispatch, sorted; shape functions left out."""
     return sorted(dispatch.ops for dispatch in exe.metadata.dispatches.values() if dispatch.ops)
 
 
@@ -176,11 +176,11 @@ def test_low_precision(name, types):
     assert exe.metadata.encodings["cancelled"] == []
 
 
-# What the test needs and no more: a model of CPU has instructions that others lack.
+# Only the instructions that the test needs: a CPU model has some that others lack.
 VNNI = {"kind": "llvm", "mcpu": "x86-64-v4", "mattr": ["+avx512vnni"], "num-cores": 2}
 
 
-# One weight on two devices: with what makes up for flipped signs where bytes are multiplied, without elsewhere.
+# One weight on two devices: with compensation for flipped signs where bytes are multiplied, without elsewhere.
 @ir_module(VNNI, (V3, 1))
 def Bytes(x: R.Tensor((1, 3, 9, 7), "int8", "llvm:0"), w: R.Tensor((20, 3, 3, 3), "int8", "llvm:0")):
     with R.dataflow():

@@ -1,4 +1,4 @@
-"""Models whose matrix products are encoded: numbers on every kind of CPU, and what became of the products."""
+"""Models whose matrix products are encoded: numbers on every kind of CPU, and the products' kernels."""
 
 import math
 
@@ -32,7 +32,7 @@ def run(exe, *args):
 
 
 def ops_of(exe):
-    """What each dispatch computes, those of shapes left out."""
+    """Ops of each dispatch, sorted; shape functions left out."""
     return sorted(dispatch.ops for dispatch in exe.metadata.dispatches.values() if dispatch.ops)
 
 
@@ -84,7 +84,7 @@ def test_a_linear_layer(target, bound):
 @pytest.mark.parametrize("name", ["mish", "softsign"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_function_with_a_formula(name, dtype):
-    """Of a product in its kernel, and alone as the formula's ops, which are one kernel."""
+    """Computed in the kernel of its product, or alone as the formula's ops in one kernel."""
     x = relax.Var("x", relax.TensorType((5, 40), dtype))
     w = relax.Var("w", relax.TensorType((40, 33), dtype))
     builder = relax.BlockBuilder()
@@ -94,8 +94,8 @@ def test_a_function_with_a_formula(name, dtype):
             result = builder.emit_output(relax.Tuple([product, builder.emit(apply_function(name, x))]))
         builder.emit_func_output(result)
     exe = rh.compile(on(builder.finalize(), V4))
-    fused, alone = sorted((ops for ops in ops_of(exe) if ops != ("pack",)), key=len)
-    assert fused[0] == "matmul" and fused[-1] == name and name not in alone
+    fused, unfused = sorted((ops for ops in ops_of(exe) if ops != ("pack",)), key=len)
+    assert fused[0] == "matmul" and fused[-1] == name and name not in unfused
     rng = np.random.default_rng(5)
     arrays = [(rng.standard_normal(shape) * 4).astype(dtype) for shape in ((5, 40), (40, 33))]
     wide = [array.astype("float64") for array in arrays]
@@ -163,8 +163,8 @@ def test_all_symbolic(target):
     for m, k, n in ((1, 1, 1), (7, 33, 17), (33, 4, 1), (1, 70, 40), (3, 0, 2), (0, 3, 2)):
         x, y = rng.standard_normal((m, k), "float32"), rng.standard_normal((k, n), "float32")
         v = rng.standard_normal(k, "float32")
-        wanted = (x @ y, x @ v, v @ y, v @ v, np.maximum(x @ y @ y.T - x, 0))
-        for got, want in zip(vm["main"](x, y, v), wanted, strict=True):
+        expected = (x @ y, x @ v, v @ y, v @ v, np.maximum(x @ y @ y.T - x, 0))
+        for got, want in zip(vm["main"](x, y, v), expected, strict=True):
             check(got.numpy(), want)
 
 
@@ -195,7 +195,7 @@ def test_weights_given_later():
 
 
 def test_a_product_of_constants():
-    """Nothing depends on an input: it may be folded, and must be right."""
+    """Constant operands: the product may be folded, and must be right."""
 
     @ir_module()
     def Mod(x: R.Tensor((4, 6), "float32"), v: R.Tensor((4, 5), "float32"), w: R.Tensor((5, 6), "float32")):

@@ -44,8 +44,8 @@ def model(tmp_path_factory):
     y = helper.make_tensor_value_info(last, TensorProto.FLOAT, None)
     graph = helper.make_graph(nodes, "g", [x], [y], weights)
     path = tmp_path_factory.mktemp("model") / "model.onnx"
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(onnx.shape_inference.infer_shapes(made), path)
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(onnx.shape_inference.infer_shapes(proto), path)
     return path
 
 
@@ -109,12 +109,12 @@ def test_the_command_line_exits_with_130_and_writes_nothing(model, tmp_path, tim
         with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             time.sleep(total * rng.uniform(0.4, 0.8))  # after Python has begun
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+            _, output = process.communicate(timeout=60)
         # Python that has not quite begun, or is about to end, leaves SIGINT to the system; shells show 130 for both.
-        assert process.returncode in (0, 130, -signal.SIGINT), said
-        assert "Traceback" not in said
+        assert process.returncode in (0, 130, -signal.SIGINT), output
+        assert "Traceback" not in output
         if process.returncode == 130:
-            assert said.splitlines()[-1] == "interrupted"
+            assert output.splitlines()[-1] == "interrupted"
             assert os.listdir(tmp_path) == []
         elif os.listdir(tmp_path):
             assert os.listdir(tmp_path) == ["model.so"]

@@ -1,4 +1,4 @@
-"""Matrix products through the whole road, against float64 and exact integers: shapes, types, targets, epilogues."""
+"""Matrix products through the whole pipeline, against float64 and exact integers: shapes, types, targets, epilogues."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def added(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.nd
 
 
 def product(builder: relax.BlockBuilder, a: relax.Expr, b: relax.Expr, out: str) -> relax.Expr:
-    """As importers write it: integers are widened first."""
+    """Product as importers write it: integers are widened first."""
     if out == "int32":
         a, b = (builder.emit(relax.op.astype(value, "int32")) for value in (a, b))
     return builder.emit(relax.op.matmul(a, b, out_dtype=out))

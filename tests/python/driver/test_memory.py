@@ -16,7 +16,7 @@ from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.transform.pipeline import pipeline_steps
 
 MEMORY = Path(__file__).resolve().parents[3] / "apps" / "bench" / "memory.py"
-# What code, threads and the runtime's own data take beside the weights of any model.
+# Bytes of code, threads and the runtime's own data, besides a model's weights.
 FIXED = 12 << 20
 
 
@@ -65,8 +65,8 @@ def test_a_weight_used_twice_is_kept_once():
 def test_sources_of_packed_weights_are_not_in_the_executable():
     weights = [tvm.runtime.tensor(np.full((256, 256), i, "float32")) for i in range(1, 4)]
     exe = rh.compile(stack(16, weights))
-    held = {tensor.data_ptr() for tensor in model_constants(exe)}
-    assert len(held) == 3 and not held & {weight.data_ptr() for weight in weights}
+    addresses = {tensor.data_ptr() for tensor in model_constants(exe)}
+    assert len(addresses) == 3 and not addresses & {weight.data_ptr() for weight in weights}
 
 
 def test_the_plan_of_a_module_counts_weights_of_graphs():

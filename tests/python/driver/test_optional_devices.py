@@ -1,4 +1,4 @@
-"""`rh.compile(optional=...)`: what an executable does where a device is absent. (GPUs of number 99 always are.)"""
+"""`rh.compile(optional=...)`: executables on machines without the device. (GPU 99 is always absent.)"""
 
 import json
 
@@ -22,7 +22,7 @@ X = np.random.default_rng(0).standard_normal((4, 32)).astype("float32")
 
 
 def layers(vdevices, devices):
-    """A model of a product a device, and its weights' product."""
+    """A model with one product for each device, and the product of its weights."""
     rng = np.random.default_rng(1)
     count = len(devices)
     nodes = [helper.make_node("MatMul", [f"x{i}", f"w{i}"], [f"x{i + 1}"], name=f"layer{i}") for i in range(count)]
@@ -37,22 +37,22 @@ def layers(vdevices, devices):
 
 @pytest.fixture(scope="module")
 def cut():
-    mod, wanted = layers(["llvm", GPU], ["llvm:0", "cuda:0", "llvm:0"])
-    return rh.compile(mod, optional=["cuda:0"]), wanted
+    mod, expected = layers(["llvm", GPU], ["llvm:0", "cuda:0", "llvm:0"])
+    return rh.compile(mod, optional=["cuda:0"]), expected
 
 
-def check(vm, wanted):
-    np.testing.assert_allclose(vm["main"](X).numpy(), wanted, rtol=1e-4, atol=1e-4)
+def check(vm, expected):
+    np.testing.assert_allclose(vm["main"](X).numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_machine_without_the_gpu_runs_on_the_cpu(cut, caplog):
-    exe, wanted = cut
+    exe, expected = cut
     with caplog.at_level("INFO", "relax_hetero"):
         vm = rh.vm.VirtualMachine(exe)
     assert "runs without cuda:0" in caplog.text and "does not have" in caplog.text
-    check(vm, wanted)
+    check(vm, expected)
     assert [device.dlpack_device_type() for device in vm.devices] == [1]
-    np.testing.assert_allclose(vm.submit("main", X).result().numpy(), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(vm.submit("main", X).result().numpy(), expected, rtol=1e-4, atol=1e-4)
     assert not vm.executable.metadata.schedules  # one device: nothing is cut
 
 
@@ -62,15 +62,15 @@ def test_the_numbers_are_those_of_the_model_on_the_cpu(cut):
 
 
 def test_an_exported_library_has_both_versions(cut, tmp_path):
-    exe, wanted = cut
+    exe, expected = cut
     exe.export_library(tmp_path / "model.so")
     loaded = rh.load(tmp_path / "model.so", verify=True)
     assert loaded.metadata.optional == (1,) and len(loaded.versions) == 1
-    check(rh.vm.VirtualMachine(loaded), wanted)
+    check(rh.vm.VirtualMachine(loaded), expected)
     loaded.export_library(tmp_path / "again.so", key=b"0123456789abcdef")
     again = rh.load(tmp_path / "again.so", key=b"0123456789abcdef")
-    check(rh.vm.VirtualMachine(again), wanted)
-    check(rh.vm.VirtualMachine(rh.load(tmp_path / "again.so", copy=True)), wanted)
+    check(rh.vm.VirtualMachine(again), expected)
+    check(rh.vm.VirtualMachine(rh.load(tmp_path / "again.so", copy=True)), expected)
 
 
 def test_versions_share_constants_in_the_file(tmp_path):
@@ -88,11 +88,11 @@ def test_versions_share_constants_in_the_file(tmp_path):
 
 
 def test_devices_and_limits_go_by_the_names_of_the_whole(cut):
-    exe, wanted = cut
+    exe, expected = cut
     for devices in ({"llvm:0": "cpu:1", "cuda:0": "cuda:97"}, ["cpu:1", "cuda:97"]):
         vm = rh.vm.VirtualMachine(exe, devices, memory_limit={"cuda:0": "1 MB", "llvm:0": "2 MB"})
         assert vm.devices == [tvm.cpu(1)]
-        check(vm, wanted)
+        check(vm, expected)
     with pytest.raises(rh.MemoryLimitError, match="llvm:0"):
         rh.vm.VirtualMachine(exe, memory_limit={"cuda:0": "1 MB", "llvm:0": 100})
     with pytest.raises(rh.BindingError, match="compiled for a cuda device"):
@@ -102,13 +102,13 @@ def test_devices_and_limits_go_by_the_names_of_the_whole(cut):
 
 
 def test_of_two_optional_devices_the_first_that_is_absent_decides(monkeypatch):
-    """A second CPU device takes the part of a GPU that is there."""
-    mod, wanted = layers(["llvm", GPU, OTHER], ["llvm:0", "cuda:0", "cuda:1"])
+    """A second CPU device stands in for a present GPU."""
+    mod, expected = layers(["llvm", GPU, OTHER], ["llvm:0", "cuda:0", "cuda:1"])
     exe = rh.compile(mod, optional=["cuda:1", "cuda:0"])
     assert exe.metadata.optional == (2, 1)
-    found = [[spec.vdevice_id for spec in version.devices if spec.kind == "cuda"] for version in exe.versions]
-    assert found == [[99], []]  # the last named goes first
-    check(rh.vm.VirtualMachine(exe), wanted)
+    vdevice_ids = [[spec.vdevice_id for spec in version.devices if spec.kind == "cuda"] for version in exe.versions]
+    assert vdevice_ids == [[99], []]  # the last named goes first
+    check(rh.vm.VirtualMachine(exe), expected)
     from relax_hetero.vm.file import versions
 
     def only_the_first_is_absent(_name, spec, device):
@@ -149,13 +149,13 @@ def test_hints_and_functions_follow():
 
 def test_both_versions_come_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path / "cache"))
-    mod, wanted = layers(["llvm", GPU], ["llvm:0", "cuda:0"])
+    mod, expected = layers(["llvm", GPU], ["llvm:0", "cuda:0"])
     for state in ("miss", "hit"):
         exe = rh.compile(mod, optional="cuda:0", cache=True)
         assert [exe.metadata.cache.state, exe.versions[0].metadata.cache.state] == [state] * 2
         exe.export_library(tmp_path / "model.so")
-        check(rh.vm.VirtualMachine(exe), wanted)
-        check(rh.vm.VirtualMachine(rh.load(tmp_path / "model.so")), wanted)
+        check(rh.vm.VirtualMachine(exe), expected)
+        check(rh.vm.VirtualMachine(rh.load(tmp_path / "model.so")), expected)
 
 
 @pytest.mark.parametrize(

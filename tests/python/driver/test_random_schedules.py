@@ -30,19 +30,19 @@ def test_same_bits(graph, seed, buffers, join_small):
     ):
         vm = rh.vm.VirtualMachine(rh.compile(mod, command_buffers=buffers))
     calls = random_calls(shapes, seed)
-    wanted = [vm["main"](*args) for args in calls]
-    check([vm.submit("main", *args) for args in calls], wanted)
+    expected = [vm["main"](*args) for args in calls]
+    check([vm.submit("main", *args) for args in calls], expected)
 
 
 @given(GRAPHS, st.integers(0, 1 << 30))
 @settings(max_examples=18, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_same_bits_whatever_comes_late(graph, seed):
-    """Threads that sleep before and after whatever they share, and take turns all the time; three of them submit."""
+    """Threads sleep around every shared operation and switch often; three of them submit."""
     mod, shapes = graph
     with mock.patch.object(device_partition, "SMALL_PART_BYTES", -1):  # as many steps as there can be
         vm = rh.vm.VirtualMachine(rh.compile(mod), max_in_flight=5)
     calls = random_calls(shapes, seed, count=9)
-    wanted = [vm["main"](*args) for args in calls]
+    expected = [vm["main"](*args) for args in calls]
     late = random.Random(seed)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -55,7 +55,7 @@ def test_same_bits_whatever_comes_late(graph, seed):
             ThreadPoolExecutor(3) as pool,
         ):
             fences = list(pool.map(lambda args: vm.submit("main", *args), calls))
-            check(fences, wanted)
+            check(fences, expected)
             assert vm.synchronize(60)
     finally:
         sys.setswitchinterval(interval)

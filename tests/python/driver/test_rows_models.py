@@ -32,7 +32,7 @@ def run(exe, *args):
 
 
 def ops_of(exe):
-    """What each dispatch computes, those of shapes left out."""
+    """Ops of each dispatch; shape functions left out."""
     return [dispatch.ops for dispatch in exe.metadata.dispatches.values() if dispatch.ops]
 
 
@@ -46,7 +46,7 @@ def softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-# A product with bias and residual before a norm; its result has no other user.
+# A product with bias and residual before a norm, the only user of its result.
 @ir_module()
 def Layer(
     x: R.Tensor((1, "s", 40), "float32"),
@@ -74,7 +74,7 @@ def test_a_norm_joins_the_product_before_it(target, rows):
     assert bool(joined) == (target != "c")
 
 
-# The product is also what is added behind the norm, and a result: it is stored, and what follows reads it.
+# The product is also added after the norm, and is a result: it is stored, and later work reads it.
 @ir_module()
 def Twice(x: R.Tensor((6, 40), "float32"), w: R.Tensor((40, 70), "float32"), scale: R.Tensor((70,), "float32")):
     with R.dataflow():
@@ -123,7 +123,7 @@ def test_two_devices():
     np.testing.assert_allclose(run(exe, *operands)[0], want, rtol=1e-4, atol=1e-5)
 
 
-# What an exporter makes of a group norm, and statistics of rows as results of their own.
+# A group norm as exporters write it, and statistics of rows as results of their own.
 @ir_module()
 def Groups(x: R.Tensor((2, 8, 5, 7), "float32"), scale: R.Tensor((8, 1, 1), "float32")):
     with R.dataflow():
@@ -183,7 +183,7 @@ def test_masks(target):
 
 
 def rounded_softmax(dtype, large, small, product):
-    """A softmax op by op, with sums that lose digits in half precision; of a product, or of what is given."""
+    """A softmax op by op, with sums that lose digits in half precision; of a product, or of the input."""
 
     def const(value):
         return relax.const(value, dtype)
@@ -211,7 +211,7 @@ def rounded_softmax(dtype, large, small, product):
 @pytest.mark.parametrize("product", [False, True], ids=["rows", "product"])
 @pytest.mark.parametrize(("dtype", "large", "small"), [("float16", 1024.0, 16.0), ("bfloat16", 128.0, 2.0)])
 def test_half_precision_is_rounded_by_every_op(target, product, dtype, large, small):
-    """As numpy rounds, to the last bit: what the exponential is taken of, and what is added up, are few numbers."""
+    """Equal to numpy's to the last bit: the exponential and the sum take few distinct numbers."""
     half = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
     exe = compiled(rounded_softmax(dtype, large, small, product), TARGETS[target])
     assert any({"max", "exp", "sum", "divide"} <= set(ops) for ops in ops_of(exe))

@@ -78,8 +78,8 @@ def test_files_keep_the_steps(x, tmp_path):
     executable.export_library(tmp_path / "halves.so")
     loaded = rh.load(tmp_path / "halves.so")
     assert loaded.metadata.schedules == executable.metadata.schedules != ()
-    found = rh.vm.VirtualMachine(loaded).submit("main", x).result(60)
-    np.testing.assert_allclose(found.numpy(), np.exp(x) + x, rtol=1e-6)
+    actual = rh.vm.VirtualMachine(loaded).submit("main", x).result(60)
+    np.testing.assert_allclose(actual.numpy(), np.exp(x) + x, rtol=1e-6)
 
 
 # Results that are arguments, weights, each other's memory and sizes.
@@ -104,10 +104,10 @@ def test_results_have_memory_of_their_own_and_sizes_are_results_too(submits):
         got = vm.submit("main", *args).result(60) if submits else vm["main"](*args)
         (((first,), moved), same, ones, y, z, shape, n) = got
         assert (shape, n) == ((5, 4), 5)
-        for found, want in zip(
+        for actual, want in zip(
             (first, moved, same, ones, y, z), (w, w, x, np.ones(3), np.exp(x), np.exp(x)), strict=True
         ):
-            np.testing.assert_allclose(found.numpy(), want, rtol=1e-6)
-            tvm.runtime.tensor(np.full(want.shape, np.nan, "float32")).copyto(found)
+            np.testing.assert_allclose(actual.numpy(), want, rtol=1e-6)
+            tvm.runtime.tensor(np.full(want.shape, np.nan, "float32")).copyto(actual)
     np.testing.assert_array_equal(args[0].numpy(), x)
     np.testing.assert_array_equal(args[1][0].numpy(), w)

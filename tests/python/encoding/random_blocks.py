@@ -10,9 +10,9 @@ def random_rows(name, rows, depth, seed=3):
     form, rng = block_format(name), np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows, depth // form.span, form.record_bytes), dtype=np.uint8)
     places = {"q6_k": [208], "q8_0": [0], "q4_0": [0], "q5_0": [0], "f16": [0], "bf16": [0]}.get(name, [0, 2])
-    for at in places:
+    for offset in places:
         numbers = rng.uniform(0.01, 1, raw.shape[:2]) * rng.choice([-1, 1], raw.shape[:2])
         words = (numbers.astype("<f4").view("<u4") >> 16).astype("<u2")
         words = words if name == "bf16" else numbers.astype("<f2").view("<u2")
-        raw[:, :, at : at + 2] = words[..., None].view(np.uint8)
+        raw[:, :, offset : offset + 2] = words[..., None].view(np.uint8)
     return raw.reshape(rows, -1)

@@ -1,4 +1,4 @@
-"""Activations written out are recognized, and nothing else is."""
+"""Decomposed activations are recognized, and nothing else is."""
 
 from __future__ import annotations
 
@@ -57,5 +57,5 @@ def test_the_value_stays_where_the_operand_has_a_factor(text: str, x: float) -> 
     expression = Expression.parse(text)
     assert "gelu" in str(named(expression))
     operand = np.array(x)
-    found, wanted = named(expression).evaluate([operand]), expression.evaluate([operand])
-    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-9)
+    actual, expected = named(expression).evaluate([operand]), expression.evaluate([operand])
+    assert actual == pytest.approx(expected, rel=1e-5, abs=1e-9)

@@ -1,4 +1,4 @@
-"""How much arithmetic a problem is, and in which element types."""
+"""Operation counts of problems, and their element types."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_attention_counts_both_products() -> None:
     assert operations(problem) == 2 * (4 * 6 * 10) * (8 + 3)
 
 
-def test_what_has_no_products_counts_nothing() -> None:
+def test_problems_without_products_count_nothing() -> None:
     x = operand("d0 d1", 3, 4)
     assert operations(ElementwiseProblem(Expression.parse("relu(x0)"), (x,), x)) == 0
     assert operations("pack") == 0
@@ -93,7 +93,7 @@ def test_attention():
     assert precision(AttentionProblem(heads, heads, heads, heads, ((0,) * 4,) * 3, (), scores)) == "bf16"
 
 
-def test_what_has_no_products():
+def test_problems_without_products():
     x = of_type("float32", "d0")
     assert precision(ElementwiseProblem(Expression.parse("relu(x0)"), (x,), x)) == ""
     assert precision_of_arguments(["float32", "int64", "float32", "bool"]) == "f32, s64, bool"

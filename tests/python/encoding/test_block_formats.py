@@ -16,8 +16,8 @@ from relax_hetero.errors import EncodingError
 F = np.float32
 
 
-def half(record, at):
-    return F(record[at : at + 2].view("<f2")[0])
+def half(record, offset):
+    return F(record[offset : offset + 2].view("<f2")[0])
 
 
 def of_simple(record, bits, minimum):

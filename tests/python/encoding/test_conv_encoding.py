@@ -27,9 +27,9 @@ def conv_encodings(draw):
     one = st.integers(1, 3)
     strides, dilation = (tuple(draw(one) for _ in range(spatial)) for _ in range(2))
     padding = tuple(draw(st.integers(0, 3)) for _ in range(2 * spatial))
-    groups, each, made = draw(one), draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    groups, each, outputs = draw(one), draw(st.integers(1, 40)), draw(st.integers(1, 40))
     maps = conv_maps(spatial)
-    sizes = {"b": draw(st.integers(1, 9) | st.just(DYNAMIC)), "c": groups * each, "n": groups * made, "k": each}
+    sizes = {"b": draw(st.integers(1, 9) | st.just(DYNAMIC)), "c": groups * each, "n": groups * outputs, "k": each}
     for d in range(spatial):
         window = draw(st.integers(1, 5))
         reach = (window - 1) * dilation[d] + 1
@@ -49,7 +49,7 @@ def test_text_round_trips(encoding):
     assert pickle.loads(pickle.dumps(encoding)) == encoding
 
 
-def test_what_the_fields_say():
+def test_meaning_of_the_fields():
     encoding = Encoding.parse(GOOD)
     assert str(encoding) == GOOD
     assert encoding.shape() == (128, 32, 3, 5)
@@ -79,7 +79,7 @@ def test_what_the_fields_say():
         ("; strides=2x1, padding=1x2x1x2, dilation=1x1, groups=2", "", "has strides, padding, dilation and groups"),
     ],
 )
-def test_text_that_is_no_encoding(old, new, message):
+def test_text_that_is_not_an_encoding(old, new, message):
     text = GOOD.replace(old, new, 1)
     with pytest.raises(EncodingError) as error:
         Encoding.parse(text)
@@ -119,7 +119,7 @@ def test_feature_maps_are_channels_last(name):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_has_no_kernel_has_no_layout(name):
+def test_convolutions_without_a_kernel_lack_a_layout(name):
     sizes = "b=1, c=4, x0=7, x1=7, n=4, k=4, w0=3, w1=3, y0=7, y1=7"
     assert layouts(conv(sizes, types="float16 * float16 -> float16"), name) == [None] * 3
 
@@ -159,7 +159,7 @@ def test_windows_of_volumes_are_transformed_in_their_inner_dimensions():
     data, weight, result = layouts(volume("8"), "avx512")
     assert data == result == PackedLayout((0, 2, 3, 4, 1))
     assert weight == PackedLayout((0, 3, 4, 2, 1), (0,), (32,), winograd=2)
-    # Of one image, two thirds of the windows are padding, which the direct form skips.
+    # With one image, two thirds of the windows are padding, which the direct form skips.
     assert layouts(volume("1"), "avx512")[1].winograd == 0
     assert layouts(volume("8", "strides=1x1x2, padding=1x1x1x1x1x1, dilation=1x1x1", 7), "avx512")[1].winograd == 0
     assert layouts(volume("?"), "avx512")[1].winograd == 0

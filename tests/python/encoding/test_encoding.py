@@ -22,8 +22,8 @@ def encodings(draw):
     sides = [draw(st.sampled_from(["l", "r", "lr"])) for _ in batch]
     maps = []
     for side, last_two in (("l", "mk"), ("r", "kn"), ("", "mn")):
-        kept = [name if side in of else "1" for name, of in zip(batch, sides, strict=True)]
-        some = [name for name in kept if name != "1" or draw(st.booleans())]
+        extents = [name if side in of else "1" for name, of in zip(batch, sides, strict=True)]
+        some = [name for name in extents if name != "1" or draw(st.booleans())]
         maps.append(tuple(draw(st.permutations([*some, *last_two]))))
     sizes = tuple((name, draw(st.integers(0, 5000) | st.just(DYNAMIC))) for name in (*batch, "m", "n", "k"))
     types = draw(st.sampled_from([("float32",) * 3, ("uint8", "int8", "int32"), ("bfloat16", "bfloat16", "float32")]))
@@ -36,7 +36,7 @@ def test_text_round_trips(encoding):
     assert pickle.loads(pickle.dumps(encoding)) == encoding
 
 
-def test_what_the_fields_say():
+def test_meaning_of_the_fields():
     encoding = Encoding.parse(BATCHED)
     assert str(encoding) == BATCHED
     assert encoding.operand_index == RHS
@@ -79,7 +79,7 @@ GOOD = "matmul[0]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=2, 
         (GOOD, "", "is not an encoding"),
     ],
 )
-def test_text_that_is_no_encoding(old, new, message):
+def test_text_that_is_not_an_encoding(old, new, message):
     assert Encoding.parse(GOOD)
     text = GOOD.replace(old, new, 1) if old != ">" else GOOD[:-1]
     with pytest.raises(EncodingError) as error:

@@ -39,7 +39,7 @@ def test_text_round_trips(text):
     ],
     ids=lambda text: repr(text[:20]),
 )
-def test_text_that_is_no_expression(text):
+def test_text_that_is_not_an_expression(text):
     with pytest.raises(EncodingError):
         Expression.parse(text)
 
@@ -70,16 +70,16 @@ def test_equal_terms_are_evaluated_once():
 
 def test_evaluation_computes_in_the_type_of_its_operands():
     x = np.array([-3.0, 0.5, 2.0], "float32")
-    found = Expression.parse("where(cast(x1, 'int8'), clip(multiply(x0, 3), -1.5, 2.5), leaky_relu(x0, 0.5))").evaluate(
+    value = Expression.parse("where(cast(x1, 'int8'), clip(multiply(x0, 3), -1.5, 2.5), leaky_relu(x0, 0.5))").evaluate(
         [x, np.array([1.0, 2.0, 0.5], "float32")]
     )
-    assert found.dtype == "float32" and found.tolist() == [-1.5, 1.5, 2.0]
+    assert value.dtype == "float32" and value.tolist() == [-1.5, 1.5, 2.0]
     assert Expression.parse("divide(x0, 2)").evaluate([np.array([-7, 7], "int8")]).tolist() == [-3, 3]
 
 
 def test_gelu_far_below_zero_loses_no_digits():
-    (found,) = Expression.parse("gelu(x0)").evaluate([np.array([-10.0])])
-    assert found == pytest.approx(-7.61985302416e-23, rel=1e-9)
+    (actual,) = Expression.parse("gelu(x0)").evaluate([np.array([-10.0])])
+    assert actual == pytest.approx(-7.61985302416e-23, rel=1e-9)
 
 
 def test_substitution():

@@ -15,8 +15,8 @@ X = np.concatenate([np.linspace(-30, 30, 601), [-300.0, 300.0, 1e-8, -1e-8]])
 
 @pytest.mark.parametrize("name", [name for name, function in FUNCTIONS.items() if function.formula])
 def test_a_formula_is_its_function(name: str) -> None:
-    found, wanted = (Expression.parse(text).evaluate([X]) for text in (FUNCTIONS[name].formula, f"{name}(x0)"))
-    np.testing.assert_allclose(found, wanted, rtol=1e-14)
+    actual, expected = (Expression.parse(text).evaluate([X]) for text in (FUNCTIONS[name].formula, f"{name}(x0)"))
+    np.testing.assert_allclose(actual, expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

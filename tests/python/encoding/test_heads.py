@@ -1,4 +1,4 @@
-"""Text of where heads lie."""
+"""Index maps of heads as text."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def test_any_order(names: list[str], starts: list[int]) -> None:
         ("(b, m, h*e)", "(b, m, h*e+1)", "the result is a whole tensor"),
     ],
 )
-def test_what_is_no_map(old: str, new: str, message: str) -> None:
+def test_malformed_maps_are_refused(old: str, new: str, message: str) -> None:
     with pytest.raises(EncodingError, match=message):
         Heads.parse(TEXT.replace(old, new, 1) if old in TEXT else TEXT)

@@ -30,7 +30,7 @@ def cases(draw):
 
 
 def _element_by_element(layout: PackedLayout, array: np.ndarray) -> np.ndarray:
-    """What the definition of tensor.pack says, one element at a time."""
+    """Array stored by the definition of tensor.pack, one element at a time."""
     stored = np.zeros(layout.packed_shape(array.shape), array.dtype)
     for index in np.ndindex(*array.shape):
         outer = [index[d] // layout.tile(d) for d in layout.outer_perm]

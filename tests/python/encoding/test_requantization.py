@@ -16,20 +16,20 @@ def simplified(text, dtypes=("int32",), **constants):
 
 def test_scales_and_shifts_take_the_division_in():
     text = "cast(clip(add(round(divide(add(multiply(cast(x0,'float32'),x1),x2),0.5)),3.0),0.0,255.0),'uint8')"
-    expression, made = simplified(text, ("int32", "float32", "float32"), x1=[1, 2], x2=[3, 4])
+    expression, constants = simplified(text, ("int32", "float32", "float32"), x1=[1, 2], x2=[3, 4])
     assert expression == Expression.parse(
         "cast(clip(add(round(add(multiply(cast(x0,'float32'),x3),x4)),3.0),0.0,255.0),'uint8')"
     )
-    assert {number: array.tolist() for number, array in made.items()} == {3: [2, 4], 4: [6, 8]}
+    assert {number: array.tolist() for number, array in constants.items()} == {3: [2, 4], 4: [6, 8]}
 
 
 def test_unknown_operands_keep_one_factor():
     text = "cast(clip(round(divide(multiply(cast(x0,'float32'),x1),0.5)),0.0,255.0),'uint8')"
-    expression, made = simplified(text, ("int32", "float32"))
+    expression, constants = simplified(text, ("int32", "float32"))
     assert expression == Expression.parse(
         "cast(clip(round(multiply(multiply(cast(x0,'float32'),x1),2.0)),0.0,255.0),'uint8')"
     )
-    assert made == {}
+    assert constants == {}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_bounds(text, expected):
     assert simplified(text, ("float32",)) == (Expression.parse(expected), {})
 
 
-def test_what_is_quantized_and_dequantized_stays_a_float():
+def test_quantize_then_dequantize_stays_a_float():
     quantized = "cast(clip(add(round(multiply(x0,4.0)),3.0),0.0,255.0),'uint8')"
     text = f"relu(multiply(cast(subtract(cast({quantized},'int32'),3),'float32'),0.25))"
     assert simplified(text, ("float32",)) == (
@@ -79,13 +79,13 @@ def test_bytes_are_the_same_but_for_halves(seed, first, second, zero, has_relu):
     other = f"multiply(cast(subtract(cast(x3,'int32'),{zero}),'float32'),{second!r})"
     text = f"cast(clip(add(round(divide(add({back},{other}),{second!r})),{float(zero)}),0.0,255.0),'uint8')"
     types = ("int32", "float32", "float32", "uint8")
-    expression, made = simplified(text, types, x1=x1, x2=x2)
-    got = expression.evaluate([x0, x1, x2, x3, *made.values()])
+    expression, constants = simplified(text, types, x1=x1, x2=x2)
+    got = expression.evaluate([x0, x1, x2, x3, *constants.values()])
     want = Expression.parse(text).evaluate([x0, x1, x2, x3])
     # A unit of the first rounding is first/second units of the second one.
-    apart = np.abs(got.astype(int) - want.astype(int))
-    assert apart.max() <= 1 + np.ceil(first / second)
-    assert (apart > 0).mean() < 0.2
+    difference = np.abs(got.astype(int) - want.astype(int))
+    assert difference.max() <= 1 + np.ceil(first / second)
+    assert (difference > 0).mean() < 0.2
     assert sum(term.op in ("divide", "relu") for term in expression.terms()) == 0
 
 

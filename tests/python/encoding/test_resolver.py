@@ -24,7 +24,7 @@ X86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
 
 
 class Transposing(EncodingResolver):
-    """A third party's: the right operand transposed, the others as they are, a kernel of dot products."""
+    """Third-party resolver: the right operand transposed, the others unchanged, a kernel of dot products."""
 
     name = "transposing"
 
@@ -55,7 +55,7 @@ class Transposing(EncodingResolver):
 
 @pytest.fixture
 def registered():
-    """Takes registrations back after the test."""
+    """Undo registrations after the test."""
     undo = []
 
     def register(*args, **kwargs):

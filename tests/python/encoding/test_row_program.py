@@ -25,7 +25,7 @@ def test_text_there_and_back(text):
     assert RowProgram.parse(str(program)) == program
 
 
-def test_reductions_are_operands_behind_the_programs():
+def test_reductions_are_operands_after_the_programs():
     program = RowProgram.parse("r0 = max(x1); add(r0, x0)")
     assert program.num_operands == 2
     assert program.reductions == (Reduction("max", Expression.operand(1)),)
@@ -41,7 +41,7 @@ def test_type_of_the_result():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "message"),
     [
         ("r1 = max(x0); r1", "r1 = max"),
         ("r0 = median(x0); r0", "median"),
@@ -54,17 +54,17 @@ def test_type_of_the_result():
         ("r0 = sum(nothing(x0)); r0", "nothing"),
     ],
 )
-def test_other_text_is_refused(text, found):
-    with pytest.raises(EncodingError, match=found):
+def test_other_text_is_refused(text, message):
+    with pytest.raises(EncodingError, match=message):
         RowProgram.parse(text)
 
 
 def test_the_outermost_term_is_replaced():
-    whole = Expression.parse("add(exp(x0), exp(x0))").term
+    outer = Expression.parse("add(exp(x0), exp(x0))").term
     inner = Expression.parse("exp(x0)").term
-    assert replaced(whole, {inner: Expression.operand(1).term}) == Expression.parse("add(x1, x1)").term
-    both = {whole: Expression.operand(2).term, inner: Expression.operand(1).term}
-    assert replaced(whole, both) == Expression.operand(2).term
+    assert replaced(outer, {inner: Expression.operand(1).term}) == Expression.parse("add(x1, x1)").term
+    both = {outer: Expression.operand(2).term, inner: Expression.operand(1).term}
+    assert replaced(outer, both) == Expression.operand(2).term
 
 
 def test_kinds_are_named():

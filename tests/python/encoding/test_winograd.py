@@ -27,12 +27,12 @@ def test_transforms_of_windows_data_and_sums_give_the_convolution(m: int) -> Non
     """A^T (G w * B^T d), where A and B follow from interpolation at the points."""
     points = [0.0, *(sign * point for point in POINTS[m] for sign in (1, -1))]
     size = positions(m)
-    at = np.array([[point**power for power in range(size)] for point in points])
-    back = np.vstack([at[:, :m], [0.0] * (m - 1) + [1.0]]).T
+    powers = np.array([[point**power for power in range(size)] for point in points])
+    back = np.vstack([powers[:, :m], [0.0] * (m - 1) + [1.0]]).T
     # The transform of data is the transpose of interpolation by a polynomial of degree m + 1.
     scale = np.array([np.prod([p - q for q in points if q != p]) for p in points])
-    whole = np.vstack([at, [0.0] * (size - 1) + [1.0]])
-    forward = np.linalg.inv(whole).T * np.append(scale, 1.0)[:, None]
+    matrix = np.vstack([powers, [0.0] * (size - 1) + [1.0]])
+    forward = np.linalg.inv(matrix).T * np.append(scale, 1.0)[:, None]
     window, data = fresh_rng().standard_normal(3), fresh_rng().standard_normal(size)
     sums = back @ ((window_matrix(m) @ window) * (forward @ data))
     np.testing.assert_allclose(sums, np.correlate(data, window, "valid"), rtol=0, atol=1e-12)
@@ -90,10 +90,10 @@ def test_no_layout(arguments: tuple, message: str) -> None:
         (("<float32 * float32", "<int8 * int8"), "which are floats, not int8"),
     ],
 )
-def test_what_has_no_transformed_windows(change: tuple[str, str], message: str) -> None:
+def test_convolutions_without_transformed_windows(change: tuple[str, str], message: str) -> None:
     encoding = Encoding.parse(CONV)
     assert unsupported_reason(LAYOUT, encoding) == ""
-    # Of sizes that the change contradicts: only what the layout needs is asked.
+    # Sizes may contradict the change: only what the layout needs is checked.
     text = CONV.replace(*change)
     changed = {
         "strides=1x2": text.replace("y1=9", "y1=5"),

@@ -59,9 +59,9 @@ def test_caches(make, extent):
     cache, fresh = (rng.standard_normal(shape).astype("float32") for shape in (CACHE, NEW))
     want = expected(cache, 2 * fresh)
     for donate in (None, ["past.0"]):
-        given = cache.copy()
-        values = {"past.0": given, "fresh": fresh, **places}
-        found = rh.vm.VirtualMachine(rh.compile(mod, donate=donate))["main"](**values)
-        np.testing.assert_array_equal(found.numpy(), want)
-        np.testing.assert_array_equal(given, want if donate else cache)
-        assert (found.data_ptr() == given.ctypes.data) == bool(donate)
+        past = cache.copy()
+        values = {"past.0": past, "fresh": fresh, **places}
+        result = rh.vm.VirtualMachine(rh.compile(mod, donate=donate))["main"](**values)
+        np.testing.assert_array_equal(result.numpy(), want)
+        np.testing.assert_array_equal(past, want if donate else cache)
+        assert (result.data_ptr() == past.ctypes.data) == bool(donate)

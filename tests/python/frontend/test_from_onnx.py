@@ -1,4 +1,4 @@
-"""What an ONNX graph becomes: names, structure, constants, functions, branches."""
+"""Modules imported from ONNX graphs: names, structure, constants, functions, branches."""
 
 import warnings
 
@@ -20,19 +20,19 @@ def imported(text, **options):
 
 def bindings(mod):
     """Names and op names of all bindings of main, branches included."""
-    found = []
+    pairs = []
 
     def visit(expr):
         for block in expr.blocks:
             for binding in block.bindings:
                 value = binding.value
-                found.append((binding.var.name, value.op.name if isinstance(value, relax.Call) else None))
+                pairs.append((binding.var.name, value.op.name if isinstance(value, relax.Call) else None))
                 if isinstance(value, relax.If):
                     visit(value.true_branch)
                     visit(value.false_branch)
 
     visit(mod["main"].body)
-    return found
+    return pairs
 
 
 def test_bindings_carry_the_names_of_their_nodes():
@@ -44,7 +44,7 @@ def test_bindings_carry_the_names_of_their_nodes():
     names = [name for name, _ in bindings(rh.from_onnx(model))]
     assert names[:2] == ["/encoder/layer.0/Relu", "Neg_1"]
     assert names[-1] == "/encoder/layer.0/Softplus"
-    # What else a node becomes has its name and a number.
+    # Further bindings of a node have its name and a number.
     assert all(name.startswith("/encoder/layer.0/Softplus_") for name in names[2:-1])
     assert len(set(names)) == len(names)
 
@@ -81,7 +81,7 @@ def test_names_that_text_cannot_have_get_an_underscore():
     tvm.ir.assert_structural_equal(tvm.script.from_source(mod.script()), mod)
 
 
-def test_nodes_of_one_name_and_names_of_inputs_stay_apart():
+def test_nodes_of_one_name_and_names_of_inputs_stay_distinct():
     mod = imported("""
         <ir_version: 9, opset_import: ["" : 17]>
         g (float[2] x, float[2] Relu_1) => (float[2] y) {

@@ -1,4 +1,4 @@
-"""What models that cannot be imported get."""
+"""Errors for models that cannot be imported."""
 
 import numpy as np
 import onnx
@@ -32,7 +32,7 @@ def test_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"not a model at all", b"\x08\x07"])
-def test_a_file_that_is_no_model(tmp_path, data):
+def test_a_file_that_is_not_a_model(tmp_path, data):
     path = tmp_path / "broken.onnx"
     path.write_bytes(data)
     refused(path, "broken.onnx", "not an ONNX model")

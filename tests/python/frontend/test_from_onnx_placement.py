@@ -26,11 +26,11 @@ CHAIN = """
 def devices_of(mod):
     """Names of the devices of parameters and bindings of main, by variable."""
     listed = vdevices_of(mod)
-    found = {param.name: device_name(param.ty.vdevice, listed) for param in mod["main"].params}
+    devices = {param.name: device_name(param.ty.vdevice, listed) for param in mod["main"].params}
     for block in mod["main"].body.blocks:
         for binding in block.bindings:
-            found[binding.var.name] = device_name(binding.var.ty.vdevice, listed)
-    return found
+            devices[binding.var.name] = device_name(binding.var.ty.vdevice, listed)
+    return devices
 
 
 def transfers(mod):
@@ -56,8 +56,8 @@ def test_without_rules_all_is_on_the_first_device():
 
 def test_nodes_are_where_the_rules_put_them():
     mod = imported(CHAIN, CPU_AND_C, placement={"third": "c", "Add": "llvm"})
-    found = devices_of(mod)
-    assert {name: found[name] for name in ("first", "second", "third", "fourth")} == {
+    devices = devices_of(mod)
+    assert {name: devices[name] for name in ("first", "second", "third", "fourth")} == {
         "first": "llvm:0",
         "second": "llvm:0",
         "third": "c:0",
@@ -67,8 +67,8 @@ def test_nodes_are_where_the_rules_put_them():
 
 
 def test_inputs_live_on_the_device_of_their_first_use():
-    found = devices_of(imported(CHAIN, CPU_AND_C, placement={"second": "c"}))
-    assert (found["x"], found["z"]) == ("llvm:0", "c:0")
+    devices = devices_of(imported(CHAIN, CPU_AND_C, placement={"second": "c"}))
+    assert (devices["x"], devices["z"]) == ("llvm:0", "c:0")
 
 
 def test_outputs_live_where_they_are_made():
@@ -150,8 +150,8 @@ def test_auto_places_by_the_cost_model():
     text = """
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[64, 64] x) => (float[64, 64] y) { [product] p = MatMul(x, x) [sum] y = Add(p, x) }"""
-    found = devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=cheap_products))
-    assert (found["product"], found["sum"]) == ("c:0", "llvm:0")
+    devices = devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=cheap_products))
+    assert (devices["product"], devices["sum"]) == ("c:0", "llvm:0")
     assert set(devices_of(imported(text, CPU_AND_C, placement="auto")).values()) == {"llvm:0"}
 
 
@@ -164,13 +164,13 @@ def test_auto_for_throughput_uses_both_devices():
     text = """
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[64, 64] x) => (float[64, 64] y) { [first] p = MatMul(x, x) [second] y = MatMul(p, p) }"""
-    found = devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=costs, objective="throughput"))
-    # What comes from the host and goes there is on it.
-    assert {found["first"], found["second"]} == {"llvm:0", "c:0"}
+    devices = devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=costs, objective="throughput"))
+    # Inputs and outputs are on the host.
+    assert {devices["first"], devices["second"]} == {"llvm:0", "c:0"}
     assert len(set(devices_of(imported(text, CPU_AND_C, placement="auto", cost_model=costs)).values())) == 1
 
 
-def test_an_objective_that_there_is_not():
+def test_an_unknown_objective_is_refused():
     with pytest.raises(rh.PlacementError, match="objective is 'speed'"):
         imported(CHAIN, CPU_AND_C, placement="auto", objective="speed")
 

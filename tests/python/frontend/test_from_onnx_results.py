@@ -170,10 +170,10 @@ def test_results_are_onnx_runtimes(name, two_devices):
             if condition is not None:
                 feeds["c"] = np.array(condition)
             expected = session.run(None, feeds)
-            found = vm["main"](**feeds)
-            found = found if isinstance(found, tuple) else (found,)
-            assert len(found) == len(expected)
-            for ours, theirs in zip(found, expected, strict=True):
+            actual = vm["main"](**feeds)
+            actual = actual if isinstance(actual, tuple) else (actual,)
+            assert len(actual) == len(expected)
+            for ours, theirs in zip(actual, expected, strict=True):
                 np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-5)
                 assert ours.numpy().dtype == theirs.dtype
 

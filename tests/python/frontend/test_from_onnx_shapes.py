@@ -10,8 +10,8 @@ import relax_hetero as rh
 def model_of(**inputs):
     """A model that returns its inputs; an input is its shape, or (element type, shape)."""
     infos = []
-    for name, given in inputs.items():
-        elem_type, shape = given if isinstance(given, tuple) else (TensorProto.FLOAT, given)
+    for name, dims in inputs.items():
+        elem_type, shape = dims if isinstance(dims, tuple) else (TensorProto.FLOAT, dims)
         infos.append(helper.make_tensor_value_info(name, elem_type, shape))
     graph = helper.make_graph([], "g", infos, infos)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
@@ -56,9 +56,9 @@ def test_pinned_by_name():
 
 def test_arithmetic_by_name():
     model = model_of(ids=["batch", "seq"], past=["batch", "past"], mask=["batch", "total"], more=["total + 1"])
-    found = shapes_of(model, {"total": "past + seq"})
-    assert found["mask"] == ["batch", "past + seq"]
-    assert found["more"] == ["past + seq + T.int64(1)"]
+    shapes = shapes_of(model, {"total": "past + seq"})
+    assert shapes["mask"] == ["batch", "past + seq"]
+    assert shapes["more"] == ["past + seq + T.int64(1)"]
     assert shapes_of(model, {"total": "past + seq", "past": 3, "seq": 2})["mask"] == ["batch", 5]
     assert shapes_of(model, {"total": "seq"})["mask"] == ["batch", "seq"]
 
@@ -93,7 +93,7 @@ def test_an_expression_of_unknowns_is_a_variable_of_its_own():
     assert shapes_of(model, {"past + 1": 4}) == {"x": [4], "y": [4]}
 
 
-def test_odd_names_become_variables_that_stay_apart():
+def test_odd_names_become_distinct_variables():
     names = shapes_of(model_of(x=["a-b.c", "a b c", "a_b_c"]))["x"]
     assert len(set(names)) == 3
 

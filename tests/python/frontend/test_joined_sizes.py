@@ -1,4 +1,4 @@
-"""Sizes that nodes join stay of a few terms, however many nodes hand them on."""
+"""Joined sizes keep few terms, however many nodes pass them on."""
 
 import numpy as np
 import onnx
@@ -73,7 +73,7 @@ def most_terms(mod: tvm.IRModule) -> int:
 
 
 def compare(model: onnx.ModelProto, feeds: list[dict[str, np.ndarray]]) -> list[str]:
-    """Compare calls with ONNX Runtime's, which refuses what is refused here; the texts of the errors."""
+    """Compare calls with ONNX Runtime's, which must refuse the same ones; returns the texts of the errors."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -136,7 +136,7 @@ def test_chains_of_sizes(kind):
 
 
 def test_bounds_of_sums_of_branches_and_of_sizes_that_are_found():
-    """A table that is sliced by a sum bounds the sum; in a branch, a bound holds for calls that take it."""
+    """Slicing a table by a sum bounds the sum; in a branch, a bound holds for calls that take the branch."""
     model = parser.parse_model(f"""{HEAD} g (float[past, 2] p, float[new, 2] x, float[9] table) => (float[A, 2] y)
         <{NUMBERS}> {{
             all = Concat<axis = 0>(p, x)  s = Shape(all)  n = Gather(s, zero)
@@ -156,8 +156,8 @@ def test_bounds_of_sums_of_branches_and_of_sizes_that_are_found():
     calls = [(x[:2], True), (x[:2], False), (x, True), (x, False)]
     feeds = [{"x": part, "is_short": np.array(is_short), "table": table[:3]} for part, is_short in calls]
     assert "size n is at most 3" in compare(branch, feeds)[0]
-    found = parser.parse_model(f"""{HEAD} g (float[n] x, float[3] table) => (float[m] y) <{NUMBERS}> {{
+    lookup = parser.parse_model(f"""{HEAD} g (float[n] x, float[3] table) => (float[m] y) <{NUMBERS}> {{
         places = NonZero(x)  flat = Squeeze(places, zero)  s = Shape(flat)  rows = Slice(table, zero, s)
         real = Cast<to = 1>(flat)  y = Add(real, rows) }}""")
     feeds = [{"x": np.array(values, "float32"), "table": table[:3]} for values in ([0, 1, 1], [1], [1, 1, 0, 1, 1])]
-    assert "is at most 3" in compare(found, feeds)[0]
+    assert "is at most 3" in compare(lookup, feeds)[0]

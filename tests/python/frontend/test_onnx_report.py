@@ -1,4 +1,4 @@
-"""What a report says of a model before anything is compiled: every node, and all that is missing at once."""
+"""Reports on a model before anything is compiled: every node, and everything missing at once."""
 
 import json
 
@@ -10,7 +10,7 @@ from relax_hetero.errors import FrontendError
 
 TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
-# Refused: ops of nobody, also in a branch, and a form of an op; the type of one output is not known.
+# Refused: ops without a definition, also in a branch, and a form of an op; the type of one output is unknown.
 BROKEN = """
 <ir_version: 8, opset_import: ["" : 17, "acme" : 3, "com.microsoft" : 1]>
 g (float[batch, 4] x, bool c) => (float[batch, 4] y, float[batch, 4] z)
@@ -67,8 +67,8 @@ def test_text_and_json_hold_every_refusal(broken):
     assert "5 of 11 nodes refused" in text
 
 
-def test_sizes_that_nobody_knows_are_said():
-    """A form that is refused behind a stand-in may be refused only because the stand-in's sizes are open."""
+def test_unknown_sizes_are_reported():
+    """A form that is refused after a stand-in may be refused only because the stand-in's sizes are unknown."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17, "acme" : 1]>
         g (float[2, 4] x) => (float[a, b] y) <float[p, q] foo> {
@@ -76,7 +76,7 @@ def test_sizes_that_nobody_knows_are_said():
             [form] y = LpPool <kernel_shape = [2], p = 0> (foo)
         }""")
     (_, form) = rh.onnx_report(model).refused
-    assert form.name == "form" and "behind the refused node 'strange', whose sizes are not known" in form.reason
+    assert form.name == "form" and "after the refused node 'strange', whose sizes are not known" in form.reason
 
 
 def test_a_whole_model_is_supported_on_each_device():
@@ -102,7 +102,7 @@ def test_an_input_that_cannot_be_one_is_a_problem():
     assert report.problems[0] in " ".join(str(report).split())
 
 
-def test_a_file_that_is_no_model_is_an_error(tmp_path):
+def test_a_file_that_is_not_a_model_is_an_error(tmp_path):
     path = tmp_path / "model.ort"
     path.write_bytes(b"\x1c\0\0\0ORTM" + bytes(64))
     for ask in (rh.onnx_report, rh.from_onnx):

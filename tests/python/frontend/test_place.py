@@ -44,8 +44,8 @@ def test_rules_match_modules_by_their_parameters():
     mod = exported()
     placed = rh.place(mod, {"second": "llvm:1"}, DEVICES)
     rh.transform.verify_placement(placed)
-    found = positions(placed, "forward")
-    assert [name for name, position in found.items() if position == 0] == ["permute_dims", "matmul", "add", "relu"]
+    actual = positions(placed, "forward")
+    assert [name for name, position in actual.items() if position == 0] == ["permute_dims", "matmul", "add", "relu"]
     values = [
         np.random.default_rng(0).standard_normal([int(dim) for dim in param.ty.shape.values]).astype("float32")
         for param in mod["forward"].params
@@ -56,15 +56,15 @@ def test_rules_match_modules_by_their_parameters():
 
 def test_the_first_rule_decides_and_ops_match_with_and_without_their_namespace():
     placed = rh.place(exported(), [("relax.add", "llvm:1"), ("second.bias", "llvm:0"), ("matmul*", "llvm:1")], DEVICES)
-    found = positions(placed, "forward")
-    assert (found["matmul"], found["add"], found["add1"], found["relu"]) == (1, 1, 1, 0)
+    actual = positions(placed, "forward")
+    assert (actual["matmul"], actual["add"], actual["add1"], actual["relu"]) == (1, 1, 1, 0)
 
 
 def test_hints_stay_where_no_rule_matches():
     placed = rh.place(Hinted, {"a": "llvm:1"})
     rh.transform.verify_placement(placed)
-    found = positions(placed, "main")
-    assert (found["a"], found["b"], found["d"]) == (1, 1, 1)
+    actual = positions(placed, "main")
+    assert (actual["a"], actual["b"], actual["d"]) == (1, 1, 1)
     assert positions(rh.place(Hinted, {"relax.exp": "llvm:0"}), "main")["b"] == 1
 
 

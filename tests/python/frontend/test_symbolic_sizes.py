@@ -70,12 +70,12 @@ def test_sizes_are_those_of_the_reference(name, sizes):
     analyzer = sym.Analyzer()
     for dim, value in zip(func.params[0].ty.shape, sizes, strict=False):
         analyzer.bind(dim, tirx.IntImm("int64", value))
-    found = [int(analyzer.simplify(dim)) for dim in func.ret_ty.shape]
+    actual = [int(analyzer.simplify(dim)) for dim in func.ret_ty.shape]
     (expected,) = ReferenceEvaluator(model).run(None, {"x": np.zeros((*sizes, 6), "float32")})
-    assert found == list(expected.shape)
+    assert actual == list(expected.shape)
 
 
-def test_what_is_not_a_size_is_computed_when_the_model_runs():
+def test_numbers_that_are_not_sizes_are_computed_at_run_time():
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[N, M] x) => (float[2] y) { s = Shape(x) f = Cast<to = 1>(s) y = Sqrt(f) }""")
@@ -103,7 +103,7 @@ def test_a_table_cut_by_a_symbolic_size_bounds_it():
 
 
 def test_a_size_that_may_broadcast_is_not_bounded():
-    # One row, or none, goes with any number of them.
+    # One row broadcasts with any number of rows.
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[tokens, 2] x) => (float[A, 2] y)
@@ -140,7 +140,7 @@ def test_slices_by_symbolic_numbers(numbers, is_computed):
 
 
 def test_a_size_that_is_halved_is_that_of_a_convolution():
-    # As U-Nets are exported: what is enlarged to a size computed by Div joins what a convolution halved.
+    # Exported U-Nets: a map resized to a size computed by Div joins one that a convolution halved.
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         g (float[1, 1, height, 4] x) => (float[1, 1, h, 2] y)

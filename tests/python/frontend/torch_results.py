@@ -26,17 +26,17 @@ def check(module, args, kwargs=None, atol=1e-5, **options):
     module = module.eval()
     mod = rh.from_torch(module, args, kwargs, **options)
     main = rh.vm.VirtualMachine(rh.compile(mod))["main"]
-    found = main(*tensors((args, kwargs or {})))
+    actual = main(*tensors((args, kwargs or {})))
     with torch.no_grad():
-        compare(found, module(*args, **(kwargs or {})), atol)
+        compare(actual, module(*args, **(kwargs or {})), atol)
     return main, mod
 
 
-def compare(found, wanted, atol=1e-5):
+def compare(actual, want, atol=1e-5):
     """Results of a call against those of torch."""
-    found = [found] if hasattr(found, "numpy") else list(found)
-    wanted = tensors(wanted)
-    assert len(found) == len(wanted)
-    for position, (result, expected) in enumerate(zip(found, wanted, strict=True)):
+    actual = [actual] if hasattr(actual, "numpy") else list(actual)
+    want = tensors(want)
+    assert len(actual) == len(want)
+    for position, (result, expected) in enumerate(zip(actual, want, strict=True)):
         assert str(result.dtype) == str(expected.dtype)[6:], position
         np.testing.assert_allclose(result.numpy(), expected.numpy(), atol=atol, rtol=1e-5, err_msg=str(position))

@@ -1,4 +1,4 @@
-"""Arguments of every kind that Python programs hand around, against numpy's view of them.
+"""Arguments of every kind that Python programs pass, against numpy's view of them.
 
 A case is right if the result is that of the plain array with the same elements, and refused if the library says so.
 Arrays may be of another byte order, strided forwards, backwards and not at all, misaligned, read-only, empty, of
@@ -128,7 +128,7 @@ def attack(rng: np.random.Generator) -> Outcome:
     dtype = str(rng.choice(DTYPES))
     vm = _machine(dtype, int(rng.integers(1, 3)))
     shape = tuple(int(size) for size in rng.choice([0, 1, 2, 3, 8, 17, 64], 2))
-    given: list[Any] = []
+    arguments: list[Any] = []
     texts = []
     for _ in range(2):
         own_dtype = str(rng.choice(DTYPES)) if rng.random() < 0.1 else dtype
@@ -140,38 +140,38 @@ def attack(rng: np.random.Generator) -> Outcome:
         value = layout(rng, value)
         if rng.random() < 0.05:
             value = NOT_ARRAYS[rng.integers(len(NOT_ARRAYS))]
-        given.append(value)
+        arguments.append(value)
         texts.append(
             f"{layout.__name__} {own_dtype} {own_shape}" if isinstance(value, np.ndarray) else repr(value)[:80]
         )
     if rng.random() < 0.1:
-        given[1] = given[0]
+        arguments[1] = arguments[0]
     if rng.random() < 0.05:
-        given = given[: rng.integers(0, 2)] if rng.random() < 0.5 else [*given, given[0]]
+        arguments = arguments[: rng.integers(0, 2)] if rng.random() < 0.5 else [*arguments, arguments[0]]
     how = int(rng.integers(4))
-    text = f"{dtype} {texts} {len(given)} given, way {how}"
+    text = f"{dtype} {texts} {len(arguments)} given, way {how}"
     try:
-        result = _called(vm, given, how)
+        result = _called(vm, arguments, how)
     except rh.HeteroError:
         return REFUSED
-    plain = [np.asarray(value.numpy() if isinstance(value, tvm.runtime.Tensor) else value) for value in given]
+    plain = [np.asarray(value.numpy() if isinstance(value, tvm.runtime.Tensor) else value) for value in arguments]
     if len(plain) != 2 or plain[0].shape != plain[1].shape:
         return Outcome("accepted", text)
     a, b = (value.astype(value.dtype.newbyteorder("=")) for value in plain)
-    wanted = (a ^ b) if dtype == "bool" else np.subtract(a.astype(dtype), b.astype(dtype))
-    complaint = difference(result, wanted.astype(dtype))
+    expected = (a ^ b) if dtype == "bool" else np.subtract(a.astype(dtype), b.astype(dtype))
+    complaint = difference(result, expected.astype(dtype))
     return Outcome("wrong", f"{text}: {complaint}") if complaint else RIGHT
 
 
-def _called(vm: rh.vm.VirtualMachine, given: list[Any], how: int) -> np.ndarray:
+def _called(vm: rh.vm.VirtualMachine, arguments: list[Any], how: int) -> np.ndarray:
     """The result of a call by position, by name, submitted, or into a given array."""
-    if how == 0 or len(given) != 2:
-        return np.asarray(vm["main"](*given).numpy())
+    if how == 0 or len(arguments) != 2:
+        return np.asarray(vm["main"](*arguments).numpy())
     if how == 1:
-        return np.asarray(vm["main"](x=given[0], y=given[1]).numpy())
+        return np.asarray(vm["main"](x=arguments[0], y=arguments[1]).numpy())
     if how == 2:
-        return np.asarray(vm.submit("main", *given).result(timeout=60).numpy())
-    first = vm["main"](*given)
+        return np.asarray(vm.submit("main", *arguments).result(timeout=60).numpy())
+    first = vm["main"](*arguments)
     out = np.full(first.shape, 7, first.dtype)
-    vm["main"](*given, out=out)
+    vm["main"](*arguments, out=out)
     return out

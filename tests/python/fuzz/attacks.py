@@ -22,7 +22,7 @@ def _marked_memory() -> dict[str, str]:
 
 @functools.cache
 def sanitizer() -> dict[str, str]:
-    """What makes a Python process and code that it compiles from C++ run under AddressSanitizer; empty without gcc.
+    """Environment that runs a Python process and its compiled C++ code under AddressSanitizer; empty without gcc.
 
     Code for ``c`` devices is compiled with the sanitizer's checks. All of TVM gets its memory from the sanitizer, which
     also checks what the C library copies.
@@ -85,10 +85,10 @@ KINDS = {
     "containers": Kind("damaged_files", "attack_containers"),
     "sanitized": Kind("onnx_graphs", "attack_sanitized", sanitizer, limit_memory=False, quick=False),
 }
-"""What `make fuzz` runs."""
+"""Kinds of attacks that `make fuzz` runs."""
 
 KNOWN = {"known": Kind("known_endings")}
-"""For the tests of the harness."""
+"""Attack for the tests of the harness."""
 
 
 def kind_of(name: str) -> Kind:
@@ -97,5 +97,5 @@ def kind_of(name: str) -> Kind:
 
 
 def possible(names: list[str]) -> list[str]:
-    """Those of some kinds that can run on this machine."""
+    """Given kinds that can run on this machine."""
     return [name for name in names if kind_of(name).environment()]

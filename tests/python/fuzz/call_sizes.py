@@ -18,16 +18,16 @@ _SIZES = (0, 1, 2, 3, 4, 5, 8, 17)
 
 
 @functools.cache
-def _known() -> tuple[Attack, ...]:
+def _attacks() -> tuple[Attack, ...]:
     return tuple(attacks())
 
 
 def attack(rng: np.random.Generator) -> Outcome:
     """Three calls of the model of an attack."""
-    known = _known()[rng.integers(len(_known()))]
-    calls = [_changed(known.calls[rng.integers(len(known.calls))], rng) for _ in range(3)]
-    found = list(check(dataclasses.replace(known, calls=calls)))
-    return Outcome("wrong", str(found[0])) if found else RIGHT
+    base = _attacks()[rng.integers(len(_attacks()))]
+    calls = [_changed(base.calls[rng.integers(len(base.calls))], rng) for _ in range(3)]
+    findings = list(check(dataclasses.replace(base, calls=calls)))
+    return Outcome("wrong", str(findings[0])) if findings else RIGHT
 
 
 def _changed(call: Call, rng: np.random.Generator) -> Call:

@@ -110,12 +110,12 @@ def _seed_container() -> bytes:
 
 def _messages(message: Message) -> list[Message]:
     """A message and all those in it."""
-    found = [message]
+    messages = [message]
     for field, value in message.ListFields():
         if field.message_type is not None:
             for part in value if field.is_repeated else [value]:
-                found += _messages(part)
-    return found
+                messages += _messages(part)
+    return messages
 
 
 def _mutated(message: Message, draw: random.Random) -> None:

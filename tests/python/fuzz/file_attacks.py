@@ -68,11 +68,11 @@ def extreme_varints(seed: bytes, rng: random.Random) -> Iterator[bytes]:
 
 def _varint(number: int) -> bytes:
     number %= 1 << 64
-    made = bytearray()
+    encoded = bytearray()
     while number >= 0x80:
-        made.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes([*made, number])
+    return bytes([*encoded, number])
 
 
 def broken_text(seed: bytes, rng: random.Random) -> Iterator[bytes]:
@@ -115,8 +115,8 @@ def _header_of(seed: bytes) -> bytes:
 
 
 def _ends(seed: bytes) -> tuple[int, int, int]:
-    at = len(seed) - container._BODY.size - container._CHECKSUM.size
-    return container._BODY.unpack(seed[at : at + container._BODY.size])[4:]
+    offset = len(seed) - container._BODY.size - container._CHECKSUM.size
+    return container._BODY.unpack(seed[offset : offset + container._BODY.size])[4:]
 
 
 def with_header(seed: bytes, header: bytes) -> bytes:
@@ -129,8 +129,8 @@ def with_header(seed: bytes, header: bytes) -> bytes:
 
 
 def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
-    """JSON text with one value replaced, removed or moved; or text that is no JSON at all."""
-    whole = json.loads(text)
+    """JSON text with one value replaced, removed or moved; or text that is not JSON at all."""
+    document = json.loads(text)
     broken = (
         b"",
         b"{",
@@ -143,18 +143,18 @@ def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
         b'"a"',
         b"1e999",
     )
-    for turn in itertools.count():
-        if turn % 20 == 19:
+    for iteration in itertools.count():
+        if iteration % 20 == 19:
             yield rng.choice(broken)
             continue
         data = json.loads(text)
-        holder, key = rng.choice(_places(data)) if turn else (None, None)
+        holder, key = rng.choice(_places(data)) if iteration else (None, None)
         if holder is None:
             data = rng.choice(_ODD_VALUES)
         elif rng.random() < 0.2:
             del holder[key]
         elif rng.random() < 0.2:
-            other, where = rng.choice(_places(whole))
+            other, where = rng.choice(_places(document))
             holder[key] = other[where]
         elif isinstance(holder[key], int) and rng.random() < 0.5:
             holder[key] = rng.choice((holder[key] + 1, holder[key] - 1, *_EXTREMES))
@@ -165,15 +165,15 @@ def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
 
 def _places(data: Any) -> list[tuple[Any, Any]]:
     """Every list or object inside of data, with each of its indices or keys."""
-    found, waiting = [], [data]
+    places, waiting = [], [data]
     while waiting:
         holder = waiting.pop()
         keys = (
             list(holder) if isinstance(holder, dict) else list(range(len(holder))) if isinstance(holder, list) else []
         )
-        found.extend((holder, key) for key in keys)
+        places.extend((holder, key) for key in keys)
         waiting.extend(holder[key] for key in keys)
-    return found
+    return places
 
 
 _ANY_FILE: tuple[Attack, ...] = (flipped_bits, truncated, spliced, extreme_words, broken_text)
@@ -181,7 +181,7 @@ _ANY_FILE: tuple[Attack, ...] = (flipped_bits, truncated, spliced, extreme_words
 ATTACKS: dict[str, tuple[Attack, ...]] = {
     "onnx": (*_ANY_FILE, extreme_varints),
     "container": (*_ANY_FILE, forged_headers, forged_metadata, forged_footers),
-    # Of these the code stays as it was, so that whoever runs what is accepted runs no forged code.
+    # The code in these files stays intact, so that running an accepted one runs no forged code.
     "container header": (forged_headers, forged_metadata, forged_footers, truncated),
     "text": _ANY_FILE,
 }

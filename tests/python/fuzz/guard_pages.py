@@ -17,13 +17,13 @@ ALIGNMENT = 64
 
 
 def before_guard(value: np.ndarray) -> np.ndarray:
-    """A copy of an array, with a guard page behind it."""
-    room = -(-max(value.nbytes, 1) // ALIGNMENT) * ALIGNMENT
-    pages = -(-room // mmap.PAGESIZE) * mmap.PAGESIZE
+    """A copy of an array, followed by a guard page."""
+    capacity = -(-max(value.nbytes, 1) // ALIGNMENT) * ALIGNMENT
+    pages = -(-capacity // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     if _libc.mprotect(ctypes.c_void_p(address + pages), ctypes.c_size_t(mmap.PAGESIZE), 0):
         raise OSError(ctypes.get_errno(), "mprotect")
-    array = np.frombuffer(memory, "uint8", value.nbytes, pages - room).view(value.dtype).reshape(value.shape)
+    array = np.frombuffer(memory, "uint8", value.nbytes, pages - capacity).view(value.dtype).reshape(value.shape)
     array[...] = value
     return array

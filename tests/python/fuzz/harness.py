@@ -28,12 +28,12 @@ from typing import IO
 import numpy as np
 
 _say: Callable[[str], object] = len
-"""In a child: tells the parent something. Elsewhere nobody listens."""
+"""Function by which a child reports to its parent; outside of a child it does nothing."""
 
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Within the block the reference computes: what ends the process there is no finding of ours."""
+    """Mark the block as the reference's work: a crash there is not a finding."""
     _say(json.dumps({"event": "reference"}))
     yield
     _say(json.dumps({"event": "ours"}))
@@ -42,7 +42,7 @@ def reference() -> Iterator[None]:
 Attack = Callable[[np.random.Generator], "Outcome"]
 
 NOISE = 20000
-"""Characters of a child's complaints that are kept."""
+"""Number of characters that are kept of a child's standard error."""
 
 SILENCE_S = 90.0
 """A case that takes longer hangs. Models are small: the slowest legal ones take a few seconds on a busy machine."""
@@ -64,8 +64,8 @@ class Outcome:
     ----------
     kind : str
         "right" (the reference's result), "refused" (an error of this library), "declined" (an error where the reference
-        has a result, which is allowed, but of interest), or a finding: "wrong" numbers, "foreign" (an error that is no
-        HeteroError), "accepted" (a result where the reference refuses).
+        has a result, which is allowed, but of interest), or a finding: "wrong" numbers, "foreign" (an error other
+        than HeteroError), "accepted" (a result where the reference refuses).
     detail : str
         For a finding what to look at.
     counts : mapping of str to int
@@ -83,8 +83,8 @@ RIGHT, REFUSED = Outcome("right"), Outcome("refused")
 def worst(outcomes: Sequence[Outcome]) -> Outcome:
     """A batch as one outcome: its first finding if it has one, and the counts of all."""
     counts = Counter(outcome.kind for outcome in outcomes)
-    told = [outcome for outcome in outcomes if outcome.detail]
-    finding = next((outcome for outcome in told if outcome.kind not in HARMLESS), told[0] if told else Outcome("batch"))
+    texts = [outcome for outcome in outcomes if outcome.detail]
+    finding = next((one for one in texts if one.kind not in HARMLESS), texts[0] if texts else Outcome("batch"))
     return replace(finding, counts=counts)
 
 
@@ -93,7 +93,7 @@ HARMLESS = ("right", "refused", "declined", "skipped", "batch")
 
 @dataclass
 class Report:
-    """What a run found: cases tried by outcome, and findings with their seeds; also harmless outcomes to be shown."""
+    """Result of a run: cases tried by outcome, findings with their seeds, and harmless outcomes to be shown."""
 
     tried: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[str, int, str, str]] = field(default_factory=list)
@@ -144,7 +144,7 @@ def run(
 def _run_child(
     attack: str, seed: int, end: float, report: Report, environment: Mapping[str, str], most_cases: int
 ) -> int:
-    """Run cases in one child until it has had enough, dies, hangs or the time is over; the next seed."""
+    """Run cases in one child until it has run enough, dies, hangs or the time is over; returns the next seed."""
     script = str(Path(__file__).with_name("run.py"))
     with subprocess.Popen(
         [sys.executable, "-X", "faulthandler", script, "--child", attack, str(seed), str(most_cases)],
@@ -187,7 +187,7 @@ def _run_child(
 
 
 def _line(stdout: IO[bytes], stderr: IO[bytes], noise: str, patience: float, end: float) -> tuple[str | None, str]:
-    """The child's next line ("" when it has ended, None when it stays silent), and the end of what it complains of."""
+    """The child's next line ("" at its end, None if it stays silent), and the end of its standard error."""
     limit = min(time.monotonic() + patience, end)
     while True:
         ready, _, _ = select.select([stdout, stderr], [], [], max(0.0, min(1.0, limit - time.monotonic())))
@@ -200,7 +200,7 @@ def _line(stdout: IO[bytes], stderr: IO[bytes], noise: str, patience: float, end
 
 
 def _waiting(stream: IO[bytes]) -> str:
-    """What can be read now."""
+    """Text that can be read from a stream without waiting."""
     parts = []
     while select.select([stream], [], [], 0)[0]:
         part = os.read(stream.fileno(), 1 << 16)
@@ -212,7 +212,7 @@ def _waiting(stream: IO[bytes]) -> str:
 
 def be_child(attack: Attack, seed: int, most_cases: int, limit_memory: bool) -> None:
     """In the child: run cases from `seed` on, and say so on the standard output."""
-    # What models and TVM print goes elsewhere.
+    # The output of models and TVM goes to the standard error.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     global _say

@@ -35,7 +35,7 @@ EXTREMES = (0, 1, -1, -2, 2, 3, 5, 2**31, 2**31 - 1, -(2**31), 2**63 - 1, -(2**6
 
 @dataclass
 class Graph:
-    """A graph under way: its values with an example of each, inputs, constants and nodes."""
+    """A graph under construction: its values with an example of each, inputs, constants and nodes."""
 
     draw: Draw
     sizes: dict[str, int]
@@ -130,9 +130,9 @@ class Graph:
         names = [f"v{len(self.nodes)}" + (f"_{i}" if i else "") for i in range(outs)]
         node = helper.make_node(op, list(inputs), names, name=f"{op}_{len(self.nodes)}", **attributes)
         self.nodes.append(node)
-        known = {name: self.values[name] for name in inputs if name}
-        model = self.model([node], known, {}, names)
-        for name, value in zip(names, run_reference(model, known), strict=True):
+        arrays = {name: self.values[name] for name in inputs if name}
+        model = self.model([node], arrays, {}, names)
+        for name, value in zip(names, run_reference(model, arrays), strict=True):
             self.values[name] = value
 
     def model(
@@ -151,12 +151,12 @@ class Graph:
             )
             for name, shape in inputs.items()
         ]
-        made = [_untyped(name) for name in outs]
+        outputs = [_untyped(name) for name in outs]
         stored = [numpy_helper.from_array(array, name) for name, array in constants.items()]
-        graph = helper.make_graph(list(nodes), "g", given_, made, stored)
+        graph = helper.make_graph(list(nodes), "g", given_, outputs, stored)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
-    def whole(self) -> onnx.ModelProto:
+    def whole_model(self) -> onnx.ModelProto:
         """The model so far; its outputs are what no node reads."""
         read = {name for node in self.nodes for name in node.input}
         outs = [name for node in self.nodes for name in node.output if name not in read]
@@ -497,7 +497,7 @@ def problems(draw: Draw) -> tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]:
             continue
         if any(value.size > 1 << 20 for value in graph.values.values()):
             break
-    model = graph.whole()
+    model = graph.whole_model()
     calls = [{info.name: graph.values[info.name] for info in model.graph.input}]
     if draw(st.booleans()):
         sizes = {name: draw(SIZES) for name in NAMES}
@@ -524,7 +524,7 @@ def attack_sanitized(rng: np.random.Generator) -> Outcome:
 
 
 def _batch(rng: np.random.Generator, vdevices: list[str]) -> Outcome:
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
 
     @seed(int(rng.integers(2**62)))
     @settings(
@@ -542,9 +542,9 @@ def _batch(rng: np.random.Generator, vdevices: list[str]) -> Outcome:
             text = onnx.printer.to_text(model)
             print(text, [{name: value.shape for name, value in call.items()} for call in calls], file=sys.stderr)
             try:
-                found.extend(compared(model, calls, vdevices))
+                outcomes.extend(compared(model, calls, vdevices))
             except Exception:
-                found.append(Outcome("foreign", f"{text}\n{traceback.format_exc()[-2500:]}"))
+                outcomes.append(Outcome("foreign", f"{text}\n{traceback.format_exc()[-2500:]}"))
 
     batch()
-    return worst(found)
+    return worst(outcomes)

@@ -1,4 +1,4 @@
-"""What ONNX Runtime makes of a model, and whether this library makes the same of it."""
+"""Results of ONNX Runtime for a model, and comparison with this library's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RefusedByReference(Exception):
 
 
 class Unsupported(RefusedByReference):
-    """ONNX Runtime has no kernel for a combination of types: it says nothing about sizes."""
+    """ONNX Runtime lacks a kernel for a combination of types: it says nothing about sizes."""
 
 
 def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
@@ -67,21 +67,21 @@ def compared(
 def _call(vm: rh.vm.VirtualMachine, model: onnx.ModelProto, inputs: Mapping[str, np.ndarray]) -> Outcome:
     shapes = {name: (str(value.dtype), value.shape) for name, value in inputs.items()}
     try:
-        wanted: list[np.ndarray] | Exception = run_reference(model, inputs)
+        expected: list[np.ndarray] | Exception = run_reference(model, inputs)
     except RefusedByReference as error:
-        wanted = error
+        expected = error
     try:
         result = vm["main"](**guarded(inputs))
     except rh.HeteroError as error:
-        return _refused(model, inputs, error) if isinstance(wanted, list) else REFUSED
+        return _refused(model, inputs, error) if isinstance(expected, list) else REFUSED
     except Exception:
         return Outcome("foreign", f"{_text(model)}\n{shapes}\n{traceback.format_exc()[-2500:]}")
-    if isinstance(wanted, Unsupported):
+    if isinstance(expected, Unsupported):
         return Outcome("skipped")
-    if isinstance(wanted, Exception):
-        return Outcome("accepted", f"{_text(model)}\n{shapes}\nONNX Runtime: {str(wanted)[:600]}")
+    if isinstance(expected, Exception):
+        return Outcome("accepted", f"{_text(model)}\n{shapes}\nONNX Runtime: {str(expected)[:600]}")
     results = [np.asarray(part.numpy()) for part in (result if isinstance(result, tuple) else (result,))]
-    for number, (mine, its) in enumerate(zip(results, wanted, strict=True)):
+    for number, (mine, its) in enumerate(zip(results, expected, strict=True)):
         complaint = difference(mine, its)
         if complaint:
             return Outcome("wrong", f"{_text(model)}\n{shapes}\nresult {number}: {complaint}")
@@ -89,7 +89,7 @@ def _call(vm: rh.vm.VirtualMachine, model: onnx.ModelProto, inputs: Mapping[str,
 
 
 def _refused(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], error: Exception) -> Outcome:
-    """What it means that this library refuses: nothing, if ONNX Runtime does so, too."""
+    """Outcome where this library refuses a model: harmless if ONNX Runtime refuses it, too."""
     try:
         run_reference(model, inputs)
     except RefusedByReference:

@@ -41,12 +41,12 @@ _MORE_THAN_ONNXRUNTIME = {
 _OTHER_THAN_ONNXRUNTIME = {
     r"Slice: ": "an end of 2**63 - 1 and a negative step: ONNX holds the end at the last element",
     r"MatMulInteger: ": "a product of no elements is 0, where onnxruntime leaves memory as it was",
-    r"ReduceMean: ": "the mean of nothing is no number",
+    r"ReduceMean: ": "the mean of no elements is not a number",
 }
 
 
 def check(attack: Attack) -> Iterator[dict[str, Any]]:
-    """What is wrong with the calls of an attack."""
+    """Findings in the calls of an attack."""
     try:
         machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(attack.model)))
     except rh.HeteroError:
@@ -64,7 +64,7 @@ def _difference(name: str, ours: Outcome, theirs: Outcome) -> str | None:
     if isinstance(ours, str):
         return None  # an error of the right kind: other kinds end the run
     if isinstance(theirs, str) and ("bad_alloc" in theirs or "allocate memory" in theirs):
-        return None  # memory was left for one of the two
+        return None  # only one of the two ran out of memory
     if isinstance(theirs, str):
         return None if _is_in(_MORE_THAN_ONNXRUNTIME, name) else "a result where onnxruntime refuses"
     is_same = all(

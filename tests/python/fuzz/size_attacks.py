@@ -18,7 +18,7 @@ from fuzz.sizes.products import products
 from fuzz.sizes.shapes import ranges, shapes
 
 FAMILIES = (shapes, ranges, cuts, products, norms, attention, places, images, chains)
-"""The generators of attacks, each over a kind of op."""
+"""Generators of attacks, each for a kind of op."""
 
 
 def attacks(seed: int = 0) -> Iterator[Attack]:

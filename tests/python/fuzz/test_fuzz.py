@@ -37,7 +37,7 @@ def test_nothing_is_found(kind: str) -> None:
         pytest.param(5, "hang", marks=pytest.mark.slow),
     ],
 )
-def test_the_harness_tells_what_happened(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_harness_reports_outcomes(seed: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "SILENCE_S", 8.0)
     report = Report()
     end = time.monotonic() + 60
@@ -49,15 +49,15 @@ def test_the_harness_tells_what_happened(seed: int, kind: str, monkeypatch: pyte
 
 def test_a_batch_is_counted_case_by_case_and_ends_like_its_first_finding() -> None:
     outcomes = [harness.RIGHT, Outcome("wrong", "first"), harness.REFUSED, Outcome("foreign", "second")]
-    found = harness.worst(outcomes)
-    assert (found.kind, found.detail) == ("wrong", "first")
-    assert found.counts == {"right": 1, "wrong": 1, "refused": 1, "foreign": 1}
+    outcome = harness.worst(outcomes)
+    assert (outcome.kind, outcome.detail) == ("wrong", "first")
+    assert outcome.counts == {"right": 1, "wrong": 1, "refused": 1, "foreign": 1}
 
 
 def test_an_error_that_the_attack_lets_through_is_a_finding() -> None:
     def attack(_: np.random.Generator) -> Outcome:
         raise KeyError("x")
 
-    found = harness.tried(attack, 0)
-    assert found.kind == "foreign"
-    assert "KeyError: 'x'" in found.detail
+    outcome = harness.tried(attack, 0)
+    assert outcome.kind == "foreign"
+    assert "KeyError: 'x'" in outcome.detail

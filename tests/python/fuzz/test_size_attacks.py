@@ -29,7 +29,7 @@ BATCH = 25
 
 
 def findings(indices, timeout):
-    """What a process that runs these attacks prints, up to its end or its crash."""
+    """Findings that a process prints while it runs these attacks, up to its end or its crash."""
     pytest.importorskip("onnxruntime")
     path = os.pathsep.join([str(TESTS), str(TESTS.parents[1] / "python"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "fuzz.run_size_attacks", *map(str, indices)]

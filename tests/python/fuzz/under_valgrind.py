@@ -71,14 +71,14 @@ def main() -> int:
         script.write_text(CALLS)
         command = ["valgrind", "--undef-value-errors=no", "--error-limit=no", f"--log-file={log}", sys.executable]
         code = subprocess.run([*command, str(script), *map(str, paths)], env=environment, check=False).returncode
-        found = complaints(log.read_text())
-    print(f"{len(paths)} models called under valgrind, exit status {code}, {len(found)} findings")
-    print("\n\n".join(found))
-    return int(bool(found) or code != 0)
+        errors = complaints(log.read_text())
+    print(f"{len(paths)} models called under valgrind, exit status {code}, {len(errors)} findings")
+    print("\n\n".join(errors))
+    return int(bool(errors) or code != 0)
 
 
 def _exported(count: int, seed: int, folder: Path) -> list[Path]:
-    """Models in a folder, as many as asked for, each with its calls beside it.
+    """Export models into a folder, as many as asked for, each with its calls.
 
     They are made in other processes, because ONNX Runtime, which the generator asks for shapes, dies of some models.
     """
@@ -98,7 +98,7 @@ def make(seed: int, folder: Path) -> None:
     import relax_hetero as rh
     from fuzz.onnx_graphs import problems
 
-    made = itertools.count()
+    counter = itertools.count()
 
     @seeded(seed)
     @settings(
@@ -107,7 +107,7 @@ def make(seed: int, folder: Path) -> None:
     @given(problems())
     def export(problem: tuple[onnx.ModelProto, list[dict[str, np.ndarray]]]) -> None:
         model, calls = problem
-        path = folder / f"{seed}_{next(made)}.so"
+        path = folder / f"{seed}_{next(counter)}.so"
         Path(f"{path}.calls").write_bytes(pickle.dumps(calls))
         with contextlib.suppress(rh.HeteroError):
             rh.compile(rh.from_onnx(model, vdevices=[CPU])).export_library(str(path))
@@ -116,7 +116,7 @@ def make(seed: int, folder: Path) -> None:
 
 
 def complaints(log: str) -> list[str]:
-    """Invalid accesses that a log of valgrind tells of, but for those of the dynamic linker."""
+    """Invalid accesses in a log of valgrind, except those of the dynamic linker."""
     blocks = re.split(r"\n==\d+== \n", log)
     bad = re.compile(r"Invalid (read|write|free)|overlap in|Process terminating")
     return [block for block in blocks if bad.search(block) and not any(name in block for name in _OF_THE_LINKER)]

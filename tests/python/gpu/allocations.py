@@ -22,14 +22,14 @@ ENDED = {
 
 @contextmanager
 def allocations() -> Iterator[Counter[str]]:
-    """How many of each kind were made and not ended since, while the context lasts."""
-    found: Counter[str] = Counter()
+    """Count the objects of each kind that were created and not destroyed since, within the block."""
+    counts: Counter[str] = Counter()
 
     def counted(call):
         def count(self, name, *args):
             result = call(self, name, *args)
             name = name.removesuffix("_v2")
-            found[ENDED.get(name, name)] += (name in MADE) - (name in ENDED)
+            counts[ENDED.get(name, name)] += (name in MADE) - (name in ENDED)
             return result
 
         return count
@@ -40,4 +40,4 @@ def allocations() -> Iterator[Counter[str]]:
         patch.object(CudaLibrary, "status", counted(CudaLibrary.status)),
         patch.object(CudaDriver, "_call", counted(CudaDriver._call)),
     ):
-        yield found
+        yield counts

@@ -39,7 +39,7 @@ LIMIT = 5.0
 """Seconds that a process waits for one that has died."""
 
 KINDS = [(dtype, (37, 5)) for dtype in DTYPES] + [("uint8", (size,)) for size in SIZES] + [("float32", (0, 3))]
-"""What goes along, in order."""
+"""Types and shapes of the tensors sent, in order."""
 
 
 def content(number: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -125,9 +125,9 @@ def main(role: str, task: str, folder: str) -> None:
         path.with_suffix(".part").write_bytes(pickle.dumps(link.create_id()))
         path.with_suffix(".part").rename(path)
     link.connect(rank, pickle.loads(next(_appeared(path)).read_bytes()))
-    found = TASKS[task](link, rank)
+    result = TASKS[task](link, rank)
     link.close()
-    print(json.dumps(found), flush=True)
+    print(json.dumps(result), flush=True)
 
 
 def _appeared(path: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""On a machine with NVIDIA GPUs: command buffers as CUDA graphs, against numpy; bindings, memory, what is no graph."""
+"""Command buffers as CUDA graphs on NVIDIA GPUs, against numpy; bindings, memory, runs without a graph."""
 
 import gc
 import logging
@@ -112,11 +112,11 @@ def test_layers_as_a_graph():
 @pytest.mark.parametrize("count, extent", [(2, 16), (3, 16), (10, 5000), (200, 16), (200, 1030)])
 def test_other_bindings_each_time(count, extent):
     vm = rh.vm.VirtualMachine(rh.compile(steps(count, extent)))
-    held = []  # so that no result has the memory of an earlier one
+    results = []  # so that no result has the memory of an earlier one
     for _ in range(3 * ROWS):
         x = numbers(extent)
-        held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
-    for x, y in held:
+        results.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
+    for x, y in results:
         np.testing.assert_array_equal(y.numpy(), added(x, count))
     assert is_recorded(graph_of(vm))
 
@@ -163,11 +163,11 @@ def test_ten_thousand_submissions_leave_nothing():
     vm["main"](x)
     for _ in range(100):
         vm["main"](x)
-    with allocations() as held:
+    with allocations() as counts:
         for _ in range(10_000):
             y = vm["main"](x)
     np.testing.assert_array_equal(y.numpy(), added(x.numpy(), 20))
-    assert not +held
+    assert not +counts
 
 
 def test_machines_come_and_go():
@@ -180,10 +180,10 @@ def test_machines_come_and_go():
 
     for _ in range(3):
         once()
-    with allocations() as held:
+    with allocations() as counts:
         for _ in range(20):
             once()
-    assert not +held
+    assert not +counts
     assert not cuda_graph._graphs
 
 
@@ -213,12 +213,12 @@ def test_symbolic_layers():
     """An arena whose size follows the rows, constants, and kernels of products and rows."""
     mod, weights = layers(rows=tvm.tirx.Var("n", "int64"))
     vm = rh.vm.VirtualMachine(rh.compile(mod))
-    held = []
+    results = []
     for _ in range(3):
         for rows in (8, 1, 300, 65):
             x = fresh_rng().standard_normal((rows, 64)).astype("float32")
-            held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
-    for x, y in held:
+            results.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
+    for x, y in results:
         np.testing.assert_allclose(y.numpy(), layered(x, weights), rtol=1e-4)
     assert len(graph_of(vm)._recorded) == 4
 
@@ -231,10 +231,10 @@ def test_donated_arguments(symbolic):
     with builder.function("main", [x, y]):
         with builder.dataflow():
             a = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(y, relax.const(weight)))))
-            kept = builder.emit(relax.op.add(x, builder.emit(relax.op.matmul(a, relax.const(weight)))))
-            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(kept, relax.const(weight)))))
-            kept = builder.emit_output(kept)
-        builder.emit_func_output(relax.Tuple([kept, out]))
+            total = builder.emit(relax.op.add(x, builder.emit(relax.op.matmul(a, relax.const(weight)))))
+            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(total, relax.const(weight)))))
+            total = builder.emit_output(total)
+        builder.emit_func_output(relax.Tuple([total, out]))
     exe = rh.compile(with_vdevices(builder.get(), [rh.VDevice(CUDA)]), donate=["x"])
     vm = rh.vm.VirtualMachine(exe)
 
@@ -244,10 +244,10 @@ def test_donated_arguments(symbolic):
 
     for _ in range(4):
         x, y = fresh_rng().standard_normal((2, 64, 64)).astype("float32")
-        found = [f.numpy() for f in vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)), y)]
-        wanted = x + softmax(y.astype("float64") @ weight) @ weight
-        np.testing.assert_allclose(found[0], wanted, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(found[1], softmax(wanted @ weight), rtol=1e-3, atol=1e-4)
+        actual = [f.numpy() for f in vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)), y)]
+        expected = x + softmax(y.astype("float64") @ weight) @ weight
+        np.testing.assert_allclose(actual[0], expected, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(actual[1], softmax(expected @ weight), rtol=1e-3, atol=1e-4)
 
 
 def by_hand():
@@ -332,10 +332,10 @@ def test_counts_and_predicates_by_hand():
     for positive in (0, 3, 8, 0):
         marks = on_gpu(np.zeros(8, "float32"))
         cb.submit([on_gpu(np.where(np.arange(8) < positive, 1, -1).astype("float32")), marks]).wait()
-        wanted = np.zeros(8)
-        wanted[:positive] += 1
-        wanted[: 1 if positive else 3] += 1
-        np.testing.assert_array_equal(marks.numpy(), wanted)
+        expected = np.zeros(8)
+        expected[:positive] += 1
+        expected[: 1 if positive else 3] += 1
+        np.testing.assert_array_equal(marks.numpy(), expected)
 
 
 def test_without_cuda_bindings(monkeypatch, caplog):

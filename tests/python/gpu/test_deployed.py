@@ -157,11 +157,11 @@ def python(folder, code, *args, **environment):
 def test_launches_of_all_kinds_in_a_graph():
     vm = rh.vm.VirtualMachine(rh.compile(Launches, cache=False))
     (graph,) = vm.graphs
-    held = []
+    results = []
     for _ in range(50):  # inputs and results at other addresses each time
-        x = np.random.default_rng(len(held)).standard_normal(4 * 51200).astype("float32")
-        held.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
-    for x, y in held:
+        x = np.random.default_rng(len(results)).standard_normal(4 * 51200).astype("float32")
+        results.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
+    for x, y in results:
         np.testing.assert_allclose(y.numpy(), launched(x), rtol=1e-6, atol=1e-6)
     assert graph._words[state.GRAPH] != 0  # recorded, not launched kernel by kernel
 

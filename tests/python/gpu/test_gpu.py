@@ -31,8 +31,8 @@ def chain(devices, steps):
     with bb.function("main", [x]):
         with bb.dataflow():
             value = x
-            for at, device in enumerate(steps):
-                if at:
+            for index, device in enumerate(steps):
+                if index:
                     value = bb.emit(relax.op.to_vdevice(value, devices[device]))
                 value = bb.emit(relax.op.tanh(bb.emit(relax.op.exp(value))))
             out = bb.emit_output(value)
@@ -209,9 +209,9 @@ def test_kernels_hold_indices_and_divisors():
     x = np.random.default_rng(0).standard_normal((10, 4)).astype("float32")
     i = np.array([0, -1, 9, -10, *EXTREMES], "int64")
     d = np.array([1, 0, -1, -(2**31), 3, 0, 7, -2, 0, 5, 2**30], "int32")
-    taken, quotient = (result.numpy() for result in vm["main"](x, i, d))
+    gathered, quotient = (result.numpy() for result in vm["main"](x, i, d))
     front = [index + 10 if index < 0 else index for index in i.tolist()]
-    np.testing.assert_allclose(taken, np.exp(x[np.clip(front, 0, 9)]), rtol=1e-5)
+    np.testing.assert_allclose(gathered, np.exp(x[np.clip(front, 0, 9)]), rtol=1e-5)
     wrapped = ((d.astype("int64") * 2 + 2**31) % 2**32 - 2**31).tolist()
     want = [
         0 if by == 0 else -value if by == -1 else value // by for value, by in zip(wrapped, d.tolist(), strict=True)

@@ -47,7 +47,7 @@ def loop():
 
 
 def poisoned(shape: tuple[int, ...], dtype: str) -> tvm.runtime.Tensor:
-    """A tensor that holds what no test sends."""
+    """A tensor filled with a value that no test sends."""
     data = np.full_like(content(0, dtype, shape), POISON)
     return copy_to(view_bytes(data, shape, dtype), GPU)
 
@@ -67,28 +67,28 @@ def doubling(elements: int) -> rh.vm.VirtualMachine:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_arrives(loop, dtype):
     for number, shape in enumerate(((1,), (), (37, 5), (1000, 1001))):
-        room = poisoned(shape, dtype)
-        loop.exchange([made(number, dtype, shape, GPU)], [room])
+        target = poisoned(shape, dtype)
+        loop.exchange([made(number, dtype, shape, GPU)], [target])
         loop.synchronize()
-        np.testing.assert_array_equal(bytes_of(room), content(number, dtype, shape))
+        np.testing.assert_array_equal(bytes_of(target), content(number, dtype, shape))
 
 
 @with_nccl
 @pytest.mark.parametrize("nbytes", [1, 2, 15, 16, 17, 4095, 65_537, (1 << 20) + 1, (64 << 20) + 3, 256 << 20])
 def test_every_size_arrives_and_nothing_more(loop, nbytes):
-    whole = poisoned((nbytes + 256,), "uint8")
-    room = _part(whole, nbytes)
-    loop.exchange([made(nbytes, "uint8", (nbytes,), GPU)], [room])
+    buffer = poisoned((nbytes + 256,), "uint8")
+    target = _part(buffer, nbytes)
+    loop.exchange([made(nbytes, "uint8", (nbytes,), GPU)], [target])
     loop.synchronize()
-    found = bytes_of(whole)
-    np.testing.assert_array_equal(found[:nbytes], content(nbytes, "uint8", (nbytes,)))
-    assert (found[nbytes:] == POISON).all()
+    actual = bytes_of(buffer)
+    np.testing.assert_array_equal(actual[:nbytes], content(nbytes, "uint8", (nbytes,)))
+    assert (actual[nbytes:] == POISON).all()
 
 
-def _part(whole: tvm.runtime.Tensor, nbytes: int) -> Any:
+def _part(tensor: tvm.runtime.Tensor, nbytes: int) -> Any:
     """The first bytes of a tensor."""
     view = tvm_ffi.get_global_func("runtime.TVMTensorCreateView")
-    return view(whole, tvm_ffi.Shape((nbytes,)), "uint8", 0)
+    return view(tensor, tvm_ffi.Shape((nbytes,)), "uint8", 0)
 
 
 @with_nccl
@@ -96,29 +96,29 @@ def test_many_at_once_stay_in_order(loop):
     kinds = [("float32", (100 * number,)) for number in range(20)]
     rooms = [poisoned(shape, dtype) for dtype, shape in kinds]
     loop.exchange([made(number, *kind, GPU) for number, kind in enumerate(kinds)], rooms)
-    for number, (kind, room) in enumerate(zip(kinds, rooms, strict=True)):
-        np.testing.assert_array_equal(bytes_of(room), content(number, *kind))
+    for number, (kind, target) in enumerate(zip(kinds, rooms, strict=True)):
+        np.testing.assert_array_equal(bytes_of(target), content(number, *kind))
 
 
 @with_nccl
-def test_what_a_machine_makes_is_sent_and_what_arrives_is_read(loop):
-    """Kernels before and after have no other order than the link's events."""
+def test_results_of_a_machine_are_sent_and_received_tensors_read(loop):
+    """Only the link's events order the kernels before and after."""
     elements = 8 << 20
     vm = doubling(elements)
     values = np.random.default_rng(0).standard_normal(elements).astype("float32")
     x = tvm.runtime.tensor(values, GPU)
     results = []
     for _ in range(20):
-        room = poisoned((elements,), "float32")
-        loop.exchange([vm["main"](x)], [room])
-        results.append(vm["main"](room))
-        del room  # its memory is for others now
+        target = poisoned((elements,), "float32")
+        loop.exchange([vm["main"](x)], [target])
+        results.append(vm["main"](target))
+        del target  # its memory is for others now
     for result in results:
         np.testing.assert_array_equal(result.numpy(), 4 * values)
 
 
 @with_nccl
-def test_what_nccl_refuses_ends_the_link():
+def test_an_error_of_nccl_ends_the_link():
     link = GpuLink(0)
     link.connect(SENDER, link.create_id(), ranks=1)
     with pytest.raises(rh.HostError, match="the link of GPU 0 failed"):
@@ -148,14 +148,14 @@ def test_results_leave_through_pinned_memory(nbytes):
     vm = doubling(nbytes // 4)
     values = np.random.default_rng(1).standard_normal(nbytes // 4).astype("float32")
     for _ in range(3):
-        found = wire.encode(vm["main"](tvm.runtime.tensor(values, GPU)))
-        assert isinstance(found, np.ndarray)
-        np.testing.assert_array_equal(found, values + values)
-        assert cuda_library().is_pinned(found.ctypes.data) == (nbytes >= PINNED_BYTES)
+        actual = wire.encode(vm["main"](tvm.runtime.tensor(values, GPU)))
+        assert isinstance(actual, np.ndarray)
+        np.testing.assert_array_equal(actual, values + values)
+        assert cuda_library().is_pinned(actual.ctypes.data) == (nbytes >= PINNED_BYTES)
 
 
 def _both(task: str, folder: Path) -> list[dict[str, Any] | None]:
-    """What two processes print; None of one that was killed."""
+    """Output of two processes; None for one that was killed."""
     script = Path(__file__).with_name("link_process.py")
     ends = [
         subprocess.Popen(

@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.gpu, needs_gpu]
 TOKENS = np.random.default_rng(1).integers(0, 320, 83)
 
 
-def check(path, found):
+def check(path, actual):
     """Keys and values are rounded to float16, products perhaps to 10 bits of fraction."""
-    wanted = ReferenceModel(path).logits(TOKENS)
-    assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
+    expected = ReferenceModel(path).logits(TOKENS)
+    assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -240,12 +240,12 @@ def test_numbers_of_a_cpu(make: Callable[[Build], None], cut: bool):
     ],
 )
 def test_cases_of_onnx_that_stock_schedules_miss(name: str, configuration: str, monkeypatch: pytest.MonkeyPatch):
-    """Stock schedules compute wrong numbers for some, and have no code for others."""
+    """Stock schedules compute wrong numbers for some, and lack code for others."""
     from conformance.cases import case_names
     from conformance.outcome import PASSED
 
     if name not in case_names():
-        pytest.skip("this version of onnx has no such case")
+        pytest.skip("this version of onnx lacks the case")
     outcome = outcome_on_a_gpu(name, configuration, monkeypatch)
     assert (outcome.status, outcome.detail) == (PASSED, "")
 

@@ -22,9 +22,9 @@ def test_a_library_runs_with_and_without_the_gpu(tmp_path):
     mod = rh.from_onnx(model, ["llvm", "cuda"], {"layer0": "llvm:0", "*": "cuda:0"})
     rh.compile(mod, optional=["cuda:0"]).export_library(tmp_path / "model.so")
     x = rng.standard_normal((32, 256)).astype("float32")
-    wanted = np.linalg.multi_dot([x, *weights])
+    expected = np.linalg.multi_dot([x, *weights])
     loaded = rh.load(tmp_path / "model.so")
     for devices, kinds in ((None, [1, 2]), ({"cuda:0": "cuda:63"}, [1])):
         vm = rh.vm.VirtualMachine(loaded, devices)
         assert [device.dlpack_device_type() for device in vm.devices] == kinds
-        np.testing.assert_allclose(vm["main"](x).numpy(), wanted, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(vm["main"](x).numpy(), expected, rtol=1e-4, atol=1e-4)

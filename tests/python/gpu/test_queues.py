@@ -28,21 +28,21 @@ SECONDS, WIDTH = 60, 96
 
 
 def stages(kinds, places, rows=None, results=None):
-    """`main(x)`: on each of `places` (indices of `kinds`) a product by a constant and a tanh; the last are returned."""
+    """`main(x)`: a product by a constant and a tanh on each of `places` (indices of `kinds`); the last are returned."""
     devices = [rh.VDevice(kind, index) for kind, index in kinds]
     n = tvm.tirx.Var("n", "int64") if rows is None else rows
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((n, WIDTH), "float32", devices[places[0]]))
     with builder.function("main", [x]):
         with builder.dataflow():
-            value, made = x, []
+            value, values = x, []
             for index, place in enumerate(places):
                 if index and place != places[index - 1]:
                     value = builder.emit(relax.op.to_vdevice(value, devices[place]))
                 weight = np.random.default_rng(index).standard_normal((WIDTH, WIDTH)).astype("float32") / 10
                 value = builder.emit(relax.op.tanh(builder.emit(relax.op.matmul(value, relax.const(weight)))))
-                made.append(value)
-            outputs = [builder.emit_output(value) for value in made[-(results or 1) :]]
+                values.append(value)
+            outputs = [builder.emit_output(value) for value in values[-(results or 1) :]]
         builder.emit_func_output(outputs[0] if results is None else relax.Tuple(outputs))
     return rh.compile(with_vdevices(builder.get(), devices))
 
@@ -56,14 +56,14 @@ def arrays(result):
 
 
 def check(vm, count=30, rows=(1, 7, 2000)):
-    """Many calls at once; the plain calls come before and after, so that nothing of theirs overlaps."""
+    """Compare many calls at once with plain calls, which run before and after them without overlap."""
     inputs = [random(rows[number % len(rows)]) for number in range(count)]
     expected = [arrays(vm["main"](x)) for x in inputs]
     for _ in range(3):
         fences = [vm.submit("main", x) for x in inputs]
-        for fence, wanted in zip(fences, expected, strict=True):
-            for found, value in zip(arrays(fence.result(SECONDS)), wanted, strict=True):
-                np.testing.assert_array_equal(found, value)
+        for fence, want in zip(fences, expected, strict=True):
+            for actual, value in zip(arrays(fence.result(SECONDS)), want, strict=True):
+                np.testing.assert_array_equal(actual, value)
     assert vm.synchronize(SECONDS)
     np.testing.assert_array_equal(arrays(vm["main"](inputs[0]))[0], expected[0][0])
 
@@ -108,16 +108,16 @@ def test_many_threads_and_machines(pipeline):
 
     def work(number):
         vm = machines[number % 3]
-        for turn in range(20):
-            found = vm.submit("main", inputs[turn % 2]).result(SECONDS) if turn % 5 else vm["main"](inputs[turn % 2])
-            np.testing.assert_array_equal(arrays(found)[0], expected[turn % 2])
+        for trip in range(20):
+            result = vm.submit("main", inputs[trip % 2]).result(SECONDS) if trip % 5 else vm["main"](inputs[trip % 2])
+            np.testing.assert_array_equal(arrays(result)[0], expected[trip % 2])
 
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(work, range(12)))
 
 
 def test_results_are_complete():
-    """What a fence gives can be read on any stream at once."""
+    """Results of a fence can be read on any stream at once."""
     torch = pytest.importorskip("torch")
     vm = rh.vm.VirtualMachine(stages([(CPU, 0), (CUDA, 0)], (0, 1)), max_in_flight=4)
     x = random(4000)
@@ -152,7 +152,7 @@ def test_results_that_the_default_stream_still_reads():
     """The last reference goes while a kernel of PyTorch's has yet to read the memory."""
     torch = pytest.importorskip("torch")
     vm = rh.vm.VirtualMachine(stages([(CPU, 0), (CUDA, 0)], (0, 1)), max_in_flight=4)
-    x, others = random(2000), [random(2000) for _ in range(8)]
+    x, inputs = random(2000), [random(2000) for _ in range(8)]
     expected = torch.from_dlpack(vm["main"](x)).clone()
     slow = torch.rand(4000, 4000, device="cuda")
     for _ in range(5):
@@ -162,7 +162,7 @@ def test_results_that_the_default_stream_still_reads():
             noise = noise @ slow / 2000
         copy = result + 0 * noise[:2000, :WIDTH]
         del result
-        fences = [vm.submit("main", other) for other in others]
+        fences = [vm.submit("main", other) for other in inputs]
         assert bool((copy == expected).all())
         for fence in fences:
             fence.result(SECONDS)
@@ -188,15 +188,15 @@ def test_machines_leave_nothing_behind(pipeline):
     threads = threading.active_count()
     use()  # pools keep what they have made once
     end(threads)
-    with allocations() as held:
+    with allocations() as counts:
         for _ in range(3):
             use()
             end(threads)
-        pooled = +held
+        pooled = +counts
         for _ in range(20):
             use()
             end(threads)
-    assert +held <= pooled
+    assert +counts <= pooled
 
 
 WILD = """
@@ -234,7 +234,7 @@ def test_an_illegal_address_reaches_every_fence(tmp_path):
     script.write_text(WILD)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=90)
-    told = [line for line in done.stdout.splitlines() if line.startswith("told:")]
-    assert len(told) == 8 and all("'main'" in line for line in told), done.stdout + done.stderr
-    assert any("ILLEGAL_ADDRESS" in line or "illegal memory access" in line for line in told), told
+    lines = [line for line in done.stdout.splitlines() if line.startswith("told:")]
+    assert len(lines) == 8 and all("'main'" in line for line in lines), done.stdout + done.stderr
+    assert any("ILLEGAL_ADDRESS" in line or "illegal memory access" in line for line in lines), lines
     assert "over" in done.stdout.splitlines(), done.stdout + done.stderr

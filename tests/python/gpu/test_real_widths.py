@@ -55,7 +55,7 @@ def loaded(path, devices, placement=None, **options):
 
 
 def prefilled(model, prompt):
-    """A new sequence's slot, and the logits behind its prompt."""
+    """A new sequence's slot, and the logits after its prompt."""
     slot, logits = model.cache.add(), None
     for first in range(0, len(prompt), model.chunk):
         logits = model.prefill(slot, prompt[first : first + model.chunk])
@@ -63,22 +63,22 @@ def prefilled(model, prompt):
 
 
 def text(model, prompt, count, given=None):
-    """Logits behind a prompt and behind each of `count` tokens: greedy ones, or those given."""
+    """Logits after a prompt and after each of `count` tokens: greedy ones, or the given ones."""
     slot, logits = prefilled(model, prompt)
-    found = [logits]
-    for at in range(count):
-        token = int(found[-1].argmax()) if given is None else given[at]
-        found.append(np.array(model.decode([slot], [token])[0]))
-    return np.array(found)
+    steps = [logits]
+    for index in range(count):
+        token = int(steps[-1].argmax()) if given is None else given[index]
+        steps.append(np.array(model.decode([slot], [token])[0]))
+    return np.array(steps)
 
 
-def check(found, wanted):
-    """Logits, and tokens but for those that are as good as each other."""
-    worst = TOLERANCE * np.abs(wanted).max()
-    assert wanted.std() > 0.1 and np.abs(found - wanted).max() < worst
-    rows = np.arange(len(wanted))
-    assert (wanted.max(1) - wanted[rows, found.argmax(1)] < worst).all()
-    assert (found.argmax(1) == wanted.argmax(1)).mean() > 0.6
+def check(actual, expected):
+    """Compare logits, and tokens except where two are nearly equally probable."""
+    worst = TOLERANCE * np.abs(expected).max()
+    assert expected.std() > 0.1 and np.abs(actual - expected).max() < worst
+    rows = np.arange(len(expected))
+    assert (expected.max(1) - expected[rows, actual.argmax(1)] < worst).all()
+    assert (actual.argmax(1) == expected.argmax(1)).mean() > 0.6
 
 
 def tokens(count, seed=0, vocabulary=2000):
@@ -89,16 +89,16 @@ def tokens(count, seed=0, vocabulary=2000):
 @pytest.mark.parametrize(("name", "types", "placement"), CASES)
 def test_against_the_cpu(name, types, placement, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
-    wanted = text(loaded(path, ["llvm"]), tokens(48), 12)
-    check(text(loaded(path, *PLACEMENTS[placement]), tokens(48), 12, wanted.argmax(1)), wanted)
+    expected = text(loaded(path, ["llvm"]), tokens(48), 12)
+    check(text(loaded(path, *PLACEMENTS[placement]), tokens(48), 12, expected.argmax(1)), expected)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("activations", ["float32", "bfloat16"])
 def test_activations(activations, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama-1.1b"], FOUR_BITS)
-    wanted = text(loaded(path, ["llvm"]), tokens(48), 12)
-    check(text(loaded(path, ["cuda"], activations=activations), tokens(48), 12, wanted.argmax(1)), wanted)
+    expected = text(loaded(path, ["llvm"]), tokens(48), 12)
+    check(text(loaded(path, ["cuda"], activations=activations), tokens(48), 12, expected.argmax(1)), expected)
 
 
 @pytest.mark.sampled(1)
@@ -108,16 +108,16 @@ def test_batches(types, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama-1.1b"], types)
     model = loaded(path, ["cuda"], batches=(1, 2, 4, 8, 16, 32))
     prompts = [tokens(5 + 7 * number, number) for number in range(32)]
-    alone = [text(model, prompt, 3) for prompt in prompts[:8]]
+    single = [text(model, prompt, 3) for prompt in prompts[:8]]
     for slot in range(8):
         model.cache.free(slot)
     for batch in (32, 17, 8, 3, 2):
         slots, logits = zip(*(prefilled(model, prompt) for prompt in prompts[:batch]), strict=True)
-        found = [np.array(logits)]
+        steps = [np.array(logits)]
         for _ in range(3):
-            found.append(np.array(model.decode(slots, [int(row.argmax()) for row in found[-1]])))
+            steps.append(np.array(model.decode(slots, [int(row.argmax()) for row in steps[-1]])))
         for number in range(min(batch, 8)):
-            check(np.array([step[number] for step in found]), alone[number])
+            check(np.array([step[number] for step in steps]), single[number])
         for slot in slots:
             model.cache.free(slot)
 
@@ -126,5 +126,5 @@ def test_batches(types, tmp_path):
 def test_contexts(length, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama-1.1b"], FOUR_BITS)
     options = {"chunks": (512,), "context": 4096}
-    wanted = text(loaded(path, ["llvm"], **options), tokens(length), 4)
-    check(text(loaded(path, ["cuda"], **options), tokens(length), 4, wanted.argmax(1)), wanted)
+    expected = text(loaded(path, ["llvm"], **options), tokens(length), 4)
+    check(text(loaded(path, ["cuda"], **options), tokens(length), 4, expected.argmax(1)), expected)

@@ -62,8 +62,8 @@ def static():
 
 def good(vm):
     i, d = np.array([0, 9, -1, -10]), np.array([1, -2, 3, 2], "int32")
-    for taken, quotient in (vm["main"](X, i, d), vm.submit("main", X, i, d).result(60)):
-        np.testing.assert_allclose(np.asarray(taken), np.exp(X[i]), rtol=1e-5)
+    for gathered, quotient in (vm["main"](X, i, d), vm.submit("main", X, i, d).result(60)):
+        np.testing.assert_allclose(np.asarray(gathered), np.exp(X[i]), rtol=1e-5)
         np.testing.assert_array_equal(np.asarray(quotient), np.full(4, 2))
 
 
@@ -92,7 +92,7 @@ def test_a_divisor_of_0_raises(symbolic):
     good(symbolic)
 
 
-def test_one_of_many_errors_is_told(symbolic):
+def test_one_of_many_errors_is_reported(symbolic):
     i, d = np.arange(10, 100_010), np.zeros(100_000, "int32")
     with pytest.raises(rh.HeteroError, match="is out of range, expected -10 to 9|divided by 0") as raised:
         symbolic["main"](X, i, d)[0].numpy()
@@ -102,8 +102,8 @@ def test_one_of_many_errors_is_told(symbolic):
 
 
 def test_extents_of_0(symbolic):
-    taken, quotient = symbolic["main"](X, np.empty(0, "int64"), np.empty(0, "int32"))
-    assert taken.numpy().shape == (0, 4) and quotient.numpy().shape == (0,)
+    gathered, quotient = symbolic["main"](X, np.empty(0, "int64"), np.empty(0, "int32"))
+    assert gathered.numpy().shape == (0, 4) and quotient.numpy().shape == (0,)
     with pytest.raises(rh.HeteroError, match="index 0 is out of range, expected none, as the axis is empty"):
         symbolic["main"](X[:0], np.array([0]), np.array([1], "int32"))[0].numpy()
     good(symbolic)
@@ -145,6 +145,6 @@ def test_checks_outlast_a_file(tmp_path):
 
 def test_default_checks_refuse_nothing():
     vm = machine(Symbolic, "default")
-    taken, quotient = vm["main"](X, np.array([10, -11, 3]), np.array([0, 0, 1], "int32"))
-    np.testing.assert_allclose(taken.numpy(), np.exp(X[[9, 0, 3]]), rtol=1e-5)
+    gathered, quotient = vm["main"](X, np.array([10, -11, 3]), np.array([0, 0, 1], "int32"))
+    np.testing.assert_allclose(gathered.numpy(), np.exp(X[[9, 0, 3]]), rtol=1e-5)
     np.testing.assert_array_equal(quotient.numpy(), [0, 0, 2])

@@ -34,7 +34,7 @@ LARGE = 256_000_000
 
 @pytest.fixture(scope="module", autouse=True)
 def loop():
-    """The first machine with code for a GPU brings the loop of large copies along."""
+    """Load the loop for large copies, which comes with the first machine that has code for a GPU."""
     x = relax.Var("x", relax.TensorType((4,), "float32"))
     builder = relax.BlockBuilder()
     with builder.function("main", [x]):
@@ -88,9 +88,9 @@ def test_copies_run_in_the_order_of_their_streams(pool):
     source, result = pinned(pool, array), pool.tensor(array.shape, "uint8", CPU)
     buffers = [empty(array.shape, "uint8", GPU) for _ in range(12)]
     event = begin_copy(source, buffers[0], streams[0])
-    for at in range(1, len(buffers)):
-        streams[at % 3].wait(event)
-        event = begin_copy(buffers[at - 1], buffers[at], streams[at % 3])
+    for index in range(1, len(buffers)):
+        streams[index % 3].wait(event)
+        event = begin_copy(buffers[index - 1], buffers[index], streams[index % 3])
     streams[2].wait(event)
     end = begin_copy(buffers[-1], result, streams[2])
     end.synchronize()
@@ -155,13 +155,13 @@ def test_transfers_arrive_in_pinned_memory():
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Of the copies from a CPU to a GPU: whether the memory was pinned, by bytes; staging of these is an error."""
-    found, issue, staging = {}, cuda_copies.issue_copy, cuda_copies.staging
+    """Copies from a CPU to a GPU, by bytes: True for each from pinned memory; staging of these is an error."""
+    pinned, issue, staging = {}, cuda_copies.issue_copy, cuda_copies.staging
 
     def watched(library, source, target, nbytes, stream):
         cuda_copies.staging = staging
         if source.gpu is None:
-            found.setdefault(nbytes, []).append(library.is_pinned(source.address))
+            pinned.setdefault(nbytes, []).append(library.is_pinned(source.address))
             cuda_copies.staging = refuse
         issue(library, source, target, nbytes, stream)
 
@@ -170,7 +170,7 @@ def sent(monkeypatch):
 
     monkeypatch.setattr(cuda_copies, "issue_copy", watched)
     monkeypatch.setattr(cuda_copies, "staging", staging)  # put back at the end
-    return found
+    return pinned
 
 
 def sending(rows, is_made):
@@ -180,15 +180,15 @@ def sending(rows, is_made):
     x = relax.Var("x", relax.TensorType((rows, 1024), "float32", cpu))
     with builder.function("main", [x]):
         with builder.dataflow():
-            made = [builder.emit_output(relax.op.exp(x))] if is_made else []
-            there = builder.emit(relax.op.to_vdevice(made[0] if is_made else x, gpu))
+            results = [builder.emit_output(relax.op.exp(x))] if is_made else []
+            there = builder.emit(relax.op.to_vdevice(results[0] if is_made else x, gpu))
             doubled = builder.emit_output(relax.op.add(there, there))
-        builder.emit_func_output(relax.Tuple([*made, doubled]))
+        builder.emit_func_output(relax.Tuple([*results, doubled]))
     return rh.vm.VirtualMachine(rh.compile(with_vdevices(builder.get(), [cpu, gpu])))
 
 
 @pytest.mark.parametrize("is_symbolic", [False, True])
-def test_what_a_cpu_makes_for_a_gpu_lies_in_pinned_memory(is_symbolic, sent):
+def test_values_that_a_cpu_sends_to_a_gpu_are_in_pinned_memory(is_symbolic, sent):
     for rows in (8, 32, 2 * STAGED_BYTES // 4096):
         vm = sending(tvm.tirx.Var("n", "int64") if is_symbolic else rows, True)
         x = fresh_rng().random((rows, 1024), "float32")

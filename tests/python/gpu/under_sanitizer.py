@@ -52,10 +52,10 @@ ATTENTION = {
 
 
 def programs() -> dict[str, Callable[[str], float]]:
-    """By name, what computes it for a target and gives the error, over what is allowed."""
+    """Programs by name: each runs for a target and returns its error divided by the allowed one."""
     from gpu.test_models import MAKERS
 
-    sys.path.append(str(ROOT / "apps" / "bench"))  # its `models` is another one than that of the tests
+    sys.path.append(str(ROOT / "apps" / "bench"))  # its module `models` is not the tests' one
     from gpu_attention import wanted as numbers_of_attention
     from gpu_bench.convolutions import Convolutions
     from gpu_bench.convolutions import wanted as numbers_of_convolutions
@@ -67,16 +67,16 @@ def programs() -> dict[str, Callable[[str], float]]:
 
     import relax_hetero as rh
 
-    def run(work: Workload, wanted: Callable[[Workload], list[np.ndarray]], allowed: float, gpu: str) -> float:
+    def run(work: Workload, reference: Callable[[Workload], list[np.ndarray]], allowed: float, gpu: str) -> float:
         result = rh.vm.VirtualMachine(rh.compile(work.module(parsed_gpu(gpu))))["main"](*work.inputs())
-        found = [tensor.numpy() for tensor in result]
-        return max(error_of(ours, right) for ours, right in zip(found, wanted(work), strict=True)) / allowed
+        actual = [tensor.numpy() for tensor in result]
+        return max(error_of(ours, right) for ours, right in zip(actual, reference(work), strict=True)) / allowed
 
     def product(name: str, gpu: str) -> float:
         kind = name.partition(" ")[0]
         work = Products(Shape.parse(PRODUCTS[name]), kind, count=2)
-        wanted = _batched if work.shape.batch else numbers_of_products
-        return run(work, wanted, max(KINDS.get(kind, KINDS["f16"]).allowed, 1e-6), gpu)
+        expected = _batched if work.shape.batch else numbers_of_products
+        return run(work, expected, max(KINDS.get(kind, KINDS["f16"]).allowed, 1e-6), gpu)
 
     def rows(name: str, gpu: str) -> float:
         return run(Rows(name, *ROWS[name], "float32", 2), numbers_of_rows, 1e-4, gpu)
@@ -103,21 +103,21 @@ def programs() -> dict[str, Callable[[str], float]]:
         sizes = replace(MODELS["llama-1.1b"], layers=1, vocabulary=300)
         with tempfile.TemporaryDirectory() as folder:
             path = write_gguf(Path(folder, "model.gguf"), sizes, types)
-            given = tokens(9, vocabulary=300)
-            wanted = text(loaded(path, ["llvm"]), given, 2)
-            found = text(loaded(path, [parsed_gpu(gpu)], batches=(1, 2)), given, 2, wanted.argmax(1))
-        return float(np.abs(found - wanted).max() / np.abs(wanted).max() / TOLERANCE)
+            prompt = tokens(9, vocabulary=300)
+            expected = text(loaded(path, ["llvm"]), prompt, 2)
+            actual = text(loaded(path, [parsed_gpu(gpu)], batches=(1, 2)), prompt, 2, expected.argmax(1))
+        return float(np.abs(actual - expected).max() / np.abs(expected).max() / TOLERANCE)
 
-    found: dict[str, Callable[[str], float]] = {name: lambda gpu, name=name: product(name, gpu) for name in PRODUCTS}
-    found |= {name: lambda gpu, name=name: rows(name, gpu) for name in ROWS}
-    found |= {name: lambda gpu, name=name: convolution(name, gpu) for name in CONVOLUTIONS}
-    found |= {name: lambda gpu, name=name: attention(name, gpu) for name in ATTENTION}
-    found |= {f"language model in {types}": lambda gpu, types=types: language_model(types, gpu) for types in LANGUAGE}
-    return found | {make.__name__: lambda gpu, make=make: model(make, gpu) for make in MAKERS}
+    by_name: dict[str, Callable[[str], float]] = {name: lambda gpu, name=name: product(name, gpu) for name in PRODUCTS}
+    by_name |= {name: lambda gpu, name=name: rows(name, gpu) for name in ROWS}
+    by_name |= {name: lambda gpu, name=name: convolution(name, gpu) for name in CONVOLUTIONS}
+    by_name |= {name: lambda gpu, name=name: attention(name, gpu) for name in ATTENTION}
+    by_name |= {f"language model in {types}": lambda gpu, types=types: language_model(types, gpu) for types in LANGUAGE}
+    return by_name | {make.__name__: lambda gpu, make=make: model(make, gpu) for make in MAKERS}
 
 
 def has_gpu() -> bool:
-    """Whether programs for a GPU can run."""
+    """True if programs for a GPU can run."""
     import tvm
 
     return bool(tvm.cuda(0).exist)
@@ -180,9 +180,9 @@ def main() -> int:
     names = options.names.split(",") if options.names else list(programs())
     count = runs = 0
     with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-        for turn in (["none"], [tool for tool in tools if tool != "none"]):
+        for batch in (["none"], [tool for tool in tools if tool != "none"]):
             jobs = [
-                pool.submit(check, tool, name, options.gpu, options.limit, cache) for tool in turn for name in names
+                pool.submit(check, tool, name, options.gpu, options.limit, cache) for tool in batch for name in names
             ]
             for job in concurrent.futures.as_completed(jobs):
                 tool, name, finding, seconds = job.result()

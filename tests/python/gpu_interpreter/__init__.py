@@ -1,4 +1,4 @@
-"""An interpreter of GPU kernels on the CPU, by which kernels are tested on machines without a GPU.
+"""An interpreter of GPU kernels on the CPU, which tests kernels on machines without a GPU.
 
 `run(func, *arrays)` lowers a PrimFunc as TVM does for CUDA devices, up to the point where C++ would be written, and
 executes the blocks with numpy: all threads of a block are one axis of its arrays. What a GPU would hide until the wrong

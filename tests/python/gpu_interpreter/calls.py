@@ -12,15 +12,15 @@ import numpy as np
 from .dtypes import cast, scalar_type
 
 Handler = Callable[[Any, Any], Callable[[Any, Any], Any]]
-"""The compiler of expressions and a call give the call's evaluator."""
+"""Function from the compiler of expressions and a call to the call's evaluator."""
 
 HANDLERS: dict[str, Handler] = {}
 EXTERNS: dict[str, Handler] = {}
-"""The same for functions called by name."""
+"""Compilers of functions that are called by name."""
 
 
 def handles(*names: str) -> Callable[[Handler], Handler]:
-    """Register what compiles calls of operators."""
+    """Register a compiler of calls of operators."""
 
     def register(handler: Handler) -> Handler:
         for name in names:
@@ -31,7 +31,7 @@ def handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 def name_of(call: Any) -> str:
-    """An operator's name; those of the room "prim" are taken for TIR's own."""
+    """An operator's name; the namespace "prim" counts as TIR's own."""
     name = str(getattr(call.op, "name", call.op))
     return f"tirx.{name[5:]}" if name.startswith("prim.") else name
 
@@ -105,7 +105,7 @@ for _name, _function in {
 
 
 def exact(function: Callable[..., Any], *names: str) -> None:
-    """Register a function of values of whatever type."""
+    """Register a function of values of any type."""
 
     def handler(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
         arguments = [expressions.compiled(a) for a in call.args]
@@ -230,8 +230,8 @@ def _power(x: np.ndarray, factor: float) -> np.ndarray:
 
 
 def _quick_tanh(x: np.ndarray) -> np.ndarray:
-    most = np.float32(1) - np.float32(2) / (np.float32(1) + _power(x, 2 / np.log(2)))
-    return np.where(np.abs(x) < np.float32(0.01), x, most)
+    rounded = np.float32(1) - np.float32(2) / (np.float32(1) + _power(x, 2 / np.log(2)))
+    return np.where(np.abs(x) < np.float32(0.01), x, rounded)
 
 
 extern(lambda x: _power(x, 1 / np.log(2)), "quick_exp")

@@ -19,13 +19,13 @@ def _mapa(expressions: Any, one: Instruction) -> Any:
     address, rank = pointer(expressions, one.operands[1]), expressions.compiled(one.operands[2])
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        at = np.broadcast_to(np.asarray(address(lanes, mask)), (lanes.count,))
-        _, offset = shared_place(lanes, at)
+        addresses = np.broadcast_to(np.asarray(address(lanes, mask)), (lanes.count,))
+        _, offset = shared_place(lanes, addresses)
         ranks = np.broadcast_to(np.asarray(rank(lanes, mask), np.int64), (lanes.count,))
         active = lanes.active(mask)
         if (ranks[active] >= lanes.blocks.cluster).any():
             raise KernelFault(f"block {int(ranks[active].max())} of a cluster of {lanes.blocks.cluster}")
-        high = at.astype(np.uint64) & ~np.uint64(0xFFFFFFFF)
+        high = addresses.astype(np.uint64) & ~np.uint64(0xFFFFFFFF)
         mapped = high | ((ranks + 1) << RANK_BITS | offset).astype(np.uint64)
         write(lanes, mask, mapped.astype(np.uint32) if "u32" in one.parts else mapped)
 

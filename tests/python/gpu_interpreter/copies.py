@@ -1,4 +1,4 @@
-"""Copies that run beside the threads: ``cp.async`` of each thread, and bulk copies of whole blocks of bytes.
+"""Asynchronous copies: ``cp.async`` of each thread, and bulk copies of whole blocks of bytes.
 
 Data moves as late as a wait allows, and the target counts as never written in between: whoever reads too early finds
 out. A copy's effects on the search for races come twice, when it is issued (others must have finished with the target)
@@ -55,7 +55,7 @@ class ThreadCopies:
         return np.repeat(self.lanes.uid[active], per), cells.reshape(-1)
 
     def complete(self, which: np.ndarray, when: np.ndarray | None = None) -> None:
-        """The copies of some lanes arrive; `when`: the lanes' clocks as of the issue."""
+        """Complete the copies of some lanes; `when`: the lanes' clocks at the issue."""
         active = np.flatnonzero(self.mask & which)
         if not len(active):
             return
@@ -66,10 +66,10 @@ class ThreadCopies:
                 cells = source.cells_of(0, int(self.source[lane]), int(self.valid[lane]))
                 source.accesses.read(self.lanes.clocks, np.full(len(cells), self.lanes.uid[lane]), cells)
         step = np.arange(self.size)
-        at = self.source[active, None] + step
+        offsets = self.source[active, None] + step
         exists = step < self.valid[active, None]
-        data = np.zeros(at.shape, np.uint8)
-        data[exists] = source.bytes[0, at[exists]]
+        data = np.zeros(offsets.shape, np.uint8)
+        data[exists] = source.bytes[0, offsets[exists]]
         uids, cells = self._cells(active)
         per = len(cells) // len(active)
         stamps = None if when is None else np.repeat(when[active], per)
@@ -111,7 +111,7 @@ def _commit(expressions: Any, one: Instruction) -> Any:
         pending = _pending(lanes)
         active = np.ones(lanes.count, bool) if mask is None else mask
         pending["groups"].append((active.copy(), pending["open"]))
-        # Lanes that did not commit keep their copies open; they find them in the group, which they are not part of.
+        # Lanes that did not commit keep their copies pending, though other lanes' copies are in the group.
         pending["open"] = [copy for copy in pending["open"] if (copy.mask & ~active).any()]
 
     return evaluate
@@ -135,10 +135,10 @@ def _wait_group(expressions: Any, one: Instruction) -> Any:
         if "wait_all" in one.text:
             for copy in pending["open"]:
                 copy.complete(active)
-        kept = [(who, [copy for copy in copies if copy.mask.any()]) for who, copies in pending["groups"]]
-        while kept and not kept[0][1]:
-            kept.pop(0)
-        pending["groups"] = kept
+        remaining = [(who, [copy for copy in copies if copy.mask.any()]) for who, copies in pending["groups"]]
+        while remaining and not remaining[0][1]:
+            remaining.pop(0)
+        pending["groups"] = remaining
 
     return evaluate
 
@@ -230,21 +230,21 @@ def _issue_load(lanes: Any, lane: int, target: tuple[int, int], source: int, siz
         origin.accesses.read(clocks, np.full(len(read), lanes.uid[lane]), read)
     memory.accesses.write(clocks, np.full(len(cells), lanes.uid[lane]), cells, begins=True, asynchronous=True)
     memory.written[target[0], target[1] : target[1] + size] = 0
-    known = np.stack([clocks.known[cluster, member], clocks.fenced[cluster, member]]).copy()
+    snapshot = np.stack([clocks.known[cluster, member], clocks.fenced[cluster, member]]).copy()
     machine = clocks.width - 1
     uid = lanes.uid[lane] - member + machine
 
     def deliver() -> None:
         now = int(clocks.known[cluster, machine, machine]) + 1
-        for table, one in zip((clocks.known, clocks.fenced), known, strict=True):
+        for table, one in zip((clocks.known, clocks.fenced), snapshot, strict=True):
             table[cluster, machine] = one
             table[cluster, machine, machine] = now
         memory.accesses.write(clocks, np.full(len(cells), uid), cells, asynchronous=True)
         memory.bytes[target[0], target[1] : target[1] + size] = origin.bytes[0, start : start + size]
         memory.written[target[0], target[1] : target[1] + size] = 1
-        seen = np.zeros((2, clocks.width), np.int32)
-        seen[:, machine] = now
-        barrier.add(seen)
+        clock = np.zeros((2, clocks.width), np.int32)
+        clock[:, machine] = now
+        barrier.add(clock)
 
     barrier.copies.append((deliver, 0, size))
 
@@ -324,7 +324,7 @@ def _bulk_wait(expressions: Any, one: Instruction) -> Any:
 
 
 def check_end(lanes: Any) -> None:
-    """What has to be complete when threads end.
+    """Check that the bulk stores of threads that end are complete.
 
     Raises
     ------
@@ -337,7 +337,7 @@ def check_end(lanes: Any) -> None:
 
 
 def check_copies(barriers: Any) -> None:
-    """A fault if copies are left that nobody waited for when all threads have ended."""
+    """Raise a fault if copies are left that nobody waited for when all threads have ended."""
     for barrier in barriers:
         if any(size for _, _, size in barrier.copies):
             raise KernelFault(f"all threads have ended and bulk copies are pending: {barrier.text()}")

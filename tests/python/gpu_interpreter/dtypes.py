@@ -34,7 +34,7 @@ def scalar_type(dtype: str) -> np.dtype:
 
 
 def is_float(dtype: np.dtype) -> bool:
-    """Whether values are floats, those of ml_dtypes included."""
+    """True for types of floats, those of ml_dtypes included."""
     return dtype.kind == "f" or dtype.kind == "V" or dtype.name in _EXTENDED
 
 
@@ -49,7 +49,7 @@ def cast(value: Any, to: np.dtype) -> Any:
         info = np.iinfo(to)
         clipped = np.clip(np.nan_to_num(wide, nan=0.0), float(info.min), float(info.max))
         result = clipped.astype(to)
-        # The largest 64-bit ints are no float64: the rounded bound would wrap.
+        # The largest 64-bit ints are not float64 numbers: the rounded bound would wrap.
         result = np.where(clipped >= float(info.max), info.max, result).astype(to) if info.bits == 64 else result
         return result[()]
     if to.name in _LARGEST and (is_float(source) or source.kind in "iub"):

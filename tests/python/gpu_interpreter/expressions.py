@@ -17,7 +17,7 @@ from .faults import KernelFault
 from .names import Names
 
 Evaluator = Callable[[Any, Any], Any]
-"""Lanes and a mask (None: all active) give a value."""
+"""Function from lanes and a mask (None: all active) to a value."""
 
 
 def dtype_of(expr: Any) -> str:
@@ -26,7 +26,7 @@ def dtype_of(expr: Any) -> str:
 
 
 def merged(lanes: Any, condition: np.ndarray, then: Any, otherwise: Any) -> Any:
-    """Values of lanes by a condition over lanes."""
+    """Values selected by a condition over lanes."""
     if np.ndim(condition) == 1 and max(np.ndim(then), np.ndim(otherwise)) == 2:
         condition = condition[:, None]
     return np.where(condition, then, otherwise)
@@ -40,7 +40,7 @@ def both(mask: Any, condition: Any) -> Any:
 
 
 def _truncated_quotient(left: Any, right: Any) -> Any:
-    """As in C, towards zero; nothing of it leaves the operands' type, whose least number has no absolute value."""
+    """Quotient towards zero, as in C, in the operands' type, in which the least number lacks an absolute value."""
     divisor = np.where(np.asarray(right) == 0, 1, right).astype(np.asarray(right).dtype)
     return (left - np.fmod(left, divisor)) // divisor
 
@@ -51,7 +51,7 @@ def _quotient(left: Any, right: Any) -> Any:
 
 def _extreme(pick: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def function(left: Any, right: Any) -> Any:
-        # C: `a < b ? a : b`; fmin and fmax of CUDA ignore a NaN beside a number.
+        # C: `a < b ? a : b`; fmin and fmax of CUDA return the number if the other operand is NaN.
         return pick(left, right)
 
     return function
@@ -130,18 +130,18 @@ class Expressions:
         return view, (flat if width == 1 else of_vectors)
 
     def address(self, expr: Any) -> Evaluator:
-        """The generic address that a pointer expression, an element or a buffer stands for."""
+        """The generic address of a pointer expression, an element or a buffer."""
         if type(expr).__name__ == "TensorLoad":
             self.names.written.add(self.names.slot(expr.source))
             cell = self.names.cell
             view, index = self.place(expr)
-            self.names.cell = cell  # an address is no access
+            self.names.cell = cell  # taking an address is not an access
 
             def of_element(lanes: Any, mask: Any) -> Any:
                 place = view(lanes)
-                at = index(lanes, mask)
-                at = at[..., 0] if np.ndim(at) == 2 else at
-                return place.address + np.asarray(at, np.int64).astype(np.uint64) * np.uint64(place.dtype.itemsize)
+                offset = index(lanes, mask)
+                offset = offset[..., 0] if np.ndim(offset) == 2 else offset
+                return place.address + np.asarray(offset, np.int64).astype(np.uint64) * np.uint64(place.dtype.itemsize)
 
             return of_element
         if type(expr).__name__ == "Var" and self.names.is_buffer(expr):
@@ -175,10 +175,10 @@ class Expressions:
             return lambda lanes, mask: lanes.slots[slot].address
 
         def value(lanes: Any, mask: Any) -> Any:
-            found = lanes.slots[slot]
-            if found is None:
+            current = lanes.slots[slot]
+            if current is None:
                 raise KernelFault(f"variable {name} has no value")
-            return found
+            return current
 
         return value
 
@@ -216,7 +216,7 @@ class Expressions:
         return self.chosen(expr.condition, expr.true_value, expr.false_value)
 
     def chosen(self, condition: Any, then: Any, otherwise: Any) -> Evaluator:
-        """C's ``condition ? then : otherwise``, of which only one side is evaluated."""
+        """C's ``condition ? then : otherwise``, which evaluates only one side."""
         test, first, second = self.compiled(condition), self.compiled(then), self.compiled(otherwise)
 
         def value(lanes: Any, mask: Any) -> Any:

@@ -32,12 +32,12 @@ def _ldmatrix(expressions: Any, one: Instruction) -> Any:
 
     def evaluate(lanes: Any, mask: Any) -> None:
         _complete_warps(lanes, mask, "ldmatrix")
-        at = np.broadcast_to(np.asarray(address(lanes, mask)), (lanes.count,))
-        _row_addresses(lanes, at, count)
+        addresses = np.broadcast_to(np.asarray(address(lanes, mask)), (lanes.count,))
+        _row_addresses(lanes, addresses, count)
         # Lanes whose addresses are not used read nothing.
         used = np.tile(np.arange(WARP) < 8 * count, lanes.count // WARP)
         part = used if mask is None else used & mask
-        view, index, instance = place_of(lanes, part, "shared", at, _PAIR)
+        view, index, instance = place_of(lanes, part, "shared", addresses, _PAIR)
         every = np.broadcast_to(index, (lanes.count,))[:, None] + np.arange(8)
         rows = np.broadcast_to(view.memory.load(lanes, part, view, every, instance), (lanes.count, 8))
         matrices = rows.reshape(-1, WARP, 8)[:, : 8 * count].reshape(-1, count, 8, 8)
@@ -59,8 +59,8 @@ def _stmatrix(expressions: Any, one: Instruction) -> Any:
 
     def evaluate(lanes: Any, mask: Any) -> None:
         _complete_warps(lanes, mask, "stmatrix")
-        at = np.broadcast_to(np.asarray(address(lanes, mask)), (lanes.count,))
-        _row_addresses(lanes, at, count)
+        addresses = np.broadcast_to(np.asarray(address(lanes, mask)), (lanes.count,))
+        _row_addresses(lanes, addresses, count)
         words = [bits_of(lanes, value(lanes, mask), np.dtype(np.uint32)).reshape(-1, WARP) for value in values]
         matrices = np.ascontiguousarray(np.stack(words, axis=1)).view(_PAIR).reshape(-1, count, 8, 8)
         if is_transposed:
@@ -69,7 +69,7 @@ def _stmatrix(expressions: Any, one: Instruction) -> Any:
         rows[:, : 8 * count] = matrices.reshape(-1, 8 * count, 8)
         used = np.tile(np.arange(WARP) < 8 * count, lanes.count // WARP)
         part = used if mask is None else used & mask
-        view, index, instance = place_of(lanes, part, "shared", at, _PAIR)
+        view, index, instance = place_of(lanes, part, "shared", addresses, _PAIR)
         every = np.broadcast_to(index, (lanes.count,))[:, None] + np.arange(8)
         view.memory.store(lanes, part, view, every, rows.reshape(-1, 8), instance)
 

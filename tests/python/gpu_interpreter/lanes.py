@@ -1,4 +1,4 @@
-"""Threads that run together, and what the blocks that run at a time have in common."""
+"""Threads that run together, and the shared state of the blocks that run at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Blocks:
     mbarriers : dict
         Barriers in shared memory, by block and byte offset.
     running : (count,) int64
-        Of each block: groups of threads that have not ended.
+        Number of each block's thread groups that have not ended.
     """
 
     def __init__(self, first: int, count: int, threads: int, cluster: int) -> None:
@@ -76,19 +76,19 @@ class Lanes:
         return self.everyone if mask is None else np.flatnonzero(mask)
 
     jumped: np.ndarray | None = None
-    """Lanes that returned, left the loop or its round."""
+    """Mask of lanes that returned, left the loop or its iteration."""
 
     _kinds: dict[str, np.ndarray] | None = None
 
     def leave(self, kind: str, mask: np.ndarray) -> None:
-        """Active lanes return ("returned"), leave the loop ("broken") or this round of it ("continued")."""
+        """Record that active lanes return ("returned"), leave the loop ("broken") or this iteration ("continued")."""
         if self._kinds is None:
             self._kinds = {name: np.zeros(self.count, bool) for name in ("returned", "broken", "continued")}
         self._kinds[kind] = self._kinds[kind] | mask
         self._combine()
 
     def enter_loop(self) -> Any:
-        """Begin a loop; what `leave_loop` needs."""
+        """Begin a loop; returns the state that `leave_loop` needs."""
         saved = None if self._kinds is None else (self._kinds["broken"], self._kinds["continued"])
         if self._kinds is not None:
             self._kinds["broken"] = self._kinds["continued"] = np.zeros(self.count, bool)
@@ -96,13 +96,13 @@ class Lanes:
         return saved
 
     def next_round(self) -> None:
-        """Lanes that left only the round are back."""
+        """Reactivate lanes that left only the iteration."""
         if self._kinds is not None:
             self._kinds["continued"] = np.zeros(self.count, bool)
             self._combine()
 
     def leave_loop(self, saved: Any) -> None:
-        """Lanes that left this loop go on behind it."""
+        """Reactivate lanes that left this loop."""
         if self._kinds is not None:
             none = np.zeros(self.count, bool)
             self._kinds["broken"], self._kinds["continued"] = saved if saved is not None else (none, none)

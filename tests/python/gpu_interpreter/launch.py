@@ -1,4 +1,4 @@
-"""Running a PrimFunc: its host part once, its kernels block after block."""
+"""Execution of a PrimFunc: its host code once, its kernels block after block."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .statements import Code, Statements, _strides
 from .waiting import to_the_end
 
 GROUP = 128
-"""Threads of a warpgroup, which run together where warps of a block have different work."""
+"""Threads of a warpgroup, which run together if warps of a block have different work."""
 
 LANES = 2048
-"""About how many threads run at a time where blocks are independent."""
+"""Approximate number of threads that run at a time if blocks are independent."""
 
 
 def run(
@@ -89,20 +89,20 @@ class _Run:
         dtype = scalar_type(str(kind.dtype))
         assert isinstance(array, np.ndarray) and array.dtype == dtype, f"{parameter.name}: wants {dtype}"
         assert array.flags.c_contiguous and array.ndim == len(kind.shape), f"{parameter.name}: shape {array.shape}"
-        for extent, wanted in zip(array.shape, kind.shape, strict=True):
-            if type(wanted).__name__ == "Var":
-                slot = self.names.slot(wanted)
-                known = self.lanes.slots[slot]
-                assert known is None or int(known) == extent, f"{parameter.name}: {wanted} is {known}, not {extent}"
-                self.lanes.slots[slot] = scalar_type(str(wanted.ty.dtype)).type(extent)
-            elif type(wanted).__name__ == "IntImm":
-                assert int(wanted) == extent, f"{parameter.name}: shape {array.shape}"
-        for wanted, number in ((kind.elem_offset, 0), *zip(kind.strides, _strides(list(array.shape)), strict=False)):
-            if type(wanted).__name__ == "Var":
-                self.lanes.slots[self.names.slot(wanted)] = scalar_type(str(wanted.ty.dtype)).type(number)
+        for extent, dim in zip(array.shape, kind.shape, strict=True):
+            if type(dim).__name__ == "Var":
+                slot = self.names.slot(dim)
+                bound = self.lanes.slots[slot]
+                assert bound is None or int(bound) == extent, f"{parameter.name}: {dim} is {bound}, not {extent}"
+                self.lanes.slots[slot] = scalar_type(str(dim.ty.dtype)).type(extent)
+            elif type(dim).__name__ == "IntImm":
+                assert int(dim) == extent, f"{parameter.name}: shape {array.shape}"
+        for dim, number in ((kind.elem_offset, 0), *zip(kind.strides, _strides(list(array.shape)), strict=False)):
+            if type(dim).__name__ == "Var":
+                self.lanes.slots[self.names.slot(dim)] = scalar_type(str(dim.ty.dtype)).type(number)
 
     def host(self, stmt: Any) -> None:
-        """Execute a statement of the host part, and launch the kernels in it."""
+        """Execute a statement of the host code, and launch the kernels in it."""
         kind = type(stmt).__name__
         if kind == "SeqStmt":
             for part in stmt.seq:
@@ -139,7 +139,7 @@ class _Run:
             code.run(self.lanes, None)
 
     def _views(self) -> None:
-        """Give each array that has none a view."""
+        """Give each array without a view one."""
         for slot, buffer, array in self.arrays:
             number = SHARED + 1 + slot
             if number not in self.memories:

@@ -18,7 +18,7 @@ def cuda_target(arch: str) -> tvm.target.Target:
 def lowered(
     func: tirx.PrimFunc, arch: str = "sm_90a", style: str | None = None, leave_out: tuple[str, ...] = ()
 ) -> tirx.PrimFunc:
-    """What TVM makes of the function before it separates the kernel: flat buffers, barriers, merged shared memory.
+    """Function as TVM lowers it before it separates the kernel: flat buffers, barriers, merged shared memory.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ def lowered(
 
     def up_to_the_split(passes: list[tvm.transform.Pass], *rest: object) -> tvm.transform.Pass:
         names = [one.info.name for one in passes]
-        kept = passes[: names.index("tirx.SplitHostDevice")]
-        return sequential([one for one in kept if one.info.name not in leave_out], *rest)
+        prefix = passes[: names.index("tirx.SplitHostDevice")]
+        return sequential([one for one in prefix if one.info.name not in leave_out], *rest)
 
     with target, mock.patch.object(tvm.ir.transform, "Sequential", up_to_the_split):
         mod = pipeline(mod)

@@ -48,11 +48,11 @@ class Mbarrier:
     given: np.ndarray | None = None
 
     def add(self, released: np.ndarray) -> None:
-        """Who waits for the end of this phase comes to know this."""
+        """Add what a waiter for the end of this phase learns."""
         self.known = released if self.known is None else np.maximum(self.known, released)
 
     def arrive(self, released: np.ndarray, count: int = 1, size: int = 0) -> None:
-        """Arrivals, and bytes that are expected from now on.
+        """Count arrivals, and bytes that are expected from now on.
 
         Raises
         ------
@@ -96,12 +96,12 @@ class Mbarrier:
 
 
 def barrier_at(lanes: Any, instance: int, offset: int, lane: int) -> Mbarrier:
-    """The barrier at a place of shared memory.
+    """The barrier at an offset of shared memory.
 
     Raises
     ------
     KernelFault
-        There is none, or its initialization is not visible to this thread.
+        The barrier is missing, or its initialization is not visible to this thread.
     """
     barrier = lanes.blocks.mbarriers.get((instance, offset))
     if barrier is None:
@@ -229,9 +229,9 @@ def _wait(expressions: Any, call: Any) -> Any:
         if (parities[lanes.active(mask)] >> 1).any():
             raise KernelFault("the parity of a wait is neither 0 nor 1")
         for barrier, chosen in list(_by_barrier(lanes, mask, address(lanes, mask))):
-            for wanted in np.unique(parities[chosen]):
-                threads = chosen[parities[chosen] == wanted]
-                yield from _until(lanes, barrier, int(wanted), threads)
+            for phase in np.unique(parities[chosen]):
+                threads = chosen[parities[chosen] == phase]
+                yield from _until(lanes, barrier, int(phase), threads)
 
     return run
 

@@ -17,7 +17,7 @@ ADDRESS_BITS = 40
 """A generic address is the memory's number and, in the lower bits, a byte offset."""
 
 RANK_BITS = 24
-"""Of an address of shared memory: the bits of the offset; above them the rank of a block in its cluster and 1, 0: the
+"""Bits of the offset in an address of shared memory; above them a block's rank in its cluster plus 1, or 0 for the
 own block."""
 
 SHARED = 1
@@ -90,39 +90,39 @@ class Local:
         self.touched = np.zeros(size, bool)
 
     def load(self, lanes: Lanes, mask: Any, view: View, index: Any) -> Any:
-        """Elements; faults where active lanes never wrote them."""
+        """Load elements; faults where active lanes never wrote them."""
         _within(lanes, mask, index, view)
-        at, where = self._place(lanes, mask, view, index)
-        written = _elements(self.written, f"u{view.dtype.itemsize}")[where, at] == _WRITTEN[view.dtype.itemsize]
+        elements, where = self._place(lanes, mask, view, index)
+        written = _elements(self.written, f"u{view.dtype.itemsize}")[where, elements] == _WRITTEN[view.dtype.itemsize]
         if not written.all() and lanes.blocks.strict:
             bad = ~written if mask is None else ~written & _widened(mask, index)
             if bad.any():
                 lane = int(np.argwhere(bad)[0][0])
                 raise KernelFault(f"{view.name} is read and was never written, in {lanes.name(lane)}")
-        return _elements(self.bytes, view.dtype)[where, at]
+        return _elements(self.bytes, view.dtype)[where, elements]
 
     def store(self, lanes: Lanes, mask: Any, view: View, index: Any, value: Any) -> None:
         """Write elements of the active lanes."""
         _within(lanes, mask, index, view)
-        at, where = self._place(lanes, mask, view, index)
+        elements, where = self._place(lanes, mask, view, index)
         size = view.dtype.itemsize
-        if np.ndim(at) == 0:
-            self.touched[at * size : (at + 1) * size] = True
+        if np.ndim(elements) == 0:
+            self.touched[elements * size : (elements + 1) * size] = True
         else:
-            self.touched.reshape(-1, size)[np.unique(at)] = True
+            self.touched.reshape(-1, size)[np.unique(elements)] = True
         data, written = _elements(self.bytes, view.dtype), _elements(self.written, f"u{view.dtype.itemsize}")
         if mask is None:
-            data[where, at] = value
-            written[where, at] = _WRITTEN[view.dtype.itemsize]
+            data[where, elements] = value
+            written[where, elements] = _WRITTEN[view.dtype.itemsize]
             return
-        shape = np.broadcast_shapes(np.shape(where), np.shape(at))
+        shape = np.broadcast_shapes(np.shape(where), np.shape(elements))
         active = np.broadcast_to(_widened(mask, index), shape)
-        where, at = np.broadcast_to(where, shape)[active], np.broadcast_to(at, shape)[active]
-        data[where, at] = np.broadcast_to(value, shape)[active]
-        written[where, at] = _WRITTEN[view.dtype.itemsize]
+        where, elements = np.broadcast_to(where, shape)[active], np.broadcast_to(elements, shape)[active]
+        data[where, elements] = np.broadcast_to(value, shape)[active]
+        written[where, elements] = _WRITTEN[view.dtype.itemsize]
 
     def forget(self, mask: Any) -> None:
-        """What the active lanes wrote is undefined from here on."""
+        """Mark what the active lanes wrote as undefined."""
         if mask is None:
             self.written[:] = 0
         else:
@@ -140,7 +140,7 @@ class Local:
 
 
 def _elements(data: np.ndarray, dtype: Any) -> np.ndarray:
-    """The whole elements of a type that bytes hold; what is left over at the end belongs to none."""
+    """The complete elements of a type in some bytes, without an incomplete one at the end."""
     size = np.dtype(dtype).itemsize
     return data[:, : data.shape[1] // size * size].view(dtype)
 
@@ -189,49 +189,49 @@ class Addressed:
         Parameters
         ----------
         instance : np.ndarray, optional
-            Of shared memory: whose; by default the lanes' own.
+            Block whose shared memory is read; by default the lanes' own.
         """
         _within(lanes, mask, index, view)
-        at = self._index(mask, view, index)
+        elements = self._index(mask, view, index)
         instance = self._instance(lanes, index, instance)
         size = view.dtype.itemsize
         if self.written is not None:
-            written = _elements(self.written, f"u{size}")[instance, at] == _WRITTEN[size]
+            written = _elements(self.written, f"u{size}")[instance, elements] == _WRITTEN[size]
             if not written.all() and lanes.blocks.strict:
                 bad = ~written if mask is None else ~written & _widened(mask, index)
                 if bad.any():
                     lane = int(np.argwhere(bad)[0][0]) if np.ndim(bad) else 0
                     raise KernelFault(f"{view.name} is read and was never written, in {lanes.name(lane)}")
         if self.accesses is not None:
-            uids, cells = self._touched(lanes, mask, size, at, instance)
+            uids, cells = self._touched(lanes, mask, size, elements, instance)
             self.accesses.read(lanes.clocks, uids, cells)
-        return _elements(self.bytes, view.dtype)[instance, at]
+        return _elements(self.bytes, view.dtype)[instance, elements]
 
     def store(self, lanes: Lanes, mask: Any, view: View, index: Any, value: Any, instance: Any = None) -> None:
         """Write elements of the active lanes; faults of range and races."""
         _within(lanes, mask, index, view)
-        at = self._index(mask, view, index)
+        elements = self._index(mask, view, index)
         instance = self._instance(lanes, index, instance)
         size = view.dtype.itemsize
         assert self.accesses is not None, f"{self.name} was taken for an input that is only read"
-        uids, cells = self._touched(lanes, mask, size, at, instance)
+        uids, cells = self._touched(lanes, mask, size, elements, instance)
         self.accesses.write(lanes.clocks, uids, cells)
-        shape = np.broadcast_shapes((lanes.count,) if np.ndim(at) < 2 else (lanes.count, 1), np.shape(at))
-        at, instance = np.broadcast_to(at, shape), np.broadcast_to(instance, shape)
+        shape = np.broadcast_shapes((lanes.count,) if np.ndim(elements) < 2 else (lanes.count, 1), np.shape(elements))
+        elements, instance = np.broadcast_to(elements, shape), np.broadcast_to(instance, shape)
         value = np.broadcast_to(value, shape)
         if mask is not None:
-            active = np.broadcast_to(_widened(mask, at), shape)
-            at, instance, value = at[active], instance[active], value[active]
-        _elements(self.bytes, view.dtype)[instance, at] = value
+            active = np.broadcast_to(_widened(mask, elements), shape)
+            elements, instance, value = elements[active], instance[active], value[active]
+        _elements(self.bytes, view.dtype)[instance, elements] = value
         if self.written is not None:
-            _elements(self.written, f"u{size}")[instance, at] = _WRITTEN[size]
+            _elements(self.written, f"u{size}")[instance, elements] = _WRITTEN[size]
 
     def note_atomic(self, lanes: Lanes, mask: Any, view: View, index: Any) -> None:
-        """Faults of range and races of an atomic operation on one element a lane."""
+        """Check an atomic operation on one element a lane for range and races."""
         _within(lanes, mask, index, view)
-        at, instance = self._index(mask, view, index), self._instance(lanes, index)
+        elements, instance = self._index(mask, view, index), self._instance(lanes, index)
         assert self.accesses is not None
-        uids, cells = self._touched(lanes, mask, view.dtype.itemsize, at, instance)
+        uids, cells = self._touched(lanes, mask, view.dtype.itemsize, elements, instance)
         self.accesses.write(lanes.clocks, uids, cells, atomic=True)
 
     def _index(self, mask: Any, view: View, index: Any) -> Any:
@@ -262,15 +262,15 @@ class Addressed:
         return np.arange(first + start // self.cell, first + -(-(start + size) // self.cell))
 
     def require(self, instance: int, start: int, size: int, who: str) -> None:
-        """A fault if some of the bytes were never written."""
+        """Raise a fault if some of the bytes were never written."""
         if self.written is not None and not self.written[instance, start : start + size].all():
-            at = start + int(np.flatnonzero(self.written[instance, start : start + size] == 0)[0])
-            raise KernelFault(f"{self.name}, byte {at}, is read by {who} and was never written, or not yet")
+            offset = start + int(np.flatnonzero(self.written[instance, start : start + size] == 0)[0])
+            raise KernelFault(f"{self.name}, byte {offset}, is read by {who} and was never written, or not yet")
 
-    def _touched(self, lanes: Lanes, mask: Any, size: int, at: Any, instance: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _touched(self, lanes: Lanes, mask: Any, size: int, items: Any, instance: Any) -> tuple[np.ndarray, np.ndarray]:
         """Threads and cells, flat, of an access to elements `at` of `size` bytes."""
         per = max(1, size // self.cell)
-        cells = (np.asarray(at, np.int64) * size) // self.cell + np.asarray(instance, np.int64) * self.cells
+        cells = (np.asarray(items, np.int64) * size) // self.cell + np.asarray(instance, np.int64) * self.cells
         if cells.ndim < 2:
             cells = np.broadcast_to(cells, (lanes.count,))[:, None]
         else:

@@ -1,4 +1,4 @@
-"""Whole models for a GPU on a machine without one: every kernel that the passes make is run by the interpreter."""
+"""Whole models for a GPU on a machine without one: the interpreter runs every kernel that the passes make."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .launch import run
 from .names import Names
 
 LAST_STEP = "FormDispatches"
-"""Behind it a model consists of calls of kernels; what follows orders and records them."""
+"""Pass after which a model consists of calls of kernels; later passes order and record them."""
 
 
 def dispatched(mod: tvm.IRModule) -> tvm.IRModule:
@@ -111,9 +111,9 @@ class _Frame:
         shape = getattr(shape, "values", shape)
         if shape is None or not isinstance(extents, tuple):
             return
-        for wanted, extent in zip(shape, extents, strict=True):
-            if isinstance(wanted, tirx.Var):
-                self._slots[self._names.slot(wanted)] = np.int64(extent)
+        for dim, extent in zip(shape, extents, strict=True):
+            if isinstance(dim, tirx.Var):
+                self._slots[self._names.slot(dim)] = np.int64(extent)
 
     def _number(self, expr: Any) -> Any:
         compiled: Callable[..., Any] = Expressions(self._names).compiled(expr)

@@ -41,7 +41,7 @@ class Names:
         return self._slots[key]
 
     def accessed(self, size: int) -> None:
-        """Shared memory is accessed in units of so many bytes."""
+        """Record an access to shared memory in units of `size` bytes."""
         self.cell = min(self.cell, size)
 
     def root(self, slot: int) -> int:
@@ -56,11 +56,11 @@ class Names:
         return min([own, self.global_cell, *views])
 
     def is_written(self, slot: int) -> bool:
-        """Whether anything may write the memory of a buffer."""
+        """True if anything may write the memory of a buffer."""
         return any(self.root(one) == slot for one in self.written)
 
     def is_buffer(self, var: Any) -> bool:
-        """Whether a variable is a buffer."""
+        """True if a variable is a buffer."""
         return type(var.ty).__name__ == "BufferType"
 
     def __len__(self) -> int:

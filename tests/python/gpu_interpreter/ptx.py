@@ -62,7 +62,7 @@ PTX_WAITS: list[tuple[re.Pattern[str], Any]] = []
 
 
 def instruction(pattern: str, waits: bool = False) -> Callable[[Any], Any]:
-    """Register what compiles instructions whose text matches a pattern."""
+    """Register a compiler of instructions whose text matches a pattern."""
 
     def register(handler: Any) -> Any:
         (PTX_WAITS if waits else PTX).append((re.compile(pattern), handler))
@@ -71,23 +71,23 @@ def instruction(pattern: str, waits: bool = False) -> Callable[[Any], Any]:
     return register
 
 
-def _found(table: list[tuple[re.Pattern[str], Any]], text: str) -> Any:
+def _handler_of(table: list[tuple[re.Pattern[str], Any]], text: str) -> Any:
     return next((handler for pattern, handler in table if pattern.fullmatch(text)), None)
 
 
 def compiled(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
     """The evaluator of an instruction in which nobody waits."""
     one = instruction_of(call)
-    handler = _found(PTX, one.text)
+    handler = _handler_of(PTX, one.text)
     if handler is None:
         raise NotImplementedError(f"the interpreter does not know the instruction {one.text}: {str(call)[:300]}")
     return _predicated(expressions, one, handler(expressions, one))
 
 
 def waiting(call: Any) -> Any:
-    """What compiles an instruction in which threads may wait; None for others."""
+    """Compiler of an instruction in which threads may wait; None for others."""
     one = instruction_of(call)
-    handler = _found(PTX_WAITS, one.text)
+    handler = _handler_of(PTX_WAITS, one.text)
     return None if handler is None else lambda expressions, _: handler(expressions, one)
 
 
@@ -122,7 +122,7 @@ def _address(expressions: Any, call: Any) -> Any:
 
 
 def pointer(expressions: Any, operand: Any) -> Callable[[Any, Any], Any]:
-    """An address: of a register its value, of a buffer where it begins."""
+    """An address: the value of a register, or the beginning of a buffer."""
     if type(operand).__name__ == "Var" and expressions.names.is_buffer(operand):
         return expressions.address(operand)
     return expressions.compiled(operand)
@@ -199,9 +199,9 @@ def _load(expressions: Any, one: Instruction) -> Any:
     address = pointer(expressions, one.operands[count])
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        at = address(lanes, mask)
-        _aligned(lanes, mask, at, count * dtype.itemsize)
-        view, index, instance = place_of(lanes, mask, space, at, dtype)
+        addresses = address(lanes, mask)
+        _aligned(lanes, mask, addresses, count * dtype.itemsize)
+        view, index, instance = place_of(lanes, mask, space, addresses, dtype)
         every = np.broadcast_to(index, (lanes.count,))[:, None] + np.arange(count)
         extra = {} if instance is None else {"instance": instance}
         values = np.broadcast_to(view.memory.load(lanes, mask, view, every, **extra), (lanes.count, count))
@@ -222,9 +222,9 @@ def _store(expressions: Any, one: Instruction) -> Any:
     values = [expressions.compiled(value) for value in one.operands[1 : 1 + count]]
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        at = address(lanes, mask)
-        _aligned(lanes, mask, at, count * dtype.itemsize)
-        view, index, instance = place_of(lanes, mask, space, at, dtype)
+        addresses = address(lanes, mask)
+        _aligned(lanes, mask, addresses, count * dtype.itemsize)
+        view, index, instance = place_of(lanes, mask, space, addresses, dtype)
         every = np.broadcast_to(index, (lanes.count,))[:, None] + np.arange(count)
         stored = np.stack([bits_of(lanes, value(lanes, mask), dtype) for value in values], axis=1)
         extra = {} if instance is None else {"instance": instance}
@@ -248,7 +248,7 @@ def _convert_pair(expressions: Any, one: Instruction) -> Any:
 
 
 def _pairwise(function: Callable[..., Any]) -> Any:
-    """What compiles arithmetic on pairs of 16-bit floats, computed in float64 and rounded once."""
+    """Compiler of arithmetic on pairs of 16-bit floats, computed in float64 and rounded once."""
 
     def handler(expressions: Any, one: Instruction) -> Any:
         name = next(part for part in one.parts if part.endswith("x2"))

@@ -1,4 +1,4 @@
-"""Which thread's access happens before which: vector clocks of threads, and the last accesses of memory.
+"""Happens-before order of accesses: vector clocks of threads, and the last accesses of memory.
 
 A thread's clock counts its releases (barriers, arrivals). ``known[d, t, u]`` is the latest clock of thread u that
 thread t has synchronized with, both of cluster d of those that run. An access by t at its clock c happens before what
@@ -15,7 +15,7 @@ from .faults import KernelFault
 
 
 class Clocks:
-    """Vector clocks of the threads of some clusters, and of copies that run beside the threads.
+    """Vector clocks of the threads of some clusters, and of asynchronous copies.
 
     Attributes
     ----------
@@ -36,29 +36,29 @@ class Clocks:
         self.fenced = np.zeros_like(self.known)
 
     def release(self, cluster: int, threads: np.ndarray) -> np.ndarray:
-        """What these threads know, (2, width); what they do from now on is after it."""
-        given = np.stack([table[cluster, threads].max(axis=0) for table in (self.known, self.fenced)])
+        """Return what these threads know, (2, width); their later work is ordered after it."""
+        released = np.stack([table[cluster, threads].max(axis=0) for table in (self.known, self.fenced)])
         self.tick(cluster, threads)
-        return given
+        return released
 
-    def acquire(self, cluster: int, threads: np.ndarray, given: np.ndarray) -> None:
-        """These threads come to know what others released."""
-        for table, one in zip((self.known, self.fenced), given, strict=True):
+    def acquire(self, cluster: int, threads: np.ndarray, released: np.ndarray) -> None:
+        """Merge what others released into these threads' clocks."""
+        for table, one in zip((self.known, self.fenced), released, strict=True):
             table[cluster, threads] = np.maximum(table[cluster, threads], one)
 
     def fence(self, cluster: int, threads: np.ndarray) -> None:
-        """What these threads know is visible to asynchronous copies and tensor cores."""
+        """Make what these threads know visible to asynchronous copies and tensor cores."""
         self.fenced[cluster, threads] = np.maximum(self.fenced[cluster, threads], self.known[cluster, threads])
         self.tick(cluster, threads)
 
     def join(self, cluster: int, threads: np.ndarray) -> None:
-        """A barrier of these threads."""
+        """Synchronize these threads as a barrier does."""
         for table in (self.known, self.fenced):
             table[cluster, threads] = table[cluster, threads].max(axis=0)
         self.tick(cluster, threads)
 
     def tick(self, cluster: int, threads: np.ndarray) -> None:
-        """What these threads do from now on is after what they released."""
+        """Order later work of these threads after what they released."""
         self.known[cluster, threads, threads] += 1
 
     def name(self, uid: int) -> str:
@@ -154,14 +154,14 @@ class Accesses:
         self._atomic[cells] = atomic
         twice = self._writer[cells] != uids
         if not atomic and twice.any():
-            at = int(np.flatnonzero(twice)[0])
+            first = int(np.flatnonzero(twice)[0])
             raise KernelFault(
-                f"race: {clocks.name(uids[at])} and {clocks.name(self._writer[cells[at]])} write "
-                f"{self._cell(cells[at])} in the same statement"
+                f"race: {clocks.name(uids[first])} and {clocks.name(self._writer[cells[first]])} write "
+                f"{self._cell(cells[first])} in the same statement"
             )
 
     def versions(self, cells: np.ndarray) -> np.ndarray:
-        """Which writes the cells hold."""
+        """Numbers of the writes that the cells hold."""
         return np.stack([self._writer[cells], self._write_clock[cells]])
 
     def _happened(self, clocks: Clocks, uids: np.ndarray, others: np.ndarray, when: np.ndarray) -> np.ndarray:
@@ -187,20 +187,20 @@ class Accesses:
         uids, others, when = uids[chosen], others[chosen], when[chosen]
         good = self._happened(clocks, uids, others, when)
         if not good.all():
-            at = int(np.flatnonzero(~good)[0])
+            i = int(np.flatnonzero(~good)[0])
             raise KernelFault(
-                f"race: {clocks.name(uids[at])} {does} {self._cell(cells[chosen[at]])}, which "
-                f"{clocks.name(others[at])} {did}, and no barrier is between the two"
+                f"race: {clocks.name(uids[i])} {does} {self._cell(cells[chosen[i]])}, which "
+                f"{clocks.name(others[i])} {did}, and no barrier is between the two"
             )
         if asynchronous:
             cluster = uids // clocks.width - clocks.first
             by_threads = others % clocks.width != clocks.width - 1
-            known = clocks.fenced[cluster, uids % clocks.width, others % clocks.width] >= when
-            bad = by_threads & ~known
+            ordered = clocks.fenced[cluster, uids % clocks.width, others % clocks.width] >= when
+            bad = by_threads & ~ordered
             if bad.any():
-                at = int(np.flatnonzero(bad)[0])
+                i = int(np.flatnonzero(bad)[0])
                 raise KernelFault(
-                    f"missing fence.proxy.async: {self._cell(cells[chosen[at]])}, written by {clocks.name(others[at])} "
+                    f"missing fence.proxy.async: {self._cell(cells[chosen[i]])}, written by {clocks.name(others[i])} "
                     f"with an ordinary store, is used by an asynchronous copy or a tensor core ({does})"
                 )
 

@@ -1,4 +1,4 @@
-"""Statements become functions or, where threads may have to wait in them, generators of what they wait for."""
+"""Compilation of statements to functions or, if threads may wait in them, to generators of waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .names import Names
 from .waiting import WAITING, concurrently
 
 MOST_ROUNDS = 1_000_000
-"""Rounds of a while loop after which it is taken to be endless."""
+"""Iterations of a while loop after which it counts as endless."""
 
 
 class Code(NamedTuple):
@@ -321,9 +321,9 @@ class Statements:
             start += int(np.max(offset(lanes, mask))) * dtype.itemsize
             if strides:
                 count = (1 + sum((extent - 1) * step for extent, step in zip(extents, steps, strict=True))) * width
-            # A view may say more elements than there are: an access beyond the memory is the fault.
-            room = max(0, (memory.size - start) // dtype.itemsize)
-            lanes.slots[slot] = View(memory, start, dtype, min(count, room), name, steps)
+            # A view may declare more elements than exist: only an access beyond the memory is a fault.
+            capacity = max(0, (memory.size - start) // dtype.itemsize)
+            lanes.slots[slot] = View(memory, start, dtype, min(count, capacity), name, steps)
 
         return self._located(stmt, run)
 

@@ -24,7 +24,7 @@ def _encode(expressions: Any, call: Any) -> Any:
     def evaluate(lanes: Any, mask: Any) -> None:
         _, offset = shared_place(lanes, address(lanes, mask))
         if (offset[lanes.active(mask)] % 16).any():
-            raise KernelFault("a matrix descriptor of an address that is no multiple of 16")
+            raise KernelFault("a matrix descriptor of an address that is not a multiple of 16")
         value = (offset >> 4).astype(np.uint64)
         value |= np.uint64(int(np.max(leading(lanes, mask))) & 0x3FFF) << np.uint64(16)
         value |= np.uint64(int(np.max(stride(lanes, mask))) & 0x3FFF) << np.uint64(32)
@@ -87,11 +87,11 @@ class Tile:
         return memory.bytes[instance].view(self.dtype)[self.offsets // self.dtype.itemsize]
 
     def check(self, memory: Any, instance: int) -> None:
-        """A fault if some elements were never written."""
-        at = self.offsets.reshape(-1)
-        bad = memory.written[instance, at] == 0
+        """Raise a fault if some elements were never written."""
+        offsets = self.offsets.reshape(-1)
+        bad = memory.written[instance, offsets] == 0
         if bad.any():
-            byte = int(at[np.flatnonzero(bad)[0]])
+            byte = int(offsets[np.flatnonzero(bad)[0]])
             raise KernelFault(f"{memory.name}, byte {byte}, is read by wgmma and was never written, or not yet")
 
 
@@ -169,7 +169,7 @@ def _queue(lanes: Any) -> dict[str, Any]:
     return lanes.state.setdefault("wgmma", {"open": [], "groups": []})
 
 
-def _whole(lanes: Any, mask: Any, what: str) -> None:
+def _require_whole_warpgroup(lanes: Any, mask: Any, what: str) -> None:
     if mask is not None or lanes.count != 128 or int(lanes.thread[0]) % 128:
         raise KernelFault(f"{what} is not executed by all threads of one warpgroup")
 
@@ -177,7 +177,7 @@ def _whole(lanes: Any, mask: Any, what: str) -> None:
 @instruction(r"wgmma\.fence\.sync\.aligned")
 def _wgmma_fence(expressions: Any, one: Instruction) -> Any:
     def evaluate(lanes: Any, mask: Any) -> None:
-        _whole(lanes, mask, one.text)
+        _require_whole_warpgroup(lanes, mask, one.text)
         for local in lanes.locals.values():
             local.touched[:] = False
 
@@ -187,7 +187,7 @@ def _wgmma_fence(expressions: Any, one: Instruction) -> Any:
 @instruction(r"wgmma\.commit_group\.sync\.aligned")
 def _wgmma_commit(expressions: Any, one: Instruction) -> Any:
     def evaluate(lanes: Any, mask: Any) -> None:
-        _whole(lanes, mask, one.text)
+        _require_whole_warpgroup(lanes, mask, one.text)
         queue = _queue(lanes)
         queue["groups"].append(queue["open"])
         queue["open"] = []
@@ -200,7 +200,7 @@ def _wgmma_wait(expressions: Any, one: Instruction) -> Any:
     newest = int(one.operands[0])
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        _whole(lanes, mask, one.text)
+        _require_whole_warpgroup(lanes, mask, one.text)
         queue = _queue(lanes)
         done = []
         while len(queue["groups"]) > newest:
@@ -247,7 +247,7 @@ def _wgmma(expressions: Any, one: Instruction) -> Any:
     transposed = ([0, *orders] if from_registers else orders) if orders else [0, 0]
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        _whole(lanes, mask, "wgmma")
+        _require_whole_warpgroup(lanes, mask, "wgmma")
         views = [view(lanes) for view, _ in sums]
         registers = [
             place.offset // place.dtype.itemsize + int(index(lanes, mask))
@@ -271,8 +271,8 @@ def _wgmma(expressions: Any, one: Instruction) -> Any:
         in_flight = {(id(p.sums.memory), r) for p in pending for r in p.registers}
         if adding[0]:
             for index in registers:
-                known = local.written[:, index * size : (index + 1) * size].all()
-                if not known and (id(local), index) not in in_flight:
+                defined = local.written[:, index * size : (index + 1) * size].all()
+                if not defined and (id(local), index) not in in_flight:
                     raise KernelFault(f"wgmma adds to register {index} of {place.name}, which was never written")
         memory, instance = lanes.blocks.shared, int(lanes.instance[0])
         if from_registers:
@@ -306,7 +306,7 @@ def _same(descriptor: Any) -> int:
 
 
 def check_end(lanes: Any) -> None:
-    """A fault if threads end with products that they did not wait for."""
+    """Raise a fault if threads end with products that they did not wait for."""
     queue = _queue(lanes)
     if queue["open"] or any(queue["groups"]):
         raise KernelFault(f"{lanes.name(0)} ends before its tensor-core products are complete")

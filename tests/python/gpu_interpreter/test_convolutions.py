@@ -1,4 +1,4 @@
-"""Convolutional networks for a GPU: channels-last between the ends, one kernel for a convolution and what is around."""
+"""Convolutional networks for a GPU: channels-last between the ends, one kernel for a convolution and its neighbours."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_a_network_is_channels_last(dtype, arch):
     model = InterpretedModel(placed if dtype == "float32" else ToMixedPrecision(dtype)(placed))
     np.testing.assert_allclose(model(x), want, atol=1e-5 if dtype == "float32" else 5e-3)
     assert sum("conv2d" in name for name in model.launched) == 4, model.launched
-    # The image is laid out; nothing else is, for the last map has no extents.
+    # Only the image is laid out, for the last map lacks extents.
     assert sum("transpose" in name or "pack_" in name for name in model.launched) == 1, model.launched
 
 

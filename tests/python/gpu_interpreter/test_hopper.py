@@ -62,8 +62,8 @@ def pipelined_product(fault: str = "") -> tirx.PrimFunc:
     return function.result
 
 
-def _consume(shared: SharedMemory, at: tuple[int, ...], thread: tirx.Expr, c: tirx.Buffer, fault: str) -> None:
-    left, right, full, empty = at
+def _consume(shared: SharedMemory, offsets: tuple[int, ...], thread: tirx.Expr, c: tirx.Buffer, fault: str) -> None:
+    left, right, full, empty = offsets
     sums, base = local(32, "float32"), local(2, "uint64")
     ptx.matrix_descriptor(base[0], shared.at(left))
     ptx.matrix_descriptor(base[1], shared.at(right))

@@ -91,6 +91,6 @@ def check(seed: int, vdevices: list[Any]) -> None:
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 80))])
 def test_random_graphs(seed: int) -> None:
-    """Odd ones are cut over a GPU and the CPU, every fourth is for a GPU that has no wgmma."""
+    """Odd seeds are cut over a GPU and the CPU, every fourth is for a GPU without wgmma."""
     gpu = {"kind": "cuda", "arch": "sm_80"} if seed % 4 == 2 else HOPPER
     check(seed, ["llvm", gpu] if seed % 2 else [gpu])

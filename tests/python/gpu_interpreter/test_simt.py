@@ -175,9 +175,9 @@ def counts(X: T.Buffer((300,), "int32"), Y: T.Buffer((10,), "int32"), Z: T.Buffe
 
 def test_atomics_and_loops_of_different_length() -> None:
     values = np.random.default_rng(2).integers(0, 10, 300).astype(np.int32)
-    found, rounds = np.zeros(10, np.int32), np.full(300, np.nan, np.float32)
-    run(counts, values, found, rounds)
-    np.testing.assert_array_equal(found, np.bincount(values, minlength=10))
+    actual, rounds = np.zeros(10, np.int32), np.full(300, np.nan, np.float32)
+    run(counts, values, actual, rounds)
+    np.testing.assert_array_equal(actual, np.bincount(values, minlength=10))
     np.testing.assert_array_equal(rounds, (values + 1) // 2 * 2)
 
 

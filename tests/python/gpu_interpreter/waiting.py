@@ -1,4 +1,4 @@
-"""Waiting: barriers of blocks, and branches and groups of threads that run beside each other.
+"""Waiting: barriers of blocks, and branches and groups of threads that run concurrently.
 
 A generator yields a `Wait` when its threads cannot go on. Whoever runs generators side by side resumes those whose wait
 is over; when none is, the kernel hangs.
@@ -16,12 +16,12 @@ from .faults import KernelFault
 from .warps import WARP
 
 WAITING: dict[str, Callable[[Any, Any], Callable[[Any, Any], Iterator[Any]]]] = {}
-"""What compiles calls in which threads may wait, by the operator's name."""
+"""Compilers of calls in which threads may wait, by the operator's name."""
 
 
 @dataclass
 class Wait:
-    """What threads wait for.
+    """Condition that threads wait for.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Wait:
 
 
 def waits(*names: str) -> Callable[[Any], Any]:
-    """Register what compiles calls in which threads may wait."""
+    """Register a compiler of calls in which threads may wait."""
 
     def register(handler: Any) -> Any:
         for name in names:
@@ -47,7 +47,7 @@ def waits(*names: str) -> Callable[[Any], Any]:
 
 
 def concurrently(parts: list[Iterator[Any]]) -> Iterator[Wait]:
-    """Run generators beside each other until all have ended; yields when none can go on."""
+    """Run generators concurrently until all have ended; yields when none can go on."""
     pending: list[tuple[Iterator[Any], Wait | None]] = [(part, None) for part in parts]
     while pending:
         progress, left = False, []
@@ -70,7 +70,7 @@ def concurrently(parts: list[Iterator[Any]]) -> Iterator[Wait]:
 
 
 def to_the_end(parts: list[Iterator[Any]]) -> None:
-    """Run generators beside each other.
+    """Run generators concurrently to their end.
 
     Raises
     ------
@@ -92,7 +92,7 @@ class Rendezvous:
     given: np.ndarray | None = None
 
     def arrive(self, clocks: Any, cluster: int, members: np.ndarray, expected: int) -> int:
-        """Threads arrive; the number of the opening that lets them through.
+        """Let threads arrive; returns the number of the opening that releases them.
 
         Raises
         ------
@@ -112,7 +112,7 @@ class Rendezvous:
 
 
 def complete_warps(lanes: Any, mask: Any, what: str) -> None:
-    """A barrier has to be reached by whole warps.
+    """Check that whole warps reach a barrier.
 
     Raises
     ------

@@ -15,7 +15,7 @@ WARP = 32
 
 
 def _complete_warps(lanes: Any, mask: Any, what: str) -> None:
-    """The whole warp has to execute an operation of the warp."""
+    """Check that the whole warp executes an operation of the warp."""
     if mask is None and lanes.count % WARP == 0:
         return
     active = np.ones(lanes.count, bool) if mask is None else mask
@@ -52,8 +52,8 @@ def _shuffle(source_of: Callable[[np.ndarray, Any, Any], np.ndarray], first: int
             start = lanes.everyone // part * part
             source = source_of(lanes.everyone - start, np.asarray(operand(lanes, mask), np.int64), part)
             inside = (source >= 0) & (source < part)
-            at = np.where(inside, start + source, lanes.everyone)
-            return values[np.minimum(at, lanes.count - 1)]
+            lane = np.where(inside, start + source, lanes.everyone)
+            return values[np.minimum(lane, lanes.count - 1)]
 
         return evaluate
 
@@ -128,16 +128,16 @@ def _warp_sync(expressions: Any, call: Any) -> Callable[[Any, Any], Any]:
 
 
 def atomic(lanes: Any, mask: Any, view: Any, index: Any, value: Any, function: Any) -> Any:
-    """Read, combine and write elements, one thread after another; gives what was there before."""
+    """Read, combine and write elements, one thread after another; returns the old values."""
     memory = view.memory
-    at = _over_lanes(lanes, index)
+    elements = _over_lanes(lanes, index)
     values = _over_lanes(lanes, value)
-    memory.note_atomic(lanes, mask, view, at)
+    memory.note_atomic(lanes, mask, view, elements)
     before = np.zeros(lanes.count, view.dtype)
     data = memory.bytes.view(view.dtype)
     base = view.offset // view.dtype.itemsize
     for lane in lanes.active(mask):
-        cell = (int(lanes.instance[lane]) if memory.shared else 0, base + int(at[lane]))
+        cell = (int(lanes.instance[lane]) if memory.shared else 0, base + int(elements[lane]))
         before[lane] = data[cell]
         data[cell] = function(data[cell], values[lane])
     return before

@@ -27,11 +27,11 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 
 def llama3_factors(base: float, dims: int) -> tuple[float, ...]:
-    """What llama 3 divides frequencies by: waves that fit often into the old context stay, long ones grow."""
+    """Divisors of Llama 3's frequencies: waves that fit often into the old context stay, long ones grow."""
     waves = LLAMA3["original_max_position_embeddings"] * base ** (-np.arange(0, dims, 2) / dims) / (2 * np.pi)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    kept = np.clip((waves - low) / (high - low), 0, 1)
-    return tuple(1 / (kept + (1 - kept) / LLAMA3["factor"]))
+    share = np.clip((waves - low) / (high - low), 0, 1)
+    return tuple(1 / (share + (1 - share) / LLAMA3["factor"]))
 
 
 MODELS = {

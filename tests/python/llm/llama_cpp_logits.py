@@ -16,18 +16,18 @@ RECORDED = Path(__file__).with_suffix(".npz")
 _PROGRAM = Path(__file__).parents[3] / "apps" / "bench" / "llm_bench" / "llama_cpp_model.py"
 
 TOKENS = np.random.default_rng(0).integers(0, 320, 100).tolist()
-"""Of the recorded logits."""
+"""Tokens of the recorded logits."""
 
 
 def fresh(path, tokens) -> np.ndarray:
     """Logits after each token, (tokens, vocabulary); in a process of its own, since it crashes on some CPUs."""
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder) / "tokens.npy", Path(folder) / "logits.npy"
-        np.save(given, tokens)
-        words = [sys.executable, str(_PROGRAM), str(path), str(given), str(found), "--exact-cache"]
+        prompt, logits = Path(folder) / "tokens.npy", Path(folder) / "logits.npy"
+        np.save(prompt, tokens)
+        words = [sys.executable, str(_PROGRAM), str(path), str(prompt), str(logits), "--exact-cache"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, f"llama.cpp ended with {done.returncode}: {done.stderr[-2000:]}"
-        return np.load(found)
+        return np.load(logits)
 
 
 def recorded(name: str) -> np.ndarray:

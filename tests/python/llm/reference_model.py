@@ -1,4 +1,4 @@
-"""What a language model in a GGUF file computes, in float64 and by the book: whole sequences, no cache, no fusion."""
+"""Reference results of a language model in a GGUF file, in float64: whole sequences, no cache, no fusion."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ReferenceModel:
         return default if field is None else field.contents()
 
     def weight(self, name: str, rows=slice(None)) -> np.ndarray | None:
-        """Some rows of a tensor in float64; None if there is no such tensor."""
+        """Some rows of a tensor in float64; None if the file lacks it."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
@@ -68,14 +68,14 @@ class ReferenceModel:
         hidden = self.hidden(tokens)[:-1]
         table = self._table().T
         following = np.asarray(tokens)[1:]
-        found = []
-        for at in range(0, len(hidden), rows):
-            logits = softcapped(hidden[at : at + rows] @ table, self.key("final_logit_softcapping", 0.0))
-            wanted = following[at : at + rows]
+        parts = []
+        for begin in range(0, len(hidden), rows):
+            logits = softcapped(hidden[begin : begin + rows] @ table, self.key("final_logit_softcapping", 0.0))
+            targets = following[begin : begin + rows]
             top = logits.max(axis=1)
             total = top + np.log(np.exp(logits - top[:, None]).sum(axis=1))
-            found.append(total - logits[np.arange(len(wanted)), wanted])
-        return np.concatenate(found)
+            parts.append(total - logits[np.arange(len(targets)), targets])
+        return np.concatenate(parts)
 
     def _table(self) -> np.ndarray:
         """The matrix of logits: (vocabulary, width)."""
@@ -83,7 +83,7 @@ class ReferenceModel:
         return self.weight("token_embd.weight") if output is None else output
 
     def hidden(self, tokens) -> np.ndarray:
-        """What the last norm leaves of each token: shape (tokens, width)."""
+        """Output of the last norm for each token: shape (tokens, width)."""
         x = self.weight("token_embd.weight", np.asarray(tokens))
         if self.is_gemma:
             x = x * self.width**0.5
@@ -94,7 +94,7 @@ class ReferenceModel:
         return rms_norm(x, self.weight("output_norm.weight"), self.eps)
 
     def _branch(self, layer, x, before, work, after):
-        """What a layer adds to its input; Gemma norms that once more."""
+        """Output of a layer, added to its input; Gemma normalizes it once more."""
         y = work(layer, rms_norm(x, self._of(layer, before), self.eps))
         return rms_norm(y, self._of(layer, after), self.eps) if self.is_gemma else y
 
@@ -110,7 +110,7 @@ class ReferenceModel:
         q, k, v = (y.swapaxes(0, 1) for y in (q, k, v))  # (heads, rows, size)
         scores = q @ k.swapaxes(1, 2) * self._scale
         scores = softcapped(scores, self.key("attn_logit_softcapping", 0.0))
-        scores = np.where(seen(rows, self.window(layer)), scores, -np.inf)
+        scores = np.where(visible(rows, self.window(layer)), scores, -np.inf)
         y = (softmax(scores) @ v).swapaxes(0, 1)
         return y.reshape(rows, -1) @ self._of(layer, "attn_output").T
 
@@ -124,7 +124,7 @@ class ReferenceModel:
 
     @property
     def _in_pairs(self) -> bool:
-        """Whether rotation pairs element 2i with 2i + 1, not i with i + half."""
+        """True if rotation pairs element 2i with 2i + 1, not i with i + half."""
         return self.architecture == "llama"
 
     @property
@@ -133,7 +133,7 @@ class ReferenceModel:
         return (self.width / self.heads if by_width else self.size) ** -0.5
 
     def window(self, layer: int) -> int:
-        """How many positions a token of a layer sees, its own included; 0 for all."""
+        """Number of positions that a token of a layer sees, its own included; 0 for all."""
         if not self.is_gemma:
             return 0
         window = self.key("attention.sliding_window", 4096 if self.architecture == "gemma2" else 0)
@@ -173,7 +173,7 @@ class ReferenceModel:
 
 
 def rms_norm(x, weight, eps):
-    """Divided by the root of the mean square of the last axis, times `weight`."""
+    """RMS norm: `x` divided by the root mean square of its last axis, times `weight`."""
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
@@ -183,24 +183,24 @@ def gelu(x):
 
 
 def softmax(x):
-    """Over the last axis."""
+    """Softmax over the last axis."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 
 
 def softcapped(x, cap):
-    """Bent to stay within -cap and cap; as it is if `cap` is 0 or None."""
+    """Soft cap of scores to (-cap, cap); unchanged if `cap` is 0 or None."""
     return cap * np.tanh(x / cap) if cap else x
 
 
-def seen(rows, window):
-    """Which columns (keys) each row (query) sees: none after it, and of those before it `window` with itself."""
+def visible(rows, window):
+    """Mask of keys (columns) that each query (row) sees: none after it, and `window` up to itself."""
     distance = np.arange(rows)[:, None] - np.arange(rows)
     return (distance >= 0) & (distance < (window or rows))
 
 
 def rotated(x, cosines, sines, in_pairs):
-    """The first dimensions of each head turned by the angles of its row: x (rows, heads, size)."""
+    """Rotate the first dimensions of each head by the angles of its row: x (rows, heads, size)."""
     half = cosines.shape[1]
     first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if in_pairs else (slice(half), slice(half, 2 * half))
     y = x.copy()

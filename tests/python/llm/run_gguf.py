@@ -40,25 +40,25 @@ def run(
     # Not 0 where nothing is written.
     pages = [np.full(shapes[name], 7.0, page_type) for name in donated]
     tables = {name: table_of(shapes[name], counts[name]) for name in shapes if name.startswith("table")}
-    found, prompt = [], len(tokens) - decoded
+    parts, prompt = [], len(tokens) - decoded
     cuts = [(first, min(first + ROWS, prompt)) for first in range(0, prompt, ROWS)]
     cuts += [(first, first + 1) for first in range(prompt, len(tokens))]
     for first, end in cuts:
         rows = ROWS if first < prompt else 1
-        given = {"tokens": np.zeros(rows, "int32"), "positions": np.full(rows, end - 1, "int32")}
-        given |= {"sequences": np.full(rows, -1, "int32"), **tables}
-        given["tokens"][: end - first] = tokens[first:end]
-        given["positions"][: end - first] = np.arange(first, end)
-        given["sequences"][: end - first] = 1
+        inputs = {"tokens": np.zeros(rows, "int32"), "positions": np.full(rows, end - 1, "int32")}
+        inputs |= {"sequences": np.full(rows, -1, "int32"), **tables}
+        inputs["tokens"][: end - first] = tokens[first:end]
+        inputs["positions"][: end - first] = np.arange(first, end)
+        inputs["sequences"][: end - first] = 1
         logits, *pages = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
-            **given, **dict(zip(donated, pages, strict=True))
+            **inputs, **dict(zip(donated, pages, strict=True))
         )
-        found.append(logits.numpy()[: end - first])
-    return np.concatenate(found)
+        parts.append(logits.numpy()[: end - first])
+    return np.concatenate(parts)
 
 
 def table_of(shape, count):
-    """Pages of slot 1 in an order of no system, from the first on again where there are fewer than columns."""
+    """Pages of slot 1 in arbitrary order, repeated if there are fewer than columns."""
     table = np.full(shape, -1, "int32")
     own = np.random.default_rng(3).permutation(count)[: count // shape[0]]
     table[1] = np.resize(own, shape[1])

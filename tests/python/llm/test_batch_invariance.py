@@ -56,34 +56,34 @@ def filled(model, tokens, cuts=(32,)):
 def test_batches(loaded):
     model, _ = loaded
     for cached in (3, 64, 150, 290):
-        found = []
+        results = []
         for batch in (1, 2, 3, 5, 8):
             slots = [filled(model, TOKENS[:length])[0] for length in (cached, 7, 70, 1, 130, 40, 64, 20)[:batch]]
             order = np.random.default_rng(batch).permutation(batch)
             logits = model.decode([slots[i] for i in order], [int(TOKENS[cached + i]) for i in order])
-            found.append(logits[list(order).index(0)].copy())
+            results.append(logits[list(order).index(0)].copy())
             for slot in slots:
                 model.cache.free(slot)
-        for other in found[1:]:
-            np.testing.assert_array_equal(other, found[0])
+        for other in results[1:]:
+            np.testing.assert_array_equal(other, results[0])
 
 
 def test_chunks(loaded):
-    """However a prompt is cut, and decoded token by token."""
+    """Prompts cut in any way, and decoded token by token."""
     model, _ = loaded
     for count in (5, 100, 290):
-        found = []
+        results = []
         for cuts in [(32,), (8,), (5,), (1, 30, 2, 17, 32)]:
             slot, logits = filled(model, TOKENS[:count], cuts)
-            found += [logits, model.decode([slot], [9])[0].copy()]
+            results += [logits, model.decode([slot], [9])[0].copy()]
             model.cache.free(slot)
         slot, _ = filled(model, TOKENS[:1])
         for token in TOKENS[1:count]:
             logits = model.decode([slot], [int(token)])[0].copy()
-        found += [logits, model.decode([slot], [9])[0].copy()]
+        results += [logits, model.decode([slot], [9])[0].copy()]
         model.cache.free(slot)
-        for number, other in enumerate(found[2:]):
-            np.testing.assert_array_equal(other, found[number % 2])
+        for number, other in enumerate(results[2:]):
+            np.testing.assert_array_equal(other, results[number % 2])
 
 
 def test_32_clients(loaded):
@@ -91,36 +91,36 @@ def test_32_clients(loaded):
     model, tokenizer = loaded
     rng = np.random.default_rng(3)
     starts = [TOKENS[:length].tolist() for length in (20, 90, 130)]
-    asked = []
+    calls = []
     for number in range(100):
         start = starts[number % 3] if number % 4 else []
         prompt = [*start, *rng.integers(3, 320, rng.integers(1, 60 if start else 200)).tolist()]
         sampling = {"temperature": 0} if number % 2 else {"temperature": 0.9, "top_p": 0.9, "seed": number}
-        asked.append((prompt, SamplingParams(**sampling, max_tokens=int(rng.integers(1, 12)), ignore_eos=True)))
+        calls.append((prompt, SamplingParams(**sampling, max_tokens=int(rng.integers(1, 12)), ignore_eos=True)))
 
     def answers(order, clients, prefixes):
-        found, waiting = {}, []
+        by_number, waiting = {}, []
         with Engine(model, tokenizer, prefixes=prefixes) as engine:
             for number in order:
-                waiting.append((number, engine.submit(*asked[number])))
+                waiting.append((number, engine.submit(*calls[number])))
                 if len(waiting) == clients:
                     done, request = waiting.pop(0)
-                    found[done] = [token for delta in request for token in delta.tokens]
+                    by_number[done] = [token for delta in request for token in delta.tokens]
             for done, request in waiting:
-                found[done] = [token for delta in request for token in delta.tokens]
-            return found, engine.statistics()
+                by_number[done] = [token for delta in request for token in delta.tokens]
+            return by_number, engine.statistics()
 
-    alone, _ = answers(range(100), 1, 0)
-    held = [(group, group._free[5:]) for group in model.cache._groups.values()]
+    single, _ = answers(range(100), 1, 0)
+    reserved = [(group, group._free[5:]) for group in model.cache._groups.values()]
     try:
-        for group, _ in held:  # others have most pages
+        for group, _ in reserved:  # others have most pages
             del group._free[5:]
         together, counts = answers(np.random.default_rng(4).permutation(100), 32, 4)
     finally:
-        for group, pages in held:
+        for group, pages in reserved:
             group._free += pages
     assert counts.reused_tokens > 500 and counts.preempted > 10, counts
-    assert [number for number in range(100) if together[number] != alone[number]] == []
+    assert [number for number in range(100) if together[number] != single[number]] == []
 
 
 def test_devices_that_add_up_alike():

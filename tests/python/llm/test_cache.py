@@ -16,8 +16,8 @@ SLOTS, LENGTH, CHUNK = 5, 600, 70
 
 
 def make(layers=(WINDOWED, FULL, WINDOWED), **options):
-    given = {"slots": SLOTS, "length": LENGTH, "chunk": CHUNK, "dtype": "float32", **options}
-    return KVCache(layers, **given)
+    settings = {"slots": SLOTS, "length": LENGTH, "chunk": CHUNK, "dtype": "float32", **options}
+    return KVCache(layers, **settings)
 
 
 class Writer:
@@ -59,9 +59,9 @@ class Writer:
                     assert page >= 0
                     assert (array[page, :, position % PAGE] == tokens[position]).all(), (slot, position)
         for name, table in self.cache.tables.items():
-            used, whole = self.cache.pages[name]
+            used, total = self.cache.pages[name]
             assert used == len(set(table[table >= 0].tolist())), "a page leaked"
-            assert table.max(initial=-1) < whole
+            assert table.max(initial=-1) < total
             assert not (table[[slot for slot in range(self.cache.slots) if slot not in self.tokens]] >= 0).any()
 
 
@@ -114,14 +114,14 @@ def test_a_window_stays_small():
     """A long sequence has a bounded number of pages in a window's group, and may be cut to its length before."""
     writer = Writer(make(slots=1, length=5000))
     writer.add()
-    most = -(-(WINDOWED.window + CHUNK) // PAGE) + 1
-    assert writer.cache.pages["table_window"] == (0, most)
+    max_pages = -(-(WINDOWED.window + CHUNK) // PAGE) + 1
+    assert writer.cache.pages["table_window"] == (0, max_pages)
     while writer.cache.length(0) + CHUNK <= 5000:
         length = writer.cache.length(0)
         writer.cache.extend(0, CHUNK)
         writer.cache.cut(0, length)
         writer.extend(0, CHUNK)
-        assert writer.cache.pages["table_window"][0] <= most
+        assert writer.cache.pages["table_window"][0] <= max_pages
     writer.check()
     with pytest.raises(CacheError, match=r"cannot be cut to 1000: the window of 100 sees positions from 896 on then"):
         writer.cache.cut(0, 1000)
@@ -148,8 +148,8 @@ def test_refused_by_name():
     with pytest.raises(CacheError, match="asks for 641 more, expected at most 640"):
         cache.extend(slot, 641)
     cache.extend(slot, 64)
-    found = "sequence 0 of 64 tokens asks for 70 more: 2 pages of table_.*, of which 1 are free and 1 of 2 in use"
-    with pytest.raises(CacheError, match=found):
+    message = "sequence 0 of 64 tokens asks for 70 more: 2 pages of table_.*, of which 1 are free and 1 of 2 in use"
+    with pytest.raises(CacheError, match=message):
         cache.extend(slot, 70)
     for _ in range(SLOTS - 1):
         cache.add()
@@ -164,13 +164,13 @@ def test_refused_by_name():
 
 
 def test_memory():
-    """As many pages as fit, and bytes by device."""
+    """Pages that fit into a memory limit, and bytes by device."""
     sizes = [page_bytes(layer.kv_heads, layer.size, "float32") for layer in (WINDOWED, FULL)]
     cache = make(memory=10 * sizes[1] + 100 * sizes[0])
-    (found,) = cache.bytes.values()
+    (used,) = cache.bytes.values()
     pages = {name: whole for name, (_, whole) in cache.pages.items()}
-    assert found == pages["table_full"] * sizes[1] + 2 * pages["table_window"] * sizes[0]
-    assert found <= 10 * sizes[1] + 100 * sizes[0] < found + sizes[1] + 2 * sizes[0]
+    assert used == pages["table_full"] * sizes[1] + 2 * pages["table_window"] * sizes[0]
+    assert used <= 10 * sizes[1] + 100 * sizes[0] < used + sizes[1] + 2 * sizes[0]
     assert make(memory={"cuda:0": 1}).bytes == make().bytes
     with pytest.raises(CacheError, match=r"memory=5: expected room for a page of each layer, \{'cpu:0': "):
         make(memory=5)

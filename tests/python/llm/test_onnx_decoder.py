@@ -42,5 +42,5 @@ def test_requests_that_run_together(tmp_path):
     with Engine(compiled, ToyCodec()) as engine:
         params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
         requests = [engine.submit(prompt, params) for prompt in prompts]
-        found = [request.result(60) for request in requests]
-    assert found == [ToyCodec().decode(greedy(model, prompt)) for prompt in prompts]
+        texts = [request.result(60) for request in requests]
+    assert texts == [ToyCodec().decode(greedy(model, prompt)) for prompt in prompts]

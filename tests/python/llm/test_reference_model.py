@@ -18,15 +18,15 @@ TOLERANCES = {name: 5e-3 if name.startswith("gemma") else 5e-5 for name in MODEL
 @pytest.mark.parametrize("name", MODELS)
 def test_reference_computes_what_llama_cpp_does(name, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name])
-    wanted = recorded(name)
-    assert wanted.std() > 0.5
-    np.testing.assert_allclose(ReferenceModel(path).logits(TOKENS)[-1], wanted, atol=TOLERANCES[name])
+    expected = recorded(name)
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(ReferenceModel(path).logits(TOKENS)[-1], expected, atol=TOLERANCES[name])
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_a_layer_with_a_window_sees_no_token_before_it(name, tmp_path):
-    whole = ReferenceModel(write_gguf(tmp_path / "whole.gguf", MODELS[name]))
-    windows = [whole.window(layer) for layer in range(whole.layers)]
+    full = ReferenceModel(write_gguf(tmp_path / "whole.gguf", MODELS[name]))
+    windows = [full.window(layer) for layer in range(full.layers)]
     assert windows == ([24, 0, 24] if name == "gemma2" else [24] * 5 + [0, 24])
     first = ReferenceModel(write_gguf(tmp_path / "first.gguf", replace(MODELS[name], layers=1)))
     last = first.logits(TOKENS)[-1]

@@ -43,15 +43,15 @@ def drawn(logits: np.ndarray, params: SamplingParams, count: int, history: Histo
 
 
 def chi_square(counts: np.ndarray, chances: np.ndarray) -> float:
-    """How far counts are from chances, in standard deviations of the statistic; rare tokens are taken together."""
+    """Chi-square statistic of counts against probabilities, in standard deviations; rare tokens are pooled."""
     expected = chances * counts.sum()
     often = expected >= 10
-    found = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum())
-    kept = wanted > 0
-    assert found[~kept].sum() == 0
-    freedom = kept.sum() - 1
-    statistic = ((found[kept] - wanted[kept]) ** 2 / wanted[kept]).sum()
+    observed = np.append(counts[often], counts[~often].sum())
+    binned = np.append(expected[often], expected[~often].sum())
+    possible = binned > 0
+    assert observed[~possible].sum() == 0
+    freedom = possible.sum() - 1
+    statistic = ((observed[possible] - binned[possible]) ** 2 / binned[possible]).sum()
     return (statistic - freedom) / np.sqrt(2 * max(freedom, 1))
 
 
@@ -97,7 +97,7 @@ def test_many_draws_of_a_large_vocabulary(options):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_exactly_the_tokens_that_filters_leave(seed):
-    """With all random numbers in turn every token that is left comes, and no other."""
+    """Over evenly spread random numbers, every remaining token is drawn, and no other."""
     generator = np.random.default_rng(seed)
     logits = generator.integers(-3, 4, 40).astype(np.float32) + (seed % 2) * generator.random(40, np.float32)
     params = SamplingParams(
@@ -115,8 +115,8 @@ def test_exactly_the_tokens_that_filters_leave(seed):
             return (self.at + 0.5) / 3000
 
     even = Even()
-    found = {sample(logits, params, even, History())[0] for _ in range(3000)}
-    assert sorted(found) == np.flatnonzero(distribution(logits, params)).tolist()
+    tokens = {sample(logits, params, even, History())[0] for _ in range(3000)}
+    assert sorted(tokens) == np.flatnonzero(distribution(logits, params)).tolist()
 
 
 @pytest.mark.parametrize("vocabulary", [3, 255, 256, 257, 10_000])
@@ -165,12 +165,12 @@ def test_extreme_random_numbers_choose_tokens_that_are_possible():
     logits = np.full(1000, -np.inf, np.float32)
     logits[[300, 700]] = 1
     for options in ({}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.1}):
-        found = [sample(logits, SamplingParams(**options), Last(u), History())[0] for u in (0.0, 1 - 2**-53)]
-        assert found == [300, 700]
+        tokens = [sample(logits, SamplingParams(**options), Last(u), History())[0] for u in (0.0, 1 - 2**-53)]
+        assert tokens == [300, 700]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_logits_that_are_no_numbers_are_an_error(value):
+def test_logits_that_are_not_finite_are_an_error(value):
     logits = np.zeros(10, np.float32)
     logits[4] = value
     with pytest.raises(HeteroError, match="expected a finite number"):

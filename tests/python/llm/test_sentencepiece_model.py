@@ -10,7 +10,7 @@ from relax_hetero.llm.tokenizer import model_bytes  # noqa: E402
 
 
 @pytest.mark.parametrize("has_bytes", [False, True])
-def test_the_package_reads_what_was_told(has_bytes):
+def test_the_package_reads_the_written_model(has_bytes):
     names = ["<unk>", "a", "\u2581the", "x" * 300, ""]
     scores, kinds = [0.0, -1.5, -2e9, 3.25, 0.1], [2, 1, 1, 4, 6]
     proto = pb2.ModelProto.FromString(model_bytes(names, scores, kinds, has_bytes))

@@ -27,7 +27,7 @@ def test_characters_come_whole():
     assert [text for text in texts if text] == ["a", "€", "😀"]
 
 
-def test_bytes_that_are_no_text_become_a_replacement():
+def test_invalid_utf8_becomes_a_replacement():
     assert "".join(written(b"a\xffb\xe2\x82")[0]) == "a\ufffdb\ufffd"
 
 
@@ -50,21 +50,21 @@ def test_text_ends_before_the_first_stop_string(text, stops):
 
 
 @given(st.text(max_size=30), st.lists(st.text("aβ", min_size=1, max_size=3), max_size=2))
-def test_each_token_is_told_once_and_in_order(text, stops):
+def test_each_token_is_reported_once_and_in_order(text, stops):
     stream = TextStream(piece, tuple(stops))
-    told: list[int] = []
+    tokens: list[int] = []
     data = text.encode(errors="replace")
     for byte in data:
-        told += stream.add(byte).tokens
+        tokens += stream.add(byte).tokens
         if stream.stopped:
             break
-    told += stream.finish().tokens
-    assert told == list(data[: len(told)])
+    tokens += stream.finish().tokens
+    assert tokens == list(data[: len(tokens)])
     if not stream.stopped:
-        assert len(told) == len(data)
+        assert len(tokens) == len(data)
 
 
-def test_tokens_without_text_are_told_at_the_end():
+def test_tokens_without_text_are_reported_at_the_end():
     stream = TextStream(piece)
     assert stream.add(97).tokens == (97,)
     assert stream.add(98, silent=True).tokens == ()

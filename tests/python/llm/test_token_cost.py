@@ -1,4 +1,4 @@
-"""The cost of a token: parts by name, and the table of `relax-hetero explain`."""
+"""The cost of a token: components by name, and the table of `relax-hetero explain`."""
 
 import pytest
 from click.testing import CliRunner

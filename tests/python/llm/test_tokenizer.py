@@ -102,7 +102,7 @@ def test_any_text_comes_back(text):
         tokenizer = Tokenizer(fields)
         tokens = tokenizer.encode(text, special=False, begin=False)
         assert len(text.encode()) <= len(tokens) * tokenizer.max_token_bytes
-        # Where a space comes first it does so behind special tokens, too, as in llama.cpp.
+        # A leading space also follows special tokens, as in llama.cpp.
         prefixed = fields["tokenizer.ggml.model"] == "llama" and fields.get("tokenizer.ggml.add_space_prefix", True)
         shown = text.replace("\n\n", "\n\n ") if prefixed else text
         assert tokenizer.decode(tokens) == shown
@@ -128,7 +128,7 @@ def test_tokens_of_begin_and_end():
 
 @pytest.mark.parametrize("split", sorted({SPLITS[name]: name for name in SPLITS}.values()))
 def test_words_are_cut_as_the_library_does(split):
-    """The whole road through the file gives what a tokenizer of the library gives that was never one."""
+    """Writing and reading the file gives the same tokens as the library's tokenizer."""
     fields = byte_level_fields(split)
     ours = Tokenizer(fields)
     for text in TEXTS:
@@ -180,7 +180,7 @@ def test_files_that_contradict_themselves(changes, message):
         Tokenizer(spm_fields(**changes))
 
 
-def test_ends_of_turns_are_control_tokens_whatever_the_file_says():
+def test_ends_of_turns_are_always_control_tokens():
     for kind in (NORMAL, USER_DEFINED):
         fields = byte_level_fields("qwen2", eos_token_id=None)
         fields["tokenizer.ggml.token_type"][-2] = kind
@@ -198,7 +198,7 @@ def test_names_that_come_twice():
 
 
 @pytest.mark.parametrize("name", ["<0xZZ>", "<0x+1>", "<0x041>", "0x41", "<0x00>"])
-def test_bytes_that_are_none(name):
+def test_malformed_byte_tokens(name):
     fields = spm_fields()
     fields["tokenizer.ggml.tokens"][5 + 65] = name
     with pytest.raises(TokenizerError, match="sentencepiece refuses"):
@@ -244,9 +244,9 @@ def written(fields: dict, path: Path) -> Path:
 def test_files_are_read(tmp_path):
     for fields in (spm_fields(add_space_prefix=False), byte_level_fields("llama-bpe")):
         read = Tokenizer.from_gguf(written(fields, tmp_path / "model.gguf"))
-        given = Tokenizer(fields)
-        assert list(read.names) == given.names and read.kinds == given.kinds
-        assert [read.encode(text) for text in TEXTS] == [given.encode(text) for text in TEXTS]
+        original = Tokenizer(fields)
+        assert list(read.names) == original.names and read.kinds == original.kinds
+        assert [read.encode(text) for text in TEXTS] == [original.encode(text) for text in TEXTS]
 
 
 def random_texts(count: int) -> list[str]:

@@ -45,7 +45,7 @@ def config_of(sizes, reference):
     rope = {"rope_type": "default", "rope_theta": sizes.rope_base}
     if sizes.rope_factors:
         rope = {**LLAMA3, "rope_type": "llama3", "rope_theta": sizes.rope_base}
-    given = {
+    options = {
         "vocab_size": sizes.vocabulary,
         "hidden_size": sizes.width,
         "intermediate_size": sizes.feed_forward,
@@ -60,17 +60,17 @@ def config_of(sizes, reference):
         "attn_implementation": "eager",
     }
     if sizes.experts:
-        given |= {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_used}
-        given |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": True}
+        options |= {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_used}
+        options |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": True}
     if sizes.architecture.startswith("gemma"):
         kinds = ["sliding_attention" if reference.window(at) else "full_attention" for at in range(sizes.layers)]
-        given |= {"sliding_window": sizes.window, "layer_types": kinds, "query_pre_attn_scalar": sizes.size}
+        options |= {"sliding_window": sizes.window, "layer_types": kinds, "query_pre_attn_scalar": sizes.size}
     if sizes.architecture == "gemma2":
-        given |= {"attn_logit_softcapping": sizes.attention_softcap, "final_logit_softcapping": sizes.final_softcap}
+        options |= {"attn_logit_softcapping": sizes.attention_softcap, "final_logit_softcapping": sizes.final_softcap}
     if sizes.architecture == "gemma3":
         local = {"rope_type": "default", "rope_theta": sizes.local_rope_base}
-        given["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-    return getattr(transformers, CLASSES[sizes.architecture][0])(**given)
+        options["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    return getattr(transformers, CLASSES[sizes.architecture][0])(**options)
 
 
 def in_halves(rows, size):
@@ -111,6 +111,6 @@ def test_reference_computes_what_transformers_does(name, tmp_path):
     model.load_state_dict(state_of(path, sizes))
     tokens = np.random.default_rng(1).integers(0, sizes.vocabulary, 100)
     with torch.no_grad():
-        wanted = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
-    assert wanted.std() > 0.5
-    np.testing.assert_allclose(reference.logits(tokens), wanted, atol=2e-4)
+        expected = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(reference.logits(tokens), expected, atol=2e-4)

@@ -1,6 +1,6 @@
 """A language model that computes nothing: its logits are a hash of the last tokens, its cache counts pages.
 
-What it says depends on all that the cache should hold, so that a token too many or too few there changes the text.
+Its text depends on the whole content of the cache, so that a wrong number of tokens there changes the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DECODED = 1 << 20
 
 
 class ToyCache:
-    """Sequences of tokens in pages; forked ones share whole pages, a `window` gives back what lies behind it."""
+    """Sequences of tokens in pages; forked ones share full pages, and a `window` frees pages before it."""
 
     def __init__(self, slots: int, pages: int, page: int = 16, window: int = 0) -> None:
         self.slots, self.pages, self.page, self.window = slots, pages, page, window
@@ -40,10 +40,10 @@ class ToyCache:
         return free[0]
 
     def extend(self, slot: int, count: int) -> None:
-        wanted = -(-(len(self.tokens[slot]) + count) // self.page) - len(self.room[slot])
-        if wanted > self.pages - self.used:
-            raise CacheError(f"found {self.pages - self.used} free pages, expected {wanted}")
-        for _ in range(wanted):
+        needed = -(-(len(self.tokens[slot]) + count) // self.page) - len(self.room[slot])
+        if needed > self.pages - self.used:
+            raise CacheError(f"found {self.pages - self.used} free pages, expected {needed}")
+        for _ in range(needed):
             self.room[slot].append(self.next_page)
             self.users[self.next_page] = 1
             self.next_page += 1
@@ -55,17 +55,17 @@ class ToyCache:
             self.first[slot] = max(self.first[slot], len(self.tokens[slot]) - self.window)
 
     def fork(self, slot: int) -> int:
-        whole = len(self.tokens[slot]) // self.page
-        tail = len(self.room[slot]) - whole
+        full_pages = len(self.tokens[slot]) // self.page
+        tail = len(self.room[slot]) - full_pages
         if tail > self.pages - self.used:
             raise CacheError("found no page for the last tokens of a fork")
-        made = self.add()
-        self.tokens[made], self.first[made] = list(self.tokens[slot]), self.first[slot]
-        self.room[made] = self.room[slot][:whole]
-        for page in self.room[made]:
+        child = self.add()
+        self.tokens[child], self.first[child] = list(self.tokens[slot]), self.first[slot]
+        self.room[child] = self.room[slot][:full_pages]
+        for page in self.room[child]:
             self.users[page] += 1
-        self.extend(made, 0)
-        return made
+        self.extend(child, 0)
+        return child
 
     def cut(self, slot: int, length: int) -> None:
         assert 0 <= length <= len(self.tokens[slot])
@@ -90,7 +90,7 @@ class ToyCache:
 
 
 class ToyModel:
-    """Says letters, and sometimes the end; `on_step` is called with the slots of each call."""
+    """Model that writes letters, and sometimes the end; `on_step` is called with the slots of each call."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class ToyModel:
         self._ends, self._on_step = ends, on_step or (lambda kind, slots: None)
 
     def logits_of(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits behind a text."""
+        """Logits after a text."""
         state = len(tokens)
         for token in tokens:
             state = (state * 1_000_003 + token + 1) % (1 << 61)

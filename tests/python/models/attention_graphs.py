@@ -88,7 +88,7 @@ def gpt2(past: int = 5, tokens: int = 3, heads: int = 2, width: int = 16) -> onn
 
 
 def vit(tokens: int = 197, heads: int = 3, width: int = 32) -> onnx.ModelProto:
-    """q, k and v along a dimension of three, of which each is gathered; queries scaled."""
+    """q, k and v gathered from a dimension of three; queries scaled."""
     graph, hidden = Graph(2), heads * width
     x = graph.input("x", [1, tokens, hidden])
     qkv = graph.reshape(graph.linear(x, hidden, 3 * hidden), 1, tokens, 3, heads, width)
@@ -101,7 +101,7 @@ def vit(tokens: int = 197, heads: int = 3, width: int = 32) -> onnx.ModelProto:
 
 
 def scaled_dot_product(tokens: int = 19, heads: int = 2, width: int = 12) -> onnx.ModelProto:
-    """As PyTorch exports its own op: queries and keys times the root of the scale, zeros where softmax is NaN."""
+    """Graph that PyTorch exports for its op: queries and keys times the root of the scale, zeros for NaN of softmax."""
     graph, hidden = Graph(3, 18), heads * width
     x = graph.input("x", [2, tokens, hidden])
     mask = graph.input("mask", [2, 1, tokens, tokens], TensorProto.BOOL)

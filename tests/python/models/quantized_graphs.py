@@ -14,7 +14,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 BENCH = Path(__file__).parents[3] / "apps" / "bench"
-sys.path.append(str(BENCH))  # behind the tests: there is a module `models`, too
+sys.path.append(str(BENCH))  # after the tests' folder, which has a package `models`, too
 
 from model_zoo import random_inputs  # noqa: E402 (found in the benchmark)
 from model_zoo.graph import Graph  # noqa: E402
@@ -38,7 +38,7 @@ def residual_network() -> onnx.ModelProto:
 
 
 def gated_network() -> onnx.ModelProto:
-    """Squeeze and excitation, activations beside ReLU, channels last in between."""
+    """Squeeze and excitation, activations other than ReLU, channels last in between."""
     graph = Graph("gated")
     x = graph.conv(graph.input("image", (1, 8, 9, 11)), 12, 3)
     x = graph.node("Mul", x, graph.node("Sigmoid", x))

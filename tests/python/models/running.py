@@ -29,13 +29,13 @@ needs_gpu = pytest.mark.skipif(not (STAND_IN or tvm.cuda(0).exist), reason="no N
 
 
 def expected_outputs(model: onnx.ModelProto, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """What ONNX Runtime gives."""
+    """Outputs of ONNX Runtime."""
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, inputs)
 
 
 def outputs_of(executable: rh.vm.Executable, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """What a machine made of `executable` gives."""
+    """Outputs of a machine made from `executable`."""
     result = rh.vm.VirtualMachine(executable)["main"](**inputs)
     return [tensor.numpy() for tensor in (result if isinstance(result, tuple) else (result,))]
 
@@ -47,10 +47,10 @@ def outputs_after_export(executable: rh.vm.Executable, inputs: dict[str, np.ndar
     return outputs_of(rh.load(str(path)), inputs)
 
 
-def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+def assert_same(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
     """Equal within a relative 1e-3; values small against the tensor's largest are compared with that instead."""
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * float(np.abs(theirs).max()))
 
@@ -71,5 +71,5 @@ def ops_per_device(executable: rh.vm.Executable) -> dict[int, int]:
 
 def assert_both_devices_hold_ops(executable: rh.vm.Executable) -> None:
     """Nothing is tested about two devices where one of them is idle."""
-    held = ops_per_device(executable)
-    assert held[0] > 0 and held[1] > 0, f"ops per device: {held}"
+    counts = ops_per_device(executable)
+    assert counts[0] > 0 and counts[1] > 0, f"ops per device: {counts}"

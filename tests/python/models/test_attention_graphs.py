@@ -27,7 +27,7 @@ def attentions(mod: tvm.IRModule) -> list[Any]:
 
 def random_inputs(model: onnx.ModelProto, sizes: dict[str, int]) -> dict[str, np.ndarray]:
     rng = fresh_rng()
-    found = {}
+    inputs = {}
     for value in model.graph.input:
         tensor = value.type.tensor_type
         shape = [dim.dim_value or sizes[dim.dim_param] for dim in tensor.shape.dim]
@@ -35,18 +35,18 @@ def random_inputs(model: onnx.ModelProto, sizes: dict[str, int]) -> dict[str, np
         if tensor.elem_type == onnx.TensorProto.BOOL:
             array = array > 0
             array[:, :, 1] = False
-        found[value.name] = array
-    return found
+        inputs[value.name] = array
+    return inputs
 
 
 def check(model: onnx.ModelProto, vdevices: list[Any], sizes: dict[str, int] | None = None, **options: Any) -> None:
     inputs = random_inputs(model, sizes or {})
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    wanted = session.run(None, inputs)
+    expected = session.run(None, inputs)
     machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=vdevices, **options)))
-    found = machine["main"](**inputs)
-    found = found if isinstance(found, tuple) else (found,)
-    for one, other in zip(found, wanted, strict=True):
+    actual = machine["main"](**inputs)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one.numpy(), other, rtol=1e-4, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What was tried to break command buffers with: numbers, names, kernels and memory that nobody should give."""
+"""Attempts to break command buffers: numbers, names, kernels and memory that nobody should pass."""
 
 import copy
 import gc
@@ -46,7 +46,7 @@ def recording(machine, **options):
 
 
 def test_kernels_of_another_executable(machine):
-    """Of the same name as one of its own, and gone from memory unless the kernel keeps them there."""
+    """They have the name of one of its own, and would leave memory if the kernel objects did not keep them there."""
     other = rh.vm.VirtualMachine(rh.compile(added(10.0)))
     kernel, own = other.kernel("step"), machine.kernel("step")
     buffer = recording(machine)
@@ -78,11 +78,11 @@ def test_numbers_that_commands_cannot_count_in(machine, compiled):
             number = number + 1
     buffer.fill(buffer.slot(0, 0, number), b"a")  # as deep as it goes
     buffer.end(compiled)
-    given = np.zeros(1000, "int8")
-    buffer.submit([given], [3])
-    assert 0 < (given == ord("a")).sum() == 3 + (number.text.count("+"))
+    memory = np.zeros(1000, "int8")
+    buffer.submit([memory], [3])
+    assert 0 < (memory == ord("a")).sum() == 3 + (number.text.count("+"))
     with pytest.raises(rh.BindingError, match="parameter 0 is 0x8000000000000000, expected a number of type int64"):
-        buffer.submit([given], [2**63])
+        buffer.submit([memory], [2**63])
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -93,13 +93,13 @@ def test_arithmetic_that_leaves_int64_on_the_way(machine, compiled):
     buffer.fill(buffer.slot(0, number * number // 2**58, 1), b"a")
     buffer.dispatch("step", number * number, [buffer.slot(1, 0, 16), buffer.slot(1, 16, 16)])
     buffer.end(compiled)
-    given, added_to = np.zeros(512, "int8"), np.zeros(8, "float32")
+    memory, added_to = np.zeros(512, "int8"), np.zeros(8, "float32")
     for far in (2**32, -(2**32), 3037000500):
         with pytest.raises(rh.BindingError, match="is [0-9]*, .parameter_0 . parameter_0., expected at most"):
-            buffer.submit([given, added_to], [far])
-    assert not given.any() and not added_to.any()
-    buffer.submit([given, added_to], [2**31])
-    assert np.flatnonzero(given).tolist() == [16] and (added_to[4:] == 1).all()
+            buffer.submit([memory, added_to], [far])
+    assert not memory.any() and not added_to.any()
+    buffer.submit([memory, added_to], [2**31])
+    assert np.flatnonzero(memory).tolist() == [16] and (added_to[4:] == 1).all()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -122,16 +122,16 @@ def test_floats_beyond_their_type(compiled):
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kept", [True, False])
-def test_parts_of_one_memory_that_parameters_move_into_each_other(machine, compiled, kept):
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_parts_of_one_memory_that_parameters_move_into_each_other(machine, compiled, is_kept):
     memory = np.zeros(24, "float32")
     buffer = recording(machine, parameters=2)
     first, second = (buffer.parameter(i) * 4 for i in range(2))
-    here = (lambda *place: buffer.buffer(memory, *place)) if kept else (lambda *place: buffer.slot(0, *place))
+    here = (lambda *place: buffer.buffer(memory, *place)) if is_kept else (lambda *place: buffer.slot(0, *place))
     buffer.dispatch("step", 1, [here(first), here(second)])
     buffer.copy(here(64, 16), here(second + 16))
     buffer.end(compiled)
-    bindings = [] if kept else [memory]
+    bindings = [] if is_kept else [memory]
     for row in ((0, 0), (0, 3), (3, 0), (0, 9), (0, 12)):
         with pytest.raises(rh.BindingError, match=r"the gap between .* of which one is written, is -\d+, "):
             buffer.submit(bindings, row)
@@ -184,7 +184,7 @@ def half(x):
 
 @ir_module({"kind": "llvm", "mcpu": "x86-64-v3"}, "llvm:1")
 class Everything:
-    """What ends runs: recursion, a branch, work in place, an unknown function, a transfer, another function."""
+    """Ends of runs: recursion, a branch, work in place, an unknown function, a transfer, another function."""
 
     @T.prim_func(s_tir=True)
     def next(a: T.handle, b: T.handle):
@@ -272,6 +272,6 @@ def test_modules_at_every_stage():
         machine = rh.vm.VirtualMachine(exe)
         for n, left, factor in ((4, 1, 3), (0, 3, 1), (100, 5, -2), (1, 2, 0)):
             x = np.arange(n, dtype="float32")
-            found = machine["main"](x, np.int32(left), factor)
-            for field, expected in zip(found, expected_of_everything(x, left, factor), strict=True):
+            actual = machine["main"](x, np.int32(left), factor)
+            for field, expected in zip(actual, expected_of_everything(x, left, factor), strict=True):
                 np.testing.assert_array_equal(field.numpy(), expected)

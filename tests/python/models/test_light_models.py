@@ -29,9 +29,9 @@ def test_one_device(name: str, tmp_path: Path):
     inputs = inputs_of(model)
     expected = expected_outputs(model, inputs)
     executable = rh.compile(rh.from_onnx(model))
-    found = outputs_of(executable, inputs)
-    assert_same(found, expected)
-    for ours, loaded in zip(found, outputs_after_export(executable, inputs, tmp_path), strict=True):
+    outputs = outputs_of(executable, inputs)
+    assert_same(outputs, expected)
+    for ours, loaded in zip(outputs, outputs_after_export(executable, inputs, tmp_path), strict=True):
         assert (ours == loaded).all()
 
 

@@ -45,10 +45,10 @@ NETWORKS = {make.__name__: make for make in (residual_network, gated_network, en
 COMMON = "u8 by s8 per channel"
 
 
-def pairs(firsts: Iterable[str], kept: Collection[tuple[str, str]]) -> list[Any]:
+def pairs(firsts: Iterable[str], quick: Collection[tuple[str, str]]) -> list[Any]:
     """Each of the first with each network; all but those kept are slow."""
     return [
-        pytest.param(first, name, marks=() if (first, name) in kept else pytest.mark.slow)
+        pytest.param(first, name, marks=() if (first, name) in quick else pytest.mark.slow)
         for first in firsts
         for name in NETWORKS
     ]
@@ -61,10 +61,10 @@ def pairs(firsts: Iterable[str], kept: Collection[tuple[str, str]]) -> list[Any]
 )
 def test_each_requantization_is_within_one_unit(form: str, name: str) -> None:
     model = quantized(NETWORKS[name], **STATIC[form])
-    found = differences(model, inputs_of(model, 5))
-    assert found.tensors > 5 and found.largest <= 1
+    difference = differences(model, inputs_of(model, 5))
+    assert difference.tensors > 5 and difference.largest <= 1
     # Where a number lies just between two integers; a wrong rounding mode or scale would hit far more.
-    assert found.off_by_one <= max(2, found.elements // 1000)
+    assert difference.off_by_one <= max(2, difference.elements // 1000)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_dynamically_quantized_products_are_those_of_onnx_runtime(weight_type: A
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     (expected,) = session.run(None, inputs)
     executable = rh.compile(rh.from_onnx(model))
-    found = rh.vm.VirtualMachine(executable)["main"](**inputs).numpy()
-    np.testing.assert_allclose(found, expected, atol=2e-2 * float(np.abs(expected).max()))
+    actual = rh.vm.VirtualMachine(executable)["main"](**inputs).numpy()
+    np.testing.assert_allclose(actual, expected, atol=2e-2 * float(np.abs(expected).max()))
     assert {"uint8 * int8"} == {kind_of(entry) for entry in executable.metadata.encodings["ops"]} - {
         "float32 * float32"
     }
@@ -102,7 +102,7 @@ def test_products_of_bytes_have_kernels_of_bytes(name: str) -> None:
     assert [kind_of(entry) for entry in metadata.encodings["ops"]] == ["uint8 * int8"] * products
 
 
-def test_a_model_is_cut_at_what_is_quantized_in_it() -> None:
+def test_a_model_is_cut_at_quantized_tensors() -> None:
     model = quantized(residual_network, **STATIC[COMMON])
     values = reference(model, inputs_of(model, 8))
     cut = cut_model(model, values)

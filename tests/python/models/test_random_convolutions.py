@@ -1,4 +1,4 @@
-"""Random chains of convolutions, and what networks have between them, over one and two devices: numpy's numbers."""
+"""Random chains of convolutions and ops between them, over one and two devices, against numpy."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class Chain:
         array = (self.rng.standard_normal(shape) * scale).astype("float32")
         return relax.const(array), array
 
-    def conv(self, groups: int = 1, made: int | None = None) -> None:
+    def conv(self, groups: int = 1, outputs: int | None = None) -> None:
         channels, height, width = self.array.shape[1:]
-        made = made or self.draw(st.sampled_from([1, 3, 8, 16, 20, 33, 64]))
+        outputs = outputs or self.draw(st.sampled_from([1, 3, 8, 16, 20, 33, 64]))
         window = [self.draw(st.integers(1, min(3, size))) for size in (height, width)]
         padding = [self.draw(st.integers(0, 2)) for _ in range(4)]
         strides = [self.draw(st.integers(1, 2)) for _ in range(2)]
-        room = [size + padding[d] + padding[2 + d] for d, size in enumerate((height, width))]
-        dilation = [self.draw(st.integers(1, 2)) if 2 * w <= room[d] else 1 for d, w in enumerate(window)]
+        padded = [size + padding[d] + padding[2 + d] for d, size in enumerate((height, width))]
+        dilation = [self.draw(st.integers(1, 2)) if 2 * w <= padded[d] else 1 for d, w in enumerate(window)]
         each = channels // groups
-        weight, array = self.constant(made, each, *window, scale=(each * window[0] * window[1]) ** -0.5)
+        weight, array = self.constant(outputs, each, *window, scale=(each * window[0] * window[1]) ** -0.5)
         call = relax.op.nn.conv2d(self.value, weight, strides, padding, dilation, groups)
         self.become(call, convolve(self.array, array, strides, padding, dilation, groups))
 
@@ -100,10 +100,10 @@ class Chain:
 
     def other(self, fits: Any) -> tuple[relax.Expr, np.ndarray]:
         """A value that was made earlier, on this device; the present one where none fits."""
-        found = [entry for entry in self.earlier if fits(entry[1])]
-        if not found:
+        candidates = [entry for entry in self.earlier if fits(entry[1])]
+        if not candidates:
             return self.value, self.array
-        expr, array, device = self.draw(st.sampled_from(found))
+        expr, array, device = self.draw(st.sampled_from(candidates))
         if device != self.device:
             expr = self.builder.emit(relax.op.to_vdevice(expr, self.vdevices[self.device]))
         return expr, array
@@ -134,7 +134,7 @@ class Chain:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(STEPS), min_size=2, max_size=7), st.data())
-def test_a_chain_is_what_numpy_says(steps, data):
+def test_a_chain_gives_numpys_numbers(steps, data):
     chain = Chain(data)
     with chain.builder.function("main", [chain.input]):
         with chain.builder.dataflow():

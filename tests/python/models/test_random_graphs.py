@@ -1,4 +1,4 @@
-"""Random small ONNX graphs of what image models and transformers consist of, on one and two devices: ONNX Runtime's."""
+"""Random small ONNX graphs with ops of image models and transformers, on one and two devices, against ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ class Graph:
     def node(self, op: str, *inputs: str, **attributes: Any) -> str:
         out = f"v{len(self.nodes)}"
         node = helper.make_node(op, inputs, [out], name=out, **attributes)
-        known = {name: self.values[name] for name in inputs if name in self.values}
-        self.values[out] = expected_outputs(self.model([node], known, [out]), known)[0]
+        arrays = {name: self.values[name] for name in inputs if name in self.values}
+        self.values[out] = expected_outputs(self.model([node], arrays, [out]), arrays)[0]
         self.nodes.append(node)
         return out
 
     def model(self, nodes: list[onnx.NodeProto], inputs: dict[str, np.ndarray], outs: list[str]) -> onnx.ModelProto:
         used = {name for node in nodes for name in node.input}
         given_ = [helper.make_tensor_value_info(name, 1, array.shape) for name, array in inputs.items()]
-        made = [helper.make_tensor_value_info(name, 1, None) for name in outs]
+        outputs = [helper.make_tensor_value_info(name, 1, None) for name in outs]
         stored = [numpy_helper.from_array(array, name) for name, array in self.weights.items() if name in used]
-        graph = helper.make_graph(nodes, "g", given_, made, stored)
+        graph = helper.make_graph(nodes, "g", given_, outputs, stored)
         return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
     def latest(self, rank: int | None = None) -> str | None:
-        found = [name for name, array in self.values.items() if rank in (None, array.ndim)]
-        return self.draw.choice(found[-3:]) if found else None
+        names = [name for name, array in self.values.items() if rank in (None, array.ndim)]
+        return self.draw.choice(names[-3:]) if names else None
 
     def like(self, shape: tuple[int, ...]) -> str:
         return self.draw.choice([name for name, array in self.values.items() if array.shape == shape])
@@ -187,12 +187,12 @@ def test_kernels_of_a_gpu_by_the_interpreter(seed: int):
     draw = random.Random(seed)
     model, inputs = drawn(draw, random_shape(draw), draw.randint(2, 9))
     gpu = {"kind": "cuda", "arch": "sm_90a"}
-    found = InterpretedModel(rh.from_onnx(model, vdevices=[gpu]))(*inputs.values())
-    found = found if isinstance(found, tuple) else (found,)
-    assert_same([np.asarray(array) for array in found], expected_outputs(model, inputs))
+    actual = InterpretedModel(rh.from_onnx(model, vdevices=[gpu]))(*inputs.values())
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    assert_same([np.asarray(array) for array in actual], expected_outputs(model, inputs))
 
 
-def test_a_softmax_of_a_norm_keeps_what_is_scaled_once_a_row():
+def test_a_softmax_of_a_norm_keeps_values_scaled_once_a_row():
     graph = Graph(random.Random(0), (2, 5, 24))
     graph.node("Softmax", graph.node("LayerNormalization", "x", graph.weight(24)))
     model, inputs = graph.model(graph.nodes, {"x": graph.input}, ["v1"]), {"x": graph.input}

@@ -23,7 +23,7 @@ TARGETS = [rh.native("llvm"), {"kind": "llvm", "mcpu": "x86-64-v3"}, {"kind": "l
 
 @dataclass(frozen=True)
 class Extent:
-    """Of a dimension: `size` when it runs; `dim` is a variable where it is symbolic. Equal extents are one object."""
+    """Extent of a dimension: `size` at run time; `dim` is a variable if symbolic. Equal extents are one object."""
 
     dim: Any
     size: int
@@ -81,7 +81,7 @@ class Graph:
             return value
         return self.add(relax.op.to_vdevice(value.expr, self.vdevices[device]), value.array, value.extents, device)
 
-    # What may happen next; each takes a value and may find nothing to do.
+    # Random steps: each takes a value and may find nothing to do.
 
     def product(self, lhs: Value) -> None:
         k, batch = lhs.extents[-1], lhs.extents[:-2]
@@ -159,8 +159,8 @@ def test_exactly_numpy_s_numbers(seed: int):
     graph = Graph(seed)
     module, results = graph.grow(steps=10)
     executable = rh.compile(module)
-    found = rh.vm.VirtualMachine(executable)["main"](*(value.array for value in graph.inputs))
-    for tensor, value in zip(found if isinstance(found, tuple) else (found,), results, strict=True):
+    actual = rh.vm.VirtualMachine(executable)["main"](*(value.array for value in graph.inputs))
+    for tensor, value in zip(actual if isinstance(actual, tuple) else (actual,), results, strict=True):
         np.testing.assert_array_equal(tensor.numpy(), value.array)
     encoded = [op for op in executable.metadata.encodings["ops"] if op["op"] == "matmul"]
     # A pass may drop what nobody reads.
@@ -169,7 +169,7 @@ def test_exactly_numpy_s_numbers(seed: int):
 
 
 def products(module: tvm.IRModule) -> int:
-    """How many there are."""
+    """Number of products."""
     bindings = [binding for block in module["main"].body.blocks for binding in block.bindings]
     called = [binding.value.op for binding in bindings if isinstance(binding.value, relax.Call)]
     return sum(isinstance(op, tvm.ir.Op) and op.name == "relax.matmul" for op in called)

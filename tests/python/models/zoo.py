@@ -28,23 +28,23 @@ def random_model(name: str, seed: int = 0) -> onnx.ModelProto:
     generator = np.random.default_rng(seed)
     shapes = {each.name: numpy_helper.to_array(each) for each in model.graph.initializer}
     roles = {value: (node.op_type, index) for node in model.graph.node for index, value in enumerate(node.input)}
-    kept, weights = [], []
+    chosen, weights = [], []
     for node in model.graph.node:
         if node.op_type != "ConstantOfShape" or node.input[0] not in shapes:
-            kept.append(node)
+            chosen.append(node)
             continue
         shape = tuple(int(extent) for extent in shapes[node.input[0]])
         array = _weight(shape, *roles.get(node.output[0], ("", 0)), generator)
         weights.append(numpy_helper.from_array(array.astype("float32"), node.output[0]))
-    used = {value for node in kept for value in node.input}
+    used = {value for node in chosen for value in node.input}
     initializers = [each for each in model.graph.initializer if each.name in used] + weights
     names = {each.name for each in initializers}
     inputs = [each for each in model.graph.input if each.name in used - names]
-    outputs = [*model.graph.output, _expose_logits(kept)]
-    graph = onnx.helper.make_graph(kept, name, inputs, outputs, initializers)
-    made = onnx.helper.make_model(graph, opset_imports=model.opset_import)
-    made.ir_version = 8
-    return made
+    outputs = [*model.graph.output, _expose_logits(chosen)]
+    graph = onnx.helper.make_graph(chosen, name, inputs, outputs, initializers)
+    result = onnx.helper.make_model(graph, opset_imports=model.opset_import)
+    result.ir_version = 8
+    return result
 
 
 def _expose_logits(nodes: list[onnx.NodeProto]) -> onnx.ValueInfoProto:
@@ -78,19 +78,19 @@ def inputs_of(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
     """Random arguments: standard normal floats, small non-negative integers, masks with a tail of padding."""
     generator = np.random.default_rng(seed)
     weights = {each.name for each in model.graph.initializer}
-    made = {}
+    inputs = {}
     for value in model.graph.input:
         if value.name in weights:
             continue
         shape = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         if value.name == "attention_mask":
             tokens = np.arange(shape[-1]) < max(1, shape[-1] * 3 // 4)
-            made[value.name] = np.broadcast_to(tokens, shape).astype("int64")
+            inputs[value.name] = np.broadcast_to(tokens, shape).astype("int64")
         elif value.type.tensor_type.elem_type == onnx.TensorProto.INT64:
-            made[value.name] = generator.integers(0, 30000, shape)
+            inputs[value.name] = generator.integers(0, 30000, shape)
         else:
-            made[value.name] = generator.standard_normal(shape).astype("float32")
-    return made
+            inputs[value.name] = generator.standard_normal(shape).astype("float32")
+    return inputs
 
 
 def node_names(model: onnx.ModelProto) -> list[str]:

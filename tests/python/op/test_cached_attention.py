@@ -73,7 +73,7 @@ def test_types_of_pages(dtype, elements):
 
 
 @pytest.mark.parametrize(
-    ("types", "attributes", "found"),
+    ("types", "attributes", "message"),
     [
         ([QKV, PAGES, TABLE, ROW, ROW, NORM], {}, "found 6 operands, expected 5: qkv, pages, table,"),
         ([QKV, PAGES, TABLE, ROW, ROW], {"rotary": "pairs"}, "expected 6: .* positions, rotation"),
@@ -95,6 +95,6 @@ def test_types_of_pages(dtype, elements):
         ([QKV, PAGES, TABLE, ROW, ROW], {"scale": float("nan")}, "found scale=nan"),
     ],
 )
-def test_what_does_not_fit(types, attributes, found):
-    with pytest.raises(EncodingError, match=found):
+def test_operands_that_do_not_fit(types, attributes, message):
+    with pytest.raises(EncodingError, match=message):
         infer(*types, **attributes)

@@ -126,7 +126,7 @@ def infer(call):
 
 
 def raw(name, attrs, *operands):
-    """A call as no function of ours makes it."""
+    """A call that bypasses the checks of our functions."""
     return relax.Call(tvm.ir.Op.get(name), operands, attrs)
 
 

@@ -41,12 +41,12 @@ def hinted(mod: tvm.IRModule, device, **options) -> relax.VDevice:
 @given(st.lists(ANY_VDEVICE, min_size=1, max_size=6), st.data())
 def test_every_vdevice_can_be_hinted(vdevices, data):
     """Also where several share a physical device, a scope, or everything."""
-    wanted = data.draw(st.sampled_from(range(len(vdevices))))
-    call = encode_hint(X, vdevices[wanted], vdevices)
-    assert same_object(hinted_vdevice(call, vdevices), vdevices[wanted])
-    by_name = encode_hint(X, f"vdevice:{wanted}", vdevices)
+    index = data.draw(st.sampled_from(range(len(vdevices))))
+    call = encode_hint(X, vdevices[index], vdevices)
+    assert same_object(hinted_vdevice(call, vdevices), vdevices[index])
+    by_name = encode_hint(X, f"vdevice:{index}", vdevices)
     tvm.ir.assert_structural_equal(call, by_name)
-    assert (call.attrs.device_type, call.attrs.index) == physical(vdevices[wanted])
+    assert (call.attrs.device_type, call.attrs.index) == physical(vdevices[index])
 
 
 @given(st.lists(ANY_VDEVICE, min_size=1, max_size=6), st.integers(0, 1))
@@ -63,7 +63,7 @@ def test_a_device_means_the_first_that_matches(vdevices, number):
 
 
 def test_stock_attributes():
-    """Where they can, hints are exactly the stock ones."""
+    """Hints are exactly the stock ones wherever these suffice."""
     vdevices = [rh.VDevice("llvm"), rh.VDevice(SM90, 1), rh.VDevice("llvm", 0, "shared")]
     tvm.ir.assert_structural_equal(encode_hint(X, "cuda", vdevices), relax.op.hint_on_device(X, tvm.cuda(1)))
     tvm.ir.assert_structural_equal(encode_hint(X, "llvm", vdevices), relax.op.hint_on_device(X, tvm.cpu(0)))

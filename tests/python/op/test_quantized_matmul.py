@@ -50,7 +50,7 @@ DATA, SCALES = ((70, 48), "uint8"), ((70, 3), "float32")
 
 
 @pytest.mark.parametrize(
-    ("types", "attributes", "found"),
+    ("types", "attributes", "message"),
     [
         ([DATA, SCALES], {"depth": 97, "block": 32}, r"operand 0 has shape \[70, 48\], expected rows of 49 bytes"),
         ([DATA, SCALES], {"depth": 64, "block": 32}, r"operand 1 has shape \[70, 3\], expected \[70, 2\]"),
@@ -65,8 +65,8 @@ DATA, SCALES = ((70, 48), "uint8"), ((70, 3), "float32")
         ([DATA, SCALES, ((70, 3), "int8")], {"depth": 96, "block": 32}, "operand 2 .* expected a tensor of uint8 or"),
     ],
 )
-def test_weights_that_do_not_fit(types, attributes, found):
-    with pytest.raises(EncodingError, match=found):
+def test_weights_that_do_not_fit(types, attributes, message):
+    with pytest.raises(EncodingError, match=message):
         infer(rh.op.dequantize_blocks, *types, **attributes)
 
 
@@ -76,12 +76,12 @@ X4, INDEX, EXPERT_PANELS = ((5, 1, 1, 96), "float32"), ((5, 2), "int32"), ((9, 1
 
 def test_products_by_experts_have_a_row_for_each_that_is_chosen():
     for rows in (X4, ((5, 2, 1, 96), "float32")):
-        found = infer(rh.op.block_matmul, rows, EXPERT_PANELS, INDEX, columns=70, block=32, experts=3)
-        assert [int(extent) for extent in found.shape.values] == [5, 2, 1, 70]
+        result = infer(rh.op.block_matmul, rows, EXPERT_PANELS, INDEX, columns=70, block=32, experts=3)
+        assert [int(extent) for extent in result.shape.values] == [5, 2, 1, 70]
 
 
 @pytest.mark.parametrize(
-    ("types", "found"),
+    ("types", "message"),
     [
         ([X4, ((3, 1920), "uint8"), INDEX], r"operand 1 has shape \[3, 1920\], expected \[9, 1920\]"),
         ([X4, EXPERT_PANELS], "found 2 operands, expected 3 at least"),
@@ -92,8 +92,8 @@ def test_products_by_experts_have_a_row_for_each_that_is_chosen():
         ([X4, ((5, 2, 32, 4), "int32"), FRAGMENT_SCALES], "found 3 experts, expected some, in panels of columns"),
     ],
 )
-def test_experts_that_do_not_fit(types, found):
-    with pytest.raises(EncodingError, match=found):
+def test_experts_that_do_not_fit(types, message):
+    with pytest.raises(EncodingError, match=message):
         infer(rh.op.block_matmul, *types, columns=70, block=32, experts=3)
 
 
@@ -101,7 +101,7 @@ X, PANELS, FRAGMENTS = ((4, 96), "float32"), ((3, 1920), "uint8"), ((5, 2, 32, 4
 
 
 @pytest.mark.parametrize(
-    ("types", "attributes", "found"),
+    ("types", "attributes", "message"),
     [
         ([((96,), "float32"), PANELS], {}, r"expected \(..., m, k\)"),
         ([X, ((3, 12, 32), "uint8")], {}, r"operand 1 has shape \[3, 12, 32\], expected packed weights"),
@@ -114,11 +114,11 @@ X, PANELS, FRAGMENTS = ((4, 96), "float32"), ((3, 1920), "uint8"), ((5, 2, 32, 4
         ([X, FRAGMENTS, FRAGMENT_SCALES], {"zeros": True}, "found 3 operands, expected 4 at least"),
     ],
 )
-def test_products_that_do_not_fit(types, attributes, found):
-    with pytest.raises(EncodingError, match=found):
+def test_products_that_do_not_fit(types, attributes, message):
+    with pytest.raises(EncodingError, match=message):
         infer(rh.op.block_matmul, *types, columns=70, block=32, **attributes)
 
 
-def test_operands_that_are_no_expressions():
+def test_operands_that_are_not_expressions():
     with pytest.raises(EncodingError, match="dequantize_blocks: operand 1 is a float"):
         rh.op.dequantize_blocks(relax.Var("data", relax.TensorType(*DATA)), 1.0, depth=96, block=32)

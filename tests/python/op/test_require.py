@@ -118,7 +118,7 @@ def test_a_condition_that_never_holds_is_an_error_of_the_compiler():
         rh.compile(build(lambda n, m: n < 0), cache=False)
 
 
-def test_division_behind_an_or_is_not_reached():
+def test_division_after_an_or_is_not_reached():
     main = rh.vm.VirtualMachine(rh.compile(build(lambda n, m: tirx.Or(m == 0, tirx.floormod(n, m) == 0)), cache=False))[
         "main"
     ]

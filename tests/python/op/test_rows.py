@@ -43,7 +43,7 @@ def infer(program, *types):
 
 
 @pytest.mark.parametrize(
-    ("program", "shapes", "found"),
+    ("program", "shapes", "message"),
     [
         ("r0 = sum(x0); add(x0, x1)", [(2, 8)], "found 1 operands"),
         ("add(x0, x1)", [(2, 8), (2, 7)], "extent 7 where others have 8"),
@@ -51,9 +51,9 @@ def infer(program, *types):
         ("r0 = sum(x0); r0", [None], "expected a tensor of known extents"),
     ],
 )
-def test_operands_that_do_not_fit(program, shapes, found):
+def test_operands_that_do_not_fit(program, shapes, message):
     types = [relax.TensorType(shape, "float32", ndim=-1 if shape is not None else 2) for shape in shapes]
-    with pytest.raises(EncodingError, match=found):
+    with pytest.raises(EncodingError, match=message):
         infer(program, *types)
 
 

@@ -93,7 +93,7 @@ def test_module_without_vdevices(source):
     refused("declares no vdevices", vdevices="", **source)
 
 
-def test_finds_what_stock_finds():
+def test_look_up_agrees_with_stock():
     @ir_module("llvm", "c:1", ("llvm", 0, "shared"))
     def Module(
         a: R.Tensor((2,), "float32", "llvm"),
@@ -104,9 +104,9 @@ def test_finds_what_stock_finds():
         return (a, b, c, d)
 
     listed = vdevices_of(Module)
-    found = [param.ty.vdevice for param in Module["main"].params]
-    assert found.pop() is None
-    assert all(same_object(vdevice, listed[index]) for vdevice, index in zip(found, [0, 2, 1], strict=True))
+    vdevices = [param.ty.vdevice for param in Module["main"].params]
+    assert vdevices.pop() is None
+    assert all(same_object(vdevice, listed[index]) for vdevice, index in zip(vdevices, [0, 2, 1], strict=True))
 
 
 def test_vdevice_objects_become_the_modules_own():
@@ -232,9 +232,9 @@ def test_an_error_that_ends_a_program_is_printed_once(tmp_path, before):
 
 
 def test_other_errors_go_to_the_hook_that_was_there(monkeypatch, capsys):
-    seen = []
-    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error[0]))
+    errors = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: errors.append(error[0]))
     strict_tvmscript.show_errors()
     strict_tvmscript.show_errors()
     sys.excepthook(ValueError, ValueError("no"), None)
-    assert seen == [ValueError] and capsys.readouterr().err == ""
+    assert errors == [ValueError] and capsys.readouterr().err == ""

@@ -21,7 +21,7 @@ def test_roles_of_low_precision_are_known() -> None:
     assert {traits.precision for traits in TRAITS.values()} == {"", "product", "moved", "stored", "exact"}
 
 
-def test_what_moves_elements_ignores_numbers() -> None:
+def test_ops_that_move_elements_ignore_values() -> None:
     assert all(traits.ignores_numbers and traits.is_exact for traits in TRAITS.values() if traits.moves)
 
 

@@ -70,7 +70,7 @@ def test_tuples_move_field_by_field():
 
 
 def test_nested_calls():
-    """An expression that is no variable yet is bound first where its type is needed."""
+    """An expression that is not a variable yet is bound first where its type is needed."""
 
     @ir_module("llvm", "c:1")
     def Before(x: R.Tensor((4,), "float32")):

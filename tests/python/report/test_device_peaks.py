@@ -1,4 +1,4 @@
-"""What devices can reach, and the share that kernels reach of it."""
+"""Peaks of devices, and the share of a peak that kernels reach."""
 
 import pytest
 
@@ -42,13 +42,13 @@ def test_a_measurement_that_fails_gives_no_figure(monkeypatch):
         ("f32", 10**6, 10**8, (0.5, "memory")),
         ("bf16", 4 * 10**9, 0, (1.0, "arithmetic")),
         ("bf16*bf16->bf16+f32", 4 * 10**9, 0, (1.0, "arithmetic")),
-        # The peak of bytes was not measured; that of memory was.
+        # The peak of int8 products was not measured; the memory bandwidth was.
         ("u8*s8->s32", 10**12, 10**8, (0.5, "memory")),
         ("f32", 0, 0, (None, None)),
         ("f32", None, None, (None, None)),
     ],
 )
-def test_the_share_is_of_what_bounds_the_kernel(precision, operations, nbytes, expected):
+def test_the_share_is_of_the_bounding_peak(precision, operations, nbytes, expected):
     share, bound = share_of_peak(PEAK, precision, operations, nbytes, 0.02)
     assert (share, bound) == (pytest.approx(expected[0]) if expected[0] else None, expected[1])
 

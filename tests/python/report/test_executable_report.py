@@ -94,7 +94,7 @@ def test_stored_extents_are_rounded_up_to_tiles():
     assert layout["padding"] == [0, 6]
 
 
-def test_what_was_measured_is_with_the_kernels(measured):
+def test_measurements_are_with_the_kernels(measured):
     matmul = next(group for group in measured["groups"] if group["kernel"].startswith("matmul"))
     assert matmul["calls"] == 1
     assert matmul["seconds"] > 0
@@ -131,7 +131,7 @@ def test_data_alone_can_be_compared_with(executable, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["<html></html>", "{}", "{", "[]", "\0", '{"schema": 9}'])
-def test_a_file_that_is_no_report_is_named(executable, tmp_path, content):
+def test_a_file_that_is_not_a_report_is_named(executable, tmp_path, content):
     (tmp_path / "other.html").write_text(content)
     with pytest.raises(rh.HeteroError, match=r"cannot compare with .*other\.html"):
         executable.report(tmp_path / "new.html", compare=tmp_path / "other.html")

@@ -1,4 +1,4 @@
-"""What notebooks show of executables, memory plans, profiles and traces."""
+"""Notebook views of executables, memory plans, profiles and traces."""
 
 import xml.etree.ElementTree as ET
 from dataclasses import fields, replace

@@ -40,9 +40,9 @@ def test_a_kernel_that_two_devices_share_has_the_times_of_each():
         dispatches={"k": spec}, schedules=(Schedule("main", 1, 2, steps, 1),),
     )  # fmt: skip
     rows = tuple(ProfileRow("k", f"llvm:{i}", ("exp",), 2 - i, 100.0 * (1 + i), 0.1) for i in (0, 1))
-    found = groups_of(about, [Profile("main", rows, 1000.0)])
-    assert [(group["calls"], group["seconds"]) for group in found[:3]] == [(1, 5e-5), (1, 2e-4), (1, 5e-5)]
-    assert [group["step"] for group in found] == ["main_step_a", "main_step_b", "main_step_c", None]
+    groups = groups_of(about, [Profile("main", rows, 1000.0)])
+    assert [(group["calls"], group["seconds"]) for group in groups[:3]] == [(1, 5e-5), (1, 2e-4), (1, 5e-5)]
+    assert [group["step"] for group in groups] == ["main_step_a", "main_step_b", "main_step_c", None]
 
 
 def test_times_and_shares_of_the_peak_are_those_of_a_call():

@@ -116,8 +116,8 @@ def test_stock_modules_without_devices_tuples_and_branches():
     assert {node["device"] for node in data["nodes"]} == {UNPLACED}
     assert [device["name"] for device in data["devices"]] == [UNPLACED]
     assert {node[2] for node in nodes_of(data) if node[0] == "op"} == {"relax.split", "if", "relax.exp", "relax.sin"}
-    found = edges_of(data)
-    assert ("parts", "output_1") in found and ("c", "r") in found and ("r", "output_0") in found
+    edges = edges_of(data)
+    assert ("parts", "output_1") in edges and ("c", "r") in edges and ("r", "output_0") in edges
     assert len(data["functions"][0]["outputs"]) == 2
 
 

@@ -60,7 +60,7 @@ def test_a_function_that_is_too_large_for_a_picture_is_a_table(monkeypatch):
     assert "<svg" not in html and "too large for a picture" in html and "nn.softmax" in html
 
 
-def test_what_is_no_module_is_refused():
+def test_an_argument_that_is_not_a_module_is_refused():
     with pytest.raises(rh.HeteroError, match="rh.show: found .* rh.from_onnx imports it; expected a tvm.IRModule"):
         rh.show("model.onnx")
     with pytest.raises(rh.HeteroError, match="found no Relax function in a module of 0 functions"):

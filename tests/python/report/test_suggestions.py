@@ -33,7 +33,7 @@ def test_without_a_profile_it_says_how_to_get_one(about):
 
 
 @pytest.mark.parametrize(
-    ("found", "expected"),
+    ("profile", "expected"),
     [
         (
             row("k", 0.5, 0.9, "arithmetic"),
@@ -45,10 +45,10 @@ def test_without_a_profile_it_says_how_to_get_one(about):
         (row(MACHINE, 0.06), "6 % of a call is spent around kernels"),
     ],
 )
-def test_what_takes_much_has_a_sentence(about, found, expected):
-    (text,) = suggestions(about, [found], PEAKS)
+def test_expensive_kernels_get_a_suggestion(about, profile, expected):
+    (text,) = suggestions(about, [profile], PEAKS)
     assert re.match(expected, text)
-    (nothing,) = suggestions(about, [found | {"share": 0.01}], PEAKS)
+    (nothing,) = suggestions(about, [profile | {"share": 0.01}], PEAKS)
     assert nothing.startswith("Nothing stands out")
 
 

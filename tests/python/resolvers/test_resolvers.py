@@ -37,8 +37,8 @@ def _layouts(target, types, rest):
     target = tvm.target.Target(target)
     op = "batch_matmul" if "b0" in rest else "matmul"
     encoding = Encoding.parse(f"{op}[0]<{types}; {rest}>")
-    found = [resolver_for(target).resolve(encoding.of(index), target) for index in range(3)]
-    return [None if layout is None else str(layout) for layout in found]
+    layouts = [resolver_for(target).resolve(encoding.of(index), target) for index in range(3)]
+    return [None if layout is None else str(layout) for layout in layouts]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_batch_dimensions_stay_outermost():
     assert _layouts(C, F32, attention)[0] == "pack<outer=[0, 2, 1, 3] inner=[1:8]>"
 
 
-def test_a_small_activation_is_read_where_it_lies():
+def test_a_small_activation_is_not_packed():
     small = "(b0, m, k) * (b0, k, n) -> (b0, m, n); b0=12, m=128, n=64, k=128"
     assert _layouts(AVX512, F32, small)[1] == "identity<3>"
     large = small.replace("n=64, k=128", "n=1024, k=1024")
@@ -122,7 +122,7 @@ def test_a_small_activation_is_read_where_it_lies():
     assert bytes_in_fours == "pack<outer=[0, 2, 1] inner=[2:32, 1:4]>"
 
 
-def test_an_activation_that_few_rows_meet_is_read_where_it_lies():
+def test_an_activation_of_few_rows_is_not_packed():
     def layout(types, rest, m, target=AVX512):
         encoding = Encoding.parse(f"matmul[1]<{types}; {rest.replace('m=?', f'm={m}')}>")
         return str(resolver_for(target).resolve_activation(encoding, tvm.target.Target(target)))
@@ -139,8 +139,8 @@ def test_an_activation_that_few_rows_meet_is_read_where_it_lies():
 @pytest.mark.parametrize("target", [AVX512, AVX2, SSE, NEON, C])
 @pytest.mark.parametrize("types", sorted({" * ".join(p.types[:2]) + f" -> {p.types[2]}" for p in DOT_INSTRUCTIONS}))
 def test_one_weight_layout_serves_every_m(target, types):
-    found = {_layouts(target, types, MATMUL.replace("m=?", f"m={m}"))[1] for m in ("?", 0, 1, 8, 1000)}
-    assert len(found) == 1 and None not in found
+    layouts = {_layouts(target, types, MATMUL.replace("m=?", f"m={m}"))[1] for m in ("?", 0, 1, 8, 1000)}
+    assert len(layouts) == 1 and None not in layouts
 
 
 def test_a_narrow_weight_has_narrow_panels():

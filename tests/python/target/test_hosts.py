@@ -1,4 +1,4 @@
-"""Hosts in vdevices: names, look-ups, TVMScript, placement and errors; who reads a tensor on which machine."""
+"""Hosts in vdevices: names, look-ups, TVMScript, placement and errors; the CPU of a host that reads a tensor."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TestNames:
         found = ["a/llvm:0 0", "b/llvm:0 0", "a/llvm:1 1", "b/cuda:0 0", "b/cuda:1 3", "b/cuda:2 1"]
         assert names(entries) == found
 
-    def test_a_tag_is_no_host(self):
+    def test_a_tag_is_not_a_host(self):
         assert names(["nvidia/nvidia-h100"]) == ["cuda:0 0"]
         assert names(["nvidia/llvm"]) == ["nvidia/llvm:0 0"]
 
@@ -257,15 +257,15 @@ class TestPlacement:
 
     def test_cores_of_hosts_are_their_own(self):
         vdevices = [rh.VDevice({"kind": "llvm", "num-cores": 4096}, host=host) for host in "ab"]
-        both, alone = CostModel.for_vdevices(vdevices), CostModel.for_vdevices(vdevices[:1])
-        assert both.devices[0] == both.devices[1] == alone.devices[0]
+        both, single = CostModel.for_vdevices(vdevices), CostModel.for_vdevices(vdevices[:1])
+        assert both.devices[0] == both.devices[1] == single.devices[0]
 
 
 class TestReaders:
     def test_the_last_cpu_of_the_own_host(self):
         vdevices = parse_vdevices(["a/llvm", "b/llvm", "b/nvidia/nvidia-h100", "b/llvm", "c/nvidia/nvidia-h100"])
-        found = [host_vdevice(vdevices, each) for each in vdevices]
-        assert [None if each is None else vdevices.index(each) for each in found] == [0, 3, 3, 3, None]
+        actual = [host_vdevice(vdevices, each) for each in vdevices]
+        assert [None if each is None else vdevices.index(each) for each in actual] == [0, 3, 3, 3, None]
         assert same_object(host_vdevice(vdevices), vdevices[0])
 
     def test_shapes_and_conditions_are_read_on_the_own_host(self):

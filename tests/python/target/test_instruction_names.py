@@ -10,7 +10,7 @@ from relax_hetero.report.text.target_text import target_text
 from relax_hetero.target.instruction_names import instruction_names
 
 XEON = ("AVX-512", "VNNI", "BF16", "FP16", "AMX")
-# What LLVM 20 says of an Emerald Rapids whose hypervisor reports model 167.
+# LLVM 20's description of an Emerald Rapids whose hypervisor reports model 167.
 REPORTED = {"mcpu": "rocketlake", "mattr": ["+amx-tile", "+amx-int8", "+amx-bf16", "+avx512bf16", "+avx512fp16"]}
 X86, ARM = "x86_64-linux-gnu", "aarch64-linux-gnu"
 
@@ -40,7 +40,7 @@ def test_instructions_not_chips_are_named(triple, cpu, expected):
     assert target_text(json.dumps(config)) == f"llvm {', '.join(expected)}"
 
 
-def test_what_is_no_cpu_is_named_as_before():
+def test_other_names_are_unchanged():
     assert instruction_names([]) == ()
     assert target_text('{"kind": "cuda", "arch": "sm_90a"}') == "cuda sm_90a"
     assert target_text('{"kind": "c"}') == "c"

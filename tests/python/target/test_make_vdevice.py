@@ -17,9 +17,9 @@ SM90 = {"kind": "cuda", "arch": "sm_90"}
 
 class TestMake:
     def test_is_the_stock_vdevice(self):
-        made = rh.VDevice("llvm", 1, "global")
-        assert isinstance(made, tvm.relax.VDevice)
-        tvm.ir.assert_structural_equal(made, tvm.relax.VDevice("llvm", 1, "global"))
+        vdevice = rh.VDevice("llvm", 1, "global")
+        assert isinstance(vdevice, tvm.relax.VDevice)
+        tvm.ir.assert_structural_equal(vdevice, tvm.relax.VDevice("llvm", 1, "global"))
 
     @pytest.mark.parametrize("target", ["opengl", "", "llvm -mcpu=skylake", {}, {"kind": "llvm", "bogus": 1}, None, 3])
     def test_wrong_target(self, target):

@@ -25,8 +25,8 @@ def test_llvm_describes_this_cpu():
     assert target.attrs["mcpu"] == codegen.llvm_get_system_cpu()
     assert 1 <= target.attrs["num-cores"] == native_target.num_cores() <= (os.cpu_count() or 1)
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
-    present, known = {str(name) for name, has in host.items() if has}, {str(name) for name in host}
-    assert codegen.llvm_get_cpu_features(target) & known == present  # the rest are tuning flags of the CPU
+    present, names = {str(name) for name, has in host.items() if has}, {str(name) for name in host}
+    assert codegen.llvm_get_cpu_features(target) & names == present  # the rest are tuning flags of the CPU
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="reads x86 registers in the assembly")
@@ -59,12 +59,12 @@ def test_rocm_is_not_guessed(capfd):
     assert "Warning" not in capfd.readouterr().err
 
 
-def test_what_is_no_target_is_told_what_is():
+def test_unknown_targets_are_refused_with_the_known_kinds():
     with pytest.raises(VDeviceError, match=r"vdevices\[1\]: 'gpu'.*kinds are c, cuda"):
         parse_vdevices(["llvm", "gpu"])
 
 
-def test_an_assumed_architecture_is_said_once(caplog, monkeypatch):
+def test_an_assumed_architecture_is_logged_once(caplog, monkeypatch):
     absent = FakeGPU()
     absent.exist = False
     monkeypatch.setattr(tvm, "cuda", lambda index: absent)
@@ -89,7 +89,7 @@ def test_a_gpu_that_is_not_described_is_that_of_a_list(capfd):
 
 
 class FakeGPU:
-    """What the driver would say about one GPU."""
+    """Properties that the driver would report for one GPU."""
 
     exist = True
     compute_version = "10.0"

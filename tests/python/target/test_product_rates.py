@@ -1,4 +1,4 @@
-"""What each element type costs on each device."""
+"""Cost of each element type on each device."""
 
 import pytest
 import tvm

@@ -87,11 +87,11 @@ class TestLookupByName:
     def test_any_text_is_found_or_refused(self, text):
         vdevices = [rh.VDevice("llvm"), rh.VDevice(SM90)]
         try:
-            found = vd.lookup(text, vdevices)
+            match = vd.lookup(text, vdevices)
         except VDeviceError as error:
             assert "available: llvm:0, cuda:0" in str(error)
         else:
-            assert any(same(found, entry) for entry in vdevices)
+            assert any(same(match, entry) for entry in vdevices)
 
     @given(st.lists(st.sampled_from(["llvm", "c", "cuda", "metal"]), min_size=1, max_size=6))
     def test_names_lead_back(self, kinds):

@@ -167,9 +167,9 @@ def check(
     tolerance = 1e-5 + _error_of_rounded_scores(case, query, key, value)
     unit = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[case.dtype]
     # Weights are rounded to the type, and then the result.
-    found = result.numpy().astype("float32")
+    actual = result.numpy().astype("float32")
     atol = tolerance + unit * float(np.abs(value).max())
-    np.testing.assert_allclose(found, expected, rtol=1e-4 + unit, atol=atol, equal_nan=True)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4 + unit, atol=atol, equal_nan=True)
 
 
 def _error_of_rounded_scores(case: Case, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> float:

@@ -23,7 +23,7 @@ from tir.products_of import random_array
 
 
 def channels_last(rank: int) -> PackedLayout:
-    """NHWC, of an operand whose logical dimensions are those of NCHW."""
+    """Layout NHWC of an operand with logical dimensions NCHW."""
     return PackedLayout((0, *range(2, rank), 1))
 
 
@@ -105,11 +105,11 @@ def reference(problem: ConvProblem, data: np.ndarray, weight: np.ndarray) -> np.
             slice(tap * w.dilation, tap * w.dilation + (count - 1) * w.stride + 1, w.stride)
             for tap, w, count in zip(taps, windows, places, strict=True)
         )
-        seen = padded[(slice(None), slice(None), *cut)].reshape(
+        patches = padded[(slice(None), slice(None), *cut)].reshape(
             total.shape[0], groups, weight.shape[1], total.shape[-1]
         )
         factors = weight[(slice(None), slice(None), *taps)].astype("float64").reshape(groups, -1, weight.shape[1])
-        total += np.einsum("bgkp,gnk->bgnp", seen, factors)
+        total += np.einsum("bgkp,gnk->bgnp", patches, factors)
     return total.reshape(len(data), weight.shape[0], *places)
 
 

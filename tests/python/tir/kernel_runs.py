@@ -1,4 +1,4 @@
-"""Building PrimFuncs for several CPUs, and inputs and outputs that show what a kernel must not do."""
+"""Build PrimFuncs for several CPUs, with inputs and outputs that reveal wrong accesses of kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TARGETS = {
 LOW_PRECISION_TARGETS = {
     "vnni": {"kind": "llvm", "mcpu": "znver5", "num-cores": 2},
     "avxvnni": {"kind": "llvm", "mcpu": "alderlake", "num-cores": 2},
-    # Dot products of bytes without what else moves bytes.
+    # Dot products of bytes without other instructions for bytes.
     "early_vnni": {"kind": "llvm", "mcpu": "cascadelake", "num-cores": 2},
 }
 _EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}, "early_vnni": {"avx512vnni"}}

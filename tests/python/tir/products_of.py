@@ -98,7 +98,7 @@ def run_stored(
     stored: Sequence[np.ndarray],
     shape: Sequence[int],
 ) -> np.ndarray:
-    """As `run_kernel`, of operands as they are stored."""
+    """Run a kernel like `run_kernel`, on operands in their stored layouts."""
     with TemporaryDirectory() as folder:
         module = executable
         if target.kind.name == "c":

@@ -41,7 +41,7 @@ MULTIPLY = {
 
 
 def innermost_loops(assembly: str) -> list[list[str]]:
-    """Instructions of every loop that has no other label in it."""
+    """Instructions of every loop without another label in it."""
     loops, body, label = [], [], ""
     for line in assembly.splitlines():
         text = re.split("# |//", line)[0].strip()
@@ -87,8 +87,8 @@ def test_no_main_loop_spills(name: str, kind: str, symbolic: str) -> None:
 def test_narrow_forms_keep_the_machine_busy(rows: int) -> None:
     """At least 8 accumulators are in flight, whatever the number of rows."""
     loops = main_loops(AVX512, plain_problem(AVX512, (rows, 512, 512)), "vfmadd231ps")
-    most = max(len({line.split()[-1] for line in loop if line.startswith("vfmadd")}) for loop in loops)
-    assert most >= 8
+    accumulators = max(len({line.split()[-1] for line in loop if line.startswith("vfmadd")}) for loop in loops)
+    assert accumulators >= 8
 
 
 @pytest.mark.parametrize("rows", range(1, 9))

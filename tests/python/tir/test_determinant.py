@@ -22,6 +22,6 @@ def test_any_matrices(name, is_symbolic, tmp_path):
         matrices = fresh_rng().uniform(-1, 1, (batch, size, size)).astype("float32")
         if size > 2:
             matrices[::2, 1] = 2 * matrices[::2, 0]
-        found = poisoned((batch,), "float32")
-        module[keys[batch, size]](tvm.runtime.tensor(matrices), found)
-        np.testing.assert_allclose(found.numpy(), np.linalg.det(matrices.astype("float64")), rtol=1e-6, atol=1e-12)
+        actual = poisoned((batch,), "float32")
+        module[keys[batch, size]](tvm.runtime.tensor(matrices), actual)
+        np.testing.assert_allclose(actual.numpy(), np.linalg.det(matrices.astype("float64")), rtol=1e-6, atol=1e-12)

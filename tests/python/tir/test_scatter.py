@@ -27,8 +27,8 @@ def problem(data, indices, updates, reduction, symbolic):
         return tuple(names.setdefault(d, f"s{d}") if symbolic and i >= first else d for i, d in enumerate(shape))
 
     # The last extent of the indices of scatter_nd counts positions: it is always known.
-    known = dims(indices.shape[:-1]) + indices.shape[-1:] if symbolic == "nd" else dims(indices.shape)
-    return ScatterProblem(dims(data.shape), known, dims(updates.shape), str(data.dtype), str(indices.dtype), reduction)
+    sizes = dims(indices.shape[:-1]) + indices.shape[-1:] if symbolic == "nd" else dims(indices.shape)
+    return ScatterProblem(dims(data.shape), sizes, dims(updates.shape), str(data.dtype), str(indices.dtype), reduction)
 
 
 def elements(data, indices, updates, axis, reduction):

@@ -71,6 +71,6 @@ def symbolic_model(tmp_path: Path) -> Path:
 
 
 def parsed(result: Result) -> Any:
-    """What a command printed on stdout, which must be JSON and nothing else."""
+    """JSON that a command printed on stdout, which holds nothing else."""
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.stdout)

@@ -19,8 +19,8 @@ def signature(*specs: TensorSpec | ShapeSpec) -> FunctionSignature:
 def test_npy_files_fill_inputs_in_order(tmp_path: Path):
     np.save(tmp_path / "a.npy", np.arange(2))
     np.save(tmp_path / "b.npy", np.arange(3))
-    found = read_arrays([str(tmp_path / "a.npy"), str(tmp_path / "b.npy")], ["x", "y", "z"])
-    assert list(found) == ["x", "y"] and found["y"].tolist() == [0, 1, 2]
+    actual = read_arrays([str(tmp_path / "a.npy"), str(tmp_path / "b.npy")], ["x", "y", "z"])
+    assert list(actual) == ["x", "y"] and actual["y"].tolist() == [0, 1, 2]
 
 
 def test_npy_file_with_a_name(tmp_path: Path):
@@ -31,11 +31,11 @@ def test_npy_file_with_a_name(tmp_path: Path):
 def test_npz_round_trip_with_any_names(tmp_path: Path):
     arrays = {"file": np.ones(2, "float32"), "/encoder/out.1": np.array(3, "int64"), "empty": np.zeros((0, 4))}
     write_arrays(tmp_path / "out", arrays)
-    found = read_arrays([str(tmp_path / "out")], list(arrays))
-    assert list(found) == list(arrays)
+    actual = read_arrays([str(tmp_path / "out")], list(arrays))
+    assert list(actual) == list(arrays)
     for name, array in arrays.items():
-        np.testing.assert_array_equal(found[name], array)
-        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(actual[name], array)
+        assert actual[name].dtype == array.dtype
 
 
 def test_unreadable_and_unknown_inputs_are_errors(tmp_path: Path):
@@ -80,12 +80,12 @@ def test_symbolic_dimensions_need_a_shape():
     main = signature(TensorSpec("x", ("n", 4), "bfloat16", 0))
     with pytest.raises(BindingError, match="input 'x' is nx4"):
         random_arrays(main, {}, 0, {})
-    made = random_arrays(main, {"x": [2, 4]}, 0, {})["x"]
-    assert made.shape == (2, 4) and str(made.dtype) == "bfloat16"
+    array = random_arrays(main, {"x": [2, 4]}, 0, {})["x"]
+    assert array.shape == (2, 4) and str(array.dtype) == "bfloat16"
     assert random_arrays(main, {"n": [3]}, 0, {})["x"].shape == (3, 4)
 
 
-def test_inputs_that_are_no_tensors_are_errors():
+def test_inputs_that_are_not_tensors_are_errors():
     with pytest.raises(BindingError, match="input 's' is a shape, not a tensor"):
         random_arrays(signature(ShapeSpec("s", (1,))), {}, 0, {})
 

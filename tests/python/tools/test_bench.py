@@ -1,4 +1,4 @@
-"""bench: every program in one table, whatever one of them does."""
+"""bench: every program in one table, even if one of them fails."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_trace_never_overwrites_the_model(invoke: Invoke, model: Path):
     assert model.read_bytes() == before
 
 
-def test_a_library_alone_or_beside_the_others(invoke: Invoke, model: Path, tmp_path: Path):
+def test_a_library_alone_or_with_the_others(invoke: Invoke, model: Path, tmp_path: Path):
     library = tmp_path / "model.so"
     assert invoke("compile", model, "-o", library).exit_code == 0
     data = parsed(invoke("bench", library, "--rounds", 1, "--json"))

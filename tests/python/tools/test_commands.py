@@ -81,8 +81,8 @@ def test_a_mismatch_exits_with_1(invoke: Invoke, model: Path, tmp_path: Path):
 def test_a_library_takes_no_options_of_compiling(invoke: Invoke, model: Path, tmp_path: Path):
     library = tmp_path / "model.so"
     assert invoke("compile", model, "-o", library, "--accuracy", "exact", "--checks", "strict").exit_code == 0
-    given = [("run", "checks", "strict"), ("run", "accuracy", "fast"), ("explain", "accuracy", "exact")]
-    for command, option, value in given:
+    options = [("run", "checks", "strict"), ("run", "accuracy", "fast"), ("explain", "accuracy", "exact")]
+    for command, option, value in options:
         result = invoke(command, library, f"--{option}", value)
         assert result.exit_code == 2
         assert f"model.so is compiled already: --{option} {value} goes with an ONNX file" in result.stderr
@@ -172,7 +172,7 @@ def test_place_auto_is_the_cost_models_choice(invoke: Invoke, model: Path):
     assert parsed(invoke("explain", model, *TWO, "--json"))["placement_estimate"] is None
 
 
-def test_what_the_cost_model_expects_stays_with_a_library(invoke: Invoke, model: Path, tmp_path: Path):
+def test_expectations_of_the_cost_model_stay_with_a_library(invoke: Invoke, model: Path, tmp_path: Path):
     options = [*TWO, "--place-auto", "--objective", "throughput"]
     estimate = parsed(invoke("explain", model, *options, "--json"))["placement_estimate"]
     assert estimate["objective"] == "throughput"
@@ -241,7 +241,7 @@ def test_wrong_usage_exits_with_2(invoke: Invoke, model: Path, tmp_path: Path):
         assert invoke(*arguments).exit_code == 2, arguments
 
 
-def test_what_is_read_is_not_written_over(invoke: Invoke, model: Path, tmp_path: Path):
+def test_inputs_are_not_overwritten_by_outputs(invoke: Invoke, model: Path, tmp_path: Path):
     library = tmp_path / "model.so"
     assert invoke("compile", model, "-o", library).exit_code == 0
     link = tmp_path / "link.npz"
@@ -263,8 +263,8 @@ def test_outputs_replace_a_file_that_is_mapped(invoke: Invoke, model: Path, tmp_
     assert invoke("compile", model, "-o", library).exit_code == 0
     executable = rh.load(library)
     assert invoke("run", model, "--output", library).exit_code == 0
-    found = rh.vm.VirtualMachine(executable)["main"](np.ones((2, 3), "float32"))
-    np.testing.assert_allclose(found.numpy(), expected(model, np.ones((2, 3), "float32")), rtol=1e-5)
+    actual = rh.vm.VirtualMachine(executable)["main"](np.ones((2, 3), "float32"))
+    np.testing.assert_allclose(actual.numpy(), expected(model, np.ones((2, 3), "float32")), rtol=1e-5)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.so"]
 
 
@@ -302,7 +302,7 @@ def test_names_do_not_command_the_terminal(invoke: Invoke, model: Path, tmp_path
     assert "red\\x1b[31m" in failed.stderr and "\x1b" not in failed.stderr
 
 
-def test_check_tells_what_is_missing(invoke: Invoke, model: Path, tmp_path: Path):
+def test_check_reports_unsupported_nodes(invoke: Invoke, model: Path, tmp_path: Path):
     good = invoke("check", model, *TWO)
     assert good.exit_code == 0 and "all supported" in good.stdout and "llvm:0, llvm:1" in good.stdout
 
@@ -313,7 +313,7 @@ def test_check_tells_what_is_missing(invoke: Invoke, model: Path, tmp_path: Path
     shown = invoke("check", path)
     assert shown.exit_code == 1 and "no converter takes this op" in shown.stdout
     result = invoke("check", path, "--json")
-    found = json.loads(result.stdout)
-    assert result.exit_code == 1 and not found["supported"]
-    assert [node["domain"] for node in found["nodes"] if node["status"] == "refused"] == ["acme"]
+    report = json.loads(result.stdout)
+    assert result.exit_code == 1 and not report["supported"]
+    assert [node["domain"] for node in report["nodes"] if node["status"] == "refused"] == ["acme"]
     assert invoke("check", path, *TWO, "--place", "*=llvm:1").exit_code == 2

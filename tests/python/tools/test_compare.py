@@ -31,9 +31,9 @@ def test_nan_and_infinity_equal_themselves_only():
     assert compare("y", special, np.array([1, np.inf, np.inf], "float32"), 1e-3, 0).wrong == 2
 
 
-@pytest.mark.parametrize("found", [np.ones((1, 2), "float32"), np.ones(2, "float64")])
-def test_shape_and_element_type_must_agree(found: np.ndarray):
-    result = compare("y", found, np.ones(2, "float32"), 1e-3, 0)
+@pytest.mark.parametrize("actual", [np.ones((1, 2), "float32"), np.ones(2, "float64")])
+def test_shape_and_element_type_must_agree(actual: np.ndarray):
+    result = compare("y", actual, np.ones(2, "float32"), 1e-3, 0)
     assert not result.passed and "expected float32[2]" in result.problem
 
 

@@ -18,7 +18,7 @@ from relax_hetero.tools.cli import cli
 
 
 class Codec(ToyCodec):
-    """As a tokenizer of a file."""
+    """Tokenizer like that of a file."""
 
     names = tuple(f"<{token}>" for token in range(300))
     begin_id = None
@@ -30,7 +30,7 @@ class Codec(ToyCodec):
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, list[dict]]:
-    """A file that is taken for a model, and what it was loaded with."""
+    """A file that counts as a model, and the options of its loading."""
     calls: list[dict] = []
 
     def load(path: Path, **options):
@@ -44,7 +44,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, list[
     return path, calls
 
 
-def said(prompt: str, count: int) -> str:
+def answer_text(prompt: str, count: int) -> str:
     return ToyCodec().decode(alone(ToyModel(ends=False), list(prompt.encode()), count))
 
 
@@ -56,7 +56,7 @@ def test_a_prompt_is_answered(loaded):
     path, calls = loaded
     result = invoke("chat", path, "-p", "Hi", "--temperature", 0, "--max-tokens", 9, "--system", "Be brief")
     assert result.exit_code == 0, result.output
-    assert result.stdout == said("s:Be brief;u:Hi;a:", 9) + "\n"
+    assert result.stdout == answer_text("s:Be brief;u:Hi;a:", 9) + "\n"
     assert "9 tokens" in result.stderr and "tokens/s" in result.stderr
     assert calls == [{"vdevices": None, "placement": None}]
 
@@ -65,25 +65,25 @@ def test_a_conversation_goes_on_until_it_is_reset(loaded):
     path, _ = loaded
     lines = "Hi\nMore\n/reset\nHi\n/what\n\n/exit\nnever\n"
     result = invoke("chat", path, "--temperature", 0, "--max-tokens", 5, text=lines)
-    first = said("u:Hi;a:", 5)
-    assert result.stdout.split() == [first, said(f"u:Hi;a:{first};u:More;a:", 5), first]
+    first = answer_text("u:Hi;a:", 5)
+    assert result.stdout.split() == [first, answer_text(f"u:Hi;a:{first};u:More;a:", 5), first]
     assert result.exit_code == 0 and "/reset begins anew" in result.stderr
 
 
 def test_texts_are_gone_on_with_as_they_are(loaded):
     path, _ = loaded
     result = invoke("chat", path, "--raw", "--temperature", 0, "--max-tokens", 5, "-p", "Once")
-    assert result.stdout == said("Once", 5) + "\n"
+    assert result.stdout == answer_text("Once", 5) + "\n"
 
 
 def test_a_page_has_the_times_of_each_answer(loaded, tmp_path):
     page = tmp_path / "timings.html"
-    asked = ["--temperature", 0, "--max-tokens", 5, "--html", page]
-    assert invoke("chat", loaded[0], *asked, text="Hi\nMore\n").exit_code == 0
+    options = ["--temperature", 0, "--max-tokens", 5, "--html", page]
+    assert invoke("chat", loaded[0], *options, text="Hi\nMore\n").exit_code == 0
     data = data_of(page.read_text())
     first, second = data["chat"]["answers"]
     assert (data["kind"], data["title"]) == ("chat", "toy")
-    assert "".join(piece["text"] for piece in first["pieces"]) == said("u:Hi;a:", 5)
+    assert "".join(piece["text"] for piece in first["pieces"]) == answer_text("u:Hi;a:", 5)
     for answer in (first, second):
         assert answer["tokens"] == sum(piece["tokens"] for piece in answer["pieces"]) == 5
         assert 0 < answer["first_token_seconds"] <= sum(piece["seconds"] for piece in answer["pieces"])
@@ -99,7 +99,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_model_is_loaded(loa
 def test_errors_end_a_prompt_but_not_a_conversation(loaded):
     path, _ = loaded
     result = invoke("chat", path, "--context", 20, "--temperature", 0, "--max-tokens", 2, text="a" * 50 + "\nHi\n")
-    assert "expected at most 19" in result.stderr and result.stdout == said("u:Hi;a:", 2) + "\n"
+    assert "expected at most 19" in result.stderr and result.stdout == answer_text("u:Hi;a:", 2) + "\n"
     result = invoke("chat", path, "-p", "a" * 600)
     assert result.exit_code == 1 and result.stderr.splitlines()[-1].startswith("error: prompt: found 605 tokens")
 
@@ -135,7 +135,7 @@ def test_options_that_exclude_each_other(loaded, arguments, message):
     assert result.exit_code == 2 and message in result.stderr
 
 
-def test_wrong_parameters_are_told_before_anything_is_loaded(loaded):
+def test_wrong_parameters_are_refused_before_anything_is_loaded(loaded):
     path, calls = loaded
     result = invoke("chat", path, "--top-p", 2)
     assert (result.exit_code, calls) == (1, []) and "top_p: found 2, expected 0 to 1" in result.stderr
@@ -144,10 +144,10 @@ def test_wrong_parameters_are_told_before_anything_is_loaded(loaded):
 def test_a_template_of_ones_own(loaded, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("[{{ messages[-1].content }}]")
-    asked = ["--temperature", 0, "--max-tokens", 5, "-p", "Hi"]
-    assert invoke("chat", loaded[0], "--chat-template", template, *asked).stdout == said("[Hi]", 5) + "\n"
+    options = ["--temperature", 0, "--max-tokens", 5, "-p", "Hi"]
+    assert invoke("chat", loaded[0], "--chat-template", template, *options).stdout == answer_text("[Hi]", 5) + "\n"
     template.write_text("{% if %}")
-    result = invoke("chat", loaded[0], "--chat-template", template, *asked)
+    result = invoke("chat", loaded[0], "--chat-template", template, *options)
     assert result.exit_code == 1 and "the chat template is none" in result.stderr
 
 
@@ -191,7 +191,7 @@ def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):
     assert ready.wait(60)
     url, headers = f"{address[0]}/v1/completions", {"authorization": "Bearer secret"}
     answer = httpx.post(url, json={"prompt": "Once", "temperature": 0, "max_tokens": 7}, headers=headers)
-    assert answer.json()["model"] == "toy" and answer.json()["choices"][0]["text"] == said("Once", 7)
+    assert answer.json()["model"] == "toy" and answer.json()["choices"][0]["text"] == answer_text("Once", 7)
     assert httpx.post(url, json={"prompt": "Once"}).status_code == 401
     servers[0].should_exit = True
     work.join(60)
@@ -201,10 +201,10 @@ def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):
 def test_a_port_that_is_taken(loaded):
     import socket
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        result = invoke("serve", loaded[0], "--port", taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        result = invoke("serve", loaded[0], "--port", listener.getsockname()[1])
     assert result.exit_code == 1 and "cannot listen there" in result.stderr
 
 

@@ -10,17 +10,17 @@ from relax_hetero.tools.placing import Placing, placing_options
 
 
 def parse(*arguments: str) -> Placing:
-    seen: list[Placing] = []
+    placings: list[Placing] = []
 
     @click.command()
     @placing_options
     def command(placing: Placing) -> None:
-        seen.append(placing)
+        placings.append(placing)
 
     result = CliRunner().invoke(command, arguments)
     if result.exit_code != 0:
         raise click.UsageError(result.output)
-    return seen[0]
+    return placings[0]
 
 
 def test_nothing_given_is_the_native_cpu():
@@ -56,7 +56,7 @@ def test_shapes():
     }
 
 
-def test_a_single_extent_of_what_is_no_input_sizes_a_dimension():
+def test_a_single_extent_of_a_name_that_is_not_an_input_sizes_a_dimension():
     placing = parse("--shape", "x=3", "--shape", "batch=8")
     assert placing.import_options(inputs=["x"])["shapes"] == {"x": [3], "batch": 8}
 

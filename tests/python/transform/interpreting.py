@@ -1,4 +1,4 @@
-"""Relax functions with encoded ops by numpy, one op at a time: what a pass must not change.
+"""Interpreter of Relax functions with encoded ops in numpy, one op at a time: results that a pass must keep.
 
 Layouts are ignored: encoded values are their logical tensors. Products are summed in float64 or int64.
 """
@@ -33,7 +33,7 @@ _FUNCTIONS = {f"relax.{function.op}": function.evaluate for function in FUNCTION
 
 
 def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
-    """What ``main`` of a module with one dataflow block returns, arrays or tuples of them."""
+    """Results of ``main`` of a module with one dataflow block, arrays or tuples of them."""
     func = mod["main"]
     sizes = _sizes(func, arguments)
     values: dict[relax.Var, Any] = dict(zip(func.params, arguments, strict=True))
@@ -109,12 +109,12 @@ def _stock_convolution(attrs: Any, spatial: int, data: np.ndarray, weight: np.nd
 
 def _sizes(func: relax.Function, arguments: tuple[np.ndarray, ...]) -> dict[str, int]:
     """Symbolic extents of the parameters by name."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for param, array in zip(func.params, arguments, strict=True):
         for extent, size in zip(param.ty.shape.values, array.shape, strict=True):
             if isinstance(extent, tvm.tirx.Var):
-                assert found.setdefault(str(extent.name), size) == size
-    return found
+                assert sizes.setdefault(str(extent.name), size) == size
+    return sizes
 
 
 def _extent(extent: Any, sizes: dict[str, int]) -> int:

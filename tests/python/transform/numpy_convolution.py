@@ -1,4 +1,4 @@
-"""Convolutions in numpy, summed in double precision."""
+"""Convolutions in numpy, accumulated in double precision."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def convolve(
     padded = np.pad(data.astype("float64"), pads)
     reach = [(weight.shape[2 + d] - 1) * dilation[d] + 1 for d in range(spatial)]
     places = [(padded.shape[2 + d] - reach[d]) // strides[d] + 1 for d in range(spatial)]
-    batch, made = data.shape[0], weight.shape[0] // groups
+    batch, outputs = data.shape[0], weight.shape[0] // groups
     each = weight.shape[1]
-    result = np.zeros((batch, groups, made, *places))
+    result = np.zeros((batch, groups, outputs, *places))
     grouped = padded.reshape(batch, groups, each, *padded.shape[2:])
-    kernels = weight.astype("float64").reshape(groups, made, *weight.shape[1:])
+    kernels = weight.astype("float64").reshape(groups, outputs, *weight.shape[1:])
     for window in np.ndindex(*weight.shape[2:]):
         cut = [
             slice(window[d] * dilation[d], window[d] * dilation[d] + (places[d] - 1) * strides[d] + 1, strides[d])
@@ -33,4 +33,4 @@ def convolve(
         ]
         image = grouped[(slice(None), slice(None), slice(None), *cut)]
         result += np.einsum("bgk...,gnk->bgn...", image, kernels[(..., *window)])
-    return result.reshape(batch, groups * made, *places)
+    return result.reshape(batch, groups * outputs, *places)

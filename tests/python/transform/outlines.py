@@ -1,4 +1,4 @@
-"""Functions after FormCommandBuffers, as short texts or beside the expected ones; small kernels to call."""
+"""Functions after FormCommandBuffers, as short texts or compared with the expected ones; small kernels to call."""
 
 import tvm
 from tvm import relax, tirx
@@ -16,7 +16,7 @@ V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
 def outline(mod, function="main"):
-    """What a function does, in order: kernels by name, command buffers as `name: kernels`, ops and kinds of others."""
+    """Outline of a function: kernels by name, command buffers as `name: kernels`, ops and kinds of others."""
     after = FormCommandBuffers()(mod)
     relax.analysis.well_formed(after)  # raises
     assert FormCommandBuffers()(after).same_as(after)
@@ -50,7 +50,7 @@ def _called(mod, call):
 
 @ir_module(V4, (V2, 1))
 class Kernels:
-    """What the modules below are made of."""
+    """Kernels of the modules below."""
 
     @T.prim_func(private=True, s_tir=True)
     def one(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):

@@ -64,7 +64,7 @@ class Scope:
 
 
 class ProgramMaker:
-    """Draws one module: `functions` functions, each of which may call those before it, and itself."""
+    """Generator of one module: `functions` functions, each of which may call itself and those before it."""
 
     def __init__(self, draw: Callable[[Any], Any], functions: int, size: int, fixed: bool) -> None:
         self.draw = draw
@@ -141,9 +141,9 @@ class ProgramMaker:
         scope.bind(name, relax.Tuple(fields), ty)
 
     def _field(self, scope: Scope, name: str) -> None:
-        whole = self.draw(st.sampled_from(scope.pairs))
+        pair = self.draw(st.sampled_from(scope.pairs))
         index = self.draw(st.integers(0, 1))
-        scope.bind(name, relax.TupleGetItem(whole, index), tensor(self._fix()))
+        scope.bind(name, relax.TupleGetItem(pair, index), tensor(self._fix()))
 
     def _alias(self, scope: Scope, name: str) -> None:
         source = self.draw(st.sampled_from([*scope.tensors, *scope.pairs]))
@@ -170,17 +170,17 @@ class ProgramMaker:
 
     def _shape(self, scope: Scope, name: str) -> None:
         """Through a tensor of the host and back; the tensor itself is used, too."""
-        made = relax.TensorType([2], "int64")
-        whole = relax.Var(f"{name}_s", made)
+        kind = relax.TensorType([2], "int64")
+        value = relax.Var(f"{name}_s", kind)
         shape = relax.ShapeType(ndim=2)
         scope.bindings.append(
-            relax.VarBinding(whole, relax.Call(Op.get("relax.shape_to_tensor"), [relax.ShapeExpr(SHAPE)], ret_ty=made))
+            relax.VarBinding(value, relax.Call(Op.get("relax.shape_to_tensor"), [relax.ShapeExpr(SHAPE)], ret_ty=kind))
         )
-        read = relax.Call(Op.get("relax.tensor_to_shape"), [whole], ret_ty=shape)
+        read = relax.Call(Op.get("relax.tensor_to_shape"), [value], ret_ty=shape)
         var = relax.Var(f"{name}_r", shape)
         scope.bindings.append(relax.VarBinding(var, read))
         ty = tensor(self._fix())
-        args = [relax.ExternFunc("mix"), whole, self._tensor(scope)]
+        args = [relax.ExternFunc("mix"), value, self._tensor(scope)]
         scope.bind(name, relax.Call(Op.get("relax.call_pure_packed"), args, None, [ty], ret_ty=ty), ty)
 
     def _if(self, scope: Scope, name: str, me: GlobalVar, c: relax.Var, depth: int) -> None:
@@ -286,8 +286,8 @@ class _Evaluator:
         if isinstance(expr.op, GlobalVar):
             func, outer = self.mod[expr.op], {}
             if depth <= 0:
-                kept = expr.op.name_hint.split("_")[0]  # clones mean what their original means
-                return tuple(self.term(kept, index, *map(self._flat, args)) for index in range(2))
+                kind = expr.op.name_hint.split("_")[0]  # clones mean what their original means
+                return tuple(self.term(kind, index, *map(self._flat, args)) for index in range(2))
         else:
             func, outer = env[expr.op]
         return self.sequence(func.body, {**outer, **dict(zip(func.params, args, strict=True))}, depth - 1)

@@ -55,7 +55,7 @@ def reference_resolver(
     result: PackedLayout = NCHW16C,
     features: Sequence[str] = (),
 ) -> Iterator[Reference]:
-    """All llvm targets with `features` store convolutions as told."""
+    """All llvm targets with `features` store convolutions in these layouts."""
     resolver = Reference(data, weight, result)
     undo = register_resolver(resolver, "llvm", features, priority=100)
     try:
@@ -67,10 +67,10 @@ def reference_resolver(
 def convolution(problem: ConvProblem) -> tirx.PrimFunc:
     """Six loops and more; what lies in padding of the result is written as zeros."""
     function = Function("reference")
-    others = problem.epilogue.operands if problem.epilogue else ()
+    extra = problem.epilogue.operands if problem.epilogue else ()
     with function:
         bound: set[str] = set()
-        operands = [problem.data, problem.weight, *others, problem.result]
+        operands = [problem.data, problem.weight, *extra, problem.result]
         stores = [
             PackedStorage(function, f"p{i}", operand.shape, operand.dtype, operand.layout, bound)
             for i, operand in enumerate(operands)
@@ -83,40 +83,40 @@ def convolution(problem: ConvProblem) -> tirx.PrimFunc:
 
 
 def _body(problem: ConvProblem, operands: Sequence[Operand], stores: Sequence[PackedStorage]) -> None:
-    data, weight, *others, result = stores
+    data, weight, *extra, result = stores
     names = problem.result.index_map
 
-    def nest(extents: Sequence[Any], body: Any, at: tuple[Any, ...] = ()) -> None:
-        if len(at) == len(extents):
-            body(at)
+    def nest(extents: Sequence[Any], body: Any, index: tuple[Any, ...] = ()) -> None:
+        if len(index) == len(extents):
+            body(index)
             return
-        with loop(extents[len(at)]) as position:
-            nest(extents, body, (*at, position))
+        with loop(extents[len(index)]) as position:
+            nest(extents, body, (*index, position))
 
-    def element(at: Sequence[Any]) -> None:
+    def element(index: Sequence[Any]) -> None:
         total = Registers(1, problem.acc_dtype, 1)
         total[0] = tirx.const(0, problem.acc_dtype)
         each = problem.weight.shape[1]
-        made = int(problem.weight.shape[0]) // problem.groups
+        outputs = int(problem.weight.shape[0]) // problem.groups
         sizes = [each, *(window.size for window in problem.windows)]
 
         def step(place: Sequence[Any]) -> None:
             k, *window = place
-            c = tirx.floordiv(at[1], made) * each + k
+            c = tirx.floordiv(index[1], outputs) * each + k
             image = [
                 y * w.stride + p * w.dilation - w.before
-                for y, p, w in zip(at[2:], window, problem.windows, strict=True)
+                for y, p, w in zip(index[2:], window, problem.windows, strict=True)
             ]
             inside = tirx.all(*[tirx.all(x >= 0, x < e) for x, e in zip(image, data.extents[2:], strict=True)])
-            value = T.if_then_else(inside, load(data, [at[0], c, *image]), tirx.const(0, problem.acc_dtype))
-            total[0] = total[0] + value * load(weight, [at[1], k, *window])
+            value = T.if_then_else(inside, load(data, [index[0], c, *image]), tirx.const(0, problem.acc_dtype))
+            total[0] = total[0] + value * load(weight, [index[1], k, *window])
 
         nest(sizes, step)
         values = [total[0]]
-        for operand, store in zip(operands[2:-1], others, strict=True):
-            values.append(load(store, [0 if n == "1" else at[names.index(n)] for n in operand.index_map]))
+        for operand, store in zip(operands[2:-1], extra, strict=True):
+            values.append(load(store, [0 if n == "1" else index[names.index(n)] for n in operand.index_map]))
         value = total[0] if problem.epilogue is None else problem.epilogue.expression.fold(values, _apply)
-        T.buffer_store(result.data, value, [position(result, at)])
+        T.buffer_store(result.data, value, [position(result, index)])
 
     T.evaluate(0)
     nest([result.tiles[d] for d in range(len(names))], lambda tiles: _zero(result, tiles))
@@ -130,22 +130,22 @@ def _zero(result: PackedStorage, tiles: Sequence[Any]) -> None:
         size *= tile
     assert len(inner) < 2
     with loop(size) as lane:
-        at = result.offset(dict(enumerate(tiles)), dict.fromkeys(inner, lane))
-        T.buffer_store(result.data, tirx.const(0, result.dtype), [at])
+        offset = result.offset(dict(enumerate(tiles)), dict.fromkeys(inner, lane))
+        T.buffer_store(result.data, tirx.const(0, result.dtype), [offset])
 
 
-def position(store: PackedStorage, at: Sequence[Any]) -> Any:
-    """Where the element `at` lies."""
+def position(store: PackedStorage, element: Sequence[Any]) -> Any:
+    """Offset of the element `at` in storage."""
     outer, inner = {}, {}
-    for d, index in enumerate(at):
+    for d, index in enumerate(element):
         tile = store.layout.tile(d)
         outer[d] = index if tile == 1 else tirx.floordiv(index, tile)
         inner[d] = 0 if tile == 1 else tirx.floormod(index, tile)
     return store.offset(outer, inner)
 
 
-def load(store: PackedStorage, at: Sequence[Any]) -> Any:
-    return store.data[position(store, at)]
+def load(store: PackedStorage, element: Sequence[Any]) -> Any:
+    return store.data[position(store, element)]
 
 
 _BINARY = {"add": lambda a, b: a + b, "multiply": lambda a, b: a * b, "maximum": T.max, "minimum": T.min}

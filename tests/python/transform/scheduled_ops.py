@@ -1,4 +1,4 @@
-"""Relax ops as kernels, before and after scheduling, and what running them gives."""
+"""Relax ops as kernels, before and after scheduling, and their results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Operands = Sequence[Operand]
 F32, I64, I32 = "float32", "int64", "int32"
 N = tirx.Var("n", "int64")
 LENGTH = 19
-"""What the symbolic extent is when a kernel runs."""
+"""Value of the symbolic extent when a kernel runs."""
 
 
 def const(value: float, dtype: str = F32) -> relax.Expr:
@@ -89,9 +89,9 @@ def inputs(operands: Operands, rng: np.random.Generator) -> list[np.ndarray]:
 def results(mod: tvm.IRModule, values: Sequence[np.ndarray]) -> list[np.ndarray]:
     with not_scheduled():
         machine = rh.vm.VirtualMachine(rh.compile(mod))
-    found = machine["main"](*values)
-    arrays = [tensor.numpy() for tensor in (found if isinstance(found, (list, tuple)) else [found])]
-    if len(arrays) == 1:  # once more, over a poisoned result: what is not written shows
+    outputs = machine["main"](*values)
+    arrays = [tensor.numpy() for tensor in (outputs if isinstance(outputs, (list, tuple)) else [outputs])]
+    if len(arrays) == 1:  # once more, over a poisoned result, which reveals elements that are not written
         out = poisoned(arrays[0].shape, str(arrays[0].dtype))
         machine["main"](*values, out=out)
         arrays = [out.numpy()]

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 PASSES = {name: each.constructor.__module__.split(".")[2:] for name, each in transform.passes().items()}
 # The last is of `outlines`, for regions: it compares functions of Relax.
 COMPARES = {"assert_structural_equal", "check_pass", "check"}
-# These check or note, and change no function: there is no module to expect.
+# These check or annotate and change no function, so tests have nothing to compare.
 ONLY_CHECKS = {"AnnotateGraph", "VerifyEncodings"}
 
 
@@ -24,9 +24,9 @@ def names_in(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_each_pass_has_a_module_before_and_one_expected(name):
-    stage, module = PASSES[name]
-    found = {file.name: names_in(file) for file in (HERE / stage).glob("test_*.py")}
-    of_this = {file: names for file, names in found.items() if names & {name, module}}
-    assert of_this, f"no test in {stage}/ names {name}"
+    *stage, module = PASSES[name]
+    used = {file.name: names_in(file) for file in HERE.joinpath(*stage).glob("test_*.py")}
+    of_this = {file: names for file, names in used.items() if names & {name, module}}
+    assert of_this, f"no test in {HERE.joinpath(*stage)} names {name}"
     compares = name in ONLY_CHECKS or any(names & COMPARES for names in of_this.values())
     assert compares, f"none of {sorted(of_this)} compares a module with an expected one"

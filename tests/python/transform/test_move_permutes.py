@@ -1,4 +1,4 @@
-"""MovePermutes: permutations meet and cancel; what needs the program's order gets it, once."""
+"""MovePermutes: permutations meet and cancel; ops that need the program's order get it, once."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def permutes(mod, name="main"):
 check = partial(check_pass, MovePermutes())
 
 
-def test_a_pair_cancels_through_what_has_no_order():
+def test_a_pair_cancels_through_order_independent_ops():
     @ir_module("llvm")
     def Before(x: R.Tensor((1, 8, 8, 4), "float32", "llvm:0")):
         with R.dataflow():
@@ -114,7 +114,7 @@ def test_a_kernel_gets_the_order_of_the_program_and_others_do_not():
     assert "24 bytes are permuted" in report.missed[0].reason
 
 
-def test_what_grows_is_permuted_before_it_grows():
+def test_growing_values_are_permuted_before_they_grow():
     @ir_module()
     def Before(x: R.Tensor((1, 4, 4, 3), "float32")):
         with R.dataflow():
@@ -240,8 +240,8 @@ def test_a_branch_and_a_block_without_dataflow_keep_their_own():
     x = np.random.default_rng(0).standard_normal((3, 2)).astype("float32")
     for condition in (False, True):
         arguments = [tvm.runtime.tensor(x), tvm.runtime.tensor(np.array(condition))]
-        found, wanted = (vm["main"](*arguments).numpy() for vm in machine)
-        np.testing.assert_array_equal(found, wanted)
+        actual, expected = (vm["main"](*arguments).numpy() for vm in machine)
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_nothing_to_move_nothing_changes():

@@ -32,23 +32,23 @@ class Growing:
         shape = [int(extent) for extent in x.ty.shape.values]
         kind = self.random.choice(["permute", "permute", "unary", "binary", "constant", "reshape", "sum"])
         if kind == "permute":
-            made = op.permute_dims(x, self.random.sample(range(len(shape)), len(shape)))
+            result = op.permute_dims(x, self.random.sample(range(len(shape)), len(shape)))
         elif kind == "binary":
             alike = [y for y in self.values if [int(extent) for extent in y.ty.shape.values] == shape]
-            made = op.add(x, self.random.choice(alike))
+            result = op.add(x, self.random.choice(alike))
         elif kind == "constant":
-            kept = shape[self.random.randrange(len(shape)) :]
-            extents = [self.random.choice([1, extent]) for extent in kept]
-            made = op.multiply(
+            suffix = shape[self.random.randrange(len(shape)) :]
+            extents = [self.random.choice([1, extent]) for extent in suffix]
+            result = op.multiply(
                 x, relax.const(np.linspace(0.5, 1.5, math.prod(extents)).astype("float32").reshape(extents))
             )
         elif kind == "reshape":
-            made = op.reshape(x, self.other_shape(shape))
+            result = op.reshape(x, self.other_shape(shape))
         elif kind == "sum" and len(shape) > 2:
-            made = op.sum(x, [self.random.randrange(len(shape))], keepdims=self.random.random() < 0.5)
+            result = op.sum(x, [self.random.randrange(len(shape))], keepdims=self.random.random() < 0.5)
         else:
-            made = self.random.choice(_UNARY)(x)
-        self.values.append(self.builder.emit(made))
+            result = self.random.choice(_UNARY)(x)
+        self.values.append(self.builder.emit(result))
 
     def other_shape(self, shape):
         """Neighbours merged, or an even extent split."""
@@ -85,7 +85,7 @@ def test_values_stay_and_permutations_do_not_grow(shape, count, seed):
     mod = relax.transform.DeadCodeElimination()(graph(shape, count, seed))
     after = MovePermutes()(mod)
     x = np.random.default_rng(0).uniform(-1, 1, shape).astype("float32")
-    for found, wanted in zip(run(after, x), run(mod, x), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(run(after, x), run(mod, x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
     assert MovePermutes()(after).same_as(after), after
     assert bytes_permuted(after) <= bytes_permuted(mod), after

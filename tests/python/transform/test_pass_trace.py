@@ -141,10 +141,10 @@ def test_modules_of_kernels_alone_are_timed_and_kept_only_when_asked():
     simplify = tvm.tirx.transform.StmtSimplify()
     (timed,) = rh.transform.trace_passes(kernels, simplify).passes
     assert timed.seconds > 0 and not timed.is_kept and not timed.changes
-    with pytest.raises(rh.HeteroError, match=r"kernels alone: use trace_passes\(kernels=True\)"):
+    with pytest.raises(rh.HeteroError, match=r"kernels only: use trace_passes\(kernels=True\)"):
         _ = timed.before
-    (kept,) = rh.transform.trace_passes(kernels, simplify, kernels=True).passes
-    assert kept.is_kept
+    (traced,) = rh.transform.trace_passes(kernels, simplify, kernels=True).passes
+    assert traced.is_kept
 
 
 def test_a_pass_that_fails_is_in_the_table():
@@ -159,13 +159,13 @@ def test_a_pass_that_fails_is_in_the_table():
 
 
 def test_a_program_that_goes_on_after_a_failure_is_traced_further():
-    seen = []
+    modules = []
 
     def tries(mod, _ctx):
         with pytest.raises(rh.EncodingError):
             FAILS(mod)
-        seen.append(rh.transform.RealizeVDevice()(mod))
-        return seen[0]
+        modules.append(rh.transform.RealizeVDevice()(mod))
+        return modules[0]
 
     with rh.transform.trace_passes() as trace:
         tvm.transform.module_pass(tries, opt_level=0, name="Tries")(Model)
@@ -184,7 +184,7 @@ def test_a_trace_that_nobody_holds_is_freed():
     assert gone() is None
 
 
-def test_names_that_are_unknown_and_objects_that_are_none(trace):
+def test_unknown_names_and_objects_of_wrong_types(trace):
     with pytest.raises(rh.HeteroError, match="no pass 'FormRow' ran; passes that did: FormRows"):
         trace.show("FormRow")
     with pytest.raises(rh.HeteroError, match="the module has no function 'mian'; it has main, other"):

@@ -1,4 +1,4 @@
-"""What every pass says about itself: its name, what it does, what it assumes, a program before and after."""
+"""Documentation of every pass: its name, what it does, what it assumes, a program before and after."""
 
 import inspect
 import re
@@ -39,8 +39,8 @@ def test_its_text_says_what_it_does_and_assumes_and_shows_before_and_after(name)
 @pytest.mark.parametrize("name", PASSES)
 def test_its_constructor_makes_a_pass_of_its_name(name):
     constructor = getattr(rh.transform, name)
-    made = constructor(*OPTIONS.get(name, ()))
-    assert isinstance(made, tvm.transform.Pass) and made.info.name == name == constructor.__name__
+    instance = constructor(*OPTIONS.get(name, ()))
+    assert isinstance(instance, tvm.transform.Pass) and instance.info.name == name == constructor.__name__
     assert list(inspect.signature(constructor).parameters) == list(PASSES[name].options)
     with pytest.raises(TypeError, match=name):
         constructor(no_such_option=1)
@@ -53,8 +53,8 @@ def test_passes_that_are_declared_are_exported_and_the_other_way_round():
 
 
 def test_a_pass_is_found_by_name():
-    found = rh.transform.find_pass("FormCommandBuffers")
-    assert isinstance(found, PassDeclaration) and found.options == {"separate_kernels": False}
+    match = rh.transform.find_pass("FormCommandBuffers")
+    assert isinstance(match, PassDeclaration) and match.options == {"separate_kernels": False}
     with pytest.raises(KeyError, match="'FormRow'; near names: FormRows"):
         rh.transform.find_pass("FormRow")
 

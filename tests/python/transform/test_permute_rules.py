@@ -1,4 +1,4 @@
-"""Every op with a rule computes the same on what is permuted, and no permutation is left between two of them.
+"""Every op with a rule computes the same on permuted values, and no permutation is left between two such ops.
 
 One module with a function per case, compiled once by stock TVM as it is and once with its permutations moved.
 """
@@ -32,7 +32,7 @@ def field(builder, call, index=0):
     return builder.emit(relax.TupleGetItem(builder.emit(call), index))
 
 
-# What is done to x of (2, 6, 5, 7), channels first; the result has four dimensions and is permuted back.
+# Ops on x of (2, 6, 5, 7), channels first; the result has four dimensions and is permuted back.
 SAME_RANK = {
     "relu": lambda b, x: op.nn.relu(x),
     "clip": lambda b, x: op.clip(x, -0.5, 0.5),
@@ -80,7 +80,7 @@ SAME_RANK = {
     "reshape_ones": lambda b, x: op.squeeze(b.emit(op.nn.relu(b.emit(op.expand_dims(x, [0, 3])))), [0, 3]),
 }
 
-# Other results, which leave as they come.
+# Other results, which stay in the program's order.
 OTHER_RANK = {
     "mean_without": lambda b, x: op.mean(x, [2, 3]),
     "sum_channels": lambda b, x: op.sum(x, [1]),
@@ -117,10 +117,10 @@ def modules():
 def test_nothing_is_permuted_and_all_is_the_same(name, modules):
     assert "relax.permute_dims" in ops_of(modules[0][name]) and "relax.permute_dims" not in ops_of(modules[1][name])
     x = fresh_rng().uniform(-1, 1, [_SHAPE[axis] for axis in _TO]).astype("float32")
-    alone = [tvm.IRModule({mod.get_global_var(name): mod[name]}) for mod in modules]  # most cases are left out here
-    machines = [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in alone]
-    wanted, found = (vm[name](tvm.runtime.tensor(x)).numpy() for vm in machines)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    single = [tvm.IRModule({mod.get_global_var(name): mod[name]}) for mod in modules]  # most cases are left out here
+    machines = [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in single]
+    expected, actual = (vm[name](tvm.runtime.tensor(x)).numpy() for vm in machines)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_second_run_changes_nothing(modules):
@@ -178,6 +178,6 @@ def rows(name):
 
 
 @pytest.mark.parametrize("name", ["softmax", "layer_norm"])
-def test_what_goes_along_the_innermost_axis_keeps_it(name):
+def test_ops_along_the_innermost_axis_keep_it(name):
     mod = rows(name)
     assert MovePermutes()(mod).same_as(mod)

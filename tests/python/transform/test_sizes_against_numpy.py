@@ -1,4 +1,4 @@
-"""Ops at sizes that nobody chose: numpy's result where numpy has one, and an error where it has none."""
+"""Ops at random sizes: numpy's result where numpy has one, and an error where it raises one."""
 
 import numpy as np
 import pytest

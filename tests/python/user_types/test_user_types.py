@@ -24,7 +24,7 @@ MYPY = "[mypy]\nstrict = True\nfollow_imports = silent\npython_version = 3.10\n"
 
 @pytest.mark.parametrize("package", [rh, llm, cluster, transform, frontend], ids=lambda package: package.__name__)
 def test_names_that_checkers_see_exist(package):
-    """Checkers and the package read the same stub: a name in it that no module has would be found on first use only."""
+    """Checkers and the package read the same stub: a name without a module would fail on first use only."""
     pytest.importorskip("ray") if package is cluster else None
     stub = Path(package.__file__).with_suffix(".pyi").read_text()
     names = re.findall(r"^from \S+ import (\w+) as \1$", stub, re.MULTILINE)
@@ -41,7 +41,7 @@ def marked_lines() -> list[int]:
 
 @pytest.mark.slow
 def test_mypy(tmp_path):
-    """Its cache is kept beside that of `make lint`, as reading the whole package takes it some ten seconds."""
+    """Mypy's cache is kept next to that of `make lint`, as reading the whole package takes some ten seconds."""
     pytest.importorskip("mypy")
     (tmp_path / "mypy.ini").write_text(MYPY)
     command = ["-m", "mypy", "--config-file", tmp_path / "mypy.ini", "--cache-dir", ROOT / ".mypy_cache" / "user_types"]
@@ -52,8 +52,8 @@ def test_mypy(tmp_path):
         capture_output=True,
         text=True,
     )
-    found = re.findall(r"(\w+\.py):(\d+): error: ", done.stdout)
-    assert found == [(MISTAKES.name, str(line)) for line in marked_lines()], done.stdout + done.stderr
+    errors = re.findall(r"(\w+\.py):(\d+): error: ", done.stdout)
+    assert errors == [(MISTAKES.name, str(line)) for line in marked_lines()], done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -72,9 +72,9 @@ def test_pyright(tmp_path):
     )
     if not done.stdout.startswith("{"):
         pytest.skip(f"pyright does not start here, as it needs node: {done.stderr[-300:]}")
-    found = [
+    errors = [
         (Path(problem["file"]).name, problem["range"]["start"]["line"] + 1)
         for problem in json.loads(done.stdout)["generalDiagnostics"]
         if problem["severity"] == "error"
     ]
-    assert found == [(MISTAKES.name, line) for line in marked_lines()], done.stdout
+    assert errors == [(MISTAKES.name, line) for line in marked_lines()], done.stdout

@@ -40,7 +40,7 @@ class Chain:
 
 @I.ir_module
 class Plumbing:
-    """Functions that compute nothing new: what goes in comes out."""
+    """Functions that return their arguments."""
 
     I.module_global_infos({"vdevice": [I.vdevice("llvm", 0)]})
 

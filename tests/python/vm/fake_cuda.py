@@ -38,7 +38,7 @@ class FakeCuda:
 
         def function(*args):
             for kind, arg in zip(function.argtypes, args, strict=True):
-                kind.from_param(arg)  # as ctypes does: it refuses what does not fit
+                kind.from_param(arg)  # as ctypes does, which refuses values that do not fit
             with self.lock:
                 if self.failing.get(name):
                     return self.failing[name]

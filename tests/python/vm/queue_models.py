@@ -48,7 +48,7 @@ def copy(source: tvm.runtime.Tensor, target: tvm.runtime.Tensor) -> None:
 
 
 def expected(x):
-    """What ``Pipeline.main`` gives where its kernels copy."""
+    """Result of ``Pipeline.main`` if its kernels copy."""
     return x * 4
 
 
@@ -58,9 +58,9 @@ class Gate:
     Attributes
     ----------
     inside : int
-        How many calls are in the kernel.
+        Number of calls in the kernel.
     most : int
-        How many have been at once.
+        Largest number of calls at once.
     """
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ class Gate:
             self.inside -= 1
 
     def wait(self) -> None:
-        """Until one more call is in the kernel."""
+        """Wait until one more call is in the kernel."""
         assert self._entered.acquire(timeout=30)
 
     def open(self) -> None:
         self._open.set()
 
 
-# Machines look kernels up once, so what is registered stays, and what it does is looked up here.
+# Machines look kernels up once, so the registered function stays and looks up its behaviour here.
 _now: dict[str, Callable[..., None]] = {"first": copy, "second": copy}
 
 
@@ -103,7 +103,7 @@ def _second(source: tvm.runtime.Tensor, target: tvm.runtime.Tensor) -> None:
 
 @contextmanager
 def kernels(first: Callable[..., None] = copy, second: Callable[..., None] = copy) -> Iterator[None]:
-    """What the kernels of `Pipeline` do within the block."""
+    """Set what the kernels of `Pipeline` do within the block."""
     before = dict(_now)
     _now.update(first=first, second=second)
     try:

@@ -1,4 +1,4 @@
-"""Calls: arguments in every form, results, `out=`, and what is refused before anything runs."""
+"""Calls: arguments in every form, results, `out=`, and refusals before anything runs."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ W = np.array([1, 2, 3, 4], "float32")
 
 
 class OnlyDLPack:
-    """What another library's tensor looks like: DLPack and nothing else."""
+    """Tensor of another library: DLPack and nothing else."""
 
     def __init__(self, array):
         self.array = array
@@ -80,8 +80,8 @@ def test_numpy_arrays_of_any_memory_layout(vm, x):
 def test_strided_and_unaligned_dlpack(vm):
     check(vm["main"](OnlyDLPack(np.repeat(X, 2, axis=0)[::2]), W))
     bytes_ = np.empty(X.nbytes + 65, "uint8")
-    at = -bytes_.ctypes.data % 64 + 4
-    unaligned = bytes_[at : at + X.nbytes].view("float32").reshape(X.shape)
+    offset = -bytes_.ctypes.data % 64 + 4
+    unaligned = bytes_[offset : offset + X.nbytes].view("float32").reshape(X.shape)
     unaligned[...] = X
     check(vm["main"](OnlyDLPack(unaligned), W))
 

@@ -55,7 +55,7 @@ def test_results_that_would_overwrite_each_other(chain):
 
 
 @pytest.mark.parametrize("path", [None, 5, ["a.so"]])
-def test_what_is_no_path(chain, path):
+def test_arguments_that_are_not_paths(chain, path):
     with pytest.raises(rh.BuildError, match="loading an executable: found .*; expected a path"):
         rh.load(path)
     with pytest.raises(rh.BuildError, match="exporting an executable: found .*; expected a path"):

@@ -38,13 +38,13 @@ def test_values_are_read_anew():
 def test_donated_memory_stays_the_callers():
     vm, x, y = machine(["y"]), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
     run = vm.prepare("main", [x, y])
-    for turn in (1, 2, 3):
+    for iteration in (1, 2, 3):
         _, twice = run()
         assert twice.data_ptr() == y.data_ptr()
-        np.testing.assert_array_equal(twice.numpy(), np.array([5, 6, 7, 8]) * 2**turn)
+        np.testing.assert_array_equal(twice.numpy(), np.array([5, 6, 7, 8]) * 2**iteration)
 
 
-def test_beside_submitted_calls():
+def test_prepared_calls_alongside_submitted_calls():
     vm, x, y = machine(), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
     run = vm.prepare("main", [x, y], only=1)
     fences = [vm.submit("main", x, y) for _ in range(8)]

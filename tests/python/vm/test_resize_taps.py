@@ -43,5 +43,5 @@ def test_sums_of_taps_are_the_reference(mode, data):
         has_scales=False,
     )
     x = np.random.default_rng(before).random(before).astype("float32")
-    found = taps(ResizedAxis(before, after, after / before), form)
-    np.testing.assert_allclose((x[found.indices] * found.weights).sum(1), reference(x, after, form), 1e-5, 1e-5)
+    actual = taps(ResizedAxis(before, after, after / before), form)
+    np.testing.assert_allclose((x[actual.indices] * actual.weights).sum(1), reference(x, after, form), 1e-5, 1e-5)

@@ -12,7 +12,7 @@ from tvm_ffi import structural_map
 from ...target.vdevice import same_vdevice
 from ...transform.ir.blocks import renamed, used_vars
 from ...transform.ir.op_names import IN_PLACE
-from ...transform.ir.requirements import in_requirements, symbols_in
+from ...transform.ir.requirements import requirement_positions, symbols_in
 from ...transform.ir.rewriting import global_vars_in, is_tensor_constant, op_name, typed, walk_bindings
 from ...transform.partition.host_needs import has_effect
 from ...transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
@@ -131,7 +131,7 @@ class _Reader:
         for param in func.params[1:] if SIZES_FIRST in func.attrs else func.params:
             self._open(param, lambda var: part.params.setdefault(var, len(part.params)), lambda var, index: None)
         bindings = list(walk_bindings(func.body, nested=False))
-        required = in_requirements(bindings)
+        required = requirement_positions(bindings)
         for position, binding in enumerate(bindings):
             self._read(renamed(binding, self._names), position in required)
         part.result = self._renamed(func.body.body)

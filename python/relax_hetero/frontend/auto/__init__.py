@@ -1,1 +1,1 @@
-"""Automatic placement: a cost model, the graph of work that it measures, and the search for the best plan."""
+"""Automatic placement: a cost model, the work graph of a function, and the search for the best plan."""

@@ -1,10 +1,12 @@
-"""``placement="auto"``: the plan that costs least by a cost model, for one call or for many in flight.
+"""``placement="auto"``: the plan of least cost by a cost model, for one call or for many in flight.
 
-A plan gives every node a device. For latency its cost is the time of one call, in which independent work on different
-devices overlaps: a list schedule (`plan_costs`). For throughput it is the time between calls that follow each other
-through the queues: the work of the busiest queue for one call. Both sum the times of ops and transfers from a
-`CostModel`; a value goes to a device at most once. The search (`plan_search`) starts from the best single device and
-the plan of least work, and never ends with a worse one.
+A plan assigns every node a device. Its cost for latency is the makespan of one call, a list schedule in which
+independent work overlaps (`plan_costs`); for throughput it is the time of the busiest queue for one call. Times of ops
+and transfers come from a `CostModel`; a value is transferred to a device at most once. The search (`plan_search`)
+starts from the best single device and the plan of least work, and its result is never worse than these.
+
+If a model exceeds the memory limit of its fastest device, the choice of the part that runs there matters most. Of all
+consecutive units that fit (windows), those that save most time are starting points of the search (`best_window`).
 """
 
 from __future__ import annotations
@@ -34,62 +36,55 @@ if TYPE_CHECKING:
     from ..onnx.model import ModelSource
 
 
-# Plans within limits of memory: as much of the program in a row as fits on a device, the rest on another.
-#
-# Where a model does not fit on its fastest device, what matters is which part of it runs there. Transfers are paid at
-# the two ends of the part alone. Of all parts that fit and cannot be longer, those that spare most time are starting
-# points of the search, which moves single units on.
-
 _MAX_WINDOWS = 50
 
 
 def best_window(costs: PlanCosts) -> list[list[int]]:
-    """The best plan of this kind, in a list; none where no device has a limit, or no part fits."""
-    found: list[list[int]] = []
+    """The best plan with consecutive units on a limited device, in a list; empty without limits or if none fits."""
+    plans: list[list[int]] = []
     for limited in costs.limits:
         for other in range(costs.devices):
             if other != limited:
-                found += _windows(costs, limited, other)
-    return sorted(found, key=lambda plan: (costs.excess_bytes(plan), call_ticks(costs, plan)))[:1]
+                plans += _window_plans(costs, limited, other)
+    return sorted(plans, key=lambda plan: (costs.excess_bytes(plan), call_ticks(costs, plan)))[:1]
 
 
-def _windows(costs: PlanCosts, limited: int, other: int) -> list[list[int]]:
-    """Plans with a window on the limited device, those first that take most work from the other."""
+def _window_plans(costs: PlanCosts, limited: int, other: int) -> list[list[int]]:
+    """Plans with a window on the limited device and the rest on the other, sorted by saved time."""
     units = costs.graph.units
-    room = costs.limits[limited] - costs.values_on(limited, [limited] * len(units))
-    spared = [ticks[other] - ticks[limited] for ticks in costs.ops]
-    readers: Counter[int] = Counter()  # of each constant, in the window
-    begin, nbytes, gain = 0, 0.0, 0
+    capacity = costs.limits[limited] - costs.values_on(limited, [limited] * len(units))
+    savings = [ticks[other] - ticks[limited] for ticks in costs.ops]
+    readers: Counter[int] = Counter()  # of each constant, within the window
+    start, nbytes, gain = 0, 0.0, 0
     windows: list[tuple[int, int, int]] = []
     for end, unit in enumerate(units):
-        gain += spared[end]
+        gain += savings[end]
         for constant, size in unit.weights.items():
             readers[constant] += 1
             nbytes += size * PADDING if readers[constant] == 1 else 0.0
-        while nbytes > room and begin <= end:
-            gain -= spared[begin]
-            for constant, size in units[begin].weights.items():
+        while nbytes > capacity and start <= end:
+            gain -= savings[start]
+            for constant, size in units[start].weights.items():
                 readers[constant] -= 1
                 nbytes -= size * PADDING if readers[constant] == 0 else 0.0
-            begin += 1
-        windows.append((gain, begin, end + 1))
+            start += 1
+        windows.append((gain, start, end + 1))
     plans = []
-    for gain, begin, end in sorted(windows, reverse=True)[:_MAX_WINDOWS]:
+    for gain, start, end in sorted(windows, reverse=True)[:_MAX_WINDOWS]:
         if gain > 0:
-            plans.append([limited if begin <= unit < end else other for unit in range(len(units))])
+            plans.append([limited if start <= unit < end else other for unit in range(len(units))])
     return plans
 
 
-# Several devices have to take a call down to this share of the time on one: the model knows nothing of kernels that are
-# fused only where their nodes are on one device, nor of all that steps and transfers cost.
-_MIN_GAIN = 0.9
+# Latency on several devices must be at most this fraction of the best single device's, because the cost model neglects
+# fusion across devices and part of the overhead of steps and transfers.
+_MAX_TIME_RATIO = 0.9
 
-# Percent of the memory of a GPU that a model may take where nobody says a limit: the driver, kernels and other calls in
-# flight take some.
-_GPU_MEMORY_FRACTION = 85
+# Default limit in percent of a GPU's memory; the driver, kernels and other calls in flight need the rest.
+_GPU_MEMORY_PERCENT = 85
 
 MemoryLimit: TypeAlias = int | str | Mapping[str, int | str]
-"""As `auto_placement` takes it."""
+"""Type of `memory_limit` in `auto_placement`."""
 
 
 @dataclass(frozen=True)
@@ -99,23 +94,23 @@ class AutoPlacement:
     Attributes
     ----------
     assignments : mapping
-        Node name -> device, ``"kind:i"``: a `placement=` for `from_onnx`, up to glob characters in names.
+        Node name -> device, ``"kind:i"``: a `placement=` for `from_onnx` if glob characters in names are escaped.
     vdevices : mapping
-        The same as vdevices.
+        Node name -> vdevice.
     estimate_seconds : float
         Estimate by the cost model: the time of one call for latency, the time between calls for throughput.
     single_device_estimates : mapping
-        Device -> the same with everything on it; none is below `estimate_seconds`.
+        Device -> estimate with all nodes on it; at least `estimate_seconds`.
     objective : str
         "latency" or "throughput".
     busy_seconds : mapping
-        Device -> how long its queue works for one call.
+        Device -> time that its queue works for one call.
     reasons : mapping
-        Node name -> why it is on its device, with the figures.
+        Node name -> reason for its device, with the estimates.
     transfers : mapping
-        (node name, device) -> time of the transfer of the node's result to the device, as text.
+        (node name, device) -> time of the transfer of the node's result to the device, formatted.
     assumed_sizes : mapping
-        Symbolic dimension -> the size that the estimate assumes.
+        Symbolic dimension -> size that the estimate assumes.
     figures : str
         Source of the costs: `CostModel.figures`.
     """
@@ -154,39 +149,37 @@ def auto_placement(
 
     Parameters
     ----------
-    mod_or_model : IRModule, or what `from_onnx` takes
-        A module is planned by its function "main", per binding; an ONNX model per node.
+    mod_or_model : IRModule, or a model as in `from_onnx`
+        For a module the bindings of its function "main" are placed, for an ONNX model its nodes.
     vdevices : VDeviceEntry or iterable of VDeviceEntry
-        Devices as `from_onnx` takes them.
+        Devices, as in `from_onnx`.
     cost_model : CostModel, optional
         Default ``CostModel.measured(vdevices, objective)``.
     objective : str, optional
-        "latency": the least time for one call. "throughput": the least time between calls, of which several are in
-        flight.
+        "latency" minimizes the time of one call, "throughput" the time between calls with several in flight.
     memory_limit : int, str or mapping, optional
-        The most that weights, inputs, results and values between nodes may take on each device: bytes or text
-        (``"4GB"``), or a mapping from devices (``"cuda:0"``) to these. By default most of the memory of GPUs that are
-        here.
+        Maximum memory for weights, inputs, results and intermediate values on each device: bytes or text (``"4GB"``),
+        or a mapping from devices (``"cuda:0"``) to these. The default is most of the memory of GPUs of this machine.
 
     Raises
     ------
     PlacementError
-        If a module has no Relax function "main", the objective is neither, or no plan that is found fits the limit.
+        If a module lacks a Relax function "main", the objective is invalid, or no plan fits the limit.
     FrontendError
         If an ONNX model cannot be imported.
     VDeviceError
-        If the vdevices, or the cost model for them, are no good.
+        If the vdevices are invalid or the cost model does not fit them.
     """
     check_objective(objective)
     devices = parse_vdevices(vdevices)
     if not isinstance(mod_or_model, tvm.IRModule):
         return place_graph(import_onnx(mod_or_model), devices, cost_model, objective, memory_limit)
-    found = {gv.name_hint: func for gv, func in mod_or_model.functions.items()}.get("main")
-    if not isinstance(found, relax.Function):
+    main = {gv.name_hint: func for gv, func in mod_or_model.functions.items()}.get("main")
+    if not isinstance(main, relax.Function):
         raise PlacementError('the module has no Relax function "main" to place')
-    model = _checked(cost_model, devices, objective)
-    bindings = [binding for block in found.body.blocks for binding in block.bindings]
-    graph = work_graph(found.params, bindings, [found.body.body], lambda var: str(var.name), model.symbolic_extent)
+    model = _checked_model(cost_model, devices, objective)
+    bindings = [binding for block in main.body.blocks for binding in block.bindings]
+    graph = work_graph(main.params, bindings, [main.body.body], lambda var: str(var.name), model.symbolic_extent)
     return _plan(graph, devices, model, objective, memory_limit)
 
 
@@ -198,7 +191,7 @@ def place_graph(
     memory_limit: MemoryLimit | None = None,
 ) -> AutoPlacement:
     """Choose a device for every node of an imported ONNX graph."""
-    model = _checked(cost_model, vdevices, objective)
+    model = _checked_model(cost_model, vdevices, objective)
     owners = imported.owners
     loops = {loop.gv: loop.bindings for loop in imported.loops}
     content = imported.params, imported.bindings, imported.outputs
@@ -206,7 +199,9 @@ def place_graph(
     return _plan(graph, vdevices, model, objective, memory_limit)
 
 
-def _checked(cost_model: CostModel | None, vdevices: Sequence[tvm.relax.VDevice], objective: Objective) -> CostModel:
+def _checked_model(
+    cost_model: CostModel | None, vdevices: Sequence[tvm.relax.VDevice], objective: Objective
+) -> CostModel:
     model = CostModel.measured(vdevices, objective) if cost_model is None else cost_model
     model.check(len(vdevices))
     return model
@@ -228,41 +223,41 @@ def _plan(
     def order(plan: Sequence[int]) -> tuple[int, ...]:
         return (*costs.excess_bytes(plan), ticks(plan))
 
-    singles = [[device] * len(graph.units) for device in range(len(vdevices))]
-    start = min(singles, key=order)
+    single_device_plans = [[device] * len(graph.units) for device in range(len(vdevices))]
+    start = min(single_device_plans, key=order)
     window = best_window(costs)
-    chosen = best_plan(costs, start, objective, others=window)
+    best = best_plan(costs, start, objective, extra_starts=window)
     if objective == "latency":
-        # From plans with few transfers to those with many.
-        plans, chosen = [*window, chosen], start
+        # Plans with few transfers come first.
+        plans, best = [*window, best], start
         for plan in plans:
-            if costs.excess_bytes(plan) < costs.excess_bytes(chosen) or (
-                costs.excess_bytes(plan) == costs.excess_bytes(chosen) and ticks(plan) <= _MIN_GAIN * ticks(chosen)
+            if costs.excess_bytes(plan) < costs.excess_bytes(best) or (
+                costs.excess_bytes(plan) == costs.excess_bytes(best) and ticks(plan) <= _MAX_TIME_RATIO * ticks(best)
             ):
-                chosen = plan
-    if any(costs.excess_bytes(chosen)):
-        raise PlacementError(_too_large(costs, chosen, vdevices))
+                best = plan
+    if any(costs.excess_bytes(best)):
+        raise PlacementError(_excess_message(costs, best, vdevices))
     names = [device_name(vdevice, vdevices) for vdevice in vdevices]
-    placed = [(name, device) for unit, device in zip(graph.units, chosen, strict=True) for name in unit.names]
+    assignments = [(name, device) for unit, device in zip(graph.units, best, strict=True) for name in unit.names]
     return AutoPlacement(
-        {name: names[device] for name, device in placed},
-        {name: vdevices[device] for name, device in placed},
-        ticks(chosen) / TICKS,
-        {name: ticks(single) / TICKS for name, single in zip(names, singles, strict=True)},
+        {name: names[device] for name, device in assignments},
+        {name: vdevices[device] for name, device in assignments},
+        ticks(best) / TICKS,
+        {name: ticks(single) / TICKS for name, single in zip(names, single_device_plans, strict=True)},
         objective,
-        {name: busy / TICKS for name, busy in zip(names, costs.busy(chosen), strict=True)},
-        plan_reasons(costs, chosen, names),
-        transfer_times(costs, chosen, names),
+        {name: busy / TICKS for name, busy in zip(names, costs.busy(best), strict=True)},
+        plan_reasons(costs, best, names),
+        transfer_times(costs, best, names),
         graph.assumed_sizes,
         model.figures,
     )
 
 
 def memory_limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax.VDevice]) -> dict[int, int]:
-    """The limits by position in the list; by default most of the memory of GPUs that are here."""
+    """Index of a vdevice -> limit; by default most of the memory of GPUs of this machine."""
     if memory_limit is None:
         return {
-            index: _GPU_MEMORY_FRACTION * total // 100 for index, total in enumerate(map(_memory_of, vdevices)) if total
+            index: _GPU_MEMORY_PERCENT * total // 100 for index, total in enumerate(map(_gpu_memory, vdevices)) if total
         }
     if not isinstance(memory_limit, Mapping):
         return dict.fromkeys(range(len(vdevices)), bytes_of_text(memory_limit, "memory_limit"))
@@ -272,18 +267,18 @@ def memory_limits(memory_limit: MemoryLimit | None, vdevices: Sequence[tvm.relax
     }
 
 
-def _memory_of(vdevice: tvm.relax.VDevice) -> int:
-    """Bytes of memory of a GPU that is here, 0 of other devices."""
+def _gpu_memory(vdevice: tvm.relax.VDevice) -> int:
+    """Bytes of memory of a GPU of this machine, 0 for other devices."""
     if is_cpu(vdevice) or not are_present([vdevice]):
         return 0
     return int(tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)).total_global_memory or 0)
 
 
-def _too_large(costs: PlanCosts, plan: Sequence[int], vdevices: Sequence[tvm.relax.VDevice]) -> str:
-    taken = {device: costs.bytes_on(device, plan) for device in costs.limits}
-    found = ", ".join(
+def _excess_message(costs: PlanCosts, plan: Sequence[int], vdevices: Sequence[tvm.relax.VDevice]) -> str:
+    bytes_by_device = {device: costs.bytes_on(device, plan) for device in costs.limits}
+    excess = ", ".join(
         f"{nbytes:,} bytes on {device_name(vdevices[device], vdevices)}, where the limit is {costs.limits[device]:,}"
-        for device, nbytes in taken.items()
+        for device, nbytes in bytes_by_device.items()
         if nbytes > costs.limits[device]
     )
-    return f"no placement within memory_limit was found: the best one takes {found}; expected limits that leave more"
+    return f"no placement within memory_limit was found: the best one takes {excess}; expected limits that leave more"

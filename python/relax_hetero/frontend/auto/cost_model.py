@@ -1,8 +1,8 @@
 """Costs of ops and transfers on each device: the estimates that ``placement="auto"`` minimizes.
 
-Rough on purpose, and every number can be replaced: a plan needs to know that a GPU multiplies matrices a hundred times
-faster than this CPU and that reaching it costs ten microseconds, not the third digit of either. Where CPUs and GPUs
-that are here are chosen among, their figures are measured (`measure_devices`); of others, tables say them.
+Rough estimates suffice: a plan depends on a GPU multiplying a hundred times faster than the CPU and on ten microseconds
+per transfer, not on the third digit. All numbers can be replaced. Figures of CPUs and GPUs of this machine are measured
+(`measure_devices`), those of other devices come from tables.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from .measure_devices import Figures, are_present, figures_of
 from .work_graph import Work
 
 Objective: TypeAlias = Literal["latency", "throughput"]
-"""The least time for one call, or the least time between calls of which several are in flight."""
+"""Minimize the time of one call, or the time between calls with several in flight."""
 
-# The implicit host CPU, where no vdevice of the list is one.
+# Index of the implicit host CPU if the vdevices lack a CPU.
 IMPLICIT_HOST = -1
 
-# Share of a device's peak arithmetic and bandwidth that generated code reaches.
-_ATTAINED_CPU_FLOPS = 0.8
-_ATTAINED_GPU_FLOPS = 0.6
-_ATTAINED_BANDWIDTH = 0.7
-# The same of what large products reach, for products as models have them.
-_ATTAINED_BY_LAYERS = 0.7
+# Fraction of peak arithmetic and bandwidth that generated code attains.
+_CPU_FLOPS_EFFICIENCY = 0.8
+_GPU_FLOPS_EFFICIENCY = 0.6
+_BANDWIDTH_EFFICIENCY = 0.7
+# Fraction of the rate of large products that products in models attain.
+_LAYER_EFFICIENCY = 0.7
 
-_CLOCK = 3e9  # Hz, a server core under vector load
+_CLOCK_HZ = 3e9  # a server core under vector load
 _FLOPS_PER_LANE = 4  # two units, each a multiply and an add per cycle
-_CORE_BANDWIDTH = 40e9  # bytes/s one core can draw
-_CPU_BANDWIDTH = 200e9  # bytes/s of a socket, however many cores
+_CORE_BYTES_PER_SECOND = 40e9  # of one core
+_SOCKET_BYTES_PER_SECOND = 200e9  # of all cores together
 
 # LLVM feature -> float32 lanes, widest first.
 _LANES = {"avx512f": 16, "avx": 8, "sse2": 4, "neon": 4, "v": 4}
 
-_TWO_BYTES = ("float16", "bfloat16")
+_TWO_BYTE_TYPES = ("float16", "bfloat16")
 
-_GPU_LAUNCH = 2.5e-6  # seconds per kernel of a graph
-_CPU_LAUNCH = 0.5e-6
+_GPU_LAUNCH_SECONDS = 2.5e-6  # seconds per kernel of a graph
+_CPU_LAUNCH_SECONDS = 0.5e-6
 
-# Seconds until the worker of one CPU queue goes on with a result of another queue's worker: 45 us were measured between
-# calls in flight, 90 us within a call.
-_HAND_OVER = 60e-6
+# Delay until a CPU queue's worker continues with a result of another queue: measured 45 us between calls in flight,
+# 90 us within a call.
+_QUEUE_HANDOVER_SECONDS = 60e-6
 
 
 def check_objective(objective: str) -> None:
-    """Raise a PlacementError if that is not an objective."""
+    """Raise PlacementError for an invalid objective."""
     if objective not in get_args(Objective):
         raise PlacementError(f"objective is {objective!r}; expected {' or '.join(map(repr, get_args(Objective)))}")
 
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """How fast one device works.
+    """Speed of a device.
 
     Attributes
     ----------
@@ -70,9 +70,9 @@ class DeviceCost:
     bandwidth : float
         Bytes per second to and from its memory.
     launch : float
-        Seconds per kernel, whatever its size.
+        Seconds per kernel in addition to its work.
     products : mapping of str to float
-        Operations per second of products by the element type of their operands; others have `flops`.
+        Element type of operands -> operations per second of products; `flops` for other types.
     """
 
     flops: float
@@ -83,14 +83,14 @@ class DeviceCost:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """How fast tensors go from one device to another: seconds = latency + bytes / bandwidth.
+    """Speed of transfers between two devices: seconds = latency + bytes / bandwidth.
 
     Attributes
     ----------
     bandwidth : float
         Bytes per second.
     latency : float
-        Seconds that a transfer takes besides.
+        Seconds per transfer.
     """
 
     bandwidth: float
@@ -99,26 +99,26 @@ class LinkCost:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds per op and per transfer, and which devices work side by side.
+    """Seconds per op and per transfer, and the devices that work concurrently.
 
-    An op takes ``launch + max(flops / device.flops, bytes / device.bandwidth)``, without ``launch`` where it joins the
-    kernel of its operand. Inputs start on the host and outputs are read there. Weights lie where they are used before
-    the call, and cost nothing to bring there.
+    An op takes ``launch + max(flops / device.flops, bytes / device.bandwidth)``, without ``launch`` if it is fused into
+    the kernel of its operand. Inputs start on the host and outputs are read there. Weights are on their device before
+    the call.
 
     Attributes
     ----------
     devices : sequence of DeviceCost
         One per vdevice, in order.
     links : mapping
-        (from, to) -> LinkCost, positions in the list of vdevices; -1 is the host CPU if the list has none.
+        (from, to) -> LinkCost, indices of vdevices; -1 is the host CPU if the list lacks a CPU.
     host : int
-        Position of the host, or -1.
+        Index of the host, or -1.
     symbolic_extent : int
-        The size that a symbolic dimension is taken to have.
+        Assumed size of symbolic dimensions.
     queues : sequence of int
-        The queue of each device, counted from 0: devices of one queue take turns. Empty: each has its own.
+        The queue of each device, counted from 0; devices of one queue do not overlap. Empty: each has its own.
     figures : str
-        Source of the costs: "tables", or how they were measured.
+        Source of the costs: "tables", or a description of the measurement.
 
     Examples
     --------
@@ -134,44 +134,43 @@ class CostModel:
 
     @classmethod
     def for_vdevices(cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency") -> CostModel:
-        """Defaults by target kind and features (vector width and cores of a CPU, compute capability of a GPU).
+        """Default costs by target kind and features (vector width and cores of a CPU, compute capability of a GPU).
 
-        What is measured of devices that are here is in `measured`.
+        A CPU device has the ``num-cores`` of its target, by default one. CPU devices that together have more cores than
+        this process may use share them: in one call they take turns with all their cores; with several calls in flight
+        they work concurrently with at most an equal share each. (A device with more cores belongs to another machine
+        and keeps them, as do devices on hosts.) Vdevices of one physical device always take turns.
 
-        A CPU device works with ``num-cores`` of its target, one where it says nothing. CPU devices that together have
-        more cores than this process may use share them: in one call they take turns, each with all its cores; with
-        several calls in flight they work side by side, each with an equal share at most. (A device that has more by
-        itself is another machine's, and its word is taken; so is that of devices on hosts.) Vdevices of one physical
-        device always take turns.
 
         Parameters
         ----------
         vdevices : sequence of tvm.relax.VDevice
             Devices in the order of the module's list.
         objective : Objective
-            "latency" or "throughput", as `auto_placement` takes it.
+            See `auto_placement`.
         """
         vdevices = list(map(with_hardware, vdevices))
         host = host_vdevice(vdevices)
         host_index = IMPLICIT_HOST if host is None else vdevice_index(host, vdevices)
-        own = _own_cores(vdevices)
-        cores, take_turns = own, False
-        if not hosts_of(vdevices) and sum(own.values()) > num_cores() >= max(own.values()):
+        declared = _cores_by_device(vdevices)
+        cores, take_turns = declared, False
+        if not hosts_of(vdevices) and sum(declared.values()) > num_cores() >= max(declared.values()):
             take_turns = objective == "latency"
-            share = max(1, num_cores() // len(own))
-            cores = own if take_turns else {place: min(count, share) for place, count in own.items()}
-        numbers: dict[tuple[object, ...], int] = {}
+            share = max(1, num_cores() // len(declared))
+            cores = declared if take_turns else {device: min(count, share) for device, count in declared.items()}
+        queue_numbers: dict[tuple[object, ...], int] = {}
         queues = [
-            numbers.setdefault(
-                (host_of(vdevice), "CPU") if take_turns and is_cpu(vdevice) else _place(vdevice), len(numbers)
+            queue_numbers.setdefault(
+                (host_of(vdevice), "CPU") if take_turns and is_cpu(vdevice) else _physical_device(vdevice),
+                len(queue_numbers),
             )
             for vdevice in vdevices
         ]
-        at_once: dict[str | None, int] = {}  # cores of a machine's devices that work at the same time
+        busy: dict[str | None, int] = {}  # cores of a machine that work at the same time
         for (machine, *_), count in cores.items():
-            at_once[machine] = max(count, at_once.get(machine, 0)) if take_turns else count + at_once.get(machine, 0)
+            busy[machine] = max(count, busy.get(machine, 0)) if take_turns else count + busy.get(machine, 0)
         devices = [
-            _default_cpu(vdevice.target, cores[_place(vdevice)], at_once[host_of(vdevice)])
+            _default_cpu(vdevice.target, cores[_physical_device(vdevice)], busy[host_of(vdevice)])
             if is_cpu(vdevice)
             else _default_gpu(vdevice.target)
             for vdevice in vdevices
@@ -182,47 +181,47 @@ class CostModel:
 
     @classmethod
     def measured(cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency") -> CostModel:
-        """`for_vdevices`, with measured figures where the devices are a CPU and a GPU, or several GPUs, that are here.
+        """Costs of `for_vdevices`, with measured figures for a CPU and GPU or several GPUs of this machine.
 
-        Measuring takes some seconds, once per machine (`measure_devices`).
+        The measurement takes some seconds, once per machine (`measure_devices`).
 
         Parameters
         ----------
         vdevices : sequence of tvm.relax.VDevice
             Devices in the order of the module's list.
         objective : Objective
-            "latency" or "throughput", as `auto_placement` takes it.
+            See `auto_placement`.
         """
         vdevices = list(map(with_hardware, vdevices))
         model = cls.for_vdevices(vdevices, objective)
         if len(vdevices) < 2 or all(map(is_cpu, vdevices)) or not are_present(vdevices):
             return model
         figures = figures_of(vdevices)
-        return model if figures is None else _with_figures(model, figures)
+        return model if figures is None else _with_measurements(model, figures)
 
     def op_seconds(self, work: Work, device: int) -> float:
-        """Seconds one op takes there.
+        """Seconds of one op on a device.
 
         Parameters
         ----------
         work : Work
             Floating-point operations and bytes of the op.
         device : int
-            Position in the list of vdevices.
+            Index of the vdevice.
         """
         cost = self.devices[device]
         rate = cost.products.get(work.product, cost.flops)
         return (cost.launch if work.is_kernel else 0.0) + max(work.flops / rate, work.bytes / cost.bandwidth)
 
     def transfer_seconds(self, size: float, source: int, destination: int) -> float:
-        """Seconds until `size` bytes have gone from one device to another; 0 to where they are.
+        """Seconds of a transfer of `size` bytes; 0 within a device.
 
         Parameters
         ----------
         size : float
             Number of bytes.
         source, destination : int
-            Positions in the list of vdevices.
+            Indices of vdevices.
         """
         if source == destination:
             return 0.0
@@ -230,7 +229,7 @@ class CostModel:
         return link.latency + size / link.bandwidth
 
     def check(self, num_devices: int) -> None:
-        """Raise a VDeviceError if the model does not cover that many vdevices.
+        """Raise VDeviceError if the model does not fit a number of vdevices.
 
         Parameters
         ----------
@@ -241,73 +240,75 @@ class CostModel:
             raise VDeviceError(f"the cost model has {len(self.devices)} devices for {num_devices} vdevices")
         if self.host != IMPLICIT_HOST and not 0 <= self.host < num_devices:
             raise VDeviceError(f"the cost model's host is device {self.host} of {num_devices}")
-        places = sorted({*range(num_devices), self.host})
-        missing = [(a, b) for a in places for b in places if a != b and (a, b) not in self.links]
+        endpoints = sorted({*range(num_devices), self.host})
+        missing = [(a, b) for a in endpoints for b in endpoints if a != b and (a, b) not in self.links]
         if missing:
             raise VDeviceError(f"the cost model has no link between devices {missing[0]}")
         if self.queues and (len(self.queues) != num_devices or min(self.queues) < 0):
             raise VDeviceError(f"the cost model's queues are {list(self.queues)}; expected a number for each device")
 
 
-def _with_figures(model: CostModel, figures: Figures) -> CostModel:
-    """The model with what was measured, of links too; CPU devices that share cores keep their shares."""
+def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
+    """Replace costs by measurements; CPU devices that share cores keep their flops."""
     devices = []
-    for cost, found in zip(model.devices, figures.devices, strict=True):
-        products = {dtype: rate * _ATTAINED_BY_LAYERS for dtype, rate in found.products.items()}
-        devices.append(replace(cost, bandwidth=found.bandwidth, launch=found.launch, products=products))
+    for cost, measured in zip(model.devices, figures.devices, strict=True):
+        products = {dtype: rate * _LAYER_EFFICIENCY for dtype, rate in measured.products.items()}
+        devices.append(replace(cost, bandwidth=measured.bandwidth, launch=measured.launch, products=products))
     links = dict(model.links)
     for (source, target), link in figures.links.items():
-        # Of what a whole call on a GPU takes, half for its argument and half for its result.
+        # A whole call on a GPU has two transfers, of its argument and of its result.
         calls = abs(figures.devices[source].call - figures.devices[target].call) / 2
         links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls))
-    how = f"measured while other work took {figures.others:.0%} of the CPUs" if figures.others else "measured"
-    return replace(model, devices=devices, links=links, figures=how)
+    origin = (
+        f"measured while other work took {figures.other_work:.0%} of the CPUs" if figures.other_work else "measured"
+    )
+    return replace(model, devices=devices, links=links, figures=origin)
 
 
 def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | None, take_turns: bool) -> LinkCost:
-    """None is the implicit host."""
+    """Link between two devices, where None is the implicit host."""
     if source is not None and target is not None and host_of(source) != host_of(target):
         return LinkCost(NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
-    places = [(None, 1, 0) if end is None else _place(end) for end in (source, target)]
+    physical_devices = [(None, 1, 0) if end is None else _physical_device(end) for end in (source, target)]
     on_cpu = [end is None or is_cpu(end) for end in (source, target)]
-    if places[0] == places[1]:
-        return LinkCost(float("inf"), 0.5e-6)  # one physical device: nothing is copied
-    if all(on_cpu):  # one memory: a call that does not go through queues copies, queues share
-        return LinkCost(10e9, 1e-6) if take_turns else LinkCost(float("inf"), _HAND_OVER)
+    if physical_devices[0] == physical_devices[1]:
+        return LinkCost(float("inf"), 0.5e-6)  # one physical device: no copy
+    if all(on_cpu):  # shared memory: queues alias values, calls without queues copy
+        return LinkCost(10e9, 1e-6) if take_turns else LinkCost(float("inf"), _QUEUE_HANDOVER_SECONDS)
     if any(on_cpu):
         return LinkCost(20e9, 30e-6)  # PCIe, measured between an H200 and pageable host memory
     return LinkCost(300e9, 30e-6)  # NVLink; two H200s measured 369 GB/s for 256 MB
 
 
-def _place(vdevice: tvm.relax.VDevice) -> tuple[str | None, int, int]:
-    """The physical device: host, device type and number."""
+def _physical_device(vdevice: tvm.relax.VDevice) -> tuple[str | None, int, int]:
+    """Host, device type and index of the physical device."""
     return host_of(vdevice), *physical(vdevice)
 
 
-def _own_cores(vdevices: Sequence[tvm.relax.VDevice]) -> dict[tuple[str | None, int, int], int]:
-    """The cores that the code of each physical CPU device is made for."""
-    found: dict[tuple[str | None, int, int], int] = {}
+def _cores_by_device(vdevices: Sequence[tvm.relax.VDevice]) -> dict[tuple[str | None, int, int], int]:
+    """Number of cores that the code of each physical CPU device is compiled for."""
+    cores: dict[tuple[str | None, int, int], int] = {}
     for vdevice in filter(is_cpu, vdevices):
         count = int(vdevice.target.attrs.get("num-cores", 1))
-        found[_place(vdevice)] = max(1, count, found.get(_place(vdevice), 1))
-    return found
+        cores[_physical_device(vdevice)] = max(1, count, cores.get(_physical_device(vdevice), 1))
+    return cores
 
 
-def _default_cpu(target: Target, cores: int, socket: int) -> DeviceCost:
-    """A device of some of the cores of a socket that work at once."""
-    peak = cores * _CLOCK * _FLOPS_PER_LANE * _lanes(target)
-    bandwidth = min(cores * _CORE_BANDWIDTH, _CPU_BANDWIDTH * cores / socket)
-    return DeviceCost(peak * _ATTAINED_CPU_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _CPU_LAUNCH)
+def _default_cpu(target: Target, cores: int, socket_cores: int) -> DeviceCost:
+    """Cost of a CPU device; `socket_cores` is the number of cores that work at the same time."""
+    peak = cores * _CLOCK_HZ * _FLOPS_PER_LANE * _lanes(target)
+    bandwidth = min(cores * _CORE_BYTES_PER_SECOND, _SOCKET_BYTES_PER_SECOND * cores / socket_cores)
+    return DeviceCost(peak * _CPU_FLOPS_EFFICIENCY, bandwidth * _BANDWIDTH_EFFICIENCY, _CPU_LAUNCH_SECONDS)
 
 
 def _default_gpu(target: Target) -> DeviceCost:
-    peak, bandwidth, faster = backend_of(target).peaks(target)
-    products = {dtype: peak * faster * _ATTAINED_GPU_FLOPS for dtype in _TWO_BYTES}
-    return DeviceCost(peak * _ATTAINED_GPU_FLOPS, bandwidth * _ATTAINED_BANDWIDTH, _GPU_LAUNCH, products)
+    peak, bandwidth, tensor_core_speedup = backend_of(target).peaks(target)
+    products = {dtype: peak * tensor_core_speedup * _GPU_FLOPS_EFFICIENCY for dtype in _TWO_BYTE_TYPES}
+    return DeviceCost(peak * _GPU_FLOPS_EFFICIENCY, bandwidth * _BANDWIDTH_EFFICIENCY, _GPU_LAUNCH_SECONDS, products)
 
 
 def _lanes(target: Target) -> int:
-    """float32 values in a vector register of the target; 4 where only a C compiler knows."""
+    """float32 lanes of a vector register; 4 for `c` targets, where only the C compiler knows."""
     if target.kind.name != "llvm":
         return 4
     return next((lanes for feature, lanes in _LANES.items() if codegen.target_has_features(feature, target)), 4)

@@ -1,8 +1,8 @@
-"""Figures of the devices of this machine, measured by the library's own kernels: a few seconds, once per machine.
+"""Measurement of the devices of this machine with the library's kernels: a few seconds, once per machine.
 
-Products of each element type, a sum over large tensors, chains of small kernels, and copies between every two devices.
-Operands are weights and tensors that lie on the device already, as in a model, so that the figures are those of whole
-models: what command buffers, graphs and queues cost is in them.
+Measured are products of each element type, an addition of large tensors, chains of small kernels, and copies between
+every two devices. Operands are on the device already, as in a model, and the figures include the overhead of command
+buffers, graphs and queues.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _log = logging.getLogger("relax_hetero")
 F = TypeVar("F")
 
 TYPES = ("float32", "float16", "bfloat16")
-"""Element types of the products that are measured."""
+"""Element types of measured products."""
 
-_FORM = 2  # of what is kept: another number for other kernels or meanings
-_CHAIN = 4  # products of a call, each on the result of the one before
-_KERNELS = 32  # small kernels of a call
-_CROSSINGS = 8  # of a call that goes to and fro
-_SMALL = 64
+_FORMAT_VERSION = 2  # of cached figures; change it with their meaning or the kernels
+_CHAINED_PRODUCTS = 4  # products per call, each of the previous result
+_SMALL_KERNELS = 32  # per call
+_CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
+_SMALL_EXTENT = 64
 _LINK_BYTES = 64 << 20
-_SECONDS = 0.06  # of a figure, unless one call takes longer
-_MAX_OTHER_WORK_SHARE = 0.15  # of the CPUs, beyond which figures are not kept
-_REMEASURE_SECONDS = 300.0  # until figures of a busy machine are measured again
+_MIN_MEASURE_SECONDS = 0.06  # per figure, unless one call takes longer
+_MAX_OTHER_WORK_SHARE = 0.15  # fraction of the CPUs, beyond which figures are not stored
+_REMEASURE_SECONDS = 300.0  # lifetime of figures of a busy machine
 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """A device, measured.
+    """Measurements of a device.
 
     Attributes
     ----------
@@ -64,9 +64,9 @@ class DeviceFigures:
     bandwidth : float
         Bytes per second to and from its memory.
     launch : float
-        Seconds that a small kernel takes among others.
+        Seconds of a small kernel within a call.
     call : float
-        Seconds of a call of one small kernel, from an array to an array.
+        Seconds of a call of one small kernel, including transfers from and to numpy arrays.
     """
 
     products: dict[str, float]
@@ -77,9 +77,9 @@ class DeviceFigures:
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """A link, measured: bytes per second of large copies, seconds of a small one, seconds from step to step of a call.
+    """Measurements of a link: bytes per second of large copies, seconds of a small copy, and `crossing`.
 
-    `crossing` is what it costs to go on there with a small result, when a call has steps on both devices.
+    `crossing` is the seconds from a step to the next one on the other device of a call with a small result.
     """
 
     bandwidth: float
@@ -89,101 +89,100 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class Figures:
-    """Devices by their position in the list of vdevices, links by pairs of positions; none between two CPUs.
+    """Measurements of devices by index, and of links by pairs of indices except between two CPUs.
 
-    `others` is the share of the CPUs that other work took while the figures were measured, 0 where it was too little to
-    matter.
+    `other_work` is the fraction of the CPUs that other work used meanwhile, 0 if it was negligible.
     """
 
     devices: tuple[DeviceFigures, ...]
     links: dict[tuple[int, int], LinkFigures]
-    others: float = 0.0
+    other_work: float = 0.0
 
 
 def are_present(vdevices: Sequence[relax.VDevice]) -> bool:
-    """Return whether all these devices are on this machine: CPU code has to be for this very CPU."""
+    """Return whether all devices are on this machine; the target of a CPU must be the native one."""
     return all(host_of(vdevice) is None and _is_present(vdevice) for vdevice in vdevices)
 
 
 def figures_of(vdevices: Sequence[relax.VDevice], remeasure: bool = False) -> Figures | None:
-    """Measurements of these devices, on this machine; taken now where nothing is kept.
+    """Load or take the measurements of devices of this machine.
 
-    Kept in the folder of the compile cache, and in this process where there is none. What was measured while other work
-    took much of the CPUs is kept for some minutes in this process alone, and measured again later.
+    They are stored in the folder of the compile cache, or in this process if there is none. Figures of a busy machine
+    are kept for some minutes in this process only.
 
     Parameters
     ----------
     vdevices : sequence of relax.VDevice
-        The devices, all of them here.
+        Devices, all of them present.
     remeasure : bool
-        Measure anew.
+        True to ignore stored figures.
 
     Returns
     -------
     Figures
-        None where a kernel of the measurement fails.
+        None if a kernel of the measurement fails.
     """
     keys: list[str] = []
     try:
-        devices = tuple(_cached(_DEVICE, [vdevice], remeasure, keys) for vdevice in vdevices)
+        devices = tuple(_measured_or_cached(_DEVICE, [vdevice], remeasure, keys) for vdevice in vdevices)
         links = {}
         for a, b in itertools.combinations(range(len(vdevices)), 2):
             if not (is_cpu(vdevices[a]) and is_cpu(vdevices[b])):
-                links[a, b], links[b, a] = _cached(_LINKS, [vdevices[a], vdevices[b]], remeasure, keys)
+                links[a, b], links[b, a] = _measured_or_cached(_LINKS, [vdevices[a], vdevices[b]], remeasure, keys)
     except HeteroError as error:
-        _log.warning("the devices cannot be measured, so that placement goes by tables: %s", error)
+        _log.warning("the devices cannot be measured, so that placement uses tables: %s", error)
         return None
-    return Figures(devices, links, max((_rough[key][0] for key in keys if key in _rough), default=0.0))
+    return Figures(devices, links, max((_rough_figures[key][0] for key in keys if key in _rough_figures), default=0.0))
 
 
-class _Kind(Generic[F]):
-    """A kind of figures: how they are measured, and read from JSON data (ValueError or TypeError for other data)."""
+class _FigureKind(Generic[F]):
+    """Kind of figures: functions that measure them and read them from JSON (ValueError or TypeError if invalid)."""
 
     def __init__(self, name: str, measure: Callable[..., F], read: Callable[[Any], F]) -> None:
         self.name, self.measure, self.read = name, measure, read
 
 
-def _cached(kind: _Kind[F], vdevices: Sequence[relax.VDevice], remeasure: bool, keys: list[str]) -> F:
-    """Figures as they are kept, or measured now; `keys` gets their key, and `remeasure` measures each key once."""
-    key = _key(kind.name, vdevices)
+def _measured_or_cached(kind: _FigureKind[F], vdevices: Sequence[relax.VDevice], remeasure: bool, keys: list[str]) -> F:
+    """Load or measure figures, and append their key to `keys`; `remeasure` measures each key once."""
+    key = _cache_key(kind.name, vdevices)
     remeasure = remeasure and key not in keys
     keys.append(key)
-    if key in _rough and time.monotonic() > _rough[key][1]:
-        del _rough[key], _measured[key]
-    if key in _measured and not remeasure:
-        return cast("F", _measured[key])
+    if key in _rough_figures and time.monotonic() > _rough_figures[key][1]:
+        del _rough_figures[key], _figures[key]
+    if key in _figures and not remeasure:
+        return cast("F", _figures[key])
     folder = folder_of()
     if not remeasure and folder is not None:
         try:
-            found = kind.read(load_figures(folder, key))
-            _measured[key] = found
-            return found
+            figures = kind.read(load_figures(folder, key))
+            _figures[key] = figures
+            return figures
         except (TypeError, ValueError) as error:
             _log.debug("nothing was measured before: %s", error)
     _log.info("measuring %s", ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices))
     watch = CpuWatch()
-    found = kind.measure(*vdevices)
-    others = watch.others()
-    clear_pools()  # of the memory that measuring took
-    _measured[key] = found
-    _rough.pop(key, None)
-    if others > _MAX_OTHER_WORK_SHARE:
-        _rough[key] = others, time.monotonic() + _REMEASURE_SECONDS
+    figures = kind.measure(*vdevices)
+    other_work = watch.others()
+    clear_pools()  # frees the memory of the measurement
+    _figures[key] = figures
+    _rough_figures.pop(key, None)
+    if other_work > _MAX_OTHER_WORK_SHARE:
+        _rough_figures[key] = other_work, time.monotonic() + _REMEASURE_SECONDS
         _log.warning(
             "%s: measured while other work took %.0f %% of the CPUs, so the figures are rough; they are not kept, and "
             "measured again later",
             ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices),
-            100 * others,
+            100 * other_work,
         )
     elif folder is not None:
-        data = [asdict(part) for part in found] if isinstance(found, tuple) else asdict(found)  # type: ignore[call-overload]
+        data = [asdict(part) for part in figures] if isinstance(figures, tuple) else asdict(figures)  # type: ignore[call-overload]
         store_figures(folder, key, data)
-    return found
+    return figures
 
 
-_measured: dict[str, object] = {}
-_rough: dict[str, tuple[float, float]] = {}
-"""Figures of a busy machine: the share of the CPUs that other work took, and when they are to be measured again."""
+_figures: dict[str, object] = {}
+_rough_figures: dict[str, tuple[float, float]] = {}
+"""Key of figures of a busy machine -> fraction of the CPUs that other work used, and expiry time."""
 
 
 def _is_present(vdevice: relax.VDevice) -> bool:
@@ -201,20 +200,20 @@ def _native_cpu() -> str:
     return str(native("llvm").attrs["mcpu"])
 
 
-def _key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
+def _cache_key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
     threads = [os.environ.get(name, "") for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS")]
-    parts: list[Any] = [kind, _FORM, __version__, tvm.__version__, num_cores(), *threads, cpu_model()]
+    key: list[Any] = [kind, _FORMAT_VERSION, __version__, tvm.__version__, num_cores(), *threads, cpu_model()]
     for vdevice in vdevices:
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)) if not is_cpu(vdevice) else None
         name = str(device.device_name) if device is not None and device.exist else ""
-        # CPU devices of one target are the same cores.
-        parts += [str(vdevice.target), int(vdevice.vdevice_id) if device is not None else 0, name]
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
+        # CPU devices of one target share their cores.
+        key += [str(vdevice.target), int(vdevice.vdevice_id) if device is not None else 0, name]
+    return hashlib.blake2b(json.dumps(key).encode(), digest_size=20).hexdigest()
 
 
 @cache
 def cpu_model() -> str:
-    """The name of this CPU; empty where the system does not say it."""
+    """The name of this CPU, empty if it is unknown."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
@@ -226,9 +225,9 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
     extent, stream = (1024, 16 << 20) if is_cpu(vdevice) else (4096, 128 << 20)
     builder = relax.BlockBuilder()
     for dtype in TYPES:
-        _add_products(builder, dtype, vdevice, dtype, extent, _CHAIN)
-    _add_products(builder, "one", vdevice, "float32", _SMALL, 1, rows=1)
-    _add_products(builder, "many", vdevice, "float32", _SMALL, 1 + _KERNELS, rows=1)
+        _add_products(builder, dtype, vdevice, dtype, extent, _CHAINED_PRODUCTS)
+    _add_products(builder, "one", vdevice, "float32", _SMALL_EXTENT, 1, rows=1)
+    _add_products(builder, "many", vdevice, "float32", _SMALL_EXTENT, 1 + _SMALL_KERNELS, rows=1)
     x = relax.Var("x", relax.TensorType((stream,), "float32", vdevice))
     with builder.function("stream", [x]):
         with builder.dataflow():
@@ -237,29 +236,29 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
     vm = _machine(builder, [vdevice])
     device = vm.devices[0]
 
-    def seconds(name: str, shape: tuple[int, ...], dtype: str = "float32") -> float:
-        array = _numbers(shape, dtype)
+    def time_function(name: str, shape: tuple[int, ...], dtype: str = "float32") -> float:
+        array = _random_array(shape, dtype)
         tensor = tvm.runtime.tensor(array, device)
-        return _seconds(lambda: vm[name](tensor), [device])
+        return _time_call(lambda: vm[name](tensor), [device])
 
-    operations = 2.0 * extent**3 * _CHAIN
-    products = {dtype: operations / seconds(dtype, (extent, extent), dtype) for dtype in TYPES}
-    one, many = (seconds(name, (1, _SMALL)) for name in ("one", "many"))
-    row = _numbers((1, _SMALL), "float32")
-    whole = _seconds(lambda: np.asarray(vm["one"](row)), [])
-    bandwidth = 8.0 * stream / seconds("stream", (stream,))
-    return DeviceFigures(products, bandwidth, max((many - one) / _KERNELS, 1e-8), whole)
+    operations = 2.0 * extent**3 * _CHAINED_PRODUCTS
+    products = {dtype: operations / time_function(dtype, (extent, extent), dtype) for dtype in TYPES}
+    one, many = (time_function(name, (1, _SMALL_EXTENT)) for name in ("one", "many"))
+    row = _random_array((1, _SMALL_EXTENT), "float32")
+    call_seconds = _time_call(lambda: np.asarray(vm["one"](row)), [])
+    bandwidth = 8.0 * stream / time_function("stream", (stream,))
+    return DeviceFigures(products, bandwidth, max((many - one) / _SMALL_KERNELS, 1e-8), call_seconds)
 
 
 def _add_products(
     builder: relax.BlockBuilder, name: str, vdevice: relax.VDevice, dtype: str, extent: int, count: int, rows: int = 0
 ) -> None:
-    """A function of `count` products, each of the result before with a weight; of so many rows, or as many as columns.
+    """Add a function with a chain of `count` products by a weight of `extent` columns; `rows` is `extent` by default.
 
-    Kernels of one row are not divided among threads, so that their time is that of a kernel.
+    Kernels of one row run on one thread, so that their time is that of a launch.
     """
     x = relax.Var("x", relax.TensorType((rows or extent, extent), dtype, vdevice))
-    numbers = tvm.runtime.tensor(_numbers((extent, extent), dtype))
+    numbers = tvm.runtime.tensor(_random_array((extent, extent), dtype))
     weight = relax.const(numbers, relax.TensorType((extent, extent), dtype, vdevice))
     with builder.function(name, [x]):
         with builder.dataflow():
@@ -271,38 +270,38 @@ def _add_products(
 
 
 def _measure_links(first: relax.VDevice, second: relax.VDevice) -> tuple[LinkFigures, LinkFigures]:
-    """From the first to the second, and back."""
-    ends = [first, second]
+    """Measure the links from the first device to the second, and back."""
+    endpoints = [first, second]
     builder = relax.BlockBuilder()
     elements = _LINK_BYTES // 4
     for name, source, length in (("there", 0, elements), ("back", 1, elements), ("there1", 0, 16), ("back1", 1, 16)):
-        x = relax.Var("x", relax.TensorType((length,), "float32", ends[source]))
+        x = relax.Var("x", relax.TensorType((length,), "float32", endpoints[source]))
         with builder.function(name, [x]):
             with builder.dataflow():
-                result = builder.emit_output(relax.op.to_vdevice(x, ends[1 - source]))
+                result = builder.emit_output(relax.op.to_vdevice(x, endpoints[1 - source]))
             builder.emit_func_output(result)
     x = relax.Var("x", relax.TensorType((16,), "float32", first))
     with builder.function("cross", [x]):
         with builder.dataflow():
             value: relax.Expr = x
-            for number in range(_CROSSINGS):
-                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), ends[1 - number % 2]))
+            for number in range(_CROSSINGS_PER_CALL):
+                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), endpoints[1 - number % 2]))
             result = builder.emit_output(relax.op.negative(value))
         builder.emit_func_output(result)
-    vm = _machine(builder, ends)
+    vm = _machine(builder, endpoints)
 
     def seconds(name: str, length: int, end: int) -> float:
-        array = _numbers((length,), "float32")
-        given = array if is_cpu(ends[end]) else tvm.runtime.tensor(array, vm.devices[end])
-        return _seconds(lambda: vm[name](given), vm.devices)
+        array = _random_array((length,), "float32")
+        argument = array if is_cpu(endpoints[end]) else tvm.runtime.tensor(array, vm.devices[end])
+        return _time_call(lambda: vm[name](argument), vm.devices)
 
-    crossing = seconds("cross", 16, 0) / _CROSSINGS
-    found = []
+    crossing = seconds("cross", 16, 0) / _CROSSINGS_PER_CALL
+    links = []
     for end, name in enumerate(("there", "back")):
         latency = seconds(f"{name}1", 16, end)
-        whole = seconds(name, elements, end)
-        found.append(LinkFigures(_LINK_BYTES / max(whole - latency, 1e-9), latency, crossing))
-    return found[0], found[1]
+        total = seconds(name, elements, end)
+        links.append(LinkFigures(_LINK_BYTES / max(total - latency, 1e-9), latency, crossing))
+    return links[0], links[1]
 
 
 def _machine(builder: relax.BlockBuilder, vdevices: Sequence[relax.VDevice]) -> VirtualMachine:
@@ -311,50 +310,47 @@ def _machine(builder: relax.BlockBuilder, vdevices: Sequence[relax.VDevice]) -> 
     return VirtualMachine(compile_module(mod))
 
 
-def _numbers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def _random_array(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return (np.random.default_rng(0).standard_normal(shape, "float32") * 0.01).astype(numpy_dtype(dtype))
 
 
-def _seconds(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -> float:
-    """The time of a call that a quarter of the calls do not exceed, devices idle before and after.
+def _time_call(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -> float:
+    """Lower quartile of the times of a call with idle devices, since disturbances only make calls slower."""
 
-    What else runs on the machine makes calls slower, nothing makes them faster.
-    """
-
-    def once() -> float:
+    def run_once() -> float:
         start = time.perf_counter()
-        kept = call()
+        result = call()
         for device in devices:
             device.sync()
-        taken = time.perf_counter() - start
-        del kept
-        return taken
+        elapsed = time.perf_counter() - start
+        del result
+        return elapsed
 
-    once()
-    times = [once()]
-    while sum(times) < _SECONDS and len(times) < 200:
-        times.append(once())
+    run_once()
+    times = [run_once()]
+    while sum(times) < _MIN_MEASURE_SECONDS and len(times) < 200:
+        times.append(run_once())
     return sorted(times)[len(times) // 4]
 
 
 def _read_device(data: Any) -> DeviceFigures:
     figures = DeviceFigures(**data)
-    _check([*figures.products.values(), figures.bandwidth, figures.launch, figures.call])
+    _check_positive([*figures.products.values(), figures.bandwidth, figures.launch, figures.call])
     if set(figures.products) != set(TYPES):
-        raise ValueError("products of other types")
+        raise ValueError("products of unexpected types")
     return figures
 
 
 def _read_links(data: Any) -> tuple[LinkFigures, LinkFigures]:
-    there, back = (LinkFigures(**link) for link in data)
-    _check([*asdict(there).values(), *asdict(back).values()])
-    return there, back
+    forward, backward = (LinkFigures(**link) for link in data)
+    _check_positive([*asdict(forward).values(), *asdict(backward).values()])
+    return forward, backward
 
 
-def _check(numbers: Sequence[Any]) -> None:
+def _check_positive(numbers: Sequence[Any]) -> None:
     if not all(isinstance(number, float) and 0 < number < float("inf") for number in numbers):
         raise ValueError("expected positive numbers")
 
 
-_DEVICE = _Kind("device", _measure_device, _read_device)
-_LINKS = _Kind("links", _measure_links, _read_links)
+_DEVICE = _FigureKind("device", _measure_device, _read_device)
+_LINKS = _FigureKind("links", _measure_links, _read_links)

@@ -1,4 +1,4 @@
-"""Reasons for the device of each unit of a plan: times on each device, saved transfers, limits of memory."""
+"""Texts of the reasons for the device of each unit of a plan: times on each device, saved transfers, memory limits."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .plan_costs import TICKS, PlanCosts
 from .work_graph import OUTSIDE
 
 
-def choice(decided: str, seconds: Sequence[float], device: int, names: Sequence[str], more: str = "") -> str:
-    """The reason for work on `device`: what decided, and the seconds that it takes on each device."""
+def choice(cause: str, seconds: Sequence[float], device: int, names: Sequence[str], details: str = "") -> str:
+    """Format the reason for `device` with the seconds on each device."""
     times = [f"{time_text(seconds[device])} here"]
-    times += [f"{time_text(own)} on {names[other]}" for other, own in enumerate(seconds) if other != device]
-    return f"{AUTO}{decided}: {', '.join(times)}{more}"
+    times += [f"{time_text(time)} on {names[other]}" for other, time in enumerate(seconds) if other != device]
+    return f"{AUTO}{cause}: {', '.join(times)}{details}"
 
 
 def memory_limited(name: str, limit: int, free: float, needed: float) -> str:
-    """The figures of a limit of memory; `free` bytes are what other work leaves of it."""
+    """Format the bytes of a memory limit, of which other work leaves `free` bytes."""
     leaves = f"other work leaves {max(0, round(free)):,}, and {needed:,.0f} are needed"
     return f"; of the limit of {limit:,} bytes on {name} {leaves}"
 
 
 def time_text(seconds: float) -> str:
-    """Seconds in a unit that leaves few digits."""
+    """Format seconds in a suitable unit."""
     unit, factor = next(
         (u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)) if seconds * f >= 1 or u == "ns"
     )
@@ -42,14 +42,14 @@ def plan_reasons(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) ->
         Names of the devices.
     """
     free = {device: limit - costs.bytes_on(device, plan) for device, limit in costs.limits.items()}
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for unit, device in enumerate(plan):
-        reason = _reason(costs, plan, unit, device, names, free)
-        found.update(dict.fromkeys(costs.graph.units[unit].names, reason))
-    return found
+        reason = _unit_reason(costs, plan, unit, device, names, free)
+        reasons.update(dict.fromkeys(costs.graph.units[unit].names, reason))
+    return reasons
 
 
-def _reason(
+def _unit_reason(
     costs: PlanCosts, plan: Sequence[int], unit: int, device: int, names: Sequence[str], free: Mapping[int, float]
 ) -> str:
     seconds = [ticks / TICKS for ticks in costs.ops[unit]]
@@ -57,48 +57,48 @@ def _reason(
         return f"{AUTO}the only device: {time_text(seconds[device])}"
     if not costs.graph.units[unit].ops:
         return f"{AUTO}nothing is computed: it stays with its neighbours"
-    faster = [other for other, own in enumerate(seconds) if own < seconds[device]]
-    if not faster:
+    faster_devices = [other for other, time in enumerate(seconds) if time < seconds[device]]
+    if not faster_devices:
         return choice("no device is faster", seconds, device, names)
-    for other in faster:
-        needed = _bytes_of(costs, unit)
+    for other in faster_devices:
+        needed = _unit_bytes(costs, unit)
         if other in free and needed > free[other]:
             limit = memory_limited(names[other], costs.limits[other], free[other], needed)
             return choice(f"the memory of {names[other]} is too small", seconds, device, names, limit)
-    other = min(faster, key=seconds.__getitem__)
+    other = min(faster_devices, key=seconds.__getitem__)
     moved = list(plan)
     moved[unit] = other
-    more = (_transfers(costs, moved, unit) - _transfers(costs, plan, unit)) / TICKS
-    if more > 0:
-        saved = f"; transfers there and back would take {time_text(more)} more"
-        if more >= seconds[device] - seconds[other]:
-            return choice("staying saves transfers", seconds, device, names, saved)
-        return choice("moving saves too little", seconds, device, names, saved)
+    extra_seconds = (_transfers(costs, moved, unit) - _transfers(costs, plan, unit)) / TICKS
+    if extra_seconds > 0:
+        details = f"; transfers there and back would take {time_text(extra_seconds)} more"
+        if extra_seconds >= seconds[device] - seconds[other]:
+            return choice("staying saves transfers", seconds, device, names, details)
+        return choice("moving saves too little", seconds, device, names, details)
     return choice(f"{names[other]} has other work meanwhile", seconds, device, names)
 
 
 def _transfers(costs: PlanCosts, plan: Sequence[int], unit: int) -> int:
-    """Ticks of the transfers of all values that a unit makes or reads."""
+    """Ticks of the transfers of all values that a unit writes or reads."""
     values = (costs.graph.values[index] for index in costs.around[unit])
     return sum(ticks for value in values for _, _, ticks in costs.transfers(value, plan))
 
 
-def _bytes_of(costs: PlanCosts, unit: int) -> float:
-    """Bytes that a device would have to hold for a unit: weights, and the values that it makes."""
-    made = sum(
+def _unit_bytes(costs: PlanCosts, unit: int) -> float:
+    """Bytes of a unit's weights and results."""
+    result_bytes = sum(
         costs.graph.values[index].size for index in costs.around[unit] if costs.graph.values[index].maker == unit
     )
-    return sum(costs.graph.units[unit].weights.values()) + made
+    return sum(costs.graph.units[unit].weights.values()) + result_bytes
 
 
 def transfer_times(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) -> dict[tuple[str, str], str]:
-    """Times of a plan's transfers as text, by the node that makes the value and the destination."""
-    found: dict[tuple[str, str], str] = {}
+    """(producing node, destination) -> formatted time of each transfer of a plan."""
+    texts: dict[tuple[str, str], str] = {}
     for value in costs.graph.values:
         if value.maker == OUTSIDE:
             continue
         for destination, _, ticks in costs.transfers(value, plan):
             if destination >= 0:
                 text = f"{time_text(ticks / TICKS)} for {value.size:,.0f} bytes"
-                found[costs.graph.units[value.maker].names[0], names[destination]] = text
-    return found
+                texts[costs.graph.units[value.maker].names[0], names[destination]] = text
+    return texts

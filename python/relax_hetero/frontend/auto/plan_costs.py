@@ -1,7 +1,7 @@
-"""Costs of a plan, which gives every unit of a graph a device: the time of one call, and the work of each queue.
+"""Costs of a plan, which assigns every unit of a graph a device: makespan of one call, work of each queue, memory.
 
-Ticks are whole numbers, so that a plan costs the same on every machine. `call_ticks` is the time of one call, in which
-independent work overlaps; `CallTime` and `BusiestQueue` keep what a search minimizes up to date while units move.
+Times are integers (ticks), so that a plan costs the same on every machine. `CallTime` and `BusiestQueue` update the
+objective of a search when units move.
 """
 
 from __future__ import annotations
@@ -17,37 +17,36 @@ from .cost_model import CostModel
 from .work_graph import OUTSIDE, WorkGraph, WorkValue
 
 TICKS = 1e12
-"""Ticks in a second: picoseconds."""
+"""Ticks per second."""
 
 PADDING = 1.02
-"""Packed weights are padded to whole tiles."""
+"""Factor of packed weights, which are padded to whole tiles."""
 
-TRANSFORMED = 16 / 9
-"""Winograd's form F(2x2, 3x3), which convolutions on CPUs may take, has 16 numbers for 9 of a window."""
+WINOGRAD_SIZE_RATIO = 16 / 9
+"""Winograd's F(2x2, 3x3), which CPU convolutions may use, stores 16 numbers for a filter of 9."""
 
 
 class PlanCosts:
-    """Costs of one graph under one model.
+    """Costs of plans of one graph under one cost model.
 
-    `transforming` are the devices that may store windows of convolutions transformed: they take more memory there.
+    Devices in `transforming` may store 3x3 filters in Winograd's form, which takes more memory.
 
-    A transfer is work of the queue that it goes to, as at run time; of the one that it comes from where it goes to an
-    implicit host, which has no queue.
+    A transfer occupies the queue of its destination, as at run time, or of its source if it goes to an implicit host.
 
     Attributes
     ----------
     devices : int
-        How many there are.
+        Number of devices.
     queues
-        How many queues they have.
+        Number of queues.
     queue_of
         The queue of each device.
     ops : list
         Ticks of each unit on each device.
     around : list of list of int
-        For each unit the values that it makes or reads, as positions in ``graph.values``.
+        For each unit, the indices in ``graph.values`` of the values that it writes or reads.
     limits : dict
-        The most bytes that a call may take, by device; none where all of the program fits.
+        Device -> maximum bytes of a call; only devices on which the whole program does not fit.
     """
 
     def __init__(
@@ -63,26 +62,26 @@ class PlanCosts:
         self.queue_of = list(model.queues) or list(range(self.devices))
         self.queues = max(self.queue_of) + 1
         self.ops = [
-            [sum(_ticks(model.op_seconds(work, device)) for work in unit.ops) for device in self._all()]
+            [sum(_ticks(model.op_seconds(work, device)) for work in unit.ops) for device in self._device_range()]
             for unit in graph.units
         ]
         self.around: list[list[int]] = [[] for _ in graph.units]
         for index, value in enumerate(graph.values):
             for unit in {value.maker, *value.readers} - {OUTSIDE}:
                 self.around[unit].append(index)
-        self._kept = _fused_values(graph)
+        self._register_values = _fused_values(graph)
         self._model = model
         readers = Counter(constant for unit in graph.units for constant in unit.weights)
         self._shared = {constant for constant, count in readers.items() if count > 1}
-        self._own = [
+        self._own_weights = [
             sum(size for constant, size in unit.weights.items() if constant not in self._shared) for unit in graph.units
         ]
-        self._sharing = [index for index, unit in enumerate(graph.units) if not self._shared.isdisjoint(unit.weights)]
-        everything = {device: self.bytes_on(device, [device] * len(graph.units)) for device in limits or ()}
-        self.limits = {device: limit for device, limit in (limits or {}).items() if everything[device] > limit}
+        self._sharers = [index for index, unit in enumerate(graph.units) if not self._shared.isdisjoint(unit.weights)]
+        all_on_device = {device: self.bytes_on(device, [device] * len(graph.units)) for device in limits or ()}
+        self.limits = {device: limit for device, limit in (limits or {}).items() if all_on_device[device] > limit}
 
     def total(self, plan: Sequence[int]) -> int:
-        """Ticks of all ops and transfers together."""
+        """Sum of the ticks of all ops and transfers."""
         return sum(self.busy(plan))
 
     def busy(self, plan: Sequence[int]) -> list[int]:
@@ -103,60 +102,60 @@ class PlanCosts:
         return ticks
 
     def excess_bytes(self, plan: Sequence[int]) -> tuple[int, ...]:
-        """Bytes of a plan beyond the limits, of all devices together; nothing where there are no limits."""
+        """Sum of bytes beyond the limits, as a tuple that is empty without limits."""
         if not self.limits:
             return ()
         return (sum(max(0, self.bytes_on(device, plan) - limit) for device, limit in self.limits.items()),)
 
     def bytes_on(self, device: int, plan: Sequence[int]) -> int:
-        """Bytes that a call takes on a device: its weights, and the most of other values that it has at once."""
-        weights = sum(size for size, place in zip(self._own, plan, strict=True) if place == device)
+        """Bytes of a call on a device: weights, and the peak of other values."""
+        weights = sum(size for size, target in zip(self._own_weights, plan, strict=True) if target == device)
         shared: dict[int, float] = {}
-        for unit in self._sharing:
+        for unit in self._sharers:
             if plan[unit] == device:
                 shared |= self.graph.units[unit].weights
         weights += sum(shared[constant] for constant in self._shared & shared.keys())
         if device in self._transforming:
-            windows = sum(unit.windows for unit, place in zip(self.graph.units, plan, strict=True) if place == device)
-            weights += windows * (TRANSFORMED - 1)
+            windows = sum(unit.windows for unit, target in zip(self.graph.units, plan, strict=True) if target == device)
+            weights += windows * (WINOGRAD_SIZE_RATIO - 1)
         return math.ceil(weights * PADDING) + self.values_on(device, plan)
 
     def values_on(self, device: int, plan: Sequence[int]) -> int:
-        """The most bytes of inputs, results and values between units that a device has at once.
+        """Peak bytes of inputs, results and intermediate values on a device.
 
-        Values that the kernel of their maker keeps in registers are none, and such a kernel's result is there as soon
-        as it begins. Values that come from another device or go there lie apart from those that stay; feature maps
-        among them are there in two orders of their dimensions for a moment.
+        Values that a fused kernel keeps in registers take no memory, and the result of such a kernel is allocated at
+        its start. Transferred values are in a separate arena; feature maps among them exist in two layouts for a
+        moment.
         """
         end = len(plan)
         staying, crossing = ([0.0] * (end + 2) for _ in range(2))
-        begins = list(range(end))
-        for index in self._kept:
+        starts = list(range(end))
+        for index in self._register_values:
             value = self.graph.values[index]
             if plan[value.maker] == plan[value.readers[0]]:
-                begins[value.readers[0]] = begins[value.maker]
+                starts[value.readers[0]] = starts[value.maker]
         for index, value in enumerate(self.graph.values):
-            if index in self._kept and plan[value.maker] == plan[value.readers[0]]:
+            if index in self._register_values and plan[value.maker] == plan[value.readers[0]]:
                 continue
             steps = [end if reader == OUTSIDE else reader for reader in value.readers]
             if self.where(value.maker, plan) == device:
-                begin = begins[value.maker] if value.maker != OUTSIDE else 0
+                start = starts[value.maker] if value.maker != OUTSIDE else 0
             else:
-                there = [step for step in steps if self.where(OUTSIDE if step == end else step, plan) == device]
-                if not there:
+                local_steps = [step for step in steps if self.where(OUTSIDE if step == end else step, plan) == device]
+                if not local_steps:
                     continue
-                begin, steps = min(there), there
-            places = {self.where(unit, plan) for unit in (value.maker, *value.readers)}
-            change = staying if len(places) == 1 else crossing
-            change[min(begin, end)] += value.size
-            change[max(begin, *steps) + 1] -= value.size
-            if len(places) > 1 and value.is_map and OUTSIDE not in (value.maker, *value.readers):
-                change[min(begin, end)] += value.size
-                change[min(begin, end) + 1] -= value.size
+                start, steps = min(local_steps), local_steps
+            devices = {self.where(unit, plan) for unit in (value.maker, *value.readers)}
+            change = staying if len(devices) == 1 else crossing
+            change[min(start, end)] += value.size
+            change[max(start, *steps) + 1] -= value.size
+            if len(devices) > 1 and value.is_map and OUTSIDE not in (value.maker, *value.readers):
+                change[min(start, end)] += value.size
+                change[min(start, end) + 1] -= value.size
         return math.ceil(sum(max(itertools.accumulate(change)) for change in (staying, crossing)))
 
     def transfers(self, value: WorkValue, plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """Where a value is taken, the device whose queue does it, and ticks; once for each place."""
+        """Destination, carrying device and ticks of each transfer of a value."""
         source = self.where(value.maker, plan)
         for destination in dict.fromkeys(self.where(reader, plan) for reader in value.readers):
             if destination != source:
@@ -164,37 +163,37 @@ class PlanCosts:
                 yield destination, carrier, self.transfer(value.size, source, destination)
 
     def where(self, unit: int, plan: Sequence[int]) -> int:
-        """The device of a unit, or that of the caller."""
+        """The device of a unit, or the host for the caller."""
         return self._model.host if unit == OUTSIDE else plan[unit]
 
     def transfer(self, size: float, source: int, destination: int) -> int:
-        """Ticks until that many bytes have gone from one device to another."""
+        """Ticks of a transfer."""
         return _ticks(self._model.transfer_seconds(size, source, destination))
 
     def crossing(self, value: WorkValue) -> int:
-        """Ticks of a transfer of a value between two devices, on average."""
-        pairs = [(a, b) for a in self._all() for b in self._all() if a != b]
+        """Mean ticks of a transfer of a value between two devices."""
+        pairs = [(a, b) for a in self._device_range() for b in self._device_range() if a != b]
         return sum(self.transfer(value.size, a, b) for a, b in pairs) // max(len(pairs), 1)
 
-    def _all(self) -> range:
+    def _device_range(self) -> range:
         return range(self.devices)
 
 
 def _fused_values(graph: WorkGraph) -> dict[int, None]:
-    """The values that only a unit reads which joins their maker's kernel: of its operands the one that is made last.
+    """Values with a single reader that is fused into their kernel, which is that of the reader's last operand.
 
-    In the order of the program.
+    In program order.
     """
-    last: dict[int, int] = {}
+    last_value: dict[int, int] = {}
     for index, value in enumerate(graph.values):
         for reader in value.readers:
             if value.maker != OUTSIDE and reader > value.maker:
-                before = last.get(reader)
-                if before is None or graph.values[before].maker <= value.maker:
-                    last[reader] = index
+                previous = last_value.get(reader)
+                if previous is None or graph.values[previous].maker <= value.maker:
+                    last_value[reader] = index
     return {
         index: None
-        for reader, index in sorted(last.items())
+        for reader, index in sorted(last_value.items())
         if len(graph.values[index].readers) == 1
         and reader != OUTSIDE
         and graph.units[reader].ops
@@ -207,21 +206,21 @@ def _ticks(seconds: float) -> int:
 
 
 def call_ticks(costs: PlanCosts, plan: Sequence[int]) -> int:
-    """Ticks from the start of a call until all its ops and transfers are done, by a list schedule of them.
+    """Makespan of a call by list scheduling of its units and transfers.
 
-    A queue does one thing at a time: of the steps that are ready, the first in the program, where a transfer stands
-    before its first reader. A unit is ready when all it reads is at hand, a transfer when its value is made. Never more
-    than ``costs.total(plan)``, as some queue always works.
+    A queue runs one step at a time, of the ready steps the first in program order, where a transfer precedes its first
+    reader. A unit is ready when all its operands are on its device, a transfer when its value is computed. The result
+    is at most ``costs.total(plan)``, as some queue always works.
 
-    A value that a unit before its maker reads, which is possible where a unit's bindings lie apart, is not waited for.
+    A unit does not wait for a value of a later unit, which is possible if the bindings of a unit are not consecutive.
     """
     units = len(costs.graph.units)
-    # Steps: the units, then the transfers. Of each its place in the program, its queue and ticks, how many it waits
-    # for, and who waits for it.
+    # Steps are the units, then the transfers, each with its priority, queue, ticks, number of pending predecessors, and
+    # followers.
     order = list(range(1, 2 * units, 2))
     queue_of = [costs.queue_of[device] for device in plan]
     ticks = [unit_ticks[device] for unit_ticks, device in zip(costs.ops, plan, strict=True)]
-    waits = [0] * units
+    num_pending = [0] * units
     followers: list[list[int]] = [[] for _ in range(units)]
     ready: list[list[tuple[int, int]]] = [[] for _ in range(costs.queues)]
     for value in costs.graph.values:
@@ -229,74 +228,75 @@ def call_ticks(costs: PlanCosts, plan: Sequence[int]) -> int:
         step_to: dict[int, int] = {}
         for destination, carrier, amount in costs.transfers(value, plan):
             step = step_to[destination] = len(ticks)
-            at = (reader for reader in value.readers if costs.where(reader, plan) == destination and reader != OUTSIDE)
-            order.append(2 * min(at, default=units))
+            readers = (reader for reader in value.readers if reader != OUTSIDE)
+            local = (reader for reader in readers if costs.where(reader, plan) == destination)
+            order.append(2 * min(local, default=units))
             queue_of.append(costs.queue_of[carrier])
             ticks.append(amount)
-            waits.append(0 if maker == OUTSIDE else 1)
+            num_pending.append(0 if maker == OUTSIDE else 1)
             followers.append([])
             if maker != OUTSIDE:
                 followers[maker].append(step)
         for reader in value.readers:
             if reader == OUTSIDE or reader <= maker:
                 continue
-            before = step_to.get(plan[reader], maker)
+            producer = step_to.get(plan[reader], maker)
             if plan[reader] != source or maker != OUTSIDE:
-                followers[before].append(reader)
-                waits[reader] += 1
-    for step, count in enumerate(waits):
+                followers[producer].append(reader)
+                num_pending[reader] += 1
+    for step, count in enumerate(num_pending):
         if count == 0:
             ready[queue_of[step]].append((order[step], step))
-    for waiting in ready:
-        heapq.heapify(waiting)
-    return _run(order, queue_of, ticks, waits, followers, ready)
+    for heap in ready:
+        heapq.heapify(heap)
+    return _makespan(order, queue_of, ticks, num_pending, followers, ready)
 
 
-def _run(
+def _makespan(
     order: list[int],
     queue_of: list[int],
     ticks: list[int],
-    waits: list[int],
+    num_pending: list[int],
     followers: list[list[int]],
     ready: list[list[tuple[int, int]]],
 ) -> int:
-    """When the last step ends. `ready` holds a heap for each queue: places in the program and steps."""
+    """End of the last step. `ready` has a heap of (priority, step) for each queue."""
     now = 0
-    running: list[tuple[int, int]] = []  # until when, and which step
+    running_heap: list[tuple[int, int]] = []  # (end, step)
     free = [True] * len(ready)
-    for queue, waiting in enumerate(ready):
-        if waiting:
-            step = heapq.heappop(waiting)[1]
-            heapq.heappush(running, (ticks[step], step))
+    for queue, heap in enumerate(ready):
+        if heap:
+            step = heapq.heappop(heap)[1]
+            heapq.heappush(running_heap, (ticks[step], step))
             free[queue] = False
-    while running:
-        now, done = heapq.heappop(running)
-        free[queue_of[done]] = True
-        touched = [queue_of[done]]
-        for follower in followers[done]:
-            waits[follower] -= 1
-            if waits[follower] == 0:
+    while running_heap:
+        now, step_done = heapq.heappop(running_heap)
+        free[queue_of[step_done]] = True
+        affected = [queue_of[step_done]]
+        for follower in followers[step_done]:
+            num_pending[follower] -= 1
+            if num_pending[follower] == 0:
                 heapq.heappush(ready[queue_of[follower]], (order[follower], follower))
-                touched.append(queue_of[follower])
-        for queue in touched:
+                affected.append(queue_of[follower])
+        for queue in affected:
             if free[queue] and ready[queue]:
                 step = heapq.heappop(ready[queue])[1]
-                heapq.heappush(running, (now + ticks[step], step))
+                heapq.heappush(running_heap, (now + ticks[step], step))
                 free[queue] = False
     return now
 
 
 class Measure(Protocol):
-    """A plan that can be changed, and its cost.
+    """A mutable plan and its cost.
 
     Attributes
     ----------
     plan : list of int
-        A device for every unit; changed by the methods only.
+        Device of every unit; changed by the methods only.
     key : tuple of int
-        Less is better.
+        Cost, compared lexicographically.
     effort : int
-        Units and values looked at so far.
+        Number of units and values examined so far.
     """
 
     plan: list[int]
@@ -311,7 +311,7 @@ class Measure(Protocol):
 
 
 class CallTime:
-    """The time of one call (`call_ticks`); of equal ones the least work. Plans within the limits come first."""
+    """Cost for latency: excess of memory limits, time of one call (`call_ticks`), total work."""
 
     def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
         self._costs = costs
@@ -329,10 +329,10 @@ class CallTime:
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices if that is better."""
-        before, key = [self.plan[unit] for unit in units], self.key
+        old_devices, key = [self.plan[unit] for unit in units], self.key
         self.move(units, devices)
         if not self.key < key:
-            self._put(units, before)
+            self._put(units, old_devices)
             self.key = key
 
     def _put(self, units: Sequence[int], devices: Sequence[int]) -> None:
@@ -341,7 +341,7 @@ class CallTime:
 
 
 class BusiestQueue:
-    """How long the busiest queue works for one call, then the second, and so on. Plans within the limits come first."""
+    """Cost for throughput: excess of memory limits, time of the busiest queue, of the second, and so on."""
 
     def __init__(self, costs: PlanCosts, plan: Sequence[int]) -> None:
         self._costs = costs
@@ -351,7 +351,7 @@ class BusiestQueue:
         self.key = self._sorted()
 
     def move(self, units: Sequence[int], devices: Sequence[int]) -> None:
-        """Put units on devices; looks at them and the values around them only."""
+        """Put units on devices, and update the cost incrementally."""
         costs = self._costs
         around = {value for unit in units for value in costs.around[unit]}
         self._add(units, around, -1)
@@ -360,15 +360,15 @@ class BusiestQueue:
         self._add(units, around, 1)
         self.key = self._sorted()
         self.effort += len(units) + len(around)
-        if costs.limits:  # memory is counted over the whole program
+        if costs.limits:  # memory is computed for the whole program
             self.effort += len(self.plan) + len(costs.graph.values)
 
     def improve(self, units: Sequence[int], devices: Sequence[int]) -> None:
         """Put units on devices if that is better."""
-        before, key = [self.plan[unit] for unit in units], self.key
+        old_devices, key = [self.plan[unit] for unit in units], self.key
         self.move(units, devices)
         if not self.key < key:
-            self.move(units, before)
+            self.move(units, old_devices)
 
     def _add(self, units: Sequence[int], values: set[int], sign: int) -> None:
         costs = self._costs

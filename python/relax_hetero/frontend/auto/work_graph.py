@@ -1,4 +1,4 @@
-"""The graph of work: arithmetic and bytes of each unit that is placed as a whole, and the values between units."""
+"""Work graph of a function: arithmetic and bytes of each unit of placement, and the values between units."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tvm import relax
 
 from ...op.traits import Traits, traits_of
 
-# The caller, which makes the inputs and reads the outputs.
+# Index of the caller, which writes the inputs and reads the outputs.
 OUTSIDE = -1
 
 NamesOf = Callable[[relax.Var], str]
 Loops: TypeAlias = "Mapping[tvm.ir.GlobalVar, Sequence[relax.Binding]]"
 
 _MAX_TRIPS = 2**32
-"""More are no limit: exporters write the largest number for loops that a condition ends."""
+"""Exporters write larger numbers for loops that a condition ends."""
 
 
 class Work(NamedTuple):
@@ -33,9 +33,9 @@ class Work(NamedTuple):
     bytes : float
         Bytes read and written.
     product : str
-        The element type of the operands, of a product or convolution; else "".
+        Element type of the operands of a product or convolution; "" for other ops.
     is_kernel : bool
-        Whether it is a kernel of its own; False where it joins the one that makes an operand.
+        False if it is fused into the kernel of an operand.
     """
 
     flops: float
@@ -46,18 +46,18 @@ class Work(NamedTuple):
 
 @dataclass
 class WorkUnit:
-    """A part that is placed as a whole: the bindings of one ONNX node, or of one `If` with everything in its branches.
+    """Unit of placement: the bindings of one ONNX node, including the branches of an `If` or the body of a loop.
 
     Attributes
     ----------
     names : list of str
-        The nodes in it.
+        Names of its nodes.
     ops : list of Work
-        The work of each op.
+        Work of each op.
     weights : dict of int to float
-        Bytes of each constant that it reads, by an identity: units share what has the same.
+        Identity of each constant that it reads -> bytes; units share equal constants.
     windows : float
-        Bytes of those that are windows of 3x3 elements, which CPUs may store transformed.
+        Bytes of 3x3 filters, which CPUs may store in Winograd's form.
     """
 
     names: list[str]
@@ -68,12 +68,12 @@ class WorkUnit:
 
 @dataclass
 class WorkValue:
-    """A value that units pass on: its bytes, maker and readers, as positions; OUTSIDE is the caller.
+    """A value between units: its bytes, and the indices of its producer and readers, where OUTSIDE is the caller.
 
     Attributes
     ----------
     is_map : bool
-        Whether it may be a feature map, which lies with its channels last beside convolutions.
+        True if it may be a feature map, which convolutions store with channels last.
     """
 
     size: float
@@ -99,23 +99,23 @@ def work_graph(
     symbolic_extent: int,
     loops: Loops | None = None,
 ) -> WorkGraph:
-    """Measure a function.
+    """Build the work graph of a function.
 
     Parameters
     ----------
     params, bindings, outputs
         Parts of the function; bindings in program order.
     name_of : NamesOf
-        Variable -> name; consecutive bindings of one name are one unit, whatever stands between them.
+        Variable -> name; bindings of one name are one unit, even if others are between them.
     symbolic_extent : int
-        Size of a symbolic dimension, and the trips of a loop whose number is not known.
+        Assumed size of symbolic dimensions, and trips of loops with a dynamic number.
     loops : Loops, optional
-        The bindings of functions that are loops; a call of one is a unit with everything in it.
+        Function of a loop -> its bindings; a call of it is one unit.
     """
-    return _Measure(name_of, symbolic_extent, loops or {}).graph(params, bindings, outputs)
+    return _GraphBuilder(name_of, symbolic_extent, loops or {}).graph(params, bindings, outputs)
 
 
-class _Measure:
+class _GraphBuilder:
     def __init__(self, name_of: NamesOf, symbolic_extent: int, loops: Loops) -> None:
         self._name_of = name_of
         self._loops = loops
@@ -123,9 +123,9 @@ class _Measure:
         self._units: list[WorkUnit] = []
         self._unit_of: dict[str, int] = {}
         self._values: dict[relax.Var, WorkValue] = {}
-        self._made: set[relax.Var] = set()
-        self._map_ranks: set[int] = set()  # of what convolutions make
-        self._assumed: set[str] = set()
+        self._bound: set[relax.Var] = set()
+        self._map_ranks: set[int] = set()  # of results of convolutions
+        self._symbols: set[str] = set()
 
     def graph(
         self, params: Iterable[relax.Var], bindings: Iterable[relax.Binding], outputs: Iterable[relax.Expr]
@@ -133,26 +133,26 @@ class _Measure:
         for param in params:
             self._values[param] = WorkValue(self._size(param.ty), OUTSIDE, [])
         for binding in bindings:
-            unit = self._device(binding)
+            unit = self._unit_index(binding)
             self._units[unit].ops += self._work(binding.value)
-            self._units[unit].weights |= self._weights(binding.value)
-            self._units[unit].windows += self._windows(binding.value)
+            self._units[unit].weights |= self._weight_bytes(binding.value)
+            self._units[unit].windows += self._window_bytes(binding.value)
             for var in relax.analysis.free_vars(binding.value):
-                self._read(var, unit)
+                self._add_reader(var, unit)
             self._values[binding.var] = WorkValue(self._size(binding.var.ty), unit, [])
-            self._made.add(binding.var)
+            self._bound.add(binding.var)
             if isinstance(binding.value, relax.Call) and _traits(binding.value).kind.startswith("conv"):
                 self._map_ranks.add(binding.var.ty.ndim)
         for output in outputs:
             for var in relax.analysis.free_vars(output):
-                self._read(var, OUTSIDE)
+                self._add_reader(var, OUTSIDE)
         crossing = {var: value for var, value in self._values.items() if value.readers and value.size > 0}
         for var, value in crossing.items():
             value.readers = list(dict.fromkeys(value.readers))
             value.is_map = isinstance(var.ty, relax.TensorType) and var.ty.ndim in self._map_ranks
-        return WorkGraph(self._units, list(crossing.values()), dict.fromkeys(sorted(self._assumed), self._extent))
+        return WorkGraph(self._units, list(crossing.values()), dict.fromkeys(sorted(self._symbols), self._extent))
 
-    def _device(self, binding: relax.Binding) -> int:
+    def _unit_index(self, binding: relax.Binding) -> int:
         name = self._name_of(binding.var)
         if name not in self._unit_of:
             self._unit_of[name] = len(self._units)
@@ -164,37 +164,38 @@ class _Measure:
                 self._units[unit].names.append(inner_name)
         return unit
 
-    def _read(self, var: relax.Var, reader: int) -> None:
+    def _add_reader(self, var: relax.Var, reader: int) -> None:
         value = self._values.get(var)
         if value is not None and value.maker != reader and reader not in value.readers[-1:]:
             value.readers.append(reader)
 
-    def _weights(self, value: relax.Expr) -> dict[int, float]:
-        found: dict[int, float] = {}
+    def _weight_bytes(self, value: relax.Expr) -> dict[int, float]:
+        sizes: dict[int, float] = {}
 
-        def note(constant: tvm.ir.GenericConst) -> None:
-            found[hash(constant.value)] = self._size(constant.ty)
+        def add(constant: tvm.ir.GenericConst) -> None:
+            sizes[hash(constant.value)] = self._size(constant.ty)
 
-        inside = self._body(value) if isinstance(value, relax.Call) else []
-        for each in (value, *(binding.value for binding in inside)):
-            tvm_ffi.structural_walk(each, (tvm.ir.GenericConst, note))
-        return found
+        loop_bindings = self._body(value) if isinstance(value, relax.Call) else []
+        for expr in (value, *(binding.value for binding in loop_bindings)):
+            tvm_ffi.structural_walk(expr, (tvm.ir.GenericConst, add))
+        return sizes
 
     def _body(self, call: relax.Call) -> Sequence[relax.Binding]:
-        """The bindings of the loop that a call runs; none for other calls."""
+        """The bindings of a called loop; empty for other calls."""
         return self._loops.get(call.op, ()) if isinstance(call.op, tvm.ir.GlobalVar) else ()
 
     def _loop_work(self, call: relax.Call, body: Sequence[relax.Binding]) -> list[Work]:
-        """The work of all trips, as if each kernel did that of its trips at once."""
+        """The work of all trips, as if each kernel ran once for all of them."""
         limit = call.args[1]
-        known = isinstance(limit, tvm.ir.GenericConst) and int(limit.value.numpy()) < _MAX_TRIPS
-        trips = int(limit.value.numpy()) if known else self._extent
-        once = _Measure(self._name_of, self._extent, {gv: own for gv, own in self._loops.items() if gv != call.op})
-        ops = [work for binding in body for work in once._work(binding.value)]
+        is_static = isinstance(limit, tvm.ir.GenericConst) and int(limit.value.numpy()) < _MAX_TRIPS
+        trips = int(limit.value.numpy()) if is_static else self._extent
+        loops = {gv: inner for gv, inner in self._loops.items() if gv != call.op}
+        body_graph = _GraphBuilder(self._name_of, self._extent, loops)
+        ops = [work for binding in body for work in body_graph._work(binding.value)]
         return [op._replace(flops=op.flops * trips, bytes=op.bytes * trips) for op in ops]
 
-    def _windows(self, value: relax.Expr) -> float:
-        """Bytes of a convolution's windows, where Winograd's form may take them; in branches none are."""
+    def _window_bytes(self, value: relax.Expr) -> float:
+        """Bytes of a convolution's filter if Winograd's form applies; 0 within branches."""
         if not isinstance(value, relax.Call) or _traits(value).kind != "conv" or len(value.attrs.strides) < 2:
             return 0
         weight, steps = value.args[1], {*map(int, value.attrs.strides[-2:]), *map(int, value.attrs.dilation[-2:])}
@@ -202,7 +203,7 @@ class _Measure:
         return self._size(weight.ty) if is_window else 0
 
     def _work(self, value: relax.Expr) -> list[Work]:
-        """The work of each op in a bound value; of both branches of an `If`, the larger."""
+        """The work of each op in a bound value; for an `If`, that of the larger branch."""
         if isinstance(value, relax.If):
             branches = [
                 [work for binding in _bindings(branch) for work in self._work(binding.value)]
@@ -214,37 +215,37 @@ class _Measure:
         if not isinstance(value, relax.Call) or self._size(value.ty) == 0 or not _traits(value).flops:
             return []
         traits = _traits(value)
-        sizes = [self._size(arg.ty) for arg in _tensor_args(value)]
-        made = self._size(value.ty)
-        if traits.joins_operand and any(arg in self._made for arg in _tensor_args(value) if isinstance(arg, relax.Var)):
-            # The operand's kernel keeps it in registers, and writes the result instead.
+        args, result_bytes = [*_tensor_args(value)], self._size(value.ty)
+        sizes = [self._size(arg.ty) for arg in args]
+        if traits.joins_operand and any(arg in self._bound for arg in args if isinstance(arg, relax.Var)):
+            # The fused kernel keeps the operand in registers and writes the result in its place.
             return [Work(self._flops(value), sum(sizes) - max(sizes), is_kernel=False)]
         is_product = traits.kind in ("product", "conv", "conv_transpose")
-        return [Work(self._flops(value), made + sum(sizes), str(value.args[0].ty.dtype) if is_product else "")]
+        return [Work(self._flops(value), result_bytes + sum(sizes), str(value.args[0].ty.dtype) if is_product else "")]
 
     def _flops(self, call: relax.Call) -> float:
-        kind, made = _traits(call).kind, self._elements(call.ty)
+        kind, result_elements = _traits(call).kind, self._elements(call.ty)
         if kind == "product":
-            return 2 * made * self._dims(call.args[0].ty)[-1]
+            return 2 * result_elements * self._dims(call.args[0].ty)[-1]
         if kind == "conv_transpose":
             return 2 * self._elements(call.args[0].ty) * math.prod(self._dims(call.args[1].ty)[1:])
         if kind == "conv":
-            return 2 * made * math.prod(self._dims(call.args[1].ty)[1:])
+            return 2 * result_elements * math.prod(self._dims(call.args[1].ty)[1:])
         if kind == "attention":
             keys = self._dims(call.args[1].ty)
             return 4 * self._elements(call.args[0].ty) * (keys[1] if len(keys) > 1 else 1)
         if kind == "einsum":
-            return 2 * math.prod(self._elements(arg.ty) for arg in _tensor_args(call)) / max(made, 1)
+            return 2 * math.prod(self._elements(arg.ty) for arg in _tensor_args(call)) / max(result_elements, 1)
         if kind in ("max_pool", "avg_pool"):
-            return made * math.prod(int(size) for size in call.attrs.pool_size)
-        largest = max([made, *(self._elements(arg.ty) for arg in _tensor_args(call))])
+            return result_elements * math.prod(int(size) for size in call.attrs.pool_size)
+        largest = max([result_elements, *(self._elements(arg.ty) for arg in _tensor_args(call))])
         return largest * _traits(call).flops
 
     def _dims(self, ty: tvm.ir.Type) -> list[int]:
         if not isinstance(ty, relax.TensorType):
             return [1]
         if isinstance(ty.shape, relax.ShapeExpr):
-            self._assumed.update(str(dim) for dim in ty.shape.values if isinstance(dim, tvm.tirx.Var))
+            self._symbols.update(str(dim) for dim in ty.shape.values if isinstance(dim, tvm.tirx.Var))
             return [int(dim) if isinstance(dim, tvm.tirx.IntImm) else self._extent for dim in ty.shape.values] or [1]
         return [self._extent] * max(int(ty.ndim), 1)
 
@@ -254,7 +255,7 @@ class _Measure:
         return math.prod(self._dims(ty)) if isinstance(ty, relax.TensorType) else 0
 
     def _size(self, ty: tvm.ir.Type) -> float:
-        """Bytes of all tensors in a type; 0 for shapes and numbers, which the host keeps."""
+        """Bytes of all tensors in a type; 0 for shapes and numbers, which stay on the host."""
         if isinstance(ty, tvm.ir.TupleType):
             return sum(self._size(field) for field in ty.fields)
         return self._elements(ty) * _itemsize(ty) if isinstance(ty, relax.TensorType) else 0
@@ -284,12 +285,12 @@ def _bindings(expr: relax.Expr) -> Iterator[relax.Binding]:
 
 
 def _inner_bindings(value: relax.Expr, loops: Loops) -> Iterator[relax.Binding]:
-    inside: list[relax.Binding] = []
+    bindings: list[relax.Binding] = []
     if isinstance(value, relax.If):
-        inside = [binding for branch in (value.true_branch, value.false_branch) for binding in _bindings(branch)]
+        bindings = [binding for branch in (value.true_branch, value.false_branch) for binding in _bindings(branch)]
     elif isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar) and value.op in loops:
-        inside = list(loops[value.op])
-        loops = {gv: body for gv, body in loops.items() if gv != value.op}  # its last binding is a call of itself
-    for binding in inside:
+        bindings = list(loops[value.op])
+        loops = {gv: body for gv, body in loops.items() if gv != value.op}  # the body ends with a recursive call
+    for binding in bindings:
         yield binding
         yield from _inner_bindings(binding.value, loops)

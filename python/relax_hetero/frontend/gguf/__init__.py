@@ -1,1 +1,1 @@
-"""Language models of GGUF files: what the file says of the model, and its functions in Relax."""
+"""Language models of GGUF files: reading the file, and its functions in Relax."""

@@ -1,4 +1,4 @@
-"""Element types that a language model's products and attention read: 16-bit floats on GPUs, float32 on CPUs."""
+"""Element types of the operands of a language model's products and attention: 16-bit on GPUs, float32 on CPUs."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ ACTIVATIONS = ("float32", "float16", "bfloat16")
 
 
 def check_activations(activations: str | None) -> None:
-    """Refuse what is not an element type of activations, by a FrontendError."""
+    """Raise FrontendError unless the argument is None or an element type of activations."""
     if activations is not None and activations not in ACTIVATIONS:
         raise FrontendError(f"activations is {activations!r}, expected one of {', '.join(ACTIVATIONS)}")
 
 
 def trained_type(file: GgufFile, model: Hyperparameters) -> str:
-    """The 16-bit float that a model was trained in: that of the file's plain matrices, else of its architecture."""
+    """16-bit float type that a model was trained in: the type of its unquantized matrices, else its architecture's."""
     plain = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1 and is_plain(tensor.type)}
     return {"F16": "float16", "BF16": "bfloat16"}[plain.pop()] if len(plain) == 1 else model.architecture.trained_type
 
 
 class ActivationTypes:
-    """Element types of what variables' ops read, by the variables' names.
+    """Element types of the operands of ops, by the names of the ops' variables.
 
     Parameters
     ----------
     activations : str, optional
-        The type on all devices; by default `trained` on devices whose kernels multiply 16-bit floats by weights in
-        blocks, and float32 on the others.
+        The type on all devices; by default `trained` on devices whose kernels multiply 16-bit floats by block-quantized
+        weights, and float32 on the others.
     trained : str
         16-bit float that the model was trained in.
     rules, vdevices
-        Which variables go to which device, as for `rh.place`.
+        Placement rules and devices, as for `rh.place`.
     """
 
     def __init__(
@@ -49,33 +49,33 @@ class ActivationTypes:
     ) -> None:
         self._rules = rule_pairs(rules)
         self._types: dict[tvm.relax.VDevice | None, str] = {None: activations or "float32"}
-        self._types |= {vdevice: activations or _type_on(vdevice, trained) for vdevice in vdevices}
-        # Key: the pattern that decides; None for variables that no pattern matches.
+        self._types |= {vdevice: activations or _default_type(vdevice, trained) for vdevice in vdevices}
+        # Pattern -> device; None is the key of variables that no pattern matches.
         self._devices: dict[str | None, tvm.relax.VDevice | None] = {
             None: default_vdevice(vdevices) if vdevices else None
         }
         self._devices |= {pattern: lookup(device, vdevices) for pattern, device in reversed(self._rules)}
 
     def of(self, name: str) -> str:
-        """The element type of what the op of a variable reads."""
+        """The element type of the operands of a variable's op."""
         return self._types[self.device_of(name)]
 
     def device_of(self, name: str) -> tvm.relax.VDevice | None:
-        """The device of a variable's op; None where there are no devices."""
+        """The device of a variable's op; None if there are no devices."""
         return self._devices[self._pattern(name, self._rules)]
 
     def are_alike(self, names: Sequence[str]) -> bool:
-        """Return whether no rule of the placement tells the variables apart."""
+        """Return whether every placement rule matches either all of the variables or none."""
         return all(len({self._pattern(name, [rule]) for name in names}) == 1 for rule in self._rules)
 
     def _pattern(self, name: str, rules: PlacementRules) -> str | None:
-        """The pattern that decides where a variable goes, by the names that `rh.place` knows it by."""
-        homes = name.split(".")
-        modules = (".".join(homes[:count]) for count in range(1, len(homes)))
+        """The first pattern that matches a variable's name, its modules' names or its op, as in `rh.place`."""
+        path = name.split(".")
+        modules = (".".join(path[:count]) for count in range(1, len(path)))
         node = NodeInfo(name, (*modules, "matmul", "relax.matmul"), "matmul", "", "")
         return matching_patterns([node], rules).get(name)
 
 
-def _type_on(vdevice: tvm.relax.VDevice, trained: str) -> str:
+def _default_type(vdevice: tvm.relax.VDevice, trained: str) -> str:
     layout = answers_of(vdevice.target).block_layout(vdevice.target)
     return trained if layout is not None and trained in layout.lhs_types else "float32"

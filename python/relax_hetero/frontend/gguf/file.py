@@ -1,6 +1,11 @@
-"""A GGUF file: its metadata, and its tensors as they lie in the file.
+"""Reader of GGUF files: metadata and tensors.
 
-Tensors are views of the mapped file; nothing is copied before it is packed.
+Tensors are views of the mapped file; nothing is copied before it is packed. Metadata is parsed as in llama.cpp
+(`gguf_init_from_file` in `ggml/src/gguf.cpp`). Sizes that contradict each other or the file are an error before memory
+is allocated for them.
+
+The reader of the package ``gguf`` checks little, and creates an object for each string of a list. A tokenizer has
+hundreds of thousands, which takes seconds and 60 bytes each; here a list is one object that decodes strings on access.
 """
 
 from __future__ import annotations
@@ -17,45 +22,36 @@ from typing import Any, overload
 
 import numpy as np
 
-from ...artifact.file_hints import describe_value as found_text
-from ...artifact.file_hints import hint_of, near_file
+from ...artifact.file_hints import describe_value, hint_of, near_file
 from ...artifact.regular_files import open_regular
 from ...errors import FrontendError
 
-# The metadata of a GGUF file, read as llama.cpp reads it (`gguf_init_from_file` in `ggml/src/gguf.cpp`).
-#
-# Bytes that contradict each other or the file's size are an error before memory is taken for what they announce.
-#
-# The reader of the package ``gguf`` checks little, and makes an object for each string of a list. A tokenizer has
-# hundreds of thousands of them, which takes seconds and some 60 bytes each; here a list is one object, and a text is
-# read where it lies.
-
 MAX_ENTRIES = 1 << 16
-"""Keys, or tensors; files with more are damaged."""
-_LONG = 256
-"""A list of more numbers stays an array, one of more texts stays in the file."""
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of numbers, as `struct` and numpy name them."""
-_BOOL, _TEXT, _LIST, _UINT32 = 7, 8, 9, 4
-_LENGTH = struct.Struct("<Q")
+"""Maximum number of keys, and of tensors; files with more are damaged."""
+_MIN_LAZY_ENTRIES = 256
+"""Longer lists are not converted to Python lists: numbers stay an array, texts stay in the file."""
+_NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Number of a type in the file -> format character of `struct` and numpy."""
+_BOOL_TYPE, _TEXT_TYPE, _LIST_TYPE, _UINT32_TYPE = 7, 8, 9, 4
+_LENGTH_FORMAT = struct.Struct("<Q")
 
 
 class Texts(Sequence[str]):
-    """A list of texts as a file has it: each is its number of bytes in 8 bytes, then the bytes.
+    """List of texts in a file, decoded on access. Each is stored as its length in 8 bytes, then its bytes.
 
     Parameters
     ----------
     view : memoryview
         Bytes of the file.
-    begins : array of int
-        Where each text's own bytes begin, and where that of one more would.
+    starts : array of int
+        Offset of each text's first byte, and of one more text after the last.
     """
 
-    def __init__(self, view: memoryview, begins: array[int]) -> None:
-        self._view, self._begins = view, begins
+    def __init__(self, view: memoryview, starts: array[int]) -> None:
+        self._view, self._starts = view, starts
 
     def __len__(self) -> int:
-        return len(self._begins) - 1
+        return len(self._starts) - 1
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -69,26 +65,26 @@ class Texts(Sequence[str]):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        return str(self._view[self._begins[index] : self._begins[index + 1] - 8], "utf-8")
+        return str(self._view[self._starts[index] : self._starts[index + 1] - 8], "utf-8")
 
     def __iter__(self) -> Iterator[str]:
         return map(self.__getitem__, range(len(self)))
 
 
 class Reader:
-    """Reads a file's bytes one after the other, never beyond its end.
+    """Sequential reader of a file's bytes with bounds checks.
 
     Parameters
     ----------
     view : memoryview
         Bytes of the file.
     path : str or PathLike of str
-        Named in errors.
+        Name in messages.
 
     Attributes
     ----------
     at : int
-        The byte that is read next.
+        Offset of the next byte.
     """
 
     def __init__(self, view: memoryview, path: str | os.PathLike[str]) -> None:
@@ -96,60 +92,62 @@ class Reader:
 
     def error(self, text: str) -> FrontendError:
         """An error that names the file."""
-        return FrontendError(f"{os.fspath(self._path)}: is no GGUF file that can be read: {text}")
+        return FrontendError(f"{os.fspath(self._path)}: is not a readable GGUF file: {text}")
 
     def skip(self, count: int, what: str) -> int:
-        """Where the next `count` bytes begin, which need not be looked at."""
-        begin, self.at = self.at, self.at + count
+        """Skip `count` bytes and return their offset."""
+        start, self.at = self.at, self.at + count
         if self.at > len(self.view):
             raise self.error(f"{what} ends at byte {self.at:,}, expected the file's {len(self.view):,} at most")
-        return begin
+        return start
 
     def number(self, form: str, what: str) -> Any:
-        """A number of a type of `struct`."""
-        found = struct.unpack_from(f"<{form}", self.view, self.skip(struct.calcsize(form), what))[0]
+        """Read a number of a format of `struct`."""
+        value = struct.unpack_from(f"<{form}", self.view, self.skip(struct.calcsize(form), what))[0]
         if form == "?" and self.view[self.at - 1] > 1:
-            raise self.error(f"{what} is {self.view[self.at - 1]}, expected 0 or 1 as it is a truth")
-        return found
+            raise self.error(f"{what} is {self.view[self.at - 1]}, expected 0 or 1 for a boolean")
+        return value
 
     def count(self, what: str, size: int) -> int:
-        """The number of entries that follow, which take at least `size` bytes each."""
-        found: int = self.number("Q", what)
-        left = len(self.view) - self.at
-        if found * size > left:
-            raise self.error(f"{what} is {found:,}, expected at most {left // size:,}: the file has no bytes for more")
-        return found
+        """Read the number of the following entries, which take at least `size` bytes each."""
+        entries: int = self.number("Q", what)
+        rest = len(self.view) - self.at
+        if entries * size > rest:
+            raise self.error(
+                f"{what} is {entries:,}, expected at most {rest // size:,}: the file has no bytes for more"
+            )
+        return entries
 
     def text(self, what: str) -> str:
-        """A text, which is UTF-8."""
+        """Read a text in UTF-8."""
         length = self.number("Q", what)
-        return self._decoded(self.skip(length, what), what)
+        return self._decode(self.skip(length, what), what)
 
     def texts(self, count: int, what: str) -> Texts:
-        """Texts one after the other."""
-        begins = array("q", [self.at + 8])
+        """Read consecutive texts."""
+        starts = array("q", [self.at + 8])
         for _ in range(count):
-            (length,) = _LENGTH.unpack_from(self.view, self.skip(8, what))
-            self._decoded(self.skip(length, what), what)
-            begins.append(self.at + 8)
-        return Texts(self.view, begins)
+            (length,) = _LENGTH_FORMAT.unpack_from(self.view, self.skip(8, what))
+            self._decode(self.skip(length, what), what)
+            starts.append(self.at + 8)
+        return Texts(self.view, starts)
 
-    def _decoded(self, begin: int, what: str) -> str:
+    def _decode(self, start: int, what: str) -> str:
         try:
-            return str(self.view[begin : self.at], "utf-8")
+            return str(self.view[start : self.at], "utf-8")
         except UnicodeDecodeError as error:
-            raise self.error(f"{what} is no UTF-8 at byte {begin + error.start:,}: {error.reason}") from error
+            raise self.error(f"{what} is not UTF-8 at byte {start + error.start:,}: {error.reason}") from error
 
 
 def read_metadata(reader: Reader, count: int) -> dict[str, Any]:
-    """All metadata by key.
+    """Read all metadata by key.
 
     Numbers are ``int``, ``float`` and ``bool``, texts ``str``, lists ``list``; long ones are `Texts` and arrays.
 
     Raises
     ------
     FrontendError
-        If a key comes twice, a value's type is not known, or a value is not as its type says.
+        If a key is duplicated, or a value is invalid or of an unknown type.
     """
     fields: dict[str, Any] = {}
     for _ in range(count):
@@ -157,40 +155,40 @@ def read_metadata(reader: Reader, count: int) -> dict[str, Any]:
         if not key or key in fields:
             raise reader.error(f"found the key {key!r} {'twice' if key else 'as a name'}, expected names that differ")
         kind = reader.number("I", key)
-        if key == "general.alignment" and kind != _UINT32:
-            raise reader.error(f"{key} is of type {kind}, expected {_UINT32} (a whole number of 32 bits)")
-        fields[key] = _value(reader, kind, key)
+        if key == "general.alignment" and kind != _UINT32_TYPE:
+            raise reader.error(f"{key} is of type {kind}, expected {_UINT32_TYPE} (a whole number of 32 bits)")
+        fields[key] = _read_value(reader, kind, key)
     return fields
 
 
-def _value(reader: Reader, kind: int, key: str) -> Any:
-    if kind in _FORMATS:
-        return reader.number(_FORMATS[kind], key)
-    if kind == _TEXT:
+def _read_value(reader: Reader, kind: int, key: str) -> Any:
+    if kind in _NUMBER_FORMATS:
+        return reader.number(_NUMBER_FORMATS[kind], key)
+    if kind == _TEXT_TYPE:
         return reader.text(key)
-    if kind != _LIST:
+    if kind != _LIST_TYPE:
         raise reader.error(f"{key} is of type {kind}, expected 0 to 12")
     kind = reader.number("I", key)
-    if kind == _TEXT:
+    if kind == _TEXT_TYPE:
         texts = reader.texts(reader.count(f"the length of {key}", 8), key)
-        return texts if len(texts) > _LONG else list(texts)
-    if kind not in _FORMATS:
+        return texts if len(texts) > _MIN_LAZY_ENTRIES else list(texts)
+    if kind not in _NUMBER_FORMATS:
         raise reader.error(f"{key} is a list of type {kind}, expected numbers or texts")
-    form = np.dtype(_FORMATS[kind]).newbyteorder("<")
+    form = np.dtype(_NUMBER_FORMATS[kind]).newbyteorder("<")
     count = reader.count(f"the length of {key}", form.itemsize)
-    begin = reader.skip(count * form.itemsize, key)
-    if kind == _BOOL and max(reader.view[begin : reader.at], default=0) > 1:
-        raise reader.error(f"{key} has numbers above 1, expected 0 and 1 as it is a list of truths")
-    numbers = np.frombuffer(reader.view, form, count, begin)
-    return numbers if count > _LONG else numbers.tolist()
+    start = reader.skip(count * form.itemsize, key)
+    if kind == _BOOL_TYPE and max(reader.view[start : reader.at], default=0) > 1:
+        raise reader.error(f"{key} has numbers above 1, expected 0 and 1 for a list of booleans")
+    numbers = np.frombuffer(reader.view, form, count, start)
+    return numbers if count > _MIN_LAZY_ENTRIES else numbers.tolist()
 
 
 _VERSIONS = (2, 3)
-_MAX_DIMS, _MAX_NAME = 4, 63
-"""Dimensions of a tensor, and bytes of its name, as llama.cpp has them."""
+_MAX_DIMS, _MAX_NAME_BYTES = 4, 63
+"""Limits of llama.cpp: dimensions of a tensor, and bytes of its name."""
 _ALIGNMENT = 32
-_NUMBERS = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
-"""Types that numpy has; tensors of all others are bytes."""
+_NUMPY_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
+"""Types that numpy has; tensors of all other types are bytes."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +203,7 @@ class FileTensor:
     type : str
         Name of its type, such as "Q4_K".
     data : array
-        Numbers of `shape` for F32, F16 and others that numpy has; bytes, ``(..., bytes of a row)``, for all others.
+        Numbers of `shape` for types that numpy has; bytes, ``(..., bytes of a row)``, for all others.
     """
 
     name: str
@@ -216,7 +214,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file that is open.
+    """An open file.
 
     Attributes
     ----------
@@ -238,17 +236,17 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     Raises
     ------
     FrontendError
-        If the package gguf is not installed, or the file is none: it is cut off, of another version or byte order, or
-        says of its metadata or tensors what cannot be.
+        If the package gguf is not installed, or the file is truncated, of another version or byte order, or has invalid
+        metadata or tensors.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise FrontendError(f"a GGUF file: {found_text(path)}; expected a path")
+        raise FrontendError(f"a GGUF file: {describe_value(path)}; expected a path")
     try:
         with open_regular(path)[0] as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        why = f"{getattr(error, 'strerror', None) or error}{hint_of(path, 'rh.from_gguf')}{near_file(path)}"
-        raise FrontendError(f"{os.fspath(path)}: is no GGUF file that can be read: {why}") from error
+        reason = f"{getattr(error, 'strerror', None) or error}{hint_of(path, 'rh.from_gguf')}{near_file(path)}"
+        raise FrontendError(f"{os.fspath(path)}: is not a readable GGUF file: {reason}") from error
     reader = Reader(memoryview(mapped), path)
     magic = bytes(reader.view[:4])
     if magic != b"GGUF":
@@ -268,7 +266,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
 
 
 def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileTensor]:
-    """All tensors, each of which begins where those before it end."""
+    """Read all tensors; each must begin where the previous one ends."""
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
@@ -276,13 +274,13 @@ def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileT
     if alignment < 1 or alignment & (alignment - 1):
         raise reader.error(f"general.alignment is {alignment}, expected a power of two")
     types = {int(kind): (str(kind.name), *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
-    places: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
-    before, end = "the begin", 0
+    entries: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
+    last, end = "the begin", 0
     for _ in range(count):
         name = reader.text("the name of a tensor")
-        if name in places or len(name.encode()) > _MAX_NAME:
-            found = "twice" if name in places else f"of more than {_MAX_NAME} bytes"
-            raise reader.error(f"found the tensor {name!r} {found}")
+        if name in entries or len(name.encode()) > _MAX_NAME_BYTES:
+            problem = "twice" if name in entries else f"of more than {_MAX_NAME_BYTES} bytes"
+            raise reader.error(f"found the tensor {name!r} {problem}")
         what = f"tensor {name!r}"
         rank = reader.number("I", what)
         if rank > _MAX_DIMS:
@@ -299,26 +297,26 @@ def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileT
                 f"{what} has rows of {shape[-1:]} elements, expected a multiple of {type_name}'s {block}"
             )
         offset, size = reader.number("Q", what), math.prod(shape) // block * block_bytes
-        # A wrong type makes a tensor longer or shorter, which shows at the next one.
+        # A wrong type changes the size of a tensor, which this check finds at the next one.
         if offset != end:
             raise reader.error(
-                f"{what} begins at byte {offset:,} of the data, expected {end:,} after {before}, aligned to {alignment}"
+                f"{what} begins at byte {offset:,} of the data, expected {end:,} after {last}, aligned to {alignment}"
             )
-        places[name] = (shape, type_name, offset, size)
-        before, end = f"{what} of type {type_name}", -(-(offset + size) // alignment) * alignment
-    begin = -(-reader.at // alignment) * alignment
+        entries[name] = (shape, type_name, offset, size)
+        last, end = f"{what} of type {type_name}", -(-(offset + size) // alignment) * alignment
+    base = -(-reader.at // alignment) * alignment
     tensors = {}
-    for name, (shape, type_name, offset, size) in places.items():
-        if begin + offset + size > len(reader.view):
-            last, have = begin + offset + size, len(reader.view)
-            raise reader.error(f"tensor {name!r} ends at byte {last:,}, expected the file's {have:,} at most")
-        form, extents = _NUMBERS.get(type_name, ""), shape
+    for name, (shape, type_name, offset, size) in entries.items():
+        if base + offset + size > len(reader.view):
+            tensor_end, file_end = base + offset + size, len(reader.view)
+            raise reader.error(f"tensor {name!r} ends at byte {tensor_end:,}, expected the file's {file_end:,} at most")
+        form, extents = _NUMPY_TYPES.get(type_name, ""), shape
         if not form:
             form, extents = "u1", (*shape[:-1], size // max(1, math.prod(shape[:-1])))
-        data = np.frombuffer(reader.view, form, math.prod(extents), begin + offset).reshape(extents)
+        data = np.frombuffer(reader.view, form, math.prod(extents), base + offset).reshape(extents)
         tensors[name] = FileTensor(name, shape, type_name, data)
-    if tensors and begin + end < len(reader.view):
+    if tensors and base + end < len(reader.view):
         raise reader.error(
-            f"its tensors end at byte {begin + end:,}, expected the file's {len(reader.view):,}: something is left over"
+            f"its tensors end at byte {base + end:,}, expected the file's {len(reader.view):,}: something is left over"
         )
     return tensors

@@ -1,4 +1,7 @@
-"""Hyperparameters of a language model from a GGUF file's metadata: sizes, norms, rotation, windows, experts."""
+"""Hyperparameters of a language model: properties of its architecture, and numbers from a GGUF file's metadata.
+
+The rules are those of llama.cpp (`src/llama-model.cpp`).
+"""
 
 from __future__ import annotations
 
@@ -9,43 +12,38 @@ from typing import Any
 
 from ...errors import FrontendError
 
-# The architectures of language models in GGUF files: one table of what sets them apart.
-#
-# The rules are those by which llama.cpp reads the same files (`src/llama-model.cpp`); numbers that a file states itself
-# are in `hyperparameters`.
-
 
 @dataclass(frozen=True)
 class Architecture:
-    """Facts that the files of an architecture leave unsaid.
+    """Properties of an architecture that its files do not state.
 
     Attributes
     ----------
     rotary : str
-        Which elements of a head turn together: "pairs" (2i and 2i + 1) or "halves" (i and i + r/2).
+        Elements of a head that are rotated together: "pairs" (2i and 2i + 1) or "halves" (i and i + r/2).
     activation : str
-        Activation of the feed-forward part's gate: "silu" or "gelu_tanh".
+        Activation of the feed-forward gate: "silu" or "gelu_tanh".
     scaled_embedding : bool
-        Whether embeddings are multiplied by the square root of their width.
+        True if embeddings are multiplied by the square root of their width.
     post_norms : bool
-        Whether what attention and feed-forward part give is normalized before it is added.
+        True if the results of attention and feed-forward are normalized before the residual addition.
     pattern : int
-        Number of layers of which the last sees all keys, the others those in their window, where the file does not say
-        which; 0: a window is ignored.
+        Default period of layers: the last layer of each period attends to all keys, the others to a sliding window.
+        0: no layer has a window.
     window : int
-        Positions that layers with a window see, where the file does not say so.
+        Default length of the sliding window.
     window_base : float or None
-        Base of the frequencies of layers with a window, where the file does not say so; None: that of all layers.
+        Default base of the frequencies of layers with a window; None: the base of all layers.
     window_scaled : bool
-        Whether the file's scaling of positions holds for layers with a window, too.
+        True if the file's scaling of positions applies to layers with a window, too.
     wide_layers : int or None
-        Number of layers of the model whose scores are divided by the root of width / heads, not of the head's size.
+        Number of layers of the model that divides scores by the root of width / heads rather than of the head's size.
     trained_type : str
-        16-bit float that its models are trained in, where the file's weights are quantized.
+        16-bit float that its models are trained in, used if the file's weights are quantized.
     required, optional : tuple of str
-        Tensors besides those of every architecture, without ``blk.N.``: which a file must have, and which it may have.
-        All layers are alike. As in llama.cpp, a file with any other tensor is refused: its author's model computes
-        something with it.
+        Names, without ``blk.N.``, of tensors besides those of every architecture that a file must have or may have. All
+        layers have the same tensors. As in llama.cpp, a file with any other tensor is refused, because the model would
+        compute something else without it.
     """
 
     rotary: str
@@ -68,12 +66,12 @@ _BIASES = tuple(
 _QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
 
 ARCHITECTURES = {
-    # The divisors of frequencies, rope_freqs, are those of llama 3.1 and later.
+    # llama 3.1 and later have divisors of frequencies, rope_freqs.
     "llama": Architecture("pairs", trained_type="float16", optional=("output.weight", "rope_freqs.weight", *_BIASES)),
     "qwen2": Architecture("halves", required=_BIASES[:3], optional=("output.weight", "output.bias")),
     "qwen3": Architecture("halves", required=_QK_NORMS),
     "qwen3moe": Architecture("halves", required=_QK_NORMS),
-    # The embeddings are the matrix of logits.
+    # The matrix of embeddings is also the output matrix.
     "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46, optional=()),
     "gemma3": Architecture(
         "halves",
@@ -90,16 +88,16 @@ ARCHITECTURES = {
 """Architectures by the file's ``general.architecture``."""
 
 
-_SCALINGS = ("none", "linear")
-_MAX_COUNT = (1 << 31) - 1
-"""Positions, tokens and sizes are int32."""
+_ROPE_SCALINGS = ("none", "linear")
+_MAX_INT32 = (1 << 31) - 1
+"""Maximum of counts: positions, tokens and sizes are int32."""
 MAX_LAYERS = 10_000
-"""More are a damaged file's, not a model's."""
+"""A file with more layers is damaged."""
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """Numbers of a model.
+    """Hyperparameters of a model.
 
     Attributes
     ----------
@@ -107,25 +105,25 @@ class Hyperparameters:
         Name of the architecture.
     architecture : Architecture
     layers, width, vocabulary, context : int
-        Context: the positions that the model was trained for.
+        `context` is the number of positions that the model was trained for.
     heads, kv_heads, size : int
-        Heads of queries, of keys and values, and the elements of each.
+        Numbers of query heads and of key/value heads, and the elements of a head.
     feed_forward : int
-        Width of the feed-forward part, or of each expert.
+        Width of the feed-forward network, or of each expert.
     eps : float
-        Epsilon of the norms.
+        Epsilon of norms.
     base, base_scale : float
-        Base and scale of rotation: frequencies are ``base_scale * base ** (-2i / rotated)``.
+        Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotated)``.
     rotated : int
-        Elements of a head that are rotated.
+        Number of rotated elements of a head.
     window_base : float
-        The base of layers with a window.
+        Base of layers with a window.
     windows : tuple of int
-        Positions that each layer sees; 0: all.
+        Number of positions that each layer attends to; 0: all.
     attention_cap, logit_cap : float
-        c of ``c * tanh(x / c)`` on scores and on logits; 0: none.
+        Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
     experts, experts_used : int
-        0 where the feed-forward part is one.
+        Number of experts and of chosen experts for a token; 0 without experts.
     expert_scale : float
         Factor of the experts' weights.
     """
@@ -154,12 +152,12 @@ class Hyperparameters:
 
     @property
     def scale(self) -> float:
-        """Factor of the scores."""
+        """Factor of attention scores."""
         is_wide = self.layers == self.architecture.wide_layers
         return 1.0 / math.sqrt(self.width / self.heads if is_wide else self.size)
 
     def window_of(self, layer: int) -> int:
-        """Positions that a layer sees; 0: all."""
+        """Number of positions that a layer attends to; 0: all."""
         return self.windows[layer]
 
     def base_of(self, layer: int) -> tuple[float, float]:
@@ -170,71 +168,70 @@ class Hyperparameters:
 
 
 def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) -> Hyperparameters:
-    """The numbers of a model.
+    """Read and check the hyperparameters of a model.
 
     Parameters
     ----------
     fields : mapping
         The file's metadata.
     vocabulary : int
-        Rows of the table of embeddings.
+        Rows of the embedding table.
     file : str
-        Named in errors.
+        Name in messages.
 
     Raises
     ------
     FrontendError
-        If the architecture is not in the table, a number is missing or makes no sense, or the file asks for something
-        that is not known here.
+        If the architecture is not in the table, a number is missing or invalid, or a feature is not supported.
     """
     name = fields.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise FrontendError(f"{file}: found architecture {name!r}, expected one of {known}")
-    read = _Fields(fields, name, file)
-    architecture, layers = ARCHITECTURES[name], read.layers
-    if read.count("vocab_size", vocabulary) != vocabulary:
-        found = read.count("vocab_size")
-        raise FrontendError(f"{file}: {name}.vocab_size is {found:,}, expected the rows of token_embd, {vocabulary:,}")
-    width, heads = read.count("embedding_length"), read.count("attention.head_count")
-    if width % heads and not read.has("attention.key_length"):
+        names = ", ".join(ARCHITECTURES)
+        raise FrontendError(f"{file}: found architecture {name!r}, expected one of {names}")
+    metadata = _Fields(fields, name, file)
+    architecture, layers = ARCHITECTURES[name], metadata.layers
+    if metadata.count("vocab_size", vocabulary) != vocabulary:
+        rows = metadata.count("vocab_size")
+        raise FrontendError(f"{file}: {name}.vocab_size is {rows:,}, expected the rows of token_embd, {vocabulary:,}")
+    width, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
+    if width % heads and not metadata.has("attention.key_length"):
         raise FrontendError(f"{file}: {heads} heads do not divide the width of {width}, and no key_length is given")
-    size = read.count("attention.key_length", width // heads)
-    if read.count("attention.value_length", size) != size:
-        found = read.count("attention.value_length")
-        raise FrontendError(f"{file}: values of a head have {found} elements, expected as many as keys, {size}")
-    experts = read.count("expert_count", 0)
-    feed_forward = read.count("expert_feed_forward_length", 0) if experts else 0
-    scaling = read.text("rope.scaling.type", "linear" if read.has("rope.scaling.factor") else "none")
-    if scaling not in _SCALINGS:
-        raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_SCALINGS}")
-    base = read.number("rope.freq_base", 10000.0, above=0.0)
-    factor = read.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
+    size = metadata.count("attention.key_length", width // heads)
+    if metadata.count("attention.value_length", size) != size:
+        length = metadata.count("attention.value_length")
+        raise FrontendError(f"{file}: values of a head have {length} elements, expected as many as keys, {size}")
+    experts = metadata.count("expert_count", 0)
+    feed_forward = metadata.count("expert_feed_forward_length", 0) if experts else 0
+    scaling = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scaling.factor") else "none")
+    if scaling not in _ROPE_SCALINGS:
+        raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}")
+    base = metadata.number("rope.freq_base", 10000.0, above=0.0)
+    factor = metadata.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
     model = Hyperparameters(
         name=name,
         architecture=architecture,
         layers=layers,
         width=width,
         vocabulary=vocabulary,
-        context=read.count("context_length"),
+        context=metadata.count("context_length"),
         heads=heads,
-        kv_heads=read.count("attention.head_count_kv", heads),
+        kv_heads=metadata.count("attention.head_count_kv", heads),
         size=size,
-        feed_forward=feed_forward or read.count("feed_forward_length"),
-        eps=read.number("attention.layer_norm_rms_epsilon"),
+        feed_forward=feed_forward or metadata.count("feed_forward_length"),
+        eps=metadata.number("attention.layer_norm_rms_epsilon"),
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
-        rotated=read.count("rope.dimension_count", size),
-        window_base=read.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
-        windows=_windows(read, architecture, layers),
-        attention_cap=read.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
-        logit_cap=read.number("final_logit_softcapping", 0.0),
+        rotated=metadata.count("rope.dimension_count", size),
+        window_base=metadata.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
+        windows=_read_windows(metadata, architecture, layers),
+        attention_cap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
+        logit_cap=metadata.number("final_logit_softcapping", 0.0),
         experts=experts,
-        experts_used=read.count("expert_used_count", 0),
-        expert_scale=read.number("expert_weights_scale", 1.0) or 1.0,
+        experts_used=metadata.count("expert_used_count", 0),
+        expert_scale=metadata.number("expert_weights_scale", 1.0) or 1.0,
     )
     if model.heads % model.kv_heads:
-        raise FrontendError(f"{file}: {model.heads} heads of queries are no multiple of {model.kv_heads} of keys")
+        raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")
     if model.rotated > size or model.rotated % 2:
         raise FrontendError(f"{file}: rotates {model.rotated} elements of a head, expected an even number up to {size}")
     if experts and not 0 < model.experts_used <= experts:
@@ -242,8 +239,8 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     return model
 
 
-def _windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
-    """Window of each layer: the file says which have one, or of how many layers the last has none."""
+def _read_windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
+    """Window of each layer, from a list of layers with a window or from a period of layers."""
     window = read.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
     pattern = read.pattern("attention.sliding_window_pattern", architecture.pattern)
     if isinstance(pattern, list):
@@ -251,11 +248,11 @@ def _windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[in
             raise FrontendError(f"{read.file}: says of {len(pattern)} layers which have a window, expected {layers}")
         return tuple(window if has_window else 0 for has_window in pattern)
     has_window = [bool(pattern) and layer % pattern != pattern - 1 for layer in range(layers)]
-    return tuple(window if each else 0 for each in has_window)
+    return tuple(window if windowed else 0 for windowed in has_window)
 
 
 class _Fields:
-    """Metadata of an architecture, by names without it."""
+    """Metadata of an architecture, by keys without its prefix."""
 
     def __init__(self, fields: Mapping[str, Any], name: str, file: str) -> None:
         self.fields, self.name, self.file, self.layers = fields, name, file, 1
@@ -272,9 +269,9 @@ class _Fields:
             raise FrontendError(f"{self.file}: has no {self.name}.{key}, which its architecture needs")
         if isinstance(value, list):  # one for each layer
             if len(value) != self.layers or len(set(value)) != 1:
-                found = f"{len(value)} values, {len(set(value))} of which differ"
+                problem = f"{len(value)} values, {len(set(value))} of which differ"
                 raise FrontendError(
-                    f"{self.file}: {self.name}.{key} has {found}, expected one value, or the same for each of "
+                    f"{self.file}: {self.name}.{key} has {problem}, expected one value, or the same for each of "
                     f"{self.layers} layers"
                 )
             value = value[0]
@@ -282,9 +279,9 @@ class _Fields:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
-        if type(value) is not int or not (default != 0) <= value <= _MAX_COUNT:
-            found = f"{value!r}, expected a whole number above 0 and below 2**31"
-            raise FrontendError(f"{self.file}: {self.name}.{key} is {found}")
+        if type(value) is not int or not (default != 0) <= value <= _MAX_INT32:
+            problem = f"{value!r}, expected a whole number above 0 and below 2**31"
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {problem}")
         return value
 
     def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
@@ -296,7 +293,7 @@ class _Fields:
         return float(value)
 
     def pattern(self, key: str, default: int) -> int | list[bool]:
-        """A number, or a truth of each layer."""
+        """An integer, or a boolean for each layer."""
         value = self.fields.get(f"{self.name}.{key}", default)
         return [bool(each) for each in value] if isinstance(value, list) else self.count(key, default)
 

@@ -1,9 +1,8 @@
-"""A language model's functions in Relax: ``decode_B`` and ``prefill_C``.
+"""Relax functions of a language model: ``decode_B`` and ``prefill_C``.
 
-``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C tokens that follow each other in one
-sequence, and gives the logits of one of them. Both write keys and values of the tokens into the pages of the cache,
-which they take and give back layer by layer. Variables are named after the file's tensors (``blk.3.attn_q``), for
-placement.
+``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C consecutive tokens of one sequence and
+returns the logits of one of them. Both write keys and values into the pages of the cache, a parameter and a result for
+each layer. Variables are named after the file's tensors (``blk.3.attn_q``), for placement.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from .weights import Weights
 def language_module(
     model: Hyperparameters, weights: Weights, cache: PagedCache, activation_bits: int, types: ActivationTypes
 ) -> tvm.IRModule:
-    """All functions of a model; nothing is placed.
+    """Build all functions of a model, without placement.
 
-    Sums of layers, norms and results of products are float32 whatever `types` says: only operands of products and of
-    attention are rounded, so that activations of models trained in bfloat16 do not overflow float16 between layers.
+    Residual sums, norms and results of products are float32. Only operands of products and attention have the types in
+    `types`, so that activations of models trained in bfloat16 do not overflow float16 between layers.
     """
     functions = {
         tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits, types).build(name)
@@ -42,7 +41,7 @@ def language_module(
 
 
 class _Function:
-    """One function, written from its first variable to its last."""
+    """Builder of one function."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class _Function:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.activation_bits, self.types = activation_bits, types
         self.row_kind = kind
-        self._narrow: dict[tuple[relax.Expr, str], relax.Expr] = {}
+        self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
         self.rotations: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
@@ -69,9 +68,9 @@ class _Function:
         x = self._embedding()
         pages = []
         for layer in range(self.model.layers):
-            x, written = self._layer(x, layer)
-            pages.append(written)
-        # No variable of its own: that would have a device, and take the pages of all others there.
+            x, layer_pages = self._layer(x, layer)
+            pages.append(layer_pages)
+        # The result is a tuple expression: a tuple variable would have one device, and move all pages there.
         logits = self._logits(x)
         self.bindings[-1] = relax.VarBinding(relax.Var(logits.name, logits.ty), self.bindings[-1].value)
         result = relax.Tuple([self.bindings[-1].var, *pages])
@@ -87,14 +86,14 @@ class _Function:
         )
 
     def emit(self, value: relax.Expr, name: str, is_output: bool = False) -> relax.Var:
-        """A variable of a name, which may have dots."""
+        """Bind a value to a variable; its name may contain dots."""
         value = self.builder.normalize(value)
         var = (relax.Var if is_output else relax.DataflowVar)(name, value.ty)
         self.bindings.append(relax.VarBinding(var, value))
         return var
 
     def _embedding(self) -> relax.Expr:
-        """The rows of the table of embeddings that tokens name, (rows, width)."""
+        """The embeddings of the tokens, (rows, width)."""
         model = self.model
         table = self._matrix("token_embd", [model.vocabulary, model.width])
         x = self.emit(relax.op.take(table, self.params["tokens"], axis=0), "token_embd")
@@ -103,36 +102,36 @@ class _Function:
         return x
 
     def _layer(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
-        """Tensor that a layer adds to, and its pages."""
+        """The output of a layer, and its pages."""
         name, model = f"blk.{layer}", self.model
-        attended, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
-        projected = self._product(attended, f"{name}.attn_output", model.width, model.heads * model.size)
+        attention, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
+        projection = self._product(attention, f"{name}.attn_output", model.width, model.heads * model.size)
         if model.architecture.post_norms:
-            projected = self._norm(projected, f"{name}.post_attention_norm")
-        x = self.emit(relax.op.add(x, projected), f"{name}.attn_sum")
-        normal = self._norm(x, f"{name}.ffn_norm")
-        made = self._experts(normal, name) if model.experts else self._feed_forward(normal, name)
+            projection = self._norm(projection, f"{name}.post_attention_norm")
+        x = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
+        normalized = self._norm(x, f"{name}.ffn_norm")
+        feed_forward = self._experts(normalized, name) if model.experts else self._feed_forward(normalized, name)
         if model.architecture.post_norms:
-            made = self._norm(made, f"{name}.post_ffw_norm")
-        return self.emit(relax.op.add(x, made), f"{name}.ffn_sum"), pages
+            feed_forward = self._norm(feed_forward, f"{name}.post_ffw_norm")
+        return self.emit(relax.op.add(x, feed_forward), f"{name}.ffn_sum"), pages
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
         widths = {"q": model.heads * model.size, "k": model.kv_heads * model.size, "v": model.kv_heads * model.size}
-        if self._is_joined(f"{name}.attn_qkv", {f"{name}.attn_{part}": width for part, width in widths.items()}):
-            joined = self._product(x, f"{name}.attn_qkv", sum(widths.values()), model.width)
+        if self._try_join(f"{name}.attn_qkv", {f"{name}.attn_{part}": width for part, width in widths.items()}):
+            qkv = self._product(x, f"{name}.attn_qkv", sum(widths.values()), model.width)
         else:
             parts = [self._product(x, f"{name}.attn_{part}", width, model.width) for part, width in widths.items()]
-            joined = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
-        joined = self._narrowed(joined, self.types.of(f"{name}.attn"))
+            qkv = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+        qkv = self._cast(qkv, self.types.of(f"{name}.attn"))
         window = model.window_of(layer)
         norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
-        others = [self._rotation(layer)]
-        others += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.size) for part in norms]
+        operands = [self._rotation(layer)]
+        operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.size) for part in norms]
         call = cached_attention(
-            joined,
-            *(self.params[each] for each in (f"pages_{layer}", TABLES[bool(window)], "sequences", "positions")),
-            *others,
+            qkv,
+            *(self.params[key] for key in (f"pages_{layer}", TABLES[bool(window)], "sequences", "positions")),
+            *operands,
             heads=model.heads,
             kv_heads=model.kv_heads,
             size=model.size,
@@ -144,12 +143,12 @@ class _Function:
             eps=model.eps,
             rows=self.kind,
         )
-        both = self.emit(call, f"{name}.attn")
-        attended = self.emit(relax.TupleGetItem(both, 0), f"{name}.attn.kqv")
-        return attended, self.emit(relax.TupleGetItem(both, 1), f"{name}.attn.pages", is_output=True)
+        result = self.emit(call, f"{name}.attn")
+        output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
+        return output, self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=True)
 
-    def _is_joined(self, name: str, tensors: dict[str, int]) -> bool:
-        """True if products of one operand by matrices of so many rows are one product, on a GPU: a launch less each."""
+    def _try_join(self, name: str, tensors: dict[str, int]) -> bool:
+        """Join matrices of products with the same operand, which saves launches on GPUs; return True if it did."""
         if not self.types.are_alike([name, *tensors]) or self.types.of(name) == "float32":
             return False
         weights, biases = self.weights, [(f"{part}.bias", rows) for part, rows in tensors.items()]
@@ -159,16 +158,16 @@ class _Function:
         return weights.join(f"{name}.weight", matrices, self.model.width)
 
     def _rotation(self, layer: int) -> relax.Expr:
-        """Cosines and sines of the angles of each row's position, (rows, rotated).
+        """Cosines and sines of the rotary angles of each row's position, (rows, rotated).
 
-        They are named after the first layer on their device that takes them: computing them costs less than a copy.
+        They are computed on each device, which costs less than a copy, and named after the first layer that reads them.
         """
         base, scale = self.model.base_of(layer)
         key = base, scale, self.types.device_of(f"blk.{layer}.attn")
         if key not in self.rotations:
             name = f"blk.{layer}.attn_rope"
-            wide = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
-            column = self.emit(relax.op.expand_dims(wide, 1), f"{name}.column")
+            positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
+            column = self.emit(relax.op.expand_dims(positions, 1), f"{name}.column")
             frequencies = relax.const(self._frequencies(base, scale)[None])
             angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
@@ -176,7 +175,7 @@ class _Function:
         return self.rotations[key]
 
     def _frequencies(self, base: float, scale: float) -> np.ndarray:
-        """Radians of a position, of each pair."""
+        """Rotary frequencies: radians per position for each pair of elements."""
         rotated = self.model.rotated
         frequencies = scale * base ** (-np.arange(0, rotated, 2, dtype="float64") / rotated)
         if "rope_freqs.weight" in self.weights:
@@ -188,54 +187,54 @@ class _Function:
         gate = self._product(x, f"{name}.ffn_gate", model.feed_forward, model.width)
         active = self.emit(_activation(model)(gate), f"{name}.ffn_act")
         up = self._product(x, f"{name}.ffn_up", model.feed_forward, model.width)
-        both = self.emit(relax.op.multiply(active, up), f"{name}.ffn_par")
-        return self._product(both, f"{name}.ffn_down", model.width, model.feed_forward)
+        gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_par")
+        return self._product(gated, f"{name}.ffn_down", model.width, model.feed_forward)
 
     def _experts(self, x: relax.Expr, name: str) -> relax.Expr:
-        """The sum of the experts that each row chooses, by their weights: (rows, width)."""
+        """The weighted sum of the chosen experts of each row, (rows, width)."""
         model, rows = self.model, self.rows
         used = model.experts_used
-        # In float32 everywhere: experts that are nearly as good as each other would change places.
+        # float32 on all devices: rounding would change the order of experts with nearly equal scores.
         scores = self._product(x, f"{name}.ffn_gate_inp", model.experts, model.width, dtype="float32")
-        shares = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
-        best = self.emit(relax.op.topk(shares, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
-        chosen = self.emit(relax.TupleGetItem(best, 0), f"{name}.ffn_moe_weights")
-        total = self.emit(relax.op.sum(chosen, [-1], keepdims=True), f"{name}.ffn_moe_sum")
-        weights = self.emit(relax.op.divide(chosen, total), f"{name}.ffn_moe_share")
+        probs = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
+        best = self.emit(relax.op.topk(probs, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
+        top = self.emit(relax.TupleGetItem(best, 0), f"{name}.ffn_moe_weights")
+        total = self.emit(relax.op.sum(top, [-1], keepdims=True), f"{name}.ffn_moe_sum")
+        weights = self.emit(relax.op.divide(top, total), f"{name}.ffn_moe_share")
         if model.expert_scale != 1.0:
             weights = self.emit(relax.op.multiply(weights, _number(model.expert_scale)), f"{name}.ffn_moe_scaled")
         ids = self.emit(relax.TupleGetItem(best, 1), f"{name}.ffn_moe_ids")
-        every = self.emit(relax.op.reshape(x, [rows, 1, 1, model.width]), f"{name}.ffn_moe_in")
-        gate = self._expert_product(every, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.width)
+        expert_input = self.emit(relax.op.reshape(x, [rows, 1, 1, model.width]), f"{name}.ffn_moe_in")
+        gate = self._expert_product(expert_input, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.width)
         active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")
-        up = self._expert_product(every, ids, f"{name}.ffn_up_exps", model.feed_forward, model.width)
-        both = self.emit(relax.op.multiply(active, up), f"{name}.ffn_moe_par")
-        down = self._expert_product(both, ids, f"{name}.ffn_down_exps", model.width, model.feed_forward)
+        up = self._expert_product(expert_input, ids, f"{name}.ffn_up_exps", model.feed_forward, model.width)
+        gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_moe_par")
+        down = self._expert_product(gated, ids, f"{name}.ffn_down_exps", model.width, model.feed_forward)
         flat = self.emit(relax.op.reshape(down, [rows, used, model.width]), f"{name}.ffn_moe_down")
         column = self.emit(relax.op.reshape(weights, [rows, used, 1]), f"{name}.ffn_moe_column")
         weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted")
         return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_moe_out")
 
     def _expert_product(self, x: relax.Expr, ids: relax.Expr, name: str, columns: int, depth: int) -> relax.Expr:
-        """A product of each row by the matrices of its experts: (rows, used, 1, columns)."""
+        """The product of each row with the matrices of its experts, (rows, used, 1, columns)."""
         rows = self._matrix(name, [self.model.experts, columns, depth])
         table = self.emit(relax.op.reshape(rows, [self.model.experts, columns, depth]), f"{name}.tables")
-        taken = self.emit(relax.op.take(table, ids, axis=0), f"{name}.chosen")
-        turned = self.emit(relax.op.permute_dims(taken, [0, 1, 3, 2]), f"{name}.turned")
-        return self.emit(relax.op.matmul(x, turned), name)
+        expert_matrices = self.emit(relax.op.take(table, ids, axis=0), f"{name}.chosen")
+        transposed = self.emit(relax.op.permute_dims(expert_matrices, [0, 1, 3, 2]), f"{name}.turned")
+        return self.emit(relax.op.matmul(x, transposed), name)
 
     def _logits(self, x: relax.Expr) -> relax.Expr:
         model = self.model
         if "last" in self.params:
             x = self.emit(relax.op.take(x, self.params["last"], axis=0, mode="clip"), "last_row")
-            self.row_kind = DECODE  # one row of every chunk
+            self.row_kind = DECODE  # one row per chunk
         name = "output" if "output.weight" in self.weights else "token_embd"
         logits = self._product(self._norm(x, "output_norm"), name, model.vocabulary, model.width, "output")
         if not model.logit_cap:
             return logits
-        small = self.emit(relax.op.multiply(logits, _number(1.0 / model.logit_cap)), "output.small")
-        bent = self.emit(relax.op.tanh(small), "output.bent")
-        return self.emit(relax.op.multiply(bent, _number(model.logit_cap)), "output.capped")
+        scaled = self.emit(relax.op.multiply(logits, _number(1.0 / model.logit_cap)), "output.small")
+        squashed = self.emit(relax.op.tanh(scaled), "output.bent")
+        return self.emit(relax.op.multiply(squashed, _number(model.logit_cap)), "output.capped")
 
     def _norm(self, x: relax.Expr, name: str) -> relax.Expr:
         """``x / sqrt(mean(x * x) + eps) * weight``, row by row."""
@@ -248,36 +247,33 @@ class _Function:
         return self.emit(relax.op.multiply(normal, weight), name)
 
     def _matrix(self, tensor: str, shape: Sequence[int], name: str | None = None) -> relax.Expr:
-        """A matrix of the file in numbers, a variable for each use, which may be on a device of its own.
-
-        Rows of ``shape[-1]``.
-        """
+        """Dequantize a matrix with rows of ``shape[-1]``; each use has its own variable, which may be on any device."""
         data, form = self.weights.matrix(f"{tensor}.weight", shape)
         if not form:
             return data
         bits, rows = self.activation_bits, self.row_kind
-        numbers = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=bits, rows=rows)
-        return self.emit(numbers, f"{name or tensor}.numbers")
+        matrix = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=bits, rows=rows)
+        return self.emit(matrix, f"{name or tensor}.numbers")
 
-    def _narrowed(self, x: relax.Expr, dtype: str) -> relax.Expr:
-        """Numbers in an element type, once for all that read them."""
+    def _cast(self, x: relax.Expr, dtype: str) -> relax.Expr:
+        """Cast a value to an element type, once for all readers."""
         if str(x.ty.dtype) == dtype:
             return x
-        if (x, dtype) not in self._narrow:
-            self._narrow[x, dtype] = self.emit(relax.op.astype(x, dtype), f"{x.name}.{dtype}")
-        return self._narrow[x, dtype]
+        if (x, dtype) not in self._casts:
+            self._casts[x, dtype] = self.emit(relax.op.astype(x, dtype), f"{x.name}.{dtype}")
+        return self._casts[x, dtype]
 
     def _product(
         self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None, dtype: str = ""
     ) -> relax.Expr:
-        """A product with a matrix of the file, and its bias where there is one: (rows, columns)."""
+        """The product with a matrix of the file, plus its bias if it has one, (rows, columns)."""
         name = name or tensor
         dtype = dtype or self.types.of(name)
-        x = self._narrowed(x, dtype)
+        x = self._cast(x, dtype)
         matrix = self.weights.plain_matrix(f"{tensor}.weight", [columns, depth], dtype)
         if matrix is None:
             matrix = self._matrix(tensor, [columns, depth], name)
-            x = self._narrowed(x, "float32")  # FormQuantizedMatmuls multiplies what was widened
+            x = self._cast(x, "float32")  # FormQuantizedMatmuls expects a cast operand
         turned = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.turned")
         result = self.emit(relax.op.matmul(x, turned, out_dtype="float32"), name)
         if f"{tensor}.bias" in self.weights:

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file as constants of a module: blocks in their bits, other numbers as they are."""
+"""Tensors of a GGUF file as constants of a module; block-quantized weights keep their format."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from ...target.element_types import numpy_dtype
 from .file import FileTensor, GgufFile
 from .hyperparameters import Architecture
 
-_MAX_NAMED = 5
-"""Tensors that an error names."""
+_MAX_LISTED = 5
+"""Maximum number of tensors that an error lists."""
 
 
 class Weights:
-    """Makes each tensor a constant once, so that functions share it.
+    """Converts each tensor to a constant once, so that functions share it.
 
     Parameters
     ----------
     file : GgufFile
     architecture : Architecture
-        Says which tensors the file may have.
+        Has the names of the tensors that the file may have.
     """
 
     def __init__(self, file: GgufFile, architecture: Architecture) -> None:
         self._file = file
         kinds = set(map(_kind, file.tensors))
-        self._has = {*architecture.required, *(kind for kind in architecture.optional if kind in kinds)}
+        self._expected_kinds = {*architecture.required, *(kind for kind in architecture.optional if kind in kinds)}
         self._constants: dict[str, relax.Expr] = {}
         self._unread = dict.fromkeys(file.tensors)
         self._joined: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the architecture has a tensor that others lack; in a file, all layers have it or none."""
-        return name in self._joined or _kind(name) in self._has
+        """Return whether an optional tensor is expected; in a file, all layers have it or none."""
+        return name in self._joined or _kind(name) in self._expected_kinds
 
     def check_all_read(self) -> None:
-        """Refuse a file with tensors that were not asked for; FrontendError names them."""
+        """Raise FrontendError if the file has tensors that were not read."""
         if self._unread:
-            names = ", ".join(map(repr, list(self._unread)[:_MAX_NAMED]))
-            more = f" and {len(self._unread) - _MAX_NAMED:,} more" if len(self._unread) > _MAX_NAMED else ""
+            names = ", ".join(map(repr, list(self._unread)[:_MAX_LISTED]))
+            suffix = f" and {len(self._unread) - _MAX_LISTED:,} more" if len(self._unread) > _MAX_LISTED else ""
             raise FrontendError(
-                f"{self._file.path}: found tensors that its architecture has no use for: {names}{more}; expected none: "
-                "the model without them is not its author's"
+                f"{self._file.path}: found tensors that its architecture has no use for: {names}{suffix}; expected "
+                "none: the model without them is not its author's"
             )
 
     def join(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
-        """Stack tensors of the file into one of a new name; False unless all are there and have one type.
+        """Stack tensors of the file into one of a new name; return False unless all exist and have one type.
 
         Parameters
         ----------
@@ -72,29 +72,29 @@ class Weights:
         return True
 
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
-        """A tensor of the file that has a shape; FrontendError where it is missing or has another."""
-        found = self._joined.get(name) or self._file.tensors.get(name)
+        """A tensor of the file; FrontendError if it is missing or has another shape."""
+        tensor = self._joined.get(name) or self._file.tensors.get(name)
         self._unread.pop(name, None)
-        if found is None:
+        if tensor is None:
             raise FrontendError(
                 f"{self._file.path}: has no tensor {name!r}, which its architecture needs or other layers have"
             )
-        if found.shape != tuple(shape):
-            raise FrontendError(f"{self._file.path}: {name!r} has shape {found.shape}, expected {tuple(shape)}")
-        return found
+        if tensor.shape != tuple(shape):
+            raise FrontendError(f"{self._file.path}: {name!r} has shape {tensor.shape}, expected {tuple(shape)}")
+        return tensor
 
     def numbers(self, name: str, shape: Sequence[int]) -> np.ndarray:
-        """A tensor's numbers, of float32."""
-        return _numbers(self.tensor(name, shape), self._file)
+        """A tensor's numbers as float32."""
+        return _float32_numbers(self.tensor(name, shape), self._file)
 
     def vector(self, name: str, size: int) -> relax.Expr:
         """A vector of float32."""
         return self._constant(name, lambda: self.numbers(name, [size]))
 
     def matrix(self, name: str, shape: Sequence[int]) -> tuple[relax.Expr, str]:
-        """Rows of weights, ``shape[-1]`` in each: a constant, and the format of its bytes ("": numbers of float32).
+        """A matrix as a constant, and the block format of its bytes ("" for float32).
 
-        Matrices that are stacked are rows below each other.
+        Stacked matrices are concatenated along rows, which have ``shape[-1]`` elements.
 
         Raises
         ------
@@ -112,11 +112,12 @@ class Weights:
         return self._constant(name, lambda: np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)), form
 
     def plain_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
-        """A matrix of plain numbers as 16-bit floats: a constant; None for weights in blocks, and for float32."""
+        """An unquantized matrix as a constant of 16-bit floats; None for block-quantized weights or float32."""
         tensor = self.tensor(name, shape)
         if dtype == "float32" or not (tensor.type == "F32" or is_plain(tensor.type)):
             return None
-        return self._constant(f"{name}.{dtype}", lambda: _plain(tensor).reshape(shape).astype(numpy_dtype(dtype)))
+        kind = numpy_dtype(dtype)
+        return self._constant(f"{name}.{dtype}", lambda: _plain_numbers(tensor).reshape(shape).astype(kind))
 
     def _constant(self, name: str, make: Callable[[], np.ndarray]) -> relax.Expr:
         if name not in self._constants:
@@ -125,24 +126,24 @@ class Weights:
 
 
 def _kind(name: str) -> str:
-    """A tensor's name without that of its layer."""
+    """A tensor's name without its layer's prefix."""
     return re.sub(r"^blk\.\d+\.", "", name)
 
 
 def is_plain(type_name: str) -> bool:
-    """Return whether weights of a type of files are 16-bit floats by themselves."""
+    """Return whether a type of a file is an unquantized 16-bit float."""
     form = FILE_FORMATS.get(type_name.lower())
     return form is not None and form.is_plain
 
 
-def _plain(tensor: FileTensor) -> np.ndarray:
+def _plain_numbers(tensor: FileTensor) -> np.ndarray:
     if tensor.type == "BF16":
         return np.ascontiguousarray(tensor.data).view(numpy_dtype("bfloat16"))
     return np.asarray(tensor.data)
 
 
-def _numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:
-    """Numbers of a tensor that is not a matrix of products: F32, or F16."""
+def _float32_numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:
+    """Convert a vector of F32 or F16 to float32."""
     if tensor.type not in ("F32", "F16"):
         raise FrontendError(f"{file.path}: {tensor.name!r} is of type {tensor.type}, expected F32 or F16")
     return np.ascontiguousarray(tensor.data, "float32").reshape(tensor.shape)

@@ -1,12 +1,12 @@
 """Checks of a model before anything is computed from it: its form, its nesting, its tensors and the sizes it grows to.
 
-The form is checked by ONNX's checker. It gets the model without its weights: they would be copied twice, and it would
-look for external files relative to the working directory. Shapes that outputs lack are filled in for it, as it would
-end at the first of them, and nothing here needs them.
+ONNX's checker checks the form of a copy without weights: it would copy them twice, and look for external files in the
+working directory. Missing shapes of outputs are filled in, since the checker stops at the first one.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Set
@@ -21,13 +21,13 @@ from .functions import FunctionTable, function_of, function_table
 STANDARD_DOMAINS = ("", "ai.onnx")
 """Domains of operators whose name means "the ONNX standard"."""
 
-# Converters know ops that an opset deprecates: the checker prints these.
+# Converters take ops that an opset deprecates; the checker refuses them with this message.
 _DEPRECATED = re.compile(r"Op registered for (\w+) is deprecated")
 _UNCHECKED = frozenset({"SimplifiedLayerNormalization"})
 """Ops of the standard domain that only ONNX Runtime defines."""
-_ON_TRIAL = {"LayerNormalization": 17, "MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
+_EARLY_OPS = {"LayerNormalization": 17, "MeanVarianceNormalization": 9, "ThresholdedRelu": 10}
 """Ops that ONNX Runtime also has in opsets before the one that defines them."""
-_HIDDEN = "relax_hetero.unchecked"
+_UNCHECKED_DOMAIN = "relax_hetero.unchecked"
 
 _LONG_LIST_OPS = ("Constant", "TfIdfVectorizer")
 """Ops whose attributes may be as long as the file, besides those of classical models, such as trees."""
@@ -61,8 +61,8 @@ def check_form(proto: onnx.ModelProto, source: str) -> None:
         if entry.domain in STANDARD_DOMAINS and entry.version > newest:
             raise FrontendError(f"{source} is of opset {entry.version}; the installed onnx knows those up to {newest}")
     for what, name in _names(proto):
-        if not isinstance(name, str) or "\0" in name:  # protobuf gives bytes where text is no UTF-8
-            raise FrontendError(f"{source} has {what} {str(name)[:100]!r}, which is no text in UTF-8")
+        if not isinstance(name, str) or "\0" in name:  # protobuf gives bytes where text is not UTF-8
+            raise FrontendError(f"{source} has {what} {str(name)[:100]!r}, which is not UTF-8 text")
     for nodes in _node_lists(proto, source):
         for node in nodes:
             _check_attributes(node, source)
@@ -87,7 +87,7 @@ def check_by_onnx(proto: onnx.ModelProto, source: str) -> None:
     bare = _without_data(proto)
     version = max((entry.version for entry in proto.opset_import if entry.domain in STANDARD_DOMAINS), default=newest)
     _import_all(bare)
-    _hide(_UNCHECKED | {op_type for op_type, opset in _ON_TRIAL.items() if version < opset}, bare)
+    _hide(_UNCHECKED | {op_type for op_type, opset in _EARLY_OPS.items() if version < opset}, bare)
     while True:
         try:
             onnx.checker.check_model(bare)
@@ -99,39 +99,39 @@ def check_by_onnx(proto: onnx.ModelProto, source: str) -> None:
 
 
 def _import_all(bare: onnx.ModelProto) -> None:
-    """Import the domains of all nodes: ONNX Runtime knows its own without that, and unknown ops are refused later."""
-    imports = (bare.opset_import, *(function.opset_import for function in bare.functions))
+    """Import the domains of all nodes: ONNX Runtime needs no import of its own, and unknown ops are refused later."""
+    import_lists = (bare.opset_import, *(function.opset_import for function in bare.functions))
     lists = _node_lists(bare, "the model")
-    for node in (*(node for nodes in lists for node in nodes), *(entry for listed in imports for entry in listed)):
+    for node in itertools.chain(*lists, *import_lists):
         node.domain = "" if node.domain in STANDARD_DOMAINS else node.domain
     used = {node.domain for nodes in _node_lists(bare, "the model") for node in nodes}
-    for listed in imports:
-        known = {entry.domain for entry in listed}
-        if "" not in known:
-            listed.append(onnx.OperatorSetIdProto(version=onnx.defs.onnx_opset_version()))
-        for domain in sorted(used - known - {""}):
+    for imports in import_lists:
+        imported = {entry.domain for entry in imports}
+        if "" not in imported:
+            imports.append(onnx.OperatorSetIdProto(version=onnx.defs.onnx_opset_version()))
+        for domain in sorted(used - imported - {""}):
             newest = max((s.since_version for s in onnx.defs.get_all_schemas() if s.domain == domain), default=1)
-            listed.append(onnx.OperatorSetIdProto(domain=domain, version=newest))
+            imports.append(onnx.OperatorSetIdProto(domain=domain, version=newest))
 
 
 def _hide(op_types: Set[str], bare: onnx.ModelProto) -> bool:
-    """Give the nodes of some ops to a domain that the checker knows nothing of; whether there are any."""
+    """Move the nodes of some ops to a domain that the checker does not know; return True if there are any."""
     lists = _node_lists(bare, "the model")
-    found = [node for nodes in lists for node in nodes if node.op_type in op_types and node.domain in STANDARD_DOMAINS]
-    if not found:
+    hidden = [node for nodes in lists for node in nodes if node.op_type in op_types and node.domain in STANDARD_DOMAINS]
+    if not hidden:
         return False
     for imports in (bare.opset_import, *(function.opset_import for function in bare.functions)):
-        if not any(entry.domain == _HIDDEN for entry in imports):
-            imports.append(onnx.OperatorSetIdProto(domain=_HIDDEN, version=1))
-    for node in found:
-        node.domain = _HIDDEN
+        if not any(entry.domain == _UNCHECKED_DOMAIN for entry in imports):
+            imports.append(onnx.OperatorSetIdProto(domain=_UNCHECKED_DOMAIN, version=1))
+    for node in hidden:
+        node.domain = _UNCHECKED_DOMAIN
     return True
 
 
 def check_size(proto: onnx.ModelProto, source: str, budget: Budget) -> None:
-    """Refuse a model of too many nodes, or of too deep a nesting, once calls of its functions are their bodies.
+    """Refuse a model with too many nodes or too deep a nesting, after its function calls are inlined.
 
-    Functions are counted once each, so that it takes no longer than the model is.
+    Each function is counted once, so that time is linear in the size of the file.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def check_size(proto: onnx.ModelProto, source: str, budget: Budget) -> None:
 
 
 def _names(proto: onnx.ModelProto) -> Iterator[tuple[str, object]]:
-    """Every name in a model, with what it names."""
+    """Every name in a model, with a description of the named object."""
     for nodes in _node_lists(proto, "the model"):
         for node in nodes:
             yield "a node named", node.name
@@ -174,31 +174,31 @@ class _Counter:
     def __init__(self, functions: FunctionTable, source: str) -> None:
         self._functions = functions
         self._source = source
-        self._found: dict[tuple[str, str, str], tuple[int, int]] = {}
+        self._counts: dict[tuple[str, str, str], tuple[int, int]] = {}
 
     def count(self, nodes: Iterable[onnx.NodeProto], depth: int) -> tuple[int, int]:
-        """Nodes in all, and levels of graphs and bodies, these nodes' own included."""
-        self._check(depth)
+        """Number of nodes with all nested ones, and levels of graphs and bodies including this one."""
+        self._check_depth(depth)
         total, height = 0, 0
         for node in nodes:
             total += 1
             function = function_of(node, self._functions)
             if function is not None:
-                inner = [self._function(function, depth + 1)]
+                inner = [self._count_function(function, depth + 1)]
             else:
                 inner = [self.count(graph.node, depth + 1) for graph in _graphs_in(node)]
             for more, levels in inner:
                 total, height = total + more, max(height, levels)
         return total, height + 1
 
-    def _function(self, function: onnx.FunctionProto, depth: int) -> tuple[int, int]:
+    def _count_function(self, function: onnx.FunctionProto, depth: int) -> tuple[int, int]:
         key = (function.domain, function.name, function.overload)
-        if key not in self._found:
-            self._found[key] = self.count(function.node, depth)
-        self._check(depth + self._found[key][1] - 1)
-        return self._found[key]
+        if key not in self._counts:
+            self._counts[key] = self.count(function.node, depth)
+        self._check_depth(depth + self._counts[key][1] - 1)
+        return self._counts[key]
 
-    def _check(self, depth: int) -> None:
+    def _check_depth(self, depth: int) -> None:
         if depth > MAX_NESTING:
             raise FrontendError(
                 f"{self._source} nests graphs, or calls of its functions, more than {MAX_NESTING} deep; "
@@ -207,12 +207,12 @@ class _Counter:
 
 
 def all_tensors(proto: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    """Every tensor of a model, in function bodies and graphs for training too, with what messages call it."""
+    """Every tensor of a model with its description for messages; function bodies and training graphs are included."""
     for graph in _graphs(proto):
         for tensor in graph.initializer:
             yield f"initializer {tensor.name!r}", tensor
         for sparse in graph.sparse_initializer:
-            yield from _sparse_parts(f"sparse initializer {sparse.values.name!r}", sparse)
+            yield from _sparse_tensors(f"sparse initializer {sparse.values.name!r}", sparse)
     for nodes in _node_lists(proto, "the model"):
         for node in nodes:
             for attribute in node.attribute:
@@ -228,12 +228,12 @@ def _tensors_in(what: str, attribute: onnx.AttributeProto) -> Iterator[tuple[str
     for tensor in attribute.tensors:
         yield what, tensor
     if attribute.HasField("sparse_tensor"):
-        yield from _sparse_parts(what, attribute.sparse_tensor)
+        yield from _sparse_tensors(what, attribute.sparse_tensor)
     for sparse in attribute.sparse_tensors:
-        yield from _sparse_parts(what, sparse)
+        yield from _sparse_tensors(what, sparse)
 
 
-def _sparse_parts(what: str, sparse: onnx.SparseTensorProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+def _sparse_tensors(what: str, sparse: onnx.SparseTensorProto) -> Iterator[tuple[str, onnx.TensorProto]]:
     yield f"the values of {what}", sparse.values
     yield f"the indices of {what}", sparse.indices
 
@@ -253,14 +253,14 @@ def _roots(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
 
 
 def _graphs(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
-    """Every graph of a model, those inside nodes and function bodies too."""
-    waiting = list(_roots(proto))
-    waiting.extend(graph for function in proto.functions for node in function.node for graph in _graphs_in(node))
-    while waiting:
-        graph = waiting.pop()
+    """Every graph of a model, including graphs inside nodes and function bodies."""
+    stack = list(_roots(proto))
+    stack.extend(graph for function in proto.functions for node in function.node for graph in _graphs_in(node))
+    while stack:
+        graph = stack.pop()
         yield graph
         for node in graph.node:
-            waiting.extend(_graphs_in(node))
+            stack.extend(_graphs_in(node))
 
 
 def _node_lists(proto: onnx.ModelProto, source: str) -> Iterator[Iterable[onnx.NodeProto]]:
@@ -296,7 +296,7 @@ def _check_dims(dims: Iterable[int], what: str) -> None:
 
 
 def _without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """The model as the checker gets it: every tensor empty, and no type or shape missing."""
+    """Copy of the model for the checker: every tensor is empty, every type and shape is present."""
     bare = onnx.ModelProto(ir_version=proto.ir_version)
     bare.opset_import.extend(proto.opset_import)
     _copy_graph(proto.graph, bare.graph)
@@ -319,15 +319,15 @@ def _without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def _copy_graph(graph: onnx.GraphProto, copy: onnx.GraphProto) -> None:
     copy.name = graph.name
-    for part in ("input", "output", "value_info"):
-        values = getattr(copy, part)
-        values.extend(getattr(graph, part))
+    for field in ("input", "output", "value_info"):
+        values = getattr(copy, field)
+        values.extend(getattr(graph, field))
         for value in values:
             if value.type.WhichOneof("value") is None:
                 value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
-    for tensor in {tensor.name: tensor for tensor in graph.initializer}.values():  # the last of a name is the weight
+    for tensor in {tensor.name: tensor for tensor in graph.initializer}.values():  # the last one of a name counts
         _copy_tensor(tensor, copy.initializer.add())
-    # Sparse tensors are checked where they are read: the checker allocates what they ask for.
+    # Sparse tensors are checked when they are read: the checker would allocate their dense size.
     for sparse in graph.sparse_initializer:
         _copy_tensor(onnx.TensorProto(name=sparse.values.name, data_type=1), copy.initializer.add())
     _copy_nodes(graph.node, copy.node)
@@ -354,7 +354,7 @@ def _copy_attributes(attributes: Iterable[onnx.AttributeProto], copies: object) 
         copy.name, copy.type = attribute.name, attribute.type
         if attribute.ref_attr_name:  # the checker takes an empty one for a reference
             copy.ref_attr_name = attribute.ref_attr_name
-        if attribute.HasField("sparse_tensor"):  # checked where it is read
+        if attribute.HasField("sparse_tensor"):  # checked when it is read
             copy.sparse_tensor.dims.append(1)
             _copy_tensor(onnx.TensorProto(data_type=onnx.TensorProto.FLOAT), copy.sparse_tensor.values)
             _copy_tensor(onnx.TensorProto(data_type=onnx.TensorProto.INT64), copy.sparse_tensor.indices)
@@ -376,6 +376,6 @@ def _copy_tensor(tensor: onnx.TensorProto, copy: onnx.TensorProto) -> None:
 def _checker_message(error: Exception) -> str:
     """The checker's finding without the dump of the node that follows it."""
     text = str(error).strip()
-    parts = [line for line in text.splitlines() if line.strip() and not line.startswith("==>")]
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("==>")]
     context = next((line.removeprefix("==> Context: ") for line in text.splitlines() if line.startswith("==>")), "")
-    return "; ".join(filter(None, [" ".join(parts[:2]), context]))[:500]
+    return "; ".join(filter(None, [" ".join(lines[:2]), context]))[:500]

@@ -1,8 +1,8 @@
-"""Weights of an ONNX graph: initializers, constants, and the results of chains of simple nodes on them.
+"""Weights of an ONNX graph: initializers, constants, and chains of simple nodes applied to them.
 
-Exporters put `ConstantOfShape`, `Transpose`, `Cast` … between a weight and the op that uses it. Those are computed here
-once, with ONNX's own reference implementation, so that a weight is a constant wherever it is used, and lives there.
-(Arithmetic on small constants is computed by the converters of single ops.)
+Exporters put `ConstantOfShape`, `Transpose`, `Cast` … between a weight and the op that uses it. These nodes are
+computed at import with ONNX's reference implementation, so that each weight is a constant. (Converters of single ops
+compute arithmetic on small constants.)
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from .check_model import STANDARD_DOMAINS
 from .external_data import ExternalData, is_external
 from .inputs import dtype_name
 
-# Ops that exporters put between a weight and the op that uses it. Ops that carry the work of a model stay in it, and
-# DequantizeLinear too, which would make weights larger.
+# Ops that exporters put between a weight and the op that uses it. DequantizeLinear is not folded: weights would grow.
 FOLDED_OPS = frozenset(
     "Cast CastLike Concat ConstantOfShape Flatten Identity Mul Reshape Slice Split Squeeze Transpose Unsqueeze".split()
 )
 
-_GROWTH = 2**24  # bytes by which results may exceed what they are made of, lest broadcasting fill the memory
+_MAX_GROWTH_BYTES = 2**24  # results may exceed their operands by this much; broadcasting could fill the memory
 
-_LENT_BYTES = 2**16  # smaller arrays are copied: views of them may be of anything
+_MIN_SHARED_BYTES = 2**16  # smaller arrays are copied
 
-# Bits of elements that share bytes.
+# Bits per element of types with several elements per byte.
 _PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
@@ -50,24 +49,24 @@ class Tensors:
         self._external = external
 
     def value(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
-        """The array of a tensor, of a dtype TVM has; a mapping of its file where it is external.
+        """The array of a tensor in a dtype that TVM has; a mapping of the file if its data is external.
 
         Raises
         ------
         FrontendError
-            Beginning with `what`: another dtype, or data that does not fit the shape.
+            If the dtype is another one, or the data does not fit the shape; the text begins with `what`.
         """
         dtype_name(tensor.data_type, what)
         if any(dim < 0 for dim in tensor.dims):
             raise FrontendError(f"{what} has the shape {list(tensor.dims)}; expected sizes >= 0")
         if is_external(tensor):
-            return self._mapped(tensor, what)
+            return self._map_external(tensor, what)
         try:
             return numpy_helper.to_array(tensor)
-        except Exception as error:  # numpy's, ONNX's and protobuf's own
+        except Exception as error:  # errors of numpy, ONNX and protobuf
             raise FrontendError(f"{what}: its data cannot be read: {error}") from error
 
-    def _mapped(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
+    def _map_external(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
         data = self._external.bytes_of(tensor, what)
         dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
         elements = int(np.prod(list(tensor.dims), dtype=object))
@@ -141,12 +140,12 @@ class Tensors:
         Raises
         ------
         FrontendError
-            As `value`.
+            See `value`.
         """
         for tensor in graph.initializer:
             array = self.value(tensor, f"initializer {tensor.name!r}")
-            if is_external(tensor) and not _is_lendable(array):
-                budget().take_bytes(array.nbytes, f"initializer {tensor.name!r}")  # of a file that may be all holes
+            if is_external(tensor) and not _is_shareable(array):
+                budget().take_bytes(array.nbytes, f"initializer {tensor.name!r}")  # the file may consist of holes
             yield tensor.name, array
         for sparse in graph.sparse_initializer:
             yield sparse.values.name, self.sparse(sparse)
@@ -157,7 +156,7 @@ def _first_output(node: onnx.NodeProto) -> str:
 
 
 def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
-    """A Relax constant of this array, dtype and rank included; over the array's own memory where that is mapped.
+    """Relax constant of an array, without a copy if the array is a suitable mapping of a file.
 
     Raises
     ------
@@ -167,7 +166,7 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
     try:
         if str(array.dtype) in _PACKED_BITS:
             return relax.const(from_numpy(array, tvm.cpu()))
-        if _is_lendable(array):
+        if _is_shareable(array):
             return relax.const(view_bytes(array.reshape(-1).view(np.uint8), array.shape, str(array.dtype)))
         return relax.const(tvm.runtime.tensor(np.ascontiguousarray(array).reshape(array.shape)))
     except (RuntimeError, TypeError, ValueError) as error:
@@ -176,10 +175,11 @@ def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
         ) from error
 
 
-def _is_lendable(array: np.ndarray) -> bool:
-    """Return whether kernels may read an array where it is: views of mapped files are writable, and begin anywhere."""
+def _is_shareable(array: np.ndarray) -> bool:
+    """Return whether kernels may read an array in place: a large, aligned, contiguous view of a mapped file."""
     is_plain = array.flags.c_contiguous and array.flags.writeable and array.dtype != np.bool_
-    return array.nbytes >= _LENT_BYTES and not array.flags.owndata and is_plain and _address(array) % ALIGNMENT == 0
+    is_view = is_plain and not array.flags.owndata
+    return is_view and array.nbytes >= _MIN_SHARED_BYTES and _address(array) % ALIGNMENT == 0
 
 
 def _address(array: np.ndarray) -> int:
@@ -187,26 +187,26 @@ def _address(array: np.ndarray) -> int:
 
 
 def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: int) -> list[tvm.ir.GenericConst] | None:
-    """The outputs of a node whose operands are known, or None if it is to be computed at run time.
+    """The outputs of a node with constant operands, or None if it is computed at run time.
 
     Parameters
     ----------
     operands : list of np.ndarray or None
-        One per input; None for an optional input that is left out.
+        One per input; None for an omitted optional input.
 
     Raises
     ------
     FrontendError
-        A `ConstantOfShape` of more bytes than the import may compute.
+        If a `ConstantOfShape` has more bytes than the import may compute.
     """
     if node.op_type not in FOLDED_OPS or node.domain not in STANDARD_DOMAINS or not all(node.output):
         return None
     if node.op_type == "ConstantOfShape":
-        return _filled(node, operands)
-    distinct = {_address(value): value.nbytes for value in operands if value is not None}
+        return _fold_fill(node, operands)
+    operand_bytes = {_address(value): value.nbytes for value in operands if value is not None}
     nbytes = result_bytes(node, operands)
-    # While a result is copied to where TVM wants it, it is there twice.
-    if nbytes > sum(distinct.values()) + _GROWTH or not budget().has_bytes(2 * nbytes):
+    # Twice the bytes: the result exists twice while it is copied into a TVM tensor.
+    if nbytes > sum(operand_bytes.values()) + _MAX_GROWTH_BYTES or not budget().has_bytes(2 * nbytes):
         return None
     arrays = evaluate(lambda: node, operands, opset)
     if arrays is None or any(array.dtype.kind in "OUSc" for array in arrays):
@@ -216,15 +216,15 @@ def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: in
 
 
 def _name_of(node: onnx.NodeProto) -> str:
-    """A node's name, or that of its first result: most exporters of small models name no nodes."""
+    """The name of a node, or of its first result if the node is nameless."""
     return node.name or next(iter(node.output), "")
 
 
-def _filled(node: onnx.NodeProto, operands: list[np.ndarray | None]) -> list[tvm.ir.GenericConst] | None:
-    """A `ConstantOfShape`, written once; None where its converter knows better what is wrong."""
+def _fold_fill(node: onnx.NodeProto, operands: list[np.ndarray | None]) -> list[tvm.ir.GenericConst] | None:
+    """Result of a `ConstantOfShape`, filled in place; None if it is invalid, for its converter to report the error."""
     shape = operands[0] if operands else None
-    given = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
-    value = np.zeros(1, np.float32) if given is None else numpy_helper.to_array(given)
+    fill = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+    value = np.zeros(1, np.float32) if fill is None else numpy_helper.to_array(fill)
     if shape is None or shape.size > MAX_RANK or value.size != 1 or value.dtype.kind in "OUSc":
         return None
     dims = tuple(int(size) for size in shape.reshape(-1))
@@ -235,6 +235,6 @@ def _filled(node: onnx.NodeProto, operands: list[np.ndarray | None]) -> list[tvm
     try:
         tensor = empty(dims, str(value.dtype), tvm.cpu())
         np.from_dlpack(tensor).fill(value.reshape(())[()])
-    except (BufferError, RuntimeError, TypeError, ValueError):  # numpy has no such elements
+    except (BufferError, RuntimeError, TypeError, ValueError):  # numpy lacks this element type
         return [make_const(np.full(dims, value.reshape(())))]
     return [relax.const(tensor)]

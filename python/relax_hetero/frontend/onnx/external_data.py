@@ -1,7 +1,7 @@
-"""Tensors of a model whose data lies in files of its own: where they may be, and their bytes, mapped and not read.
+"""External data of a model: files that hold tensors, checked for their location and mapped rather than read.
 
-A location is text in a file that anybody may have written. It names a file in the folder of the model, or below it,
-after links are resolved; a model in memory has no folder, and may name none.
+A location comes from an untrusted file. After links are resolved it must be in the model's folder or below it. A model
+in memory has no folder and cannot have external data.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from onnx import external_data_helper
 from ...artifact.regular_files import open_regular
 from ...errors import FrontendError
 
-# Longer than any path may be (Linux: PATH_MAX).
+# PATH_MAX of Linux.
 _MAX_LOCATION_CHARACTERS = 4096
 
-# Private and writable, as DLPack has no read-only memory; without room in memory for all that could be written.
-_PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+# Private and writable because DLPack has no read-only memory; NORESERVE because the pages are never written.
+_PRIVATE_MAP_FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
-# Stretches of data that are counted in a file.
+# Maximum number of data extents that are counted in a sparse file.
 _MAX_EXTENTS = 100_000
 
 
@@ -35,7 +35,7 @@ def is_external(tensor: onnx.TensorProto) -> bool:
 
 
 class ExternalData:
-    """The external files of a model, each mapped once, when it is first asked for.
+    """External files of a model, each mapped once, on first use.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class ExternalData:
 
     @property
     def written_bytes(self) -> int:
-        """Bytes of the files that were mapped, without their holes: a file of a terabyte may take no room on a disk."""
+        """Bytes of the mapped files without holes: a sparse file of a terabyte may occupy no disk space."""
         return self._written
 
     def bytes_of(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
@@ -62,10 +62,10 @@ class ExternalData:
         Raises
         ------
         FrontendError
-            A location that is none, or outside of the model's folder; a file that is missing or not regular; an offset
-            or a length that is no number or beyond the file.
+            If the location is invalid or outside of the model's folder, the file is missing or not regular, or the
+            offset or length is not a number or exceeds the file.
         """
-        entries = _entries(tensor, what)
+        entries = _location_entries(tensor, what)
         location = entries.get("location", "")
         if self._path is None:
             raise FrontendError(
@@ -74,8 +74,8 @@ class ExternalData:
             )
         where = f"{self._source}: the external file {location[:200]!r} of {what}"
         data = self._file(location, where)
-        offset = _number(entries.get("offset", "0"), "offset", where)
-        length = _number(entries.get("length", str(max(data.nbytes - offset, 0))), "length", where)
+        offset = _parse_number(entries.get("offset", "0"), "offset", where)
+        length = _parse_number(entries.get("length", str(max(data.nbytes - offset, 0))), "length", where)
         if offset + length > data.nbytes:
             raise FrontendError(
                 f"{where} has {data.nbytes:,} bytes, expected {length:,} from offset {offset:,}: it is truncated, or "
@@ -85,11 +85,11 @@ class ExternalData:
 
     def _file(self, location: str, where: str) -> np.ndarray:
         if location not in self._files:
-            real = self._resolved(location, where)
+            real = self._resolve(location, where)
             try:
                 file, status = open_regular(real, follow=False)
                 with file:
-                    mapped = mmap.mmap(file.fileno(), 0, flags=_PRIVATE) if status.st_size else b""
+                    mapped = mmap.mmap(file.fileno(), 0, flags=_PRIVATE_MAP_FLAGS) if status.st_size else b""
                     self._written += _written_bytes(file.fileno(), status.st_size)
             except OSError as error:
                 reason = "is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
@@ -97,7 +97,7 @@ class ExternalData:
             self._files[location] = np.frombuffer(mapped, np.uint8)
         return self._files[location]
 
-    def _resolved(self, location: str, where: str) -> str:
+    def _resolve(self, location: str, where: str) -> str:
         assert self._path is not None
         parts = location.replace("\\", "/").split("/")
         is_name = 0 < len(location) <= _MAX_LOCATION_CHARACTERS and "\0" not in location
@@ -107,7 +107,7 @@ class ExternalData:
             )
         try:
             real = os.path.realpath(self._path.parent / location)
-            # A store of models keeps a file and its data side by side, and links to both from another folder.
+            # Model stores keep a file and its data together, and link to both from another folder.
             folders = {os.path.realpath(self._path.parent), os.path.dirname(os.path.realpath(self._path))}
             is_inside = any(os.path.commonpath([real, folder]) == folder for folder in folders)
         except (OSError, ValueError) as error:
@@ -117,7 +117,7 @@ class ExternalData:
         return real
 
 
-def _entries(tensor: onnx.TensorProto, what: str) -> dict[str, str]:
+def _location_entries(tensor: onnx.TensorProto, what: str) -> dict[str, str]:
     entries: dict[str, str] = {}
     for entry in tensor.external_data:
         if entries.setdefault(entry.key, entry.value) != entry.value:
@@ -125,20 +125,20 @@ def _entries(tensor: onnx.TensorProto, what: str) -> dict[str, str]:
     return entries
 
 
-def _number(text: str, name: str, where: str) -> int:
+def _parse_number(text: str, name: str, where: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise FrontendError(f"{where} has the {name} {text[:50]!r}, expected a whole number >= 0")
     return int(text)
 
 
 def _written_bytes(descriptor: int, size: int) -> int:
-    """Bytes of a file that are no holes; all of them where the system cannot say."""
-    found, at = 0, 0
+    """Bytes of a file without holes, or its size if the file system does not tell."""
+    nbytes, end = 0, 0
     try:
         for _ in range(_MAX_EXTENTS):
-            begin = os.lseek(descriptor, at, os.SEEK_DATA)
-            at = os.lseek(descriptor, begin, os.SEEK_HOLE)
-            found += at - begin
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = os.lseek(descriptor, start, os.SEEK_HOLE)
+            nbytes += end - start
     except OSError as error:
-        return found if error.errno == errno.ENXIO else size  # ENXIO: no data behind this place
-    return found
+        return nbytes if error.errno == errno.ENXIO else size  # ENXIO: no data after this offset
+    return nbytes

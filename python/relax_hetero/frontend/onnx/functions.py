@@ -1,4 +1,4 @@
-"""Functions that a model defines itself: their bodies are converted in place, so that calls keep their names."""
+"""Functions that a model defines itself. The importer inlines their bodies, so that nodes keep the call's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FunctionTable: TypeAlias = "Mapping[tuple[str, str, str], onnx.FunctionProto]"
 
 
 class Callee(Protocol):
-    """The fields that a call is looked up by, of a `NodeProto` or of its `NodeInfo`."""
+    """Fields of a `NodeProto` or `NodeInfo` that identify the called function."""
 
     @property
     def domain(self) -> str: ...  # noqa: D102
@@ -23,7 +23,7 @@ class Callee(Protocol):
 
 
 def function_table(proto: onnx.ModelProto) -> dict[tuple[str, str, str], onnx.FunctionProto]:
-    """The functions of a model, by the domain, name and overload that calls give."""
+    """The functions of a model by domain, name and overload."""
     return {(function.domain, function.name, function.overload): function for function in proto.functions}
 
 
@@ -33,31 +33,31 @@ def function_of(node: Callee, functions: FunctionTable) -> onnx.FunctionProto | 
 
 
 def body_of_call(function: onnx.FunctionProto, call: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The function's nodes with references to its attributes replaced by the call's values, or by defaults."""
-    given = {attribute.name: attribute for attribute in (*function.attribute_proto, *call.attribute)}
-    return [_bound(node, given) for node in function.node]
+    """The function's nodes with attribute references replaced by the call's values or defaults."""
+    attributes = {attribute.name: attribute for attribute in (*function.attribute_proto, *call.attribute)}
+    return [_bind_attributes(node, attributes) for node in function.node]
 
 
-def _bound(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> onnx.NodeProto:
+def _bind_attributes(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto]) -> onnx.NodeProto:
     result = onnx.NodeProto()
     result.CopyFrom(node)
     del result.attribute[:]
     for attribute in node.attribute:
         if not attribute.ref_attr_name:
-            result.attribute.append(_with_bound_graphs(attribute, given))
-        elif attribute.ref_attr_name in given:
+            result.attribute.append(_bind_graphs(attribute, attributes))
+        elif attribute.ref_attr_name in attributes:
             value = onnx.AttributeProto()
-            value.CopyFrom(given[attribute.ref_attr_name])
+            value.CopyFrom(attributes[attribute.ref_attr_name])
             value.name = attribute.name
             result.attribute.append(value)
     return result
 
 
-def _with_bound_graphs(attribute: onnx.AttributeProto, given: Mapping[str, onnx.AttributeProto]) -> onnx.AttributeProto:
+def _bind_graphs(attribute: onnx.AttributeProto, attributes: Mapping[str, onnx.AttributeProto]) -> onnx.AttributeProto:
     if not attribute.HasField("g"):
         return attribute
     result = onnx.AttributeProto()
     result.CopyFrom(attribute)
     del result.g.node[:]
-    result.g.node.extend(_bound(node, given) for node in attribute.g.node)
+    result.g.node.extend(_bind_attributes(node, attributes) for node in attribute.g.node)
     return result

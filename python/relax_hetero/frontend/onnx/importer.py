@@ -1,4 +1,4 @@
-"""From an ONNX model to Relax bindings, node by node, remembering which node each binding came from."""
+"""Conversion of an ONNX model to Relax bindings, node by node; each binding remembers its node."""
 
 from __future__ import annotations
 
@@ -38,37 +38,35 @@ from .node_names import NodeInfo, inner_names, name_nodes
 from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
 
-# Inputs that a caller may leave out: ONNX writes their defaults as initializers of the same names.
-
 _FIRST_IR_VERSION = 4
-"""Earlier versions required every weight to be an input, too."""
+"""Earlier IR versions required every weight to be an input, too."""
 
 
 def default_inputs(model: OnnxModel) -> list[str]:
-    """The inputs with a default.
+    """The inputs that a caller may omit: their defaults are initializers of the same names.
 
-    An initializer that nodes read only as sizes or axes is not a default: kernels are compiled for these.
+    An initializer that nodes read only as sizes or axes is not a default, because kernels are compiled for it.
     """
     if model.proto.ir_version < _FIRST_IR_VERSION:
         return []
     graph = model.proto.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
-    listed = [weights[info.name] for info in graph.input if info.name in weights]
-    if not listed:
+    initialized = [weights[info.name] for info in graph.input if info.name in weights]
+    if not initialized:
         return []
     readers = readers_of(graph, model.proto.functions)
-    return [tensor.name for tensor in listed if not _is_of_sizes(tensor, readers.get(tensor.name, []))]
+    return [tensor.name for tensor in initialized if not _is_read_as_sizes(tensor, readers.get(tensor.name, []))]
 
 
-def _is_of_sizes(tensor: onnx.TensorProto, readers: list[onnx.NodeProto]) -> bool:
-    uses = [(node, place) for node in readers for place, name in enumerate(node.input) if name == tensor.name]
+def _is_read_as_sizes(tensor: onnx.TensorProto, readers: list[onnx.NodeProto]) -> bool:
+    uses = [(node, index) for node in readers for index, name in enumerate(node.input) if name == tensor.name]
     is_short = len(tensor.dims) <= 1 and all(size <= 2 * MAX_RANK for size in tensor.dims)
-    return is_short and bool(uses) and all(takes_size(node.op_type, place) for node, place in uses)
+    return is_short and bool(uses) and all(takes_size(node.op_type, index) for node, index in uses)
 
 
 _log = logging.getLogger("relax_hetero")
 
-# Times that an import starts again because a symbolic size turned out to be bounded, or bounded further.
+# Maximum number of times that an import restarts because it found a (tighter) upper bound of a symbolic size.
 _MAX_BOUNDS = 64
 
 
@@ -79,23 +77,23 @@ class ImportedGraph:
     Attributes
     ----------
     module : tvm.IRModule
-        PrimFuncs that converters made.
+        PrimFuncs that converters created.
     params : list of relax.Var
-        One per graph input, named like it as far as TVMScript can read names.
+        One per graph input, with its name as far as TVMScript can parse it.
     bindings : list of relax.Binding
-        In program order, all variables plain `Var`; branches of an `If` hold their own.
+        In program order, all variables plain `Var`; branches of an `If` contain their own.
     outputs : list of relax.Expr
-        One per graph output: a variable, a constant or a tuple of those.
+        One per graph output: a variable, a constant or a tuple of them.
     owners : dict of relax.Var to NodeInfo
-        Variable of a binding -> the node it came from, in branches too.
+        Variable of a binding -> its node, in branches too.
     results : dict of NodeInfo to list of relax.Var
-        Node -> the variables of its outputs, the first one taking the node's name.
+        Node -> the variables of its outputs; the first one takes the node's name.
     bounds : dict of str to int
-        The most that symbolic sizes may be for the model to work.
+        Upper bounds of symbolic sizes; the model works only up to these.
     loops : list of ImportedLoop
-        The functions that loops became.
+        The functions of loops.
     defaults : dict of str to tvm.runtime.Tensor
-        Input -> its value where a caller leaves it out; these inputs are the last ones.
+        Optional input -> default value; these inputs come last.
     """
 
     module: tvm.IRModule
@@ -113,13 +111,13 @@ class ImportedGraph:
 def import_onnx(
     model_or_path: ModelSource, shapes: Shapes | None = None, limits: ImportLimits | None = None
 ) -> ImportedGraph:
-    """An ONNX model as bindings that know their nodes, without names or devices; arguments as in `from_onnx`."""
+    """Import an ONNX model without names and devices of bindings; see `from_onnx` for the parameters."""
     model = load_model(model_or_path, limits)
     return import_nodes(model, name_nodes(model.proto), shapes)
 
 
 def import_nodes(model: OnnxModel, nodes: list[NodeInfo], shapes: Shapes | None) -> ImportedGraph:
-    """`import_onnx` of a model that is read, and whose nodes have names."""
+    """Import a loaded model whose nodes are named; see `import_onnx`."""
     check_supported(nodes, model, function_table(model.proto))
     defaults = default_inputs(model)
     inputs = graph_inputs(model.proto.graph, shapes, defaults)
@@ -155,12 +153,12 @@ def import_graph(
     inputs : mapping of str to relax.Var
         ONNX name -> parameter.
     make_importer : callable, optional
-        Called for each start; default `GraphImporter`.
+        Factory, called for each restart; default `GraphImporter`.
 
     Raises
     ------
     FrontendError
-        If a node cannot be converted; names it, its op and the reason.
+        If a node cannot be converted; the text has its name, its op and the reason.
     """
     bounds: dict[tvm.tirx.Var, int] = {}
     sizes = sizes_in(param.ty for param in inputs.values())
@@ -168,13 +166,13 @@ def import_graph(
         try:
             with joining_sizes(JoinedSizes(bounds, sizes)), spending(Budget(model.limits, model.nbytes)):
                 return (make_importer or GraphImporter)(model).run(nodes, inputs, bounds)
-        except SizeIsBounded as found:  # all that was made of the size before is made anew
-            bounds[found.size] = found.bound
+        except SizeIsBounded as error:  # values that depend on the size are computed again
+            bounds[error.size] = error.bound
     raise FrontendError(f"{model.source} bounds its symbolic sizes more than {_MAX_BOUNDS} times; give them in shapes=")
 
 
 def require_outputs(node: onnx.NodeProto, info: NodeInfo, count: int) -> None:
-    """FrontendError if a node has more outputs than there are values for."""
+    """Raise FrontendError if a node has more outputs than its converter computes."""
     if len(node.output) > count:
         raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {count}")
 
@@ -184,7 +182,7 @@ def _variables_in(value: Any) -> list[relax.Var]:
 
 
 def static_bytes(ty: tvm.ir.Type) -> int:
-    """Bytes of a value of this type, those of symbolic and unknown extents left out."""
+    """Bytes of a value of this type; tensors of symbolic or unknown shape count as 0."""
     if isinstance(ty, tvm.ir.TupleType):
         return sum(map(static_bytes, ty.fields))
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
@@ -194,10 +192,9 @@ def static_bytes(ty: tvm.ir.Type) -> int:
 
 
 class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[misc]
-    """Stock TVM's importer with its walk over the nodes replaced.
+    """Stock TVM's importer with another walk over the nodes; its conversion of single ops is unchanged.
 
-    The stock walk leaves values unbound, forgets which node a binding came from, computes both branches of an `If`
-    before it decides, and prints; its work per op stays as it is.
+    The stock walk leaves values unbound, forgets the node of a binding, computes both branches of an `If`, and prints.
     """
 
     def __init__(self, model: OnnxModel) -> None:
@@ -207,17 +204,17 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         self._graph = model.proto.graph
         self._tensors = model.tensors
         self._functions = function_table(model.proto)
-        self._makers: dict[str, NodeInfo] = {}
-        self.known: dict[relax.Var, relax.Binding] = {}
-        self._packed: set[relax.Var] = set()  # of these, weights that products read in 4 bits
+        self._producers: dict[str, NodeInfo] = {}
+        self.constant_bindings: dict[relax.Var, relax.Binding] = {}
+        self._packed_weights: set[relax.Var] = set()  # constants that products read as 4-bit weights
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
         self._readers: dict[str, list[onnx.NodeProto]] | None = None
         self.loops: list[ImportedLoop] = []
-        self._has_dead = False  # whether the current node has emitted bindings that nothing reads
+        self._has_dead_bindings = False  # True if the current node emitted bindings that nothing reads
 
     def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
-        """Convert the whole graph; once per importer."""
+        """Convert the whole graph. Call it once per importer."""
         graph, params = self._graph, list(inputs.values())
         self._add_initializers(graph)
         defaults = {name: self._nodes[name].value for name in inputs if name in self._nodes}
@@ -227,10 +224,10 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             for info in graph.input
             if info.type.HasField("optional_type") and info.name not in inputs
         )
-        # Shape variables of the parameters have to be in scope, or inference forgets shapes that mention them.
+        # Inference forgets shapes whose symbolic variables are not in scope.
         self.bb.begin_scope(params)
         try:
-            with self._collected() as bindings:
+            with self._collect_bindings() as bindings:
                 self._convert_graph(graph.node, nodes)
                 outputs = [self._graph_output(output.name) for output in graph.output]
         finally:
@@ -246,13 +243,13 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             self._nodes[name] = make_const(array)
 
     def _convert_graph(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
-        """Convert the nodes of the model's own graph; a survey goes on where one of them is refused."""
+        """Convert the nodes of the main graph. A survey overrides this to continue after refused nodes."""
         self._convert_nodes(protos, nodes)
 
     def _convert_nodes(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
         for node, info in zip(protos, nodes, strict=True):
             try:
-                with self._collected() as bindings, warnings.catch_warnings():
+                with self._collect_bindings() as bindings, warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self._convert_node(node, info)
             except FrontendError:
@@ -261,11 +258,11 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
                 raise FrontendError(
                     f"node {info} of opset {self.opset} cannot be imported: {type(error).__name__}: {reason(error)}"
                 ) from error
-            self.adopt(self._needed(bindings, node) if self._has_dead else bindings, info)
-            self._has_dead = False
+            self.adopt(self._needed(bindings, node) if self._has_dead_bindings else bindings, info)
+            self._has_dead_bindings = False
 
     def _needed(self, bindings: list[relax.Binding], node: onnx.NodeProto) -> list[relax.Binding]:
-        """The bindings that compute a node's outputs, and those that check requirements on calls."""
+        """The bindings that a node's outputs depend on, and all that check requirements of calls."""
         read = {var for name in filter(None, node.output) for var in _variables_in(self._nodes.get(name))}
         needed = []
         for binding in reversed(bindings):
@@ -274,42 +271,42 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
                 read.update(relax.analysis.free_vars(binding.value))
         return needed[::-1]
 
-    def _note_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
-        """Count what is computed from constants only: the compiler evaluates it."""
+    def _record_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
+        """Charge the budget for a binding; the compiler evaluates those computed from constants only."""
         budget().take_ops(1, f"node {info}")
         if isinstance(binding.var.ty, relax.TensorType) and binding.var.ty.ndim > MAX_RANK:
             raise FrontendError(f"node {info} makes {binding.var.ty.ndim} dimensions, expected at most {MAX_RANK}")
-        if isinstance(binding, relax.VarBinding) and self._is_known(binding.value):
-            self.known[binding.var] = binding
+        if isinstance(binding, relax.VarBinding) and self._is_constant(binding.value):
+            self.constant_bindings[binding.var] = binding
             if self._stays_packed(binding.value):
-                self._packed.add(binding.var)
+                self._packed_weights.add(binding.var)
             else:
                 budget().take_bytes(static_bytes(binding.var.ty), f"node {info}")
 
     def _stays_packed(self, value: relax.Expr) -> bool:
-        """Return whether nobody computes the numbers of a value: weights of 4 bits, transposed or not."""
+        """Return whether a constant value is never expanded: 4-bit weights, transposed or reshaped or not."""
         if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
             return False
         return value.op.name == DEQUANTIZE_BLOCKS or (
-            value.op.name in ("relax.permute_dims", "relax.reshape") and value.args[0] in self._packed
+            value.op.name in ("relax.permute_dims", "relax.reshape") and value.args[0] in self._packed_weights
         )
 
-    def _is_known(self, value: Any) -> bool:
+    def _is_constant(self, value: Any) -> bool:
         if isinstance(value, relax.Call):
             is_op = isinstance(value.op, tvm.ir.Op) and not tvm.ir.is_prim_expr(value)
-            return is_op and all(map(self._is_known, value.args))
+            return is_op and all(map(self._is_constant, value.args))
         if isinstance(value, relax.Var):
-            return value in self.known
+            return value in self.constant_bindings
         if isinstance(value, relax.Tuple):
-            return all(map(self._is_known, value.fields))
+            return all(map(self._is_constant, value.fields))
         if isinstance(value, relax.TupleGetItem):
-            return self._is_known(value.tuple_value)
+            return self._is_constant(value.tuple_value)
         if isinstance(value, relax.ShapeExpr):
             return all(isinstance(dim, tvm.tirx.IntImm) for dim in value.values)
         return isinstance(value, (tvm.ir.GenericConst, tvm.ir.GlobalVar, tvm.tirx.IntImm, tvm.tirx.FloatImm))
 
     def _convert_node(self, node: onnx.NodeProto, info: NodeInfo) -> None:
-        self._makers.update(dict.fromkeys(node.output, info))
+        self._producers.update(dict.fromkeys(node.output, info))
         operands = stock.onnx_input(self._read(name, info) for name in node.input)
         folded = self._fold(node, info, operands)
         if folded is not None:
@@ -322,9 +319,9 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         control = self._control_flow(node, info, list(operands)) if has_control else None
         if control is not None:
             require_outputs(node, info, len(control))
-            bound = {name: self._bind(result) for name, result in zip(node.output, control, strict=False) if name}
-            self._results[info] = [result for result in bound.values() if isinstance(result, relax.Var)]
-            self._nodes.update(bound)
+            values = {name: self._bind(result) for name, result in zip(node.output, control, strict=False) if name}
+            self._results[info] = [result for result in values.values() if isinstance(result, relax.Var)]
+            self._nodes.update(values)
             return
         expanded = self._expanded(node, info, operands) if node.domain in STANDARD_DOMAINS else None
         value = self._convert(node, info, operands) if expanded is None else expanded
@@ -344,20 +341,20 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             return None
         if node.op_type == "Constant":
             array = self._tensors.constant(node)
-            budget().take_bytes(array.nbytes, f"Constant node {info}")  # once for each call of a function
+            budget().take_bytes(array.nbytes, f"Constant node {info}")  # charged for each call of a function
             return [make_const(array)]
         as_read = Node(node.op_type, info.name, self.opset, self.bb, operands, {}, len(node.output))
         sizes = computed_sizes(as_read, node)
         if sizes is not None:
             return [sizes]
-        is_known = all(operand is None or isinstance(operand, tvm.ir.GenericConst) for operand in operands)
-        if node.op_type not in FOLDED_OPS or not is_known:
+        has_constants = all(operand is None or isinstance(operand, tvm.ir.GenericConst) for operand in operands)
+        if node.op_type not in FOLDED_OPS or not has_constants:
             return None
         arrays = [None if operand is None else array_of(operand.value) for operand in operands]
         return fold_node(node, arrays, self.opset) if any(array is not None for array in arrays) else None
 
     def _call_function(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> dict[str, Any]:
-        """Convert the body of a function of the model; it sees its arguments only."""
+        """Inline the body of a function of the model; only its arguments are in scope."""
         function = self._functions[(node.domain, node.op_type, node.overload)]
         outer, outer_opset = self._nodes, self.opset
         self._nodes = {name: operands[index] for index, name in enumerate(function.input)}
@@ -372,13 +369,13 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         return {name: result for name, result in zip(node.output, results, strict=False) if name}
 
     def _expanded(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> relax.Expr | None:
-        """The outputs of an op that ONNX defines by nodes with graphs in them; None for others. It stays one node."""
+        """The outputs of an op that ONNX defines by nodes with subgraphs, or None. It stays one node for placement."""
         attributes = self._parse_attr(node.attribute)
         outer_node = Node(node.op_type, info.name, self.opset, self.bb, operands, attributes, len(node.output))
-        found = expansion_with_graphs(outer_node)
-        if found is None:
+        expansion = expansion_with_graphs(outer_node)
+        if expansion is None:
             return None
-        body, call = found
+        body, call = expansion
         nodes = body_of_call(body, call)
         outer, outer_opset, owners = self._nodes, self.opset, len(self._owners)
         self._nodes = dict(zip(body.input, (*operands, *[None] * len(body.input)), strict=False))
@@ -394,7 +391,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
 
     def _convert(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> Any:
         converter = find_converter(node.domain, node.op_type)
-        assert converter is not None, info  # or check_supported had refused the model
+        assert converter is not None, info  # check_supported refuses such models
         attributes = self._parse_attr(node.attribute)
         attributes["tvm_custom"] = {"name": info.name, "num_outputs": len(node.output)}
         convert = converter.get_converter(self.opset)
@@ -402,12 +399,12 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         return self.bb.normalize(value) if isinstance(value, relax.Expr) else value
 
     def _parse_attr(self, attr_proto: Any) -> dict[str, Any]:
-        """Attributes by name, lists as tuples; the stock method refuses empty lists."""
+        """Parse attributes, lists as tuples. The stock method refuses empty lists."""
         values = ((attribute.name, helper.get_attribute_value(attribute)) for attribute in attr_proto)
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values}
 
     def _results_of(self, node: onnx.NodeProto, info: NodeInfo, value: Any, operands: list[Any]) -> dict[str, Any]:
-        """ONNX output name -> value, bound to a variable unless it is a constant or shape already."""
+        """ONNX output name -> value, bound to a variable unless it is a constant or shape."""
         if isinstance(value, (list, tuple)):
             value = relax.Tuple(list(value))
         if not isinstance(value, relax.Expr):
@@ -427,34 +424,34 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         return {name: self._bind(field) for name, field in zip(node.output, fields, strict=False) if name}
 
     def _without_kernel(self, value: relax.Expr, operands: list[Any]) -> relax.Expr:
-        """A result without elements as a broadcast constant, since many kernels divide by sizes; others as they are."""
+        """Replace a result without elements by a broadcast constant, because many kernels divide by sizes."""
         if isinstance(value, relax.TupleGetItem):
             value = self.bb.normalize(value)
-        is_made = isinstance(value, (relax.Call, relax.Var, relax.TupleGetItem))
-        is_made = is_made and not any(value.same_as(operand) for operand in operands if isinstance(operand, relax.Var))
-        if not is_made or not isinstance(value.ty, relax.TensorType) or not isinstance(value.ty.shape, relax.ShapeExpr):
+        is_new = isinstance(value, (relax.Call, relax.Var, relax.TupleGetItem))
+        is_new = is_new and not any(value.same_as(var) for var in operands if isinstance(var, relax.Var))
+        if not is_new or not isinstance(value.ty, relax.TensorType) or not isinstance(value.ty.shape, relax.ShapeExpr):
             return value
         if not any(isinstance(dim, tvm.tirx.IntImm) and dim.value == 0 for dim in value.ty.shape.values):
             return value
-        self._has_dead = True
+        self._has_dead_bindings = True
         zero = relax.const(tvm.runtime.tensor(np.zeros((), numpy_dtype(str(value.ty.dtype)))))
         return relax.op.broadcast_to(zero, value.ty.shape)
 
     def _bind(self, value: Any) -> Any:
         if not isinstance(value, relax.Expr):
-            return value  # an empty optional, or a sequence whose length only a call knows
+            return value  # an empty optional, or a sequence of dynamic length
         if isinstance(value, relax.Tuple):
             return relax.Tuple([self._bind(field) for field in value.fields])
         if isinstance(value, relax.ShapeExpr):
             static = [int(dim) for dim in value.values if isinstance(dim, tvm.tirx.IntImm)]
-            # Known shapes join the constants, where ONNX's own arithmetic on them is computed.
+            # Static shapes become constants, so that arithmetic on them is folded.
             return make_const(np.array(static, np.int64)) if len(static) == len(value.values) else value
         if isinstance(value, (relax.Var, tvm.ir.GenericConst)) or tvm.ir.is_prim_expr(value):
             return value
         return self.bb.emit(value)
 
     def _control_flow(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> list[Any] | None:
-        """The outputs of a node with graphs in it, or that becomes a loop; None for any other."""
+        """The outputs of a node with subgraphs or a recurrent node; None for any other node."""
         if node.op_type in RECURRENT_OPS:
             attributes = self._parse_attr(node.attribute)
             as_read = Node(node.op_type, info.name, self.opset, self.bb, operands, attributes, len(node.output))
@@ -467,12 +464,12 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             return convert_sequence_map(self, node, info, operands)
         return convert_scan(self, node, info, operands, self.opset) if node.op_type == "Scan" else None
 
-    def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
-        """Convert a graph where the builder stands; values around it stay visible, and it is given its inputs."""
+    def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], arguments: Mapping[str, Any]) -> list[Any]:
+        """Convert a subgraph at the builder's position, with the outer values in scope; return its outputs."""
         outer = dict(self._nodes)
         try:
             self._add_initializers(graph)
-            self._nodes.update(given)
+            self._nodes.update(arguments)
             self._convert_nodes(graph.node, nodes)
             return [self._value(output.name) for output in graph.output]
         finally:
@@ -487,26 +484,26 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
     def _graph_output(self, name: str) -> relax.Expr:
         value = self._value(name)
         if not isinstance(value, relax.Expr):
-            kind = "a sequence whose length only a call knows" if is_sequence(value) else "an empty optional"
+            kind = "a sequence of dynamic length" if is_sequence(value) else "an empty optional"
             raise FrontendError(f"the graph output {name!r} is {kind}, which Relax has no value for")
-        with self._collected() as bindings:
+        with self._collect_bindings() as bindings:
             tensor = self.as_tensor(value)
         if bindings:
-            self.adopt(bindings, self._makers[name])
+            self.adopt(bindings, self._producers[name])
         return tensor
 
     def readers(self, name: str) -> list[onnx.NodeProto]:
-        """The nodes of the model that read a value of that name; none if it is an output of a graph, too."""
+        """The nodes of the model that read a value; an empty list if it is also an output of a graph."""
         if self._readers is None:
             self._readers = readers_of(self._graph, self._functions.values())
         return self._readers.get(name, [])
 
     def value(self, name: str) -> Any:
-        """The value of that name where the walk stands; None if there is none."""
+        """The value of a name in the current scope, or None."""
         return self._nodes.get(name)
 
     def as_tensor(self, value: Any) -> Any:
-        """A shape or a symbolic number as the int64 tensor it stands for in ONNX; other values as they are."""
+        """Convert a shape or symbolic number to the int64 tensor that it is in ONNX; other values are unchanged."""
         if not isinstance(value, relax.Expr):
             return value  # stock TVM's marker of an empty optional
         if isinstance(value.ty, relax.ShapeType):

@@ -17,13 +17,13 @@ from ...errors import FrontendError
 from ..import_limits import MAX_RANK
 from .node_names import variable_name
 
-# `shapes=`: dimensions per input, or the value of a named dimension.
+# Type of `shapes=`: the dimensions of an input, or the value of a named dimension.
 Shapes: TypeAlias = "Mapping[str, Sequence[int | str | None] | int | str | Sequence[Sequence[int | str | None]] | None]"
 _Dim: TypeAlias = "int | str | None"
 
 _MAX_SIZE = 2**63 - 1
 _MAX_EXPRESSION_CHARACTERS = 256
-"""Letters; a longer text is a name of its own."""
+"""A longer text is an opaque name."""
 _MAX_NAME_CHARACTERS = 4096
 _ANY_SIZE = frozenset({"?", "*", "-1", "None"})
 
@@ -32,29 +32,28 @@ _OPERATORS: dict[type[ast.operator], Callable[..., object]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,  # exporters write "/" and mean whole numbers
+    ast.Div: operator.floordiv,  # exporters write "/" for integer division
 }
 
 
 def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collection[str] = ()) -> dict[str, relax.Var]:
-    """A parameter for each input that is not also a weight, in the model's order; those with defaults come last.
+    """Create a parameter for each input that is not a weight, in the model's order; those with defaults come last.
 
     Parameters
     ----------
     defaults : collection of str
         Inputs whose initializers are defaults (`default_inputs`).
     shapes : Shapes or None
-        ``{"input": [1, 128]}`` gives an input's shape (an entry of None keeps the model's dimension, a string names a
-        symbolic one); ``{"batch": 1}`` gives a named dimension its value wherever it occurs, and ``{"total": "past +
-        seq"}`` the arithmetic of others that it comes to. ``{"list": [[2], [3]]}`` gives the shape of each tensor of a
-        sequence; ``{"extra": None}`` says that an optional input is empty.
+        ``{"input": [1, 128]}`` sets an input's shape (None keeps the model's dimension, a string names a symbolic one).
+        ``{"batch": 1}`` sets a named dimension wherever it occurs, and ``{"total": "past + seq"}`` sets it to an
+        expression of other dimensions. ``{"list": [[2], [3]]}`` sets the shape of each tensor of a sequence.
+        ``{"extra": None}`` declares an optional input to be empty.
 
     Returns
     -------
     inputs : dict of str to relax.Var
-        ONNX name -> variable of that name, as far as TVMScript can read it. Dimensions of one name share one symbolic
-        variable; nameless ones get their own, ``<input>_d<axis>``. A sequence is a tuple; optionals that are empty are
-        no parameters.
+        ONNX name -> variable of that name, as far as TVMScript can parse it. Dimensions of one name share one symbolic
+        variable; nameless ones get their own, ``<input>_d<axis>``. A sequence is a tuple; empty optionals are omitted.
 
     Raises
     ------
@@ -66,19 +65,20 @@ def graph_inputs(graph: onnx.GraphProto, shapes: Shapes | None, defaults: Collec
         raise FrontendError(f"shapes is {shapes!r}; expected a mapping of inputs or named dimensions to sizes")
     weights = {tensor.name: tensor for tensor in graph.initializer}
     weights.update((sparse.values.name, sparse.values) for sparse in graph.sparse_initializer)
-    given: dict[str, Any] = dict(shapes or {})
-    taken = [info for info in graph.input if info.name not in weights]
-    taken += [info for info in graph.input if info.name in defaults]
-    infos, sequences = _opened(taken, given)
+    shape_entries: dict[str, Any] = dict(shapes or {})
+    entries = [info for info in graph.input if info.name not in weights]
+    entries += [info for info in graph.input if info.name in defaults]
+    infos, sequences = _flatten_inputs(entries, shape_entries)
     dims = {info.name: _declared_dims(info) for info in infos}
-    pinned = _apply_shapes(dims, given)
-    symbols = _Symbols(pinned, {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)})
-    for name in pinned:
-        symbols.value(name)  # an expression that is given a size has to come to it
+    fixed_sizes = _apply_shapes(dims, shape_entries)
+    names = {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)}
+    symbols = _Symbols(fixed_sizes, names)
+    for name in fixed_sizes:
+        symbols.value(name)  # raises if a dimension that is an expression differs from its size in `shapes`
     tensors = {info.name: _parameter(info, dims[info.name], symbols) for info in infos}
     for name in defaults:
         _check_default(name, weights[name], tensors[name])
-    return _with_sequences(tensors, sequences, [info.name for info in taken])
+    return _join_sequences(tensors, sequences, [info.name for info in entries])
 
 
 def _check_default(name: str, default: onnx.TensorProto, param: relax.Var) -> None:
@@ -89,31 +89,31 @@ def _check_default(name: str, default: onnx.TensorProto, param: relax.Var) -> No
         raise FrontendError(f"input {name!r} is {param.ty}, but its default has the shape {shape} of {dtype}")
 
 
-def _opened(
-    infos: list[onnx.ValueInfoProto], given: dict[str, Any]
+def _flatten_inputs(
+    infos: list[onnx.ValueInfoProto], shape_entries: dict[str, Any]
 ) -> tuple[list[onnx.ValueInfoProto], dict[str, list[str]]]:
-    """Inputs as tensors: an optional as what it holds, and a sequence as its elements, whose shapes `given` holds.
+    """Flatten inputs to tensors: an optional becomes its content, a sequence its elements.
 
     Returns
     -------
     tensors : list of onnx.ValueInfoProto
-        `given` has the shape of each element afterwards, and no entry for sequences and empty optionals.
+        On return `shape_entries` has the shape of each element instead of entries for sequences and empty optionals.
     sequences : dict of str to list of str
-        Name of a sequence -> names of its elements. Optionals that are empty are in neither.
+        Name of a sequence -> names of its elements. Empty optionals are in neither.
     """
     tensors: list[onnx.ValueInfoProto] = []
     sequences: dict[str, list[str]] = {}
     for info in infos:
         ty, is_optional = info.type, info.type.HasField("optional_type")
         if is_optional:
-            if info.name in given and given[info.name] is None:
-                del given[info.name]
+            if info.name in shape_entries and shape_entries[info.name] is None:
+                del shape_entries[info.name]
                 continue
             ty = ty.optional_type.elem_type
         if not ty.HasField("sequence_type"):
             tensors.append(onnx.ValueInfoProto(name=info.name, type=ty))
             continue
-        elements = given.pop(info.name, None)
+        elements = shape_entries.pop(info.name, None)
         if not _is_list(elements) or not all(map(_is_list, elements)):
             raise FrontendError(
                 f"input {info.name!r} is a sequence, whose length must be known at import: give the shapes of its "
@@ -121,13 +121,13 @@ def _opened(
             )
         sequences[info.name] = [f"{info.name}_{index}" for index in range(len(elements))]
         for name, shape in zip(sequences[info.name], elements, strict=True):
-            if name in given or any(name == other.name for other in infos):
+            if name in shape_entries or any(name == other.name for other in infos):
                 raise FrontendError(f"element {name!r} of the sequence {info.name!r} has the name of another input")
             element = onnx.ValueInfoProto(name=name, type=ty.sequence_type.elem_type)
             for dim in element.type.tensor_type.shape.dim:
-                dim.ClearField("dim_param")  # elements of one sequence may differ in the dimensions that have names
+                dim.ClearField("dim_param")  # elements of one sequence may differ in named dimensions
             tensors.append(element)
-            given[name] = shape
+            shape_entries[name] = shape
     return tensors, sequences
 
 
@@ -135,22 +135,22 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _with_sequences(
+def _join_sequences(
     tensors: dict[str, relax.Var], sequences: Mapping[str, Sequence[str]], order: Sequence[str]
 ) -> dict[str, relax.Var]:
-    """The parameters in the model's order, a tuple for each sequence."""
-    found: dict[str, relax.Var] = {}
+    """The parameters in the model's order, with a tuple for each sequence."""
+    params: dict[str, relax.Var] = {}
     for name in order:
         if name in sequences:
             ty = tvm.ir.TupleType([tensors[element].ty for element in sequences[name]])
-            found[name] = relax.Var(variable_name(name), ty)
+            params[name] = relax.Var(variable_name(name), ty)
         elif name in tensors:
-            found[name] = tensors[name]
-    return found
+            params[name] = tensors[name]
+    return params
 
 
 def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
-    """The dimensions as the model gives them: a number, a name, or None; None at all for an unknown rank."""
+    """The declared dimensions, each a number, a name or None; None for an unknown rank."""
     kind = info.type.WhichOneof("value")
     if kind != "tensor_type":
         raise FrontendError(
@@ -165,7 +165,7 @@ def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
         raise FrontendError(f"input {info.name!r} has {rank:,} dimensions, expected at most {MAX_RANK}")
     for dim in info.type.tensor_type.shape.dim:
         if dim.HasField("dim_value"):
-            # Exporters write -1, which means nothing in ONNX, where they mean "any".
+            # Exporters write -1, which ONNX does not define, for "any".
             dims.append(int(dim.dim_value) if dim.dim_value >= 0 else None)
         else:
             if len(dim.dim_param) > _MAX_NAME_CHARACTERS:
@@ -178,91 +178,93 @@ def _declared_dims(info: onnx.ValueInfoProto) -> list[_Dim] | None:
 
 
 def dim_name(dim: onnx.TensorShapeProto.Dimension) -> str:
-    """The name of a dimension; empty where it has none, or one of those that exporters write for any size."""
+    """The name of a dimension; empty if it is nameless or has a name that exporters write for any size."""
     name: str = dim.dim_param.strip()
     return "" if name in _ANY_SIZE else name
 
 
 def _apply_shapes(dims: dict[str, list[_Dim] | None], shapes: dict[str, Sequence[_Dim] | int]) -> dict[str, int]:
-    """Write the shapes of inputs into `dims`; return the values of named dimensions."""
+    """Write the shapes of inputs into `dims` and return the values of named dimensions."""
     names = {dim for shape in dims.values() for dim in shape or () if isinstance(dim, str)}
     names |= {symbol for name in names for symbol in _symbols_in(name)}
-    pinned: dict[str, int] = {}
-    sums: dict[str, ast.expr] = {}
+    fixed_sizes: dict[str, int] = {}
+    expressions: dict[str, ast.expr] = {}
     for key, value in shapes.items():
         if key in names and key not in dims and isinstance(value, str):
-            sums[key] = _sum(key, value, names, sums)
+            expressions[key] = _parse_size_expression(key, value, names, expressions)
         elif key in dims and not _is_int(value):
-            _pin_input(key, dims, value, pinned)
+            _set_input_shape(key, dims, value, fixed_sizes)
         elif key in names and _is_int(value):
-            _pin_name(key, _size(value, f"shapes[{key!r}]"), pinned)
+            _fix_size(key, _size(value, f"shapes[{key!r}]"), fixed_sizes)
         else:
-            raise FrontendError(_bad_key(key, value, list(dims), sorted(names)))
-    for name in sums.keys() & pinned.keys():
-        raise FrontendError(f"dimension {name!r} is given twice in shapes: {pinned[name]} and {shapes[name]!r}")
-    if sums:
+            raise FrontendError(_bad_key_message(key, value, list(dims), sorted(names)))
+    for name in expressions.keys() & fixed_sizes.keys():
+        raise FrontendError(f"dimension {name!r} is given twice in shapes: {fixed_sizes[name]} and {shapes[name]!r}")
+    if expressions:
         for name, shape in dims.items():
-            dims[name] = shape and [_replaced(dim, sums) if isinstance(dim, str) else dim for dim in shape]
-    return pinned
+            dims[name] = shape and [_substitute(dim, expressions) if isinstance(dim, str) else dim for dim in shape]
+    return fixed_sizes
 
 
-def _sum(name: str, text: str, names: set[str], sums: Mapping[str, ast.expr]) -> ast.expr:
-    """The arithmetic that `shapes` gives for a named dimension; others that it gives so are not in it."""
+def _parse_size_expression(name: str, text: str, names: set[str], expressions: Mapping[str, ast.expr]) -> ast.expr:
+    """Parse the expression that `shapes` gives for a named dimension, of dimensions that are not given so."""
     tree, used = _parse(text), _symbols_in(text)
-    others = sorted(names - {name} - set(sums))
-    if tree is None or not used or not used <= set(others) or not name.isidentifier():
+    candidates = sorted(names - {name} - set(expressions))
+    if tree is None or not used or not used <= set(candidates) or not name.isidentifier():
         raise FrontendError(
             f"shapes[{name!r}] is {text!r}; expected a whole number, or arithmetic (+, -, *, //) of other named "
-            f"dimensions of the model: {', '.join(others) or 'it has none'}"
+            f"dimensions of the model: {', '.join(candidates) or 'it has none'}"
         )
     return tree
 
 
-class _Replace(ast.NodeTransformer):
-    def __init__(self, sums: Mapping[str, ast.expr]) -> None:
-        self._sums = sums
+class _Substitute(ast.NodeTransformer):
+    def __init__(self, expressions: Mapping[str, ast.expr]) -> None:
+        self._expressions = expressions
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self._sums.get(node.id, node)
+        return self._expressions.get(node.id, node)
 
 
-def _replaced(dim: str, sums: Mapping[str, ast.expr]) -> str:
-    """A dimension's name with the arithmetic of the names in it."""
+def _substitute(dim: str, expressions: Mapping[str, ast.expr]) -> str:
+    """Replace names in a dimension by their expressions."""
     tree = _parse(dim)
-    return dim if tree is None or not _symbols_in(dim) & sums.keys() else ast.unparse(_Replace(sums).visit(tree))
+    if tree is None or not _symbols_in(dim) & expressions.keys():
+        return dim
+    return ast.unparse(_Substitute(expressions).visit(tree))
 
 
-def _pin_input(name: str, dims: dict[str, list[_Dim] | None], wanted: object, pinned: dict[str, int]) -> None:
-    if isinstance(wanted, str) or not isinstance(wanted, Sequence):
-        raise FrontendError(f"shapes[{name!r}] must be a list of dimensions, got {wanted!r}")
+def _set_input_shape(name: str, dims: dict[str, list[_Dim] | None], sizes: object, fixed_sizes: dict[str, int]) -> None:
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        raise FrontendError(f"shapes[{name!r}] must be a list of dimensions, got {sizes!r}")
     declared = dims[name]
-    if declared is not None and len(wanted) != len(declared):
+    if declared is not None and len(sizes) != len(declared):
         raise FrontendError(
-            f"shapes[{name!r}] has {len(wanted)} dimensions {list(wanted)}, the model's input has "
+            f"shapes[{name!r}] has {len(sizes)} dimensions {list(sizes)}, the model's input has "
             f"{len(declared)}: {declared}"
         )
     shape: list[_Dim] = []
-    for axis, (want, have) in enumerate(zip(wanted, declared or [None] * len(wanted), strict=True)):
+    for axis, (new, old) in enumerate(zip(sizes, declared or [None] * len(sizes), strict=True)):
         where = f"shapes[{name!r}][{axis}]"
-        if want is None:
-            shape.append(have)
-        elif isinstance(want, str):
-            if have is not None and want != have:
-                raise FrontendError(f"{where} is {want!r}, but that dimension is {have!r} in the model")
-            shape.append(want)
+        if new is None:
+            shape.append(old)
+        elif isinstance(new, str):
+            if old is not None and new != old:
+                raise FrontendError(f"{where} is {new!r}, but that dimension is {old!r} in the model")
+            shape.append(new)
         else:
-            size = _size(want, where)
-            if isinstance(have, int) and have != size:
-                raise FrontendError(f"{where} is {size}, but that dimension is {have} in the model")
-            if isinstance(have, str):
-                _pin_name(have, size, pinned)
+            size = _size(new, where)
+            if isinstance(old, int) and old != size:
+                raise FrontendError(f"{where} is {size}, but that dimension is {old} in the model")
+            if isinstance(old, str):
+                _fix_size(old, size, fixed_sizes)
             shape.append(size)
     dims[name] = shape
 
 
-def _pin_name(name: str, size: int, pinned: dict[str, int]) -> None:
-    if pinned.setdefault(name, size) != size:
-        raise FrontendError(f"dimension {name!r} is given two sizes in shapes: {pinned[name]} and {size}")
+def _fix_size(name: str, size: int, fixed_sizes: dict[str, int]) -> None:
+    if fixed_sizes.setdefault(name, size) != size:
+        raise FrontendError(f"dimension {name!r} is given two sizes in shapes: {fixed_sizes[name]} and {size}")
 
 
 def _is_int(value: object) -> bool:
@@ -278,7 +280,7 @@ def _size(value: object, where: str) -> int:
     return size
 
 
-def _bad_key(key: object, value: object, inputs: list[str], names: list[str]) -> str:
+def _bad_key_message(key: object, value: object, inputs: list[str], names: list[str]) -> str:
     if key in inputs:
         return f"shapes[{key!r}] is {value!r}, but {key!r} is an input: give a list of its dimensions"
     if key in names:
@@ -286,28 +288,28 @@ def _bad_key(key: object, value: object, inputs: list[str], names: list[str]) ->
             f"shapes[{key!r}] is {value!r}, but {key!r} is a named dimension: give one whole number, or arithmetic of "
             "other named dimensions"
         )
-    known = f"inputs: {', '.join(inputs) or 'none'}; named dimensions: {', '.join(names) or 'none'}"
+    choices = f"inputs: {', '.join(inputs) or 'none'}; named dimensions: {', '.join(names) or 'none'}"
     hint = near_misses(str(key), [*inputs, *names])
-    return f"shapes names {key!r}, which is neither an input nor a named dimension of the model{hint}; {known}"
+    return f"shapes names {key!r}, which is neither an input nor a named dimension of the model{hint}; {choices}"
 
 
 class _Symbols:
-    """One symbolic variable per dimension name, and the names that are expressions of others ("2*n", "n + 1")."""
+    """Symbolic variables by dimension name; a name may be an expression of others ("2*n", "n + 1")."""
 
-    def __init__(self, pinned: dict[str, int], names: set[str]) -> None:
-        self._pinned = pinned
+    def __init__(self, fixed_sizes: dict[str, int], names: set[str]) -> None:
+        self._fixed_sizes = fixed_sizes
         self._vars: dict[str, tirx.Var] = {}
-        self._taken: set[str] = set()
-        # Only a dimension that stands alone somewhere can be solved for at run time.
-        self._solvable = {name for name in names if name.isidentifier()} | set(pinned)
+        self._used_names: set[str] = set()
+        # Run time can only solve for a symbol that is a whole dimension somewhere.
+        self._solvable = {name for name in names if name.isidentifier()} | set(fixed_sizes)
 
     def value(self, name: str) -> object:
-        """An int, a variable, or an expression of variables."""
+        """The value of a dimension: an int, a variable, or an expression of variables."""
         tree = _parse(name)
         if tree is not None and not isinstance(tree, ast.Name) and _symbols_in(name) <= self._solvable:
-            return self._checked(name, self._evaluate(tree))
-        if name in self._pinned:
-            return self._pinned[name]
+            return self._check_value(name, self._evaluate(tree))
+        if name in self._fixed_sizes:
+            return self._fixed_sizes[name]
         return self.variable(name)
 
     def variable(self, name: str) -> tirx.Var:
@@ -316,19 +318,21 @@ class _Symbols:
         return self._vars[name]
 
     def fresh(self, name: str) -> tirx.Var:
-        """A variable that nothing else shares, named like `name` as far as identifiers go."""
-        wanted = unique = re.sub(r"\W", "_", name)
-        while unique in self._taken:
-            unique = f"{wanted}_{len(self._taken)}"
-        self._taken.add(unique)
+        """A new variable with a unique identifier made from `name`."""
+        base = unique = re.sub(r"\W", "_", name)
+        while unique in self._used_names:
+            unique = f"{base}_{len(self._used_names)}"
+        self._used_names.add(unique)
         return tirx.Var(unique, "int64")
 
-    def _checked(self, name: str, value: object) -> object:
-        if isinstance(value, int) and self._pinned.get(name, value) != value:
-            raise FrontendError(f"dimension {name!r} is given as {self._pinned[name]} in shapes, but comes to {value}")
+    def _check_value(self, name: str, value: object) -> object:
+        if isinstance(value, int) and self._fixed_sizes.get(name, value) != value:
+            raise FrontendError(
+                f"dimension {name!r} is given as {self._fixed_sizes[name]} in shapes, but comes to {value}"
+            )
         if isinstance(value, int) and value < 0:
             raise FrontendError(f"dimension {name!r} comes to {value} with the sizes given in shapes")
-        return self._pinned.get(name, value)
+        return self._fixed_sizes.get(name, value)
 
     def _evaluate(self, tree: ast.expr) -> object:
         if isinstance(tree, ast.Constant):
@@ -347,7 +351,7 @@ class _Symbols:
 
 
 def _parse(name: str) -> ast.expr | None:
-    """The name as arithmetic on whole numbers and names, or None if it is just a name of another kind."""
+    """Parse a dimension's name as arithmetic on integers and names; None if it is an opaque name."""
     if len(name) > _MAX_EXPRESSION_CHARACTERS:  # parsing and evaluating recurse
         return None
     try:
@@ -383,7 +387,7 @@ def _parameter(info: onnx.ValueInfoProto, dims: list[_Dim] | None, symbols: _Sym
 
 
 def dtype_name(elem_type: int, what: str) -> str:
-    """TVM's name of an ONNX element type; the error for a type that TVM lacks names `what`."""
+    """TVM's name of an ONNX element type; raises FrontendError with `what` for a type that TVM lacks."""
     try:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type)
         name = onnx.TensorProto.DataType.Name(elem_type)

@@ -1,4 +1,4 @@
-"""Reading an ONNX model: from a file, bytes or a ModelProto, with everything a Relax import needs checked first."""
+"""Reading an ONNX model from a file, bytes or a ModelProto: parsing, checks, and topological order of nodes."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from .constants import Tensors
 from .external_data import ExternalData, is_external
 from .node_names import subgraphs_of
 
-# The order of nodes: ONNX wants values made before they are read; ONNX Runtime takes any order that has no cycle.
-
 
 def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
-    """A model with every node after those that it reads from, in subgraphs and functions too.
+    """Sort the nodes of graphs, subgraphs and functions topologically.
+
+    ONNX requires that order, but ONNX Runtime takes any order without cycles.
 
     Parameters
     ----------
     proto : onnx.ModelProto
-        A model, not written to, that `check_model.check_form` has passed.
+        A model that passed `check_model.check_form`; it is not changed.
 
     Returns
     -------
     onnx.ModelProto
-        The model itself where its order is right, else a copy; nodes that do not wait for others keep their order.
+        The model itself if it is in order, else a copy. Independent nodes keep their order.
 
     Raises
     ------
     FrontendError
-        If nothing makes what a node reads, or nodes wait for each other; names them.
+        If a value that a node reads has no producer, or nodes form a cycle; names the nodes.
     """
-    if not _Lists(proto, source).unsorted:
+    if not _NodeOrder(proto, source).unsorted:
         return proto
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    for nodes, order in _Lists(copy, source).unsorted:
-        rank = {index: place for place, index in enumerate(order)}
+    for nodes, order in _NodeOrder(copy, source).unsorted:
+        positions = {index: position for position, index in enumerate(order)}
         indices = iter(range(len(order)))
-        nodes.sort(key=lambda _, rank=rank, indices=indices: rank[next(indices)])
+        nodes.sort(key=lambda _, positions=positions, indices=indices: positions[next(indices)])
     return copy
 
 
-class _Lists:
-    """The lists of nodes of a model.
+class _NodeOrder:
+    """Orders of the node lists of a model.
 
     Attributes
     ----------
     unsorted : list of (object, list of int)
-        Each list that is out of order, and the indices of its nodes in order; inner lists first.
+        Each list that is out of order, and the sorted indices of its nodes; inner lists first.
     """
 
     def __init__(self, proto: onnx.ModelProto, source: str) -> None:
@@ -70,92 +70,92 @@ class _Lists:
         for function in proto.functions:
             self._nodes(function.node, set(function.input), ())
 
-    def _graph(self, graph: onnx.GraphProto, around: Sequence[Set[str]]) -> set[str]:
-        """Look at a graph inside of scopes, and return the names that it reads from them."""
+    def _graph(self, graph: onnx.GraphProto, outer_scopes: Sequence[Set[str]]) -> set[str]:
+        """Visit a graph nested in scopes, and return the names that it reads from them."""
         own = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
         own |= {sparse.values.name for sparse in graph.sparse_initializer}
-        return self._nodes(graph.node, own, around, {value.name for value in graph.output})
+        return self._nodes(graph.node, own, outer_scopes, {value.name for value in graph.output})
 
     def _nodes(
-        self, nodes: Any, own: set[str], around: Sequence[Set[str]], outputs: Set[str] = frozenset()
+        self, nodes: Any, own: set[str], outer_scopes: Sequence[Set[str]], outputs: Set[str] = frozenset()
     ) -> set[str]:
         makers: dict[str, int] = {}
         for index, node in enumerate(nodes):
             for name in filter(None, node.output):
                 makers.setdefault(name, index)
-        given, scopes = (own, *around), (own, makers.keys(), *around)
+        outer_names, scopes = (own, *outer_scopes), (own, makers.keys(), *outer_scopes)
         every_read = set(outputs)
-        waits: list[set[int]] = []
+        dependencies: list[set[int]] = []
         for index, node in enumerate(nodes):
             read = set(filter(None, node.input))
             for position, name in enumerate(node.input):
                 if name and not any(name in scope for scope in scopes):
                     raise FrontendError(
-                        f"{self._source}: input {position} of node {_title(node, index)}, {name!r}, has no producer: "
-                        "no input, initializer or node makes it"
+                        f"{self._source}: input {position} of node {_node_title(node, index)}, {name!r}, has no "
+                        "producer: no input, initializer or node makes it"
                     )
             for _, graph in subgraphs_of(node):
                 read |= self._graph(graph, scopes)
-            # A later node's value of a name that is known around is another one.
-            waits.append(
+            # A name of an outer scope is not a dependency on a later node that redefines it.
+            dependencies.append(
                 {
                     makers[name]
                     for name in read & makers.keys()
-                    if makers[name] < index or not any(name in scope for scope in given)
+                    if makers[name] < index or not any(name in scope for scope in outer_names)
                 }
             )
             every_read |= read
-        if any(max(before, default=-1) >= index for index, before in enumerate(waits)):
-            self.unsorted.append((nodes, self._sorted(nodes, waits)))
+        if any(max(earlier, default=-1) >= index for index, earlier in enumerate(dependencies)):
+            self.unsorted.append((nodes, self._topological_order(nodes, dependencies)))
         return every_read - own - makers.keys()
 
-    def _sorted(self, nodes: Any, waits: Sequence[Set[int]]) -> list[int]:
-        missing = [len(before) for before in waits]
-        readers: list[list[int]] = [[] for _ in waits]
-        for index, before in enumerate(waits):
-            for maker in before:
+    def _topological_order(self, nodes: Any, dependencies: Sequence[Set[int]]) -> list[int]:
+        pending = [len(earlier) for earlier in dependencies]
+        readers: list[list[int]] = [[] for _ in dependencies]
+        for index, earlier in enumerate(dependencies):
+            for maker in earlier:
                 readers[maker].append(index)
-        ready = [index for index, count in enumerate(missing) if count == 0]
+        ready = [index for index, count in enumerate(pending) if count == 0]
         heapify(ready)
         order = []
         while ready:
             order.append(heappop(ready))
             for reader in readers[order[-1]]:
-                missing[reader] -= 1
-                if missing[reader] == 0:
+                pending[reader] -= 1
+                if pending[reader] == 0:
                     heappush(ready, reader)
-        if len(order) < len(waits):
-            cycle = ", ".join(_title(nodes[index], index) for index in _cycle(waits, set(order)))
+        if len(order) < len(dependencies):
+            cycle = ", ".join(_node_title(nodes[index], index) for index in _cycle(dependencies, set(order)))
             raise FrontendError(
-                f"{self._source}: a cycle of nodes, of which each reads what the next one makes, and the last what the "
-                f"first one makes: {cycle}"
+                f"{self._source}: a cycle of nodes, each reading an output of the next one and the last one an output "
+                f"of the first: {cycle}"
             )
         return order
 
 
-def _cycle(waits: Sequence[Set[int]], sorted_ones: Set[int]) -> list[int]:
-    """Nodes each of which waits for the next, the last for the first."""
-    path = [next(index for index in range(len(waits)) if index not in sorted_ones)]
-    places = {path[0]: 0}
+def _cycle(dependencies: Sequence[Set[int]], done: Set[int]) -> list[int]:
+    """Indices of nodes that form a cycle: each depends on the next, the last on the first."""
+    path = [next(index for index in range(len(dependencies)) if index not in done)]
+    positions = {path[0]: 0}
     while True:
-        following = min(waits[path[-1]] - sorted_ones)
-        if following in places:
-            return path[places[following] :]
-        places[following] = len(path)
-        path.append(following)
+        next_node = min(dependencies[path[-1]] - done)
+        if next_node in positions:
+            return path[positions[next_node] :]
+        positions[next_node] = len(path)
+        path.append(next_node)
 
 
-def _title(node: onnx.NodeProto, index: int) -> str:
+def _node_title(node: onnx.NodeProto, index: int) -> str:
     return f"{node.name or f'{node.op_type}_{index}'!r} ({node.op_type})"
 
 
 ModelSource: TypeAlias = "str | os.PathLike[str] | bytes | onnx.ModelProto"
-"""A model as users may give it."""
+"""Forms of a model that users may pass."""
 
-# The identifier of ONNX Runtime's files for phones, behind the first offset.
+# Identifier of ONNX Runtime's ORT format, at byte 4.
 _ORT_FORMAT = b"ORTM"
 
-# Protobuf reads no more.
+# Limit of protobuf.
 _MAX_FILE_BYTES = 2**31
 
 
@@ -166,17 +166,17 @@ class OnnxModel:
     Attributes
     ----------
     proto : onnx.ModelProto
-        With its nodes in order; the user's own object if that is what was given and in order: read-only.
+        Model with sorted nodes. Read-only: it may be the user's own object.
     source : str
         Name in messages: the file, or "the model".
     opset : int
         Version of the standard operator set.
     tensors : Tensors
-        Reads its tensors, those with external data too.
+        Reader of its tensors, including external data.
     limits : ImportLimits
-        The most that it may become.
+        Limits of the import.
     nbytes : int
-        Bytes of the model and its external data, as far as they are written.
+        Bytes of the model and its external data, without holes of sparse files.
     """
 
     proto: onnx.ModelProto
@@ -193,15 +193,15 @@ def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxMo
     Parameters
     ----------
     model : ModelSource
-        A file, whose external data lies in its folder; the bytes of one; or a model in memory, with its data in it.
+        A file, with external data in its folder; the bytes of a file; or a model in memory that contains its data.
     limits : ImportLimits, optional
-        The most that it may become.
+        Limits of the import.
 
     Raises
     ------
     FrontendError
-        If the file (or one with external data) is missing or no ONNX model, the model is not valid, or becomes more
-        than `limits` say.
+        If the file (or one with external data) is missing or not an ONNX model, or the model is not valid or exceeds
+        `limits`.
     """
     limits = ImportLimits() if limits is None else limits
     if not isinstance(limits, ImportLimits):
@@ -219,9 +219,9 @@ def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxMo
 
 @contextmanager
 def errors_of(source: str) -> Iterator[None]:
-    """Within, every error becomes a `HeteroError`; one that nobody foresaw names the model.
+    """Convert every error inside to a `HeteroError`; the text of an unexpected one names the model.
 
-    Text that is no UTF-8 fails wherever it is first read, and forms that the checks let pass anywhere.
+    Text that is not UTF-8 fails where it is first read, and invalid forms that pass the checks fail anywhere.
     """
     try:
         yield
@@ -232,36 +232,36 @@ def errors_of(source: str) -> Iterator[None]:
 
 
 def _check_external(proto: onnx.ModelProto, external: ExternalData, budget: Budget) -> int:
-    """Check the files of all external data and return the bytes that they hold.
+    """Check the files of all external data and return their bytes.
 
-    Attributes get their data here, as converters read them; but for `Constant`, they are small.
+    Attributes other than that of `Constant` get their data here, because converters read them; they are small.
     """
-    needed = 0
+    nbytes = 0
     for what, tensor in all_tensors(proto):
         if is_external(tensor):
             data = external.bytes_of(tensor, what)
-            needed += data.nbytes
+            nbytes += data.nbytes
             if what.startswith("attribute") and not what.startswith("attribute 'value' of Constant '"):
                 budget.take_bytes(2 * data.nbytes, what)
                 tensor.raw_data = data.tobytes()
                 tensor.data_location = onnx.TensorProto.DEFAULT
                 del tensor.external_data[:]
-    return min(needed, external.written_bytes)
+    return min(nbytes, external.written_bytes)
 
 
 def opset_in(imports: Iterable[onnx.OperatorSetIdProto]) -> int:
-    """Version of the standard operator set among these imports; the newest where they do not name it."""
+    """Version of the standard operator set among these imports, or the newest version if it is not imported."""
     newest = onnx.defs.onnx_opset_version()
     return next((int(entry.version) for entry in imports if entry.domain in STANDARD_DOMAINS), newest)
 
 
 def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, int]:
-    """A model as it is written, unchecked: with what messages call it, its file, and its bytes.
+    """Read a model without checks; return it with its name for messages, its file and its number of bytes.
 
     Raises
     ------
     FrontendError
-        If the file is missing, special, or no ONNX model.
+        If the file is missing, special, or not an ONNX model.
     """
     if isinstance(model, onnx.ModelProto):
         return model, "the model", None, _bytes_in_memory(model)
@@ -282,7 +282,7 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
 
 
 def _bytes_in_memory(proto: onnx.ModelProto) -> int:
-    """About the bytes of a model: protobuf would write the whole of it to count them, and cannot beyond 2 GiB."""
+    """Approximate bytes of a model. Protobuf would serialize it to count them, and cannot do so beyond 2 GiB."""
     if not proto.HasField("graph"):
         return 0
     return sum(_tensor_bytes(tensor) for _, tensor in all_tensors(proto))
@@ -304,7 +304,7 @@ def _parse(data: bytes, what: str, hint: str = "") -> onnx.ModelProto:
         raise FrontendError(f"{what} is not an ONNX model: it is empty")
     try:
         proto = onnx.load_model_from_string(data)
-    except Exception as error:  # whatever protobuf raises in this version
+    except Exception as error:  # depends on the version of protobuf
         raise FrontendError(f"{what} is not an ONNX model{hint or f': {_first_line(error)}'}") from error
     if not proto.HasField("graph"):
         raise FrontendError(f"{what} is not an ONNX model: it has no graph ({len(data)} bytes)")

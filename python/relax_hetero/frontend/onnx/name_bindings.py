@@ -1,4 +1,4 @@
-"""Node names, and devices if there are any, for the bindings of an imported ONNX graph."""
+"""Relax functions of an imported graph, with node names, and devices if any, on their bindings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tvm import relax
 from ...op.require import is_requirement
 from ...transform.ir.named_sizes import expanded, named_sizes
 from ...transform.ir.requirements import symbols_in
-from ...transform.ir.rewriting import with_own_sizes
+from ...transform.ir.rewriting import with_fresh_sizes
 from .control_flow.subgraphs import ImportedLoop
 from .importer import ImportedGraph
 from .node_names import NodeInfo, variable_name
@@ -26,31 +26,31 @@ def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -
     Parameters
     ----------
     device_of : DeviceOf, optional
-        NodeInfo -> VDevice. With it the types of a node's bindings carry that device, which fixes them for
-        RealizeVDevice; parameters stay free.
+        NodeInfo -> VDevice. If given, the types of a node's bindings carry its device, which RealizeVDevice treats as
+        fixed; parameters stay free.
 
     Returns
     -------
     relax.Function
-        Each binding is named after its node: the first output of a node has the node's name, its other bindings have
-        that name and a number. Everything but `If`s stands in dataflow blocks.
+        The first output of a node has the node's name, its other bindings have that name and a number. All bindings
+        except `If` and match_cast are in dataflow blocks.
     """
-    return _Rebuild(imported, device_of).function()
+    return _FunctionBuilder(imported, device_of).function()
 
 
 def build_loops(imported: ImportedGraph, device_of: DeviceOf | None = None) -> dict[tvm.ir.GlobalVar, relax.Function]:
-    """The private functions of an imported graph's loops; as `build_function`."""
-    return {loop.gv: _Rebuild(imported, device_of).loop(loop) for loop in imported.loops}
+    """The private functions of an imported graph's loops; see `build_function`."""
+    return {loop.gv: _FunctionBuilder(imported, device_of).loop(loop) for loop in imported.loops}
 
 
 def origins_of(imported: ImportedGraph) -> dict[str, str]:
-    """Names of bound variables, as `build_function` and `build_loops` give them, to the names of their nodes."""
+    """Variable name in the functions of `build_function` and `build_loops` -> name of its node."""
     names = _binding_names(imported)
     return {name: imported.owners[var].name for var, name in names.items() if var in imported.owners}
 
 
-class _Rebuild:
-    """Copies bindings with new variables; types are those that were inferred, on the node's device.
+class _FunctionBuilder:
+    """Copies bindings with new variables, whose types are the inferred ones on the node's device.
 
     (TVM's mutators would infer again, and stock inference refuses operands on several devices.)
     """
@@ -65,24 +65,25 @@ class _Rebuild:
         """The function of the graph."""
         imported = self._imported
         outputs = imported.outputs
-        # A sequence is a tuple itself: alone, it would look like several outputs.
-        is_alone = len(outputs) == 1 and not isinstance(outputs[0].ty, tvm.ir.TupleType)
-        result = outputs[0] if is_alone else relax.Tuple(outputs)
-        body = self._sequence(_known_sizes_first(imported), result)
+        # A single output that is a sequence would look like several outputs.
+        is_single = len(outputs) == 1 and not isinstance(outputs[0].ty, tvm.ir.TupleType)
+        result = outputs[0] if is_single else relax.Tuple(outputs)
+        body = self._sequence(_hoist_known_sizes(imported), result)
         return relax.Function(imported.params, body, expanded(body.body.ty, named_sizes(imported.bindings)[1]), True)
 
     def loop(self, loop: ImportedLoop) -> relax.Function:
-        """The function of a loop; its parameters have no devices."""
+        """The function of a loop; its parameters lack devices."""
         self._vars = {var: relax.Var(var.name, var.ty) for var in loop.captured}
         sizes = [relax.Var("sizes", relax.ShapeType(loop.sizes))] if loop.sizes else []
         params = [*loop.params, *self._vars.values(), *sizes]
-        return with_own_sizes(relax.Function(params, self._sequence(loop.bindings, loop.result), loop.gv.ty.ret, True))
+        body = self._sequence(loop.bindings, loop.result)
+        return with_fresh_sizes(relax.Function(params, body, loop.gv.ty.ret, True))
 
     def _sequence(self, bindings: Iterable[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
-        """Bindings cut into dataflow blocks at each one that stands alone."""
+        """Group bindings into dataflow blocks, split at bindings that cannot be in one."""
         groups: list[list[relax.Binding]] = []
         for binding in bindings:
-            if not groups or _stands_alone(binding) or _stands_alone(groups[-1][-1]):
+            if not groups or _is_outside_dataflow(binding) or _is_outside_dataflow(groups[-1][-1]):
                 groups.append([])
             groups[-1].append(binding)
         # Per group, the variables that are read after it.
@@ -95,7 +96,7 @@ class _Rebuild:
         return sequence
 
     def _block(self, group: list[relax.Binding], read_later: set[relax.Var]) -> relax.BindingBlock:
-        if _stands_alone(group[0]):
+        if _is_outside_dataflow(group[0]):
             return relax.BindingBlock([self._binding(binding, relax.Var) for binding in group])
         return relax.DataflowBlock(
             [self._binding(binding, relax.Var if binding.var in read_later else relax.DataflowVar) for binding in group]
@@ -104,7 +105,7 @@ class _Rebuild:
     def _binding(self, binding: relax.Binding, kind: type[relax.Var]) -> relax.Binding:
         value = self._expr(binding.value)
         ty = binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty
-        # The operand of a match_cast has less of a type than its result; with the same type it would be dropped.
+        # With its result's type, the operand of a match_cast would make it redundant and it would be dropped.
         value_ty = binding.value.ty if isinstance(binding, relax.MatchCast) else ty
         if self._device_of is not None:
             device = self._device_of(self._imported.owners[binding.var])
@@ -136,7 +137,7 @@ class _Rebuild:
 
 
 def on_device(ty: tvm.ir.Type, vdevice: tvm.relax.VDevice) -> tvm.ir.Type:
-    """The type with every tensor in it on that device."""
+    """Copy of a type with every tensor in it on a device."""
     if isinstance(ty, relax.TensorType):
         if ty.shape is not None:
             return relax.TensorType(ty.shape, ty.dtype, vdevice)
@@ -146,28 +147,30 @@ def on_device(ty: tvm.ir.Type, vdevice: tvm.relax.VDevice) -> tvm.ir.Type:
     return ty
 
 
-def _known_sizes_first(imported: ImportedGraph) -> list[relax.Binding]:
-    """The bindings, first those that name sizes which follow from the parameters': there they cut no block."""
+def _hoist_known_sizes(imported: ImportedGraph) -> list[relax.Binding]:
+    """Move bindings that name sizes computable from the parameters' to the front, where they split no block."""
     known = {symbol for param in imported.params for symbol in symbols_in(param.ty)}
     names, _ = named_sizes(imported.bindings)
-    made: set[relax.Var] = set()
-    first, others = [], []
+    hoisted: set[relax.Var] = set()
+    first, rest = [], []
     for binding in imported.bindings:
         is_cast = isinstance(binding, relax.MatchCast)
-        if binding.var in names and (binding.value in made if is_cast else known.issuperset(symbols_in(binding.value))):
-            made.add(binding.var)
+        if binding.var in names and (
+            binding.value in hoisted if is_cast else known.issuperset(symbols_in(binding.value))
+        ):
+            hoisted.add(binding.var)
             known.update(binding.ty.values if is_cast else ())
             first.append(binding)
         else:
-            others.append(binding)
-    return first + others
+            rest.append(binding)
+    return first + rest
 
 
-def _stands_alone(binding: relax.Binding) -> bool:
+def _is_outside_dataflow(binding: relax.Binding) -> bool:
     """Return whether a binding is kept out of dataflow blocks.
 
-    An `If` cannot be in one. A match_cast makes sizes, and FuseOps would move kernels that need them before it; a
-    requirement makes none.
+    An `If` cannot be in one. A match_cast defines sizes, and FuseOps would move kernels that need them before it; a
+    requirement defines none.
     """
     if is_requirement(binding.value):
         return False
@@ -175,65 +178,65 @@ def _stands_alone(binding: relax.Binding) -> bool:
 
 
 def _binding_names(imported: ImportedGraph) -> dict[relax.Var, str]:
-    """Names of the bound variables, unique among themselves and the parameters."""
+    """Names of the bound variables, unique and different from the parameters'."""
     bound: dict[NodeInfo, list[relax.Var]] = {}
     for var, info in imported.owners.items():
         bound.setdefault(info, []).append(var)
     parameters = {param.name for param in imported.params}
-    taken = parameters | {variable_name(info.name) for info in bound}
+    used_names = parameters | {variable_name(info.name) for info in bound}
     names: dict[relax.Var, str] = {}
     for info, variables in bound.items():
-        own = [var for var in imported.results.get(info, ()) if imported.owners.get(var) is info]
-        main = own[0] if own else variables[-1]
+        result_vars = [var for var in imported.results.get(info, ()) if imported.owners.get(var) is info]
+        main = result_vars[0] if result_vars else variables[-1]
         rest = [var for var in variables if var is not main and not var.same_as(main)]
-        candidates = _candidates(variable_name(info.name), parameters, taken)
+        candidates = _candidates(variable_name(info.name), parameters, used_names)
         names.update(zip([main, *rest], candidates, strict=False))
     return names
 
 
-def _candidates(name: str, parameters: set[str], taken: set[str]) -> Iterator[str]:
-    """The name itself unless a parameter has it, then numbered ones that nothing has."""
+def _candidates(name: str, parameters: set[str], used_names: set[str]) -> Iterator[str]:
+    """Candidate names: the name itself unless it is a parameter's, then unused numbered ones."""
     if name not in parameters:
         yield name
     for number in itertools.count(1):
         numbered = f"{name}_{number}"
-        if numbered not in taken:
-            taken.add(numbered)
+        if numbered not in used_names:
+            used_names.add(numbered)
             yield numbered
 
 
 def annotated_function(
     func: relax.Function,
     graph: ImportedGraph,
-    chosen: Mapping[NodeInfo, tvm.relax.VDevice],
-    otherwise: tvm.relax.VDevice | None,
+    devices: Mapping[NodeInfo, tvm.relax.VDevice],
+    default: tvm.relax.VDevice | None,
 ) -> relax.Function:
-    """A function with devices in the types of its bindings; names and blocks stay.
+    """Copy a function with devices in the types of its bindings; names and blocks are kept.
 
     Parameters
     ----------
     graph : ImportedGraph
         The function's bindings and their nodes.
-    chosen : mapping of NodeInfo to tvm.relax.VDevice
-        Devices of nodes; they replace those that types name.
-    otherwise : tvm.relax.VDevice or None
-        Device of other bindings whose types name none, if any.
+    devices : mapping of NodeInfo to tvm.relax.VDevice
+        Devices of nodes; they replace devices in types.
+    default : tvm.relax.VDevice or None
+        Device of all other bindings whose types lack one, if any.
     """
-    return _Annotate(graph, chosen, otherwise).annotated(func)
+    return _DeviceAnnotator(graph, devices, default).annotated(func)
 
 
-class _Annotate(_Rebuild):
-    """As its base, for a function that is there already."""
+class _DeviceAnnotator(_FunctionBuilder):
+    """Copies an existing function with other devices."""
 
     def __init__(
         self,
         graph: ImportedGraph,
-        chosen: Mapping[NodeInfo, tvm.relax.VDevice],
-        otherwise: tvm.relax.VDevice | None,
+        devices: Mapping[NodeInfo, tvm.relax.VDevice],
+        default: tvm.relax.VDevice | None,
     ) -> None:
         super().__init__(graph, None)
-        self._chosen = chosen
-        self._otherwise = otherwise
+        self._devices = devices
+        self._default = default
 
     def annotated(self, func: relax.Function) -> relax.Function:
         body = self._branch(func.body)
@@ -252,9 +255,9 @@ class _Annotate(_Rebuild):
 
     def _binding(self, binding: relax.Binding, kind: type[relax.Var]) -> relax.Binding:
         ty = binding.ty if isinstance(binding, relax.MatchCast) else binding.var.ty
-        device = self._chosen.get(self._imported.owners[binding.var])
-        if device is None and not _names_device(ty):
-            device = self._otherwise
+        device = self._devices.get(self._imported.owners[binding.var])
+        if device is None and not _has_device(ty):
+            device = self._default
         value = self._expr(binding.value)
         value_ty = binding.value.ty if isinstance(binding, relax.MatchCast) else ty
         if device is not None:
@@ -266,7 +269,7 @@ class _Annotate(_Rebuild):
         return relax.MatchCast(var, value, ty) if isinstance(binding, relax.MatchCast) else relax.VarBinding(var, value)
 
 
-def _names_device(ty: tvm.ir.Type) -> bool:
+def _has_device(ty: tvm.ir.Type) -> bool:
     if isinstance(ty, tvm.ir.TupleType):
-        return any(map(_names_device, ty.fields))
+        return any(map(_has_device, ty.fields))
     return isinstance(ty, relax.TensorType) and ty.vdevice is not None

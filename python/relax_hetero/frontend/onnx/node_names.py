@@ -1,4 +1,4 @@
-"""A name for every node of an ONNX model."""
+"""Unique names for the nodes of an ONNX model."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ import onnx
 from ...errors import FrontendError
 from .functions import FunctionTable, function_of, function_table
 
-# Of all names together; a name in a function's body begins with the names of all calls around it.
+# Limit of all names together; a name in a function's body is prefixed by the names of all enclosing calls.
 _MAX_LETTERS = 1 << 27
 
 
 @dataclass(frozen=True, eq=False)
 class NodeInfo:
-    """One node, by the names a user knows it by.
+    """Names of a node.
 
     Attributes
     ----------
     name : str
-        Unique in the model: the node's own name, or ``OpType_index`` if it has none, the index being its position in
-        its graph. A nameless node in a branch of an `If` is ``<If>/then_branch/OpType_index``, any node in the body of
-        a function that the model defines ``<call>/<its name there>``. Where two nodes would share a name, the later
-        ones get ``_1``, ``_2`` ….
+        Unique in the model: the node's own name, or ``OpType_index`` with its position in its graph. A nameless node in
+        a branch of an `If` is ``<If>/then_branch/OpType_index``; a node in the body of a function of the model is
+        ``<call>/<name in the function>``. Duplicates get ``_1``, ``_2`` ….
     aliases : tuple of str
-        Other names that patterns match: its own name (which others may share), its op type, and those of the calls it
-        is in.
+        Other names that patterns match: its own name (which may not be unique), its op type, and those of enclosing
+        calls.
     subgraphs : dict of str to list of NodeInfo
         Attribute name (``"body"`` for a call of a function) -> the nodes of that subgraph, in order.
     """
@@ -45,17 +44,16 @@ class NodeInfo:
 
 
 def name_nodes(proto: onnx.ModelProto) -> list[NodeInfo]:
-    """Names for the nodes of a model's graph and, below them, of subgraphs and called functions.
+    """Name the nodes of a model's graph and, nested in them, of subgraphs and called functions.
 
-    The model's size and nesting are checked (`check_model.check_size`): functions that call each other in a circle
-    would be named without end.
+    The model has passed `check_model.check_size`, so that recursive functions are excluded.
     """
     namer = _Namer(function_table(proto), set(_own_names(proto.graph)))
     return namer.graph(proto.graph.node, "", ())
 
 
 def walk_nodes(nodes: list[NodeInfo]) -> Iterator[NodeInfo]:
-    """These nodes and those of their subgraphs, in order, owners first."""
+    """Iterate over nodes and their subgraphs' nodes, in pre-order."""
     for node in nodes:
         yield node
         for inner in node.subgraphs.values():
@@ -63,17 +61,17 @@ def walk_nodes(nodes: list[NodeInfo]) -> Iterator[NodeInfo]:
 
 
 def inner_names(nodes: Iterable[onnx.NodeProto], prefix: str) -> list[NodeInfo]:
-    """Names for the nodes of a body by which ONNX defines an op: nobody else knows them."""
-    found = []
+    """Name the nodes of the body by which ONNX defines an op; users never see these names."""
+    infos = []
     for index, node in enumerate(nodes):
         name = f"{prefix}{node.op_type}_{index}"
         inner = {key: inner_names(graph.node, f"{name}/{key}/") for key, graph in subgraphs_of(node)}
-        found.append(NodeInfo(name, (), node.op_type, node.domain, node.overload, inner))
-    return found
+        infos.append(NodeInfo(name, (), node.op_type, node.domain, node.overload, inner))
+    return infos
 
 
 def variable_name(name: str) -> str:
-    """The name itself, or with "_" before it where TVMScript could not read it back ("1", "if", "main")."""
+    """The name itself, or prefixed by "_" if TVMScript cannot parse it ("1", "if", "main")."""
     is_readable = name[:1].isidentifier() or not (name[:1].isalnum() or name == "")
     return name if is_readable and not keyword.iskeyword(name) and name != "main" else f"_{name}"
 
@@ -92,22 +90,22 @@ def _own_names(graph: onnx.GraphProto) -> Iterator[str]:
 
 
 class _Namer:
-    """Hands out names; one that a node carries itself is never given to a nameless node."""
+    """Assigns unique names; an explicit name of a node is never assigned to a nameless one."""
 
     def __init__(self, functions: FunctionTable, reserved: set[str]) -> None:
         self._functions = functions
         self._reserved = reserved
-        self._taken: set[str] = set()
+        self._used: set[str] = set()
         self._suffixes: dict[str, int] = {}
-        self._letters = 0
+        self._characters = 0
 
     def graph(self, nodes: Iterable[onnx.NodeProto], prefix: str, aliases: tuple[str, ...]) -> list[NodeInfo]:
         return [self._node(node, index, prefix, aliases) for index, node in enumerate(nodes)]
 
     def _node(self, node: onnx.NodeProto, index: int, prefix: str, aliases: tuple[str, ...]) -> NodeInfo:
         in_call = bool(aliases)
-        own = node.name if node.name and not in_call else ""
-        name = self._unique(own or f"{prefix}{node.name or f'{node.op_type}_{index}'}", is_own=bool(own))
+        own_name = node.name if node.name and not in_call else ""
+        name = self._unique(own_name or f"{prefix}{node.name or f'{node.op_type}_{index}'}", is_own=bool(own_name))
         own_aliases = tuple(filter(None, (node.name, node.op_type)))
         function = function_of(node, self._functions)
         if function is not None:
@@ -117,14 +115,14 @@ class _Namer:
             inner = {key: self.graph(graph.node, f"{name}/{key}/", aliases) for key, graph in subgraphs_of(node)}
         return NodeInfo(name, (*own_aliases, *aliases), node.op_type, node.domain, node.overload, inner)
 
-    def _unique(self, wanted: str, *, is_own: bool) -> str:
-        name, suffix = wanted, self._suffixes.get(wanted, 0)
-        while name in self._taken or (name in self._reserved and not (is_own and name == wanted)):
+    def _unique(self, base: str, *, is_own: bool) -> str:
+        name, suffix = base, self._suffixes.get(base, 0)
+        while name in self._used or (name in self._reserved and not (is_own and name == base)):
             suffix += 1
-            name = f"{wanted}_{suffix}"
-        self._suffixes[wanted] = suffix
-        self._taken.add(name)
-        self._letters += len(name)
-        if self._letters > _MAX_LETTERS:
+            name = f"{base}_{suffix}"
+        self._suffixes[base] = suffix
+        self._used.add(name)
+        self._characters += len(name)
+        if self._characters > _MAX_LETTERS:
             raise FrontendError(f"the names of nodes take more than {_MAX_LETTERS:,} letters, up to {name[:100]!r}")
         return name

@@ -1,4 +1,4 @@
-"""Bindings that an importer emits, and the node that owns each: what loops and branches need of an importer."""
+"""Base class of importers: the emitted bindings and the node that owns each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .node_names import NodeInfo
 
 
 class OwnedBindings:
-    """A part of an importer, which makes the builder and the two collections."""
+    """Emitted bindings and their owners. The importer creates the builder, `loops` and `_owners`."""
 
     bb: relax.BlockBuilder
     loops: list[ImportedLoop]
@@ -21,34 +21,34 @@ class OwnedBindings:
 
     @contextmanager
     def block(self, info: NodeInfo) -> Iterator[list[relax.Binding]]:
-        """`_collected`; the node owns the bindings, unless a node inside it does. Sizes found inside are forgotten."""
-        with known_sizes().scope(), self._collected() as bindings:
+        """Collect bindings that `info` or inner nodes own; sizes learnt inside are forgotten afterwards."""
+        with known_sizes().scope(), self._collect_bindings() as bindings:
             yield bindings
         for binding in bindings:
             self._own(binding, info)
 
     @contextmanager
     def trial(self) -> Iterator[Callable[[], None]]:
-        """Forget, when left, loops, owners and sizes of bindings made inside, unless what this yields was called."""
+        """Roll back loops, owners and sizes of bindings on exit, unless the yielded function was called."""
         owners, loops = len(self._owners), len(self.loops)
-        with known_sizes().trial() as kept:
+        with known_sizes().trial() as keep:
             try:
-                yield lambda: kept.append(True)
+                yield lambda: keep.append(True)
             finally:
-                if not kept[-1]:
+                if not keep[-1]:
                     del self.loops[loops:]
                     while len(self._owners) > owners:
                         self._owners.popitem()
 
     def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
-        """Emit bindings again where the builder stands; a node owns them unless an inner node does."""
+        """Emit bindings at the builder's position; `info` owns those that no inner node owns."""
         for binding in bindings:
             self._own(binding, info)
             self.bb.emit_normalized(binding)
 
     @contextmanager
-    def _collected(self) -> Iterator[list[relax.Binding]]:
-        """Collect what is emitted inside into the list this yields, complete once the block is left."""
+    def _collect_bindings(self) -> Iterator[list[relax.Binding]]:
+        """Collect emitted bindings into the yielded list, which is complete on exit."""
         bindings: list[relax.Binding] = []
         self.bb._begin_binding_block()
         try:
@@ -59,7 +59,7 @@ class OwnedBindings:
     def _own(self, binding: relax.Binding, info: NodeInfo) -> None:
         if binding.var not in self._owners:
             self._owners[binding.var] = info
-            self._note_owned(binding, info)
+            self._record_owned(binding, info)
 
-    def _note_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
-        """Told of each binding that gets an owner."""
+    def _record_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
+        """Hook, called for each binding that gets an owner."""

@@ -17,30 +17,29 @@ if TYPE_CHECKING:
 
     from ...target.vdevice import VDeviceSpec
 
-# Ordered: pattern -> device, or the same as pairs.
+# Pattern -> device in order of precedence, or pairs of them.
 PlacementRules: TypeAlias = "Mapping[str, VDeviceSpec] | Iterable[tuple[str, VDeviceSpec]]"
 
-_NEAR_MISSES = 3
-# A letter in brackets stands for itself, which is how a name with a wildcard in it is written as a pattern.
-_ONE_OF_ONE = re.compile(r"\[([^!])\]")
-_PLAIN = re.compile(rf"(?:[^*?\[]|{_ONE_OF_ONE.pattern})*")
+_MAX_NEAR_MISSES = 3
+# One character in brackets matches itself: the escape for names that contain wildcards.
+_BRACKETED_CHARACTER = re.compile(r"\[([^!])\]")
+_WITHOUT_WILDCARD = re.compile(rf"(?:[^*?\[]|{_BRACKETED_CHARACTER.pattern})*")
 
 
 def assign_devices(
     nodes: list[NodeInfo], rules: PlacementRules, vdevices: list[tvm.relax.VDevice]
 ) -> dict[str, tvm.relax.VDevice]:
-    """The device of every node: of the first rule that matches it, else the default one.
+    """Assign each node the device of the first rule that matches it, or the default device.
 
     Parameters
     ----------
     nodes : list of NodeInfo
-        Nodes in subgraphs and in bodies of functions are looked at one by one.
+        Nodes, including those nested in subgraphs and function bodies.
     rules : PlacementRules
-        Patterns are case-sensitive; ``*``, ``?`` and ``[…]`` as in file names (``*`` crosses slashes). A pattern
-        matches a node's name, its op type, and those of the call of a model's own function that the node is in. A name
-        that happens to contain ``[`` matches itself.
+        Case-sensitive globs with ``*`` (crosses slashes), ``?`` and ``[…]``. A pattern matches a node's name or op
+        type, or those of an enclosing call of a model's function. A name that contains ``[`` matches itself.
     vdevices : list of tvm.relax.VDevice
-        Devices that device strings are looked up in.
+        Vdevices among which device strings are looked up.
 
     Returns
     -------
@@ -56,33 +55,33 @@ def assign_devices(
     """
     pairs = [(pattern, lookup(device, vdevices)) for pattern, device in rule_pairs(rules)]
     patterns = _Patterns(pattern for pattern, _ in pairs)
-    everything = list(walk_nodes(nodes))
+    all_nodes = list(walk_nodes(nodes))
     matched: set[int] = set()
     devices: dict[str, tvm.relax.VDevice] = {}
-    for node in everything:
+    for node in all_nodes:
         hits = patterns.matching((node.name, *node.aliases))
         matched.update(hits)
         devices[node.name] = pairs[min(hits)][1] if hits else default_vdevice(vdevices)
     for index, (pattern, _) in enumerate(pairs):
         if index not in matched:
-            raise FrontendError(_unmatched(pattern, everything))
+            raise FrontendError(_unmatched_message(pattern, all_nodes))
     return devices
 
 
 def matching_patterns(nodes: list[NodeInfo], rules: PlacementRules) -> dict[str, str]:
-    """Unique node name -> the pattern that decides where it goes, of the nodes that some rule matches."""
+    """Unique node name -> the first pattern that matches it, for nodes that match any."""
     texts = [pattern for pattern, _ in rule_pairs(rules)]
     patterns = _Patterns(texts)
-    found: dict[str, str] = {}
+    deciding: dict[str, str] = {}
     for node in walk_nodes(nodes):
         hits = patterns.matching((node.name, *node.aliases))
         if hits:
-            found[node.name] = texts[min(hits)]
-    return found
+            deciding[node.name] = texts[min(hits)]
+    return deciding
 
 
 def rule_pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
-    """Rules as pairs of a pattern and a device; FrontendError for anything else."""
+    """Check rules and convert them to pairs of a pattern and a device; FrontendError if malformed."""
     if not isinstance(rules, Iterable):
         raise FrontendError(f"placement is {rules!r}; expected a mapping of patterns to devices, or a list of pairs")
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)
@@ -99,9 +98,9 @@ def rule_pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
 
 
 class _Patterns:
-    """Which of several patterns match a name, as globs or letter by letter.
+    """Patterns, matched as globs or literally.
 
-    Patterns without a wildcard are looked up, because a placement may name each of a model's thousands of nodes.
+    Patterns without wildcards are looked up in a dict, since a placement may name each of thousands of nodes.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -109,29 +108,29 @@ class _Patterns:
         self._globs: list[tuple[int, re.Pattern[str]]] = []
         for index, pattern in enumerate(patterns):
             self._exact.setdefault(pattern, set()).add(index)
-            if _PLAIN.fullmatch(pattern):
-                self._exact.setdefault(_ONE_OF_ONE.sub(r"\1", pattern), set()).add(index)
+            if _WITHOUT_WILDCARD.fullmatch(pattern):
+                self._exact.setdefault(_BRACKETED_CHARACTER.sub(r"\1", pattern), set()).add(index)
             else:
                 self._globs.append((index, re.compile(translate(pattern))))
 
     def matching(self, names: Iterable[str]) -> set[int]:
-        """The positions of the patterns that match any of these names."""
-        found: set[int] = set()
+        """The indices of the patterns that match any of these names."""
+        matches: set[int] = set()
         for name in names:
-            found |= self._exact.get(name, set())
-            found.update(index for index, glob in self._globs if glob.match(name))
-        return found
+            matches |= self._exact.get(name, set())
+            matches.update(index for index, glob in self._globs if glob.match(name))
+        return matches
 
 
-def _unmatched(pattern: str, nodes: list[NodeInfo]) -> str:
+def _unmatched_message(pattern: str, nodes: list[NodeInfo]) -> str:
     names = list(dict.fromkeys(node.name for node in nodes))
     types = list(dict.fromkeys(node.op_type for node in nodes))
-    bare = pattern.strip("*")
-    near = difflib.get_close_matches(bare, [*names, *types], n=_NEAR_MISSES, cutoff=0.5)
-    folded = bare.lower()
+    text = pattern.strip("*")
+    near = difflib.get_close_matches(text, [*names, *types], n=_MAX_NEAR_MISSES, cutoff=0.5)
+    folded = text.lower()
     near += [name for name in (*types, *names) if folded and folded in name.lower() and name not in near]
     if near:
-        hint = f"near misses: {', '.join(map(repr, near[:_NEAR_MISSES]))}"
+        hint = f"near misses: {', '.join(map(repr, near[:_MAX_NEAR_MISSES]))}"
     else:
         hint = f"its {len(nodes)} nodes have the op types {', '.join(types) or 'none'}"
     return f"the placement pattern {pattern!r} matches no node's name or op type; {hint}"

@@ -1,4 +1,4 @@
-"""Which ONNX ops can be imported, and by which converter."""
+"""Look-up of converters of ONNX ops, and the check that all nodes of a model have one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .functions import FunctionTable, function_of
 from .model import OnnxModel
 from .node_names import NodeInfo, walk_nodes
 
-# The importer converts these itself.
-_OWN_OPS = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
+# Ops that the importer converts itself.
+_IMPORTER_OPS = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
 
-# Their converters' tuples are one value (a sequence), not several outputs.
+# Ops whose converters return a sequence as a tuple: one value, not several outputs.
 SEQUENCE_OPS = frozenset(
     "Optional OptionalGetElement SequenceConstruct SequenceEmpty SequenceErase SequenceInsert ConcatFromSequence "
     "SplitToSequence Identity".split()
@@ -32,7 +32,7 @@ def check_supported(nodes: list[NodeInfo], model: OnnxModel, functions: Function
     Raises
     ------
     FrontendError
-        Listing every such node with its op type, domain and opset.
+        Lists every such node with its op type, domain and opset.
     """
     missing = [node for node in walk_nodes(nodes) if not has_converter(node, functions)]
     if missing:
@@ -45,7 +45,7 @@ def check_supported(nodes: list[NodeInfo], model: OnnxModel, functions: Function
 
 
 def opset_of(domain: str, model: OnnxModel) -> int | None:
-    """The version of a domain's ops that a model imports; None where it imports none."""
+    """The opset version of a domain that a model imports, or None."""
     if domain in STANDARD_DOMAINS:
         return model.opset
     return next((int(entry.version) for entry in model.proto.opset_import if entry.domain == domain), None)
@@ -55,5 +55,5 @@ def has_converter(node: NodeInfo, functions: FunctionTable) -> bool:
     """Return whether a node is an op that can be imported in some form, or calls a function of the model."""
     if function_of(node, functions) is not None:
         return True
-    is_own = node.domain in STANDARD_DOMAINS and node.op_type in _OWN_OPS
-    return is_own or find_converter(node.domain, node.op_type) is not None
+    is_importer_op = node.domain in STANDARD_DOMAINS and node.op_type in _IMPORTER_OPS
+    return is_importer_op or find_converter(node.domain, node.op_type) is not None

@@ -1,4 +1,9 @@
-"""A module of the functions ``decode_B`` and ``prefill_C`` of an ONNX decoder, whose cache is one of pages."""
+"""Functions ``decode_B`` and ``prefill_C`` of an ONNX decoder with a paged cache.
+
+`plan_decoder` finds the nodes that compute logits and the attention nodes, whose past_key_values pages replace. A
+function is an import of these nodes, with attention converted to `cached_attention`. All other nodes see the tokens as
+rows of one sequence, regardless of their sequences: ids and positions have the shape (1, rows).
+"""
 
 from __future__ import annotations
 
@@ -28,18 +33,16 @@ from ..ops.elementwise import cast
 from ..ops.node import Node, shared_constants
 from ..paged_cache import PagedCache
 
-# Rest of a decoder's graph when its cache is one of pages: found on the model, before anything is imported.
-
 ATTENTION = "GroupQueryAttention"
 IDS, POSITIONS = "input_ids", "position_ids"
 
-# Inputs of the op that a cache of pages reads, too: queries, keys, values, rotations and norms.
-_READ = (0, 1, 2, 7, 8, 14, 15)
+# Inputs of the op that stay with a paged cache: queries, keys, values, rotations and norms.
+_PAGED_INPUTS = (0, 1, 2, 7, 8, 14, 15)
 _PAST_KEY, _PAST_VALUE = 3, 4
-_REFUSED = {10: "attention_bias", 11: "head_sink", 12: "k_scale", 13: "v_scale", 16: "query_seqlens"}
-_PRODUCTS = ("MatMul", "MatMulNBits", "Gemm", "FusedMatMul", "MatMulBnb4")
-_BEHIND_PRODUCT = ("Add", "Cast", "Div", "Identity", "Mul", "Reshape", "Sub", "Tanh")
-"""Work between the last product and the logits."""
+_UNSUPPORTED_INPUTS = {10: "attention_bias", 11: "head_sink", 12: "k_scale", 13: "v_scale", 16: "query_seqlens"}
+_PRODUCT_OPS = ("MatMul", "MatMulNBits", "Gemm", "FusedMatMul", "MatMulBnb4")
+_AFTER_PRODUCT_OPS = ("Add", "Cast", "Div", "Identity", "Mul", "Reshape", "Sub", "Tanh")
+"""Ops that may follow the last product."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,15 @@ class DecoderPlan:
     Attributes
     ----------
     logits : str
-        The output.
+        Name of the output.
     needed : frozenset of int
-        Places of the nodes that it needs.
+        Indices of the nodes that it depends on.
     layers : dict of int to int
-        Place of a node of attention -> its layer.
+        Index of an attention node -> its layer.
     kv_heads, windows : tuple of int
-        Heads of keys and values of every layer, and windows; 0 sees all positions.
+        Key/value heads and window of every layer; 0: no window.
     head : int or None
-        Place of the product that makes logits of hidden states, where there is one.
+        Index of the product that computes logits from hidden states, if any.
     """
 
     logits: str
@@ -69,16 +72,16 @@ class DecoderPlan:
 
 
 def plan_decoder(model: OnnxModel) -> DecoderPlan:
-    """Plan of a decoder's functions.
+    """Find the nodes of a decoder's functions.
 
     Raises
     ------
     FrontendError
-        If the model has no such attention, or the logits depend on the cache or a mask in another way.
+        If the model lacks such attention, or the logits depend on the cache or a mask in another way.
     """
     graph, source = model.proto.graph, model.source
-    makers = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
-    attentions = [place for place, node in enumerate(graph.node) if node.op_type == ATTENTION]
+    producers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    attentions = [index for index, node in enumerate(graph.node) if node.op_type == ATTENTION]
     if not attentions:
         raise FrontendError(
             f"{source} has no node of {ATTENTION}, whose past_key_values a cache of pages takes the place of"
@@ -86,32 +89,32 @@ def plan_decoder(model: OnnxModel) -> DecoderPlan:
     inputs = {info.name for info in graph.input} - {tensor.name for tensor in graph.initializer}
     if IDS not in inputs:
         raise FrontendError(f"{source} has the inputs {sorted(inputs)}, expected one called {IDS!r}")
-    for place in attentions:
-        _check_attention(graph.node[place], inputs, source)
-    caches = {name for place in attentions for name in graph.node[place].output[1:]}
-    others = [output.name for output in graph.output if output.name not in caches]
-    if len(others) != 1:
-        raise FrontendError(f"{source} has the outputs {others} beside its caches, expected one of logits")
-    needed = _needed(graph, makers, others[0], inputs, source)
-    layers = {place: layer for layer, place in enumerate(place for place in attentions if place in needed)}
-    attributes = [_attributes(graph.node[place]) for place in layers]
+    for index in attentions:
+        _check_attention(graph.node[index], inputs, source)
+    caches = {name for index in attentions for name in graph.node[index].output[1:]}
+    logits_outputs = [output.name for output in graph.output if output.name not in caches]
+    if len(logits_outputs) != 1:
+        raise FrontendError(f"{source} has the outputs {logits_outputs} besides its caches, expected one of logits")
+    required = _required(graph, producers, logits_outputs[0], inputs, source)
+    layers = {index: layer for layer, index in enumerate(index for index in attentions if index in required)}
+    attributes = [_attributes(graph.node[index]) for index in layers]
     return DecoderPlan(
-        others[0],
-        frozenset(needed),
+        logits_outputs[0],
+        frozenset(required),
         layers,
         tuple(int(values.get("kv_num_heads", 0)) for values in attributes),
         tuple(max(int(values.get("local_window_size", -1)), 0) for values in attributes),
-        _head(graph, makers, others[0]),
+        _logits_product(graph, producers, logits_outputs[0]),
     )
 
 
 def without_cache(node: onnx.NodeProto) -> onnx.NodeProto:
-    """A node of attention without the inputs that pages take the place of."""
+    """Copy of an attention node without the inputs that a paged cache replaces."""
     bare = onnx.NodeProto()
     bare.CopyFrom(node)
-    for place in range(len(bare.input)):
-        if place not in _READ:
-            bare.input[place] = ""
+    for index in range(len(bare.input)):
+        if index not in _PAGED_INPUTS:
+            bare.input[index] = ""
     return bare
 
 
@@ -120,92 +123,92 @@ def _attributes(node: onnx.NodeProto) -> dict[str, int | float]:
 
 
 def _check_attention(node: onnx.NodeProto, inputs: set[str], source: str) -> None:
-    """Refuse forms of attention that pages do not have, and caches that are no inputs of the graph."""
-    where = f"{source}: {ATTENTION} {node.name!r}"
-    for place, name in _REFUSED.items():
-        if len(node.input) > place and node.input[place]:
-            raise FrontendError(f"{where} has the input {name}, which a cache of pages does not take")
+    """Refuse forms of attention without paged kernels, and caches that are not inputs of the graph."""
+    title = f"{source}: {ATTENTION} {node.name!r}"
+    for index, name in _UNSUPPORTED_INPUTS.items():
+        if len(node.input) > index and node.input[index]:
+            raise FrontendError(f"{title} has the input {name}, which a cache of pages does not take")
     attributes = _attributes(node)
-    for name, plain in (("smooth_softmax", 0), ("causal", 1), ("qk_output", 0), ("sliding_window_cache", 0)):
-        if attributes.get(name, plain) not in (plain, -1):
-            raise FrontendError(f"{where} has {name}={attributes[name]}, which a cache of pages does not take")
-    for place in (_PAST_KEY, _PAST_VALUE):
-        name = node.input[place] if len(node.input) > place else ""
+    for name, default in (("smooth_softmax", 0), ("causal", 1), ("qk_output", 0), ("sliding_window_cache", 0)):
+        if attributes.get(name, default) not in (default, -1):
+            raise FrontendError(f"{title} has {name}={attributes[name]}, which a cache of pages does not take")
+    for index in (_PAST_KEY, _PAST_VALUE):
+        name = node.input[index] if len(node.input) > index else ""
         if name not in inputs:
-            raise FrontendError(f"{where} reads the cache {name!r}, expected an input of the graph")
+            raise FrontendError(f"{title} reads the cache {name!r}, expected an input of the graph")
 
 
-def _needed(graph: onnx.GraphProto, makers: dict[str, int], logits: str, inputs: set[str], source: str) -> set[int]:
-    """Places of the nodes that logits need, but for what attention needs of a mask and of a past."""
-    needed: set[int] = set()
-    waiting = [logits]
-    while waiting:
-        name = waiting.pop()
-        place = makers.get(name)
-        if place is None or place in needed:
+def _required(
+    graph: onnx.GraphProto, producers: dict[str, int], logits: str, inputs: set[str], source: str
+) -> set[int]:
+    """Indices of the nodes that logits depend on, without dependencies through masks and past keys and values."""
+    required: set[int] = set()
+    stack = [logits]
+    while stack:
+        name = stack.pop()
+        index = producers.get(name)
+        if index is None or index in required:
             continue
-        needed.add(place)
-        node = graph.node[place]
+        required.add(index)
+        node = graph.node[index]
         if node.op_type == ATTENTION and name != node.output[0]:
             raise FrontendError(
                 f"{source}: a node reads {name!r}, which is a cache, expected attention to read it only"
             )
-        read = [node.input[i] for i in _READ if i < len(node.input)] if node.op_type == ATTENTION else _inputs_of(node)
-        for other in read:
-            if other in inputs and other not in (IDS, POSITIONS):
+        names = (
+            [node.input[i] for i in _PAGED_INPUTS if i < len(node.input)]
+            if node.op_type == ATTENTION
+            else _inputs_of(node)
+        )
+        for operand in names:
+            if operand in inputs and operand not in (IDS, POSITIONS):
                 raise FrontendError(
-                    f"{source}: {node.op_type} {node.name!r} reads the input {other!r}, for which a cache of pages has "
-                    f"no value; expected {IDS!r} and {POSITIONS!r} alone outside of attention"
+                    f"{source}: {node.op_type} {node.name!r} reads the input {operand!r}, for which a cache of pages "
+                    f"has no value; expected {IDS!r} and {POSITIONS!r} alone outside of attention"
                 )
-            waiting.append(other)
-    return needed
+            stack.append(operand)
+    return required
 
 
 def _inputs_of(node: onnx.NodeProto) -> Iterator[str]:
-    """Names that a node and the graphs in it read; those of the graphs' own values do no harm."""
+    """Names that a node and its subgraphs read, including names that are defined in the subgraphs."""
     yield from (name for name in node.input if name)
     for attribute in node.attribute:
         if attribute.HasField("g"):
-            yield from _names_in(attribute.g.node)
+            yield from (name for inner in attribute.g.node for name in _inputs_of(inner))
             yield from (output.name for output in attribute.g.output)
 
 
-def _names_in(nodes: Iterable[onnx.NodeProto]) -> Iterator[str]:
-    for node in nodes:
-        yield from _inputs_of(node)
-
-
-def _head(graph: onnx.GraphProto, makers: dict[str, int], logits: str) -> int | None:
-    """The last product, behind which every row is by itself and only constants join it."""
+def _logits_product(graph: onnx.GraphProto, producers: dict[str, int], logits: str) -> int | None:
+    """The last product if only row-wise ops with constants follow it."""
     name = logits
-    while name in makers:
-        node = graph.node[makers[name]]
-        if node.op_type in _PRODUCTS:
-            return makers[name]
-        computed = [
-            other for other in node.input if other in makers and graph.node[makers[other]].op_type != "Constant"
+    while name in producers:
+        node = graph.node[producers[name]]
+        if node.op_type in _PRODUCT_OPS:
+            return producers[name]
+        operands = [
+            operand
+            for operand in node.input
+            if operand in producers and graph.node[producers[operand]].op_type != "Constant"
         ]
-        if node.op_type not in _BEHIND_PRODUCT or len(computed) != 1:
+        if node.op_type not in _AFTER_PRODUCT_OPS or len(operands) != 1:
             return None
-        name = computed[0]
+        name = operands[0]
     return None
-
-
-# One function of a decoder whose cache is one of pages: the import of its graph with attention replaced.
-#
-# For all nodes but attention the rows are the tokens of one sequence, whether they are or not: ids and positions have
-# the shape (1, rows), and products are of one matrix.
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder and what is to become of it.
+    """State that the imports of a decoder's functions share.
 
     Attributes
     ----------
-    size : Numbers of a head.
-    constants : The weights that functions share, by their names.
-    builder : Where all functions are written, so that kernels have names of their own, and equal ones are one.
+    size : int
+        Elements of a head.
+    constants : dict
+        Name of a weight -> constant, which functions share.
+    builder : relax.BlockBuilder
+        Builder of all functions, so that kernels have unique names and equal ones are shared.
     """
 
     model: OnnxModel
@@ -217,29 +220,29 @@ class Decoder:
 
 
 class CachedImporter(GraphImporter):
-    """Imports what a function needs of a decoder's graph."""
+    """Importer of one function of a decoder."""
 
     def __init__(self, decoder: Decoder, rows: int, kind: str) -> None:
         super().__init__(decoder.model)
         self.bb = decoder.builder
         self._decoder, self._rows, self._kind = decoder, rows, kind
         self._parameters: Mapping[str, relax.Var] = {}
-        self._places: dict[NodeInfo, int] = {}
-        self._written: dict[int, relax.Expr] = {}
+        self._indices: dict[NodeInfo, int] = {}
+        self._layer_pages: dict[int, relax.Expr] = {}
         self._rotations: dict[tuple[str, str], relax.Expr] = {}
 
     def run(self, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var], bounds: Bounds) -> ImportedGraph:
-        """Convert the part of the graph that logits need; `inputs` are `parameters`."""
+        """Convert the nodes that logits depend on; `inputs` are the function's parameters."""
         self._parameters, params = inputs, list(inputs.values())
-        self._places = {info: place for place, info in enumerate(nodes)}
+        self._indices = {info: index for index, info in enumerate(nodes)}
         self._add_initializers(self._graph)
         self.bb.begin_scope(params)
         try:
-            with self._collected() as bindings:
-                self._nodes[IDS] = self._row_of("ids_of_rows", "tokens")
-                self._nodes[POSITIONS] = self._row_of("positions_of_rows", "positions")
+            with self._collect_bindings() as bindings:
+                self._nodes[IDS] = self._row_tensor("ids_of_rows", "tokens")
+                self._nodes[POSITIONS] = self._row_tensor("positions_of_rows", "positions")
                 self._convert_graph(self._graph.node, nodes)
-                outputs = [self._logits(), *(self._written[layer] for layer in sorted(self._written))]
+                outputs = [self._logits(), *(self._layer_pages[layer] for layer in sorted(self._layer_pages))]
         finally:
             self.bb.end_scope()
         upper_bounds = {size.name: bound for size, bound in bounds.items()}
@@ -256,7 +259,7 @@ class CachedImporter(GraphImporter):
         )
 
     def _add_initializers(self, graph: onnx.GraphProto) -> None:
-        """As for any graph, but the weights of the model itself are the same constants in every function."""
+        """Add initializers; functions share the constants of the main graph."""
         if graph is not self._graph:
             super()._add_initializers(graph)
             return
@@ -266,57 +269,59 @@ class CachedImporter(GraphImporter):
         self._nodes.update(constants)
 
     def _convert_graph(self, protos: Iterable[onnx.NodeProto], nodes: list[NodeInfo]) -> None:
-        needed = self._decoder.plan.needed
-        kept = [(proto, info) for place, (proto, info) in enumerate(zip(protos, nodes, strict=True)) if place in needed]
-        self._convert_nodes([proto for proto, _ in kept], [info for _, info in kept])
+        required = self._decoder.plan.needed
+        selected = [
+            (proto, info) for index, (proto, info) in enumerate(zip(protos, nodes, strict=True)) if index in required
+        ]
+        self._convert_nodes([proto for proto, _ in selected], [info for _, info in selected])
 
     def _convert_node(self, node: onnx.NodeProto, info: NodeInfo) -> None:
-        if self._places.get(info) in self._decoder.plan.layers:
+        if self._indices.get(info) in self._decoder.plan.layers:
             node = without_cache(node)
-        is_head = info in self._places and self._places[info] == self._decoder.plan.head
+        is_head = info in self._indices and self._indices[info] == self._decoder.plan.head
         if not is_head or "last" not in self._parameters:
             super()._convert_node(node, info)
             return
-        whole = self._nodes[node.input[0]]
-        rank = int(whole.ty.ndim)  # rows are the axis before the last, of matrices, too
-        row = relax.op.take(whole, self._parameters["last"], axis=rank - 2, mode="clip")
+        hidden = self._nodes[node.input[0]]
+        rank = int(hidden.ty.ndim)  # rows are the second last axis
+        row = relax.op.take(hidden, self._parameters["last"], axis=rank - 2, mode="clip")
         self._nodes[node.input[0]] = self.bb.emit(row)
         try:
             super()._convert_node(node, info)
         finally:
-            self._nodes[node.input[0]] = whole
+            self._nodes[node.input[0]] = hidden
 
     def _convert(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> Any:
-        layer = self._decoder.plan.layers.get(self._places.get(info, -1))
+        layer = self._decoder.plan.layers.get(self._indices.get(info, -1))
         if layer is None:
             return super()._convert(node, info, operands)
         attributes = self._parse_attr(node.attribute)
         as_read = Node(node.op_type, info.name, self.opset, self.bb, operands, attributes, 1, domain=node.domain)
         out, pages = self._attention(as_read, node, layer)
-        self._written[layer] = pages
+        self._layer_pages[layer] = pages
         return relax.Tuple([out, *[pages] * (len(node.output) - 1)])
 
     def _attention(self, node: Node, proto: onnx.NodeProto, layer: int) -> tuple[relax.Expr, relax.Expr]:
         """The result, (1, rows, heads * size), and the pages of a layer."""
         heads, kv_heads, size = (*self._heads(node), self._decoder.size)
         widths = [heads * size, kv_heads * size, kv_heads * size] if node.has(1) else [(heads + 2 * kv_heads) * size]
-        parts = [
+        projections = [
             node.emit(relax.op.reshape(node.tensor(index), [self._rows, width])) for index, width in enumerate(widths)
         ]
-        joined = node.emit(relax.op.concat(parts, axis=1)) if len(parts) > 1 else parts[0]
+        qkv = node.emit(relax.op.concat(projections, axis=1)) if len(projections) > 1 else projections[0]
         rotary = "" if not node.attribute("do_rotary", 0) else self._rotary(node)
-        others = [self._rotation(node, proto)] if rotary else []
+        operands = [self._rotation_rows(node, proto)] if rotary else []
         norms = "qk" if node.has(14) else ""
-        others += [cast(node, node.tensor(index), "float32") for index in (14, 15) if node.has(index)]
+        operands += [cast(node, node.tensor(index), "float32") for index in (14, 15) if node.has(index)]
         window = self._decoder.plan.windows[layer]
-        given = self._parameters
+        params = self._parameters
         call = cached_attention(
-            joined,
-            given[f"pages_{layer}"],
-            given[TABLES[bool(window)]],
-            given["sequences"],
-            given["positions"],
-            *others,
+            qkv,
+            params[f"pages_{layer}"],
+            params[TABLES[bool(window)]],
+            params["sequences"],
+            params["positions"],
+            *operands,
             heads=heads,
             kv_heads=kv_heads,
             size=size,
@@ -328,8 +333,8 @@ class CachedImporter(GraphImporter):
             eps=self._epsilon(node),
             rows=self._kind,
         )
-        both = node.emit(call)
-        out, pages = (node.emit(relax.TupleGetItem(both, index)) for index in range(2))
+        result = node.emit(call)
+        out, pages = (node.emit(relax.TupleGetItem(result, index)) for index in range(2))
         return node.emit(relax.op.reshape(out, [1, self._rows, heads * size])), pages
 
     def _heads(self, node: Node) -> tuple[int, int]:
@@ -339,20 +344,20 @@ class CachedImporter(GraphImporter):
         return "pairs" if node.attribute("rotary_interleaved", 0) else "halves"
 
     def _epsilon(self, node: Node) -> float:
-        both = node.attribute("qk_norm_epsilon", 1e-6)
-        found = [float(node.attribute(f"{part}_norm_epsilon", both)) for part in "qk"]
-        if found[0] != found[1]:
-            raise node.refusal(f"found norms of queries and keys with epsilons {found}, expected one")
-        return found[0]
+        default = node.attribute("qk_norm_epsilon", 1e-6)
+        epsilons = [float(node.attribute(f"{part}_norm_epsilon", default)) for part in "qk"]
+        if epsilons[0] != epsilons[1]:
+            raise node.refusal(f"found norms of queries and keys with epsilons {epsilons}, expected one")
+        return epsilons[0]
 
-    def _rotation(self, node: Node, proto: onnx.NodeProto) -> relax.Expr:
-        """Cosines and sines of each row's position, (rows, rotated numbers) of float32; once for all layers."""
+    def _rotation_rows(self, node: Node, proto: onnx.NodeProto) -> relax.Expr:
+        """Cosines and sines of each row's position, (rows, rotated) of float32; shared by all layers."""
         key = (proto.input[7], proto.input[8])
         if key not in self._rotations:
             tables = [node.tensor(index) for index in (7, 8)]
-            context, known = self._decoder.cache.context, node.shape(tables[0])[0]
-            if isinstance(known, int) and known < context:
-                raise node.refusal(f"found rotations of {known} positions, expected those of the cache's {context}")
+            context, length = self._decoder.cache.context, node.shape(tables[0])[0]
+            if isinstance(length, int) and length < context:
+                raise node.refusal(f"found rotations of {length} positions, expected those of the cache's {context}")
             positions = self._parameters["positions"]
             rows = [
                 cast(node, node.emit(relax.op.take(table, positions, axis=0, mode="clip")), "float32")
@@ -361,25 +366,25 @@ class CachedImporter(GraphImporter):
             self._rotations[key] = node.emit(relax.op.concat(rows, axis=1))
         return self._rotations[key]
 
-    def _row_of(self, name: str, parameter: str) -> relax.Expr:
-        """A parameter, (rows,) of int32, as exporters want it: (1, rows) of int64."""
-        with self._collected() as bindings:
+    def _row_tensor(self, name: str, parameter: str) -> relax.Expr:
+        """A parameter, (rows,) of int32, as (1, rows) of int64."""
+        with self._collect_bindings() as bindings:
             wide = self.bb.emit(relax.op.astype(self._parameters[parameter], "int64"))
             column = self.bb.emit(relax.op.reshape(wide, [1, self._rows]))
         self.adopt(bindings, NodeInfo(name, (), "Reshape", "", ""))
         return column
 
     def _logits(self) -> relax.Expr:
-        """(rows or 1, vocabulary) of float32."""
+        """The logits, (rows or 1, vocabulary) of float32."""
         value = self._value(self._decoder.plan.logits)
         count = self._rows if self._decoder.plan.head is None or "last" not in self._parameters else 1
         shape = [int(dim) if isinstance(dim, tvm.tirx.IntImm) else str(dim) for dim in value.ty.shape.values]
         if len(shape) != 3 or shape[:2] != [1, count]:
             raise FrontendError(
                 f"{self._decoder.model.source} has logits of shape {shape} for {self._rows} tokens, expected "
-                f"[1, {count}, vocabulary]: those of every token"
+                f"[1, {count}, vocabulary]: logits of every token"
             )
-        with self._collected() as bindings:
+        with self._collect_bindings() as bindings:
             rows = self.bb.emit(relax.op.reshape(value, shape[1:]))
             if "last" in self._parameters and self._decoder.plan.head is None:
                 rows = self.bb.emit(relax.op.take(rows, self._parameters["last"], axis=0, mode="clip"))
@@ -389,12 +394,12 @@ class CachedImporter(GraphImporter):
 
 
 def decoder_module(model: OnnxModel, nodes: list[NodeInfo], cache: PagedCache) -> tvm.IRModule:
-    """All functions of a decoder; nothing is placed.
+    """Build all functions of a decoder, without placement.
 
     Raises
     ------
     FrontendError
-        If the model is no decoder whose cache pages can take the place of, or a node cannot be imported.
+        If the model is not a decoder with a cache that pages can replace, or a node cannot be imported.
     """
     check_supported(nodes, model, function_table(model.proto))
     plan = plan_decoder(model)
@@ -407,14 +412,14 @@ def decoder_module(model: OnnxModel, nodes: list[NodeInfo], cache: PagedCache) -
 
 
 def _head_size(model: OnnxModel, plan: DecoderPlan) -> int:
-    """Numbers of a head: the last dimension of all caches that come in."""
-    read = {model.proto.graph.node[place].input[index] for place in plan.layers for index in (3, 4)}
-    dims = [info.type.tensor_type.shape.dim for info in model.proto.graph.input if info.name in read]
+    """Elements of a head: the last dimension of all cache inputs."""
+    cache_names = {model.proto.graph.node[node_index].input[index] for node_index in plan.layers for index in (3, 4)}
+    dims = [info.type.tensor_type.shape.dim for info in model.proto.graph.input if info.name in cache_names]
     sizes = {shape[3].dim_value if len(shape) == 4 else 0 for shape in dims}
     if len(sizes) != 1 or 0 in sizes:
         raise FrontendError(
             f"{model.source} has caches of heads of {sorted(sizes)} numbers (0: unknown), expected inputs of 4 axes, "
-            "the last a number that all layers share"
+            "the last one equal in all layers"
         )
     return sizes.pop()
 
@@ -430,7 +435,7 @@ def _add_function(mod: tvm.IRModule, decoder: Decoder, nodes: list[NodeInfo], na
         "global_symbol": name,
         "num_input": len(params),
         "input_names": list(params),
-        "output_names": ["logits", *(each for each in params if each.startswith("pages_"))],
+        "output_names": ["logits", *(param for param in params if param.startswith("pages_"))],
         "decoder": {
             "kv_heads": list(decoder.plan.kv_heads),
             "windows": list(decoder.plan.windows),

@@ -1,8 +1,8 @@
-"""Converters of single ONNX ops that are tried before stock TVM's, by op type."""
+"""Converters of single ONNX ops, which take precedence over stock TVM's."""
 
 from __future__ import annotations
 
-# Each of these registers the converters it defines.
+# Importing a module registers its converters.
 from . import (  # noqa: F401
     activations,
     block_weights,
@@ -30,4 +30,4 @@ from . import (  # noqa: F401
 from .table import Converter, OpKey, converters
 
 CONVERTERS: dict[OpKey, Converter] = converters()
-"""Domain and op type to converter, in stock TVM's form: `get_converter(opset)(builder, inputs, attributes, scope)`."""
+"""(domain, op type) -> converter in stock TVM's form: `get_converter(opset)(builder, inputs, attributes, scope)`."""

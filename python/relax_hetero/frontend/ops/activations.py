@@ -36,12 +36,12 @@ def leaky_relu(node: Node) -> relax.Expr:
 def _exponential_unit(node: Node, data: relax.Expr, alpha: float, inverse: float = 1.0) -> relax.Expr:
     """x where x > 0, else alpha * (exp(x / inverse) - 1), in x's type."""
     dtype = dtype_of(data)
-    # exp of the negative part only, so that a large x does not overflow on the branch that is not taken
+    # exp of the negative part only, so that a large x does not overflow in the unused branch
     below = node.emit(relax.op.minimum(data, const(0, dtype)))
     if inverse != 1.0:
         below = node.emit(relax.op.divide(below, const(inverse, dtype)))
-    grown = node.emit(relax.op.subtract(relax.op.exp(below), const(1, dtype)))
-    scaled = node.emit(relax.op.multiply(const(alpha, dtype), grown))
+    expm1 = node.emit(relax.op.subtract(relax.op.exp(below), const(1, dtype)))
+    scaled = node.emit(relax.op.multiply(const(alpha, dtype), expm1))
     return node.emit(relax.op.where(relax.op.greater(data, const(0, dtype)), data, scaled))
 
 
@@ -91,7 +91,7 @@ _FUNCTIONS = {function.onnx: name for name, function in FUNCTIONS.items() if fun
 
 @converts(*_FUNCTIONS)
 def function(node: Node) -> relax.Expr:
-    """A function of one operand by the row that names the ONNX op."""
+    """Convert a function of one operand by its row in `FUNCTIONS`."""
     return node.emit(apply_function(_FUNCTIONS[node.op_type], node.tensor(0)))
 
 
@@ -103,12 +103,12 @@ def softplus(node: Node) -> relax.Expr:
     compute = dtype_of(wide)
     one = const(1, compute)
     small = node.emit(relax.op.exp(relax.op.negative(relax.op.abs(wide))))
-    grown = node.emit(relax.op.add(small, one))
-    # log(1 + e) * e / ((1 + e) - 1): the rounding of 1 + e cancels out (Kahan); where nothing is left it is e itself.
-    excess = node.emit(relax.op.subtract(grown, one))
-    is_lost = node.emit(relax.op.equal(excess, const(0, compute)))
-    divisor = node.emit(relax.op.where(is_lost, one, excess))
+    one_plus_small = node.emit(relax.op.add(small, one))
+    # log(1 + e) * e / ((1 + e) - 1): the rounding of 1 + e cancels out (Kahan); if 1 + e is 1, the result is e.
+    excess = node.emit(relax.op.subtract(one_plus_small, one))
+    is_absorbed = node.emit(relax.op.equal(excess, const(0, compute)))
+    divisor = node.emit(relax.op.where(is_absorbed, one, excess))
     ratio = node.emit(relax.op.divide(small, divisor))
-    logarithm = node.emit(relax.op.multiply(relax.op.log(grown), ratio))
-    rest = node.emit(relax.op.where(is_lost, small, logarithm))
-    return cast(node, node.emit(relax.op.add(relax.op.maximum(wide, const(0, compute)), rest)), dtype_of(data))
+    logarithm = node.emit(relax.op.multiply(relax.op.log(one_plus_small), ratio))
+    tail = node.emit(relax.op.where(is_absorbed, small, logarithm))
+    return cast(node, node.emit(relax.op.add(relax.op.maximum(wide, const(0, compute)), tail)), dtype_of(data))

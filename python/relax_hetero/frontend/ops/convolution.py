@@ -1,4 +1,4 @@
-"""Convolutions, with the padding rules of ONNX worked out here."""
+"""Convolutions with ONNX's padding rules."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _LAYOUTS = {1: ("NCW", "OIW", "IOW"), 2: ("NCHW", "OIHW", "IOHW"), 3: ("NCDHW", 
 
 
 def spatial(node: Node, name: str, count: int, default: int) -> list[int]:
-    """An attribute with a number per spatial axis."""
-    given = node.attribute(name)
-    values = [default] * count if given is None else [int(value) for value in given]
+    """Read an attribute with a number per spatial axis."""
+    attribute = node.attribute(name)
+    values = [default] * count if attribute is None else [int(value) for value in attribute]
     if len(values) != count:
         raise node.refusal(f"{name} is {values}, expected {count} numbers")
     return values
 
 
 def pads_of(node: Node, sizes: list[Dim], kernel: list[int], strides: list[int], dilations: list[int]) -> list[Dim]:
-    """Padding before, then after, each spatial axis: as given, or for an output of ceil(size / stride) places.
+    """Padding before, then after, each spatial axis: explicit, or for an output size of ceil(size / stride).
 
-    With strides, the latter are expressions of the sizes that only a call knows.
+    With strides and dynamic sizes, the latter are symbolic expressions.
     """
     count = len(kernel)
     mode = node.attribute("auto_pad", "NOTSET")
     if mode in ("NOTSET", ""):
-        given = node.attribute("pads")
-        pads: list[Dim] = [0] * (2 * count) if given is None else [int(pad) for pad in given]
+        attribute = node.attribute("pads")
+        pads: list[Dim] = [0] * (2 * count) if attribute is None else [int(pad) for pad in attribute]
         if len(pads) != 2 * count:
             raise node.refusal(f"pads is {pads}, expected {2 * count} numbers")
         return pads
@@ -62,9 +62,9 @@ def _kernel_shape(node: Node, weight: relax.Expr) -> list[int]:
     shape = node.static_shape(weight)[2:]
     if len(shape) not in _LAYOUTS:
         raise node.refusal(f"has {len(shape)} spatial axes, expected 1 to 3")
-    given = node.attribute("kernel_shape")
-    if given is not None and [int(size) for size in given] != shape:
-        raise node.refusal(f"kernel_shape is {list(given)}, but the weight has {shape}")
+    attribute = node.attribute("kernel_shape")
+    if attribute is not None and [int(size) for size in attribute] != shape:
+        raise node.refusal(f"kernel_shape is {list(attribute)}, but the weight has {shape}")
     return shape
 
 
@@ -77,7 +77,7 @@ def _convolve(node: Node, data: relax.Expr, weight: relax.Expr, out_dtype: str) 
         extent = (kernel[axis] - 1) * dilations[axis] + 1
         text = f"its kernel spans {extent} elements of axis {axis + 2}, which has {size} and padding"
         node.require(as_expr(size) + pads[axis] + pads[count + axis] >= extent, text)
-    data, fixed = _with_open_pads(node, data, pads)
+    data, fixed = _pad_dynamically(node, data, pads)
     groups = node.attribute("group", 1)
     channels = node.static_shape(weight)[1] * groups
     require_equal(node, node.shape(data)[1], channels, "axis 1 of its input, the channels, has")
@@ -99,26 +99,26 @@ def _convolve(node: Node, data: relax.Expr, weight: relax.Expr, out_dtype: str) 
     )
 
 
-def _with_open_pads(node: Node, data: relax.Expr, pads: list[Dim]) -> tuple[relax.Expr, list[int]]:
-    """The image with zeros around it where only a call knows how many, and the pads that are left to the kernel."""
+def _pad_dynamically(node: Node, data: relax.Expr, pads: list[Dim]) -> tuple[relax.Expr, list[int]]:
+    """Pad the image by symbolic amounts, and return it with the static pads that are left to the kernel."""
     count = len(pads) // 2
     fixed = [pad if isinstance(pad, int) else 0 for pad in pads]
     if all(isinstance(pad, int) for pad in pads):
         return data, fixed
     image = node.shape(data)[2:]
-    before, after = ([0 if isinstance(pad, int) else pad for pad in half] for half in (pads[:count], pads[count:]))
+    before, after = ([0 if isinstance(pad, int) else pad for pad in side] for side in (pads[:count], pads[count:]))
     shape = [simplified(as_expr(size) + before[a] + after[a]) for a, size in enumerate(image)]
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        places = [index - before[a] for a, index in enumerate(i[2:])]
-        inside = tirx.all(*[tirx.all(place >= 0, place < image[a]) for a, place in enumerate(places)])
-        return tirx.if_then_else(inside, x(*i[:2], *places), tirx.const(0, str(x.dtype)))
+        indices = [index - before[a] for a, index in enumerate(i[2:])]
+        inside = tirx.all(*[tirx.all(place >= 0, place < image[a]) for a, place in enumerate(indices)])
+        return tirx.if_then_else(inside, x(*i[:2], *indices), tirx.const(0, str(x.dtype)))
 
     return node.kernel("pad_same", element, data, shape=[*node.shape(data)[:2], *shape]), fixed
 
 
 def with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:
-    """A convolution's result plus input `index`, a number for each channel, if the node has it."""
+    """Add input `index`, a vector over channels, to a convolution's result, if the node has it."""
     if not node.has(index):
         return result
     bias = require_shape(node, node.tensor(index), [node.shape(result)[1]], "its bias")
@@ -127,7 +127,7 @@ def with_bias(node: Node, result: relax.Expr, index: int) -> relax.Expr:
 
 @converts("Conv")
 def convolution(node: Node) -> relax.Expr:
-    """1 to 3 spatial axes, any padding rule, groups; half precision is accumulated in float32."""
+    """Convolution with 1 to 3 spatial axes; half precision is accumulated in float32."""
     data, weight = node.tensor(0), node.tensor(1)
     dtype = dtype_of(data)
     result = _convolve(node, data, weight, "float32" if dtype in HALF else dtype)
@@ -135,13 +135,13 @@ def convolution(node: Node) -> relax.Expr:
 
 
 def integer_convolution(node: Node, data: relax.Expr, weight: relax.Expr) -> relax.Expr:
-    """The node's convolution of two int32 tensors, in int32."""
+    """The node's convolution on int32 tensors."""
     return _convolve(node, data, weight, "int32")
 
 
 @converts("ConvTranspose")
 def transposed_convolution(node: Node) -> relax.Expr:
-    """1 to 3 spatial axes; `output_shape` and `auto_pad` decide the padding as ONNX defines it."""
+    """Transposed convolution with 1 to 3 spatial axes."""
     data, weight = node.tensor(0), node.tensor(1)
     kernel = _kernel_shape(node, weight)
     count = len(kernel)
@@ -155,36 +155,36 @@ def transposed_convolution(node: Node) -> relax.Expr:
     pads, extra = _transposed_pads(node, list(node.shape(data)[2:]), extents, strides, extra)
     operation = (relax.op.nn.conv1d_transpose, relax.op.nn.conv2d_transpose, relax.op.nn.conv3d_transpose)[count - 1]
     layout, _, kernel_layout = _LAYOUTS[count]
-    # Output padding of a stride or more is refused by the kernel, and a negative pad too: such output is cut or
-    # filled afterwards.
+    # The kernel refuses negative pads and output padding of at least a stride: zeros are added afterwards.
     trimmed = [max(pad, 0) for pad in pads]
-    within = [min(value, stride - 1) for value, stride in zip(extra, strides, strict=True)]
+    kernel_padding = [min(value, stride - 1) for value, stride in zip(extra, strides, strict=True)]
     groups = node.attribute("group", 1)
-    result = node.emit(operation(data, weight, strides, trimmed, within, dilations, groups, layout, kernel_layout))
+    layouts = layout, kernel_layout
+    result = node.emit(operation(data, weight, strides, trimmed, kernel_padding, dilations, groups, *layouts))
     missing = [max(-pad, 0) for pad in pads]
     for axis in range(count):
-        missing[count + axis] += extra[axis] - within[axis]
+        missing[count + axis] += extra[axis] - kernel_padding[axis]
     if any(missing):
-        result = _fill(node, result, missing)
+        result = _pad_with_zeros(node, result, missing)
     return with_bias(node, result, 2)
 
 
 def _transposed_pads(
     node: Node, sizes: list[Any], extents: list[int], strides: list[int], extra: list[int]
 ) -> tuple[list[int], list[int]]:
-    """Pads before and after each axis, and output padding, after ONNX's formulas for `output_shape` and `auto_pad`."""
+    """Pads before and after each axis, and output padding, by ONNX's formulas for `output_shape` and `auto_pad`."""
     count, mode = len(extents), node.attribute("auto_pad", "NOTSET")
-    wanted = node.attribute("output_shape")
-    if wanted is None and mode in ("NOTSET", "", "VALID"):
-        given = None if mode == "VALID" else node.attribute("pads")
-        return [0] * (2 * count) if given is None else [int(pad) for pad in given], extra
+    output_shape = node.attribute("output_shape")
+    if output_shape is None and mode in ("NOTSET", "", "VALID"):
+        attribute = None if mode == "VALID" else node.attribute("pads")
+        return [0] * (2 * count) if attribute is None else [int(pad) for pad in attribute], extra
     before, after = [], []
     for axis in range(count):
-        if wanted is not None:
+        if output_shape is not None:
             if not isinstance(sizes[axis], int):
                 raise node.refusal("output_shape needs a static image size")
             full = strides[axis] * (sizes[axis] - 1) + extra[axis] + extents[axis]
-            total = full - int(list(wanted)[-count:][axis])
+            total = full - int(list(output_shape)[-count:][axis])
         else:
             total = extents[axis] + extra[axis] - strides[axis]
             if total < 0:
@@ -194,13 +194,13 @@ def _transposed_pads(
         upper = mode == "SAME_UPPER"
         before.append(small if upper else large)
         after.append(large if upper else small)
-        if total < 0:  # the output is larger than the computed part: the rest is the bias alone
+        if total < 0:  # the output extends beyond the computed part by zeros
             extra = [value - total if i == axis else value for i, value in enumerate(extra)]
     return before + after, extra
 
 
-def _fill(node: Node, value: relax.Expr, amounts: list[int]) -> relax.Expr:
-    """Zeros before and after the spatial axes."""
+def _pad_with_zeros(node: Node, value: relax.Expr, amounts: list[int]) -> relax.Expr:
+    """Add zeros before and after the spatial axes."""
     count = len(amounts) // 2
     pairs = [(0, 0), (0, 0), *zip(amounts[:count], amounts[count:], strict=True)]
     return node.emit(relax.op.nn.pad(value, [width for pair in pairs for width in pair]))

@@ -1,4 +1,4 @@
-"""Elementwise ops whose stock conversion is wrong, narrow in types, or missing."""
+"""Elementwise ops whose stock conversion is wrong, limited to some types, or missing."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from .storage_types import STORAGE_TYPES, bytes_of, wrapped
 from .table import converts
 
 HALF = ("float16", "bfloat16")
-_WIDTH = {"bool": 8, "bfloat16": 16}
+_STORED_BITS = {"bool": 8, "bfloat16": 16}
 
 
 def bits_of(dtype: str) -> int:
-    """Bits of one element as stored."""
-    return _WIDTH.get(dtype) or int(tvm.DataType(dtype).bits)
+    """Number of bits of a stored element."""
+    return _STORED_BITS.get(dtype) or int(tvm.DataType(dtype).bits)
 
 
 def cast(node: Node, value: relax.Expr, dtype: str) -> relax.Expr:
-    """`value` as `dtype`, without a copy where it has that type."""
+    """Cast `value` unless it has the type."""
     return value if dtype_of(value) == dtype else node.emit(relax.op.astype(value, dtype))
 
 
 def widened(node: Node, value: relax.Expr) -> relax.Expr:
-    """`value` in float32 where it is of half precision, else as it is."""
+    """Cast half precision to float32; other types are unchanged."""
     return cast(node, value, "float32") if dtype_of(value) in HALF else value
 
 
 @converts("IsInf")
 def is_inf(node: Node) -> relax.Expr:
-    """Infinities of the signs asked for."""
+    """Test for infinities of the requested signs."""
     data = node.tensor(0)
     dtype = dtype_of(data)
     names = {"detect_positive": np.inf, "detect_negative": -np.inf}
     signs = [sign for name, sign in names.items() if node.attribute(name, 1)]
     if not signs:
         return node.emit(relax.op.not_equal(zero := node.emit(relax.op.zeros_like(data)), zero))
-    found = [node.emit(relax.op.equal(data, const(sign, dtype))) for sign in signs]
-    return found[0] if len(found) == 1 else node.emit(relax.op.logical_or(*found))
+    matches = [node.emit(relax.op.equal(data, const(sign, dtype))) for sign in signs]
+    return matches[0] if len(matches) == 1 else node.emit(relax.op.logical_or(*matches))
 
 
 @converts("Mod")
 def mod(node: Node) -> relax.Expr:
-    """Remainder with the divisor's sign (numpy's mod), or with the dividend's (C's fmod) where `fmod` is set."""
+    """Remainder with the divisor's sign (numpy's mod), or with the dividend's (C's fmod) if `fmod` is set."""
     a, b = node.tensor(0), node.tensor(1)
     dtype = dtype_of(a)
     if not is_float(dtype):
@@ -61,7 +61,7 @@ def mod(node: Node) -> relax.Expr:
 
 @converts("BitShift")
 def bit_shift(node: Node) -> relax.Expr:
-    """Shift; by the width or more (or by a negative number, as an unsigned one) everything is shifted out."""
+    """Bit shift; an amount of at least the width, or a negative one, shifts all bits out."""
     data, amount = node.tensor(0), node.tensor(1)
     dtype = dtype_of(data)
     left = node.attribute("direction") == "LEFT"
@@ -69,17 +69,17 @@ def bit_shift(node: Node) -> relax.Expr:
     is_far = node.emit(relax.op.greater_equal(amount, const(width, dtype)))
     if not dtype.startswith("uint"):
         is_far = node.emit(relax.op.logical_or(is_far, relax.op.less(amount, const(0, dtype))))
-    near = node.emit(relax.op.where(is_far, const(0, dtype), amount))
-    shifted = node.emit((relax.op.left_shift if left else relax.op.right_shift)(data, near))
-    gone = const(0, dtype)
+    clamped_amount = node.emit(relax.op.where(is_far, const(0, dtype), amount))
+    shifted = node.emit((relax.op.left_shift if left else relax.op.right_shift)(data, clamped_amount))
+    overflow = const(0, dtype)
     if not left and not dtype.startswith("uint"):
-        gone = node.emit(relax.op.right_shift(data, const(width - 1, dtype)))  # only the sign is left
-    return node.emit(relax.op.where(is_far, gone, shifted))
+        overflow = node.emit(relax.op.right_shift(data, const(width - 1, dtype)))  # only the sign is left
+    return node.emit(relax.op.where(is_far, overflow, shifted))
 
 
 @converts("BitCast")
 def bit_cast(node: Node) -> relax.Expr:
-    """The same bits as another type of the same width."""
+    """Reinterpret bits as another type of the same width."""
     data, target = node.tensor(0), onnx_dtype(node.attribute("to"))
     source = dtype_of(data)
     if bits_of(source) != bits_of(target):
@@ -98,24 +98,24 @@ def bit_cast(node: Node) -> relax.Expr:
 
 @converts("Pow")
 def power(node: Node) -> relax.Expr:
-    """x ** y in x's type, whatever y's; integers through float64, as onnxruntime computes them."""
+    """x ** y in x's type; integers are computed in float64, as in onnxruntime."""
     base, exponent = node.tensor(0), node.tensor(1)
     dtype, exponent_type = dtype_of(base), dtype_of(exponent)
-    known = node.constant(1)
-    if known is not None and known.ndim == 0 and float(known) == 2.0:
+    constant = node.constant(1)
+    if constant is not None and constant.ndim == 0 and float(constant) == 2.0:
         return node.emit(relax.op.multiply(base, base))
     if dtype in ("float32", "float64") and dtype == exponent_type:
         return node.emit(relax.op.power(base, exponent))
     compute = "float32" if dtype in ("float16", "float32", "bfloat16") and is_float(exponent_type) else "float64"
     result = node.emit(relax.op.power(cast(node, base, compute), cast(node, exponent, compute)))
     if not is_float(dtype) and not is_float(exponent_type):
-        result = node.emit(relax.op.round(result))  # whole up to an error of pow, or a fraction below one half
+        result = node.emit(relax.op.round(result))  # corrects rounding errors of pow
     return cast(node, result, dtype)
 
 
 @converts("Clip")
 def clip(node: Node) -> relax.Expr:
-    """min(max(x, low), high), any type; a bound that is absent, or NaN, does not bound."""
+    """min(max(x, low), high); an absent or NaN bound has no effect."""
     data = node.tensor(0)
     dtype = dtype_of(data)
     low, high = node.attributes.get("min"), node.attributes.get("max")
@@ -135,7 +135,7 @@ def clip(node: Node) -> relax.Expr:
 
 @converts("Max", "Min", "Sum", "Mean")
 def variadic(node: Node) -> relax.Expr:
-    """The inputs combined pairwise, each broadcast to the other."""
+    """Combine the inputs pairwise with broadcasting."""
     operation = {"Max": relax.op.maximum, "Min": relax.op.minimum}.get(node.op_type, relax.op.add)
     result = node.tensor(0)
     for index in range(1, len(node.inputs)):
@@ -147,44 +147,44 @@ def variadic(node: Node) -> relax.Expr:
 
 @converts("Div")
 def divide(node: Node) -> relax.Expr:
-    """Quotient; of integers it is rounded towards zero."""
-    known = node.constant(1)
-    if known is not None and known.dtype.kind in "iu" and np.any(known == 0):
+    """Quotient, truncated for integers."""
+    constant = node.constant(1)
+    if constant is not None and constant.dtype.kind in "iu" and np.any(constant == 0):
         raise node.refusal("divides integers by a constant 0")
     return node.emit(relax.op.divide(node.tensor(0), node.tensor(1)))
 
 
-_RARE = {
+_FLOAT32_FUNCTIONS = {
     "Acos": relax.op.acos, "Acosh": relax.op.acosh, "Asin": relax.op.asin, "Asinh": relax.op.asinh,
     "Atan": relax.op.atan, "Atanh": relax.op.atanh, "Cosh": relax.op.cosh, "Sinh": relax.op.sinh,
     "Tan": relax.op.tan, "Erf": relax.op.erf,
 }  # fmt: skip
 
 
-@converts(*_RARE)
+@converts(*_FLOAT32_FUNCTIONS)
 def rare_unary(node: Node) -> relax.Expr:
-    """Half precision is computed in float32, as not every target has these functions for it."""
+    """Functions that not every target has for half precision, which is computed in float32."""
     data = node.tensor(0)
-    return cast(node, node.emit(_RARE[node.op_type](widened(node, data))), dtype_of(data))
+    return cast(node, node.emit(_FLOAT32_FUNCTIONS[node.op_type](widened(node, data))), dtype_of(data))
 
 
 @converts("Where")
 def where(node: Node) -> relax.Expr:
-    """One of two operands per element; all three broadcast."""
+    """Select elementwise; all three operands broadcast."""
     return node.emit(relax.op.where(node.tensor(0), node.tensor(1), node.tensor(2)))
 
 
 @converts("Dropout")
 def dropout(node: Node) -> relax.Expr:
-    """The input itself, with a mask of ones. In training with a seed, the mask that ONNX's reference draws from it."""
+    """Identity with a mask of ones; in training with a seed, dropout with the mask of ONNX's reference."""
     data = node.tensor(0)
     if not node.attribute("is_test", 1):
         raise node.refusal("is_test=0 asks for training, expected 1")
     training = node.tensor(2) if node.opset >= 12 and node.has(2) else None
-    known = node.constant(2) if training is not None else np.array(False)
+    training_value = node.constant(2) if training is not None else np.array(False)
     shape = node.shape(data)
     ones = node.filled(shape, True, "bool")
-    if training is None or (known is not None and not known.any()):
+    if training is None or (training_value is not None and not training_value.any()):
         if node.opset < 10:
             ones = cast(node, ones, dtype_of(data))
         return node.outputs([data, ones])
@@ -192,11 +192,11 @@ def dropout(node: Node) -> relax.Expr:
         raise node.refusal("drops elements at random in training mode, and has no seed to do it by")
     ratio = node.tensor(1) if node.has(1) else const(0.5, dtype_of(data))
     node.check_table(*node.static_shape(data))
-    drawn = np.random.RandomState(node.attribute("seed")).uniform(0, 1.0, node.static_shape(data))
-    drops = node.emit(relax.op.less(const(drawn, "float64"), cast(node, ratio, "float64")))
+    random = np.random.RandomState(node.attribute("seed")).uniform(0, 1.0, node.static_shape(data))
+    drops = node.emit(relax.op.less(const(random, "float64"), cast(node, ratio, "float64")))
     mask = node.emit(relax.op.logical_not(relax.op.logical_and(drops, training)))
-    kept = node.emit(relax.op.subtract(const(1, dtype_of(ratio)), ratio))
-    scale = node.emit(relax.op.where(training, kept, const(1, dtype_of(ratio))))
+    keep_fraction = node.emit(relax.op.subtract(const(1, dtype_of(ratio)), ratio))
+    scale = node.emit(relax.op.where(training, keep_fraction, const(1, dtype_of(ratio))))
     scaled = node.emit(relax.op.divide(data, cast(node, scale, dtype_of(data))))
     result = node.emit(relax.op.where(mask, scaled, const(0, dtype_of(data))))
     return node.outputs([result, mask])

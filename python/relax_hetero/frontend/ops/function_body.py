@@ -1,6 +1,6 @@
-"""Convert a node through the function body that ONNX defines its op by.
+"""Conversion of a node by the function body that defines its op in ONNX.
 
-The inner nodes are converted under the name of the outer node: to placement it stays one node.
+The inner nodes have the name of the outer node, so that it stays one node for placement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ConvertNode = Callable[[Node], Any]
 
 
 def has_body(op_type: str, opset: int) -> bool:
-    """Return whether ONNX defines the op, in this opset, by a function over other ops."""
+    """Return whether ONNX defines the op in this opset by a function body."""
     schema = _schema(op_type, opset)
     return schema is not None and (schema.has_function or schema.has_context_dependent_function)
 
@@ -37,17 +37,17 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
     values: dict[str, Any] = {"": None}
     for index, name in enumerate(body.input):
         values[name] = node.inputs[index] if node.has(index) else None
-    given = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
+    attribute_values = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
     for name, attribute in _schema(node.op_type, node.opset, node.domain).attributes.items():
         if attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
-            given.setdefault(name, _value(attribute.default_value))
+            attribute_values.setdefault(name, _value(attribute.default_value))
     for inner in body.node:
         attributes = {}
         for attribute in inner.attribute:
             if not attribute.ref_attr_name:
                 attributes[attribute.name] = _value(attribute)
-            elif attribute.ref_attr_name in given:
-                attributes[attribute.name] = given[attribute.ref_attr_name]
+            elif attribute.ref_attr_name in attribute_values:
+                attributes[attribute.name] = attribute_values[attribute.ref_attr_name]
         inputs = [values[name] for name in inner.input]
         inner_node = Node(inner.op_type, node.name, opset, node.builder, inputs, attributes, len(inner.output))
         sizes = computed_sizes(
@@ -67,7 +67,7 @@ def expand(node: Node, convert: ConvertNode) -> relax.Expr:
 
 
 def body_with_graphs(node: Node) -> tuple[onnx.FunctionProto, onnx.NodeProto] | None:
-    """The body of an op, and the call of it with all its attributes, if nodes of the body have graphs in them.
+    """The body of an op, and its call with all attributes, if nodes of the body have subgraphs; else None.
 
     Only the importer converts such nodes.
     """
@@ -76,9 +76,9 @@ def body_with_graphs(node: Node) -> tuple[onnx.FunctionProto, onnx.NodeProto] | 
     body, call = _body(node), node.proto()
     if not any(attribute.HasField("g") for inner in body.node for attribute in inner.attribute):
         return None
-    given = {attribute.name for attribute in call.attribute}
+    names = {attribute.name for attribute in call.attribute}
     for name, attribute in _schema(node.op_type, node.opset, node.domain).attributes.items():
-        if name not in given and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
+        if name not in names and attribute.default_value.type != onnx.AttributeProto.UNDEFINED:
             call.attribute.append(attribute.default_value)
             call.attribute[-1].name = name
     return body, call

@@ -1,4 +1,4 @@
-"""Ops that read or write elements at computed places: Gather, Scatter, OneHot, TopK and their kin."""
+"""Ops that read or write elements at computed indices: Gather, Scatter, OneHot, TopK and similar ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .table import converts
 
 
 def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Expr:
-    """Indices with the negative ones counted from the back; `extent` broadcasts to them, in int64."""
+    """Add `extent`, in int64 and broadcast, to negative indices."""
     if dtype_of(indices).startswith("uint"):
         return indices
     extent = cast(node, extent, dtype_of(indices))
@@ -28,35 +28,35 @@ def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Exp
     return node.emit(relax.op.where(is_negative, relax.op.add(indices, extent), indices))
 
 
-def _inside(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:
-    """Indices, from the front where that is known now; when the model runs, CheckValues sees to the others.
+def _normalized(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:
+    """Check constant indices and make them non-negative; CheckValues handles others at run time.
 
     Parameters
     ----------
     sizes : sequence
-        Extents of the axis of each place along the last one, or of a single axis; None where it is unknown.
+        Extent of the axis of each coordinate along the last axis, or of a single axis; None if unknown.
 
     Raises
     ------
     FrontendError
-        If an index that is known now is outside.
+        If a constant index is out of range.
     """
-    known = as_constant(indices)
-    if known is None or known.size == 0 or not all(isinstance(size, int) for size in sizes):
+    constant = as_constant(indices)
+    if constant is None or constant.size == 0 or not all(isinstance(size, int) for size in sizes):
         return indices
     extents = np.array(sizes, "int64")
-    if np.any((known < -extents) | (known >= extents)):
-        raise node.refusal(f"indices from {known.min()} to {known.max()} are out of an axis of {list(sizes)}")
-    return const(np.where(known < 0, known + extents, known).reshape(known.shape), "int64")
+    if np.any((constant < -extents) | (constant >= extents)):
+        raise node.refusal(f"indices from {constant.min()} to {constant.max()} are out of an axis of {list(sizes)}")
+    return const(np.where(constant < 0, constant + extents, constant).reshape(constant.shape), "int64")
 
 
-def _size(node: Node, data: relax.Expr, axis: int) -> Dim | None:
+def _axis_size(node: Node, data: relax.Expr, axis: int) -> Dim | None:
     return node.shape(data)[axis] if data.ty.shape is not None else None
 
 
 @converts("Gather")
 def gather(node: Node) -> relax.Expr:
-    """Slices of one axis at indices of any rank, negative ones from the back."""
+    """Slices of one axis at indices of any rank."""
     data = node.inputs[0]
     if isinstance(data, relax.ShapeExpr):
         index = node.constant(1)
@@ -64,26 +64,28 @@ def gather(node: Node) -> relax.Expr:
             return data.values[int(index)]
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
-    return node.emit(relax.op.take(data, _inside(node, indices, [_size(node, data, axis)]), axis, "fast"))
+    indices = _normalized(node, indices, [_axis_size(node, data, axis)])
+    return node.emit(relax.op.take(data, indices, axis, "fast"))
 
 
 @converts("GatherElements")
 def gather_elements(node: Node) -> relax.Expr:
-    """Elements at indices along one axis, the other coordinates being those of the index."""
+    """Elements at indices along one axis; the other coordinates are those of the index."""
     data, indices = node.tensor(0), node.tensor(1)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
-    return node.emit(relax.op.gather_elements(data, _inside(node, indices, [_size(node, data, axis)]), axis))
+    indices = _normalized(node, indices, [_axis_size(node, data, axis)])
+    return node.emit(relax.op.gather_elements(data, indices, axis))
 
 
 def _check_indices(node: Node, data: relax.Expr, indices: relax.Expr, axis: int) -> None:
-    """Require that indices along an axis have the data's rank, and on no other axis more places than the data."""
-    dims, places = node.shape(data), node.shape(indices)
-    text = f"its indices have shape {shown(places)}, which does not fit into {shown(dims)} beside axis {axis}"
-    if len(dims) != len(places):
+    """Require that indices have the data's rank, and fit into its shape except along `axis`."""
+    dims, index_dims = node.shape(data), node.shape(indices)
+    text = f"its indices have shape {shown(index_dims)}, which does not fit into {shown(dims)} besides axis {axis}"
+    if len(dims) != len(index_dims):
         raise node.refusal(text)
-    for position, (size, count) in enumerate(zip(dims, places, strict=True)):
-        if position != axis:
+    for other_axis, (size, count) in enumerate(zip(dims, index_dims, strict=True)):
+        if other_axis != axis:
             node.require(as_expr(count) <= as_expr(size), text)
 
 
@@ -103,7 +105,7 @@ def _coordinates(node: Node, data: relax.Expr, indices: relax.Expr, first: int) 
     if not isinstance(length, int):
         raise node.refusal("needs a static number of coordinates")
     sizes = node.shape(data)[first : first + length] if data.ty.shape is not None else [None]
-    return _inside(node, indices, sizes)
+    return _normalized(node, indices, sizes)
 
 
 def _reduction(node: Node) -> str:
@@ -115,13 +117,13 @@ def _reduction(node: Node) -> str:
 
 @converts("ScatterElements")
 def scatter_elements(node: Node) -> relax.Expr:
-    """A copy of the data with elements replaced by, or reduced with, updates."""
+    """Copy of the data with elements replaced by, or reduced with, updates."""
     data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     _check_indices(node, data, indices, axis)
     updates = require_shape(node, updates, node.shape(indices), "its updates")
-    indices = renamed(node, indices, node.shape(updates))  # a size that is known on one side is one on both
-    indices = _inside(node, indices, [_size(node, data, axis)])
+    indices = renamed(node, indices, node.shape(updates))  # a static size of either holds for both
+    indices = _normalized(node, indices, [_axis_size(node, data, axis)])
     return node.emit(relax.op.scatter_elements(data, indices, updates, axis, _reduction(node)))
 
 
@@ -133,49 +135,49 @@ def scatter(node: Node) -> relax.Expr:
 
 @converts("ScatterND")
 def scatter_nd(node: Node) -> relax.Expr:
-    """A copy of the data with slices at coordinates replaced by, or reduced with, updates."""
+    """Copy of the data with slices at coordinates replaced by, or reduced with, updates."""
     data, indices, updates = node.tensor(0), node.tensor(1), node.tensor(2)
-    places = node.shape(indices)
-    slices = node.shape(data)[int(places[-1]) :] if isinstance(places[-1], int) else []
-    updates = require_shape(node, updates, [*places[:-1], *slices], "its updates")
-    indices = renamed(node, indices, [*node.shape(updates)[: len(places) - 1], places[-1]])
+    index_dims = node.shape(indices)
+    slices = node.shape(data)[int(index_dims[-1]) :] if isinstance(index_dims[-1], int) else []
+    updates = require_shape(node, updates, [*index_dims[:-1], *slices], "its updates")
+    indices = renamed(node, indices, [*node.shape(updates)[: len(index_dims) - 1], index_dims[-1]])
     return node.emit(relax.op.scatter_nd(data, _coordinates(node, data, indices, 0), updates, _reduction(node)))
 
 
 @converts("OneHot")
 def one_hot(node: Node) -> relax.Expr:
-    """A new axis of `depth` places, on where the index is (negative from the back), off elsewhere and out of range."""
+    """New axis of size `depth`, on at the (possibly negative) index, off elsewhere and for indices out of range."""
     indices, values = node.tensor(0), node.tensor(2)
     values = require_shape(node, values, [2], "its values, off and on,")
-    given = node.dims(1)
-    if given is None:
-        given = list(dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "depth"))
-    depth = given[0]
+    sizes = node.dims(1)
+    if sizes is None:
+        sizes = list(dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "depth"))
+    depth = sizes[0]
     node.require(as_expr(depth) > 0, f"its depth is {depth}")
     rank = node.rank(indices) + 1
     axis = node.axis(node.attribute("axis", -1), rank)
-    wide = cast(node, indices, "int64")  # of any numeric type
+    int_indices = cast(node, indices, "int64")  # of any numeric type
     if not isinstance(depth, int):
-        return _one_hot_at_run_time(node, wide, values, depth, axis)
+        return _one_hot_at_run_time(node, int_indices, values, depth, axis)
     node.check_table(depth)
-    counted = from_front(node, wide, const(depth, "int64"))
-    places = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(rank)])
-    is_on = node.emit(relax.op.equal(relax.op.expand_dims(counted, axis), const(places, "int64")))
+    normalized = from_front(node, int_indices, const(depth, "int64"))
+    positions = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(rank)])
+    is_on = node.emit(relax.op.equal(relax.op.expand_dims(normalized, axis), const(positions, "int64")))
     off, on = (node.emit(relax.op.reshape(relax.op.strided_slice(values, [0], [i], [i + 1]), ())) for i in (0, 1))
     return node.emit(relax.op.where(is_on, on, off))
 
 
 def _one_hot_at_run_time(node: Node, indices: relax.Expr, values: relax.Expr, depth: Dim, axis: int) -> relax.Expr:
     def element(i: Position, places: te.Tensor, value: te.Tensor) -> tirx.Expr:
-        place = places(*i[:axis], *i[axis + 1 :])
-        is_on = tirx.any(place == i[axis], place + depth == i[axis])
+        index = places(*i[:axis], *i[axis + 1 :])
+        is_on = tirx.any(index == i[axis], index + depth == i[axis])
         return tirx.Select(is_on, value(1), value(0))
 
     dims = node.shape(indices)
     return node.kernel("one_hot", element, indices, values, shape=[*dims[:axis], depth, *dims[axis:]])
 
 
-# Types that TVM does not sort, and wider ones that hold their values.
+# Type that TVM cannot sort -> wider type.
 _SORTED_AS = {
     "float16": "float32", "bfloat16": "float32", "int8": "int32", "uint8": "int32", "int16": "int32",
     "uint16": "int32", "uint32": "int64",
@@ -184,12 +186,12 @@ _SORTED_AS = {
 
 @converts("TopK")
 def top_k(node: Node) -> relax.Expr:
-    """The k largest or smallest along an axis, in order, with their indices."""
+    """The k largest or smallest elements along an axis, in order, with their indices."""
     data = node.tensor(0)
-    given = node.dims(1) if node.opset >= 10 else [node.attribute("k", 1)]
-    if given is None:
-        given = list(dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "k"))
-    k = given[0]
+    sizes = node.dims(1) if node.opset >= 10 else [node.attribute("k", 1)]
+    if sizes is None:
+        sizes = list(dims_at_run_time(node, node.emit(relax.op.reshape(node.tensor(1), (1,))), "k"))
+    k = sizes[0]
     axis = node.axis(node.attribute("axis", -1), node.rank(data))
     size = node.shape(data)[axis]
     text = f"k is {k}, but the axis has {size} elements"
@@ -201,13 +203,13 @@ def top_k(node: Node) -> relax.Expr:
     if isinstance(k, int) and k == 0:
         dims = [0 if i == axis else dim for i, dim in enumerate(node.shape(data))]
         return relax.Tuple([node.filled(dims, 0, kind) for kind in (dtype, "int64")])
-    number = k if isinstance(k, int) else -1  # all of them
+    count = k if isinstance(k, int) else -1  # all of them
     data = node.kernel("signed", _signed, data) if dtype == "uint64" else cast(node, data, sortable)
     keys = node.kernel("sort_keys", _sort_key, data) if is_float(sortable) else data
-    found = node.emit(relax.op.topk(keys, number, axis, "both", largest, "int64"))
-    values, indices = (node.emit(relax.TupleGetItem(found, i)) for i in (0, 1))
+    result = node.emit(relax.op.topk(keys, count, axis, "both", largest, "int64"))
+    values, indices = (node.emit(relax.TupleGetItem(result, i)) for i in (0, 1))
     if is_float(sortable):
-        values = node.kernel("sorted_values", _of_sort_key, values)
+        values = node.kernel("sorted_values", _from_sort_key, values)
     if not isinstance(k, int):
         values, indices = (cut(node, value, {axis: (0, k, 1)}) for value in (values, indices))
     if dtype == "uint64":
@@ -216,7 +218,7 @@ def top_k(node: Node) -> relax.Expr:
 
 
 def _signed(i: Position, x: te.Tensor) -> tirx.Expr:
-    """An int64 in the order of a uint64: its top bit flipped."""
+    """Map uint64 to int64 in the same order, by flipping the top bit."""
     return tirx.bitwise_xor(x(*i).astype("int64"), tirx.min_value("int64"))
 
 
@@ -225,16 +227,16 @@ def _unsigned(i: Position, x: te.Tensor) -> tirx.Expr:
 
 
 def _sort_key(i: Position, x: te.Tensor) -> tirx.Expr:
-    """An integer that is in order as a float is, NaN the largest: TVM's sort takes comparisons for total."""
+    """Map floats to integers in the same order, NaN largest, because TVM's sort requires a total order."""
     dtype = str(x.dtype).replace("float", "int")
     raw = tirx.reinterpret(tvm.ir.PrimType(dtype), x(*i))
-    flipped = tirx.bitwise_xor(raw, tirx.max_value(dtype))  # the larger the magnitude of a negative, the smaller
+    flipped = tirx.bitwise_xor(raw, tirx.max_value(dtype))  # reverses the order of negative numbers
     key = tirx.Select(raw < 0, flipped, raw)
-    no_sign = tirx.Select(tirx.EQ(x(*i), tirx.const(0, x.dtype)), tirx.const(0, dtype), key)
-    return tirx.Select(is_nan(x(*i)), tirx.max_value(dtype), no_sign)
+    signed_zero_key = tirx.Select(tirx.EQ(x(*i), tirx.const(0, x.dtype)), tirx.const(0, dtype), key)
+    return tirx.Select(is_nan(x(*i)), tirx.max_value(dtype), signed_zero_key)
 
 
-def _of_sort_key(i: Position, keys: te.Tensor) -> tirx.Expr:
+def _from_sort_key(i: Position, keys: te.Tensor) -> tirx.Expr:
     key, dtype = keys(*i), str(keys.dtype)
     raw = tirx.Select(key < 0, tirx.bitwise_xor(key, tirx.max_value(dtype)), key)
     return tirx.reinterpret(tvm.ir.PrimType(dtype.replace("int", "float")), raw)
@@ -242,45 +244,45 @@ def _of_sort_key(i: Position, keys: te.Tensor) -> tirx.Expr:
 
 @converts("Compress")
 def compress(node: Node) -> relax.Expr:
-    """The slices of an axis (or elements of the flat tensor) where the condition holds; it may be shorter than they."""
+    """Slices of an axis, or elements of the flat tensor, where a condition holds; it may be shorter than the axis."""
     data, condition = node.tensor(0), node.tensor(1)
-    given = node.attribute("axis")
-    if given is None:
+    axis_attribute = node.attribute("axis")
+    if axis_attribute is None:
         data = node.emit(relax.op.reshape(data, (-1,)))
-    axis = 0 if given is None else node.axis(given, node.rank(data))
-    places = node.emit(relax.op.nonzero(_kept(node, condition, node.shape(data)[axis])))
+    axis = 0 if axis_attribute is None else node.axis(axis_attribute, node.rank(data))
+    positions = node.emit(relax.op.nonzero(_clip_condition(node, condition, node.shape(data)[axis])))
     number = tirx.Var("number_kept", "int64")
-    places = node.builder.match_cast(places, relax.TensorType((1, number), "int64"))
-    flat = node.emit(relax.op.reshape(places, (number,)))
+    positions = node.builder.match_cast(positions, relax.TensorType((1, number), "int64"))
+    flat = node.emit(relax.op.reshape(positions, (number,)))
     return node.emit(relax.op.take(data, flat, axis, "fast"))
 
 
-def _kept(node: Node, condition: relax.Expr, size: Dim) -> relax.Expr:
-    """The condition of Compress for an axis of this size: beyond the axis there is nothing to keep."""
+def _clip_condition(node: Node, condition: relax.Expr, size: Dim) -> relax.Expr:
+    """The condition of Compress, False beyond an axis of this size."""
     (length,) = node.shape(condition)
     if isinstance(length, int) and isinstance(size, int) and length <= size:
         return condition
 
-    def element(i: Position, given: te.Tensor, extent: list[Any]) -> tirx.Expr:
-        return tirx.all(given(i[0]), i[0] < extent[0])
+    def element(i: Position, flags: te.Tensor, extent: list[Any]) -> tirx.Expr:
+        return tirx.all(flags(i[0]), i[0] < extent[0])
 
     return node.kernel("kept", element, condition, [as_expr(size)])
 
 
 @converts("NonZero")
 def non_zero(node: Node) -> relax.Expr:
-    """Coordinates of the elements that are not 0, a column each."""
+    """Coordinates of nonzero elements, one column each."""
     data = node.tensor(0)
     if node.rank(data) == 0:
         raise node.refusal("of a scalar cannot be imported")
-    places = node.emit(relax.op.nonzero(data))
+    positions = node.emit(relax.op.nonzero(data))
     number = tirx.Var("number_nonzero", "int64")
-    return node.builder.match_cast(places, relax.TensorType((node.rank(data), number), "int64"))
+    return node.builder.match_cast(positions, relax.TensorType((node.rank(data), number), "int64"))
 
 
 @converts("ReverseSequence")
 def reverse_sequence(node: Node) -> relax.Expr:
-    """The first `sequence_lens[b]` steps of each sequence in reverse order, the rest as it is."""
+    """Reverse the first `sequence_lens[b]` steps of each sequence."""
     data, lengths = node.tensor(0), node.tensor(1)
     time, batch = node.attribute("time_axis", 0), node.attribute("batch_axis", 1)
     lengths = require_shape(node, lengths, [node.shape(data)[batch]], "its lengths, one for each sequence,")
@@ -295,28 +297,30 @@ def reverse_sequence(node: Node) -> relax.Expr:
 
 @converts("TensorScatter")
 def tensor_scatter(node: Node) -> relax.Expr:
-    """A cache with an update written along an axis, per batch from an index on, possibly around the end."""
+    """Cache with an update written along an axis from an index per batch, optionally circular."""
     data, update = node.tensor(0), node.tensor(1)
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", -2), rank)
     is_circular = node.attribute("mode", "linear") == "circular"
-    dims, written = node.shape(data), node.shape(update)
-    update = require_shape(node, update, [written[i] if i == axis else dim for i, dim in enumerate(dims)], "its update")
+    dims, update_dims = node.shape(data), node.shape(update)
+    expected = [update_dims[i] if i == axis else dim for i, dim in enumerate(dims)]
+    update = require_shape(node, update, expected, "its update")
     node.require(
-        as_expr(written[axis]) <= as_expr(dims[axis]), f"its update {shown(written)} is longer than {shown(dims)}"
+        as_expr(update_dims[axis]) <= as_expr(dims[axis]),
+        f"its update {shown(update_dims)} is longer than {shown(dims)}",
     )
     if node.has(2):
         require_shape(node, node.tensor(2), dims[:1], "its indices, one for each batch,")
     starts = cast(node, node.tensor(2), "int64") if node.has(2) else node.filled(dims[:1], 0, "int64")
 
-    # Written as a scatter, which can update a donated cache in place.
-    def place(i: Position, cache: te.Tensor, start: te.Tensor) -> tirx.Expr:
+    # A scatter can update a donated cache in place.
+    def index_of(i: Position, cache: te.Tensor, start: te.Tensor) -> tirx.Expr:
         step = i[axis] + start(i[0])
         return topi.floor_mod(step, cache.shape[axis]) if is_circular else step
 
-    # Around the end, any place is one; else the scatter refuses those beyond the axis.
+    # Circular indices are always valid; otherwise the scatter refuses indices out of range.
     ranges = (1, -1, 0, MAX_ELEMENTS) if is_circular else (1, 0, axis, 1)
-    index = node.kernel("places", place, data, starts, shape=node.shape(update), ranges=ranges)
+    index = node.kernel("places", index_of, data, starts, shape=node.shape(update), ranges=ranges)
     return node.emit(relax.op.scatter_elements(data, index, update, axis))
 
 
@@ -342,15 +346,15 @@ def eye_like(node: Node) -> relax.Expr:
 
 @converts("CumSum", "CumProd")
 def cumulate(node: Node) -> relax.Expr:
-    """Running sum or product along an axis, with or without the element itself, from either end."""
+    """Cumulative sum or product along an axis, inclusive or exclusive, from either end."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    dims, known = node.shape(data), node.constant(1)
-    if known is None:
+    dims, constant_axis = node.shape(data), node.constant(1)
+    if constant_axis is None:
         named, _ = axes_input(node, 1, len(dims))
         data, axis = with_named_axis_second(node, data, named), 1
     else:
-        axis = node.axis(int(known.reshape(())), len(dims))
+        axis = node.axis(int(constant_axis.reshape(())), len(dims))
     operation: Any = relax.op.cumsum if node.op_type == "CumSum" else relax.op.cumprod
     wide = widened(node, data)
     backwards = bool(node.attribute("reverse", 0))
@@ -360,4 +364,4 @@ def cumulate(node: Node) -> relax.Expr:
     if backwards:
         result = node.emit(relax.op.flip(result, axis))
     result = cast(node, result, dtype)
-    return result if known is not None else node.emit(relax.op.reshape(result, dims))
+    return result if constant_axis is not None else node.emit(relax.op.reshape(result, dims))

@@ -1,4 +1,4 @@
-"""Ops that move elements without computing: Pad, Concat, SpaceToDepth, Col2Im and the like."""
+"""Ops that move elements: Pad, Concat, SpaceToDepth, Col2Im and similar ones."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .required_sizes import (
     shown,
 )
 from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
-from .run_time.pads import centered_pads, pads_behind, pads_of_named_axes
+from .run_time.pads import pads_of_named_axes, pads_to
 from .table import converts
 
-_MAX_GATHERED = 2**20
-"""Places of a padded axis that are worked out at import; those of longer ones are computed by the kernel."""
+_MAX_GATHERED_SIZE = 2**20
+"""Padded axes up to this size are gathered by constant indices; kernels compute the indices of longer ones."""
 
 
 def _pads(node: Node, rank: int) -> tuple[list[Dim], list[Dim]] | None:
-    """Elements to add (or, negative, to cut) before and after each axis; None where they are computed at run time."""
+    """Elements to add (or remove, if negative) before and after each axis; None if they are dynamic."""
     pads = node.dims(1) if node.has(1) else node.attribute("pads") or node.attribute("paddings")
     if pads is None:
         return None
@@ -49,77 +49,78 @@ def _padded_axes(node: Node, rank: int) -> list[int]:
     axes = node.dims(3) if node.has(3) else list(range(rank))
     if axes is None:
         raise node.unknown("its axes are")
-    found = [node.axis(int(axis), rank) for axis in axes]
-    if len(set(found)) != len(found):
-        raise node.refusal(f"pads an axis twice: axes {found}")
-    return found
+    normalized = [node.axis(int(axis), rank) for axis in axes]
+    if len(set(normalized)) != len(normalized):
+        raise node.refusal(f"pads an axis twice: axes {normalized}")
+    return normalized
 
 
-def _wrapped(place: tirx.Expr, size: Any, mode: str) -> tirx.Expr:
-    """The element that a place outside of [0, size) repeats."""
+def _repeated_index(index: tirx.Expr, size: Any, mode: str) -> tirx.Expr:
+    """Index in [0, size) of the element that an index out of range repeats."""
     if mode == "edge":
-        return tirx.max(tirx.min(place, size - 1), 0)
+        return tirx.max(tirx.min(index, size - 1), 0)
     if mode == "wrap":
-        return topi.floor_mod(place, tirx.max(size, 1))
+        return topi.floor_mod(index, tirx.max(size, 1))
     period = tirx.max(2 * (size - 1), 1)
-    inside = topi.floor_mod(place, period)
+    inside = topi.floor_mod(index, period)
     return tirx.Select(inside < size, inside, period - inside)
 
 
-def _kept(dim: Dim, before: Dim, after: Dim) -> tirx.Expr:
-    """Elements of an axis that no negative pad cuts off."""
+def _remaining(dim: Dim, before: Dim, after: Dim) -> tirx.Expr:
+    """Number of elements of an axis that negative pads leave."""
     return as_expr(dim) + tirx.min(as_expr(before), 0) + tirx.min(as_expr(after), 0)
 
 
-def _require_kept(node: Node, dims: list[Dim], before: list[Dim], after: list[Dim], mode: str) -> None:
-    """Require that pads leave a size of 0 and more, and something to repeat where the mode repeats."""
+def _require_valid_pads(node: Node, dims: list[Dim], before: list[Dim], after: list[Dim], mode: str) -> None:
+    """Require that pads leave a size of at least 0, or of at least 1 if the mode repeats elements."""
     for axis, (dim, first, last) in enumerate(zip(dims, before, after, strict=True)):
         if isinstance(first, int) and isinstance(last, int) and first == last == 0:
             continue
         for amount in (first, last):
-            held = tirx.all(as_expr(amount) <= MAX_ELEMENTS, as_expr(amount) >= -MAX_ELEMENTS)
-            node.require(held, f"a pad of axis {axis} is {amount}")
+            is_bounded = tirx.all(as_expr(amount) <= MAX_ELEMENTS, as_expr(amount) >= -MAX_ELEMENTS)
+            node.require(is_bounded, f"a pad of axis {axis} is {amount}")
         text = f"its pads, {first} and {last}, leave too little of axis {axis}, of {dim} elements, for mode {mode!r}"
         if mode == "constant":
             node.require(as_expr(dim) + first + last >= 0, text)
         else:
-            node.require(any_of([_kept(dim, first, last) >= 1, tirx.all(equal(first, 0), equal(last, 0))]), text)
+            is_unpadded = tirx.all(equal(first, 0), equal(last, 0))
+            node.require(any_of([_remaining(dim, first, last) >= 1, is_unpadded]), text)
 
 
 @converts("Pad")
 def pad(node: Node) -> relax.Expr:
-    """Constant, edge, reflect or wrap; a negative pad cuts elements off. The constant may be an input."""
+    """Pad by constant, edge, reflect or wrap; a negative pad removes elements. The constant may be an input."""
     data = node.tensor(0)
     dims, dtype = node.shape(data), dtype_of(data)
     mode = node.attribute("mode", "constant")
     if mode not in ("constant", "edge", "reflect", "wrap"):
         raise node.refusal(f"mode is {mode!r}")
     if node.has(3) and node.dims(3) is None:
-        spread = pads_of_named_axes(node, len(dims))
-        node = replace(node, inputs=[data, spread, *node.inputs[2:3]])
+        all_pads = pads_of_named_axes(node, len(dims))
+        node = replace(node, inputs=[data, all_pads, *node.inputs[2:3]])
     pads = _pads(node, len(dims))
     if pads is None:
         return _pad_at_run_time(node, data, mode)
     before, after = pads
-    _require_kept(node, dims, before, after, mode)
-    moved = [axis for axis in range(len(dims)) if before[axis] != 0 or after[axis] != 0]
-    if not moved:
+    _require_valid_pads(node, dims, before, after, mode)
+    padded_axes = [axis for axis in range(len(dims)) if before[axis] != 0 or after[axis] != 0]
+    if not padded_axes:
         return data
     sizes: list[Dim] = [dim + before[i] + after[i] for i, dim in enumerate(dims)]
-    known = [amount for amount in [*before, *after] if isinstance(amount, int)]
-    if len(known) == 2 * len(dims):
-        is_short = all(isinstance(sizes[axis], int) and int(sizes[axis]) <= _MAX_GATHERED for axis in moved)
+    constant_pads = [amount for amount in [*before, *after] if isinstance(amount, int)]
+    if len(constant_pads) == 2 * len(dims):
+        is_short = all(isinstance(sizes[axis], int) and int(sizes[axis]) <= _MAX_GATHERED_SIZE for axis in padded_axes)
         if mode != "constant" and is_short:
-            return _taken(node, data, known[: len(dims)], known[len(dims) :], mode)
+            return _pad_by_gather(node, data, constant_pads[: len(dims)], constant_pads[len(dims) :], mode)
         constant = node.constant(2) if node.has(2) else np.array(node.attribute("value", 0))
         number = float(constant.item()) if constant is not None and constant.size == 1 else None
-        if mode == "constant" and number is not None and min(known) >= 0 and _is_exact(number, dtype):
-            widths = [width for pair in zip(known[: len(dims)], known[len(dims) :], strict=True) for width in pair]
+        if mode == "constant" and number is not None and min(constant_pads) >= 0 and _is_exact_fill(number, dtype):
+            widths = np.reshape(constant_pads, (2, -1)).T.reshape(-1).tolist()
             return node.emit(relax.op.nn.pad(data, widths, "constant", number))
 
     def element(i: Position, x: te.Tensor, filling: te.Tensor) -> tirx.Expr:
-        found = {axis: (before[axis], after[axis]) for axis in moved}
-        return _padded_element(i, x, filling, found, mode)
+        axis_pads = {axis: (before[axis], after[axis]) for axis in padded_axes}
+        return _padded_element(i, x, filling, axis_pads, mode)
 
     return node.kernel("pad", element, data, _fill_value(node, dtype), shape=sizes)
 
@@ -134,42 +135,43 @@ def _fill_value(node: Node, dtype: str) -> relax.Expr:
 def _padded_element(
     i: Position, x: te.Tensor, filling: te.Tensor, pads: dict[int, tuple[Any, Any]], mode: str
 ) -> tirx.Expr:
-    """One element of a padded tensor; `pads` has the elements before and after each axis that has any."""
-    places, checks = list(i), []
+    """One element of a padded tensor; `pads` has the pads before and after each padded axis."""
+    indices, checks = list(i), []
     for axis, (before, after) in pads.items():
-        place = i[axis] - as_expr(before)
+        index = i[axis] - as_expr(before)
         if mode == "constant":
-            places[axis] = place
-            checks += [place >= 0, place < x.shape[axis]]
+            indices[axis] = index
+            checks += [index >= 0, index < x.shape[axis]]
         else:
             cut_off = tirx.max(-as_expr(before), 0)
-            places[axis] = _wrapped(place - cut_off, _kept(x.shape[axis], before, after), mode) + cut_off
-    return tirx.if_then_else(tirx.all(*checks), x(*places), filling()) if checks else x(*places)
+            remaining = _remaining(x.shape[axis], before, after)
+            indices[axis] = _repeated_index(index - cut_off, remaining, mode) + cut_off
+    return tirx.if_then_else(tirx.all(*checks), x(*indices), filling()) if checks else x(*indices)
 
 
 def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
-    """Pads that are an input: the sizes of the result are read from a vector when the model runs."""
+    """Pad by dynamic pads; the sizes of the result are read from a vector at run time."""
     dims = node.shape(data)
     axes = _padded_axes(node, len(dims))
-    given = cast(node, require_shape(node, node.tensor(1), [2 * len(axes)], "its pads"), "int64")
-    numbers = dims_at_run_time(node, given, "pad")
-    added: list[Dim] = [0] * len(dims)
-    appended: list[Dim] = [0] * len(dims)
+    pad_vector = cast(node, require_shape(node, node.tensor(1), [2 * len(axes)], "its pads"), "int64")
+    pad_dims = dims_at_run_time(node, pad_vector, "pad")
+    first_pads: list[Dim] = [0] * len(dims)
+    last_pads: list[Dim] = [0] * len(dims)
     for position, axis in enumerate(axes):
-        added[axis], appended[axis] = as_dim(numbers[position]), as_dim(numbers[len(axes) + position])
-    _require_kept(node, dims, added, appended, mode)
+        first_pads[axis], last_pads[axis] = as_dim(pad_dims[position]), as_dim(pad_dims[len(axes) + position])
+    _require_valid_pads(node, dims, first_pads, last_pads, mode)
 
-    def spread(first: int) -> relax.Expr:
-        part = node.emit(relax.op.strided_slice(given, [0], [first], [first + len(axes)]))
+    def scatter_to_rank(first: int) -> relax.Expr:
+        part = node.emit(relax.op.strided_slice(pad_vector, [0], [first], [first + len(axes)]))
         zeros = const(np.zeros(len(dims)), "int64")
         return node.emit(relax.op.scatter_elements(zeros, const(axes, "int64"), part, 0))
 
-    before, after = spread(0), spread(len(axes))
+    before, after = scatter_to_rank(0), scatter_to_rank(len(axes))
     total = node.emit(relax.op.add(sizes_of(node, data), relax.op.add(before, after)))
     padded = dims_at_run_time(node, total, "padded_dim")
     sizes = [
-        own if isinstance(pad, int) and isinstance(other, int) and pad == other == 0 else size
-        for own, pad, other, size in zip(dims, added, appended, padded, strict=True)
+        dim if isinstance(pad, int) and isinstance(last_pad, int) and pad == last_pad == 0 else size
+        for dim, pad, last_pad, size in zip(dims, first_pads, last_pads, padded, strict=True)
     ]
 
     def element(i: Position, x: te.Tensor, filling: te.Tensor, first: te.Tensor, last: te.Tensor) -> tirx.Expr:
@@ -178,74 +180,74 @@ def _pad_at_run_time(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
     return node.kernel("pad", element, data, _fill_value(node, dtype_of(data)), before, after, shape=sizes)
 
 
-def _is_exact(value: float, dtype: str) -> bool:
-    """Return whether a number survives as an attribute of `nn.pad`, which is a float, in any type."""
+def _is_exact_fill(value: float, dtype: str) -> bool:
+    """Return whether the float attribute of `nn.pad` represents a number of this type."""
     if is_float(dtype):
         return dtype != "bfloat16" and (abs(value) < 2.0**31 or value == float("-inf"))
     return dtype in ("int8", "uint8", "int32") and abs(value) < 2.0**31
 
 
-def _taken(node: Node, data: relax.Expr, before: list[int], after: list[int], mode: str) -> relax.Expr:
-    """Padding that repeats elements, as elements taken along each axis."""
+def _pad_by_gather(node: Node, data: relax.Expr, before: list[int], after: list[int], mode: str) -> relax.Expr:
+    """Pad by repeated elements, as a gather along each axis."""
     for axis, size in enumerate(node.shape(data)):
         if before[axis] or after[axis]:
             cut_off = max(-before[axis], 0)
-            kept = int(size) - cut_off + min(after[axis], 0)
+            remaining = int(size) - cut_off + min(after[axis], 0)
             node.check_table(before[axis] + int(size) + after[axis], itemsize=32)
-            places = np.arange(-before[axis], int(size) + after[axis]) - cut_off
+            indices = np.arange(-before[axis], int(size) + after[axis]) - cut_off
             if mode == "reflect":
-                places = kept - 1 - np.abs(places % max(2 * (kept - 1), 1) - (kept - 1))
+                indices = remaining - 1 - np.abs(indices % max(2 * (remaining - 1), 1) - (remaining - 1))
             elif mode == "wrap":
-                places = places % kept
-            places = np.clip(places, 0, kept - 1) + cut_off
-            data = node.emit(relax.op.take(data, const(places, "int64"), axis, "fast"))
+                indices = indices % remaining
+            indices = np.clip(indices, 0, remaining - 1) + cut_off
+            data = node.emit(relax.op.take(data, const(indices, "int64"), axis, "fast"))
     return data
 
 
 @converts("Trilu")
 def trilu(node: Node) -> relax.Expr:
-    """The part of the last two axes on and above (or below) diagonal k, zeros elsewhere; k may be an input."""
+    """Upper or lower triangle of the last two axes from diagonal k, which may be an input."""
     data = node.tensor(0)
     dtype, is_upper = dtype_of(data), bool(node.attribute("upper", 1))
-    given = node.tensor(1) if node.has(1) else const(0, "int64")
-    diagonal = node.emit(relax.op.reshape(given, ())) if node.rank(given) else given
+    diagonal_input = node.tensor(1) if node.has(1) else const(0, "int64")
+    diagonal = node.emit(relax.op.reshape(diagonal_input, ())) if node.rank(diagonal_input) else diagonal_input
 
     def element(i: Position, x: te.Tensor, k: te.Tensor) -> tirx.Expr:
         offset = i[-1] - i[-2]
-        kept = offset >= k() if is_upper else offset <= k()
-        return tirx.Select(kept, x(*i), tirx.const(0, dtype))
+        is_inside = offset >= k() if is_upper else offset <= k()
+        return tirx.Select(is_inside, x(*i), tirx.const(0, dtype))
 
     return node.kernel("trilu", element, data, diagonal)
 
 
 @converts("Flatten")
 def flatten(node: Node) -> relax.Expr:
-    """A matrix: the axes in front of one as its rows, the others as its columns."""
+    """Reshape to a matrix: axes before `axis` are rows, the others columns."""
     data = node.tensor(0)
     dims, axis = node.shape(data), node.attribute("axis", 1)
     if not -len(dims) <= axis <= len(dims):
         raise node.refusal(f"axis {axis} is out of range for rank {len(dims)}")
     axis += len(dims) if axis < 0 else 0
     target = [math.prod(dims[:axis]), math.prod(dims[axis:])]
-    if 0 in [dim for dim in target if isinstance(dim, int)]:  # which a reshape of TVM takes for a copied size
+    if 0 in [dim for dim in target if isinstance(dim, int)]:  # in TVM's reshape, 0 copies a size
         return node.filled(target, 0, dtype_of(data))
     return node.emit(relax.op.reshape(data, target))
 
 
 @converts("Transpose")
 def transpose(node: Node) -> relax.Expr:
-    """The axes in another order, by default the reverse one."""
+    """Permute axes, by default in reverse order."""
     data = node.tensor(0)
     rank = node.rank(data)
     order = list(node.attribute("perm", None) or reversed(range(rank)))
     if sorted(order) != list(range(rank)):
-        raise node.refusal(f"its perm {order} is no order of {rank} axes")
+        raise node.refusal(f"its perm {order} is not an order of {rank} axes")
     return node.emit(relax.op.permute_dims(data, order)) if rank else data
 
 
 @converts("Concat")
 def concat(node: Node) -> relax.Expr:
-    """The inputs side by side; all but their sizes along the axis have to agree."""
+    """Concatenate inputs that differ in size along one axis only."""
     values = [node.tensor(i) for i in range(len(node.inputs))]
     axis = node.axis(node.attribute("axis", 1 if node.opset < 4 else None), node.rank(values[0]))
     shapes = [node.shape(value) for value in values]
@@ -254,18 +256,18 @@ def concat(node: Node) -> relax.Expr:
     )
     if len({len(dims) for dims in shapes}) > 1:
         raise node.refusal(text)
-    known = [([dim for dim in dims if isinstance(dim, int)] or dims)[0] for dims in zip(*shapes, strict=True)]
+    common_dims = [([dim for dim in dims if isinstance(dim, int)] or dims)[0] for dims in zip(*shapes, strict=True)]
     for index, dims in enumerate(shapes):
-        for place, dim in enumerate(dims):
-            if place != axis:
-                node.require(equal(dim, known[place]), text)
-        values[index] = renamed(node, values[index], [*known[:axis], dims[axis], *known[axis + 1 :]])
+        for other_axis, dim in enumerate(dims):
+            if other_axis != axis:
+                node.require(equal(dim, common_dims[other_axis]), text)
+        values[index] = renamed(node, values[index], [*common_dims[:axis], dims[axis], *common_dims[axis + 1 :]])
     return node.emit(relax.op.concat(values, axis))
 
 
 @converts("SpaceToDepth")
 def space_to_depth(node: Node) -> relax.Expr:
-    """Blocks of an image become channels; in mode CRD (opset 26 on) the original channel varies slowest."""
+    """Blocks of an image become channels; in mode CRD (since opset 26) the original channel varies slowest."""
     data = node.tensor(0)
     batch, channels, height, width = node.shape(data)
     block = _block_size(node)
@@ -287,22 +289,22 @@ def _block_size(node: Node) -> int:
 
 @converts("DepthToSpace")
 def depth_to_space(node: Node) -> relax.Expr:
-    """Channels become blocks of an image; in mode CRD the channel that stays varies slowest."""
+    """Channels become blocks of an image; in mode CRD the remaining channel varies slowest."""
     data = node.tensor(0)
     batch, channels, height, width = node.shape(data)
     block = _block_size(node)
     require_multiple(node, channels, block * block, "its image has a number of channels of")
-    left = channels // (block * block)
+    out_channels = channels // (block * block)
     is_channel_first = node.attribute("mode", "DCR") == "CRD"
-    inner = [left, block, block] if is_channel_first else [block, block, left]
+    inner = [out_channels, block, block] if is_channel_first else [block, block, out_channels]
     grouped = node.emit(relax.op.reshape(data, [batch, *inner, height, width]))
     moved = node.emit(relax.op.permute_dims(grouped, [0, 1, 4, 2, 5, 3] if is_channel_first else [0, 3, 4, 1, 5, 2]))
-    return node.emit(relax.op.reshape(moved, [batch, left, height * block, width * block]))
+    return node.emit(relax.op.reshape(moved, [batch, out_channels, height * block, width * block]))
 
 
 @converts("Col2Im")
 def col2im(node: Node) -> relax.Expr:
-    """Columns of blocks added back into an image of any number of spatial axes."""
+    """Sum of blocks (columns) at their positions in an image."""
     data = node.tensor(0)
     image, block = (numbers_of(node, node.tensor(i), prefix) for i, prefix in ((1, "image"), (2, "block")))
     count = len(image)
@@ -319,18 +321,18 @@ def col2im(node: Node) -> relax.Expr:
     steps = [span // stride + 1 for span, stride in zip(spans, strides, strict=True)]
     elements = math.prod(block)
     safe = elements if isinstance(elements, int) else tirx.max(elements, as_expr(1))
-    rest = columns % safe if isinstance(columns, int) and isinstance(safe, int) else tirx.floormod(columns, safe)
+    remainder = columns % safe if isinstance(columns, int) and isinstance(safe, int) else tirx.floormod(columns, safe)
     text = f"axis 1 of its input has a size of {columns}, expected a multiple of {elements}"
-    node.require(equal(as_dim(rest), 0), text)
+    node.require(equal(as_dim(remainder), 0), text)
     node.require(as_expr(columns) >= 1, f"axis 1 of its input has {columns} elements")
     require_equal(node, windows, math.prod(steps), "axis 2 of its input, the places of a block, has")
     offsets = [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(block)]
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        batch_index, row, *place = i
+        batch_index, row, *pixel = i
         column, checks = tirx.const(0, "int64"), []
         for a in range(count):
-            distance = place[a] + pads[a] - offsets[a] * dilations[a]
+            distance = pixel[a] + pads[a] - offsets[a] * dilations[a]
             step = topi.floor_divide(distance, strides[a])
             checks += [distance >= 0, topi.floor_mod(distance, strides[a]) == 0, step < steps[a]]
             row, column = row * block[a] + offsets[a], column * steps[a] + step
@@ -342,41 +344,41 @@ def col2im(node: Node) -> relax.Expr:
 
 @converts("MaxUnpool")
 def max_unpool(node: Node) -> relax.Expr:
-    """Elements put back at flat indices of the pooled image, which counts in the default output size; the rest is 0."""
+    """Elements at flat indices of an image of the default output size, zeros elsewhere."""
     data, indices = node.tensor(0), node.tensor(1)
     shape = node.static_shape(data)
     indices = require_shape(node, indices, shape, "its indices")
     kernel = [int(size) for size in node.attribute("kernel_shape")]
     count = len(kernel)
     strides, pads = node.attribute("strides", (1,) * count), node.attribute("pads", (0,) * (2 * count))
-    natural = [(shape[2 + a] - 1) * strides[a] + kernel[a] - pads[a] - pads[count + a] for a in range(count)]
-    sizes = [*shape[:2], *natural]
+    default_sizes = [(shape[2 + a] - 1) * strides[a] + kernel[a] - pads[a] - pads[count + a] for a in range(count)]
+    sizes = [*shape[:2], *default_sizes]
     target = node.dims(2) if node.has(2) else sizes
     if target is not None and all(isinstance(size, int) for size in target):
         sizes = [int(size) for size in target]
         target = sizes
-    elements = math.prod([*shape[:2], *natural])
+    elements = math.prod([*shape[:2], *default_sizes])
     flat = node.filled([elements], 0, dtype_of(data))
-    places = cast(node, indices, "int64")
-    # Scatter would count negative ones from the end; here they are as wrong as those beyond it.
-    is_negative = relax.op.less(places, const(0, "int64"))
-    places = node.emit(relax.op.where(is_negative, const(elements, "int64"), places))
-    placed = relax.op.scatter_elements(flat, relax.op.reshape(places, (-1,)), relax.op.reshape(data, (-1,)), 0)
-    result = node.emit(relax.op.reshape(placed, [*shape[:2], *natural]))
+    flat_indices = cast(node, indices, "int64")
+    # Negative indices are invalid, but a scatter would count them from the end.
+    is_negative = relax.op.less(flat_indices, const(0, "int64"))
+    flat_indices = node.emit(relax.op.where(is_negative, const(elements, "int64"), flat_indices))
+    scattered = relax.op.scatter_elements(flat, relax.op.reshape(flat_indices, (-1,)), relax.op.reshape(data, (-1,)), 0)
+    result = node.emit(relax.op.reshape(scattered, [*shape[:2], *default_sizes]))
     if target is not sizes:
-        wanted = require_shape(node, node.tensor(2), [len(shape)], "its output_shape")
-        spatial = node.emit(relax.op.strided_slice(wanted, [0], [2], [len(shape)]))
-        pads = pads_behind(node, result, spatial, range(2, len(shape)))
+        output_shape = require_shape(node, node.tensor(2), [len(shape)], "its output_shape")
+        spatial = node.emit(relax.op.strided_slice(output_shape, [0], [2], [len(shape)]))
+        pads = pads_to(node, result, spatial, range(2, len(shape)), is_centered=False)
         return pad(node.as_op("Pad", [result, pads], opset=13))
-    if sizes == [*shape[:2], *natural]:
+    if sizes == [*shape[:2], *default_sizes]:
         return result
-    width = [0] * 2 + [0] * count + [0] * 2 + [sizes[2 + a] - natural[a] for a in range(count)]
+    width = [0] * 2 + [0] * count + [0] * 2 + [sizes[2 + a] - default_sizes[a] for a in range(count)]
     return pad(node.as_op("Pad", [result, const(width, "int64")], opset=13))
 
 
 @converts("CenterCropPad")
 def center_crop_pad(node: Node) -> relax.Expr:
-    """Cut or padded with zeros to a target size, evenly on both sides (the odd element goes after)."""
+    """Crop or pad with zeros to a target size, evenly on both sides (an odd element goes after)."""
     data = node.tensor(0)
     rank, target = node.rank(data), node.dims(1)
     axes = [node.axis(axis, rank) for axis in node.attribute("axes", range(rank))]
@@ -384,7 +386,7 @@ def center_crop_pad(node: Node) -> relax.Expr:
         raise node.refusal(f"names an axis twice: axes {axes}")
     if target is None or not all(isinstance(size, int) for size in [*target, *node.shape(data)]):
         sizes = require_shape(node, node.tensor(1), [len(axes)], "its shape, a size for each axis,")
-        return pad(node.as_op("Pad", [data, centered_pads(node, data, sizes, axes)], opset=13))
+        return pad(node.as_op("Pad", [data, pads_to(node, data, sizes, axes, is_centered=True)], opset=13))
     dims = node.static_shape(data)
     if any(not isinstance(size, int) or size < 0 for size in target):
         raise node.refusal(f"its shape is {shown(target)}, expected sizes of 0 and more")

@@ -1,4 +1,4 @@
-"""One ONNX node while it is converted: its inputs and attributes, read the way converters need them."""
+"""An ONNX node during conversion: access to its inputs and attributes, and helpers that emit Relax."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ Dim: TypeAlias = "int | tirx.Expr"
 """A dimension: an integer, or an int64 expression over symbolic sizes."""
 
 Position: TypeAlias = "tuple[tirx.Expr, ...]"
-"""The indices of an element of a tensor that a kernel computes."""
+"""Indices of an element in a kernel."""
 
 WITHOUT_PATTERN = 8
-"""TVM's number, the attribute ``op_pattern``, for a kernel that is fused with no other."""
+"""TVM's ``op_pattern`` of a kernel that is not fused."""
 
 STANDARD = ""
-"""The domain of ONNX's own ops."""
+"""Domain of standard ops."""
 
 
 @dataclass
 class Node:
-    """A node, the values it reads and the builder it writes to.
+    """A node with its inputs and the builder.
 
     Attributes
     ----------
     inputs : sequence of object
-        One expression per input, None where an optional input is absent. An entry may also be a shape
-        (`relax.ShapeExpr`) or a scalar of a shape (a TIR expression): what ONNX calls int64 tensors.
+        One expression per input, None for an absent optional one. ONNX's int64 tensors of sizes may also be shapes
+        (`relax.ShapeExpr`), or TIR expressions for scalars.
     attributes : dict of str to object
-        As the importer parses them: Python numbers, bytes, tuples, `onnx.TensorProto`, `onnx.GraphProto`.
+        Values are Python numbers, bytes, tuples, `onnx.TensorProto` or `onnx.GraphProto`.
     num_outputs : int
-        How many outputs the node names.
+        Number of outputs.
     domain : str
-        Domain of the op; `opset` is the version of the standard domain whatever this is.
+        Domain of the op; `opset` is always the version of the standard domain.
     """
 
     op_type: str
@@ -60,30 +60,30 @@ class Node:
     domain: str = STANDARD
 
     def refusal(self, reason: str) -> FrontendError:
-        """The error to raise where this node cannot be converted."""
+        """The error to raise if this node cannot be converted."""
         return FrontendError(f"{self.title}: {reason}")
 
     @property
     def title(self) -> str:
-        """How messages call the node: its op type and its name."""
+        """Op type and name for messages."""
         return f"{self.op_type} node {self.name!r}" if self.name else f"{self.op_type} node"
 
     def check_table(self, *extents: int, itemsize: int = 8) -> None:
-        """Refuse to compute a table of this shape at import if it takes more memory than the import may.
+        """Refuse to compute a table of this shape at import if it exceeds the budget.
 
         Raises
         ------
         FrontendError
-            Naming the node and the limit.
+            With the node and the limit.
         """
         budget().check_bytes(3 * itemsize * math.prod(abs(int(extent)) for extent in extents), self.title)
 
     def check_ops(self, ops: int) -> None:
-        """Refuse to become that many ops, if that is more than the import allows; FrontendError names the limit."""
+        """Raise FrontendError if the node would become more ops than the import allows."""
         budget().check_nodes(int(ops), self.title)
 
     def has(self, index: int) -> bool:
-        """Return whether input `index` is given."""
+        """Return whether input `index` is present."""
         return index < len(self.inputs) and self.inputs[index] is not None
 
     def tensor(self, index: int) -> relax.Expr:
@@ -121,11 +121,11 @@ class Node:
         return self.emit(relax.op.reshape(vector, ()))
 
     def constant(self, index: int) -> np.ndarray | None:
-        """Value of input `index` if it is known now, else None (also where the input is absent)."""
+        """Value of input `index` if it is constant, else None (also if the input is absent)."""
         return as_constant(self.inputs[index]) if self.has(index) else None
 
     def dims(self, index: int) -> list[Dim] | None:
-        """Input `index`, a vector of sizes, as dimensions; None if it is only known when the model runs."""
+        """Input `index`, a vector of sizes, as dimensions; None if it is computed at run time."""
         value = self.inputs[index] if self.has(index) else None
         if isinstance(value, relax.ShapeExpr):
             return [as_dim(dim) for dim in value.values]
@@ -133,24 +133,24 @@ class Node:
         return None if array is None else [int(dim) for dim in array.reshape(-1)]
 
     def known_dims(self, index: int, subject: str) -> list[Dim]:
-        """As `dims`; the error for sizes that are only known when the model runs begins with `subject` ("its k is")."""
-        found = self.dims(index)
-        if found is None:
+        """Like `dims`; the error for sizes computed at run time begins with `subject` ("its k is")."""
+        dims = self.dims(index)
+        if dims is None:
             raise self.unknown(subject)
-        return found
+        return dims
 
     def unknown(self, subject: str) -> FrontendError:
-        """The error for numbers that must be known at import; `subject` says which, and is or are: "its pads are"."""
+        """The error for numbers that must be constant; `subject` includes the verb: "its pads are"."""
         pronoun = "they" if subject.endswith("are") else "it"
         return self.refusal(f"{subject} computed when the model runs; {pronoun} must be known at import")
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Attribute `name`, bytes as str, or `default` if it is not given."""
+        """Attribute `name`, bytes as str, or `default` if it is absent."""
         value = self.attributes.get(name, default)
         return value.decode() if isinstance(value, bytes) else value
 
     def proto(self) -> onnx.NodeProto:
-        """The node as ONNX writes it, with its inputs named ``x0``, ``x1``, ... and its outputs ``y0``, ``y1``, ..."""
+        """The node as a `NodeProto` with inputs ``x0``, ``x1``, ... and outputs ``y0``, ``y1``, ..."""
         inputs = [f"x{i}" if value is not None else "" for i, value in enumerate(self.inputs)]
         outputs = [f"y{i}" for i in range(self.num_outputs)]
         attributes = {name: value for name, value in self.attributes.items() if name != "tvm_custom"}
@@ -168,10 +168,10 @@ class Node:
         shape: Sequence[Any] | None = None,
         ranges: tuple[int, int, int, int] | None = None,
     ) -> relax.Var:
-        """Bind a tensor whose elements are ``element(position, *inputs)``, of `shape` or of the first input's.
+        """Bind a tensor with elements ``element(position, *inputs)`` and `shape`, by default the first input's.
 
-        `position` is the tuple of its indices; the inputs are TE tensors there (lists of scalars stay lists). `ranges`
-        is the range that an input's values have to be in when the model runs (`tir.checks.RANGE`).
+        `position` is the tuple of indices; `element` gets TE tensors (lists of scalars stay lists). `ranges` is the
+        range that an input's values must be in at run time (`tir.checks.RANGE`).
         """
 
         def compute(*tensors: Any) -> te.Tensor:
@@ -182,13 +182,13 @@ class Node:
         return self.builder.emit_te(compute, *inputs, primfunc_name_hint=name, primfunc_attrs=attributes)
 
     def per_channel(self, vector: relax.Expr, rank: int) -> relax.Expr:
-        """A vector laid along axis 1, to broadcast with tensors of this rank."""
+        """Reshape a vector to broadcast along axis 1 of tensors of this rank."""
         return self.emit(relax.op.reshape(vector, [1, -1] + [1] * (rank - 2)))
 
     def require(self, condition: Any, message: str | Callable[[], str]) -> None:
-        """Have calls fail with `message` unless a condition over sizes holds, such as ``a == b``.
+        """Require a condition over sizes, such as ``a == b``; other calls fail with `message`.
 
-        Does nothing where it always holds; a message given as a function is not computed then.
+        Nothing is emitted if it always holds; a message given as a function is not evaluated then.
 
         Raises
         ------
@@ -204,15 +204,15 @@ class Node:
         self.builder.match_cast(requirement(condition, f"{self.title}: {text}"), MET)
 
     def outputs(self, values: Sequence[relax.Expr]) -> relax.Expr:
-        """The first of `values`, as many as the node has outputs: one by itself, several as a tuple."""
+        """The first `num_outputs` values, as a tuple if there are several."""
         return relax.Tuple(values[: self.num_outputs]) if self.num_outputs > 1 else values[0]
 
     def as_op(self, op_type: str, inputs: Sequence[Any], opset: int = 0, **attributes: Any) -> Node:
-        """A node of a standard op in the place of this one, with one output; by default of the same opset."""
+        """A node of a standard op with this node's name and one output, by default of the same opset."""
         return Node(op_type, self.name, opset or self.opset, self.builder, inputs, attributes, 1)
 
     def filled(self, dims: Sequence[Dim], value: Any, dtype: str) -> relax.Expr:
-        """A tensor of one value (`relax.op.full` cannot be built with an infinity)."""
+        """A tensor filled with one value (`relax.op.full` does not accept infinity)."""
         return self.emit(relax.op.broadcast_to(const(value, dtype), relax.ShapeExpr(list(dims))))
 
     def shape(self, value: relax.Expr) -> list[Dim]:
@@ -221,7 +221,7 @@ class Node:
         Raises
         ------
         FrontendError
-            If they are not known, not even symbolically.
+            If the shape is unknown.
         """
         shape = value.ty.shape
         if shape is None or not isinstance(shape, relax.ShapeExpr):
@@ -255,7 +255,7 @@ class Node:
         return int(value.ty.ndim)
 
     def axis(self, axis: int, rank: int) -> int:
-        """`axis` counted from the front.
+        """Non-negative index of an axis.
 
         Raises
         ------
@@ -268,7 +268,7 @@ class Node:
 
 
 def as_constant(value: Any) -> np.ndarray | None:
-    """The value of an expression that is known at import, else None."""
+    """The value of a constant expression, else None."""
     if isinstance(value, tvm.ir.GenericConst):
         return array_of(value.value)
     if isinstance(value, relax.ShapeExpr) and all(isinstance(dim, tirx.IntImm) for dim in value.values):
@@ -279,7 +279,7 @@ def as_constant(value: Any) -> np.ndarray | None:
 
 
 def array_of(tensor: tvm.runtime.Tensor) -> np.ndarray:
-    """The elements of a constant, read-only: its own memory where numpy has such elements."""
+    """Read-only elements of a constant, without a copy if numpy has the element type."""
     try:
         array = np.from_dlpack(tensor)
     except (BufferError, RuntimeError, TypeError, ValueError):
@@ -289,45 +289,45 @@ def array_of(tensor: tvm.runtime.Tensor) -> np.ndarray:
 
 
 def const(value: Any, dtype: str | None = None) -> relax.Expr:
-    """A constant of exactly this element type (`relax.const` alone narrows int64 and float64)."""
+    """A constant of exactly this element type (`relax.const` narrows int64 and float64 by default)."""
     array = np.asarray(value) if dtype is None else np.asarray(value).astype(dtype, copy=False)
     budget().take_bytes(array.nbytes, "the model")
-    shared = _SHARED.get()
-    if shared is None:
+    shared_consts = _SHARED_CONSTANTS.get()
+    if shared_consts is None:
         return relax.const(array, str(array.dtype))
-    key = (_identity(array), array.shape, str(array.dtype))
-    if key not in shared:
-        shared[key] = array, relax.const(array, str(array.dtype))
-    return shared[key][1]
+    key = (_content_key(array), array.shape, str(array.dtype))
+    if key not in shared_consts:
+        shared_consts[key] = array, relax.const(array, str(array.dtype))
+    return shared_consts[key][1]
 
 
-def _identity(array: np.ndarray) -> object:
-    """Key that equal arrays share: the memory, kept by the table, of a weight that nobody writes; else the contents."""
+def _content_key(array: np.ndarray) -> object:
+    """Key of equal arrays: the address of a read-only array, which the table keeps alive, else a hash."""
     if not array.flags.writeable:
         return array.__array_interface__["data"][0], array.strides
     return hashlib.blake2b(array.tobytes()).digest()
 
 
-_SHARED: ContextVar[dict[Any, tuple[np.ndarray, relax.Expr]] | None] = ContextVar("_SHARED", default=None)
+_SHARED_CONSTANTS: ContextVar[dict[Any, tuple[np.ndarray, relax.Expr]] | None] = ContextVar("_SHARED", default=None)
 
 
 @contextmanager
 def shared_constants() -> Iterator[None]:
-    """Within, an array that several imports make a constant of becomes one constant: weights of several functions."""
-    token = _SHARED.set({})
+    """Share constants of equal arrays between several imports inside: weights of several functions."""
+    token = _SHARED_CONSTANTS.set({})
     try:
         yield
     finally:
-        _SHARED.reset(token)
+        _SHARED_CONSTANTS.reset(token)
 
 
 def as_dim(dim: Any) -> Dim:
-    """A dimension with integer constants as Python integers."""
+    """Convert an integer constant to a Python int; other dimensions are unchanged."""
     return int(dim) if isinstance(dim, (int, tirx.IntImm)) else dim
 
 
 def dtype_of(value: relax.Expr) -> str:
-    """Element type of a tensor expression, as TVM writes it."""
+    """TVM's name of a tensor's element type."""
     return str(value.ty.dtype)
 
 

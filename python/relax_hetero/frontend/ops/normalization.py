@@ -1,4 +1,4 @@
-"""Softmax and the normalizations."""
+"""Softmax and normalizations."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .table import convert_by_stock, converts
 
 @converts("Softmax")
 def softmax(node: Node) -> relax.Expr:
-    """Along one axis (before opset 13: along all from the axis on). Half precision is summed in float32."""
+    """Softmax along one axis (before opset 13: along all axes from it on); half precision is summed in float32."""
     data = node.tensor(0)
     dtype = dtype_of(data)
     if dtype not in HALF or node.opset < 13:
         return convert_by_stock(node)
     axis = [node.axis(node.attribute("axis", -1), node.rank(data))]
-    moved = node.emit(relax.op.subtract(data, largest_along(node, data, axis)))
-    exponentials = node.emit(relax.op.exp(moved))
+    shifted = node.emit(relax.op.subtract(data, largest_along(node, data, axis)))
+    exponentials = node.emit(relax.op.exp(shifted))
     total = node.emit(relax.op.sum(cast(node, exponentials, "float32"), axis, keepdims=True))
     return node.emit(relax.op.divide(exponentials, cast(node, total, dtype)))
 
 
 @converts("Hardmax")
 def hardmax(node: Node) -> relax.Expr:
-    """One where the first largest element of an axis is, zeros elsewhere; flattened first before opset 13."""
+    """One at the first largest element of an axis, zeros elsewhere; before opset 13 axes are flattened first."""
     data = node.tensor(0)
     dims = node.shape(data)
     axis = node.axis(node.attribute("axis", -1 if node.opset >= 13 else 1), len(dims))
@@ -51,7 +51,7 @@ def hardmax(node: Node) -> relax.Expr:
 
 
 def _moments(node: Node, data: relax.Expr, axes: list[int]) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
-    """Mean, centred data and variance (of the population) over `axes`, which are kept."""
+    """Mean, centred data and population variance over `axes`, which are kept."""
     mean = node.emit(relax.op.mean(data, axes, keepdims=True))
     centred = node.emit(relax.op.subtract(data, mean))
     variance = node.emit(relax.op.mean(relax.op.multiply(centred, centred), axes, keepdims=True))
@@ -65,7 +65,7 @@ def _inverse_deviation(node: Node, variance: relax.Expr, epsilon: float) -> rela
 
 @converts("LayerNormalization")
 def layer_normalization(node: Node) -> relax.Expr:
-    """From `axis` on; statistics in float32 (`stash_type`), which are outputs 1 and 2 where they are asked for."""
+    """Layer norm from `axis` on, with statistics in float32 (`stash_type`), which are outputs 1 and 2."""
     data, scale = node.tensor(0), node.tensor(1)
     dtype, rank = dtype_of(data), node.rank(data)
     first = node.axis(node.attribute("axis", -1), rank)
@@ -87,10 +87,10 @@ def layer_normalization(node: Node) -> relax.Expr:
 
 
 def _affine(node: Node, value: relax.Expr, data: relax.Expr, first: int, subject: str) -> relax.Expr:
-    """A scale or bias for the axes from `first` on, which may have an axis of size 1 where that is known."""
+    """Require that a scale or bias fits the axes from `first` on; it may broadcast along static axes of size 1."""
     dims = node.shape(data)
-    own = node.shape(value)
-    if len(own) != len(dims) - first or any(isinstance(dim, int) and dim == 1 for dim in own):
+    value_dims = node.shape(value)
+    if len(value_dims) != len(dims) - first or any(isinstance(dim, int) and dim == 1 for dim in value_dims):
         require_fits(node, value, dims, subject)
         return value
     return require_shape(node, value, dims[first:], subject)
@@ -98,7 +98,7 @@ def _affine(node: Node, value: relax.Expr, data: relax.Expr, first: int, subject
 
 @converts("RMSNormalization")
 def rms_normalization(node: Node) -> relax.Expr:
-    """x / sqrt(mean(x * x) + epsilon) * scale, from `axis` on, the quotient in float32."""
+    """x / sqrt(mean(x * x) + epsilon) * scale from `axis` on, with the quotient in float32."""
     data = node.tensor(0)
     rank = node.rank(data)
     axes = list(range(node.axis(node.attribute("axis", -1), rank), rank))
@@ -113,7 +113,7 @@ def rms_normalization(node: Node) -> relax.Expr:
 
 @converts("GroupNormalization")
 def group_normalization(node: Node) -> relax.Expr:
-    """Channels in groups, each normalized in float32; scale and bias per group before opset 21, then per channel."""
+    """Group norm in float32; scale and bias are per group before opset 21, then per channel."""
     data = node.tensor(0)
     dims = node.shape(data)
     groups, channels = node.attribute("num_groups"), dims[1]
@@ -136,7 +136,7 @@ def group_normalization(node: Node) -> relax.Expr:
 
 @converts("InstanceNormalization")
 def instance_normalization(node: Node) -> relax.Expr:
-    """Each channel of each sample by itself."""
+    """Normalize each channel of each sample."""
     data = node.tensor(0)
     rank, dtype = node.rank(data), dtype_of(data)
     vectors = [require_shape(node, node.tensor(i), [node.shape(data)[1]], f"input {i}") for i in (1, 2)]
@@ -150,11 +150,11 @@ def instance_normalization(node: Node) -> relax.Expr:
 
 @converts("BatchNormalization")
 def batch_normalization(node: Node) -> relax.Expr:
-    """Batch normalization by given statistics; in training mode by the batch's, which are mixed into running ones."""
+    """Batch norm by running statistics; in training mode by the batch's, which update the running ones."""
     if not node.attribute("is_test", 1):
         raise node.refusal("is_test=0 asks for training, expected 1")
     if not node.attribute("spatial", 1):
-        return _normalized_by_element(node)
+        return _normalize_by_element(node)
     channels = node.shape(node.tensor(0))[1]
     vectors = [require_shape(node, node.tensor(i), [channels], f"input {i}") for i in range(1, 5)]
     node = replace(node, inputs=[with_sizes_of(node, node.tensor(0), vectors[0], 1), *vectors])
@@ -173,14 +173,15 @@ def batch_normalization(node: Node) -> relax.Expr:
     momentum = node.attribute("momentum", 0.9)
     for index, current in ((3, mean), (4, variance)):
         running = node.tensor(index)
-        kept = node.emit(relax.op.multiply(widened(node, running), const(momentum, dtype_of(current))))
-        added = node.emit(relax.op.multiply(relax.op.reshape(current, (-1,)), const(1 - momentum, dtype_of(current))))
-        outputs.append(cast(node, node.emit(relax.op.add(kept, added)), dtype_of(running)))
+        weighted_running = node.emit(relax.op.multiply(widened(node, running), const(momentum, dtype_of(current))))
+        flat = relax.op.reshape(current, (-1,))
+        weighted_current = node.emit(relax.op.multiply(flat, const(1 - momentum, dtype_of(current))))
+        outputs.append(cast(node, node.emit(relax.op.add(weighted_running, weighted_current)), dtype_of(running)))
     return node.outputs(outputs)
 
 
-def _normalized_by_element(node: Node) -> relax.Expr:
-    """The form of opsets before 9 that has statistics for each element of an image."""
+def _normalize_by_element(node: Node) -> relax.Expr:
+    """Batch norm with statistics for each element of an image, before opset 9."""
     if node.num_outputs > 1:
         raise node.refusal(f"asks for {node.num_outputs} outputs with spatial=0, which only training has")
     data = node.tensor(0)
@@ -195,7 +196,7 @@ def _normalized_by_element(node: Node) -> relax.Expr:
 def mean_variance_normalization(node: Node) -> relax.Expr:
     """(x - mean) / (deviation + 1e-9) over `axes`, by default all but the channels of an image.
 
-    Before opset 9 attributes say whether the channels are among the axes, and whether anything is divided.
+    Before opset 9, attributes include the channels in the axes and disable the division.
     """
     data = node.tensor(0)
     default = (1, 2, 3) if node.attribute("across_channels", 0) else (2, 3)
@@ -210,7 +211,7 @@ def mean_variance_normalization(node: Node) -> relax.Expr:
 
 @converts("LpNormalization")
 def lp_normalization(node: Node) -> relax.Expr:
-    """x over its 1-norm or 2-norm along an axis; where the norm is 0 the result is 0."""
+    """x divided by its 1-norm or 2-norm along an axis; 0 if the norm is 0."""
     data = node.tensor(0)
     order = node.attribute("p", 2)
     if order not in (1, 2):
@@ -235,7 +236,7 @@ def local_response_normalization(node: Node) -> relax.Expr:
     size, dtype = node.attribute("size"), dtype_of(data)
     node.check_ops(2 * size)
     before = (size - 1) // 2
-    # A sum of shifted slices and not a kernel: the axis of these can move where images lie channels-last.
+    # A sum of shifted slices rather than a kernel, so that layout passes can move the channel axis.
     widths = [0, 0, before, size - 1 - before, *[0, 0] * (rank - 2)]
     padded = node.emit(relax.op.nn.pad(relax.op.multiply(data, data), widths))
     squares: relax.Expr | None = None
@@ -244,11 +245,11 @@ def local_response_normalization(node: Node) -> relax.Expr:
         squares = part if squares is None else node.emit(relax.op.add(squares, part))
     alpha = const(node.attribute("alpha", 1e-4) / size, dtype)
     bias = const(node.attribute("bias", 1.0), dtype)
-    grown = node.emit(relax.op.add(relax.op.multiply(squares, alpha), bias))
+    scaled_squares = node.emit(relax.op.add(relax.op.multiply(squares, alpha), bias))
     beta = node.attribute("beta", 0.75)
-    if beta == 0.75:  # x ** 0.75 as two roots, far cheaper than a general power
-        root = node.emit(relax.op.sqrt(grown))
+    if beta == 0.75:  # x ** 0.75 as two roots, much cheaper than a power
+        root = node.emit(relax.op.sqrt(scaled_squares))
         divisor = node.emit(relax.op.multiply(root, relax.op.sqrt(root)))
     else:
-        divisor = node.emit(relax.op.power(grown, const(beta, dtype)))
+        divisor = node.emit(relax.op.power(scaled_squares, const(beta, dtype)))
     return node.emit(relax.op.divide(data, divisor))

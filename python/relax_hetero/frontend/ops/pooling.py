@@ -1,4 +1,4 @@
-"""Pooling over windows, and over whole images."""
+"""Pooling over windows and over whole images."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Windows:
     image : list of Dim
         Sizes of the image.
     before, after : list of Dim
-        padding; windows may also reach beyond it where sizes are rounded up (`ceil_mode`).
+        Padding; with `ceil_mode`, windows may extend beyond it.
     output : list of Dim
-        How many windows there are.
+        Number of windows.
     """
 
     image: list[Dim]
@@ -44,20 +44,20 @@ class Windows:
     exceeds_input: bool
 
     def steps(self) -> list[tirx.IterVar]:
-        """The axes of a reduction over the elements of a window."""
+        """Reduction axes over the elements of a window."""
         return [te.reduce_axis((0, size), name=f"k{a}") for a, size in enumerate(self.kernel)]
 
     def indices(self, windows: Sequence[Any], steps: Sequence[Any]) -> list[tirx.Expr]:
-        """The element of the image (or of its padding) that step `steps` of window `windows` is at."""
+        """Index in the image (or its padding) of element `steps` of window `windows`."""
         return [
             window * self.strides[a] + step * self.dilations[a] - self.before[a]
             for a, (window, step) in enumerate(zip(windows, steps, strict=True))
         ]
 
     def pads(self) -> list[int] | None:
-        """Padding before and after the image that contains every window, also those that reach beyond the node's.
+        """Padding before and after the image that contains every window.
 
-        None where only a call knows it, or where it is negative.
+        None if it is dynamic or negative.
         """
         after = []
         for a, (size, count) in enumerate(zip(self.image, self.output, strict=True)):
@@ -65,22 +65,22 @@ class Windows:
             if self.exceeds_input and not isinstance(size, int):
                 return None
             if self.exceeds_input and isinstance(count, int):
-                whole = (size + self.before[a] + self.after[a] - extent) // self.strides[a] + 1
-                needed = (count - 1) * self.strides[a] + extent - size - self.before[a]
-                after.append(self.after[a] if whole == count else needed)
+                floor_count = (size + self.before[a] + self.after[a] - extent) // self.strides[a] + 1
+                required_pad = (count - 1) * self.strides[a] + extent - size - self.before[a]
+                after.append(self.after[a] if floor_count == count else required_pad)
             else:
                 after.append(self.after[a])
         pads = [pad for pad in (*self.before, *after) if isinstance(pad, int)]
         return pads if len(pads) == 2 * len(after) and min(pads[len(after) :]) >= 0 else None
 
     def inside(self, indices: Sequence[tirx.Expr]) -> tirx.Expr:
-        """Return whether a place is in the image."""
-        checks = [tirx.all(place >= 0, place < self.image[a]) for a, place in enumerate(indices)]
+        """Condition that an index is in the image."""
+        checks = [tirx.all(index >= 0, index < self.image[a]) for a, index in enumerate(indices)]
         return tirx.all(*checks)
 
 
 def windows_of(node: Node, data: relax.Expr) -> Windows:
-    """Work out the windows from the node's attributes."""
+    """Compute the windows from the node's attributes."""
     image = node.shape(data)[2:]
     kernel = [int(size) for size in node.attribute("kernel_shape")]
     count = len(kernel)
@@ -89,7 +89,7 @@ def windows_of(node: Node, data: relax.Expr) -> Windows:
     strides, dilations = spatial(node, "strides", count, 1), spatial(node, "dilations", count, 1)
     pads = pads_of(node, list(image), kernel, strides, dilations)
     before, after = pads[:count], pads[count:]
-    # With auto_pad the number of windows is given by the padding; only explicit padding is rounded up.
+    # With auto_pad the padding determines the number of windows; ceil_mode applies to explicit padding only.
     rounds_up = bool(node.attribute("ceil_mode", 0)) and node.attribute("auto_pad", "NOTSET") in ("NOTSET", "", "VALID")
     for a, size in enumerate(image):
         node.require(as_expr(size) >= 1, f"axis {a + 2} of its input has {size} elements")
@@ -100,23 +100,23 @@ def windows_of(node: Node, data: relax.Expr) -> Windows:
     for a, size in enumerate(image):
         span = size + before[a] + after[a] - (kernel[a] - 1) * dilations[a] - 1
         if not rounds_up:
-            is_same = not isinstance(before[a], int)  # as many windows as strides: what the padding is made for
-            output.append(tirx.ceildiv(size, strides[a]) if is_same else span // strides[a] + 1)
+            is_auto_padded = not isinstance(before[a], int)  # SAME padding yields ceil(size / stride) windows
+            output.append(tirx.ceildiv(size, strides[a]) if is_auto_padded else span // strides[a] + 1)
             continue
-        # A window that would start in the padding after the image is dropped.
+        # A window that starts in the padding after the image is dropped.
         if isinstance(size, int):
             windows = -(-span // strides[a]) + 1
             output.append(windows - 1 if (windows - 1) * strides[a] >= size + before[a] else windows)
             continue
-        count_up, starts = tirx.ceildiv(span, strides[a]) + 1, tirx.ceildiv(size + before[a], strides[a])
+        count_up, num_starts = tirx.ceildiv(span, strides[a]) + 1, tirx.ceildiv(size + before[a], strides[a])
         starts_inside = after[a] + strides[a] <= (kernel[a] - 1) * dilations[a] + 1
-        output.append(simplified(count_up if starts_inside else tirx.min(count_up, starts)))
+        output.append(simplified(count_up if starts_inside else tirx.min(count_up, num_starts)))
     return Windows(image, kernel, strides, dilations, before, after, output, rounds_up)
 
 
 @converts("MaxPool")
 def max_pool(node: Node) -> relax.Expr:
-    """Largest element of every window, with its flat index where that is asked for."""
+    """Largest element of every window, and optionally its flat index."""
     data = node.tensor(0)
     windows = windows_of(node, data)
     count = len(windows.kernel)
@@ -131,11 +131,11 @@ def max_pool(node: Node) -> relax.Expr:
 
 def _max_pool(node: Node, data: relax.Expr, windows: Windows) -> relax.Expr:
     steps = windows.steps()
-    reducer = te.comm_reducer(lambda one, other: tirx.max(one, other), lambda dtype: lowest(str(dtype)))
+    reducer = te.comm_reducer(lambda a, b: tirx.max(a, b), lambda dtype: lowest(str(dtype)))
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        places = windows.indices(i[2:], steps)
-        value = tirx.if_then_else(windows.inside(places), x(*i[:2], *places), lowest(str(x.dtype)))
+        indices = windows.indices(i[2:], steps)
+        value = tirx.if_then_else(windows.inside(indices), x(*i[:2], *indices), lowest(str(x.dtype)))
         return reducer(value, axis=steps)
 
     dtype = dtype_of(data)
@@ -148,9 +148,9 @@ def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> re
     dtype, count = dtype_of(data), len(windows.kernel)
     column_major = bool(node.attribute("storage_order", 0))
 
-    def better(one: Sequence[tirx.Expr], other: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
-        wins = tirx.any(one[1] > other[1], tirx.all(one[1] == other[1], one[0] < other[0]))
-        return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
+    def better(first: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
+        is_better = tirx.any(first[1] > b[1], tirx.all(first[1] == b[1], first[0] < b[0]))
+        return tirx.Select(is_better, first[0], b[0]), tirx.Select(is_better, first[1], b[1])
 
     def worst(index_type: str, value_type: str) -> tuple[tirx.Expr, tirx.Expr]:
         return tvm.tirx.max_value(index_type), lowest(value_type)
@@ -160,37 +160,37 @@ def _max_pool_with_indices(node: Node, data: relax.Expr, windows: Windows) -> re
         reducer = te.comm_reducer(better, worst, name="largest_at")
 
         def pair(n: tirx.Expr, c: tirx.Expr, *window: tirx.Expr) -> Any:
-            places = windows.indices(window, steps)
+            indices = windows.indices(window, steps)
             index = tirx.Cast("int64", n * x.shape[1] + c)
             for a in range(count):
                 index = index * windows.image[a]
             offset = tirx.const(0, "int64")
             for a in reversed(range(count)) if column_major else range(count):
-                offset = offset * windows.image[a] + places[a]
-            inside = windows.inside(places)
-            where = tirx.if_then_else(inside, index + offset, tvm.tirx.max_value("int64"))
-            return reducer((where, tirx.if_then_else(inside, x(n, c, *places), lowest(dtype))), axis=steps)
+                offset = offset * windows.image[a] + indices[a]
+            inside = windows.inside(indices)
+            flat_index = tirx.if_then_else(inside, index + offset, tvm.tirx.max_value("int64"))
+            return reducer((flat_index, tirx.if_then_else(inside, x(n, c, *indices), lowest(dtype))), axis=steps)
 
-        found = te.compute([*x.shape[:2], *windows.output], pair, name="max_pool_at")
-        return [found[1], found[0]]
+        results = te.compute([*x.shape[:2], *windows.output], pair, name="max_pool_at")
+        return [results[1], results[0]]
 
     return node.builder.emit_te(compute, data, primfunc_name_hint="max_pool_with_indices")
 
 
 def _window_sum(node: Node, data: relax.Expr, windows: Windows, term: Any) -> relax.Expr:
-    """Sum of `term(element)` over the elements of every window that are in the image."""
+    """Sum of `term(element)` over the elements of every window in the image."""
     steps = windows.steps()
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        places = windows.indices(i[2:], steps)
-        value = tirx.if_then_else(windows.inside(places), term(x(*i[:2], *places)), tirx.const(0, str(x.dtype)))
+        indices = windows.indices(i[2:], steps)
+        value = tirx.if_then_else(windows.inside(indices), term(x(*i[:2], *indices)), tirx.const(0, str(x.dtype)))
         return te.sum(value, axis=steps)
 
     return node.kernel("window_sum", element, data, shape=[*node.shape(data)[:2], *windows.output])
 
 
 def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str) -> relax.Expr:
-    """How many elements of every window count, shaped to broadcast with the sums."""
+    """Number of counted elements of every window, broadcastable with the sums."""
     output = [size for size in windows.output if isinstance(size, int)]
     if len(output) != len(windows.output):
         return _window_sizes_at_run_time(node, windows, counts_padding, dtype)
@@ -200,7 +200,7 @@ def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str
         first = -windows.before[a] if counts_padding else 0
         node.check_table(*output[: a + 1])
         starts = np.arange(size) * windows.strides[a] - windows.before[a]
-        # Steps up to the first place that counts, and up to the first that no longer does.
+        # Steps before the first counted index, and before the first index after them.
         skipped, reached = (
             np.clip(-((starts - end) // windows.dilations[a]), 0, windows.kernel[a]) for end in (first, bound)
         )
@@ -211,7 +211,7 @@ def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str
 
 
 def _window_sizes_at_run_time(node: Node, windows: Windows, counts_padding: bool, dtype: str) -> relax.Expr:
-    """The same for images whose sizes only a call knows."""
+    """`_window_sizes` for images of dynamic size."""
 
     def element(i: Position, image: list[tirx.Expr]) -> tirx.Expr:
         counts = as_expr(1)
@@ -235,7 +235,7 @@ def _window_sizes_at_run_time(node: Node, windows: Windows, counts_padding: bool
 
 @converts("AveragePool")
 def average_pool(node: Node) -> relax.Expr:
-    """Mean of every window, over its elements in the image or (`count_include_pad`) in the padding too."""
+    """Mean of every window over its elements in the image, or with `count_include_pad` also in the padding."""
     data = node.tensor(0)
     dtype = dtype_of(data)
     wide = widened(node, data)
@@ -243,8 +243,8 @@ def average_pool(node: Node) -> relax.Expr:
     counts_padding = bool(node.attribute("count_include_pad", 0))
     count = len(windows.kernel)
     pads = windows.pads()
-    counts_beyond = counts_padding and pads is not None and pads[count:] != windows.after
-    if pads is None or counts_beyond or count > 3 or any(dilation != 1 for dilation in windows.dilations):
+    exceeds_padding = counts_padding and pads is not None and pads[count:] != windows.after
+    if pads is None or exceeds_padding or count > 3 or any(dilation != 1 for dilation in windows.dilations):
         total = _window_sum(node, wide, windows, lambda value: value)
         sizes = _window_sizes(node, windows, counts_padding, dtype_of(wide))
         return cast(node, node.emit(relax.op.divide(total, sizes)), dtype)
@@ -253,7 +253,7 @@ def average_pool(node: Node) -> relax.Expr:
     return cast(node, node.emit(result), dtype)
 
 
-def _powers(node: Node) -> int:
+def _norm_order(node: Node) -> int:
     order = node.attribute("p", 2)
     if order < 1:
         raise node.refusal(f"p is {order}, expected 1 or more")
@@ -272,7 +272,7 @@ def _root(node: Node, total: relax.Expr, order: int) -> relax.Expr:
 def lp_pool(node: Node) -> relax.Expr:
     """The p-norm of every window."""
     data = node.tensor(0)
-    order, dtype = _powers(node), dtype_of(data)
+    order, dtype = _norm_order(node), dtype_of(data)
     wide = widened(node, data)
 
     def term(value: tirx.Expr) -> tirx.Expr:
@@ -284,7 +284,7 @@ def lp_pool(node: Node) -> relax.Expr:
 
 @converts("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool")
 def global_pool(node: Node) -> relax.Expr:
-    """Over all spatial axes, which become 1."""
+    """Pool over all spatial axes, which become 1."""
     data = node.tensor(0)
     dtype, axes = dtype_of(data), list(range(2, node.rank(data)))
     for axis, size in enumerate(node.shape(data)[2:]):
@@ -294,7 +294,7 @@ def global_pool(node: Node) -> relax.Expr:
     wide = widened(node, data)
     if node.op_type == "GlobalAveragePool":
         return cast(node, node.emit(relax.op.mean(wide, axes, keepdims=True)), dtype)
-    order = _powers(node)
+    order = _norm_order(node)
     size = node.emit(relax.op.abs(wide))
     power = size
     for _ in range(order - 1):

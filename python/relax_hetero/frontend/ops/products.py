@@ -1,4 +1,4 @@
-"""Matrix products: MatMul, Gemm, their integer forms, and attention; determinants."""
+"""Matrix products (MatMul, Gemm, MatMulInteger, Einsum), attention, and determinants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def matmul(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
     if min(node.rank(a), node.rank(b)) > 2:
         a, b = stretched(node, [a, b], kept=2)
     product = node.builder.normalize(relax.op.matmul(a, b))
-    if isinstance(a.ty.shape, relax.ShapeExpr) and as_dim(a.ty.shape.values[-1]) == 0:  # sums of nothing
+    if isinstance(a.ty.shape, relax.ShapeExpr) and as_dim(a.ty.shape.values[-1]) == 0:  # empty sums
         return node.filled(node.shape(product), 0, dtype)
     if dtype not in HALF:
         return node.emit(product)
@@ -30,13 +30,13 @@ def matmul(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
 
 @converts("MatMul")
 def convert_matmul(node: Node) -> relax.Expr:
-    """numpy's matmul: leading dimensions broadcast."""
+    """numpy's matmul, with broadcast leading dimensions."""
     return matmul(node, node.tensor(0), node.tensor(1))
 
 
 @converts("Gemm")
 def gemm(node: Node) -> relax.Expr:
-    """alpha * A' @ B' + beta * C, scaled after the product; A and B are matrices, C broadcasts."""
+    """alpha * A' @ B' + beta * C, scaled after the product; C broadcasts."""
     a, b = node.tensor(0), node.tensor(1)
     dtype = dtype_of(a)
     if node.attribute("transA", 0):
@@ -56,7 +56,7 @@ def gemm(node: Node) -> relax.Expr:
 
 
 def shifted(node: Node, value: relax.Expr, zero_point: relax.Expr | None, along: int | None) -> relax.Expr:
-    """`value - zero_point` in int32; a vector of zero points runs along axis `along`."""
+    """`value - zero_point` in int32; a vector of zero points is along axis `along`."""
     wide = node.emit(relax.op.astype(value, "int32"))
     if zero_point is None or is_zero(zero_point):
         return wide
@@ -89,7 +89,7 @@ def matmul_integer(node: Node) -> relax.Expr:
 
 
 def squared_distances(node: Node, rows: relax.Expr, columns: relax.Expr) -> relax.Expr:
-    """(M, N), squares of distances of M rows from N columns: sums of squared differences, which cancel no digits."""
+    """Squared distances of M rows and N columns, (M, N), as sums of squared differences to avoid cancellation."""
 
     def element(i: Position, x: te.Tensor, y: te.Tensor) -> tirx.Expr:
         feature = te.reduce_axis((0, x.shape[1]), "feature")
@@ -101,7 +101,7 @@ def squared_distances(node: Node, rows: relax.Expr, columns: relax.Expr) -> rela
 
 @converts("Einsum")
 def einsum(node: Node) -> relax.Expr:
-    """Sums of products, by an equation; axes of one letter have one size."""
+    """Einsum; axes of one letter must have one size."""
     equation = str(node.attribute("equation")).replace(" ", "")
     operands = [node.tensor(i) for i in range(len(node.inputs))]
     terms = equation.split("->")[0].split(",")
@@ -114,19 +114,19 @@ def einsum(node: Node) -> relax.Expr:
         if "..." in term:
             before, after = term.split("...")
             count = len(dims) - len(before) - len(after)
-            letters = [*before, *(f"...{count - place}" for place in range(count)), *after]
+            letters = [*before, *(f"...{count - position}" for position in range(count)), *after]
         if len(letters) != len(dims):
             raise node.refusal(f"its term {term!r} does not fit an operand of shape {shown(dims)}")
         for letter, dim in zip(letters, dims, strict=True):
             first = sizes.setdefault(letter, dim)
-            if not (isinstance(first, int) and isinstance(dim, int)):  # known sizes may be 1, which is repeated
+            if not (isinstance(first, int) and isinstance(dim, int)):  # static sizes may be 1, which broadcasts
                 require_equal(node, dim, first, f"{letter!r} of its equation {equation!r} has")
     return convert_by_stock(node)
 
 
 @converts("Attention")
 def attention(node: Node) -> relax.Expr:
-    """Attention by its definition over other ops (stock TVM's converter of this name is of ONNX Runtime's op)."""
+    """Attention by its function body (stock TVM's converter of this name is for ONNX Runtime's op)."""
     dims, keys, values = (node.shape(node.tensor(i)) for i in range(3))
     if not len(dims) == len(keys) == len(values) or len(dims) not in (3, 4):
         raise node.refusal(f"found queries, keys and values of shapes {shown(dims)}, {shown(keys)} and {shown(values)}")
@@ -140,7 +140,7 @@ def attention(node: Node) -> relax.Expr:
 
 @converts("Det")
 def determinant(node: Node) -> relax.Expr:
-    """The determinants of the matrices in the last two axes."""
+    """Determinants of the matrices in the last two axes."""
     data = node.tensor(0)
     if node.rank(data) < 2:
         raise node.refusal(f"its input has {node.rank(data)} axes, expected at least 2")
@@ -153,5 +153,5 @@ def determinant(node: Node) -> relax.Expr:
     symbol = node.builder.add_func(
         kernel.without_attr("global_symbol").with_attr("op_pattern", WITHOUT_PATTERN), "determinant"
     )
-    found = node.emit(relax.op.call_tir(symbol, [data], relax.TensorType([batch], dtype_of(data))))
-    return node.emit(relax.op.reshape(found, front))
+    determinants = node.emit(relax.op.call_tir(symbol, [data], relax.TensorType([batch], dtype_of(data))))
+    return node.emit(relax.op.reshape(determinants, front))

@@ -1,4 +1,4 @@
-"""Quantized tensors: QuantizeLinear, DequantizeLinear, and products and convolutions of integers; casts of types."""
+"""Quantized tensors: QuantizeLinear, DequantizeLinear, quantized products and convolutions; and Cast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 
 @converts("Cast")
 def convert_cast(node: Node) -> relax.Expr:
-    """To another type; a float to an integer is rounded towards zero."""
+    """Cast; a float to an integer is truncated."""
     value = node.inputs[0]
     target = _target(node.attribute("to"))
     if isinstance(value, relax.ShapeExpr) or tvm.ir.is_prim_expr(value):
@@ -32,7 +32,7 @@ def convert_cast(node: Node) -> relax.Expr:
         return (
             cast(node, node.tensor(0), target)
             if target not in STORAGE_TYPES
-            else _narrowed(node, node.tensor(0), target)
+            else _to_storage(node, node.tensor(0), target)
         )
     data = node.tensor(0)
     if dtype_of(data) == target:
@@ -40,24 +40,24 @@ def convert_cast(node: Node) -> relax.Expr:
     if dtype_of(data) in STORAGE_TYPES:
         data = to_float32(node, data) if dtype_of(data) in FLOATS else bytes_of(node, data)
     if target in STORAGE_TYPES:
-        return _narrowed(node, data, target)
+        return _to_storage(node, data, target)
     if dtype_of(data) == target:
         return data
-    if is_float(dtype_of(data)) and target in _INTEGERS:  # stock makes NaN and infinities 0, and wraps the rest
+    if is_float(dtype_of(data)) and target in _INTEGERS:  # stock TVM converts NaN and infinities to 0, and wraps others
         return node.emit(relax.op.astype(data, target))
     return convert_by_stock(node.as_op(node.op_type, [data], to=target))
 
 
-def _target(wanted: int | str) -> str:
-    """An element type by its number in ONNX, the name that opsets before 6 give it, or its name in TVM."""
-    if isinstance(wanted, int):
-        return onnx_dtype(wanted)
+def _target(type_: int | str) -> str:
+    """Element type of an ONNX number, a name as before opset 6, or a TVM name."""
+    if isinstance(type_, int):
+        return onnx_dtype(type_)
     numbers = dict(onnx.TensorProto.DataType.items())
-    return onnx_dtype(numbers[wanted.upper()]) if wanted.upper() in numbers else wanted
+    return onnx_dtype(numbers[type_.upper()]) if type_.upper() in numbers else type_
 
 
-def _narrowed(node: Node, data: relax.Expr, target: str) -> relax.Expr:
-    """Numbers of a type that kernels compute with as one that they do not."""
+def _to_storage(node: Node, data: relax.Expr, target: str) -> relax.Expr:
+    """Convert numbers to a storage type (fp8, int4 …)."""
     if target in INTEGERS:
         return wrapped(node, cast(node, data, "int32") if is_float(dtype_of(data)) else data, target)
     if dtype_of(data) == "float64":
@@ -70,7 +70,7 @@ def _narrowed(node: Node, data: relax.Expr, target: str) -> relax.Expr:
 
 @converts("CastLike")
 def cast_like(node: Node) -> relax.Expr:
-    """To the type of the second input."""
+    """Cast to the type of the second input."""
     return convert_cast(
         node.as_op(
             "Cast",
@@ -83,25 +83,25 @@ def cast_like(node: Node) -> relax.Expr:
 
 
 def quantize(node: Node, scaled: relax.Expr, zero_point: relax.Expr | None, dtype: str) -> relax.Expr:
-    """round(scaled) + zero point, halves to even, held in the range of `dtype`."""
+    """round-half-even(scaled) + zero point, clamped to the range of `dtype`."""
     compute = "float64" if dtype_of(scaled) == "float64" else "float32"
     value = node.emit(relax.op.round(cast(node, scaled, compute)))
     if zero_point is not None and not is_zero(zero_point):
         value = node.emit(relax.op.add(value, as_type(node, zero_point, compute)))
     low, high = INTEGER_RANGES[dtype] if dtype in INTEGER_RANGES else INTEGERS[dtype]
-    held = cast(node, node.emit(relax.op.clip(value, low, high)), STORAGE_TYPES.get(dtype, dtype))
-    return of_bytes(node, held, dtype) if dtype in STORAGE_TYPES else held
+    clamped = cast(node, node.emit(relax.op.clip(value, low, high)), STORAGE_TYPES.get(dtype, dtype))
+    return of_bytes(node, clamped, dtype) if dtype in STORAGE_TYPES else clamped
 
 
 @converts("QuantizeLinear")
 def quantize_linear(node: Node) -> relax.Expr:
-    """round(x / scale) + zero point to 16 bits or fewer: per tensor, per axis, or per block."""
+    """round(x / scale) + zero point to at most 16 bits, with scales per tensor, axis or block."""
     data = node.tensor(0)
     shape = node.shape(data)
     check_zero_point(node, 1, 2)
-    known = as_constant(node.tensor(1))
-    if known is not None and not np.all(known):
-        raise node.refusal("found a scale of 0, expected numbers that can be divided by")
+    constant_scale = as_constant(node.tensor(1))
+    if constant_scale is not None and not np.all(constant_scale):
+        raise node.refusal("found a scale of 0, expected nonzero numbers")
     zero_point = node.tensor(2) if node.has(2) else None
     dtype = dtype_of(zero_point) if zero_point is not None else "uint8"
     if node.attribute("output_dtype", 0):
@@ -128,7 +128,7 @@ def quantize_linear(node: Node) -> relax.Expr:
 
 @converts("DequantizeLinear")
 def dequantize_linear(node: Node) -> relax.Expr:
-    """(x - zero point) * scale: per tensor, per axis, or per block."""
+    """(x - zero point) * scale, with scales per tensor, axis or block."""
     node = with_bytes(node)
     blocks = dequantized_blocks(node)
     if blocks is not None:
@@ -139,7 +139,7 @@ def dequantize_linear(node: Node) -> relax.Expr:
     target = dtype_of(scale)
     if node.attribute("output_dtype", 0):
         target = onnx_dtype(node.attribute("output_dtype"))
-    number = _number(node) if source not in FLOATS else None
+    number = _dequantized_scalar(node) if source not in FLOATS else None
     if number is not None:
         return const(number, target)
     if source in FLOATS:
@@ -154,8 +154,8 @@ def dequantize_linear(node: Node) -> relax.Expr:
     return cast(node, node.emit(relax.op.multiply(cast(node, data, "float32"), factor)), target)
 
 
-def _number(node: Node) -> np.ndarray | None:
-    """A constant of one element, dequantized: an exponent or a divisor that converters look at."""
+def _dequantized_scalar(node: Node) -> np.ndarray | None:
+    """A dequantized constant of one element, such as an exponent or divisor that converters read."""
     data, scale, point = (node.constant(index) for index in range(3))
     if data is None or data.size != 1 or scale is None or scale.size != 1 or (node.has(2) and point is None):
         return None
@@ -165,41 +165,41 @@ def _number(node: Node) -> np.ndarray | None:
 
 @converts("DynamicQuantizeLinear")
 def dynamic_quantize_linear(node: Node) -> relax.Expr:
-    """To uint8 over the range of the data, which always includes 0; outputs the scale and the zero point too."""
+    """Quantize to uint8 over the data's range extended to 0; outputs also scale and zero point."""
     data = node.tensor(0)
     zero = const(0, "float32")
     high = node.emit(relax.op.maximum(relax.op.max(data), zero))
     low = node.emit(relax.op.minimum(relax.op.min(data), zero))
     scale = node.emit(relax.op.divide(relax.op.subtract(high, low), const(255, "float32")))
-    is_flat = node.emit(relax.op.equal(scale, zero))  # all zeros: any scale will do but 0, and onnxruntime takes 1
+    is_flat = node.emit(relax.op.equal(scale, zero))  # all zeros: onnxruntime uses a scale of 1
     safe = node.emit(relax.op.where(is_flat, const(1, "float32"), scale))
-    wanted = node.emit(relax.op.divide(relax.op.subtract(zero, low), safe))
-    point = cast(node, node.emit(relax.op.round(relax.op.clip(wanted, 0, 255))), "uint8")
+    zero_position = node.emit(relax.op.divide(relax.op.subtract(zero, low), safe))
+    point = cast(node, node.emit(relax.op.round(relax.op.clip(zero_position, 0, 255))), "uint8")
     return relax.Tuple([quantize(node, node.emit(relax.op.divide(data, safe)), point, "uint8"), safe, point])
 
 
 def quantized_and_back(node: Node, data: relax.Expr) -> relax.Expr:
-    """The floats that a tensor rounded to uint8 over its range stands for."""
+    """Quantize to uint8 and dequantize."""
     quantized, scale, point = dynamic_quantize_linear(node.as_op("DynamicQuantizeLinear", [data])).fields
-    whole = node.emit(relax.op.subtract(cast(node, quantized, "float32"), cast(node, point, "float32")))
-    return node.emit(relax.op.multiply(whole, scale))
+    difference = node.emit(relax.op.subtract(cast(node, quantized, "float32"), cast(node, point, "float32")))
+    return node.emit(relax.op.multiply(difference, scale))
 
 
 def _requantize(node: Node, total: relax.Expr, scales: list[relax.Expr], zero_point: relax.Expr) -> relax.Expr:
-    """int32 sums to the output's 8 bits: total * (scale of A * scale of B / scale of the result) + zero point."""
+    """Quantize int32 sums: total * (scale of A * scale of B / scale of the result) + zero point."""
     factor = _factor(node, [as_type(node, scale, "float32") for scale in scales])
     scaled = node.emit(relax.op.multiply(cast(node, total, "float32"), factor))
     return quantize(node, scaled, zero_point, dtype_of(zero_point))
 
 
 def _factor(node: Node, scales: list[relax.Expr]) -> relax.Expr:
-    """first * second / result, in single precision; computed now where all three are known."""
+    """first * second / result in float32, folded if all three are constant."""
     arrays = [as_constant(scale) for scale in scales]
     first, second, result = scales
     if any(array is None for array in arrays):
         return node.emit(relax.op.divide(relax.op.multiply(first, second), result))
-    known = [array for array in arrays if array is not None]
-    return const(known[0] * known[1] / known[2], "float32")
+    constants = [array for array in arrays if array is not None]
+    return const(constants[0] * constants[1] / constants[2], "float32")
 
 
 def _scalar(node: Node, index: int) -> relax.Expr:
@@ -209,8 +209,8 @@ def _scalar(node: Node, index: int) -> relax.Expr:
     return reshaped(node, value, ())
 
 
-def _vector_along(node: Node, index: int, result: relax.Expr, axis: int) -> relax.Expr:
-    """A scalar input, or a vector laid along an axis of the result."""
+def _broadcast_along(node: Node, index: int, result: relax.Expr, axis: int) -> relax.Expr:
+    """A scalar input, or a vector reshaped to broadcast along an axis of the result."""
     value, rank = node.tensor(index), node.rank(result)
     if node.static_shape(value) in ([], [1]):
         return reshaped(node, value, ())
@@ -223,18 +223,18 @@ def _vector_along(node: Node, index: int, result: relax.Expr, axis: int) -> rela
 
 @converts("QLinearMatMul")
 def qlinear_matmul(node: Node) -> relax.Expr:
-    """A product of quantized matrices, quantized; scales per tensor, per row of A, per column of B."""
+    """Quantized product of quantized matrices; scales per tensor, row of A, or column of B."""
     a, b = node.tensor(0), node.tensor(3)
     product = node.emit(
         relax.op.matmul(shifted(node, a, node.tensor(2), -2), shifted(node, b, node.tensor(5), -1), out_dtype="int32")
     )
-    scales = [_vector_along(node, 1, product, -2), _vector_along(node, 4, product, -1), _scalar(node, 6)]
+    scales = [_broadcast_along(node, 1, product, -2), _broadcast_along(node, 4, product, -1), _scalar(node, 6)]
     return _requantize(node, product, scales, _scalar(node, 7))
 
 
 @converts("QLinearConv")
 def qlinear_conv(node: Node) -> relax.Expr:
-    """A convolution of quantized tensors, quantized; the weight's scale per tensor or per output channel."""
+    """Quantized convolution of quantized tensors; the weight's scale is per tensor or output channel."""
     data, weight = node.tensor(0), node.tensor(3)
     check_zero_point(node, 1, 2)
     check_zero_point(node, 4, 5)
@@ -243,13 +243,13 @@ def qlinear_conv(node: Node) -> relax.Expr:
     if node.has(8):
         bias = require_shape(node, node.tensor(8), [node.shape(total)[1]], "its bias")
         total = node.emit(relax.op.add(total, node.per_channel(bias, node.rank(data))))
-    scales = [_scalar(node, 1), _vector_along(node, 4, total, 1), _scalar(node, 6)]
+    scales = [_scalar(node, 1), _broadcast_along(node, 4, total, 1), _scalar(node, 6)]
     return _requantize(node, total, scales, _scalar(node, 7))
 
 
 @converts("ConvInteger")
 def conv_integer(node: Node) -> relax.Expr:
-    """A convolution of 8-bit integers less their zero points, in int32."""
+    """Convolution of 8-bit integers minus their zero points, in int32."""
     data, weight = node.tensor(0), node.tensor(1)
     data_point, weight_point = (node.tensor(i) if node.has(i) else None for i in (2, 3))
     return integer_convolution(node, shifted(node, data, data_point, None), shifted(node, weight, weight_point, 0))

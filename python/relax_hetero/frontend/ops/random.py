@@ -1,8 +1,7 @@
-"""Random numbers: uniform and normal ones, and draws from probabilities.
+"""Random numbers: uniform, normal, Bernoulli and multinomial.
 
-An element's number is a function of its position and of the node's seed alone (Philox, Salmon et al. 2011), so that
-every device computes it at once, and every call and every device gives the same. Nodes without a seed have one of
-their own, which is the same whenever the model is imported.
+Each number is a function of its position and the node's seed (Philox, Salmon et al. 2011), so that kernels are parallel
+and every call and every device computes the same numbers. Nodes without a seed get one that is the same in each import.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _KEY_STEP = 0x9E3779B9
 _ROUNDS = 10
 
 Words = tuple[tirx.Expr, tirx.Expr]
-"""Two independent uniform integers of 32 bits, in uint64."""
+"""Two independent uniform 32-bit integers, in uint64."""
 
 
 def _word(value: tirx.Expr) -> tirx.Expr:
@@ -31,7 +30,7 @@ def _word(value: tirx.Expr) -> tirx.Expr:
 
 
 def _philox(position: tirx.Expr, seed: tirx.Expr) -> Words:
-    """Random bits of a position, by the generator Philox2x32-10."""
+    """Random bits of a position by Philox2x32-10."""
     low, high = _word(position), tirx.shift_right(position, tirx.const(32, "uint64"))
     for number in range(_ROUNDS):
         key = _word(seed + tirx.const(number * _KEY_STEP & 0xFFFFFFFF, "uint64"))
@@ -44,7 +43,7 @@ def _philox(position: tirx.Expr, seed: tirx.Expr) -> Words:
 
 
 def _fraction(word: tirx.Expr) -> tirx.Expr:
-    """A number in (0, 1) of a random word."""
+    """Convert a random word to a number in (0, 1)."""
     return (word.astype("float64") + tirx.const(0.5, "float64")) * tirx.const(2.0**-32, "float64")
 
 
@@ -53,78 +52,78 @@ def _uniform(words: Words) -> tirx.Expr:
 
 
 def _normal(words: Words) -> tirx.Expr:
-    """Normal distribution by Box and Muller's transform."""
+    """Normal distribution by the Box-Muller transform."""
     radius = tirx.sqrt(tirx.const(-2.0, "float64") * tirx.log(_fraction(words[0])))
     return radius * tirx.cos(tirx.const(2 * np.pi, "float64") * _fraction(words[1]))
 
 
 def _seed(node: Node) -> relax.Expr:
-    """The seed, of 32 bits: of the attribute, or of the number of nodes without one before."""
-    given = node.attribute("seed")
-    name = node.builder.get_unique_name("random_seed") if given is None else ""
-    return const([zlib.crc32(name.encode() or np.float32(given).tobytes())], "uint64")
+    """32-bit seed from the attribute, or from a unique name."""
+    attribute = node.attribute("seed")
+    name = node.builder.get_unique_name("random_seed") if attribute is None else ""
+    return const([zlib.crc32(name.encode() or np.float32(attribute).tobytes())], "uint64")
 
 
-def _numbers(
+def _random_tensor(
     node: Node, dims: list[Dim], draw: Callable[[Words], tirx.Expr], scale: float, offset: float, dtype: str
 ) -> relax.Expr:
-    """A tensor of ``draw * scale + offset``, each element by its place in row-major order."""
+    """A tensor of ``draw * scale + offset``; positions are row-major indices."""
     if not is_float(dtype):
         raise node.refusal(f"gives numbers of type {dtype}, expected a float")
 
     def element(i: Position, seed: te.Tensor) -> tirx.Expr:
-        place = as_expr(0)
+        position = as_expr(0)
         for index, size in zip(i, dims, strict=True):
-            place = place * as_expr(size) + index.astype("int64")
-        value = draw(_philox(place.astype("uint64"), seed(0)))
+            position = position * as_expr(size) + index.astype("int64")
+        value = draw(_philox(position.astype("uint64"), seed(0)))
         return (value * tirx.const(scale, "float64") + tirx.const(offset, "float64")).astype(dtype)
 
     return node.kernel("random", element, _seed(node), shape=dims)
 
 
 def _type(node: Node, default: str) -> str:
-    given = node.attribute("dtype")
-    return default if given is None else onnx_dtype(given)
+    attribute = node.attribute("dtype")
+    return default if attribute is None else onnx_dtype(attribute)
 
 
-def _like(node: Node) -> tuple[list[Dim], str]:
-    """Shape and element type of an op that takes them from its input; integers have the type float32."""
-    dims, own = node.shape(node.tensor(0)), dtype_of(node.tensor(0))
-    return dims, _type(node, own if is_float(own) else "float32")
+def _input_shape_and_type(node: Node) -> tuple[list[Dim], str]:
+    """Shape and element type from the input; float32 for integer inputs."""
+    dims, input_dtype = node.shape(node.tensor(0)), dtype_of(node.tensor(0))
+    return dims, _type(node, input_dtype if is_float(input_dtype) else "float32")
 
 
-def _given(node: Node) -> tuple[list[Dim], str]:
+def _shape_and_type(node: Node) -> tuple[list[Dim], str]:
     dims: list[Dim] = [int(size) for size in node.attribute("shape")]
     return dims, _type(node, "float32")
 
 
 @converts("RandomUniform", "RandomUniformLike")
 def random_uniform(node: Node) -> relax.Expr:
-    """Numbers between `low` and `high`."""
-    dims, dtype = _like(node) if node.op_type.endswith("Like") else _given(node)
+    """Uniform numbers between `low` and `high`."""
+    dims, dtype = _input_shape_and_type(node) if node.op_type.endswith("Like") else _shape_and_type(node)
     low, high = node.attribute("low", 0.0), node.attribute("high", 1.0)
-    return _numbers(node, dims, _uniform, high - low, low, dtype)
+    return _random_tensor(node, dims, _uniform, high - low, low, dtype)
 
 
 @converts("RandomNormal", "RandomNormalLike")
 def random_normal(node: Node) -> relax.Expr:
-    """Numbers of a normal distribution of this `mean` and standard deviation `scale`."""
-    dims, dtype = _like(node) if node.op_type.endswith("Like") else _given(node)
-    return _numbers(node, dims, _normal, node.attribute("scale", 1.0), node.attribute("mean", 0.0), dtype)
+    """Normal numbers with this `mean` and standard deviation `scale`."""
+    dims, dtype = _input_shape_and_type(node) if node.op_type.endswith("Like") else _shape_and_type(node)
+    return _random_tensor(node, dims, _normal, node.attribute("scale", 1.0), node.attribute("mean", 0.0), dtype)
 
 
 @converts("Bernoulli")
 def bernoulli(node: Node) -> relax.Expr:
-    """1 with the probability that the input gives, else 0."""
+    """1 with the probability in the input, else 0."""
     data = cast(node, node.tensor(0), "float64")
-    drawn = _numbers(node, node.shape(data), _uniform, 1.0, 0.0, "float64")
-    is_one = node.emit(relax.op.less(drawn, data))
+    uniform = _random_tensor(node, node.shape(data), _uniform, 1.0, 0.0, "float64")
+    is_one = node.emit(relax.op.less(uniform, data))
     return cast(node, is_one, _type(node, dtype_of(node.tensor(0))))
 
 
 @converts("Multinomial")
 def multinomial(node: Node) -> relax.Expr:
-    """Classes drawn by unnormalized logarithms of their probabilities: [batch, samples]."""
+    """Classes drawn by unnormalized log-probabilities, [batch, samples]."""
     data = cast(node, node.tensor(0), "float64")
     if node.rank(data) != 2:
         raise node.refusal(f"its input has rank {node.rank(data)}, expected 2")
@@ -133,12 +132,12 @@ def multinomial(node: Node) -> relax.Expr:
     weights = node.emit(relax.op.exp(relax.op.subtract(data, relax.op.max(data, axis=1, keepdims=True))))
     ends = node.emit(relax.op.cumsum(weights, axis=1))
     samples = int(node.attribute("sample_size", 1))
-    drawn = _numbers(node, [batch, samples], _uniform, 1.0, 0.0, "float64")
+    uniform = _random_tensor(node, [batch, samples], _uniform, 1.0, 0.0, "float64")
     along = te.reduce_axis((0, as_expr(classes) - 1), name="class")
 
     def element(i: Position, end: te.Tensor, share: te.Tensor) -> tirx.Expr:
-        is_behind = end(i[0], along) <= share(i[0], i[1]) * end(i[0], end.shape[1] - 1)
-        return te.sum(tirx.Select(is_behind, as_expr(1), as_expr(0)), axis=along)
+        is_before = end(i[0], along) <= share(i[0], i[1]) * end(i[0], end.shape[1] - 1)
+        return te.sum(tirx.Select(is_before, as_expr(1), as_expr(0)), axis=along)
 
-    chosen = node.kernel("draw", element, ends, drawn, shape=[batch, samples])
-    return cast(node, chosen, _type(node, "int32"))
+    samples_drawn = node.kernel("draw", element, ends, uniform, shape=[batch, samples])
+    return cast(node, samples_drawn, _type(node, "int32"))

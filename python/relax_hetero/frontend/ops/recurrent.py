@@ -1,7 +1,7 @@
 """Recurrent layers: RNN, GRU and LSTM.
 
-A known number of steps is unrolled here. The importer makes a loop of a number that only a call knows, and of a very
-large one (`onnx/control_flow/recurrent_loop.py`).
+A static number of steps is unrolled here. Dynamic or very large numbers become a loop in the importer
+(`onnx/control_flow/recurrent_loop.py`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .required_sizes import renamed, require_equal, require_shape
 from .table import converts
 
 MAX_STEPS = 1024
-"""Longer sequences would become too much code: they take a loop."""
+"""Longer sequences become a loop."""
 
 QUANTIZES = "quantizes_operands"
-"""An attribute of our own: the data and the states before each product are rounded to uint8 over their range."""
+"""Internal attribute: the data and states are quantized to uint8 over their range before each product."""
 
 Activation = Callable[[relax.Expr], relax.Expr]
 
@@ -36,17 +36,17 @@ class Layer:
     Attributes
     ----------
     node : Node
-        It converts for.
+        The converted node.
     hidden : int
         Size of the state.
     recurrent : relax.Expr
         State weights, transposed, [hidden, gates * hidden].
     recurrent_bias : relax.Expr or None
-        Bias of the state's part, [gates * hidden], or None.
+        Bias of the recurrent product, [gates * hidden], or None.
     activations : list of Activation
-        As ONNX orders them.
+        Activations in ONNX's order.
     peepholes : list of relax.Expr or None
-        LSTM's weights of the cell in its gates, i, o, f, or None.
+        LSTM's cell weights of the gates i, o, f, or None.
     """
 
     node: Node
@@ -60,16 +60,16 @@ class Layer:
         """Bind an expression."""
         return self.node.emit(expr)
 
-    def add(self, one: relax.Expr, other: relax.Expr) -> relax.Expr:
+    def add(self, a: relax.Expr, b: relax.Expr) -> relax.Expr:
         """The sum, bound."""
-        return self.emit(relax.op.add(one, other))
+        return self.emit(relax.op.add(a, b))
 
-    def multiply(self, one: relax.Expr, other: relax.Expr) -> relax.Expr:
+    def multiply(self, a: relax.Expr, b: relax.Expr) -> relax.Expr:
         """The product, bound."""
-        return self.emit(relax.op.multiply(one, other))
+        return self.emit(relax.op.multiply(a, b))
 
     def gates(self, value: relax.Expr, count: int) -> list[relax.Expr]:
-        """Columns of a [batch, count * hidden] tensor, one part per gate."""
+        """Split a [batch, count * hidden] tensor by gate."""
         return [
             self.emit(relax.op.strided_slice(value, [1], [i * self.hidden], [(i + 1) * self.hidden]))
             for i in range(count)
@@ -82,12 +82,12 @@ class Layer:
         return product if self.recurrent_bias is None else self.add(product, self.recurrent_bias)
 
     def clipped(self, value: relax.Expr) -> relax.Expr:
-        """The argument of an activation, within `clip` where that is given."""
+        """Clip the argument of an activation if the node has `clip`."""
         limit = self.node.attribute("clip", 0.0)
         return self.emit(relax.op.clip(value, -limit, limit)) if limit > 0 else value
 
     def activate(self, index: int, value: relax.Expr) -> relax.Expr:
-        """Activation number `index` of the (clipped) value."""
+        """Apply activation `index` to the clipped value."""
         return self.activations[index](self.clipped(value))
 
 
@@ -95,46 +95,46 @@ def _activation(node: Node, name: str, alpha: float | None, beta: float | None, 
     def scaled(value: relax.Expr, factor: float) -> relax.Expr:
         return node.emit(relax.op.multiply(value, const(factor, dtype)))
 
-    def moved(value: relax.Expr, amount: float) -> relax.Expr:
+    def shifted(value: relax.Expr, amount: float) -> relax.Expr:
         return node.emit(relax.op.add(value, const(amount, dtype)))
 
-    def of(value: float | None, default: float) -> float:
+    def or_default(value: float | None, default: float) -> float:
         return default if value is None else value
 
     def leaky(value: relax.Expr) -> relax.Expr:
         is_negative = node.emit(relax.op.less(value, const(0, dtype)))
-        return node.emit(relax.op.where(is_negative, scaled(value, of(alpha, 0.01)), value))
+        return node.emit(relax.op.where(is_negative, scaled(value, or_default(alpha, 0.01)), value))
 
     def hard_sigmoid(value: relax.Expr) -> relax.Expr:
-        return node.emit(relax.op.clip(moved(scaled(value, of(alpha, 0.2)), of(beta, 0.5)), 0, 1))
+        return node.emit(relax.op.clip(shifted(scaled(value, or_default(alpha, 0.2)), or_default(beta, 0.5)), 0, 1))
 
-    known: dict[str, Activation] = {
+    activations: dict[str, Activation] = {
         "sigmoid": lambda value: node.emit(relax.op.sigmoid(value)),
         "tanh": lambda value: node.emit(relax.op.tanh(value)),
         "relu": lambda value: node.emit(relax.op.nn.relu(value)),
         "leakyrelu": leaky,
         "hardsigmoid": hard_sigmoid,
         "softsign": lambda value: node.emit(apply_function("softsign", value)),
-        "affine": lambda value: moved(scaled(value, of(alpha, 1.0)), of(beta, 0.0)),
+        "affine": lambda value: shifted(scaled(value, or_default(alpha, 1.0)), or_default(beta, 0.0)),
     }
-    if name.lower() not in known:
-        raise node.refusal(f"activation {name!r} cannot be imported; expected one of {', '.join(known)}")
-    return known[name.lower()]
+    if name.lower() not in activations:
+        raise node.refusal(f"activation {name!r} cannot be imported; expected one of {', '.join(activations)}")
+    return activations[name.lower()]
 
 
 def _activations(node: Node, defaults: list[str], direction: int, count: int, dtype: str) -> list[Activation]:
-    """The activations of one direction; alphas and betas are handed out in order to those that take one."""
+    """The activations of one direction; alphas and betas are assigned in order to those that take one."""
     names = [name.decode() if isinstance(name, bytes) else name for name in node.attribute("activations", ())]
     names = names or defaults * count
     takes = {"leakyrelu": (1, 0), "hardsigmoid": (1, 1), "affine": (1, 1)}
     alphas, betas = list(node.attribute("activation_alpha", ())), list(node.attribute("activation_beta", ()))
-    made = []
+    activations = []
     for name in names:
         alpha = alphas.pop(0) if takes.get(name.lower(), (0, 0))[0] and alphas else None
         beta = betas.pop(0) if takes.get(name.lower(), (0, 0))[1] and betas else None
-        made.append(_activation(node, name, alpha, beta, dtype))
+        activations.append(_activation(node, name, alpha, beta, dtype))
     size = len(defaults)
-    return made[direction * size : (direction + 1) * size]
+    return activations[direction * size : (direction + 1) * size]
 
 
 def _rnn_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
@@ -142,7 +142,7 @@ def _rnn_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[rel
 
 
 def _gru_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
-    """z and r gate the state; `linear_before_reset` says on which side of the product r stands."""
+    """GRU step; `linear_before_reset` applies r after the product rather than before."""
     state = states[0]
     xz, xr, xh = layer.gates(x, 3)
     hidden = layer.hidden
@@ -165,7 +165,7 @@ def _gru_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[rel
 
 
 def _lstm_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
-    """Gates in ONNX's order i, o, f, c; peepholes look at the old cell, the output gate's at the new one."""
+    """LSTM step with gates in ONNX's order i, o, f, c; the output gate's peephole reads the new cell."""
     state, cell = states
     i, o, f, c = layer.gates(layer.add(x, layer.project(state)), 4)
     if layer.peepholes is not None:
@@ -191,7 +191,7 @@ _STEPS: dict[str, tuple[Step, int, list[str]]] = {
 
 
 def _row(node: Node, value: relax.Expr, index: int) -> relax.Expr:
-    """Element `index` of the first axis, which is dropped."""
+    """Element `index` of the first axis, which is removed."""
     cut = node.emit(relax.op.strided_slice(value, [0], [index], [index + 1]))
     return node.emit(relax.op.squeeze(cut, [0]))
 
@@ -203,13 +203,13 @@ class Direction:
     Attributes
     ----------
     inputs : relax.Expr
-        Products of the data with its weights, [steps, batch, gates * hidden].
+        Products of the data with the input weights, [steps, batch, gates * hidden].
     states : list of relax.Expr
-        Before the first step, each [batch, hidden].
+        Initial states, each [batch, hidden].
     lengths : relax.Expr or None
         Lengths of the sequences, [batch, 1], or None.
     is_backwards : bool
-        Whether it goes from the last step to the first.
+        True if it runs from the last step to the first.
     """
 
     layer: Layer
@@ -219,19 +219,22 @@ class Direction:
     is_backwards: bool
 
     def advance(
-        self, x: relax.Expr, states: list[relax.Expr], runs: relax.Expr | None
+        self, x: relax.Expr, states: list[relax.Expr], is_active: relax.Expr | None
     ) -> tuple[relax.Expr, list[relax.Expr]]:
-        """The output of a step and the states behind it; `runs` says which sequences are not over, [batch, 1]."""
-        new = _STEPS[self.layer.node.op_type][0](self.layer, x, states)
-        output = new[0]
-        if runs is not None:  # a sequence that is over keeps its state and puts out zeros
-            output = self.layer.emit(relax.op.where(runs, output, const(0, dtype_of(output))))
-            new = [self.layer.emit(relax.op.where(runs, value, old)) for value, old in zip(new, states, strict=True)]
-        return output, new
+        """The output of a step and the new states; `is_active` masks sequences that have not ended, [batch, 1]."""
+        new_states = _STEPS[self.layer.node.op_type][0](self.layer, x, states)
+        output = new_states[0]
+        if is_active is not None:  # an ended sequence keeps its state and outputs zeros
+            output = self.layer.emit(relax.op.where(is_active, output, const(0, dtype_of(output))))
+            new_states = [
+                self.layer.emit(relax.op.where(is_active, value, old))
+                for value, old in zip(new_states, states, strict=True)
+            ]
+        return output, new_states
 
 
 RunDirection = Callable[[Callable[[], Direction]], tuple[relax.Expr, list[relax.Expr]]]
-"""Function that runs the direction it makes: outputs of all steps, [steps, batch, hidden], and the last states."""
+"""Function that runs a direction: outputs of all steps, [steps, batch, hidden], and the last states."""
 
 
 def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_backwards: bool) -> Direction:
@@ -254,15 +257,15 @@ def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_back
     layer = Layer(node, hidden, transposed[1], recurrent_bias, activations, peepholes)
     states = []
     for index in (5, 6) if node.op_type == "LSTM" else (5,):
-        given = node.tensor(index) if node.has(index) else None
-        if given is not None and node.attribute("layout", 0):
-            given = node.emit(relax.op.permute_dims(given, [1, 0, 2]))
-        states.append(_zeros(node, batch, hidden, dtype) if given is None else _row(node, given, direction))
+        initial = node.tensor(index) if node.has(index) else None
+        if initial is not None and node.attribute("layout", 0):
+            initial = node.emit(relax.op.permute_dims(initial, [1, 0, 2]))
+        states.append(_zeros(node, batch, hidden, dtype) if initial is None else _row(node, initial, direction))
     lengths = None
     if node.has(4):
-        own = cast(node, node.tensor(4), "int64")
-        own = node.kernel("lengths", lambda i, length, _: length(*i), own, data, ranges=(0, 1, 0, 1))
-        lengths = node.emit(relax.op.reshape(own, (batch, 1)))
+        lengths = cast(node, node.tensor(4), "int64")
+        lengths = node.kernel("lengths", lambda i, length, _: length(*i), lengths, data, ranges=(0, 1, 0, 1))
+        lengths = node.emit(relax.op.reshape(lengths, (batch, 1)))
     return Direction(layer, inputs, states, lengths, is_backwards)
 
 
@@ -273,15 +276,15 @@ def _zeros(node: Node, batch: Dim, hidden: int, dtype: str) -> relax.Expr:
     return const(np.zeros((batch, hidden)), dtype)
 
 
-def _unrolled(make: Callable[[], Direction]) -> tuple[relax.Expr, list[relax.Expr]]:
+def _unroll(make: Callable[[], Direction]) -> tuple[relax.Expr, list[relax.Expr]]:
     direction = make()
     node, states, lengths = direction.layer.node, direction.states, direction.lengths
     steps, outputs = range(int(direction.inputs.ty.shape.values[0])), []
     for time in reversed(steps) if direction.is_backwards else steps:
-        runs = None
+        is_active = None
         if lengths is not None:
-            runs = node.emit(relax.op.greater(lengths, const(time, dtype_of(lengths))))
-        output, states = direction.advance(_row(node, direction.inputs, time), states, runs)
+            is_active = node.emit(relax.op.greater(lengths, const(time, dtype_of(lengths))))
+        output, states = direction.advance(_row(node, direction.inputs, time), states, is_active)
         outputs.append(output)
     if not outputs:
         return node.filled([0, *node.shape(states[0])], 0, dtype_of(states[0])), states
@@ -292,8 +295,8 @@ def _hidden_size(node: Node) -> int:
     return int(node.attribute("hidden_size") or node.static_shape(node.tensor(2))[2])
 
 
-def _with_checked_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
-    """The node with inputs whose sizes agree with the data's, which is [steps, batch, input size]."""
+def _check_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
+    """Require that the inputs' sizes match the data's, [steps, batch, input size]."""
     _, batch, width = node.shape(data)
     hidden, gates = _hidden_size(node), _STEPS[node.op_type][1]
     state = [batch, directions, hidden] if node.attribute("layout", 0) else [directions, batch, hidden]
@@ -313,21 +316,21 @@ def _with_checked_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
     return replace(node, inputs=inputs)
 
 
-def _with_known_batch(node: Node, data: relax.Expr) -> relax.Expr:
-    """The data, [steps, batch, input size], with the size of the batch that lengths or states are known to have."""
+def _with_static_batch(node: Node, data: relax.Expr) -> relax.Expr:
+    """Give the data, [steps, batch, input size], the static batch size of lengths or states if they have one."""
     steps, batch, width = node.shape(data)
     is_first = bool(node.attribute("layout", 0))
     axes = {4: 0, 5: 0 if is_first else 1, 6: 0 if is_first else 1}
-    given = [(node.shape(node.tensor(index)), axis) for index, axis in axes.items() if node.has(index)]
-    known = [dims[axis] for dims, axis in given if len(dims) > axis and isinstance(dims[axis], int)]
-    if isinstance(batch, int) or not known:
+    batch_inputs = [(node.shape(node.tensor(index)), axis) for index, axis in axes.items() if node.has(index)]
+    sizes = [dims[axis] for dims, axis in batch_inputs if len(dims) > axis and isinstance(dims[axis], int)]
+    if isinstance(batch, int) or not sizes:
         return data
-    require_equal(node, batch, known[0], "axis 1 of its input, the batch, has")
-    return renamed(node, data, [steps, known[0], width])
+    require_equal(node, batch, sizes[0], "axis 1 of its input, the batch, has")
+    return renamed(node, data, [steps, sizes[0], width])
 
 
 def steps_of(node: Node) -> Dim:
-    """How many steps the sequences of a recurrent node have."""
+    """Number of time steps of a recurrent node."""
     data = node.tensor(0)
     if node.rank(data) != 3:
         raise node.refusal(f"its input has {node.rank(data)} dimensions, expected 3: steps, batch and features")
@@ -335,15 +338,15 @@ def steps_of(node: Node) -> Dim:
 
 
 def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
-    """All outputs of a recurrent node, whose directions `run` computes."""
+    """All outputs of a recurrent node; `run` computes each direction."""
     data = node.tensor(0)
     is_batch_first = bool(node.attribute("layout", 0))
     if is_batch_first:
         data = node.emit(relax.op.permute_dims(data, [1, 0, 2]))
     direction = node.attribute("direction", "forward")
     backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[direction]
-    data = _with_known_batch(node, data)
-    node = _with_checked_inputs(node, data, len(backwards))
+    data = _with_static_batch(node, data)
+    node = _check_inputs(node, data, len(backwards))
     if node.attribute(QUANTIZES, 0):
         data = quantized_and_back(node, data)
     results = [
@@ -362,8 +365,8 @@ def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
 
 @converts("RNN", "GRU", "LSTM")
 def recurrent(node: Node) -> relax.Expr:
-    """Forward, reverse or both, with sequence lengths, initial states, peepholes and clipping."""
+    """Unroll a recurrent layer."""
     steps = steps_of(node)
     if not isinstance(steps, int) or steps > MAX_STEPS:
         raise node.refusal(f"has sequences of {steps} steps, expected 0 to {MAX_STEPS}")
-    return node.outputs(recurrent_outputs(node, _unrolled))
+    return node.outputs(recurrent_outputs(node, _unroll))

@@ -1,4 +1,4 @@
-"""Reductions, and the index of the largest or smallest element."""
+"""Reductions, ArgMax and ArgMin."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Reduce = Callable[[Node, relax.Expr, list[int], bool], relax.Expr]
 
 
 def _axes(node: Node, rank: int) -> list[int] | None:
-    """The axes to reduce, counted from the front; none for a node that reduces nothing; None if a call says which."""
-    given = node.attributes.get("axes")
+    """The non-negative axes to reduce, empty for a node that reduces nothing; None if they are dynamic."""
+    axes = node.attributes.get("axes")
     if node.has(1):
         array = node.constant(1)
         if array is not None:
-            given = [int(axis) for axis in array.reshape(-1)]
+            axes = [int(axis) for axis in array.reshape(-1)]
         elif node.shape(node.tensor(1)) == [0]:
-            given = []
+            axes = []
         else:
             return None
-    if given:
-        return sorted({node.axis(int(axis), rank) for axis in given})
+    if axes:
+        return sorted({node.axis(int(axis), rank) for axis in axes})
     return [] if node.attribute("noop_with_empty_axes", 0) else list(range(rank))
 
 
@@ -46,14 +46,14 @@ def _register(op_type: str, reduce: Reduce) -> None:
         named, count = axes_input(node, 1, rank)
         if rank == 0:
             return reduce(node, data, [], keepdims)
-        kept = reduce(node, with_named_axes_last(node, data, named, count), list(range(rank, 2 * rank)), False)
-        return kept if keepdims else without_named_axes(node, kept, named, count)
+        result = reduce(node, with_named_axes_last(node, data, named, count), list(range(rank, 2 * rank)), False)
+        return result if keepdims else without_named_axes(node, result, named, count)
 
     converts(op_type)(convert)
 
 
-def _of_nothing(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, value: Any) -> relax.Expr | None:
-    """The reduction of no elements, if there are none: a kernel without iterations would leave memory as it was."""
+def _empty_result(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, value: Any) -> relax.Expr | None:
+    """The result of an empty reduction, else None; a kernel without iterations would not write its result."""
     dims = node.shape(data) if data.ty.shape is not None else []
     if not any(isinstance(dims[axis], int) and dims[axis] == 0 for axis in axes if dims):
         return None
@@ -61,12 +61,12 @@ def _of_nothing(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, v
 
 
 def _require_elements(node: Node, data: relax.Expr, axis: int, message: str) -> None:
-    """Require that there is something to reduce wherever there is a result."""
+    """Require that a nonempty result has elements to reduce."""
     dims = node.shape(data) if data.ty.shape is not None else []
-    others = [equal(dim, 0) for other, dim in enumerate(dims) if other != axis]
+    empty_axes = [equal(dim, 0) for other_axis, dim in enumerate(dims) if other_axis != axis]
     if dims:
         node.require(
-            any_of([as_expr(dims[axis]) > 0, *others]), f"{message}: its axes [{axis}] are empty in {shown(dims)}"
+            any_of([as_expr(dims[axis]) > 0, *empty_axes]), f"{message}: its axes [{axis}] are empty in {shown(dims)}"
         )
 
 
@@ -74,7 +74,7 @@ def _sum(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax
     """Sum; half precision is accumulated in float32."""
     if not axes:
         return data
-    empty = _of_nothing(node, data, axes, keepdims, 0)
+    empty = _empty_result(node, data, axes, keepdims, 0)
     if empty is not None:
         return empty
     return cast(node, node.emit(relax.op.sum(widened(node, data), axes, keepdims)), dtype_of(data))
@@ -86,16 +86,16 @@ def _mean(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> rela
         return data
     if dtype in HALF:
         return cast(node, _mean(node, widened(node, data), axes, keepdims), dtype)
-    empty = _of_nothing(node, data, axes, keepdims, 0)  # onnxruntime's result, where numpy has NaN
+    empty = _empty_result(node, data, axes, keepdims, 0)  # as in onnxruntime; numpy returns NaN
     if empty is not None:
         return empty
     if is_float(dtype):
         mean = node.emit(relax.op.mean(data, axes, keepdims))
         count = 1 if data.ty.shape is None else _count(node, data, axes)
-        return mean if isinstance(count, (int, tirx.IntImm)) else _zero_of_none(node, mean, count)
+        return mean if isinstance(count, (int, tirx.IntImm)) else _zero_if_empty(node, mean, count)
     count = _count(node, data, axes)
     number = const(int(count), "float64") if isinstance(count, tirx.IntImm) else _as_float(node, tirx.max(count, 1))
-    # numpy's mean of integers, cast back: the quotient is rounded towards zero.
+    # Truncated, like numpy's mean of integers cast back.
     total = node.emit(relax.op.sum(relax.op.astype(data, "float64"), axes, keepdims))
     return node.emit(relax.op.astype(relax.op.divide(total, number), dtype))
 
@@ -106,8 +106,8 @@ def _count(node: Node, data: relax.Expr, axes: list[int]) -> Any:
     return math.prod(as_expr(dims[axis]) for axis in axes)
 
 
-def _zero_of_none(node: Node, mean: relax.Expr, count: Any) -> relax.Expr:
-    """A mean that is 0 where a call gives it no elements."""
+def _zero_if_empty(node: Node, mean: relax.Expr, count: Any) -> relax.Expr:
+    """Replace a mean of no elements by 0."""
 
     def element(i: Position, x: te.Tensor, counts: list[Any]) -> tirx.Expr:
         return tirx.Select(counts[0] > 0, x(*i), tirx.const(0, x.dtype))
@@ -121,7 +121,7 @@ def _as_float(node: Node, size: Any) -> relax.Expr:
 
 
 def _prod(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
-    empty = _of_nothing(node, data, axes, keepdims, 1)
+    empty = _empty_result(node, data, axes, keepdims, 1)
     return empty if empty is not None else node.emit(relax.op.prod(data, axes, keepdims)) if axes else data
 
 
@@ -134,7 +134,7 @@ def _sum_square(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -
 
 
 def _l2(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) -> relax.Expr:
-    """Square root of the sum of squares, taken in float for integers (float64 where they are wide)."""
+    """Square root of the sum of squares, computed in float32 for integers, float64 for 64-bit ones."""
     dtype = dtype_of(data)
     compute = dtype if dtype in ("float32", "float64") else "float64" if dtype.endswith("64") else "float32"
     squares = _sum_square(node, cast(node, data, compute), axes, keepdims)
@@ -165,7 +165,7 @@ def _log_sum_exp(node: Node, data: relax.Expr, axes: list[int], keepdims: bool) 
 
 
 def lowest(dtype: str) -> tirx.Expr:
-    """The value that a maximum starts from."""
+    """Neutral element of a maximum."""
     return tirx.const(float("-inf"), dtype) if is_float(dtype) else tvm.tirx.min_value(dtype)
 
 
@@ -178,30 +178,30 @@ def _reduced_shape(shape: Sequence[Any], axes: Sequence[int], keepdims: bool) ->
 
 
 def _source_index(position: Sequence[Any], reduced: dict[int, Any], rank: int, keepdims: bool) -> list[Any]:
-    kept = iter([p for i, p in enumerate(position) if not (keepdims and i in reduced)])
-    return [reduced[i] if i in reduced else next(kept) for i in range(rank)]
+    remaining = iter([p for i, p in enumerate(position) if not (keepdims and i in reduced)])
+    return [reduced[i] if i in reduced else next(remaining) for i in range(rank)]
 
 
 def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, largest: bool) -> relax.Expr:
-    """Maximum or minimum; of no elements the value that the reduction starts from."""
+    """Maximum or minimum; the neutral element if there are no elements."""
     if not axes:
         return data
     dtype = dtype_of(data)
     if is_float(dtype):
-        nothing: Any = -np.inf if largest else np.inf
+        neutral: Any = -np.inf if largest else np.inf
     else:
         limits = (False, True) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-        nothing = limits[0 if largest else 1]
-    empty = _of_nothing(node, data, axes, keepdims, nothing)
+        neutral = limits[0 if largest else 1]
+    empty = _empty_result(node, data, axes, keepdims, neutral)
     if empty is not None:
         return empty
     # bfloat16 is exact in float32, and targets without bfloat16 arithmetic have no infinity for it.
     compute = {"bool": "int8", "bfloat16": "float32"}.get(dtype)
     if compute is not None:
-        found = _extreme(node, cast(node, data, compute), axes, keepdims, largest)
-        if dtype == "bool":  # the least int8, which is the maximum of nothing, is False
-            return node.emit(relax.op.greater(found, const(0, compute)))
-        return cast(node, found, dtype)
+        result = _extreme(node, cast(node, data, compute), axes, keepdims, largest)
+        if dtype == "bool":  # the minimum int8, an empty maximum, becomes False
+            return node.emit(relax.op.greater(result, const(0, compute)))
+        return cast(node, result, dtype)
     return node.emit((relax.op.max if largest else relax.op.min)(data, axes, keepdims))
 
 
@@ -224,7 +224,7 @@ _register("ReduceMin", lambda node, data, axes, keepdims: _extreme(node, data, a
 
 @converts("ArgMax", "ArgMin")
 def arg_extreme(node: Node) -> relax.Expr:
-    """Index of the first (or last) largest or smallest element along an axis, also where all are infinite."""
+    """Index of the first (or last) largest or smallest element along an axis, also if all are infinite."""
     data = node.tensor(0)
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", 0), rank)
@@ -234,21 +234,21 @@ def arg_extreme(node: Node) -> relax.Expr:
 
 
 def index_of_extreme(node: Node, data: relax.Expr, axis: int, keepdims: bool, last: bool, largest: bool) -> relax.Expr:
-    """Index of the largest or smallest element along an axis; calls have to require that the axis is not empty."""
+    """Index of the largest or smallest element along an axis, which the caller requires to be nonempty."""
     rank = node.rank(data)
     if dtype_of(data) == "bfloat16":
         data = cast(node, data, "float32")
     if not last and is_float(dtype_of(data)):
         return node.emit((relax.op.argmax if largest else relax.op.argmin)(data, axis, keepdims))
 
-    def better(one: Sequence[tirx.Expr], other: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
-        wins = index_wins(one, other, largest, last)
-        return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
+    def better(a: Sequence[tirx.Expr], b: Sequence[tirx.Expr]) -> tuple[tirx.Expr, tirx.Expr]:
+        is_better = index_wins(a, b, largest, last)
+        return tirx.Select(is_better, a[0], b[0]), tirx.Select(is_better, a[1], b[1])
 
     def worst(index_type: str, value_type: str) -> tuple[tirx.Expr, tirx.Expr]:
         # An index that loses every tie against a real element.
-        nowhere = tirx.const(-1, index_type) if last else tvm.tirx.max_value(index_type)
-        return nowhere, lowest(value_type) if largest else _highest(value_type)
+        losing_index = tirx.const(-1, index_type) if last else tvm.tirx.max_value(index_type)
+        return losing_index, lowest(value_type) if largest else _highest(value_type)
 
     def compute(x: te.Tensor) -> te.Tensor:
         reducer = te.comm_reducer(better, worst, name="arg_extreme")

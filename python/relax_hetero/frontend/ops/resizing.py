@@ -1,7 +1,7 @@
-"""Resize and Upsample: per axis, every output element is a fixed sum over a few input elements.
+"""Resize and Upsample: along each axis, every output element is a weighted sum of a few input elements.
 
-Which ones and with which weights is worked out here at import, after the definitions of ONNX's Resize (opset 19 and
-its earlier forms), so that all modes, coordinate transformations and the antialiasing filter are one kernel.
+Their indices and weights are computed at import by the definitions of ONNX's Resize (opset 19 and earlier forms), so
+that all modes, coordinate transformations and the antialiasing filter use one kernel.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from .run_time.numbers import numbers_of
 from .run_time.resizing import resize_at_run_time, rounded_to
 from .table import convert_by_stock, converts
 
-_FEW_TAPS = 16
-"""Elements up to which an output element is their sum written out: bilinear takes 4, bicubic 16."""
+_MAX_UNROLLED_TAPS = 16
+"""Sums of up to this number of taps are unrolled: bilinear has 4, bicubic 16."""
 
 
 def form_of(node: Node, mode: str, transformation: str, has_scales: bool = False) -> ResizeForm:
-    """Form that the attributes of a node describe."""
+    """Form of a resize by a node's attributes."""
     return ResizeForm(
         mode,
         transformation,
@@ -65,16 +65,16 @@ def _apply(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.
 def _weighted_sum(node: Node, data: relax.Expr, axis: int, table: ResizeTaps) -> relax.Expr:
     tap = te.reduce_axis((0, table.indices.shape[1]), name="tap")
 
-    def element(i: Position, x: te.Tensor, places: te.Tensor, weights: te.Tensor) -> tirx.Expr:
-        return te.sum(weights(i[axis], tap) * x(*i[:axis], places(i[axis], tap), *i[axis + 1 :]), axis=tap)
+    def element(i: Position, x: te.Tensor, indices: te.Tensor, weights: te.Tensor) -> tirx.Expr:
+        return te.sum(weights(i[axis], tap) * x(*i[:axis], indices(i[axis], tap), *i[axis + 1 :]), axis=tap)
 
     shape = [table.indices.shape[0] if i == axis else size for i, size in enumerate(node.shape(data))]
-    places, weights = const(table.indices, "int32"), const(table.weights, dtype_of(data))
-    return node.kernel("resize", element, data, places, weights, shape=shape)
+    indices, weights = const(table.indices, "int32"), const(table.weights, dtype_of(data))
+    return node.kernel("resize", element, data, indices, weights, shape=shape)
 
 
 def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, ResizeTaps]) -> relax.Expr:
-    """All axes together, as elements taken and weighed: ops whose axes can move, and which fuse into one kernel."""
+    """Resize all axes by gathers and weights: ops that layout passes can permute and that fuse into one kernel."""
     total = data
     for number, combination in enumerate(itertools.product(*(range(len(t.weights[0])) for t in tables.values()))):
         part, weights = data, np.ones((), "float64")
@@ -87,22 +87,23 @@ def _weighted_sum_at_once(node: Node, data: relax.Expr, tables: dict[int, Resize
     return total
 
 
-def _resized(node: Node, data: relax.Expr, axes: dict[int, ResizedAxis], form: ResizeForm) -> relax.Expr:
+def _resize_static(node: Node, data: relax.Expr, axes: dict[int, ResizedAxis], form: ResizeForm) -> relax.Expr:
     mode = form.mode
     dtype = dtype_of(data)
     if any(axis.before == 0 for axis in axes.values()):
         dims = [axes[number].after if number in axes else dim for number, dim in enumerate(node.shape(data))]
         return node.filled(dims, 0, dtype)
-    is_kept = mode == "nearest" or dtype in ("float32", "float64")
-    value = data if is_kept else cast(node, data, "float32")
+    is_exact = mode == "nearest" or dtype in ("float32", "float64")
+    value = data if is_exact else cast(node, data, "float32")
     tables = {}
     for number, axis in axes.items():
-        is_whole = axis.region == (0.0, 1.0) or form.transformation != "tf_crop_and_resize"
-        if axis.before != axis.after or not math.isclose(axis.scale, 1.0) or not is_whole:
+        is_full = axis.region == (0.0, 1.0) or form.transformation != "tf_crop_and_resize"
+        if axis.before != axis.after or not math.isclose(axis.scale, 1.0) or not is_full:
             node.check_table(axis.after, tap_count(axis, form), itemsize=32)
             tables[number] = taps(axis, form)
     is_inside = all(table.outside is None for table in tables.values())
-    if mode != "nearest" and is_inside and math.prod(len(table.weights[0]) for table in tables.values()) <= _FEW_TAPS:
+    num_taps = math.prod(len(table.weights[0]) for table in tables.values())
+    if mode != "nearest" and is_inside and num_taps <= _MAX_UNROLLED_TAPS:
         value = _weighted_sum_at_once(node, value, tables)
     else:
         for number, table in tables.items():
@@ -118,37 +119,35 @@ def _mode(node: Node) -> str:
     return mode
 
 
-def _known(node: Node, data: relax.Expr, which: list[int]) -> list[int] | None:
-    """The sizes of axes; None if one of them is symbolic."""
-    dims = [node.shape(data)[axis] for axis in which]
-    known = [dim for dim in dims if isinstance(dim, int)]
-    return known if len(known) == len(dims) else None
+def _static_dims(node: Node, data: relax.Expr, axes: list[int]) -> list[int] | None:
+    """The sizes of axes; None if one is symbolic."""
+    dims = [node.shape(data)[axis] for axis in axes]
+    sizes = [dim for dim in dims if isinstance(dim, int)]
+    return sizes if len(sizes) == len(dims) else None
 
 
-def _axes_by_scale(
-    node: Node, data: relax.Expr, which: list[int], scales: list[float]
-) -> dict[int, ResizedAxis] | None:
-    """None if an axis to be resized is symbolic."""
-    resized = {axis: scale for axis, scale in zip(which, scales, strict=True) if scale != 1.0}
-    ones = {axis: 1.0 for axis in which if axis not in resized and isinstance(node.shape(data)[axis], int)}
-    found = {**resized, **ones}
-    dims = _known(node, data, list(found))
+def _axes_by_scale(node: Node, data: relax.Expr, axes: list[int], scales: list[float]) -> dict[int, ResizedAxis] | None:
+    """Axes by scales; None if a resized axis is symbolic."""
+    resized = {axis: scale for axis, scale in zip(axes, scales, strict=True) if scale != 1.0}
+    ones = {axis: 1.0 for axis in axes if axis not in resized and isinstance(node.shape(data)[axis], int)}
+    scales_by_axis = {**resized, **ones}
+    dims = _static_dims(node, data, list(scales_by_axis))
     if dims is None:
         return None
-    _check_numbers(node, dims, list(found.values()), "scale")
-    sized = zip(found.items(), dims, strict=True)
+    _check_numbers(node, dims, list(scales_by_axis.values()), "scale")
+    sized = zip(scales_by_axis.items(), dims, strict=True)
     return {axis: ResizedAxis(dim, int(dim * scale), scale) for (axis, scale), dim in sized}
 
 
-def _axes_by_size(node: Node, data: relax.Expr, which: list[int], sizes: list[int]) -> dict[int, ResizedAxis] | None:
-    dims = _known(node, data, which)
+def _axes_by_size(node: Node, data: relax.Expr, axes: list[int], sizes: list[int]) -> dict[int, ResizedAxis] | None:
+    dims = _static_dims(node, data, axes)
     if dims is None:
         return None
     _check_numbers(node, dims, sizes, "size")
     if 0 in dims:
         raise node.refusal("resizes an axis of 0 elements")
     sizes, scales = sizes_by_policy(dims, sizes, node.attribute("keep_aspect_ratio_policy", "stretch"))
-    resized = zip(which, dims, sizes, scales, strict=True)
+    resized = zip(axes, dims, sizes, scales, strict=True)
     return {axis: ResizedAxis(dim, size, scale) for axis, dim, size, scale in resized}
 
 
@@ -159,59 +158,58 @@ def _check_numbers(node: Node, dims: Sequence[int], numbers: Sequence[float], na
 
 
 def _with_regions(
-    node: Node, axes: dict[int, ResizedAxis], which: list[int], region: np.ndarray
+    node: Node, axes: dict[int, ResizedAxis], region_axes: list[int], region: np.ndarray
 ) -> dict[int, ResizedAxis]:
-    if region.size != 2 * len(which):
-        raise node.refusal(f"has a roi of {region.size} numbers for {len(which)} axes")
-    ends = dict(
-        zip(which, zip(map(float, region[: len(which)]), map(float, region[len(which) :]), strict=True), strict=True)
-    )
+    if region.size != 2 * len(region_axes):
+        raise node.refusal(f"has a roi of {region.size} numbers for {len(region_axes)} axes")
+    starts, stops = region.reshape(2, -1).tolist()
+    ends = dict(zip(region_axes, zip(starts, stops, strict=True), strict=True))
     return {number: replace(axis, region=ends[number]) for number, axis in axes.items()}
 
 
 @converts("Resize")
 def resize(node: Node) -> relax.Expr:
-    """All modes of all opsets."""
+    """Resize in all modes and opsets."""
     data = node.tensor(0)
     rank, mode = node.rank(data), _mode(node)
     if node.opset < 11:
-        return _upsampled(node, data, mode)
-    which = [node.axis(axis, rank) for axis in node.attribute("axes", tuple(range(rank)))]
+        return _upsample_legacy(node, data, mode)
+    resized_axes = [node.axis(axis, rank) for axis in node.attribute("axes", tuple(range(rank)))]
     transformation = node.attribute("coordinate_transformation_mode", "half_pixel")
     has_scales = node.has(2) and node.shape(node.tensor(2)) != [0]
     if not has_scales and not node.has(3):
         raise node.refusal("has neither scales nor sizes")
     form = form_of(node, mode, transformation, has_scales)
-    given = node.constant(2) if has_scales else node.constant(3)
+    scales_or_sizes = node.constant(2) if has_scales else node.constant(3)
     region = node.constant(1)
     is_cropped = transformation == "tf_crop_and_resize"
-    if given is None or (is_cropped and region is None):
-        return resize_at_run_time(node, data, which, node.inputs[2 if has_scales else 3], form)
-    if given.size != len(which):
-        raise node.refusal(f"has {given.size} scales or sizes for {len(which)} axes")
-    by_number = _axes_by_scale if has_scales else _axes_by_size
-    axes = by_number(node, data, which, given.tolist())
+    if scales_or_sizes is None or (is_cropped and region is None):
+        return resize_at_run_time(node, data, resized_axes, node.inputs[2 if has_scales else 3], form)
+    if scales_or_sizes.size != len(resized_axes):
+        raise node.refusal(f"has {scales_or_sizes.size} scales or sizes for {len(resized_axes)} axes")
+    make_axes = _axes_by_scale if has_scales else _axes_by_size
+    axes = make_axes(node, data, resized_axes, scales_or_sizes.tolist())
     if axes is None and has_scales:
-        return _enlarged(node, data, dict(zip(which, map(float, given), strict=True)), form)
+        return _enlarge(node, data, dict(zip(resized_axes, map(float, scales_or_sizes), strict=True)), form)
     if axes is None:
-        return resize_at_run_time(node, data, which, node.inputs[3], form)
+        return resize_at_run_time(node, data, resized_axes, node.inputs[3], form)
     if is_cropped and region is not None:
-        axes = _with_regions(node, axes, which, region)
+        axes = _with_regions(node, axes, resized_axes, region)
     for axis in axes.values():
         problem = not_whole(axis, form)
         if problem is not None:
             raise node.refusal(problem)
-    return _resized(node, data, axes, form)
+    return _resize_static(node, data, axes, form)
 
 
 @converts("Upsample")
 def upsample(node: Node) -> relax.Expr:
-    """Resize before opset 10: scales as an input, as an attribute, or as height_scale and width_scale."""
-    return _upsampled(node, node.tensor(0), _mode(node))
+    """Resize before opset 10, with scales as an input, an attribute, or height_scale and width_scale."""
+    return _upsample_legacy(node, node.tensor(0), _mode(node))
 
 
-def _upsampled(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
-    """The form of Resize before opset 11: coordinates are divided by the scale, and the nearest is the one below."""
+def _upsample_legacy(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
+    """Resize before opset 11: coordinates are divided by the scale, and nearest rounds down."""
     if node.op_type == "Resize" or node.opset >= 9:
         node.tensor(1)
         numbers = node.inputs[1]
@@ -219,21 +217,21 @@ def _upsampled(node: Node, data: relax.Expr, mode: str) -> relax.Expr:
         numbers = const(node.attribute("scales"), "float64")
     else:
         numbers = const([1.0, 1.0, node.attribute("height_scale"), node.attribute("width_scale")], "float64")
-    which, scales = list(range(node.rank(data))), as_constant(numbers)
-    old = node.as_op(node.op_type, node.inputs, **{**node.attributes, "nearest_mode": BELOW_OR_ABOVE})
-    form = form_of(old, mode, "asymmetric", has_scales=True)
+    all_axes, scales = list(range(node.rank(data))), as_constant(numbers)
+    legacy_node = node.as_op(node.op_type, node.inputs, **{**node.attributes, "nearest_mode": BELOW_OR_ABOVE})
+    form = form_of(legacy_node, mode, "asymmetric", has_scales=True)
     if scales is None:
-        return resize_at_run_time(old, data, which, numbers, form)
-    if scales.size != len(which):
-        raise node.refusal(f"has {scales.size} scales for {len(which)} axes")
-    axes = _axes_by_scale(node, data, which, scales.tolist())
+        return resize_at_run_time(legacy_node, data, all_axes, numbers, form)
+    if scales.size != len(all_axes):
+        raise node.refusal(f"has {scales.size} scales for {len(all_axes)} axes")
+    axes = _axes_by_scale(node, data, all_axes, scales.tolist())
     if axes is None:
-        return _enlarged(old, data, dict(enumerate(map(float, scales))), form)
-    return _resized(old, data, axes, form)
+        return _enlarge(legacy_node, data, dict(enumerate(map(float, scales))), form)
+    return _resize_static(legacy_node, data, axes, form)
 
 
-def _enlarged(node: Node, data: relax.Expr, scales: dict[int, float], form: ResizeForm) -> relax.Expr:
-    """Images of symbolic size by scales: coordinates are computed in the kernel where these are whole numbers."""
+def _enlarge(node: Node, data: relax.Expr, scales: dict[int, float], form: ResizeForm) -> relax.Expr:
+    """Resize images of symbolic size; for integer scales the kernel computes coordinates."""
     mode, transformation = form.mode, form.transformation
     is_plain = mode != "cubic" and transformation in ("asymmetric", "half_pixel", "pytorch_half_pixel")
     is_plain = is_plain and (mode == "nearest" or dtype_of(data) in ("float32", "float64")) and not form.exclude_outside
@@ -241,25 +239,25 @@ def _enlarged(node: Node, data: relax.Expr, scales: dict[int, float], form: Resi
         return resize_at_run_time(node, data, list(scales), const(list(scales.values()), "float64"), form)
     for axis, scale in scales.items():
         if scale != 1:
-            data = _enlarged_axis(node, data, axis, int(scale), mode, 0.0 if transformation == "asymmetric" else 0.5)
+            data = _enlarge_axis(node, data, axis, int(scale), mode, 0.0 if transformation == "asymmetric" else 0.5)
     return data
 
 
-def _enlarged_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: str, center: float) -> relax.Expr:
+def _enlarge_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: str, center: float) -> relax.Expr:
     dtype = dtype_of(data)
     nearest_mode = node.attribute("nearest_mode", "round_prefer_floor")
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
         source = (i[axis].astype("float32") + center) / float(scale) - center
 
-        def at(place: tirx.Expr) -> tirx.Expr:
-            held = tirx.max(tirx.min(place.astype("int64"), x.shape[axis] - 1), 0)
-            return x(*i[:axis], held, *i[axis + 1 :])
+        def element_at(index: tirx.Expr) -> tirx.Expr:
+            clamped = tirx.max(tirx.min(index.astype("int64"), x.shape[axis] - 1), 0)
+            return x(*i[:axis], clamped, *i[axis + 1 :])
 
         left = tirx.floor(source)
         if mode == "linear":
-            share = (source - left).astype(dtype)
-            return at(left) * (tirx.const(1, dtype) - share) + at(left + 1.0) * share
+            fraction = (source - left).astype(dtype)
+            return element_at(left) * (tirx.const(1, dtype) - fraction) + element_at(left + 1.0) * fraction
         rounded = {
             "floor": left,
             BELOW_OR_ABOVE: left,
@@ -267,7 +265,7 @@ def _enlarged_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: st
             "round_prefer_floor": tirx.ceil(source - 0.5),
             "round_prefer_ceil": tirx.floor(source + 0.5),
         }
-        return at(rounded[nearest_mode])
+        return element_at(rounded[nearest_mode])
 
     shape = [size * scale if a == axis else size for a, size in enumerate(node.shape(data))]
     return node.kernel("enlarge", element, data, shape=shape)
@@ -275,17 +273,17 @@ def _enlarged_axis(node: Node, data: relax.Expr, axis: int, scale: int, mode: st
 
 @converts("GridSample")
 def grid_sample(node: Node) -> relax.Expr:
-    """As stock, where the grid has a place for each axis of the image, and as many batches."""
+    """Check the grid's shape and convert by stock TVM."""
     data, grid = node.tensor(0), node.tensor(1)
-    dims, places = node.shape(data), node.shape(grid)
-    require_equal(node, places[0], dims[0], "axis 0 of its grid, the batches, has")
-    require_equal(node, places[-1], len(dims) - 2, "the last axis of its grid, the coordinates, has")
+    dims, grid_dims = node.shape(data), node.shape(grid)
+    require_equal(node, grid_dims[0], dims[0], "axis 0 of its grid, the batches, has")
+    require_equal(node, grid_dims[-1], len(dims) - 2, "the last axis of its grid, the coordinates, has")
     for axis, size in enumerate(dims[2:]):
         node.require(as_expr(size) >= 1, f"axis {axis + 2} of its input has {size} elements")
     dtype, kind = dtype_of(data), dtype_of(grid)
     if dtype == kind or not is_float(dtype):
         return convert_by_stock(node)
-    # The result has the data's type, computed in the wider one of both.
+    # Computed in the wider type of both operands; the result has the data's type.
     wide = max(dtype, kind, key=lambda name: tvm.DataType(name).bits)
     operands = [cast(node, data, wide), cast(node, grid, wide)]
     return cast(node, node.emit(convert_by_stock(replace(node, inputs=operands))), dtype)
@@ -293,7 +291,7 @@ def grid_sample(node: Node) -> relax.Expr:
 
 @converts("AffineGrid")
 def affine_grid(node: Node) -> relax.Expr:
-    """As stock, for a size that is known and one matrix for each of its batches."""
+    """Check the matrices' shape and convert by stock TVM; dynamic sizes get a kernel."""
     size = node.dims(1)
     if size is None or not all(isinstance(dim, int) for dim in size):
         return _affine_grid_at_run_time(node)
@@ -302,7 +300,7 @@ def affine_grid(node: Node) -> relax.Expr:
 
 
 def _affine_grid_at_run_time(node: Node) -> relax.Expr:
-    """The product of each matrix with the places of an image, from -1 to 1, whose sizes only a call knows."""
+    """Product of each matrix with the coordinates, from -1 to 1, of an image of dynamic size."""
     size = numbers_of(node, node.tensor(1), "size")
     count, dtype = len(size) - 2, dtype_of(node.tensor(0))
     if count not in (2, 3):
@@ -315,10 +313,10 @@ def _affine_grid_at_run_time(node: Node) -> relax.Expr:
     matrices = require_shape(node, node.tensor(0), [size[0], count, count + 1], "its matrices")
 
     def element(i: Position, theta: te.Tensor, sizes: list[tirx.Expr]) -> tirx.Expr:
-        batch, *places, row = i
+        batch, *pixel, row = i
         total = theta(batch, row, count).astype("float64")
-        for column, (place, dim) in enumerate(zip(reversed(places), reversed(sizes), strict=True)):
-            steps = tirx.Cast("float64", 2 * place + (0 if is_aligned else 1))
+        for column, (coordinate, dim) in enumerate(zip(reversed(pixel), reversed(sizes), strict=True)):
+            steps = tirx.Cast("float64", 2 * coordinate + (0 if is_aligned else 1))
             position = steps / tirx.Cast("float64", dim - 1 if is_aligned else dim) - tirx.const(1, "float64")
             total = total + theta(batch, row, column).astype("float64") * position
         return total.astype(dtype)

@@ -1,4 +1,4 @@
-"""Sequences of tensors: of a length known at import, Relax tuples that mostly vanish; else one tensor of equal ones."""
+"""Sequences of tensors: Relax tuples for a static length, stacked or concatenated tensors for a dynamic one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .required_sizes import as_expr
 from .slicing import cut, split
 from .table import convert_node, converts
 
-_OPEN_COUNT = "the number of its parts is only known when the model runs"
+_UNKNOWN_COUNT = "the number of its parts is only known when the model runs"
 
 
 @dataclass(frozen=True)
 class LongSequence:
-    """A sequence whose length only a call knows: `stacked.shape[0]` equal tensors, along the first axis of one."""
+    """A sequence of dynamic length, with tensors of one shape stacked along a first axis."""
 
     stacked: relax.Expr
 
 
 @dataclass(frozen=True)
 class JoinedSequence:
-    """A sequence whose length only a call knows, of tensors that differ along an axis, joined along it."""
+    """A sequence of dynamic length, with tensors concatenated along the axis in which they differ."""
 
     joined: relax.Expr
     axis: int
@@ -37,12 +37,12 @@ class JoinedSequence:
 
 @dataclass(frozen=True)
 class GrowingSequence:
-    """A sequence that a trip of a loop takes, and the tensors that the trip appended to it.
+    """A sequence in a trip of a loop, with the tensors that the trip appended.
 
     Attributes
     ----------
     begin : object
-        Tells it from other sequences of the trip.
+        Identity of the sequence.
     """
 
     appended: tuple[relax.Expr, ...] = ()
@@ -55,11 +55,11 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
     Raises
     ------
     FrontendError
-        If the input is not a sequence of known length.
+        If the input is not a sequence of static length.
     """
     value = node.inputs[index] if node.has(index) else None
     if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
-        raise node.refusal("of a sequence whose length only a call knows cannot be imported")
+        raise node.refusal("of a sequence of dynamic length cannot be imported")
     if isinstance(value, relax.Tuple):
         return list(value.fields)
     if isinstance(value, relax.Expr):
@@ -70,52 +70,52 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
 
 
 def _position(node: Node, index: int, default: int, low: int, high: int) -> int:
-    """A position in [low, high], which must be known now."""
+    """A constant position in [low, high]."""
     if not node.has(index):
         return default
-    known = node.constant(index)
-    if known is None:
+    constant = node.constant(index)
+    if constant is None:
         raise node.unknown("its position is")
-    position = int(known.reshape(()))
+    position = int(constant.reshape(()))
     if not low <= position <= high:
         raise node.refusal(f"position {position} is out of range {low} to {high}")
     return position
 
 
 def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Expr:
-    """A position that only a call knows, counted from the front: its scalar; the call fails unless low <= it <= high.
+    """A dynamic position as a non-negative scalar; a call fails unless it is in [low, high].
 
     Parameters
     ----------
     low : int
-        Minus the number of tensors, from which positions count that are negative.
+        Minus the number of tensors.
     """
     if low > high:
         raise node.refusal("takes a tensor of an empty sequence")
-    given = node.tensor(index)
-    position = node.emit(relax.op.astype(node.emit(relax.op.reshape(given, ())), "int64"))
-    # From 0 on, as an index of a table of all positions that there are; any other is beyond its end.
+    operand = node.tensor(index)
+    position = node.emit(relax.op.astype(node.emit(relax.op.reshape(operand, ())), "int64"))
+    # An index into a table of all valid positions; invalid ones are out of range.
     count = high - low + 1
     shifted = node.emit(relax.op.subtract(position, const(low, "int64")))
     is_before = node.emit(relax.op.less(shifted, const(0, "int64")))
-    place = node.emit(relax.op.where(is_before, const(count, "int64"), shifted))
-    table = np.array([at if at >= 0 else at - low for at in range(low, high + 1)], "int64")
-    return convert_node(node.as_op("Gather", [const(table), place], axis=0))
+    table_index = node.emit(relax.op.where(is_before, const(count, "int64"), shifted))
+    table = np.array([entry if entry >= 0 else entry - low for entry in range(low, high + 1)], "int64")
+    return convert_node(node.as_op("Gather", [const(table), table_index], axis=0))
 
 
-def _chosen(node: Node, condition: relax.Expr, one: relax.Expr, other: relax.Expr) -> relax.Expr:
-    """One of two tensors of one rank, by a condition that only a call knows."""
-    if dtype_of(one) != dtype_of(other) or node.rank(one) != node.rank(other):
+def _select(node: Node, condition: relax.Expr, first: relax.Expr, second: relax.Expr) -> relax.Expr:
+    """Select one of two tensors of one rank by a dynamic condition."""
+    if dtype_of(first) != dtype_of(second) or node.rank(first) != node.rank(second):
         raise node.refusal("has a position that is computed when the model runs, and tensors of different types")
-    sizes = common_shape(one.ty, other.ty, "element")
-    branches = (relax.SeqExpr([], value) for value in (one, other))
+    sizes = common_shape(first.ty, second.ty, "element")
+    branches = (relax.SeqExpr([], value) for value in (first, second))
     result = node.emit(relax.If(condition, *branches))
     if isinstance(result.ty.shape, relax.ShapeExpr):
         return result
-    return node.builder.match_cast(result, relax.TensorType(sizes, dtype_of(one)))
+    return node.builder.match_cast(result, relax.TensorType(sizes, dtype_of(first)))
 
 
-def _compared(node: Node, operation: Callable[..., relax.Expr], position: relax.Expr, number: int) -> relax.Expr:
+def _compare(node: Node, operation: Callable[..., relax.Expr], position: relax.Expr, number: int) -> relax.Expr:
     return node.emit(operation(position, const(number, "int64")))
 
 
@@ -125,19 +125,19 @@ def _is_computed(node: Node, index: int) -> bool:
 
 @converts("SequenceConstruct")
 def sequence_construct(node: Node) -> relax.Expr:
-    """The inputs, in order."""
+    """Sequence of the inputs."""
     return relax.Tuple([node.tensor(i) for i in range(len(node.inputs))])
 
 
 @converts("SequenceEmpty")
 def sequence_empty(node: Node) -> relax.Expr:
-    """No tensors."""
+    """Empty sequence."""
     return relax.Tuple([])
 
 
 @converts("SequenceInsert")
 def sequence_insert(node: Node) -> Any:
-    """A tensor put before the element at a position, by default at the end."""
+    """Insert a tensor before the element at a position, by default at the end."""
     sequence = node.inputs[0] if node.has(0) else None
     if isinstance(sequence, GrowingSequence) and not node.has(2):
         return GrowingSequence((*sequence.appended, node.tensor(1)), sequence.begin)
@@ -146,14 +146,14 @@ def sequence_insert(node: Node) -> Any:
         return LongSequence(node.emit(relax.op.concat([sequence.stacked, row], 0)))
     items = _items(node)
     if _is_computed(node, 2):
-        place = _computed_position(node, 2, -len(items), len(items))
+        position_tensor = _computed_position(node, 2, -len(items), len(items))
         new = node.tensor(1)
-        moved = [_compared(node, relax.op.greater, place, i) for i in range(len(items))]
-        # The tensor before which it is put, and those behind, move on by one.
-        is_end = [_compared(node, relax.op.equal, place, i + 1) for i in range(len(items))]
-        shifted = [new, *(_chosen(node, here, new, item) for here, item in zip(is_end, items, strict=True))]
-        kept = [_chosen(node, moved[i], items[i], shifted[i]) for i in range(len(items))]
-        return relax.Tuple([*kept, shifted[-1]])
+        is_after = [_compare(node, relax.op.greater, position_tensor, i) for i in range(len(items))]
+        # The tensors from the position on move by one.
+        is_end = [_compare(node, relax.op.equal, position_tensor, i + 1) for i in range(len(items))]
+        shifted = [new, *(_select(node, is_here, new, item) for is_here, item in zip(is_end, items, strict=True))]
+        items_before = [_select(node, is_after[i], items[i], shifted[i]) for i in range(len(items))]
+        return relax.Tuple([*items_before, shifted[-1]])
     position = _position(node, 2, len(items), -len(items), len(items))
     items.insert(position, node.tensor(1))
     return relax.Tuple(items)
@@ -161,12 +161,14 @@ def sequence_insert(node: Node) -> Any:
 
 @converts("SequenceErase")
 def sequence_erase(node: Node) -> relax.Expr:
-    """The element at a position, by default the last, taken out."""
+    """Remove the element at a position, by default the last one."""
     items = _items(node)
     if _is_computed(node, 1):
-        place = _computed_position(node, 1, -len(items), len(items) - 1)
+        position_tensor = _computed_position(node, 1, -len(items), len(items) - 1)
         pairs = enumerate(zip(items, items[1:], strict=False))
-        return relax.Tuple([_chosen(node, _compared(node, relax.op.greater, place, i), a, b) for i, (a, b) in pairs])
+        return relax.Tuple(
+            [_select(node, _compare(node, relax.op.greater, position_tensor, i), a, b) for i, (a, b) in pairs]
+        )
     del items[_position(node, 1, -1, -len(items), len(items) - 1)]
     return relax.Tuple(items)
 
@@ -178,17 +180,17 @@ def sequence_at(node: Node) -> relax.Expr:
         return convert_node(node.as_op("Gather", [node.inputs[0].stacked, node.inputs[1]], axis=0))
     items = _items(node)
     if _is_computed(node, 1):
-        place = _computed_position(node, 1, -len(items), len(items) - 1)
-        found = items[-1]
+        position_tensor = _computed_position(node, 1, -len(items), len(items) - 1)
+        result = items[-1]
         for i in reversed(range(len(items) - 1)):
-            found = _chosen(node, _compared(node, relax.op.equal, place, i), items[i], found)
-        return found
+            result = _select(node, _compare(node, relax.op.equal, position_tensor, i), items[i], result)
+        return result
     return items[_position(node, 1, 0, -len(items), len(items) - 1)]
 
 
 @converts("SequenceLength")
 def sequence_length(node: Node) -> relax.Expr:
-    """How many tensors there are."""
+    """Number of tensors."""
     if node.has(0) and isinstance(node.inputs[0], LongSequence):
         (size, *_) = node.shape(node.inputs[0].stacked)
         return const(size, "int64") if isinstance(size, int) else size
@@ -197,9 +199,9 @@ def sequence_length(node: Node) -> relax.Expr:
 
 @converts("ConcatFromSequence")
 def concat_from_sequence(node: Node) -> relax.Expr:
-    """The tensors side by side along an axis, or along a new one."""
+    """Concatenate tensors along an axis, or stack them along a new one."""
     if node.has(0) and isinstance(node.inputs[0], LongSequence):
-        return _joined(node, node.inputs[0].stacked)
+        return _concat_stacked(node, node.inputs[0].stacked)
     if node.has(0) and isinstance(node.inputs[0], JoinedSequence):
         joined, axis = node.inputs[0].joined, node.inputs[0].axis
         if node.attribute("new_axis", 0) or node.axis(node.attribute("axis"), node.rank(joined)) != axis:
@@ -214,8 +216,8 @@ def concat_from_sequence(node: Node) -> relax.Expr:
     return node.emit(relax.op.concat(items, axis=axis))
 
 
-def _joined(node: Node, stacked: relax.Expr) -> relax.Expr:
-    """The tensors along a first axis side by side along another one, or along a new one."""
+def _concat_stacked(node: Node, stacked: relax.Expr) -> relax.Expr:
+    """Move the tensors stacked along a first axis to another axis, as a concatenation or a new axis."""
     rank, is_new = node.rank(stacked), bool(node.attribute("new_axis", 0))
     axis = node.axis(node.attribute("axis"), rank if is_new else rank - 1)
     order = [*range(1, axis + 1), 0, *range(axis + 1, rank)]
@@ -229,7 +231,7 @@ def _joined(node: Node, stacked: relax.Expr) -> relax.Expr:
 
 @converts("SplitToSequence")
 def split_to_sequence(node: Node) -> Any:
-    """Parts of an axis: of one size, the last one then possibly smaller, or of given sizes; else single elements."""
+    """Split an axis by one size, with a possibly smaller last part, by a vector of sizes, or into single elements."""
     data = node.tensor(0)
     rank = node.rank(data)
     axis = node.axis(node.attribute("axis", 0), rank)
@@ -244,18 +246,18 @@ def split_to_sequence(node: Node) -> Any:
     sizes = _equal_parts(node, size, _part_size(node) if node.has(1) else 1)
     parts, start = [], 0
     for part in sizes:
-        taken = cut(node, data, {axis: (start, part, 1)})
+        piece = cut(node, data, {axis: (start, part, 1)})
         drops = not node.has(1) and not node.attribute("keepdims", 1)
-        parts.append(node.emit(relax.op.squeeze(taken, [axis])) if drops else taken)
+        parts.append(node.emit(relax.op.squeeze(piece, [axis])) if drops else piece)
         start += part
     return relax.Tuple(parts)
 
 
 def _split_as_given(node: Node) -> relax.Expr:
-    """Parts of the sizes that a vector of known length gives."""
+    """Split by a vector of sizes, of static length."""
     (count,) = node.shape(node.tensor(1))
     if not isinstance(count, int):
-        raise node.refusal(_OPEN_COUNT)
+        raise node.refusal(_UNKNOWN_COUNT)
     if count == 0:
         raise node.refusal("splits an axis into no parts")
     parts = split(replace(node, op_type="Split", opset=18, num_outputs=count))
@@ -263,11 +265,11 @@ def _split_as_given(node: Node) -> relax.Expr:
 
 
 def _part_size(node: Node) -> int:
-    """The scalar that gives the size of all parts but the last one."""
-    known = node.constant(1)
-    if known is None:
-        raise node.refusal(_OPEN_COUNT)
-    part = int(known.reshape(()))
+    """The size of all parts except the last one."""
+    constant = node.constant(1)
+    if constant is None:
+        raise node.refusal(_UNKNOWN_COUNT)
+    part = int(constant.reshape(()))
     if part <= 0:
         raise node.refusal(f"splits an axis into parts of {part}")
     return part
@@ -275,21 +277,23 @@ def _part_size(node: Node) -> int:
 
 def _equal_parts(node: Node, size: Dim, part: int) -> list[int]:
     if not isinstance(size, int):
-        raise node.refusal(_OPEN_COUNT)
+        raise node.refusal(_UNKNOWN_COUNT)
     node.check_ops(size // part)
     return [min(part, size - start) for start in range(0, size, part)]
 
 
 def _has_single_parts(node: Node, size: Any) -> bool:
-    """True if the parts of an axis of symbolic size are one element each: a number 1, or a vector filled with it."""
-    known = node.constant(1)
-    if known is not None:
-        return known.ndim == 0 and int(known) == 1
+    """Return whether the parts of an axis of symbolic size have one element: the scalar 1, or a vector of ones."""
+    constant = node.constant(1)
+    if constant is not None:
+        return constant.ndim == 0 and int(constant) == 1
     parts = node.inputs[1]
-    made = node.builder.lookup_binding(parts) if isinstance(parts, relax.Var) else None
-    if made is None or op_name(made) != "relax.broadcast_to" or not isinstance(made.args[0], tvm.ir.GenericConst):
+    binding = node.builder.lookup_binding(parts) if isinstance(parts, relax.Var) else None
+    if binding is None or op_name(binding) != "relax.broadcast_to":
         return False
-    if node.rank(parts) != 1 or array_of(made.args[0].value).reshape(-1).tolist() != [1]:
+    if not isinstance(binding.args[0], tvm.ir.GenericConst):
+        return False
+    if node.rank(parts) != 1 or array_of(binding.args[0].value).reshape(-1).tolist() != [1]:
         return False
     (count,) = node.shape(parts)
     node.require(as_expr(count) == size, f"splits an axis of {size} into {count} parts of one element")
@@ -298,6 +302,6 @@ def _has_single_parts(node: Node, size: Any) -> bool:
 
 @converts("OptionalHasElement")
 def optional_has_element(node: Node) -> relax.Expr:
-    """Return whether there is a value: known at import, as an empty optional is never made when the model runs."""
+    """Return whether there is a value, which is static because no op returns an optional at run time."""
     kinds = (relax.Expr, LongSequence, GrowingSequence, JoinedSequence)
     return const(node.has(0) and isinstance(node.inputs[0], kinds))

@@ -1,4 +1,4 @@
-"""Slice, by numbers that are known at import or computed when the model runs, and Split."""
+"""Slice, by constant or dynamic numbers, and Split."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .required_sizes import as_expr, equal, require_multiple, require_shape, sho
 from .run_time.numbers import dims_at_run_time, numbers_of, require_axes, sizes_of
 from .table import converts
 
-_UNBOUNDED = 2**31 - 1  # what exporters write for "to the end"
-_MAX_STEP = 2**48  # beyond every axis: a longer step takes one element too, and must not overflow
+_UNBOUNDED = 2**31 - 1  # exporters write this for "to the end"
+_MAX_STEP = 2**48  # longer than any axis; clamped to avoid overflow
 
 
 @converts("Slice")
 def slice_(node: Node) -> relax.Expr:
-    """Python's slicing on some axes; numbers beyond an axis are held at its ends."""
+    """Python's slicing of some axes; bounds are clamped to the axis."""
     if node.opset < 10:
-        given = [node.attributes.get(name) for name in ("starts", "ends", "axes")]
-        inputs = [node.inputs[0], *(None if values is None else const(values, "int64") for values in given), None]
+        attributes = [node.attributes.get(name) for name in ("starts", "ends", "axes")]
+        inputs = [node.inputs[0], *(None if values is None else const(values, "int64") for values in attributes), None]
         node = node.as_op("Slice", inputs, opset=13)
     data = node.tensor(0)
     rank = node.rank(data)
@@ -32,29 +32,29 @@ def slice_(node: Node) -> relax.Expr:
     axes, steps = _optional_numbers(node, 3), _optional_numbers(node, 4)
     if starts is None or ends is None or axes is None or steps is None or not all(map(_has_sign, [*starts, *ends])):
         return _slice_at_run_time(node, data)
-    which = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(len(starts)))
+    targets = [node.axis(int(axis), rank) for axis in axes] if axes.size else list(range(len(starts)))
     strides = [max(min(int(step), _MAX_STEP), -_MAX_STEP) for step in steps] if steps.size else [1] * len(starts)
-    if not len(which) == len(strides) == len(starts) == len(ends):
-        raise node.refusal(f"has {len(starts)} starts, {len(ends)} ends, {len(which)} axes and {len(strides)} steps")
+    if not len(targets) == len(strides) == len(starts) == len(ends):
+        raise node.refusal(f"has {len(starts)} starts, {len(ends)} ends, {len(targets)} axes and {len(strides)} steps")
     if 0 in strides:
         raise node.refusal("a step is 0")
-    if len(set(which)) != len(which):
-        raise node.refusal(f"slices an axis twice: axes {which}")
+    if len(set(targets)) != len(targets):
+        raise node.refusal(f"slices an axis twice: axes {targets}")
     dims = node.shape(data)
     ranges = [
         _range(dims[axis], start, end, step)
-        for axis, start, end, step in zip(which, starts, ends, strides, strict=True)
+        for axis, start, end, step in zip(targets, starts, ends, strides, strict=True)
     ]
-    return cut(node, data, dict(zip(which, ranges, strict=True)))
+    return cut(node, data, dict(zip(targets, ranges, strict=True)))
 
 
 def _optional_numbers(node: Node, index: int) -> np.ndarray | None:
-    """An optional vector input: its value, nothing where it is left out, None where it is computed."""
+    """Value of an optional vector input: empty if absent, None if dynamic."""
     return node.constant(index) if node.has(index) else np.zeros(0, "int64")
 
 
 def _has_sign(position: Dim) -> bool:
-    """Return whether it is known from which end of an axis a position counts."""
+    """Return whether the sign of a position is known."""
     return isinstance(position, int) or _is_from_front(position) or analyzer_for(position).can_prove(position < 0)
 
 
@@ -67,28 +67,28 @@ def _is_from_front(position: Dim) -> bool:
 def _range(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim, int]:
     """First element, number of elements and step, for one axis."""
     if isinstance(size, int) and isinstance(start, int) and isinstance(end, int):
-        # As ONNX holds them, which for a start before the axis and a negative step is not as Python does.
+        # ONNX's clamping differs from Python's for a start before the axis and a negative step.
         ends = (0, size, 0, size) if step > 0 else (0, size - 1, -1, size - 1)
         first = min(max(start + size if start < 0 else start, ends[0]), ends[1])
         last = min(max(end + size if end < 0 else end, ends[2]), ends[3])
         return first, len(range(first, last, step)), step
     low, high = (0, size) if step > 0 else (-1, size - 1)
 
-    def held(position: Dim, is_end: bool) -> Any:
+    def clamp(position: Dim, is_end: bool) -> Any:
         if isinstance(position, int):
             if position >= _UNBOUNDED:
                 return high
             if position <= -_UNBOUNDED or (position == 0 and step > 0):
                 return low if is_end or step > 0 else 0
             position = tirx.const(position, "int64")
-        place = position + (0 if _is_from_front(position) else size)
-        return simplified(tirx.max(tirx.min(place, high), low if is_end or step > 0 else 0))
+        index = position + (0 if _is_from_front(position) else size)
+        return simplified(tirx.max(tirx.min(index, high), low if is_end or step > 0 else 0))
 
-    first, last = held(start, False), held(end, True)
+    first, last = clamp(start, False), clamp(end, True)
     distance = last - first if step > 0 else first - last
     count = tvm.tirx.floordiv(distance + (abs(step) - 1), abs(step)) if abs(step) > 1 else distance
     is_whole = not isinstance(distance, int) and distance is size
-    if step < 0:  # the first element of an empty axis is none of it
+    if step < 0:  # an empty axis lacks a first element
         count = tirx.min(count, size)
     return first, size if is_whole else _not_negative(count), step
 
@@ -98,7 +98,7 @@ def _not_negative(count: Any) -> Dim:
 
 
 def cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) -> relax.Expr:
-    """Elements of some axes: for each its first one, their number and the step."""
+    """Slice axes: for each the first element, the count and the step."""
     dims = node.shape(data)
     sizes = [ranges[axis][1] if axis in ranges else dim for axis, dim in enumerate(dims)]
     if any(isinstance(size, int) and size == 0 for size in sizes):
@@ -109,24 +109,24 @@ def cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) -
     )
     if is_simple:
         axes = sorted(ranges)
-        chosen = [(int(ranges[axis][0]), int(ranges[axis][1]), ranges[axis][2]) for axis in axes]
-        first, steps = [start for start, _, _ in chosen], [step for _, _, step in chosen]
-        last = [start + (count - 1) * step + 1 for start, count, step in chosen]
+        static_ranges = [(int(ranges[axis][0]), int(ranges[axis][1]), ranges[axis][2]) for axis in axes]
+        first, steps = [start for start, _, _ in static_ranges], [step for _, _, step in static_ranges]
+        last = [start + (count - 1) * step + 1 for start, count, step in static_ranges]
         return node.emit(relax.op.strided_slice(data, axes, first, last, steps))
 
     def element(i: Position, x: te.Tensor, first: list[Any]) -> tirx.Expr:
-        places = list(i)
+        indices = list(i)
         for axis, start in zip(ranges, first, strict=True):
-            places[axis] = start + i[axis] * ranges[axis][2]
-        return x(*places)
+            indices[axis] = start + i[axis] * ranges[axis][2]
+        return x(*indices)
 
-    # The starts are arguments: a size in one of them may be no size of an operand or of the result.
+    # The starts are arguments, because their symbols may not occur in the shapes of operands or result.
     starts = [tirx.const(start, "int64") if isinstance(start, int) else start for start, _, _ in ranges.values()]
     return node.kernel("slice", element, data, starts, shape=sizes)
 
 
 def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
-    """All numbers become vectors over all axes; the sizes of the result are read from one when the model runs."""
+    """Scatter all bounds to vectors over all axes; the sizes of the result are read from a vector at run time."""
     rank = node.rank(data)
     starts, ends = (cast(node, node.tensor(i), "int64") for i in (1, 2))
     (count,) = node.static_shape(starts)
@@ -142,46 +142,46 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
 
     emit = node.emit
 
-    def spread(default: relax.Expr, values: relax.Expr) -> relax.Expr:
+    def scatter(default: relax.Expr, values: relax.Expr) -> relax.Expr:
         return emit(relax.op.scatter_elements(default, axes, values, 0))
 
     axes = emit(relax.op.where(relax.op.less(axes, zero), relax.op.add(axes, const(rank, "int64")), axes))
     axes = emit(relax.op.clip(axes, 0, rank - 1))
     size = sizes_of(node, data)
-    step = spread(const(np.ones(rank), "int64"), steps)
+    step = scatter(const(np.ones(rank), "int64"), steps)
     forward = emit(relax.op.greater(step, zero))
     last = emit(relax.op.subtract(size, one))
     high = emit(relax.op.where(forward, size, last))
-    begin = spread(emit(relax.op.where(forward, const(np.zeros(rank), "int64"), last)), starts)
-    end = spread(emit(relax.op.where(forward, size, const(np.full(rank, -(2**62)), "int64"))), ends)
+    begin = scatter(emit(relax.op.where(forward, const(np.zeros(rank), "int64"), last)), starts)
+    end = scatter(emit(relax.op.where(forward, size, const(np.full(rank, -(2**62)), "int64"))), ends)
 
-    def held(position: relax.Expr, low: relax.Expr) -> relax.Expr:
+    def clamp(position: relax.Expr, low: relax.Expr) -> relax.Expr:
         from_back = relax.op.where(relax.op.less(position, zero), relax.op.add(position, size), position)
         return emit(relax.op.maximum(relax.op.minimum(from_back, high), low))
 
-    begin = held(begin, zero)
-    end = held(end, emit(relax.op.where(forward, zero, const(-1, "int64"))))
+    begin = clamp(begin, zero)
+    end = clamp(end, emit(relax.op.where(forward, zero, const(-1, "int64"))))
     distance = emit(relax.op.subtract(end, begin))
     distance = emit(relax.op.where(forward, distance, relax.op.negative(distance)))
     width = emit(relax.op.maximum(relax.op.abs(step), one))
-    rounded = relax.op.subtract(relax.op.add(distance, width), one)
-    counts = emit(relax.op.minimum(relax.op.maximum(relax.op.floor_divide(rounded, width), zero), size))
+    padded_distance = relax.op.subtract(relax.op.add(distance, width), one)
+    counts = emit(relax.op.minimum(relax.op.maximum(relax.op.floor_divide(padded_distance, width), zero), size))
     dims: list[Dim] = list(dims_at_run_time(node, counts, "slice_dim"))
     sliced = node.constant(3) if node.has(3) else np.arange(count)
-    if sliced is not None:  # the others are as they were
+    if sliced is not None:  # other axes keep their size
         changed = {node.axis(int(axis), rank) for axis in sliced}
-        dims = [dims[axis] if axis in changed else own for axis, own in enumerate(node.shape(data))]
+        dims = [dims[axis] if axis in changed else dim for axis, dim in enumerate(node.shape(data))]
 
-    # An axis that is not sliced starts at 0 with step 1, like any other.
+    # Other axes start at 0 with step 1.
     def element(i: Position, x: te.Tensor, first: te.Tensor, stride: te.Tensor) -> tirx.Expr:
-        return x(*(first(a) + place * stride(a) for a, place in enumerate(i)))
+        return x(*(first(a) + index * stride(a) for a, index in enumerate(i)))
 
     return node.kernel("slice", element, data, begin, step, shape=dims)
 
 
 @converts("Split")
 def split(node: Node) -> relax.Expr:
-    """Parts of an axis, of given sizes (some may be empty) or of equal ones, the last one then possibly smaller."""
+    """Split an axis by given sizes, which may be 0, or into equal parts with a possibly smaller last one."""
     data = node.tensor(0)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     size = node.shape(data)[axis]

@@ -1,7 +1,7 @@
-"""Bytes in the place of elements that LLVM cannot compute with: 4 and 2 bits, and floats of 8 bits.
+"""Storage of element types that LLVM cannot compute with (4 and 2 bits, 8-bit floats) as bytes.
 
-A converter that computes with such a tensor takes its bytes and gives bytes back, by `relax.memory.view` of another
-element type. `relax_hetero.frontend.narrow_storage` makes those types bytes in the whole module, and the views go.
+Converters access the bytes of such a tensor by `relax.memory.view`. `relax_hetero.frontend.narrow_storage` replaces the
+types in the whole module, which removes the views.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...vm.device.tensor_arrays import host_array
 from .node import Node, Position, const, dtype_of
 
 INTEGERS = {"int4": (-8, 7), "uint4": (0, 15), "int2": (-2, 1), "uint2": (0, 3)}
-"""Least and greatest numbers of the integers below a byte."""
+"""Minimum and maximum of integer types smaller than a byte."""
 
 STORAGE_TYPES = {
     "int4": "int8",
@@ -23,17 +23,17 @@ STORAGE_TYPES = {
     **dict.fromkeys(("uint4", "uint2", "float4_e2m1fn", "float8_e8m0fnu"), "uint8"),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), "uint8"),
 }
-"""The type of one byte that holds an element's number (integers) or its code (floats), by TVM's name of the type."""
+"""TVM's name of the type -> byte type with an element's value (integers) or code (floats)."""
 
 
 def stored_array(tensor: tvm.runtime.Tensor) -> np.ndarray:
-    """The elements of a constant of such a type as their bytes."""
+    """The bytes of a constant of a storage type."""
     array, carrier = host_array(tensor), STORAGE_TYPES[str(tensor.dtype)]
     return array.astype(carrier) if str(tensor.dtype) in INTEGERS else array.view(carrier)
 
 
 def bytes_of(node: Node, data: relax.Expr) -> relax.Expr:
-    """A tensor of such a type as its bytes; any other tensor as it is."""
+    """The bytes of a tensor of a storage type; other tensors are unchanged."""
     carrier = STORAGE_TYPES.get(dtype_of(data))
     if carrier is None:
         return data
@@ -43,12 +43,12 @@ def bytes_of(node: Node, data: relax.Expr) -> relax.Expr:
 
 
 def of_bytes(node: Node, data: relax.Expr, dtype: str) -> relax.Expr:
-    """Bytes as the tensor of type `dtype` that they carry."""
+    """View bytes as a tensor of type `dtype`."""
     return node.emit(relax.op.memory.view(data, dtype=dtype))
 
 
 def with_bytes(node: Node) -> Node:
-    """The node with bytes as inputs, where those are integers of less than a byte."""
+    """Replace a node's inputs of integers smaller than a byte by their bytes."""
     values = [
         bytes_of(node, node.tensor(index)) if _is_integer(value) else value for index, value in enumerate(node.inputs)
     ]
@@ -60,13 +60,13 @@ def _is_integer(value: object) -> bool:
 
 
 def wrapped(node: Node, data: relax.Expr, dtype: str) -> relax.Expr:
-    """The last bits of integers, as an integer type below a byte."""
+    """Truncate integers to an integer type smaller than a byte."""
     bits = int(tvm.DataType(dtype).bits)
     carrier = STORAGE_TYPES[dtype]
 
     def element(i: Position, x: object) -> tirx.Expr:
         last = tirx.bitwise_and(tirx.Cast("int32", x(*i)), tirx.const((1 << bits) - 1, "int32"))  # type: ignore[operator]
-        if carrier == "int8":  # the sign bit counts negative
+        if carrier == "int8":  # sign extension
             half = tirx.const(1 << (bits - 1), "int32")
             last = tirx.bitwise_xor(last, half) - half
         return tirx.Cast(carrier, last)
@@ -78,7 +78,7 @@ def wrapped(node: Node, data: relax.Expr, dtype: str) -> relax.Expr:
 
 
 def to_float32(node: Node, data: relax.Expr) -> relax.Expr:
-    """The numbers of a tensor of such floats; all of them are numbers of float32."""
+    """Convert 8- or 4-bit floats to float32, which is exact."""
     dtype = dtype_of(data)
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
@@ -88,7 +88,7 @@ def to_float32(node: Node, data: relax.Expr) -> relax.Expr:
 
 
 def from_float32(node: Node, data: relax.Expr, dtype: str, saturates: bool, rounding: str = "up") -> relax.Expr:
-    """The nearest such floats to a float32 tensor, halves to even; `code_of` says what becomes of larger ones."""
+    """Round float32 half to even to 8- or 4-bit floats; see `code_of` for overflow."""
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
         return code_of(x(*i), dtype, saturates, rounding)

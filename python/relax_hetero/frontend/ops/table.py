@@ -1,4 +1,4 @@
-"""Conversion of a node: folded, by a converter of this library, by stock TVM's, or through its ONNX function body."""
+"""Conversion of a node: by constant folding, this library's converters, stock TVM's, or its ONNX function body."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ from .node import STANDARD, Dim, Node, as_dim
 from .required_sizes import MAX_ELEMENTS, laid_by_axis, shown, with_one_shape, with_short_sizes
 
 Convert = Callable[[Node], Any]
-"""A converter of ours: from a node to its output, or to a `relax.Tuple` of its outputs."""
+"""Converter of this library: from a node to its output, or to a `relax.Tuple` of its outputs."""
 
 OpKey: TypeAlias = "tuple[str, str]"
-"""A domain and an op type: ops of two domains may share a name and mean different things."""
+"""(domain, op type)."""
 
 CLASSICAL = "ai.onnx.ml"
-"""The domain of classical machine learning."""
+"""Domain of classical machine learning."""
 
 MICROSOFT = "com.microsoft"
-"""The domain of ONNX Runtime's own ops."""
+"""Domain of ONNX Runtime's ops."""
 
-_OURS: dict[OpKey, Convert] = {}
-# Stock TVM looks up ops of ONNX Runtime's own domain by the same names; ONNX does not define those.
+_CONVERTERS: dict[OpKey, Convert] = {}
+# Stock TVM's table mixes ops of ONNX Runtime's domain in, which ONNX does not define.
 _STOCK: dict[str, Any] = {name: converter for name, converter in _get_convert_map().items() if onnx.defs.has(name)}
 _BROADCASTING = frozenset(
     "Add And BitShift BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min "
     "Mod Mul Or Pow Sub Sum Where Xor".split()
 )
-"""Op types all of whose inputs broadcast to each other."""
-_LAID_BY_AXIS = frozenset("Add And Div Equal Greater Less Mul Or Pow Sub Xor".split())
-"""Op types whose second input once was laid along the first by an attribute."""
-_OPSET_OF_BROADCASTING = 7
-"""The first opset whose ops broadcast as numpy does."""
-_TAKE_SIZES = frozenset(
+"""Op types whose inputs all broadcast."""
+_BROADCAST_BY_AXIS = frozenset("Add And Div Equal Greater Less Mul Or Pow Sub Xor".split())
+"""Op types that had an attribute `axis` for broadcasting."""
+_FIRST_BROADCASTING_OPSET = 7
+"""First opset with numpy's broadcasting."""
+_SIZE_OPS = frozenset(
     "AffineGrid CenterCropPad Col2Im ConstantOfShape Expand Pad ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp "
     "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum ReduceSumSquare Reshape Resize Slice Squeeze Tile Unsqueeze "
     "Upsample".split()
 )
-"""Op types whose inputs behind the data are vectors with an entry or two for each dimension."""
-_TAKE_NUMBERS = _TAKE_SIZES | frozenset("CumProd CumSum OneHot Split TopK".split())
+"""Op types whose inputs after the data are vectors with one or two entries per dimension."""
+_NUMBER_OPS = _SIZE_OPS | frozenset("CumProd CumSum OneHot Split TopK".split())
 """Op types whose inputs after the data give the result's shape, or an axis."""
 
 
-_SHAPED_AS_INPUT = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
-"""Op types whose result has the shape of their input, and whose kernels need elements."""
+_SAME_SHAPE_OPS = frozenset({"Hardmax", "LogSoftmax", "Softmax"})
+"""Op types whose result has their input's shape, and whose kernels do not support empty tensors."""
 
 
-def takes_size(op_type: str, place: int) -> bool:
-    """Return whether ops of a type read sizes, axes or a number of elements from their input at `place`."""
-    return op_type in _TAKE_NUMBERS and place >= (op_type != "ConstantOfShape") and (op_type, place) != ("OneHot", 2)
+def takes_size(op_type: str, index: int) -> bool:
+    """Return whether an op type reads sizes, axes or a number of elements from input `index`."""
+    return op_type in _NUMBER_OPS and index >= (op_type != "ConstantOfShape") and (op_type, index) != ("OneHot", 2)
 
 
 def converts(*op_types: str, domain: str = STANDARD) -> Callable[[Convert], Convert]:
     """Register a function as the converter of these op types of a domain.
 
-    An op that means the same in two domains is registered for both, by two decorators.
+    An op with the same meaning in two domains has two decorators.
     """
 
     def register(function: Convert) -> Convert:
         for op_type in op_types:
-            assert (domain, op_type) not in _OURS, op_type
-            _OURS[domain, op_type] = function
+            assert (domain, op_type) not in _CONVERTERS, op_type
+            _CONVERTERS[domain, op_type] = function
         return function
 
     return register
@@ -84,20 +84,20 @@ def convert_node(node: Node) -> Any:
     FrontendError
         If the op, or this form of it, cannot be imported.
     SizeIsBounded
-        If its inputs show that a size of the model's inputs is bounded which was not known to be.
+        If its inputs imply a new upper bound of a size of the model's inputs.
     """
     if node.domain == STANDARD:
         _check_lengths(node)
-        if node.opset < _OPSET_OF_BROADCASTING and node.op_type in _LAID_BY_AXIS:
+        if node.opset < _FIRST_BROADCASTING_OPSET and node.op_type in _BROADCAST_BY_AXIS:
             node = laid_by_axis(node)
         folded = fold(node)
         if folded is not None:
             return folded
         if node.op_type in _BROADCASTING:
             node = with_one_shape(node)
-        if node.op_type in _SHAPED_AS_INPUT and 0 in (_shape_of(node.inputs[0]) or ()):
+        if node.op_type in _SAME_SHAPE_OPS and 0 in (_shape_of(node.inputs[0]) or ()):
             return node.inputs[0]
-    value = _OURS.get((node.domain, node.op_type), convert_by_default)(node)
+    value = _CONVERTERS.get((node.domain, node.op_type), convert_by_default)(node)
     if not isinstance(value, relax.Expr):
         return value
     value = node.builder.normalize(value)
@@ -106,23 +106,23 @@ def convert_node(node: Node) -> Any:
 
 
 def _check_extents(node: Node, ty: tvm.ir.Type) -> None:
-    """Refuse a result whose known sizes no memory can hold, before anything is made of it."""
+    """Refuse a result with negative static sizes, or with more elements than memory can hold."""
     if isinstance(ty, tvm.ir.TupleType):
         for field in ty.fields:
             _check_extents(node, field)
     shape = ty.shape if isinstance(ty, relax.TensorType) else None
     if not isinstance(shape, relax.ShapeExpr):
         return
-    known = [int(dim) for dim in shape.values if isinstance(dim, tirx.IntImm)]
-    if any(size < 0 for size in known):
+    static_dims = [int(dim) for dim in shape.values if isinstance(dim, tirx.IntImm)]
+    if any(size < 0 for size in static_dims):
         raise node.refusal(f"its result would have the shape {shown(shape.values)}, expected sizes of 0 and more")
-    if math.prod(max(size, 1) for size in known) > MAX_ELEMENTS:
+    if math.prod(max(size, 1) for size in static_dims) > MAX_ELEMENTS:
         raise node.refusal(f"its result would have the shape {shown(shape.values)}, more elements than memory can hold")
 
 
 def _check_lengths(node: Node) -> None:
-    """Refuse vectors of sizes, axes or pads with more entries than any tensor has dimensions, known or not."""
-    if node.op_type not in _TAKE_SIZES:
+    """Refuse vectors of sizes, axes or pads that are longer than the maximum rank allows."""
+    if node.op_type not in _SIZE_OPS:
         return
     for index in range(0 if node.op_type == "ConstantOfShape" else 1, len(node.inputs)):
         shape = _shape_of(node.inputs[index])
@@ -131,7 +131,7 @@ def _check_lengths(node: Node) -> None:
 
 
 def convert_by_default(node: Node) -> Any:
-    """Convert a node without a converter of ours: by stock TVM's, else through its function body."""
+    """Convert a node by stock TVM's converter, else by its function body."""
     if node.domain != STANDARD:
         raise node.refusal(f"this op of domain {node.domain!r} cannot be imported")
     if node.op_type in _STOCK:
@@ -142,16 +142,16 @@ def convert_by_default(node: Node) -> Any:
 
 
 def expansion_with_graphs(node: Node) -> tuple[onnx.FunctionProto, onnx.NodeProto] | None:
-    """The body through which an op without a converter is imported, and its call, if nodes in it have graphs."""
-    if (STANDARD, node.op_type) in _OURS or node.op_type in _STOCK:
+    """The function body of an op without a converter, and its call, if nodes in it have subgraphs; else None."""
+    if (STANDARD, node.op_type) in _CONVERTERS or node.op_type in _STOCK:
         return None
     return body_with_graphs(node)
 
 
 def convert_by_body(node: Node) -> Any:
-    """Convert a node through the function that ONNX defines its op by."""
+    """Convert a node by its function body."""
     if not has_body(node.op_type, node.opset):
-        raise node.refusal(f"ONNX opset {node.opset} does not define it by other ops")
+        raise node.refusal(f"ONNX opset {node.opset} does not define it by a function body")
     return expand(node, convert_node)
 
 
@@ -167,14 +167,14 @@ def convert_by_stock(node: Node) -> Any:
 
 
 def _stock_input(node: Node, index: int) -> Any:
-    """An input as a tensor where it is one in ONNX; sequences and empty optionals as they are."""
+    """Convert an input that is a tensor in ONNX to one; sequences and empty optionals are unchanged."""
     value = node.inputs[index]
     is_shape = isinstance(value, relax.Expr) and isinstance(value.ty, (relax.ShapeType, tvm.ir.PrimType))
     return node.tensor(index) if is_shape else value
 
 
 class _StockInputs(list[Any]):
-    """The inputs of a stock converter, which reads past the end to find an optional input absent."""
+    """Inputs of a stock converter, which reads absent optional inputs past the end."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -187,7 +187,7 @@ class _StockInputs(list[Any]):
 
 @dataclass(frozen=True)
 class Converter:
-    """An entry of the table, called as stock TVM calls its converters."""
+    """An entry of the table, with the interface of stock TVM's converters."""
 
     domain: str
     op_type: str
@@ -207,10 +207,10 @@ class Converter:
 
 
 def converters() -> dict[OpKey, Converter]:
-    """The whole table: every op that can be imported, by domain and op type."""
+    """Table of all ops that can be imported."""
     schemas = (schema for schema in onnx.defs.get_all_schemas() if schema.domain == STANDARD)
     bodies = {schema.name for schema in schemas if has_body(schema.name, schema.since_version)}
-    keys = {*_OURS, *((STANDARD, op_type) for op_type in {*_STOCK, *bodies})}
+    keys = {*_CONVERTERS, *((STANDARD, op_type) for op_type in {*_STOCK, *bodies})}
     return {key: Converter(*key) for key in sorted(keys)}
 
 

@@ -1,1 +1,1 @@
-"""PyTorch import: exported programs become Relax, each ATen op by a converter that knows the shapes torch found."""
+"""PyTorch import: exported programs become Relax; converters of ATen ops use the shapes that torch inferred."""

@@ -1,7 +1,7 @@
-"""Complex numbers, as pairs of real tensors: Relax has no type for them.
+"""Complex numbers as pairs of real tensors, because Relax lacks complex types.
 
-An op on complex values moves both parts alike (reshaping, cutting, joining), or has a rule of its own (products,
-magnitudes, Fourier transforms).
+An op on complex values applies to both parts separately (reshape, slice, concat), or has a rule of its own (products,
+magnitude, Fourier transforms).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class Complex:
 
 @dataclass(frozen=True)
 class FakePart:
-    """Shape and dtype of a part of a complex tensor, as torch tells those of a tensor."""
+    """Shape and torch dtype of a part of a complex tensor, in place of a fake tensor."""
 
     shape: Any
     dtype: Any
 
 
-# Both parts are moved alike, each by the op's own converter.
-_ALIKE = frozenset(
+# Linear ops that the op's converter applies to each part.
+_PARTWISE_OPS = frozenset(
     "view reshape _unsafe_view squeeze unsqueeze flatten unflatten view_copy expand permute transpose t slice select "
     "narrow split split_with_sizes unbind chunk cat concat stack repeat flip roll index_select gather index "
     "constant_pad_nd pad unfold sum mean cumsum clone alias detach contiguous lift_fresh_copy neg add sub rsub where "
     "expand_copy permute_copy diagonal to _to_copy zeros_like slice_scatter select_scatter tril triu".split()
 )
 
-# Arguments of these that may be real where the result is complex.
-_OPERANDS = {
+# Op -> arguments that may be real although the result is complex.
+_PROMOTED_OPERANDS = {
     "add": (0, 1), "sub": (0, 1), "rsub": (0, 1), "where": (1, 2), "cat": (0,), "concat": (0,), "stack": (0,),
     "to": (0,), "_to_copy": (0,),
 }  # fmt: skip
@@ -70,7 +70,7 @@ def _rule(*names: str) -> Callable[[Converter], Converter]:
 
 
 def is_complex(fake: Any) -> bool:
-    """Return whether torch found a complex tensor, or a list with one."""
+    """Return whether a fake tensor, or one in a list, is complex."""
     if isinstance(fake, (list, tuple)):
         return any(map(is_complex, fake))
     return isinstance(fake, torch_package().Tensor) and bool(fake.dtype.is_complex)
@@ -84,7 +84,7 @@ def has_complex(arguments: Any) -> bool:
 
 
 def part_of(fake: Any) -> Any:
-    """Metadata of the real part of a result, as torch would have it."""
+    """Fake tensors of the real part of a result."""
     if isinstance(fake, (list, tuple)):
         return [part_of(entry) for entry in fake]
     torch = torch_package()
@@ -93,12 +93,12 @@ def part_of(fake: Any) -> Any:
 
 
 def converts_complex(op: str) -> bool:
-    """Return whether an op, by its name without overload, has a rule for complex values."""
-    return op in _RULES or op in _ALIKE
+    """Return whether an op (a name without overload) can be converted for complex values."""
+    return op in _RULES or op in _PARTWISE_OPS
 
 
 def convert_complex(node: TorchNode, *arguments: Any) -> Any:
-    """The result of an op that reads or makes complex values.
+    """Convert an op that reads or returns complex values.
 
     Raises
     ------
@@ -108,34 +108,34 @@ def convert_complex(node: TorchNode, *arguments: Any) -> Any:
     op = node.op.partition(".")[0]
     if op in _RULES:
         return _RULES[op](node, *arguments)
-    if op not in _ALIKE:
+    if op not in _PARTWISE_OPS:
         raise refusal_of_complex(node)
     operands = list(arguments)
-    for place in _OPERANDS.get(op, ()):  # a real one has an imaginary part of 0
-        given = operands[place]
-        operands[place] = [_pair(node, part) for part in given] if isinstance(given, list) else _pair(node, given)
+    for index in _PROMOTED_OPERANDS.get(op, ()):  # real operands get an imaginary part of 0
+        operand = operands[index]
+        operands[index] = [_pair(node, part) for part in operand] if isinstance(operand, list) else _pair(node, operand)
     half = node.of(part_of(node.value))
     convert = TABLE.get(node.op) or TABLE[op]
-    real, imaginary = (convert(half, *_parts(operands, which)) for which in (0, 1))
+    real, imaginary = (convert(half, *_select_part(operands, which)) for which in (0, 1))
     if isinstance(real, list):
         return [Complex(*pair) for pair in zip(real, imaginary, strict=True)]
     return Complex(real, imaginary)
 
 
 def refusal_of_complex(node: TorchNode) -> FrontendError:
-    """The error for an op that has no rule."""
+    """The error for an op without a rule."""
     return node.refusal("of complex numbers cannot be imported")
 
 
-def _parts(value: Any, which: int) -> Any:
-    """Arguments with each complex value replaced by a part."""
+def _select_part(value: Any, part: int) -> Any:
+    """Replace each complex value in arguments by its real (0) or imaginary (1) part."""
     if isinstance(value, Complex):
-        return (value.real, value.imaginary)[which]
-    return [_parts(entry, which) for entry in value] if isinstance(value, (list, tuple)) else value
+        return (value.real, value.imaginary)[part]
+    return [_select_part(entry, part) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def _pair(node: TorchNode, value: Any) -> Complex:
-    """An operand, a number or a real tensor among them, as a complex value."""
+    """Convert a number or a real tensor to a complex value."""
     if isinstance(value, Complex):
         return value
     dtype = node.of(part_of(node.value)).dtype
@@ -145,18 +145,18 @@ def _pair(node: TorchNode, value: Any) -> Complex:
     return Complex(real, node.filled(0.0, node.dims(real), dtype))
 
 
-def _is_pair(value: Any) -> bool:
+def _is_complex_operand(value: Any) -> bool:
     return isinstance(value, (Complex, complex))
 
 
 def _product(node: TorchNode, a: Any, b: Any, times: Callable[..., Any]) -> Complex:
-    """Product by a bilinear operation of real tensors."""
-    if not _is_pair(a) or not _is_pair(b):  # a real factor
-        scale, value = (a, b) if _is_pair(b) else (b, a)
+    """Product of complex values by a bilinear operation on real tensors."""
+    if not _is_complex_operand(a) or not _is_complex_operand(b):  # one factor is real
+        scale, value = (a, b) if _is_complex_operand(b) else (b, a)
         factor = node.tensor(scale, node.of(part_of(node.value)).dtype)
         pair = _pair(node, value)
-        order = (lambda part: (factor, part)) if _is_pair(b) else (lambda part: (part, factor))
-        return Complex(*(node.emit(times(*order(part))) for part in pair))
+        operands = (lambda part: (factor, part)) if _is_complex_operand(b) else (lambda part: (part, factor))
+        return Complex(*(node.emit(times(*operands(part))) for part in pair))
     (a, b), (c, d) = _pair(node, a), _pair(node, b)
     real = node.emit(relax.op.subtract(times(a, c), times(b, d)))
     return Complex(real, node.emit(relax.op.add(times(a, d), times(b, c))))
@@ -174,13 +174,13 @@ def _matmul(node: TorchNode, a: Any, b: Any) -> Complex:
 
 @_rule("div")
 def _div(node: TorchNode, a: Any, b: Any, *_: Any) -> Complex:
-    if not _is_pair(b):
+    if not _is_complex_operand(b):
         divisor = node.tensor(b, node.of(part_of(node.value)).dtype)
         return Complex(*(node.emit(relax.op.divide(part, divisor)) for part in _pair(node, a)))
     c, d = _pair(node, b)
-    size = node.emit(relax.op.add(relax.op.multiply(c, c), relax.op.multiply(d, d)))
-    top = _product(node, _pair(node, a), Complex(c, node.emit(relax.op.negative(d))), relax.op.multiply)
-    return Complex(*(node.emit(relax.op.divide(part, size)) for part in top))
+    norm = node.emit(relax.op.add(relax.op.multiply(c, c), relax.op.multiply(d, d)))
+    numerator = _product(node, _pair(node, a), Complex(c, node.emit(relax.op.negative(d))), relax.op.multiply)
+    return Complex(*(node.emit(relax.op.divide(part, norm)) for part in numerator))
 
 
 @_rule("reciprocal")
@@ -201,22 +201,22 @@ def _conj(node: TorchNode, x: Complex) -> Complex:
 
 
 @_rule("resolve_conj", "resolve_neg")
-def _same(node: TorchNode, x: Complex) -> Complex:
+def _unchanged(node: TorchNode, x: Complex) -> Complex:
     return x
 
 
 @_rule("abs")
 def magnitude(node: TorchNode, x: Complex) -> relax.Expr:
-    """As a hypotenuse, whose squares neither overflow nor vanish: by the larger part."""
+    """Absolute value, ``large * sqrt(1 + (small / large)^2)`` to avoid overflow and underflow of squares."""
     a, b = (node.emit(relax.op.abs(part)) for part in x)
     large, small = node.emit(relax.op.maximum(a, b)), node.emit(relax.op.minimum(a, b))
     zero, one = const(0, node.dtype), const(1, node.dtype)
-    is_plain = node.emit(relax.op.logical_and(relax.op.greater(large, zero), relax.op.isfinite(large)))
-    ratio = node.emit(relax.op.divide(small, relax.op.where(is_plain, large, one)))
-    length = relax.op.multiply(large, relax.op.sqrt(relax.op.add(relax.op.multiply(ratio, ratio), one)))
+    is_regular = node.emit(relax.op.logical_and(relax.op.greater(large, zero), relax.op.isfinite(large)))
+    ratio = node.emit(relax.op.divide(small, relax.op.where(is_regular, large, one)))
+    hypotenuse = relax.op.multiply(large, relax.op.sqrt(relax.op.add(relax.op.multiply(ratio, ratio), one)))
     infinite = node.emit(relax.op.logical_or(relax.op.isinf(a), relax.op.isinf(b)))
-    otherwise = relax.op.where(infinite, const(math.inf, node.dtype), node.emit(relax.op.add(a, b)))
-    return node.emit(relax.op.where(is_plain, length, otherwise))
+    special = relax.op.where(infinite, const(math.inf, node.dtype), node.emit(relax.op.add(a, b)))
+    return node.emit(relax.op.where(is_regular, hypotenuse, special))
 
 
 @_rule("angle")
@@ -226,13 +226,13 @@ def _angle(node: TorchNode, x: Complex) -> relax.Expr:
 
 @_rule("exp")
 def _exp(node: TorchNode, x: Complex) -> Complex:
-    size = node.emit(relax.op.exp(x.real))
-    return _turned(node, size, x.imaginary)
+    scale = node.emit(relax.op.exp(x.real))
+    return _polar(node, scale, x.imaginary)
 
 
 @_rule("polar")
-def _turned(node: TorchNode, size: relax.Expr, angle: relax.Expr) -> Complex:
-    return Complex(*(node.emit(relax.op.multiply(size, turn(angle))) for turn in (relax.op.cos, relax.op.sin)))
+def _polar(node: TorchNode, radius: relax.Expr, angle: relax.Expr) -> Complex:
+    return Complex(*(node.emit(relax.op.multiply(radius, op(angle))) for op in (relax.op.cos, relax.op.sin)))
 
 
 @_rule("complex")
@@ -242,7 +242,7 @@ def _complex(node: TorchNode, real: relax.Expr, imaginary: relax.Expr) -> Comple
 
 
 @_rule("real", "imag")
-def _part(node: TorchNode, x: Complex) -> relax.Expr:
+def _real_or_imaginary(node: TorchNode, x: Complex) -> relax.Expr:
     return x.real if node.op.startswith("real") else x.imaginary
 
 
@@ -265,15 +265,15 @@ def _view_as_real(node: TorchNode, x: Complex) -> relax.Expr:
 
 
 @_rule("full", "full_like", "scalar_tensor", "zeros", "ones", "empty", "new_zeros", "empty_like", "ones_like")
-def _full(node: TorchNode, *given: Any) -> Complex:
+def _full(node: TorchNode, *arguments: Any) -> Complex:
     half = node.of(part_of(node.value))
-    value = given[1] if node.op.startswith("full") else given[0] if node.op.startswith("scalar") else 0
+    value = arguments[1] if node.op.startswith("full") else arguments[0] if node.op.startswith("scalar") else 0
     value = complex(int("ones" in node.op) if node.op[:4] not in ("full", "scal") else value)
     return Complex(half.filled(value.real), half.filled(value.imag))
 
 
-def _transformed(node: TorchNode, x: Any, axis: int, length: Any, **attributes: Any) -> Any:
-    """One axis of a complex or real value by ONNX's transform, without its factor of 1 / length."""
+def _transform_axis(node: TorchNode, x: Any, axis: int, length: Any, **attributes: Any) -> Any:
+    """Fourier transform of an axis by ONNX's DFT, without its factor of 1 / length."""
     value = x if isinstance(x, relax.Expr) else None
     dims = node.dims(value if value is not None else x.real)
     node.static([dims[axis]], "transforms an axis of")
@@ -283,27 +283,27 @@ def _transformed(node: TorchNode, x: Any, axis: int, length: Any, **attributes: 
     out = node.onnx("DFT", data, const(length, "int64"), const(axis, "int64"), **attributes)
     if attributes.get("inverse"):
         out = node.emit(relax.op.multiply(out, const(length, str(out.ty.dtype))))
-    found = node.dims(out)
+    out_dims = node.dims(out)
     halves = [
-        node.reshape(node.emit(relax.op.strided_slice(out, [len(dims)], [part], [part + 1])), found[:-1])
-        for part in range(int(found[-1]))
+        node.reshape(node.emit(relax.op.strided_slice(out, [len(dims)], [part], [part + 1])), out_dims[:-1])
+        for part in range(int(out_dims[-1]))
     ]
     return Complex(*halves) if len(halves) == 2 else halves[0]
 
 
-def _scaled(node: TorchNode, x: Any, mode: int, count: int) -> Any:
-    """Tensor scaled by torch's numbers of norms: none, the root of the number of elements, or that number."""
+def _normalize(node: TorchNode, x: Any, mode: int, count: int) -> Any:
+    """Scale by torch's normalization mode: 0 none, 1 by 1 / sqrt(count), 2 by 1 / count."""
     if mode == 0:
         return x
     factor = 1 / (math.sqrt(count) if mode == 1 else count)
     if isinstance(x, Complex):
-        return Complex(*(_scaled(node, part, mode, count) for part in x))
+        return Complex(*(_normalize(node, part, mode, count) for part in x))
     return node.emit(relax.op.multiply(x, const(factor, str(x.ty.dtype))))
 
 
 @_rule("_fft_r2c", "_fft_c2c", "_fft_c2r")
 def _fft(node: TorchNode, x: Any, axes: list[int], mode: int, option: Any) -> Any:
-    """Transforms of axes, one after the other; `option` is halved?, forward?, or the last axis's length."""
+    """Transform axes one after the other; `option` is `onesided` (r2c), `forward` (c2c) or the last length (c2r)."""
     dims = node.dims(x.real if isinstance(x, Complex) else x)
     axes = [node.axis(axis, len(dims)) for axis in axes]
     sizes = node.static([dims[axis] for axis in axes], "transforms axes of")
@@ -313,10 +313,10 @@ def _fft(node: TorchNode, x: Any, axes: list[int], mode: int, option: Any) -> An
     count = math.prod(sizes)
     is_inverse = kind == "_fft_c2r" or (kind == "_fft_c2c" and not option)
     if kind == "_fft_r2c":
-        x = _transformed(node, x, axes[-1], sizes[-1], onesided=int(bool(option)))
-    rest = axes if kind == "_fft_c2c" else axes[:-1]
-    for axis, size in zip(rest, sizes, strict=False):
-        x = _transformed(node, x, axis, size, inverse=int(is_inverse))
+        x = _transform_axis(node, x, axes[-1], sizes[-1], onesided=int(bool(option)))
+    axes_left = axes if kind == "_fft_c2c" else axes[:-1]
+    for axis, size in zip(axes_left, sizes, strict=False):
+        x = _transform_axis(node, x, axis, size, inverse=int(is_inverse))
     if kind == "_fft_c2r":
-        x = _transformed(node, x, axes[-1], sizes[-1], inverse=1, onesided=1)
-    return _scaled(node, x, mode, count)
+        x = _transform_axis(node, x, axes[-1], sizes[-1], inverse=1, onesided=1)
+    return _normalize(node, x, mode, count)

@@ -1,4 +1,4 @@
-"""From a PyTorch module to an exported program of the ops that this library converts."""
+"""Export of a PyTorch module to a program of convertible ops, and the names of its nodes, outputs and dimensions."""
 
 from __future__ import annotations
 
@@ -14,44 +14,42 @@ if TYPE_CHECKING:
     import torch
 
 
-# Names of an exported program: of nodes by the modules they are in, of outputs by the structure they come back in.
-
-_LOCAL = "L['self']"
+_SELF = "L['self']"
 
 
 class NodeNames:
-    """Hands out names, unique among themselves: ``encoder.layer.3.output.dense.linear``."""
+    """Assigns unique names to nodes, from the path of their module: ``encoder.layer.3.output.dense.linear``."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, int] = {}
+        self._counts: dict[str, int] = {}
 
     def info(self, node: Any) -> NodeInfo:
-        """The name of an FX node; patterns match its op, and the paths and classes of the modules that it is in."""
-        stack = [(_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+        """Name an FX node; the aliases are its op, and the paths and classes of the enclosing modules."""
+        stack = [(_module_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
         schema = getattr(node.target, "_schema", None)
         op = str(schema.name).split("::")[1] if schema is not None else getattr(node.target, "__name__", "op")
         path = stack[-1][0] if stack else ""
-        wanted = f"{path}.{op.lstrip('_')}" if path else op.lstrip("_")
-        count = self._taken.get(wanted, 0)
-        self._taken[wanted] = count + 1
-        name = wanted
-        while count and name in self._taken:
-            name = f"{wanted}_{count}"
+        base = f"{path}.{op.lstrip('_')}" if path else op.lstrip("_")
+        count = self._counts.get(base, 0)
+        self._counts[base] = count + 1
+        name = base
+        while count and name in self._counts:
+            name = f"{base}_{count}"
             count += 1
-        self._taken.setdefault(name, 1)
+        self._counts.setdefault(name, 1)
         paths = [inner for inner, _ in stack if inner]
         kinds = [(kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1] for _, kind in stack]
         aliases = (op, f"aten.{op}", *dict.fromkeys(paths), *dict.fromkeys(kinds))
         return NodeInfo(name, aliases, op, "", "")
 
 
-def _path(path: str) -> str:
-    path = path.removeprefix(_LOCAL)
+def _module_path(path: str) -> str:
+    path = path.removeprefix(_SELF)
     return path.replace("['", ".").replace("']", "").replace("._modules", "").strip(".")
 
 
 def output_names(program: Any) -> list[str]:
-    """A name for each leaf of what the module returns: keys of dictionaries and fields, positions of others."""
+    """Name each leaf of the module's results by its keys, field names and indices."""
     from torch.utils import _pytree as pytree
 
     spec = program.call_spec.out_spec
@@ -67,9 +65,9 @@ def output_names(program: Any) -> list[str]:
     return names
 
 
-# Ops that torch would decompose, and that stay whole: kernels of this library compute them, or find them more easily.
-# torch 2.13 decomposes the last one wrongly; kept whole, it is refused.
-_KEPT = frozenset(
+# Ops that torch must not decompose, because this library converts them directly or fuses them more easily.
+# torch 2.13 decomposes the last one incorrectly; without decomposition it is refused.
+_UNDECOMPOSED = frozenset(
     "linear layer_norm group_norm instance_norm rms_norm gelu silu hardswish hardsigmoid mish softplus elu leaky_relu "
     "scaled_dot_product_attention einsum matmul softmax log_softmax upsample_nearest1d upsample_nearest2d "
     "_upsample_nearest_exact1d _upsample_nearest_exact2d upsample_linear1d upsample_bilinear2d upsample_bicubic2d "
@@ -80,15 +78,15 @@ _KEPT = frozenset(
     "multilabel_margin_loss_forward".split()
 )
 
-# Ops that the core of ATen has, and that torch decomposes for its own compiler.
+# Core ATen ops that torch decomposes for its own compiler only.
 _DECOMPOSED = frozenset("dist ldexp".split())
 
-# Arguments, and their values with which an op that may draw random numbers draws none.
-_DRAWS_NONE = {"train": False, "training": False, "p": 0, "dropout_p": 0, "dropout": 0, "num_layers": 1}
+# Argument -> value for which a random op is deterministic.
+_DETERMINISTIC_ARGUMENTS = {"train": False, "training": False, "p": 0, "dropout_p": 0, "dropout": 0, "num_layers": 1}
 
 
 def torch_package() -> Any:
-    """PyTorch.
+    """Import PyTorch.
 
     Raises
     ------
@@ -107,12 +105,12 @@ def torch_package() -> Any:
 def exported_program(
     source: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
 ) -> torch.export.ExportedProgram:
-    """A functional program of few ops, from a module or from a program that somebody exported.
+    """Export a module, or take an exported program, and decompose it to a functional program of few ops.
 
     Raises
     ------
     FrontendError
-        If the arguments do not fit each other, or torch cannot export the module.
+        If the arguments do not match, or torch cannot export the module.
     """
     torch = torch_package()
     if isinstance(source, torch.export.ExportedProgram):
@@ -134,8 +132,8 @@ def exported_program(
         )
     _refuse_random(program, lambda node: _argument(node, "train", "training") is not None)
     table = torch.export.default_decompositions()
-    kept = _KEPT - {"lstm"} if any(map(_is_projected, _calls(program))) else _KEPT
-    for op in [op for op in table if op._schema.name.split("::")[1] in kept]:
+    undecomposed = _UNDECOMPOSED - {"lstm"} if any(map(_is_projected_lstm, _calls(program))) else _UNDECOMPOSED
+    for op in [op for op in table if op._schema.name.split("::")[1] in undecomposed]:
         table.pop(op)
     for op, decomposition in torch._decomp.decomposition_table.items():
         if getattr(op, "__name__", "").partition(".")[0] in _DECOMPOSED:
@@ -144,24 +142,24 @@ def exported_program(
         program = program.run_decompositions(table)
     except Exception as error:
         raise FrontendError(f"torch cannot decompose the exported program: {_first_lines(error)}") from error
-    for graph in _graphs(program):  # random numbers that nothing reads are not drawn
+    for graph in _graphs(program):  # removes unused random ops
         graph.eliminate_dead_code(lambda node: node.is_impure() and not _is_random(node))
     _refuse_random(program)
     return program
 
 
 def _graphs(program: Any) -> list[Any]:
-    """The graph of a program, and those inside its nodes."""
+    """The graph of a program and all nested graphs."""
     return [module.graph for module in program.graph_module.modules() if hasattr(module, "graph")]
 
 
 def _calls(program: Any) -> list[Any]:
-    """The nodes that call an op."""
+    """All nodes that call an op."""
     return [node for graph in _graphs(program) for node in graph.nodes if node.op == "call_function"]
 
 
-def _is_projected(node: Any) -> bool:
-    """Return whether an op is an LSTM with projections, which ONNX lacks: torch unrolls it."""
+def _is_projected_lstm(node: Any) -> bool:
+    """Return whether a node is an LSTM with projections, which ONNX lacks, so that torch has to unroll it."""
     if not str(node.target).startswith("aten.lstm.input"):
         return False
     layers, directions = _argument(node, "num_layers"), 2 if _argument(node, "bidirectional") else 1
@@ -169,33 +167,33 @@ def _is_projected(node: Any) -> bool:
 
 
 def _argument(node: Any, *names: str) -> Any:
-    """The value of a node's first argument that has one of these names, or None."""
-    for place, argument in enumerate(node.target._schema.arguments):
+    """The value of a node's first argument with one of these names, or None."""
+    for index, argument in enumerate(node.target._schema.arguments):
         if argument.name in names:
             return (
-                node.args[place] if place < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
+                node.args[index] if index < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
             )
     return None
 
 
 def _is_random(node: Any) -> bool:
-    """Return whether a node draws random numbers, given its arguments."""
+    """Return whether a node with its arguments draws random numbers."""
     if torch_package().Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    return not any(_argument(node, name) == value for name, value in _DRAWS_NONE.items())
+    return not any(_argument(node, name) == value for name, value in _DETERMINISTIC_ARGUMENTS.items())
 
 
-def _refuse_random(program: Any, among: Callable[[Any], bool] = lambda node: True) -> None:
-    """Refuse random numbers, which a compiled model would repeat in every call.
+def _refuse_random(program: Any, is_candidate: Callable[[Any], bool] = lambda node: True) -> None:
+    """Refuse random ops, whose numbers a compiled model would repeat in every call.
 
-    Ops of modules in training are looked for in the program as it was exported: decompositions hide what they are.
+    Ops of modules in training mode are checked before decomposition, which hides them.
     """
     names = NodeNames()
-    random = [node for node in _calls(program) if _is_random(node) and among(node)]
-    titles = [f"node {names.info(node).name!r}: {node.target}" for node in random]
-    if titles:
+    random = [node for node in _calls(program) if _is_random(node) and is_candidate(node)]
+    draws = [f"node {names.info(node).name!r}: {node.target}" for node in random]
+    if draws:
         raise FrontendError(
-            f"the module draws random numbers, which a compiled model would repeat in every call: {'; '.join(titles)}; "
+            f"the module draws random numbers, which a compiled model would repeat in every call: {'; '.join(draws)}; "
             "call module.eval() before it is exported, or give the numbers as an input"
         )
 
@@ -213,16 +211,16 @@ def _export(torch: Any, module: Any, args: Any, kwargs: Any, dynamic_shapes: Any
                 module, tuple(args or ()), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
 
-    before, after = _numbers(module), {}
-    hook = module.register_forward_hook(lambda *_: after.update(_numbers(module)))
+    numbers_before, numbers_after = _number_attributes(module), {}
+    hook = module.register_forward_hook(lambda *_: numbers_after.update(_number_attributes(module)))
     try:
         program = export()
     except Exception as error:
         raise FrontendError(f"torch cannot export {type(module).__name__}: {_first_lines(error)}") from error
     finally:
         hook.remove()
-    changed = {key: value for key, value in after.items() if before.get(key, value) != value}
-    if changed and _differs(module, program, export, before, changed):
+    changed = {key: value for key, value in numbers_after.items() if numbers_before.get(key, value) != value}
+    if changed and _exports_differently(module, program, export, numbers_before, changed):
         names = ", ".join(repr(".".join(filter(None, key))) for key in changed)
         raise FrontendError(
             f"the module changes {names} when it runs, and computes something else in the next call; a compiled model "
@@ -234,8 +232,8 @@ def _export(torch: Any, module: Any, args: Any, kwargs: Any, dynamic_shapes: Any
 _Numbers: TypeAlias = "dict[tuple[str, str], bool | int | float]"
 
 
-def _numbers(module: Any) -> _Numbers:
-    """(path of a submodule, name of an attribute) -> number, for all attributes that are numbers."""
+def _number_attributes(module: Any) -> _Numbers:
+    """(path of a submodule, name of an attribute) -> value, for all numeric attributes."""
     return {
         (path, name): value
         for path, part in module.named_modules()
@@ -244,8 +242,10 @@ def _numbers(module: Any) -> _Numbers:
     }
 
 
-def _differs(module: Any, program: Any, export: Callable[[], Any], before: _Numbers, changed: _Numbers) -> bool:
-    """True if a module exports to another program after its numbers have changed; with caches that fill once, not."""
+def _exports_differently(
+    module: Any, program: Any, export: Callable[[], Any], before: _Numbers, changed: _Numbers
+) -> bool:
+    """Return whether a module exports differently after its numbers changed, unlike one with a cache filled once."""
 
     def assign(numbers: _Numbers) -> None:
         for path, name in changed:
@@ -254,23 +254,23 @@ def _differs(module: Any, program: Any, export: Callable[[], Any], before: _Numb
     assign(changed)
     try:
         return str(export().graph) != str(program.graph)
-    except Exception:  # the rest of the module's state has not changed along
+    except Exception:  # the other state of the module is the old one
         return False
     finally:
         assign(before)
 
 
 def _check_storage(torch: Any, module: Any, args: Any, kwargs: Any) -> None:
-    """Refuse tensors that torch cannot export, or that have no elements to read, by their names."""
+    """Refuse inputs that torch cannot export, and weights whose elements cannot be read."""
     tree = torch.utils._pytree
-    given, _ = tree.tree_flatten_with_path({"example_args": tuple(args or ()), "example_kwargs": dict(kwargs or {})})
-    inputs = [(f"{path[0].key}{tree.keystr(path[1:])}", value) for path, value in given]
+    leaves, _ = tree.tree_flatten_with_path({"example_args": tuple(args or ()), "example_kwargs": dict(kwargs or {})})
+    inputs = [(f"{path[0].key}{tree.keystr(path[1:])}", value) for path, value in leaves]
     weights = [*module.named_parameters(), *module.named_buffers()]
     for is_input, (name, value) in [*((True, pair) for pair in inputs), *((False, pair) for pair in weights)]:
         if not isinstance(value, torch.Tensor):
             continue
         kind = unreadable_reason(value)
-        if is_input and not kind.startswith(("nested", "quantized")):  # example arguments are read for shapes alone
+        if is_input and not kind.startswith(("nested", "quantized")):  # only the shapes of example arguments matter
             kind = "" if value.layout == torch.strided else f"sparse or packed tensor ({value.layout})"
         if kind:
             raise FrontendError(
@@ -279,7 +279,7 @@ def _check_storage(torch: Any, module: Any, args: Any, kwargs: Any) -> None:
 
 
 def unreadable_reason(tensor: Any) -> str:
-    """Name of the kind of a tensor whose elements cannot be read as a dense array; empty for others."""
+    """The kind of a tensor whose elements cannot be read as a dense array; empty for other tensors."""
     if tensor.is_nested:
         return "nested tensor"
     if tensor.is_quantized:
@@ -298,7 +298,7 @@ def _first_lines(error: Exception) -> str:
 def dimension_names(
     source: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, dynamic_shapes: Any
 ) -> dict[int, dict[int, str]]:
-    """The names that `dynamic_shapes` gives: id of an example tensor -> axis -> name."""
+    """Names in `dynamic_shapes`: id of an example tensor -> axis -> name."""
     forward = getattr(source, "forward", None)
     if dynamic_shapes is None or forward is None:
         return {}
@@ -307,14 +307,14 @@ def dimension_names(
     except (TypeError, ValueError):
         return {}
     specs = dynamic_shapes if isinstance(dynamic_shapes, Mapping) else dict(zip(bound, dynamic_shapes, strict=False))
-    found: dict[int, dict[int, str]] = {}
-    for tensor, names in _named(specs, dict(bound)):
-        found.setdefault(id(tensor), {}).update(names)
-    return found
+    names_by_tensor: dict[int, dict[int, str]] = {}
+    for tensor, names in _axis_names(specs, dict(bound)):
+        names_by_tensor.setdefault(id(tensor), {}).update(names)
+    return names_by_tensor
 
 
-def _named(spec: Any, value: Any) -> Iterator[tuple[Any, dict[int, str]]]:
-    """Pairs of a tensor and the names of its axes, from a tree of specs and one of values."""
+def _axis_names(spec: Any, value: Any) -> Iterator[tuple[Any, dict[int, str]]]:
+    """Pairs of a tensor and the names of its axes, from parallel trees of specs and values."""
     if spec is None or value is None:
         return
     if hasattr(value, "dim"):
@@ -323,7 +323,7 @@ def _named(spec: Any, value: Any) -> Iterator[tuple[Any, dict[int, str]]]:
         yield value, {axis: name for axis, name in names.items() if name.isidentifier()}
     elif isinstance(value, Mapping) and isinstance(spec, Mapping):
         for key in value:
-            yield from _named(spec.get(key), value[key])
+            yield from _axis_names(spec.get(key), value[key])
     elif isinstance(value, (list, tuple)) and isinstance(spec, (list, tuple)):
         for inner_spec, inner in zip(spec, value, strict=False):
-            yield from _named(inner_spec, inner)
+            yield from _axis_names(inner_spec, inner)

@@ -1,4 +1,4 @@
-"""The walk over the nodes of an exported program: from FX to Relax bindings that know their modules."""
+"""Conversion of an exported program (an FX graph) to Relax bindings; each binding remembers its node and module."""
 
 from __future__ import annotations
 
@@ -33,11 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 
-# Constant folding: torch computes values that depend on weights and numbers alone when a program is imported.
-
-
 class Folding:
-    """The nodes of a program's graph that depend on no input.
+    """Constant folding by torch: the nodes of a program's graph that depend on weights and numbers only.
 
     Parameters
     ----------
@@ -49,34 +46,33 @@ class Folding:
 
     def __init__(self, graph: Any, weights: Mapping[str, Any]) -> None:
         self._values = {node: weights[node.name] for node in graph.nodes if node.name in weights}
-        self._fixed = set(self._values)
+        self._constant_nodes = set(self._values)
         for node in graph.nodes:
-            if node.op == "call_function" and self._fixed.issuperset(node.all_input_nodes):
+            if node.op == "call_function" and self._constant_nodes.issuperset(node.all_input_nodes):
                 if hasattr(node.target, "_schema") or node.target is operator.getitem:
-                    self._fixed.add(node)
+                    self._constant_nodes.add(node)
 
     def __contains__(self, node: Any) -> bool:
-        return node in self._fixed
+        return node in self._constant_nodes
 
     def value(self, node: Any) -> Any:
-        """The tensor, or several, that torch computes for a node."""
+        """The tensor or tensors that torch computes for a node."""
         torch, pending = torch_package(), [node]
-        while pending:  # a chain may be longer than Python's stack is deep
-            missing = [before for before in pending[-1].all_input_nodes if before not in self._values]
-            if missing and pending[-1] not in self._values:
-                pending += missing
+        while pending:  # not recursive: a chain may exceed Python's stack
+            operands = [operand for operand in pending[-1].all_input_nodes if operand not in self._values]
+            if operands and pending[-1] not in self._values:
+                pending += operands
                 continue
-            last = pending.pop()
-            if last not in self._values:
-                args, kwargs = torch.fx.node.map_arg((last.args, last.kwargs), self._values.__getitem__)
+            current = pending.pop()
+            if current not in self._values:
+                args, kwargs = torch.fx.node.map_arg((current.args, current.kwargs), self._values.__getitem__)
                 with torch.no_grad():
-                    self._values[last] = last.target(*args, **kwargs)
+                    self._values[current] = current.target(*args, **kwargs)
         return self._values[node]
 
 
-# Floats that a program computes from sizes, and from numbers that it reads: scalars of float64.
-
-_OPERATIONS: dict[str, Any] = {
+# Sympy function -> op on float64 scalars.
+_FLOAT_OPS: dict[str, Any] = {
     "Add": relax.op.add,
     "Mul": relax.op.multiply,
     "Pow": relax.op.power,
@@ -99,12 +95,12 @@ _OPERATIONS: dict[str, Any] = {
 
 
 def float_scalar(node: TorchNode, value: Any) -> relax.Expr:
-    """Sympy's arithmetic as ops.
+    """Convert a float that a program computes from sizes and from numbers that it reads, as a float64 scalar.
 
     Raises
     ------
     FrontendError
-        If there is no op for a part of it.
+        If a function in it has no op.
     """
     kind = type(value).__name__
     if value.is_Symbol and str(value) in node.sizes.read:
@@ -113,16 +109,16 @@ def float_scalar(node: TorchNode, value: Any) -> relax.Expr:
         return node.cast(node.number(node.sizes.expr(value)), "float64")
     if value.is_number:
         return const(float(value), "float64")
-    if kind not in _OPERATIONS:
+    if kind not in _FLOAT_OPS:
         raise node.refusal(f"the number {value} is computed by {kind}, which cannot be imported")
     operands = [float_scalar(node, part) for part in value.args]
     if len(operands) == 1:
-        return node.emit(_OPERATIONS[kind](*operands))
-    return reduce(lambda a, b: node.emit(_OPERATIONS[kind](a, b)), operands)
+        return node.emit(_FLOAT_OPS[kind](*operands))
+    return reduce(lambda a, b: node.emit(_FLOAT_OPS[kind](a, b)), operands)
 
 
-# Nodes that say something about sizes to torch alone: the sizes are in the results already.
-_SILENT = frozenset(
+# Assertions for torch's shape inference; the inferred sizes are in the results.
+_IGNORED_OPS = frozenset(
     "sym_constrain_range_for_size sym_constrain_range _assert_tensor_metadata _assert_async "
     "_functional_assert_async _functional_sym_constrain_range _functional_sym_constrain_range_for_size".split()
 )
@@ -146,7 +142,7 @@ def import_program(
     Raises
     ------
     FrontendError
-        If an op cannot be converted; names it, its module and the reason.
+        If an op cannot be converted; the text has its name, its module and the reason.
     """
     nbytes = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     with joining_sizes(JoinedSizes()), spending(Budget(limits or ImportLimits(), nbytes)):
@@ -154,29 +150,29 @@ def import_program(
 
 
 class _Importer(OwnedBindings):
-    """The walk over a program's graph and the graphs inside its nodes, as the converters see it (`Walk`)."""
+    """Importer of a program's graph and nested graphs; converters see it as `Walk`."""
 
     def __init__(self, program: Any, sizes: Sizes) -> None:
         self._torch = torch_package()
         self._program = program
         self._sizes = sizes
-        self._folding = _folding(program)
+        self._fold_weights = _fold_weights(program)
         self._names = NodeNames()
         self.bb = relax.BlockBuilder()
         self._values: dict[Any, Any] = {}
         self._owners: dict[relax.Var, NodeInfo] = {}
         self._results: dict[NodeInfo, list[relax.Var]] = {}
         self._constants: dict[tuple[Any, ...], Any] = {}
-        self._densified: dict[str, Any] = {}  # kept alive: their addresses are keys of `_constants`
+        self._dense_copies: dict[str, Any] = {}  # alive because their addresses are keys of `_constants`
         self.loops: list[ImportedLoop] = []
-        self.known: dict[relax.Var, relax.Binding] = {}
+        self.constant_bindings: dict[relax.Var, relax.Binding] = {}
 
     def run(self) -> tuple[ImportedGraph, list[NodeInfo], list[str]]:
-        check_supported(self._program, self._folding)
+        check_supported(self._program, self._fold_weights)
         params = self._inputs()
         self.bb.begin_scope(list(params.values()))
         try:
-            with self._collected() as bindings:
+            with self._collect_bindings() as bindings:
                 self._require_ranges()
                 self._convert_all(self._program.graph_module)
                 outputs, names = self._outputs()
@@ -190,62 +186,60 @@ class _Importer(OwnedBindings):
         return graph, nodes, names
 
     @contextmanager
-    def _owned(self, info: NodeInfo) -> Iterator[None]:
-        """Bindings that are made inside belong to this node, unless to a node inside it."""
-        with self._collected() as bindings:
+    def _owned_bindings(self, info: NodeInfo) -> Iterator[None]:
+        """Emit the bindings made inside as owned by `info` unless an inner node owns them."""
+        with self._collect_bindings() as bindings:
             yield
         self.adopt(bindings, info)
 
     def as_tensor(self, value: Any) -> Any:
-        """A number or a size as a scalar tensor; other values as they are."""
+        """Convert a number or a size to a scalar tensor; other values are unchanged."""
         is_number = isinstance(value, (bool, int, float)) or tvm.ir.is_prim_expr(value)
-        return self._outside("value").number(value) if is_number else value
+        return self._detached_node("value").number(value) if is_number else value
 
-    def graph_of(self, module: Any, given: Sequence[Any]) -> list[Any]:
-        """The results of a graph inside a node, converted where the builder stands."""
-        places = [node for node in module.graph.nodes if node.op == "placeholder"]
+    def graph_of(self, module: Any, arguments: Sequence[Any]) -> list[Any]:
+        """Convert a nested graph at the builder's position and return its results."""
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         with self._sizes.scope():
-            for place, value in zip(places, given, strict=True):
-                self._take(place, value)
+            for placeholder, value in zip(placeholders, arguments, strict=True):
+                self._bind_input(placeholder, value)
             self._convert_all(module)
-            (end,) = (node for node in module.graph.nodes if node.op == "output")
-            found = end.args[0] if isinstance(end.args[0], (list, tuple)) else [end.args[0]]
-            return [self._value(value) for value in found]
+            (output,) = (node for node in module.graph.nodes if node.op == "output")
+            results = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+            return [self._value(value) for value in results]
 
-    def _take(self, place: Any, value: Any) -> None:
-        """Give an input of an inner graph its value; sizes take the names that the value's have."""
-        fake = place.meta.get("val")
-        node = self._outside(place.name)
+    def _bind_input(self, placeholder: Any, value: Any) -> None:
+        """Bind an input of a nested graph and the symbols in its shape."""
+        fake = placeholder.meta.get("val")
+        node = self._detached_node(placeholder.name)
         if isinstance(fake, self._torch.SymInt):
             value = value if isinstance(value, int) or tvm.ir.is_prim_expr(value) else node.read_size(value)
             self._sizes.bind(fake, value)
         elif isinstance(fake, self._torch.Tensor) and isinstance(value, relax.Expr):
             for size, dim in zip(fake.shape, node.dims(value), strict=True):
                 self._sizes.bind(size, dim)
-        self._values[place] = value
+        self._values[placeholder] = value
 
-    def _outside(self, name: str) -> TorchNode:
-        """A node of no op, for values that belong to none."""
+    def _detached_node(self, name: str) -> TorchNode:
+        """A `TorchNode` for values that do not belong to an op."""
         return TorchNode("value.", NodeInfo(name, (), "value", "", ""), None, (), self, self._sizes)
 
     def _convert_all(self, module: Any) -> None:
         for node in module.graph.nodes:
             if node.op == "get_attr":
-                value = module
-                for part in str(node.target).split("."):
-                    value = getattr(value, part)
+                value = operator.attrgetter(str(node.target))(module)
                 is_tensor = isinstance(value, self._torch.Tensor)
                 self._values[node] = self._constant(value, str(node.target)) if is_tensor else value
             elif node.op == "call_function":
                 self._convert(node)
 
     def _inputs(self) -> dict[str, relax.Var]:
-        """Parameters of the function by name; weights, buffers and constants become constants."""
+        """Create the parameters of the function, by name; weights, buffers and constants become constants."""
         kinds = self._torch.export.graph_signature.InputKind
-        places = {node.name: node for node in self._program.graph.nodes if node.op == "placeholder"}
+        placeholders = {node.name: node for node in self._program.graph.nodes if node.op == "placeholder"}
         params: dict[str, relax.Var] = {}
         for spec in self._program.graph_signature.input_specs:
-            node = places[spec.arg.name]
+            node = placeholders[spec.arg.name]
             value = node.meta.get("val")
             is_tensor = isinstance(value, self._torch.Tensor)
             if is_tensor and spec.kind is kinds.USER_INPUT and value.dtype.is_complex:
@@ -254,11 +248,11 @@ class _Importer(OwnedBindings):
                 )
             if spec.kind in (kinds.PARAMETER, kinds.BUFFER, kinds.CONSTANT_TENSOR):
                 if node.users:
-                    self._values[node] = self._constant(self._folding.value(node), spec.target)
+                    self._values[node] = self._constant(self._fold_weights.value(node), spec.target)
             elif spec.kind is kinds.USER_INPUT and is_tensor:
                 for dim in value.shape:
                     if not isinstance(dim, int):
-                        self._sizes.known.update(map(str, dim.node.expr.free_symbols))
+                        self._sizes.symbols.update(map(str, dim.node.expr.free_symbols))
                 dtype = dtype_name(value.dtype, f"the input {node.name!r}")
                 ty = relax.TensorType(as_shape(self._sizes.shape(value.shape)), dtype)
                 params[node.name] = relax.Var(variable_name(node.name), ty)
@@ -272,7 +266,7 @@ class _Importer(OwnedBindings):
         return params
 
     def _constant(self, tensor: Any, name: str) -> Any:
-        """A weight, over torch's own memory where kernels can read it; a weight that is shared is one constant."""
+        """Convert a weight once, without a copy of torch's memory if kernels can read it."""
         torch = self._torch
         kind = unreadable_reason(tensor)
         if kind:
@@ -282,7 +276,7 @@ class _Importer(OwnedBindings):
             return Complex(*(self._constant(part.contiguous(), name) for part in (tensor.real, tensor.imag)))
         dtype_name(tensor.dtype, f"the weight {name!r}")
         if tensor.layout != torch.strided:
-            tensor = self._densified[name] = tensor.to_dense()
+            tensor = self._dense_copies[name] = tensor.to_dense()
         key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.is_neg())
         if key in self._constants:
             return self._constants[key]
@@ -298,25 +292,25 @@ class _Importer(OwnedBindings):
         return value
 
     def _require_ranges(self) -> None:
-        with self._owned(NodeInfo("sizes", (), "require", "", "")):
+        with self._owned_bindings(NodeInfo("sizes", (), "require", "", "")):
             for condition, text in self._sizes.ranges(self._program.range_constraints):
                 self.bb.match_cast(requirement(condition, f"the exported program: {text}"), MET)
 
     def _convert(self, node: Any) -> None:
-        """Convert a node, and remember that it owns the bindings that are made of it."""
+        """Convert a node, which owns the emitted bindings."""
         if node.target is operator.getitem:
             container, index = node.args
             self._values[node] = self._values[container][index]
             return
         value = node.meta.get("val")
-        if _is_number(value) and not _is_read(node):
-            return  # computed where it is read
-        if _op_name(node) in _SILENT or self._is_open(node):
+        if _is_number(value) and not _is_read_at_run_time(node):
+            return  # computed by its readers
+        if _op_name(node) in _IGNORED_OPS or self._is_unknown_assertion(node):
             return
         info = self._names.info(node)
         try:
-            with self._owned(info):
-                result = self._converted(node, info)
+            with self._owned_bindings(info):
+                result = self._convert_op(node, info)
         except FrontendError:
             raise
         except Exception as error:
@@ -325,65 +319,65 @@ class _Importer(OwnedBindings):
         results = result if isinstance(result, list) else [result]
         self._results[info] = [part for part in results if isinstance(part, relax.Var)]
 
-    def _is_open(self, node: Any) -> bool:
-        """Return whether a node asserts a condition over sizes that nobody names."""
+    def _is_unknown_assertion(self, node: Any) -> bool:
+        """Return whether a node asserts a condition over unknown symbols."""
         if _op_name(node) not in ("_assert_scalar", "_functional_assert_scalar"):
             return False
         value = node.args[0].meta.get("val") if isinstance(node.args[0], self._torch.fx.Node) else None
         return isinstance(value, self._torch.SymBool) and self._sizes.condition(value) is None
 
-    def _converted(self, node: Any, info: NodeInfo) -> Any:
+    def _convert_op(self, node: Any, info: NodeInfo) -> Any:
         value, convert = node.meta.get("val"), _converter_of(node)
         if convert is None:
-            found = self._folding.value(node)
-            if isinstance(found, (list, tuple)):
-                return [self._constant(part, f"{info.name}[{index}]") for index, part in enumerate(found)]
-            return self._constant(found, info.name)
+            folded = self._fold_weights.value(node)
+            if isinstance(folded, (list, tuple)):
+                return [self._constant(part, f"{info.name}[{index}]") for index, part in enumerate(folded)]
+            return self._constant(folded, info.name)
         arguments, tensors = self._arguments(node)
-        used = frozenset(user.args[1] for user in node.users if user.target is operator.getitem)
-        torch_node = TorchNode(_full_name(node), info, value, tensors, self, self._sizes, used)
+        used_results = frozenset(user.args[1] for user in node.users if user.target is operator.getitem)
+        torch_node = TorchNode(_full_name(node), info, value, tensors, self, self._sizes, used_results)
         if is_complex(value) or has_complex(arguments):
             convert = convert_complex
-        elif node.args and self._is_empty(value):  # whatever the op is; some kernels would leave sizes of 0 out
+        elif node.args and self._is_empty(value):  # for any op; some kernels fail for sizes of 0
             convert = _empty
         result = convert(torch_node, *arguments)
         if isinstance(value, (list, tuple)):
             parts = [
-                None if part is None else self._checked(torch_node, part, fake)
+                None if part is None else self._check_result(torch_node, part, fake)
                 for part, fake in zip(result, value, strict=False)
             ]
             return parts + [None] * (len(value) - len(parts))
-        return self._checked(torch_node, result, value)
+        return self._check_result(torch_node, result, value)
 
     def _is_empty(self, fake: Any) -> bool:
-        """Return whether a result, or every one of several, has no elements."""
+        """Return whether a fake tensor, or every one in a list, has no elements."""
         if isinstance(fake, (list, tuple)):
             return bool(fake) and all(map(self._is_empty, fake))
         return isinstance(fake, self._torch.Tensor) and any(isinstance(dim, int) and dim == 0 for dim in fake.shape)
 
-    def _checked(self, node: TorchNode, result: Any, fake: Any) -> Any:
-        """The result, if it has the type that torch says; its sizes take torch's names."""
+    def _check_result(self, node: TorchNode, result: Any, fake: Any) -> Any:
+        """Check a result against the type that torch inferred, and use torch's symbols for its sizes."""
         if isinstance(result, Complex):
-            return Complex(*(self._checked(node, part, part_of(fake)) for part in result))
+            return Complex(*(self._check_result(node, part, part_of(fake)) for part in result))
         if result is None or not hasattr(fake, "shape"):
-            return self._checked_number(node, result, fake)
+            return self._bind_number(node, result, fake)
         result = node.emit(self.bb.normalize(result))
         ty = result.ty
         dims = self._sizes.shape(fake.shape)
         if str(ty.dtype) != dtype_name(fake.dtype) or int(ty.ndim) not in (-1, len(dims)):
-            raise node.refusal(f"becomes {ty}, where torch finds {dtype_name(fake.dtype)} of shape {dims}")
+            raise node.refusal(f"becomes {ty}, where torch infers {dtype_name(fake.dtype)} of shape {dims}")
         new = {str(symbol) for dim in fake.shape if not isinstance(dim, int) for symbol in dim.node.expr.free_symbols}
-        if not isinstance(ty.shape, relax.ShapeExpr) or new - self._sizes.known:
-            self._sizes.known |= new
+        if not isinstance(ty.shape, relax.ShapeExpr) or new - self._sizes.symbols:
+            self._sizes.symbols |= new
             return self.bb.match_cast(result, relax.TensorType(as_shape(dims), str(ty.dtype)))
-        for here, there in zip(node.dims(result), dims, strict=True):
-            if not node.sizes_equal(here, there):
-                text = f"finds a size of {here}, where torch finds {there}"
-                node.onnx_node("Reshape", []).require(equal(here, there), text)
+        for size, expected_size in zip(node.dims(result), dims, strict=True):
+            if not node.sizes_equal(size, expected_size):
+                text = f"has a size of {size}, where torch infers {expected_size}"
+                node.onnx_node("Reshape", []).require(equal(size, expected_size), text)
         return renamed(node.onnx_node("Reshape", []), result, dims)
 
-    def _checked_number(self, node: TorchNode, result: Any, fake: Any) -> Any:
-        """The number that an op reads from a tensor, or passes on; its symbol means it from here on."""
+    def _bind_number(self, node: TorchNode, result: Any, fake: Any) -> Any:
+        """Bind the symbol of a number that an op reads from a tensor, and return the number."""
         if not isinstance(result, relax.Expr) or tvm.ir.is_prim_expr(result):
             return result
         symbol = str(getattr(getattr(fake, "node", None), "expr", ""))
@@ -399,7 +393,7 @@ class _Importer(OwnedBindings):
         return scalar
 
     def _require_range(self, node: TorchNode, symbol: Any, size: Any) -> None:
-        """Require what torch found about a number that it reads: sizes are not negative."""
+        """Require the range that torch assumes for a number read from a tensor."""
         bounds = self._program.range_constraints.get(symbol)
         if bounds is not None and not isinstance(size, int):
             for condition, text in self._sizes.within(size, bounds):
@@ -409,29 +403,29 @@ class _Importer(OwnedBindings):
         """The values of a node's arguments and their fake tensors, in the order of the op's schema."""
         values, fakes = [], []
         schema = getattr(node.target, "_schema", None)
-        if schema is None:  # an op with graphs in it
-            return [self._value(given) for given in node.args], list(node.args)
+        if schema is None:  # an op with nested graphs
+            return [self._value(operand) for operand in node.args], list(node.args)
         for index, argument in enumerate(schema.arguments):
             if index < len(node.args):
-                given = node.args[index]
+                operand = node.args[index]
             elif argument.name in node.kwargs:
-                given = node.kwargs[argument.name]
+                operand = node.kwargs[argument.name]
             else:
-                given = argument.default_value
-            values.append(self._value(given))
-            fakes.append(given.meta.get("val") if isinstance(given, self._torch.fx.Node) else given)
+                operand = argument.default_value
+            values.append(self._value(operand))
+            fakes.append(operand.meta.get("val") if isinstance(operand, self._torch.fx.Node) else operand)
         return values, fakes
 
-    def _value(self, given: Any) -> Any:
-        if isinstance(given, self._torch.fx.Node):
-            return self._values[given] if given in self._values else self._number(given)
-        if isinstance(given, (list, tuple)):
-            return [self._value(part) for part in given]
-        return given
+    def _value(self, argument: Any) -> Any:
+        if isinstance(argument, self._torch.fx.Node):
+            return self._values[argument] if argument in self._values else self._number(argument)
+        if isinstance(argument, (list, tuple)):
+            return [self._value(part) for part in argument]
+        return argument
 
-    def _number(self, given: Any) -> Any:
-        """A number that torch computes from sizes, or from numbers that the model reads."""
-        torch, value = self._torch, given.meta.get("val")
+    def _number(self, node: Any) -> Any:
+        """Convert a number that torch computes from sizes or from numbers that the model reads."""
+        torch, value = self._torch, node.meta.get("val")
         if isinstance(value, torch.SymInt):
             return self._sizes.dim(value)
         if isinstance(value, torch.SymBool):
@@ -439,26 +433,26 @@ class _Importer(OwnedBindings):
             if condition is not None:
                 return condition
         elif isinstance(value, torch.SymFloat):
-            return float_scalar(self._outside(given.name), value.node.expr)
+            return float_scalar(self._detached_node(node.name), value.node.expr)
         elif value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise FrontendError(f"the value of {given} ({given.target}) cannot be imported: it is no tensor or size")
+        raise FrontendError(f"the value of {node} ({node.target}) cannot be imported: it is not a tensor or size")
 
     def _outputs(self) -> tuple[list[relax.Expr], list[str]]:
-        """The module's results, and behind them the new values of inputs that it changes."""
+        """The module's results, followed by the new values of inputs that it mutates."""
         (node,) = (node for node in self._program.graph.nodes if node.op == "output")
         kinds = self._torch.export.graph_signature.OutputKind
         names = iter(output_names(self._program))
-        found: dict[str, Any] = {}
-        changed: dict[str, Any] = {}
-        for spec, given in zip(self._program.graph_signature.output_specs, node.args[0], strict=True):
+        results: dict[str, Any] = {}
+        mutations: dict[str, Any] = {}
+        for spec, argument in zip(self._program.graph_signature.output_specs, node.args[0], strict=True):
             if spec.kind is kinds.USER_INPUT_MUTATION:
-                changed[str(spec.target)] = self._value(given)
+                mutations[str(spec.target)] = self._value(argument)
             elif spec.kind is kinds.USER_OUTPUT:
-                found[next(names, f"output_{len(found)}")] = self._value(given)
+                results[next(names, f"output_{len(results)}")] = self._value(argument)
         outputs = {
             name: self._output(name, value)
-            for name, value in (*found.items(), *((f"{name}_out", value) for name, value in changed.items()))
+            for name, value in (*results.items(), *((f"{name}_out", value) for name, value in mutations.items()))
             if value is not None and not isinstance(value, str)
         }
         if not outputs:
@@ -474,7 +468,7 @@ class _Importer(OwnedBindings):
             return value
         dtype = "bool" if isinstance(value, bool) else "float32" if isinstance(value, float) else "int64"
         info = NodeInfo(variable_name(name), (), "output", "", "")
-        with self._owned(info):
+        with self._owned_bindings(info):
             return TorchNode("output.", info, None, (), self, self._sizes).tensor(value, dtype)
 
 
@@ -500,8 +494,8 @@ def _converter_of(node: Any) -> Converter | None:
     return TABLE.get(_full_name(node)) or TABLE.get(op) or (convert_complex if converts_complex(op) else None)
 
 
-def _is_read(node: Any) -> bool:
-    """Return whether a number is read from a tensor when the model runs, or comes from a graph in the node."""
+def _is_read_at_run_time(node: Any) -> bool:
+    """Return whether a number is read from a tensor at run time."""
     return _op_name(node) in ("_local_scalar_dense", "item")
 
 
@@ -510,8 +504,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymBool, torch.SymFloat, bool, int, float))
 
 
-def _folding(program: Any) -> Folding:
-    """The nodes of a program that depend on weights alone."""
+def _fold_weights(program: Any) -> Folding:
+    """Set up constant folding of a program."""
     tables = {**program.constants, **program.state_dict}
     weights = {
         spec.arg.name: tables[spec.target] for spec in program.graph_signature.input_specs if spec.target in tables
@@ -520,34 +514,32 @@ def _folding(program: Any) -> Folding:
 
 
 def check_supported(program: Any, folding: Folding) -> None:
-    """Refuse a program with ops that no converter knows, naming all, and one that changes buffers."""
+    """Refuse a program that mutates buffers or has unsupported ops; the error lists all of them."""
     kinds = torch_package().export.graph_signature.OutputKind
-    lost = (kinds.BUFFER_MUTATION, getattr(kinds, "PARAMETER_MUTATION", None))
-    changed = [spec.target for spec in program.graph_signature.output_specs if spec.kind in lost]
+    mutations = (kinds.BUFFER_MUTATION, getattr(kinds, "PARAMETER_MUTATION", None))
+    changed = [spec.target for spec in program.graph_signature.output_specs if spec.kind in mutations]
     if changed:
         raise FrontendError(
             f"the module changes {', '.join(map(repr, changed))} when it runs, which a compiled model cannot; "
             "call module.eval() before, or return the new value instead"
         )
-    missing = _missing(program.graph_module, NodeNames(), folding)
+    missing = _unsupported_nodes(program.graph_module, NodeNames(), folding)
     if missing:
         raise FrontendError(f"the exported program has ops that cannot be imported: {'; '.join(missing)}")
 
 
-def _missing(module: Any, names: NodeNames, folding: Folding) -> list[str]:
-    """The nodes of a graph, and of graphs inside its nodes, that no converter knows."""
-    found = []
+def _unsupported_nodes(module: Any, names: NodeNames, folding: Folding) -> list[str]:
+    """The unsupported nodes of a graph and of nested graphs."""
+    titles = []
     for node in module.graph.nodes:
         op = _op_name(node)
         if node.op == "get_attr":
-            inner = module
-            for part in str(node.target).split("."):
-                inner = getattr(inner, part)
-            found += _missing(inner, names, folding) if hasattr(inner, "graph") else []
+            inner = operator.attrgetter(str(node.target))(module)
+            titles += _unsupported_nodes(inner, names, folding) if hasattr(inner, "graph") else []
         elif node.op in ("call_module", "call_method"):
-            found.append(f"node {node.name!r}: {node.target}")
+            titles.append(f"node {node.name!r}: {node.target}")
         elif node.op == "call_function" and node.target is not operator.getitem:
-            is_size = _is_number(node.meta.get("val")) and not _is_read(node)
-            if not (is_size or op in _SILENT or _converter_of(node) is not None or node in folding):
-                found.append(f"node {names.info(node).name!r}: {node.target}")
-    return found
+            is_size = _is_number(node.meta.get("val")) and not _is_read_at_run_time(node)
+            if not (is_size or op in _IGNORED_OPS or _converter_of(node) is not None or node in folding):
+                titles.append(f"node {names.info(node).name!r}: {node.target}")
+    return titles

@@ -1,4 +1,4 @@
-"""One ATen op while it is converted: its arguments, the result that torch found, and the builder."""
+"""An ATen op during conversion: its arguments, the result type that torch inferred, and helpers that emit Relax."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .sizes import Sizes, as_shape
 _OPSET = 22
 
 Converter: TypeAlias = "Callable[..., Any]"
-"""From a `TorchNode` and the op's arguments, in the order of its schema, to a result or a list of results."""
+"""Function from a `TorchNode` and the op's arguments, in schema order, to a result or a list of results."""
 
 TABLE: dict[str, Converter] = {}
-"""Converters by name of the op, with its overload ("add.Tensor") or for all ("add")."""
+"""Converters by name of the op, with an overload ("add.Tensor") or for all overloads ("add")."""
 
 
 def converts(*names: str) -> Callable[[Converter], Converter]:
@@ -46,12 +46,12 @@ def dtype_name(dtype: Any, subject: str = "a tensor") -> str:
     Parameters
     ----------
     subject : str
-        Owner of the dtype, which the error names.
+        Name of the owner of the dtype in the error.
 
     Raises
     ------
     FrontendError
-        If the library has no tensors of it.
+        If the dtype is not supported.
     """
     name = str(dtype)[6:]
     if name not in _DTYPES:
@@ -63,10 +63,10 @@ _DTYPES = frozenset("float16 bfloat16 float32 float64 int8 int16 int32 int64 uin
 
 
 class Walk(Importer, Protocol):
-    """The walk over a program, as far as ops with graphs in them need it."""
+    """Importer as ops with nested graphs see it."""
 
-    def graph_of(self, module: Any, given: Sequence[Any]) -> list[Any]:
-        """The results of a graph inside a node, converted where the builder stands."""
+    def graph_of(self, module: Any, arguments: Sequence[Any]) -> list[Any]:
+        """Convert a nested graph at the builder's position and return its results."""
 
 
 @dataclass
@@ -80,11 +80,11 @@ class TorchNode:
     info : NodeInfo
         Its names.
     value : object
-        The fake tensor that torch found as its result, or a list of them.
+        Fake tensor of its result, or a list of them.
     tensors : sequence of object
-        Fake tensors (or numbers) of its arguments, in the order of its schema.
+        Fake tensors (or numbers) of its arguments, in schema order.
     used : frozenset of int
-        Which of several results something reads.
+        Indices of the results that are read.
     """
 
     op: str
@@ -97,16 +97,16 @@ class TorchNode:
 
     @property
     def name(self) -> str:
-        """Name of the bindings made of it."""
+        """Name of its bindings."""
         return self.info.name
 
     @property
     def builder(self) -> relax.BlockBuilder:
-        """Where bindings are emitted."""
+        """The builder that emits bindings."""
         return self.walk.bb
 
     def refusal(self, reason: str) -> FrontendError:
-        """The error to raise where this op cannot be converted."""
+        """The error to raise if this op cannot be converted."""
         return FrontendError(f"aten.{self.op} node {self.name!r}: {reason}")
 
     @property
@@ -120,7 +120,7 @@ class TorchNode:
         return self.sizes.shape(self.value.shape)
 
     def onnx_node(self, op_type: str, inputs: Sequence[Any], outputs: int = 1, **attributes: Any) -> Node:
-        """The node of ONNX that computes this op, or a part of it."""
+        """An ONNX node that computes this op or a part of it."""
         inputs = [None if value is None else self._operand(value) for value in inputs]
         return Node(op_type, self.name, attributes.pop("opset", _OPSET), self.builder, inputs, attributes, outputs)
 
@@ -133,20 +133,20 @@ class TorchNode:
         return relax.ShapeExpr(dims)
 
     def onnx(self, op_type: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
-        """Convert by the library's converter of an op of ONNX; lists of sizes are vectors."""
+        """Emit an ONNX op by its converter; lists of sizes become vectors."""
         value = self.emit(convert_node(self.onnx_node(op_type, inputs, outputs, **attributes)))
         if outputs == 1:
             return value
         return [self.emit(relax.TupleGetItem(value, index)) for index in range(outputs)]
 
     def emit(self, value: relax.Expr) -> relax.Expr:
-        """Bind a value that is no variable, constant or size."""
+        """Bind a value to a variable unless it is a variable, constant or size."""
         if isinstance(value, (relax.Var, tvm.ir.GenericConst)) or tvm.ir.is_prim_expr(value):
             return value
         return self.builder.emit(value)
 
     def tensor(self, value: Any, dtype: str | None = None) -> relax.Expr:
-        """A tensor, a number or a size as a tensor of that type, by default of the result's."""
+        """Convert a tensor, number or size to a tensor of an element type, by default the result's."""
         dtype = dtype or self.dtype
         if isinstance(value, (bool, int, float)):
             if dtype == "bool":
@@ -157,19 +157,19 @@ class TorchNode:
         return self.cast(value, dtype)
 
     def number(self, value: Any) -> relax.Expr:
-        """A number of Python, or a size, as a scalar tensor of bool, int64 or float64."""
+        """Convert a Python number or a size to a scalar tensor of bool, int64 or float64."""
         if isinstance(value, (bool, int, float)):
             return const(value, {bool: "bool", int: "int64"}.get(type(value), "float64"))
         if str(value.ty) == "bool":
-            chosen = tirx.Select(value, tirx.IntImm("int64", 1), tirx.IntImm("int64", 0))
-            return self.cast(self.onnx_node("Identity", [chosen]).tensor(0), "bool")
+            integer = tirx.Select(value, tirx.IntImm("int64", 1), tirx.IntImm("int64", 0))
+            return self.cast(self.onnx_node("Identity", [integer]).tensor(0), "bool")
         for read in self.sizes.read.values():
             if isinstance(value, tirx.Var) and value.same_as(read[0]):
                 return read[1]
         return self.onnx_node("Identity", [value]).tensor(0)
 
     def read_size(self, value: relax.Expr) -> Any:
-        """The number in a tensor of one element, as a size."""
+        """Convert a tensor of one element to a size."""
         node = self.onnx_node("Identity", [value])
         vector = self.cast(self.reshape(value, [1]), "int64")
         if isinstance(vector, tvm.ir.GenericConst):
@@ -178,16 +178,16 @@ class TorchNode:
         return size
 
     def of(self, value: Any) -> TorchNode:
-        """The op with another result."""
+        """Copy of this op with another result."""
         return replace(self, value=value)
 
     def cast(self, value: relax.Expr, dtype: str) -> relax.Expr:
-        """A tensor as elements of another type."""
-        found = str(value.ty.dtype)
-        if found == dtype:
+        """Cast a tensor to another element type."""
+        current = str(value.ty.dtype)
+        if current == dtype:
             return value
         if dtype == "bool":
-            return self.emit(relax.op.not_equal(value, const(0, found)))
+            return self.emit(relax.op.not_equal(value, const(0, current)))
         return cast(self.onnx_node("Cast", [value]), value, dtype)
 
     def dims(self, value: relax.Expr) -> list[Any]:
@@ -195,51 +195,51 @@ class TorchNode:
         return self.onnx_node("Identity", [value]).shape(value)
 
     def reshape(self, value: relax.Expr, dims: Sequence[Any]) -> relax.Expr:
-        """The elements in another shape."""
-        found = self.dims(value)
-        if len(found) == len(dims) and all(_same(a, b) for a, b in zip(found, dims, strict=True)):
+        """Reshape a tensor."""
+        current = self.dims(value)
+        if len(current) == len(dims) and all(_sizes_match(a, b) for a, b in zip(current, dims, strict=True)):
             return value
-        if any(_same(dim, 0) for dim in found):  # Relax takes a size of 0 for the one that the axis had
-            return self.filled(0, [0 if _same(dim, -1) else dim for dim in dims], str(value.ty.dtype))
+        if any(_sizes_match(dim, 0) for dim in current):  # in Relax's reshape, 0 means the size of the axis
+            return self.filled(0, [0 if _sizes_match(dim, -1) else dim for dim in dims], str(value.ty.dtype))
         return self.emit(relax.op.reshape(value, as_shape(dims)))
 
     def broadcast(self, value: relax.Expr, dims: Sequence[Any]) -> relax.Expr:
-        """Repeated along axes of size 1 or none."""
-        found = self.dims(value)
-        if len(found) == len(dims) and all(_same(a, b) for a, b in zip(found, dims, strict=True)):
+        """Broadcast a tensor to a shape."""
+        current = self.dims(value)
+        if len(current) == len(dims) and all(_sizes_match(a, b) for a, b in zip(current, dims, strict=True)):
             return value
         return self.emit(relax.op.broadcast_to(value, as_shape(dims)))
 
     def filled(self, value: Any, dims: Sequence[Any] | None = None, dtype: str | None = None) -> relax.Expr:
-        """A tensor of one number."""
+        """A tensor filled with one number, by default of the result's shape and type."""
         dims = self.shape if dims is None else dims
         return self.broadcast(self.tensor(value, dtype), dims) if dims else self.tensor(value, dtype)
 
     def from_zero(self, indices: relax.Expr, extent: Any) -> relax.Expr:
-        """Indices of an axis, for ops in which torch allows no negative ones: these become indices out of range."""
-        known = as_constant(indices)
+        """Indices for ops in which torch refuses negative ones: these are moved out of range."""
+        constant = as_constant(indices)
         dtype = str(indices.ty.dtype)
-        if (known is not None and (known >= 0).all()) or dtype.startswith("uint"):
+        if (constant is not None and (constant >= 0).all()) or dtype.startswith("uint"):
             return indices
         below = relax.op.subtract(indices, self.tensor(extent, dtype))
         return self.emit(relax.op.where(relax.op.less(indices, const(0, dtype)), below, indices))
 
     def axis(self, axis: int, rank: int) -> int:
-        """An axis counted from the front."""
+        """The non-negative index of an axis."""
         return axis % rank if rank else 0
 
     def sizes_equal(self, a: Any, b: Any) -> bool:
-        """Return whether two sizes are known to be the same."""
-        return _same(a, b)
+        """Return whether two sizes are provably equal."""
+        return _sizes_match(a, b)
 
     def static(self, dims: Sequence[Any], what: str) -> list[int]:
-        """Sizes that must be known."""
+        """Check that sizes are static, and return them."""
         if not all(isinstance(dim, int) for dim in dims):
             raise self.refusal(f"{what} {list(dims)}, expected sizes that are known at import")
         return [int(dim) for dim in dims]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _sizes_match(a: Any, b: Any) -> bool:
     if isinstance(a, int) or isinstance(b, int):
         return isinstance(a, int) and isinstance(b, int) and a == b
     return bool(tvm.sym.Analyzer().can_prove_equal(a, b))

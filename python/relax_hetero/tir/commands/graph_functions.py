@@ -203,7 +203,7 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
                 launch_dependents()
             ticket = T.alloc_buffer((1,), _WORD, scope="local")
             rows = T.alloc_buffer((rounds,), _WORD, scope="local")
-            indices = [_word(round_ * threads) + thread for round_ in range(rounds)]
+            indices = [_word(iteration * threads) + thread for iteration in range(rounds)]
             for number, index in enumerate(indices):
                 with T.If(index < ROWS * slots), T.Then():
                     T.buffer_store(rows, ring[index], [_word(number)])

@@ -169,9 +169,9 @@ def _with_table(
         if not _waits(sequence):
             return sequence
         first, rest = _split_at_wait(sequence)
-        moved = [statement for statement in first if is_launch_dependents(statement)]
+        launch_statements = [statement for statement in first if is_launch_dependents(statement)]
         stays = [statement for statement in first if not is_launch_dependents(statement)]
-        return _in_order([*stays, *table_reads, *moved, *rest])
+        return _in_order([*stays, *table_reads, *launch_statements, *rest])
 
     def on_loop(loop: tirx.For) -> tirx.For:
         if not loop.loop_var.same_as(nest.loop_var):

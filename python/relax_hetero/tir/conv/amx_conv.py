@@ -625,8 +625,8 @@ class _Pair:
     def multiply(self, lefts: int) -> None:
         """Accumulate the products of `lefts` tiles of data, and make their pixels pending."""
         tiles, plan, block = self.tiles, self.plan, self.block
-        tiles_ = [self._tile_pixels(i) for i in range(lefts)]
-        starts = [materialize(block.tile_start(row, first)) for row, first, _ in tiles_]
+        left_tiles = [self._tile_pixels(i) for i in range(lefts)]
+        starts = [materialize(block.tile_start(row, first)) for row, first, _ in left_tiles]
         sums = [(2 * i + j, i, j) for j in range(plan.vectors) for i in range(lefts)]
         for tile, _, _ in sums:
             amx.clear(tile)
@@ -645,7 +645,7 @@ class _Pair:
                 self._step([materialize(start + offset) for start in starts], weight, sums)
                 self._prefetch(weight)
                 _finish_pending(self.task, ceil_div(2 * plan.height, tiles.steps))
-        self._end(tiles_, sums)
+        self._end(left_tiles, sums)
 
     def _tile_pixels(self, i: int) -> tuple[Expr, Expr, Expr]:
         """Row in the block and first pixel of a tile, and its number of pixels in common with the tile before."""

@@ -58,8 +58,10 @@ def ties_of(func: tirx.PrimFunc) -> list[Tie]:
 def _same_type(operand: tirx.Var, result: tirx.Var) -> bool:
     if not (is_buffer_var(operand) and is_buffer_var(result)):
         return False
-    mine, its = operand.ty, result.ty
-    return mine.dtype == its.dtype and bool(structural_equal(list(mine.shape), list(its.shape)))
+    operand_type, result_type = operand.ty, result.ty
+    return operand_type.dtype == result_type.dtype and bool(
+        structural_equal(list(operand_type.shape), list(result_type.shape))
+    )
 
 
 def in_place(func: tirx.PrimFunc, tie: Tie) -> tirx.PrimFunc:

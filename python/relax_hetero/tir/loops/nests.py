@@ -253,8 +253,10 @@ def _axes(computed: Stage | Nest) -> tuple[Axis, ...]:
 
 
 def _same_domain(one: Stage | Nest, other: Stage | Nest) -> bool:
-    mine, its = _axes(one), _axes(other)
-    return len(mine) == len(its) and all(_same_extent(a.extent, b.extent) for a, b in zip(mine, its, strict=True))
+    axes, other_axes = _axes(one), _axes(other)
+    return len(axes) == len(other_axes) and all(
+        _same_extent(a.extent, b.extent) for a, b in zip(axes, other_axes, strict=True)
+    )
 
 
 def _same_extent(left: Expr, right: Expr) -> bool:

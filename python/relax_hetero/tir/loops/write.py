@@ -235,8 +235,8 @@ def write_transposed(tiles: TransposedReads, tasks: int) -> None:
 
     def write(part: FlatBox) -> None:
         across = next(loop for loop in part.spatial if loop.var.same_as(tiles.across))
-        others = [loop for loop in part.spatial[:-1] if loop is not across]
-        with nested(others) as position:
+        outer_loops = [loop for loop in part.spatial[:-1] if loop is not across]
+        with nested(outer_loops) as position:
             with T.serial(int64(ceil_div(across.count, tiles.size))) as i:
                 first = _start(across, i, tiles.size)
                 with T.serial(int64(ceil_div(part.spatial[-1].count, tiles.size))) as j:

@@ -100,7 +100,7 @@ def _decode(code: tirx.Expr, float8: Float8) -> tirx.Expr:
 def _encode_power(bits: tirx.Expr, saturates: bool, rounding: str) -> tirx.Expr:
     exponent = tirx.bitwise_and(tirx.shift_right(bits, _word(23)), _word(0xFF))
     fraction = tirx.bitwise_and(bits, _word(0x7FFFFF))
-    # As in ONNX's reference, halves go up, but for subnormal numbers to zero.
+    # ONNX's reference rounds halves up, but for subnormal numbers to zero.
     half = _word(1 << 22)
     is_up = {
         "up": fraction > _word(0),

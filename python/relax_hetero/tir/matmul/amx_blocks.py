@@ -129,7 +129,7 @@ class _Loops:
         self.row_sums: Any = T.alloc_buffer((rows * spec.chains,), "float32", scope="global") if form.minimum else None
 
     def _copy_row(self, row: Expr, target: Expr) -> None:
-        """The terms of a row of the left operand, zeros behind the end of each."""
+        """The terms of a row of the left operand, with zeros after the end of each."""
         lhs, depth = self.spec.lhs, self.spec.problem.depth
         length = self.steps * self.step
 

@@ -267,8 +267,8 @@ def _f16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
     for shift in (0, 16):
 
         def half(bits: Expr, count: int, shift: int = shift) -> Expr:
-            moved = tirx.shift_right(bits, constant(shift, "int32", count)) if shift else bits
-            short = tirx.Cast(vector_type("uint16", count), moved)
+            shifted_bits = tirx.shift_right(bits, constant(shift, "int32", count)) if shift else bits
+            short = tirx.Cast(vector_type("uint16", count), shifted_bits)
             return cast(tirx.reinterpret(vector_type("float16", count), short), dot.types[2])
 
         acc = acc + broadcast(half(lhs, 1), lanes) * half(rhs, lanes)
@@ -307,10 +307,10 @@ def _i32_bytes(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
 
     def byte(position: int, bits: Expr, dtype: str, count: int) -> Expr:
         if dtype == "uint8":
-            moved = tirx.shift_right(bits, constant(8 * position, "int32", count))
-            return tirx.bitwise_and(moved, constant(0xFF, "int32", count))
-        moved = tirx.shift_left(bits, constant(24 - 8 * position, "int32", count))
-        return tirx.shift_right(moved, constant(24, "int32", count))
+            shifted_bits = tirx.shift_right(bits, constant(8 * position, "int32", count))
+            return tirx.bitwise_and(shifted_bits, constant(0xFF, "int32", count))
+        shifted_bits = tirx.shift_left(bits, constant(24 - 8 * position, "int32", count))
+        return tirx.shift_right(shifted_bits, constant(24, "int32", count))
 
     for position in range(4):
         left = tirx.Broadcast(byte(position, lhs, dot.types[0], 1), lanes)

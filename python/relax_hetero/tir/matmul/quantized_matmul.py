@@ -230,7 +230,7 @@ class _Sorted:
         Numbers of pairs within the block, grouped by expert.
     ends : Buffer
         Start of each expert's pairs, and the end of the last.
-    chosen : Buffer
+    used_experts : Buffer
         The experts with pairs.
     count : PrimExpr
         Number of experts with pairs.
@@ -238,7 +238,7 @@ class _Sorted:
 
     order: Any
     ends: Any
-    chosen: Any
+    used_experts: Any
     count: Expr
 
 
@@ -266,15 +266,17 @@ class _Loops:
                 row_sums = T.alloc_buffer((size,), "float32", scope="global")
             order = T.alloc_buffer((self.block * self.used,), "int32", scope="global")
             ends = T.alloc_buffer((self.experts + 1,), "int32", scope="global")
-            chosen = T.alloc_buffer((self.experts,), "int32", scope="global")
+            used_experts = T.alloc_buffer((self.experts,), "int32", scope="global")
             with loop(ceil_div(self.tokens, self.block)) as block:
                 begin = materialize(block * self.block)
                 end = materialize(minimum(begin + self.block, self.tokens))
                 if row_sums is not None:
                     self._emit_sums(row_sums, materialize(begin * self.lefts), materialize(end * self.lefts))
                 first_pair = materialize(begin * self.used)
-                count = self._emit_sort(order, ends, chosen, first_pair, materialize(end * self.used - first_pair))
-                pairs = _Sorted(order, ends, chosen, count)
+                count = self._emit_sort(
+                    order, ends, used_experts, first_pair, materialize(end * self.used - first_pair)
+                )
+                pairs = _Sorted(order, ends, used_experts, count)
                 first, last = part(materialize(count * self.panels), self.tasks, task)
                 with loop(last - first) as number:
                     self._emit_panel(pairs, materialize(first + number), begin, BlockSums(accs, totals, row_sums))
@@ -282,7 +284,7 @@ class _Loops:
     def _emit_sums(self, target: Any, begin: Expr, end: Expr) -> None:
         _emit_sums(self.spec, target, begin, end)
 
-    def _emit_sort(self, order: Any, ends: Any, chosen: Any, first: Expr, count: Expr) -> Expr:
+    def _emit_sort(self, order: Any, ends: Any, used_experts: Any, first: Expr, count: Expr) -> Expr:
         """Sort `count` pairs from `first` on by counting, and return the number of their experts."""
         one, zero = tirx.const(1, "int32"), tirx.const(0, "int32")
         counters = T.alloc_buffer((2,), "int32", scope="global")
@@ -296,7 +298,7 @@ class _Loops:
             T.buffer_store(ends, ends[e + 1] + one, [e + 1])
         with loop(self.experts) as e:
             # Written after the last used expert, and overwritten by the next unless the expert has pairs.
-            T.buffer_store(chosen, tirx.Cast("int32", e), [tirx.Cast("int64", counters[experts])])
+            T.buffer_store(used_experts, tirx.Cast("int32", e), [tirx.Cast("int64", counters[experts])])
             size = materialize(tirx.Cast("int64", ends[e + 1]))
             T.buffer_store(ends, counters[begin], [e + 1])
             T.buffer_store(counters, counters[begin] + tirx.Cast("int32", size), [begin])
@@ -315,7 +317,7 @@ class _Loops:
     def _emit_panel(self, pairs: _Sorted, number: Expr, begin: Expr, sums: BlockSums) -> None:
         """Multiply all rows of an expert by one of its panels."""
         panel = materialize(number // pairs.count)
-        expert = materialize(tirx.Cast("int64", pairs.chosen[number % pairs.count]))
+        expert = materialize(tirx.Cast("int64", pairs.used_experts[number % pairs.count]))
         first, end = (materialize(tirx.Cast("int64", pairs.ends[expert + i])) for i in (0, 1))
         packed = materialize(expert * self.panels + panel)
         with loop(ceil_div(end - first, self.rows)) as tile:

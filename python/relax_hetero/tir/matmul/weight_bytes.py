@@ -83,8 +83,8 @@ class ByteReader:
         bits = self.panel.plan.form.bits
         for word in words:
             for quad in range(8 // bits):
-                moved = tirx.shift_right(word, self._bits(quad * bits)) if quad else word
-                yield let(tirx.bitwise_and(moved, self._splat_byte((1 << bits) - 1)))
+                shifted = tirx.shift_right(word, self._bits(quad * bits)) if quad else word
+                yield let(tirx.bitwise_and(shifted, self._splat_byte((1 << bits) - 1)))
 
     def _unpack_5_bits(self, words: list[Expr]) -> Iterator[Expr]:
         for word in words:

@@ -206,8 +206,8 @@ class PanelReader:
         """The two highest bits of several lanes in one lane."""
         joined = None
         for number, lane in enumerate(lanes):
-            moved = tirx.shift_right(lane, self._bits(30 - 2 * number))
-            bits = tirx.bitwise_and(moved, self._bits(3 << 2 * number))
+            shifted_lane = tirx.shift_right(lane, self._bits(30 - 2 * number))
+            bits = tirx.bitwise_and(shifted_lane, self._bits(3 << 2 * number))
             joined = bits if joined is None else tirx.bitwise_or(joined, bits)
         return let(joined)
 

@@ -215,8 +215,8 @@ def value_types(program: RowProgram, plan: RowPlan, operands: list[str], kept: s
     types[plan.kept] = types[plan.keeping] = kept
     for row_pass in plan.passes:
         for number, expression in row_pass.per_row:
-            known = [types.get(index, "") for index in range(number)]
-            types[number] = computed_in(expression.dtype(known))
+            operand_types = [types.get(index, "") for index in range(number)]
+            types[number] = computed_in(expression.dtype(operand_types))
     return types
 
 

@@ -69,17 +69,19 @@ def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     )
 
 
-def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, cpu: CpuTarget, n: Expr) -> RowSpec:
+def phase_code(
+    phase: RowPhase, phase_operands: list[OperandView], result: OperandView, cpu: CpuTarget, n: Expr
+) -> RowSpec:
     """The code of a row phase on a product's result, in place.
 
     Parameters
     ----------
-    others, result : OperandView
+    phase_operands, result : OperandView
         Open views of the phase's operands, and of the result with the product's rows.
     n : int or PrimExpr
         Elements of a row.
     """
-    operands = [*others[: phase.product], result, *others[phase.product :]]
+    operands = [*phase_operands[: phase.product], result, *phase_operands[phase.product :]]
     varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
     program = in_single(phase.program)
     plan = plan_rows(program, varying, _holds_floats(result.dtype), phase.product)

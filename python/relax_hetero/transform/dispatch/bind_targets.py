@@ -64,13 +64,13 @@ BindTargets = declare_pass("BindTargets", bind_targets)
 
 
 class _Binder:
-    """PrimFuncs by (original, target), made on first request, in program order so that names are stable."""
+    """Variants of PrimFuncs by original and target, made on first request: in program order, so names are stable."""
 
     def __init__(self, mod: tvm.IRModule, vdevices: list[relax.VDevice]):
         self.mod = mod
         self.vdevices = vdevices
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
-        self.made: dict[tuple[tvm.ir.GlobalVar, str], tvm.ir.GlobalVar] = {}
+        self.variants: dict[tuple[tvm.ir.GlobalVar, str], tvm.ir.GlobalVar] = {}
         self.used_names = {gv.name_hint for gv in mod.get_global_vars()}
 
     def retarget(self, function: str, binding: relax.Binding) -> relax.Binding:
@@ -92,17 +92,17 @@ class _Binder:
 
     def variant(self, gv: tvm.ir.GlobalVar, vdevice: relax.VDevice, where: str) -> tvm.ir.GlobalVar:
         key = (gv, str(vdevice.target))
-        if key in self.made:
-            return self.made[key]
+        if key in self.variants:
+            return self.variants[key]
         func = self.mod.functions[gv]
-        own = func.attrs.get("target")
-        if own is not None and own.kind.name != vdevice.target.kind.name:
+        target = func.attrs.get("target")
+        if target is not None and target.kind.name != vdevice.target.kind.name:
             raise BuildError(
-                f"PrimFunc {gv.name_hint!r}, called for {where}, is written for target kind {own.kind.name!r}, but "
+                f"PrimFunc {gv.name_hint!r}, called for {where}, is written for target kind {target.kind.name!r}, but "
                 f"runs on {device_name(vdevice, self.vdevices)}, whose target kind is {vdevice.target.kind.name!r}"
             )
-        new = gv if gv not in self.functions else self.fresh(gv, vdevice)
-        self.made[key] = new
+        new = gv if gv not in self.functions else self.fresh_var(gv, vdevice)
+        self.variants[key] = new
         func = func.with_attr("target", vdevice.target)
         if not new.same_as(gv):
             func = func.without_attr("global_symbol")
@@ -113,7 +113,7 @@ class _Binder:
             self.functions[new] = func.with_body(_rename_calls(func.body, renamed))
         return new
 
-    def fresh(self, gv: tvm.ir.GlobalVar, vdevice: relax.VDevice) -> tvm.ir.GlobalVar:
+    def fresh_var(self, gv: tvm.ir.GlobalVar, vdevice: relax.VDevice) -> tvm.ir.GlobalVar:
         base = f"{gv.name_hint}_{device_identifier(vdevice, self.vdevices)}"
         return fresh_global_var(base, gv.ty, self.used_names)
 
@@ -122,5 +122,5 @@ def _callees(mod: tvm.IRModule, func: tirx.PrimFunc) -> list[tvm.ir.GlobalVar]:
     return [gv for gv in global_vars_in(func.body) if isinstance(mod.functions.get(gv), tirx.PrimFunc)]
 
 
-def _rename_calls(body: tirx.Stmt, renamed: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tirx.Stmt:
-    return structural_map(body, (tvm.ir.GlobalVar, lambda gv: renamed.get(gv, gv)))
+def _rename_calls(body: tirx.Stmt, variants: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tirx.Stmt:
+    return structural_map(body, (tvm.ir.GlobalVar, lambda gv: variants.get(gv, gv)))

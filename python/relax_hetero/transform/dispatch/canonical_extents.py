@@ -1,7 +1,7 @@
-"""Extents of one size written in one form, in types and in kernels.
+"""Changes to a module that stock FuseOps and FuseTIR need: extents in one form and of 64 bits, among others.
 
 FuseTIR compares the extents of a kernel's tensors with those of its arguments operand by operand, and takes ``3 + n``
-for another size than ``n + 3``. TVM's kernels simplify the extents of their results, Relax does not those of its types.
+for another size than ``n + 3``. TVM's kernels simplify the extents of their results; Relax does not simplify types.
 
 Before::
 
@@ -15,6 +15,7 @@ After::
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import tvm
@@ -23,15 +24,15 @@ from tvm.tirx.buffer import BufferType, is_buffer_var
 from tvm_ffi import structural_equal, structural_map, structural_walk
 
 from ..ir.blocks import split_block, with_shared_variables
-from ..ir.rewriting import copy_module, map_bindings, relax_functions, typed, with_body, with_functions
+from ..ir.rewriting import copy_module, map_bindings, map_nested, relax_functions, typed, with_body, with_functions
 
 
 def canonical_extents(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with simplified extents in its Relax types and in the tensors of its kernels; itself where all are."""
+    """Simplify the extents in Relax types and in the tensors of kernels; the module itself where none changes."""
     analyzer = sym.Analyzer()
 
     def simplified(extents: Sequence[tvm.ir.PrimExpr]) -> list[tvm.ir.PrimExpr] | None:
-        """The simplified extents, or None where they are simple."""
+        """The simplified extents, or None if they are simple already."""
         if all(isinstance(extent, (tirx.IntImm, tvm.ir.Var)) for extent in extents):
             return None
         new = [analyzer.simplify(extent) for extent in extents]
@@ -45,9 +46,9 @@ def canonical_extents(mod: tvm.IRModule) -> tvm.IRModule:
         extents = simplified(old.shape)
         if extents is None:
             return old
-        form = {"scope": old.storage_scope, "data_alignment": old.data_alignment, "offset_factor": old.offset_factor}
-        place = {"strides": list(old.strides), "elem_offset": old.elem_offset, "layout": old.layout}
-        return tirx.decl_buffer(extents, str(old.dtype), **place, **form).ty
+        storage = {"scope": old.storage_scope, "data_alignment": old.data_alignment, "offset_factor": old.offset_factor}
+        position = {"strides": list(old.strides), "elem_offset": old.elem_offset, "layout": old.layout}
+        return tirx.decl_buffer(extents, str(old.dtype), **position, **storage).ty
 
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in mod.functions.items():
@@ -58,7 +59,7 @@ def canonical_extents(mod: tvm.IRModule) -> tvm.IRModule:
     return with_functions(mod, functions)
 
 
-# Kernels whose tensors have 32-bit extents get 64-bit ones, as Relax and all kernels that TVM makes have.
+# Extents of 32 bits in kernels become 64-bit ones, as in Relax and in all kernels that TVM makes.
 #
 # Authors of kernels write ``T.Buffer((4, 4), "float32")`` and ``n = T.int32()``. FuseTIR binds the tensors of two
 # kernels only if their types are equal, so that such a kernel could not be fused with any other. Extents in the types
@@ -68,13 +69,13 @@ _WIDE = "int64"
 
 
 def widen_extents(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with 64-bit extents in the parameters of its kernels; itself where all have them."""
+    """Widen the extents in the parameters of kernels to 64 bits; the module itself where none changes."""
     functions = {
-        gv: _widened(func) if isinstance(func, tirx.PrimFunc) and any(map(_is_narrow, func.params)) else func
+        gv: _widened(func)
         for gv, func in mod.functions.items()
+        if isinstance(func, tirx.PrimFunc) and any(map(_is_narrow, func.params))
     }
-    changed = any(not func.same_as(mod.functions[gv]) for gv, func in functions.items())
-    return copy_module(mod, functions) if changed else mod
+    return with_functions(mod, functions)
 
 
 def _is_narrow(param: tvm.ir.Var) -> bool:
@@ -92,12 +93,11 @@ def _widened(func: tirx.PrimFunc) -> tirx.PrimFunc:
     buffers: dict[tvm.ir.Var, tvm.ir.Var] = {}
     for param in filter(_is_narrow, func.params):
         ty = param.ty
-        wide = [[_wide(extent, size) for extent in extents] for extents in (ty.shape, ty.strides)]
+        shape, strides = ([_wide(extent, size) for extent in extents] for extents in (ty.shape, ty.strides))
         offset = _wide(ty.elem_offset, size)
-        form = {"scope": ty.storage_scope, "data_alignment": ty.data_alignment, "offset_factor": ty.offset_factor}
-        shape, strides = wide
+        storage = {"scope": ty.storage_scope, "data_alignment": ty.data_alignment, "offset_factor": ty.offset_factor}
         buffers[param] = tirx.decl_buffer(
-            shape, str(ty.dtype), param.name, strides=strides, elem_offset=offset, layout=ty.layout, **form
+            shape, str(ty.dtype), param.name, strides=strides, elem_offset=offset, layout=ty.layout, **storage
         )
 
     def renamed(var: tvm.ir.Var) -> Any:
@@ -124,7 +124,7 @@ def _wide(expr: Any, size: Any) -> Any:
     return tirx.Cast(_WIDE, structural_map(expr, (tvm.ir.Var, lambda var: narrow.get(var, var))))
 
 
-# ``match_cast`` of branches in blocks of their own, because stock FuseOps fails at one in a branch's dataflow block.
+# Each ``match_cast`` of a branch moves to a block of its own: stock FuseOps fails at one in a branch's dataflow block.
 #
 # Before::
 #
@@ -135,7 +135,7 @@ def _wide(expr: Any, size: Any) -> Any:
 #             gv = R.add(rows, rows)
 #             R.output(gv)
 #
-# After, where ops are fused before and behind it::
+# After, where ops are fused before and after it::
 #
 #     if c:
 #         with R.dataflow():
@@ -147,8 +147,8 @@ def _wide(expr: Any, size: Any) -> Any:
 #             R.output(gv)
 
 
-def with_matches_apart(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with each ``match_cast`` of a branch outside of dataflow blocks; those of a function's own stay."""
+def isolate_match_casts(mod: tvm.IRModule) -> tvm.IRModule:
+    """Move each ``match_cast`` of a branch out of its dataflow block; those of function bodies stay."""
     functions = {}
     for gv, func in relax_functions(mod):
         body = _sequence(func.body, is_branch=False)
@@ -163,7 +163,7 @@ def _sequence(expr: relax.Expr, is_branch: bool) -> relax.Expr:
     blocks: list[relax.BindingBlock] = []
     for block in expr.blocks:
         is_dataflow = isinstance(block, relax.DataflowBlock)
-        bindings = list(block.bindings) if is_dataflow else [_nested(binding) for binding in block.bindings]
+        bindings = list(block.bindings) if is_dataflow else [_in_branches(binding) for binding in block.bindings]
         matches = {binding.var for binding in bindings if isinstance(binding, relax.MatchCast)}
         if is_branch and is_dataflow and matches:
             blocks += split_block(bindings, matches, is_dataflow)
@@ -176,24 +176,19 @@ def _sequence(expr: relax.Expr, is_branch: bool) -> relax.Expr:
     return typed(relax.SeqExpr(with_shared_variables(blocks), expr.body, expr.span), expr.ty)
 
 
-def _nested(binding: relax.Binding) -> relax.Binding:
-    value = binding.value
-    if not isinstance(value, relax.If):
-        return binding
-    then, other = (_sequence(branch, is_branch=True) for branch in (value.true_branch, value.false_branch))
-    if then.same_as(value.true_branch) and other.same_as(value.false_branch):
-        return binding
-    return relax.VarBinding(binding.var, typed(relax.If(value.cond, then, other, value.span), value.ty), binding.span)
+def _in_branches(binding: relax.Binding) -> relax.Binding:
+    is_if = isinstance(binding.value, relax.If)
+    return map_nested(binding, partial(_sequence, is_branch=True)) if is_if else binding
 
 
-# Fused functions that take a symbolic size both by itself and in a shape: all sizes come in the shape.
+# Fused functions take all symbolic sizes in their shape argument.
 #
-# FuseOps gives a size that an op reads as a number, ``shape_to_tensor(n)``, as a scalar, and sizes that only types
-# mention in a shape behind all arguments. Stock FuseTIR refuses functions that have both.
+# FuseOps passes a size that an op reads as a number, ``shape_to_tensor(n)``, as a scalar, and sizes that only types
+# mention in a shape after all arguments. Stock FuseTIR refuses functions that have both.
 
 
-class _Changed(NamedTuple):
-    """A function with another signature, and which of the arguments it had are scalars."""
+class _FormerScalars(NamedTuple):
+    """A function with a new signature, and the indices of its former scalar arguments."""
 
     gv: tvm.ir.GlobalVar
     func: relax.Function
@@ -201,8 +196,8 @@ class _Changed(NamedTuple):
 
 
 def scalars_as_sizes(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with scalars of such functions at the end of the shape, and calls of them changed alike."""
-    changed = {gv: found for gv, func in relax_functions(mod) if (found := _changed(gv, func)) is not None}
+    """Move the scalars of such functions to the end of their shape, in the functions and in their calls."""
+    changed = {gv: change for gv, func in relax_functions(mod) if (change := _without_scalars(gv, func)) is not None}
     if not changed:
         return mod
 
@@ -211,9 +206,9 @@ def scalars_as_sizes(mod: tvm.IRModule) -> tvm.IRModule:
         if not isinstance(call, relax.Call) or call.op not in changed:
             return binding
         gv, _, scalars = changed[call.op]
-        left = [arg for i, arg in enumerate(call.args[:-1]) if i not in scalars]
-        shape = relax.ShapeExpr([*call.args[-1].values, *(call.args[i] for i in scalars)])
-        new = relax.Call(gv, [*left, shape], call.attrs, call.ty_args, call.span)
+        tensors = [arg for index, arg in enumerate(call.args[:-1]) if index not in scalars]
+        shape = relax.ShapeExpr([*call.args[-1].values, *(call.args[index] for index in scalars)])
+        new = relax.Call(gv, [*tensors, shape], call.attrs, call.ty_args, call.span)
         return relax.VarBinding(binding.var, typed(new, call.ty))
 
     result = copy_module(mod)
@@ -226,15 +221,15 @@ def scalars_as_sizes(mod: tvm.IRModule) -> tvm.IRModule:
     return result
 
 
-def _changed(gv: tvm.ir.GlobalVar, func: relax.Function) -> _Changed | None:
-    scalars = [i for i, param in enumerate(func.params) if isinstance(param.ty, tvm.ir.PrimType)]
+def _without_scalars(gv: tvm.ir.GlobalVar, func: relax.Function) -> _FormerScalars | None:
+    scalars = [index for index, param in enumerate(func.params) if isinstance(param.ty, tvm.ir.PrimType)]
     is_fused = func.attrs is not None and "Primitive" in func.attrs
     if not is_fused or not scalars:
         return None
-    last = func.params[-1]
-    if not isinstance(last.ty, relax.ShapeType) or last.ty.values is None:
+    sizes = func.params[-1]
+    if not isinstance(sizes.ty, relax.ShapeType) or sizes.ty.values is None:
         return None
-    left = [param for i, param in enumerate(func.params[:-1]) if i not in scalars]
-    shape = relax.Var(last.name, relax.ShapeType([*last.ty.values, *(func.params[i] for i in scalars)]))
-    made = relax.Function([*left, shape], func.body, func.ret_ty, func.is_pure, func.attrs, func.span)
-    return _Changed(typed(tvm.ir.GlobalVar(gv.name_hint), made.ty), made, scalars)
+    tensors = [param for index, param in enumerate(func.params[:-1]) if index not in scalars]
+    shape = relax.Var(sizes.name, relax.ShapeType([*sizes.ty.values, *(func.params[index] for index in scalars)]))
+    function = relax.Function([*tensors, shape], func.body, func.ret_ty, func.is_pure, func.attrs, func.span)
+    return _FormerScalars(typed(tvm.ir.GlobalVar(gv.name_hint), function.ty), function, scalars)

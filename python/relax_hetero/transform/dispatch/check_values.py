@@ -1,4 +1,4 @@
-"""CheckValues: an index that an axis does not have, or a divisor 0, becomes an error.
+"""CheckValues: an index outside of its axis, or a divisor 0, becomes an error.
 
 Before::
 
@@ -9,20 +9,20 @@ After, where `x` has 10 rows::
     y_checked: R.Tensor((3,), "int64", "llvm:0") = R.call_tir(cls.check_values, (index, 0, 10), out_ty=...)
     y = R.take(x, y_checked, axis=0, mode="fast")
 
-The kernel ends the call where an index is not in [-10, 10), and counts the negative ones from the front. The op reads
-what the kernel writes, so that it cannot run before. The number of the check, here 0, tells the machine which op and
+The kernel ends the call if an index is not in [-10, 10), and counts negative ones from the front. The op reads the
+kernel's result, so that it cannot run before. The number of the check, here 0, tells the machine which op and
 variable to name. Integer divisions read their divisors in the same way.
 
-Indices that are known now are checked now, and need no kernel. On GPUs, where a kernel cannot end a call, negative
-indices are counted from the front, and no more: ClampIndices has them hold to the nearest element. In a module that is
+Constant indices are checked at compile time, and need no kernel. On GPUs, where a kernel cannot end a call, negative
+indices are only counted from the front: ClampIndices clamps them to the nearest element. In a module that is
 marked strict (``rh.compile(checks="strict")``) a kernel of the GPU checks them, and reports a wrong one in the GPU's
 error record, which is one more operand, a constant (`artifact.checks.RECORD`) that the machine replaces::
 
     y_checked: R.Tensor((3,), "int64", "cuda:0") = R.call_tir(cls.check_values, (index, record, key, 10), out_ty=...)
 
-There the check is named by its key, a number made of its text, as calls of several machines may share the GPU.
+There the check is identified by its key, a hash of its text, as calls of several machines may share the GPU.
 
-Ops whose mode says what becomes of an index outside (``take`` with ``clip``, ``wrap`` or ``nan``) are left alone.
+Ops whose mode defines the result of an index outside (``take`` with ``clip``, ``wrap`` or ``nan``) are left alone.
 
 Assumes a placed module (RealizeVDevice), before FormDispatches. A second run changes nothing.
 """
@@ -47,13 +47,11 @@ from ..ir.blocks import Block, Emitter, rewrite_function, shape_of
 from ..ir.constant_values import ConstantValues, constant_on_device_of
 from ..ir.declare import declare_pass
 from ..ir.extents import Symbols
-from ..ir.kernels import called_prim_func
+from ..ir.kernels import called_prim_func, opaque_kernel
 from ..ir.module_attrs import STRICT, is_lowered
 from ..ir.op_names import TRANSFER
 from ..ir.remarks import remarks_of, with_remarks
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions
-
-_WITHOUT_PATTERN = 8
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,12 @@ class _Operand:
     number : int
         Number of the operand.
     ends : tuple
-        The end of the range of each place along the last axis, None where any value will do; a single one for all
-        values. None: these are divisors.
+        The end of the range for each position along the last axis, None where any value is valid; a single one for
+        all values. None: the values are divisors.
     wraps : bool
-        Whether negative values count from the end.
+        True if negative values count from the end.
     field : int, optional
-        Which field of the operand, where that is a tuple.
+        Index of the field, if the operand is a tuple.
     subject : str
         Word for a value in messages.
     """
@@ -91,7 +89,7 @@ def check_values(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     BuildError
-        When it runs: an index or a divisor that is known now cannot be right.
+        When it runs: a constant index or divisor is wrong.
     """
     if is_lowered(mod):
         return mod
@@ -109,7 +107,7 @@ class _Checker:
     def __init__(self, mod: tvm.IRModule) -> None:
         self._mod = mod
         self._specs = list(remarks_of(mod).checks or ())
-        self._known = len(self._specs)
+        self._num_earlier = len(self._specs)
         self._kernels: dict[Any, tvm.ir.GlobalVar] = {}
         self._functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
         self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
@@ -118,7 +116,7 @@ class _Checker:
         self._records: dict[Any, tvm.ir.GenericConst] = {}
 
     def in_function(self, name: str) -> Callable[[Block], list[relax.Binding] | None]:
-        """Function that rewrites the blocks of a function."""
+        """Rewrite for the blocks of the function `name`."""
 
         def rewrite(block: Block) -> list[relax.Binding] | None:
             if not any(op_name(binding.value) in _CHECKED for binding in block.bindings):
@@ -133,11 +131,11 @@ class _Checker:
         return rewrite
 
     def finish(self, functions: dict[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
-        """The module with its checks; the very module where there are none."""
+        """The module with its checks; the same module if there are none."""
         if not self._has_changed:
             return self._mod
         mod = copy_module(self._mod, {**dict(self._mod.functions.items()), **functions, **self._functions})
-        return with_remarks(mod, checks=tuple(self._specs)) if len(self._specs) > self._known else mod
+        return with_remarks(mod, checks=tuple(self._specs)) if len(self._specs) > self._num_earlier else mod
 
     def _checked(
         self, function: str, binding: relax.Binding, block: Block, emitter: Emitter, constants: ConstantValues
@@ -153,10 +151,10 @@ class _Checker:
             where = f"variable {binding.var.name!r} in function {function!r}"
         operands = _CHECKED[name](call) if kernel is None else _in_range(call, self._mod.functions[kernel])
         for operand in operands:
-            given = args[operand.number]
-            fields = list(given.fields) if isinstance(given, relax.Tuple) else None
-            value = given if fields is None else fields[operand.field or 0]
-            new = self._safe(value, operand, where, binding.var.name, block, emitter, constants)
+            arg = args[operand.number]
+            fields = list(arg.fields) if isinstance(arg, relax.Tuple) else None
+            value = arg if fields is None else fields[operand.field or 0]
+            new = self._valid_value(value, operand, where, binding.var.name, block, emitter, constants)
             if fields is None:
                 args[operand.number] = new
             elif not new.same_as(value):
@@ -167,7 +165,7 @@ class _Checker:
         new_call = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
         return relax.VarBinding(binding.var, new_call, binding.span)
 
-    def _safe(
+    def _valid_value(
         self,
         value: relax.Expr,
         operand: _Operand,
@@ -177,7 +175,7 @@ class _Checker:
         emitter: Emitter,
         constants: ConstantValues,
     ) -> relax.Expr:
-        """A value that the op may use."""
+        """The operand's value with its check: a checked constant, a kernel's result, or the value itself."""
         shape, ends = shape_of(value), operand.ends
         source = block.definition(value)
         while op_name(source) == TRANSFER:
@@ -188,11 +186,15 @@ class _Checker:
         is_static = ends is None or all(isinstance(end, int) or end is None for end in ends)
         array = constants.of(value) if is_static else None
         if array is not None:
-            return _known(array, value, operand, CheckSpec(subject, where))
+            return _checked_constant(array, value, operand, CheckSpec(subject, where))
         vdevice = value.ty.vdevice
-        is_cpu = vdevice is not None and _is_cpu(vdevice)
+        is_cpu = vdevice is not None and "cpu" in vdevice.target.keys
         if not is_cpu and (vdevice is None or not self._is_strict):
-            return value if ends is None or not operand.wraps else _counted(value, ends, name, emitter, self._add)
+            return (
+                value
+                if ends is None or not operand.wraps
+                else _counted_from_front(value, ends, name, emitter, self._add)
+            )
         if not backend_of(vdevice.target).checks_values:
             kind = vdevice.target.kind.name
             raise BuildError(f"{where} is on a device of kind {kind!r}: strict checks need a CPU or a CUDA device")
@@ -226,8 +228,7 @@ class _Checker:
         key = problem, is_cpu
         if key not in self._kernels:
             kernel = check_kernel(problem) if is_cpu else reporting_kernel(problem)
-            kernel = kernel.without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN)
-            self._kernels[key] = self._add(kernel, "check_values")
+            self._kernels[key] = self._add(opaque_kernel(kernel), "check_values")
         return self._kernels[key]
 
     def _add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
@@ -243,34 +244,30 @@ class _Checker:
         return gv is not None and CHECKED in self._mod.functions[gv].attrs
 
 
-def _is_cpu(vdevice: relax.VDevice) -> bool:
-    return "cpu" in vdevice.target.keys
-
-
-def _known(array: np.ndarray, value: relax.Expr, operand: _Operand, spec: CheckSpec) -> relax.Expr:
-    """Values that are known now, as the op may use them."""
+def _checked_constant(array: np.ndarray, value: relax.Expr, operand: _Operand, spec: CheckSpec) -> relax.Expr:
+    """A constant operand, checked now, with negative indices counted from the front."""
     if operand.ends is None:
         if array.dtype.kind in "iu" and np.any(array == 0):
             raise BuildError(spec.message(0, 0, 0))
         return value
     if array.size == 0:
         return value
-    used = array.reshape(-1, len(operand.ends)).copy()
+    rows = array.reshape(-1, len(operand.ends)).copy()
     for column, end in enumerate(operand.ends):
         if end is None:
             continue
         first = -end if operand.wraps else 0
-        found = used[:, column]
-        bad = found[~((found >= first) & (found < end))]
-        if bad.size:
-            raise BuildError(spec.message(int(bad[0]), first, end))
-        if operand.wraps:
-            used[:, column] = np.where(found < 0, found + end, found) if found.dtype.kind == "i" else found
-    same = used.reshape(array.shape)
-    return value if np.array_equal(same, array) else constant_on_device_of(same, value)
+        values = rows[:, column]
+        invalid = values[~((values >= first) & (values < end))]
+        if invalid.size:
+            raise BuildError(spec.message(int(invalid[0]), first, end))
+        if operand.wraps and values.dtype.kind == "i":
+            rows[:, column] = np.where(values < 0, values + end, values)
+    counted = rows.reshape(array.shape)
+    return value if np.array_equal(counted, array) else constant_on_device_of(counted, value)
 
 
-def _counted(
+def _counted_from_front(
     value: relax.Expr,
     ends: Sequence[Any],
     name: str,
@@ -281,7 +278,7 @@ def _counted(
     if str(value.ty.dtype).startswith("uint"):
         return value
     shape = shape_of(value)
-    assert shape is not None, "the caller has seen the shape"
+    assert shape is not None, "the caller checks the shape"
     numbers = [tirx.Var(f"end_{i}", "int64") for i in range(len(ends))]
     symbols: dict[Any, tirx.Var] = {}
 
@@ -290,18 +287,14 @@ def _counted(
 
     tensor = te.placeholder([extent(dim) for dim in shape], str(value.ty.dtype), "indices")
 
-    def element(*place: Any) -> Any:
+    def element(*indices: Any) -> Any:
         end: Any = numbers[0]
         for i in range(1, len(numbers)):
-            end = tirx.Select(place[-1] == i, numbers[i], end)
-        return from_front(tensor(*place), end)
+            end = tirx.Select(indices[-1] == i, numbers[i], end)
+        return from_front(tensor(*indices), end)
 
     result = te.compute(tensor.shape, element, name="from_front")
-    return (
-        value
-        if not numbers
-        else _call(value, ends, te.create_prim_func([tensor, *numbers, result]), name, emitter, add)
-    )
+    return _call(value, ends, te.create_prim_func([tensor, *numbers, result]), name, emitter, add) if numbers else value
 
 
 def _call(
@@ -356,15 +349,15 @@ def _in_range(call: relax.Call, kernel: tirx.PrimFunc) -> list[_Operand]:
     """The operand of a kernel whose values have to be in the range of the attribute `RANGE`."""
     if RANGE not in kernel.attrs:
         return []
-    number, other, axis, more = map(int, kernel.attrs[RANGE])
-    size = 0 if other < 0 else _extent(call.args[1].fields[other], axis)
-    return [] if size is None else [_Operand(1, (size + more,), wraps=False, field=number, subject="value")]
+    number, sized, axis, offset = map(int, kernel.attrs[RANGE])
+    size = 0 if sized < 0 else _extent(call.args[1].fields[sized], axis)
+    return [] if size is None else [_Operand(1, (size + offset,), wraps=False, field=number, subject="value")]
 
 
 def _each_axis(call: relax.Call) -> list[_Operand]:
     data, indices = call.args[:2]
     fields = indices.ty.fields
-    return [each for axis in range(len(fields)) for each in _along(data, axis, 1, axis)]
+    return [operand for axis in range(len(fields)) for operand in _along(data, axis, 1, axis)]
 
 
 def _regions(call: relax.Call) -> list[_Operand]:
@@ -379,7 +372,7 @@ def _divisor(call: relax.Call) -> list[_Operand]:
 
 _CHECKED: dict[str | None, Operands] = {
     "relax.take": _take,
-    "relax.call_tir": lambda call: [],  # kernels say what they need: `_in_range`
+    "relax.call_tir": lambda call: [],  # an attribute of the kernel names its operand: `_in_range`
     "relax.gather_elements": lambda call: _along(call.args[0], call.attrs.axis, 1),
     "relax.gather_nd": _coordinates,
     "relax.scatter_elements": lambda call: _along(call.args[0], call.attrs.axis, 1),
@@ -390,4 +383,4 @@ _CHECKED: dict[str | None, Operands] = {
     "relax.vision.roi_pool": _regions,
     **dict.fromkeys(("relax.divide", "relax.floor_divide", "relax.mod", "relax.floor_mod"), _divisor),
 }
-"""Operands of each op that have to be in range."""
+"""Operands of each op whose values are checked."""

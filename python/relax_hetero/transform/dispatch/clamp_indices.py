@@ -1,4 +1,4 @@
-"""ClampIndices: kernels touch no memory but their tensors, and divide by no zero, whatever numbers they read.
+"""ClampIndices: kernels access no memory but their tensors, and divide by no zero, whatever numbers they read.
 
 Before::
 
@@ -13,15 +13,14 @@ After::
            # multiplied as unsigned numbers
     if 0 <= index[i] and index[i] < 10: counts[index[i]] = 1
 
-An index is bounded if it depends on data: on an element of a tensor, or on a float. Positions, extents and what is
-computed of them are trusted, and so is what TVM's analyzer proves to be inside. Of an axis that may be empty nothing is
-read: 0 takes the place of the element. A quotient by 0 is 0, and so is a remainder; the least integer divided by -1 is
-itself, as in numpy (the processor would end the process). Shifts by a negative number, or by the width of the type or
-more, shift everything out.
+An index is clamped if it depends on data: on an element of a tensor, or on a float. Indices computed from positions and
+extents alone are trusted, and so are those that TVM's analyzer proves to be inside. A load from an axis that is empty
+gives 0. A quotient by 0 is 0, and so is a remainder; the least integer divided by -1 is itself, as in numpy (the
+processor would end the process). Shifts by a negative number, or by the type's width or more, shift everything out.
 
-This is the last line of defence, on every device and in every fused form. `CheckValues` raises where these numbers are
-errors. Kernels that a generator of this library wrote bound what they read themselves; those that bind the threads of a
-GPU are left as written.
+This is the last line of defence, on every device and in every fused form. `CheckValues` raises errors for such numbers.
+Kernels from a generator of this library bound their own indices; those that bind the threads of a GPU are left as
+written.
 
 Assumes legalized ops (within FormDispatches, before anything is fused or folded). A second run changes nothing.
 """
@@ -47,7 +46,7 @@ _SHIFTS = (tirx.LShift, tirx.RShift)
 
 
 def clamp_indices(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module itself where no kernel depends on data in that way."""
+    """See the module's docstring; returns the same module where nothing changes."""
     functions = {
         gv: _clamped(func)
         for gv, func in mod.functions.items()
@@ -93,7 +92,7 @@ class _Data:
     Attributes
     ----------
     has_changed : bool
-        Whether anything was bounded.
+        True if an index or a divisor was bounded.
     """
 
     def __init__(self, func: tirx.PrimFunc) -> None:
@@ -103,30 +102,30 @@ class _Data:
         for param in filter(is_buffer_var, func.params):
             for extent in param.ty.shape:
                 structural_walk(extent, (tvm.ir.Var, lambda var: extents.setdefault(var)))
-        for var in extents:  # where one is 0, nothing is read
-            first, count = tirx.const(1, _type(var)), tirx.const(2**31 - 2, _type(var))
-            self._analyzer.bind(var, tvm.ir.Range.from_min_extent(first, count))
-        # Numbers that a kernel is called with are sizes or places among them, but any of them may be 0.
-        self._numbers = {param for param in func.params if not is_buffer_var(param) and param not in extents}
+        for var in extents:  # if one is 0, nothing is read
+            minimum, count = tirx.const(1, _type(var)), tirx.const(2**31 - 2, _type(var))
+            self._analyzer.bind(var, tvm.ir.Range.from_min_extent(minimum, count))
+        # Scalar arguments of a kernel are sizes or indices within them, but any of them may be 0.
+        self._scalars = {param for param in func.params if not is_buffer_var(param) and param not in extents}
         self._variables: set[tirx.Var] = set()
-        structural_walk(func.body, [((tirx.Bind, tirx.LetStmt, tirx.Let), self._note)])
+        structural_walk(func.body, [((tirx.Bind, tirx.LetStmt, tirx.Let), self._visit_bind)])
 
-    def _note(self, bound: Any) -> None:
+    def _visit_bind(self, bound: Any) -> None:
         if self.depends(bound.value):
             self._variables.add(bound.var)
 
-    def depends(self, expr: Any, on_numbers: bool = False) -> bool:
-        """Return whether an expression depends on data, or on numbers that the kernel is called with."""
+    def depends(self, expr: Any, on_scalars: bool = False) -> bool:
+        """Return whether an expression depends on data, or (`on_scalars`) on scalar arguments of the kernel."""
 
-        def of_cast(cast: tirx.Cast) -> VisitInterrupt | None:
+        def visit_cast(cast: tirx.Cast) -> VisitInterrupt | None:
             return VisitInterrupt(cast) if _type(cast.value).startswith(("float", "bfloat")) else None
 
-        def of_variable(var: tvm.ir.Var) -> VisitInterrupt | None:
-            is_data = var in self._variables or (on_numbers and var in self._numbers)
+        def visit_variable(var: tvm.ir.Var) -> VisitInterrupt | None:
+            is_data = var in self._variables or (on_scalars and var in self._scalars)
             return VisitInterrupt(var) if is_data else None
 
-        seen = [(TensorLoad, VisitInterrupt), (tirx.Cast, of_cast), (tvm.ir.Var, of_variable)]
-        return isinstance(expr, tirx.Expr) and structural_walk(expr, seen) is not None
+        visitors = [(TensorLoad, VisitInterrupt), (tirx.Cast, visit_cast), (tvm.ir.Var, visit_variable)]
+        return isinstance(expr, tirx.Expr) and structural_walk(expr, visitors) is not None
 
     def matters(self, body: tirx.Stmt) -> bool:
         """Return whether a body has an index or a divisor that depends on data."""
@@ -137,48 +136,48 @@ class _Data:
         def divisor(division: Any) -> VisitInterrupt | None:
             return VisitInterrupt(division) if self._is_unsafe(division) else None
 
-        seen = [
+        visitors = [
             ((TensorLoad, tirx.BufferStore), indices),
             ((*_DIVISIONS, *_REMAINDERS, *_SHIFTS), divisor),
         ]
-        return structural_walk(body, seen) is not None
+        return structural_walk(body, visitors) is not None
 
     def load(self, load: Any) -> Any:
-        """An element of a tensor, at the nearest place that the tensor has."""
+        """Load the element at the nearest valid index."""
         shape = load.source.ty.shape
-        found = list(zip(load.indices, shape, strict=False))
-        indices = [clamped(index, extent) if self._open(index, extent) else index for index, extent in found]
-        empty = [extent for index, extent in found if self.depends(index) and not isinstance(extent, tirx.IntImm)]
-        if not empty and all(new is old for new, (old, _) in zip(indices, found, strict=True)):
+        pairs = list(zip(load.indices, shape, strict=False))
+        indices = [clamped(index, extent) if self._may_be_outside(index, extent) else index for index, extent in pairs]
+        empty = [extent for index, extent in pairs if self.depends(index) and not isinstance(extent, tirx.IntImm)]
+        if not empty and all(new is old for new, (old, _) in zip(indices, pairs, strict=True)):
             return load
         self.has_changed = True
         nothing = tirx.const(0, _type(load))
         if any(_is_zero(extent) for extent in shape):
             return nothing
         inner = tirx.BufferLoad(load.source, indices)
-        exist = [extent > tirx.const(0, _type(extent)) for extent in empty]
-        return tirx.if_then_else(tirx.all(*exist), inner, nothing) if exist else inner
+        not_empty = [extent > tirx.const(0, _type(extent)) for extent in empty]
+        return tirx.if_then_else(tirx.all(*not_empty), inner, nothing) if not_empty else inner
 
     def store(self, store: tirx.BufferStore) -> tirx.Stmt:
-        """A store that is left out where it is for no element of the tensor."""
+        """Store only if the index is inside of the tensor."""
         shape = store.buffer.ty.shape
-        found = list(zip(store.indices, shape, strict=False))
-        open_ = [(index, extent) for index, extent in found if self.depends(index) and _lanes(index) == 1]
-        if not open_:
+        pairs = list(zip(store.indices, shape, strict=False))
+        dependent = [(index, extent) for index, extent in pairs if self.depends(index) and _lanes(index) == 1]
+        if not dependent:
             return store
         self.has_changed = True
-        return tirx.IfThenElse(tirx.all(*(inside(index, extent) for index, extent in open_)), store, None)
+        return tirx.IfThenElse(tirx.all(*(inside(index, extent) for index, extent in dependent)), store, None)
 
     def region(self, region: TensorRegion) -> TensorRegion:
-        """Region that a block declares to access: along an axis whose index depends on data, all of it."""
-        if not any(self.depends(place.min) for place in region.region):
+        """Region that a block declares to access: the whole axis where its index depends on data."""
+        if not any(self.depends(bounds.min) for bounds in region.region):
             return region
         shape = region.source.ty.shape
-        whole = [
-            tvm.ir.Range.from_min_extent(tirx.const(0, _type(extent)), extent) if self.depends(place.min) else place
-            for place, extent in zip(region.region, shape, strict=True)
+        widened = [
+            tvm.ir.Range.from_min_extent(tirx.const(0, _type(extent)), extent) if self.depends(bounds.min) else bounds
+            for bounds, extent in zip(region.region, shape, strict=True)
         ]
-        return tirx.BufferRegion(region.source, whole)
+        return tirx.BufferRegion(region.source, widened)
 
     def quotient(self, division: Any) -> Any:
         """A quotient that is 0 where the divisor is 0, and wraps where the divisor is -1."""
@@ -186,53 +185,53 @@ class _Data:
             return division
         dtype = _type(division)
         zero, one = tirx.const(0, dtype), tirx.const(1, dtype)
-        safe = type(division)(division.a, _safe(division.b))
+        safe = type(division)(division.a, _safe_divisor(division.b))
         self.has_changed = True
         if dtype.startswith("uint"):
             return tirx.Select(division.b == zero, zero, safe)
         minus = tirx.const(-1, dtype)
         factor = tirx.Select(division.b == zero, zero, tirx.Select(division.b == minus, minus, one))
-        # As unsigned numbers: the product of the least integer and -1 is no signed one. TVM would take a cast back for
-        # a number that is not negative.
-        wide = f"u{dtype}"
-        return tirx.reinterpret(dtype, tirx.Mul(tirx.Cast(wide, safe), tirx.Cast(wide, factor)))
+        # Unsigned, since the product of the least integer and -1 overflows. TVM would assume that a cast back is not
+        # negative: reinterpret.
+        unsigned = f"u{dtype}"
+        return tirx.reinterpret(dtype, tirx.Mul(tirx.Cast(unsigned, safe), tirx.Cast(unsigned, factor)))
 
     def remainder(self, division: Any) -> Any:
         """A remainder that is 0 where the divisor is 0, or -1."""
         if not self._is_unsafe(division):
             return division
         self.has_changed = True
-        return type(division)(division.a, _safe(division.b))
+        return type(division)(division.a, _safe_divisor(division.b))
 
     def shift(self, shift: Any) -> Any:
-        """A shift by any number."""
+        """A shift that is defined for any number of bits."""
         if not self._is_unsafe(shift):
             return shift
         dtype = _type(shift)
         zero, width = tirx.const(0, dtype), tvm.DataType(dtype).bits
-        # TVM's simplifier fails on comparisons of unsigned numbers; a width is a power of 2.
-        is_near = tirx.EQ(tirx.RShift(shift.b, tirx.const(width.bit_length() - 1, dtype)), zero)
-        near = type(shift)(shift.a, tirx.Select(is_near, shift.b, zero))
-        gone: Any = zero
+        # TVM's simplifier fails on comparisons of unsigned numbers; a shift tests the range, as width is a power of 2.
+        is_in_range = tirx.EQ(tirx.RShift(shift.b, tirx.const(width.bit_length() - 1, dtype)), zero)
+        in_range = type(shift)(shift.a, tirx.Select(is_in_range, shift.b, zero))
+        shifted_out: Any = zero
         if isinstance(shift, tirx.RShift) and not dtype.startswith("uint"):
-            gone = tirx.RShift(shift.a, tirx.const(width - 1, dtype))  # only the sign is left
+            shifted_out = tirx.RShift(shift.a, tirx.const(width - 1, dtype))  # only the sign is left
         self.has_changed = True
-        return tirx.Select(is_near, near, gone)
+        return tirx.Select(is_in_range, in_range, shifted_out)
 
     def _is_unsafe(self, division: Any) -> bool:
-        return _is_integer(division) and self.depends(division.b, on_numbers=True)
+        return _is_integer(division) and self.depends(division.b, on_scalars=True)
 
-    def _open(self, index: Any, extent: Any) -> bool:
+    def _may_be_outside(self, index: Any, extent: Any) -> bool:
         """Return whether an index may be outside of an axis that has an element."""
         is_data = self.depends(index) and _lanes(index) == 1
         return is_data and not self._analyzer.can_prove(inside(index, extent))
 
 
-def _safe(divisor: Any) -> Any:
+def _safe_divisor(divisor: Any) -> Any:
     dtype = _type(divisor)
     is_zero = divisor == tirx.const(0, dtype)
-    is_bad = is_zero if dtype.startswith("uint") else tirx.any(is_zero, divisor == tirx.const(-1, dtype))
-    return tirx.Select(is_bad, tirx.const(1, dtype), divisor)
+    is_special = is_zero if dtype.startswith("uint") else tirx.any(is_zero, divisor == tirx.const(-1, dtype))
+    return tirx.Select(is_special, tirx.const(1, dtype), divisor)
 
 
 def _is_integer(value: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Constant folding on the CPU that does not fill the memory.
+"""Constant folding on the CPU, with a limit on the size of results.
 
 TVM's FoldConstant evaluates every kernel call of constants, also a ``broadcast_to`` of a scalar to a terabyte, and
-kernels that were written for a GPU, which may not be there. Both stay calls.
+kernels that were written for a GPU, which may be absent. Both stay calls.
 """
 
 from __future__ import annotations
@@ -18,88 +18,89 @@ from ..ir.kernels import tensor_bytes
 from ..ir.op_names import CALL_TIR_OPS
 from ..ir.rewriting import is_tensor_constant, op_name, tensor_types, typed
 
-_WITHOUT_PATTERN = "relax.builtin.stop_lift_params"
+_BARRIER = "relax.builtin.stop_lift_params"
+"""An op that FoldConstant does not evaluate."""
 
 
 def fold_constants(mod: tvm.IRModule) -> tvm.IRModule:
-    """FoldConstant on kernel calls, without those whose results would be large or whose kernel is another device's."""
+    """Run FoldConstant on kernel calls, except for those with large results or with kernels of another device."""
     foreign = {
         gv.name_hint for gv, func in mod.functions.items() if isinstance(func, tvm.tirx.PrimFunc) and _is_foreign(func)
     }
-    hidden = rewrite_blocks(mod, lambda block: _hide(block, foreign))
+    hidden = rewrite_blocks(mod, lambda block: _with_barriers(block, foreign))
     folded = relax.transform.FoldConstant()(hidden)
-    return folded if hidden.same_as(mod) else rewrite_blocks(folded, _show)
+    return folded if hidden.same_as(mod) else rewrite_blocks(folded, _without_barriers)
 
 
 def _is_foreign(kernel: tvm.tirx.PrimFunc) -> bool:
-    """Return whether a kernel does not run on this CPU: it says so, or binds the threads of a GPU."""
+    """Return whether a kernel cannot run on this CPU: by its target, or because it binds the threads of a GPU."""
     if "target" in kernel.attrs:
         return bool(kernel.attrs["target"].kind.name != "llvm")
     return is_one_launch(kernel)
 
 
-def _hide(block: Block, foreign: Collection[str]) -> list[relax.Binding] | None:
-    """Constants of calls that are not to be folded, behind an op that FoldConstant does not know."""
-    origin: dict[relax.Var, int] = {}
+def _with_barriers(block: Block, foreign: Collection[str]) -> list[relax.Binding] | None:
+    """Pass constants of calls that must not be folded through `_BARRIER`."""
+    nbytes: dict[relax.Var, int] = {}
     bindings: list[relax.Binding] = []
     is_changed = False
     for binding in block.bindings:
         value = binding.value
-        root = _root(value, origin)
-        is_foreign = root is not None and value.args[0].name_hint in foreign
-        if root is not None and (is_foreign or exceeds_growth_limit(_bytes(binding.var.ty), root)):
-            args = [_opaque(arg, binding.var.name, block, bindings) for arg in value.args[1].fields]
+        constant_bytes = _constant_bytes(value, nbytes)
+        is_foreign = constant_bytes is not None and value.args[0].name_hint in foreign
+        if constant_bytes is not None and (is_foreign or exceeds_growth_limit(_bytes(binding.var.ty), constant_bytes)):
+            args = [_behind_barrier(arg, binding.var.name, block, bindings) for arg in value.args[1].fields]
             call = relax.Call(
                 value.op, [value.args[0], relax.Tuple(args), *value.args[2:]], value.attrs, value.ty_args, value.span
             )
             bindings.append(relax.VarBinding(binding.var, typed(call, value.ty), binding.span))
             is_changed = True
             continue
-        if root is not None:
-            origin[binding.var] = root
+        if constant_bytes is not None:
+            nbytes[binding.var] = constant_bytes
         bindings.append(binding)
     return bindings if is_changed else None
 
 
-def _root(value: relax.Expr, origin: dict[relax.Var, int]) -> int | None:
-    """The bytes of the constants that a call is made of, None where it is made of something else, or of nothing."""
+def _constant_bytes(value: relax.Expr, nbytes: dict[relax.Var, int]) -> int | None:
+    """Bytes of the constants that a call is computed from; None if it has other operands, or none."""
     if op_name(value) not in CALL_TIR_OPS or not isinstance(value.args[1], relax.Tuple) or not value.args[1].fields:
         return None
     total = 0
     for arg in value.args[1].fields:
         if is_tensor_constant(arg):
             total += _bytes(arg.ty)
-        elif isinstance(arg, relax.Var) and arg in origin:
-            total += origin[arg]
+        elif isinstance(arg, relax.Var) and arg in nbytes:
+            total += nbytes[arg]
         else:
             return None
     return total
 
 
-def _opaque(arg: relax.Expr, name: str, block: Block, bindings: list[relax.Binding]) -> relax.Expr:
+def _behind_barrier(arg: relax.Expr, name: str, block: Block, bindings: list[relax.Binding]) -> relax.Expr:
     if not is_tensor_constant(arg):
         return arg
     var = (relax.DataflowVar if block.is_dataflow else relax.Var)(f"{name}_constant", arg.ty)
-    call = typed(relax.Call(tvm.ir.Op.get(_WITHOUT_PATTERN), [arg]), arg.ty)
+    call = typed(relax.Call(tvm.ir.Op.get(_BARRIER), [arg]), arg.ty)
     bindings.append(relax.VarBinding(var, call))
     return var
 
 
-def _show(block: Block) -> list[relax.Binding] | None:
-    """The constants where they were."""
-    shown: dict[relax.Var, relax.Expr] = {}
+def _without_barriers(block: Block) -> list[relax.Binding] | None:
+    """Remove the barriers."""
+    constants: dict[relax.Var, relax.Expr] = {}
     bindings: list[relax.Binding] = []
     for binding in block.bindings:
         value = binding.value
-        if op_name(value) == _WITHOUT_PATTERN and is_tensor_constant(value.args[0]):
-            shown[binding.var] = value.args[0]
+        if op_name(value) == _BARRIER and is_tensor_constant(value.args[0]):
+            constants[binding.var] = value.args[0]
         else:
-            bindings.append(renamed(binding, shown))
-    return bindings if shown else None
+            bindings.append(renamed(binding, constants))
+    return bindings if constants else None
 
 
 def _bytes(ty: tvm.ir.Type) -> int:
-    """Bytes of tensors whose extents are all known; 0 for others, which FoldConstant leaves alone."""
+    """Bytes of tensors if all extents are known, else 0: FoldConstant leaves such calls alone."""
     total = 0
     for tensor in tensor_types(ty):
         if not isinstance(tensor.shape, relax.ShapeExpr) or tensor.dtype is None:

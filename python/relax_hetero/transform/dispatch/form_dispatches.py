@@ -1,4 +1,4 @@
-"""FormDispatches: a placed module's ops become kernels, fused where their device allows, each with its target.
+"""FormDispatches: a placed module's ops become kernels, fused within a device, each with its target.
 
 Before::
 
@@ -9,9 +9,9 @@ After::
 
     gv = R.call_tir(cls.fused_exp_add, (x,), out_ty=R.Tensor((4,), "float32", "llvm:1"))   # target: that of llvm:1
 
-Only `to_vdevice`, which is opaque, joins values of two devices, so no kernel spans two. Stock passes do the legalizing
-and fusing; what they lose on the way is put back: devices of variables (LegalizeOps), of folded constants (FoldConstant
-makes new ones), and targets of fused kernels (FuseTIR).
+Only `to_vdevice`, which is opaque, joins values of two devices, so no kernel spans two. Stock passes legalize and fuse;
+what they lose is restored: devices of variables (LegalizeOps), of folded constants (FoldConstant makes new ones), and
+targets of fused kernels (FuseTIR).
 
 Assumes a placed module (RealizeVDevice). A lowered module is returned as it is; a second run changes nothing.
 """
@@ -36,7 +36,7 @@ from ..ir.named_sizes import with_values
 from ..ir.remarks import record_dispatches
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, walk_bindings
 from .bind_targets import bind_targets
-from .canonical_extents import canonical_extents, scalars_as_sizes, widen_extents, with_matches_apart
+from .canonical_extents import canonical_extents, isolate_match_casts, scalars_as_sizes, widen_extents
 from .clamp_indices import clamp_indices
 from .folding import fold_constants
 from .keep_devices import keep_devices
@@ -47,11 +47,11 @@ from .schedule_cpu import schedule_cpu
 from .schedule_gpu import schedule_gpu
 from .tied_operands import annotate_ties
 
-_FUSED = "relax.FuseOps.max_depth"
+_MAX_FUSED_OPTION = "relax.FuseOps.max_depth"
 MAX_FUSED = 64
 """Ops in one kernel. Reading, scheduling and compiling a kernel takes time that grows faster than its length, and LLVM
-recurses into it, so TVM's own bound of 256 is too high for chains that are long enough; what work repeats in real
-models, gates of recurrent cells and gelu among it, is shorter than 32."""
+recurses into it, so TVM's own bound of 256 is too high for long chains. Work that repeats in real models, such as gates
+of recurrent cells and gelu, is shorter than 32 ops."""
 
 
 def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
@@ -65,11 +65,11 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     if is_lowered(mod):
         return mod
     if is_formed(mod):
-        return _for_their_devices(mod)
+        return _for_devices(mod)
     if any(isinstance(b.value, relax.Function) for _, func in relax_functions(mod) for b in walk_bindings(func)):
         mod = keep_unread_calls(relax.transform.LambdaLift()(mod))
     written = {gv.name_hint for gv in mod.get_global_vars()}
-    mod = without_callee_devices(mod)  # legalizing and folding make values without a device, which functions are given
+    mod = without_callee_devices(mod)  # legalizing and folding make arguments without a device
     mod = clamp_indices(legalize(widen_extents(with_root_blocks(with_merged_reshapes(mod)))))
     mod = forget_targets(canonical_extents(mod), written)
     stock = relax.transform
@@ -78,22 +78,22 @@ def form_dispatches(mod: tvm.IRModule) -> tvm.IRModule:
     ops = fused_ops(mod)
     mod = stock.DeadCodeElimination()(with_values(stock.FuseTIR()(mod)))
     mod = with_ops(stock.CanonicalizeBindings()(mod), ops)
-    return _for_their_devices(with_callee_devices(keep_devices(mod)), inside)  # folding made constants
+    return _for_devices(with_callee_devices(keep_devices(mod)), inside)  # folding made constants
 
 
 FormDispatches = declare_pass("FormDispatches", form_dispatches)
 
 
 def _with_fused_ops(mod: tvm.IRModule) -> tuple[tvm.IRModule, Inside]:
-    """Stock FuseOps with our bound on a kernel's ops, unless the caller's context has one."""
+    """Run stock FuseOps with our bound on a kernel's ops, unless the caller's context has one."""
     context = tvm.transform.PassContext.current()
-    config = {_FUSED: MAX_FUSED, **dict(context.config)}
+    config = {_MAX_FUSED_OPTION: MAX_FUSED, **dict(context.config)}
     with tvm.transform.PassContext(context.opt_level, context.required_pass, context.disabled_pass, config=config):
-        mod = with_matches_apart(mod)
+        mod = isolate_match_casts(mod)
         return with_fused_names(mod, relax.transform.FuseOps()(mod))
 
 
-def _for_their_devices(mod: tvm.IRModule, inside: Inside | None = None) -> tvm.IRModule:
+def _for_devices(mod: tvm.IRModule, inside: Inside | None = None) -> tvm.IRModule:
     mod = with_views(bind_targets(name_kernel_variables(mod)))
     mod = schedule_cpu(schedule_gpu(annotate_ties(mod)))
     record_dispatches(mod, inside or {})
@@ -101,7 +101,7 @@ def _for_their_devices(mod: tvm.IRModule, inside: Inside | None = None) -> tvm.I
 
 
 def is_formed(mod: tvm.IRModule) -> bool:
-    """True if nothing is left to legalize and every kernel has its target: fusing again would change the kernels."""
+    """Return whether all ops are legal and every kernel has its target: fusing again would change the kernels."""
     for _, func in relax_functions(mod):
         for binding in walk_bindings(func):
             kernel = called_prim_func(mod, binding.value)
@@ -114,7 +114,7 @@ def is_formed(mod: tvm.IRModule) -> bool:
 
 
 def forget_targets(mod: tvm.IRModule, written: set[str]) -> tvm.IRModule:
-    """Take kernels' targets off, and merge those that differed in nothing else.
+    """Remove targets from kernels, and merge kernels that differ in nothing else.
 
     LegalizeOps makes `add_llvm` and `add_cuda` of one addition. Without targets they are one `add` again, which folds
     on the CPU wherever it runs; BindTargets gives each device its own later. Functions named in `written`, the
@@ -123,15 +123,15 @@ def forget_targets(mod: tvm.IRModule, written: set[str]) -> tvm.IRModule:
     suffix = re.compile(rf"_({'|'.join({v.target.kind.name for v in vdevices_of(mod)} or {'llvm'})})\d*$")
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     renamed: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
-    known: dict[StructuralKey, tvm.ir.GlobalVar] = {}
-    taken = set(written)
+    merged: dict[StructuralKey, tvm.ir.GlobalVar] = {}
+    used_names = set(written)
     for gv, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
         if isinstance(func, tirx.PrimFunc) and gv.name_hint not in written:
             func = func.without_attr("target") if "target" in func.attrs else func
             key = StructuralKey(func)
-            if key not in known:
-                known[key] = fresh_global_var(suffix.sub("", gv.name_hint), gv.ty, taken)
-            renamed[gv] = known[key]
+            if key not in merged:
+                merged[key] = fresh_global_var(suffix.sub("", gv.name_hint), gv.ty, used_names)
+            renamed[gv] = merged[key]
         functions[renamed.get(gv, gv)] = func
     for gv, func in functions.items():
         if isinstance(func, relax.Function):

@@ -1,10 +1,10 @@
-"""Functions with a formula as the Relax ops that it names, each a kernel that TVM fuses with its neighbours.
+"""Legalization of functions that have a formula: the formula's Relax ops, as kernels that TVM fuses.
 
 Before::
 
     y: R.Tensor((4,), "float32") = R.hetero.softsign(x)
 
-After, with kernels in the place of the ops::
+After, with kernels in place of the ops::
 
     y: R.Tensor((4,), "float32") = R.divide(x, R.add(R.abs(x), R.const(1.0)))
 
@@ -13,7 +13,6 @@ Halves are computed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import tvm
@@ -23,20 +22,19 @@ from ...encoding.expression import Expression, Term
 from ...encoding.functions import FUNCTIONS
 from ...target.element_types import HALF_TYPES
 from ..ir.relax_expressions import from_expression
-
-Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
+from .sort_kernels import Legalize
 
 
 def legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
-    """Legalizations by op, for `relax.transform.LegalizeOps`; `others` legalizes the ops of formulas, or stock does."""
-    return {f"relax.{name.op}": partial(_legalize, name.formula, others) for name in FUNCTIONS.values() if name.formula}
+    """Legalizations by op, for `relax.transform.LegalizeOps`; the ops of formulas use those of `others`, else TVM's."""
+    return {f"relax.{row.op}": partial(_legalize, row.formula, others) for row in FUNCTIONS.values() if row.formula}
 
 
 def _legalize(formula: str, others: dict[str, Legalize], builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    def emit(part: relax.Expr, _ty: relax.TensorType) -> relax.Expr:
-        part = builder.normalize(part)
-        legalize = others.get(part.op.name) or tvm.ir.Op.get(part.op.name).get_attr("FLegalize")
-        return builder.emit(legalize(builder, part))
+    def emit(op: relax.Expr, _ty: relax.TensorType) -> relax.Expr:
+        op = builder.normalize(op)
+        legalize = others.get(op.op.name) or tvm.ir.Op.get(op.op.name).get_attr("FLegalize")
+        return builder.emit(legalize(builder, op))
 
     expression, dtype = Expression.parse(formula), str(call.ty.dtype)
     if dtype in HALF_TYPES:

@@ -1,8 +1,8 @@
-"""The devices that stock passes lose on the way, written back. The module was placed before, so nothing is solved here.
+"""Restores the devices that stock passes lose in a placed module.
 
-LegalizeOps gives a kernel's result the device of its first operand: none where there is no operand, where the operand
-is a literal, or where the result is a tuple. FoldConstant makes constants without a device, and a name that is folded
-away leaves its constant to several readers.
+LegalizeOps gives a kernel's result the device of its first operand: none if there is no operand, if the operand
+is a literal, or if the result is a tuple. FoldConstant makes constants without a device, and a variable that it folds
+leaves one constant to several readers.
 
 Before::
 
@@ -42,22 +42,22 @@ from ..placement.operands import same_devices, tensor_on
 from ..placement.ops import HOST_READS, callee_name
 
 Variables: TypeAlias = "Mapping[str, relax.Var]"
-"""Variables by name, as they were when every one of them had its device."""
+"""Variables by name, before they lost their devices."""
 
-Place: TypeAlias = "relax.VDevice | tvm.ir.Type"
-"""Where tensors belong: on a device, or as a type says."""
+Location: TypeAlias = "relax.VDevice | tvm.ir.Type"
+"""A device, or a type that has the devices of tensors."""
 
 
 def keep_devices(mod: tvm.IRModule, variables: Mapping[str, Variables] | None = None) -> tvm.IRModule:
-    """The module with every tensor on a device again: see the module's docstring.
+    """Give every tensor its device again: see the module's docstring.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        Made by stock passes from a placed module.
+        Result of stock passes on a placed module.
     variables : mapping, optional
-        Function name to the variables it had, by names that are unique in it: those keep their types. A variable that
-        is new is where its operands are.
+        Function name to the variables before the passes, by names that are unique in it: they keep their types. A new
+        variable is on the device of its operands.
     """
     vdevices = vdevices_of(mod)
     if not vdevices:
@@ -77,16 +77,16 @@ class _Function:
         self.default = default_vdevice(vdevices)
         self.vdevices = vdevices
         self.variables = variables
-        self.new: dict[relax.Var, relax.Var] = {}
+        self.renewed_vars: dict[relax.Var, relax.Var] = {}
         self.constants: dict[tuple[int, int], tvm.ir.GenericConst] = {}
 
     def placed(self, func: relax.Function) -> relax.Function:
         for binding in walk_bindings(func):
             var, ty = binding.var, self._type_of(binding)
             if not ty.same_as(var.ty):
-                self.new[var] = type(var)(var.name, ty, var.span)
-        if self.new:
-            func = structural_map(func, (relax.Var, lambda var: self.new.get(var, var)))
+                self.renewed_vars[var] = type(var)(var.name, ty, var.span)
+        if self.renewed_vars:
+            func = structural_map(func, (relax.Var, lambda var: self.renewed_vars.get(var, var)))
         func = map_bindings(func, self._change)
         body = _sequence(func.body)
         return func if body.same_as(func.body) else with_body(func, body)
@@ -99,18 +99,18 @@ class _Function:
         if all(tensor.vdevice is not None for tensor in tensor_types(var.ty)):
             return var.ty
         if isinstance(value, relax.TupleGetItem):
-            return _on(var.ty, self._known(value.tuple_value).ty.fields[value.index])
-        return _on(var.ty, self._first(operand.ty for operand in self._operands(value)))
+            return _on(var.ty, self._renewed(value.tuple_value).ty.fields[value.index])
+        return _on(var.ty, self._first_device(operand.ty for operand in self._operands(value)))
 
     def _operands(self, value: relax.Expr) -> Iterator[relax.Expr]:
         if isinstance(value, (relax.Call, relax.Tuple)):
             for operand in value.args if isinstance(value, relax.Call) else value.fields:
                 yield from self._operands(operand)
         else:
-            yield self._known(value)
+            yield self._renewed(value)
 
-    def _known(self, expr: relax.Expr) -> relax.Expr:
-        return self.new.get(expr, expr) if isinstance(expr, relax.Var) else expr
+    def _renewed(self, expr: relax.Expr) -> relax.Expr:
+        return self.renewed_vars.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
     def _change(self, binding: relax.Binding) -> relax.Binding:
         var, value = binding.var, binding.value
@@ -130,44 +130,48 @@ class _Function:
         if op_name(call) == TRANSFER and is_tensor_constant(call.args[0]):
             return self._operand(call.args[0], call.attrs.dst_vdevice)
         if isinstance(call.op, tvm.ir.GlobalVar) and isinstance(call.op.ty, relax.FuncType):
-            wanted = list(call.op.ty.params)
+            locations = list(call.op.ty.params)
         elif op_name(call) in HOST_READS or callee_name(call) in HOST_READS:
-            wanted = [self._reader(arg.ty) for arg in call.args]
+            locations = [self._host_of(arg.ty) for arg in call.args]
         else:
-            wanted = [self._first([ty, *(arg.ty for arg in call.args)])] * len(call.args)
-        args = [self._operand(arg, place) for arg, place in zip(call.args, wanted, strict=True)]
+            locations = [self._first_device([ty, *(arg.ty for arg in call.args)])] * len(call.args)
+        args = [self._operand(arg, location) for arg, location in zip(call.args, locations, strict=True)]
         results = list(ty.fields) if len(call.ty_args) > 1 else [ty]
         ty_args = [_on(old, result) for old, result in zip(call.ty_args, results, strict=False)]
         result = _on(call.ty, ty)
-        parts = zip([result, *args, *ty_args], [call.ty, *call.args, *call.ty_args], strict=True)
-        if all(new.same_as(old) for new, old in parts):
+        pairs = zip([result, *args, *ty_args], [call.ty, *call.args, *call.ty_args], strict=True)
+        if all(new.same_as(old) for new, old in pairs):
             return call
         return relax.Call(call.op, args, call.attrs, ty_args, call.span, ret_ty=result)
 
-    def _reader(self, ty: tvm.ir.Type) -> relax.VDevice:
-        """The CPU that reads a value of this type."""
-        first = self._first([ty])
+    def _host_of(self, ty: tvm.ir.Type) -> relax.VDevice:
+        """The host device that reads a value of this type."""
+        first = self._first_device([ty])
         return host_vdevice(self.vdevices, first) or first
 
-    def _first(self, types: Iterable[tvm.ir.Type]) -> relax.VDevice:
+    def _first_device(self, types: Iterable[tvm.ir.Type]) -> relax.VDevice:
         """The first device that types name."""
         named = (tensor.vdevice for ty in types for tensor in tensor_types(ty) if tensor.vdevice is not None)
         return next(named, self.default)
 
-    def _operand(self, expr: relax.Expr, place: Place) -> relax.Expr:
-        """An expression whose constants are on a device: one object for all that read it there."""
+    def _operand(self, expr: relax.Expr, location: Location) -> relax.Expr:
+        """An expression with its constants on a device: one object for all readers there."""
         if isinstance(expr, relax.Tuple):
-            places = list(place.fields) if isinstance(place, tvm.ir.TupleType) else [place] * len(expr.fields)
-            fields = [self._operand(field, one) for field, one in zip(expr.fields, places, strict=True)]
-            same = all(new.same_as(old) for new, old in zip(fields, expr.fields, strict=True))
-            if same and not self.new:
+            locations = (
+                list(location.fields) if isinstance(location, tvm.ir.TupleType) else [location] * len(expr.fields)
+            )
+            fields = [self._operand(field, target) for field, target in zip(expr.fields, locations, strict=True)]
+            is_same = all(new.same_as(old) for new, old in zip(fields, expr.fields, strict=True))
+            if is_same and not self.renewed_vars:
                 return expr
-            made = relax.Tuple(fields, expr.span)
-            return expr if same and same_devices(expr.ty, made.ty) else made  # new variables leave it its old type
+            rebuilt = relax.Tuple(fields, expr.span)
+            return (
+                expr if is_same and same_devices(expr.ty, rebuilt.ty) else rebuilt
+            )  # new variables do not change its type
         if not is_tensor_constant(expr):
             return expr
         old_ty = expr.ty
-        ty = _on(old_ty, place)
+        ty = _on(old_ty, location)
         if ty is old_ty:
             return expr
         key = (handle(expr), handle(ty.vdevice))
@@ -180,13 +184,13 @@ def _sequence(expr: relax.SeqExpr) -> relax.SeqExpr:
     return expr if same_devices(expr.ty, result.ty) else typed(relax.SeqExpr(expr.blocks, result, expr.span), result.ty)
 
 
-def _on(ty: tvm.ir.Type, place: Place) -> tvm.ir.Type:
-    """A type on a device, or on the devices of another type of its structure; itself where it is there."""
+def _on(ty: tvm.ir.Type, location: Location) -> tvm.ir.Type:
+    """A type on a device, or on the devices of a type of the same structure; itself if it is there already."""
     if isinstance(ty, tvm.ir.TupleType):
-        places = list(place.fields) if isinstance(place, tvm.ir.TupleType) else [place] * len(ty.fields)
-        fields = [_on(field, one) for field, one in zip(ty.fields, places, strict=True)]
-        same = all(new.same_as(old) for new, old in zip(fields, ty.fields, strict=True))
-        return ty if same else tvm.ir.TupleType(fields)
-    vdevice = place.vdevice if isinstance(place, relax.TensorType) else place
+        locations = list(location.fields) if isinstance(location, tvm.ir.TupleType) else [location] * len(ty.fields)
+        fields = [_on(field, target) for field, target in zip(ty.fields, locations, strict=True)]
+        is_same = all(new.same_as(old) for new, old in zip(fields, ty.fields, strict=True))
+        return ty if is_same else tvm.ir.TupleType(fields)
+    vdevice = location.vdevice if isinstance(location, relax.TensorType) else location
     is_tensor = isinstance(ty, relax.TensorType) and isinstance(vdevice, relax.VDevice)
     return tensor_on(ty, vdevice) if is_tensor else ty

@@ -8,8 +8,8 @@ After::
 
     def matmul(_encoder_layer_0_Relu: T.Buffer((4, 4), "float32"), ...)
 
-Kernels take the names of the Relax variables they were made for, and those carry the names of ONNX nodes. LLVM takes
-any name; the C and CUDA generators write them into source text as they are.
+Kernels have the names of the Relax variables they were made for, which are names of ONNX nodes. LLVM takes
+any name; the C and CUDA generators write names into source text as they are.
 
 Assumes nothing. A second run changes nothing.
 """
@@ -23,20 +23,16 @@ from tvm import tirx
 from tvm_ffi import structural_map
 
 from ..ir.declare import declare_pass
-from ..ir.rewriting import copy_module
+from ..ir.rewriting import with_functions
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_OTHER = re.compile(r"\W", re.ASCII)
+_NOT_IN_IDENTIFIERS = re.compile(r"\W", re.ASCII)
 
 
 def name_kernel_variables(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module itself if nothing has to be renamed."""
-    functions = {
-        gvar: _with_identifiers(func) if isinstance(func, tirx.PrimFunc) else func
-        for gvar, func in mod.functions.items()
-    }
-    changed = any(not func.same_as(mod.functions[gvar]) for gvar, func in functions.items())
-    return copy_module(mod, functions) if changed else mod
+    """See the module's docstring; returns the same module where nothing changes."""
+    functions = {gv: _with_identifiers(func) for gv, func in mod.functions.items() if isinstance(func, tirx.PrimFunc)}
+    return with_functions(mod, functions)
 
 
 NameKernelVariables = declare_pass("NameKernelVariables", name_kernel_variables)
@@ -49,7 +45,7 @@ def _with_identifiers(func: tirx.PrimFunc) -> tirx.PrimFunc:
         if _IDENTIFIER.fullmatch(var.name):
             return var
         if var not in renamed:
-            name = _OTHER.sub("_", var.name)
+            name = _NOT_IN_IDENTIFIERS.sub("_", var.name)
             renamed[var] = type(var)(name if _IDENTIFIER.fullmatch(name) else f"_{name}", var.ty)
         return renamed[var]
 

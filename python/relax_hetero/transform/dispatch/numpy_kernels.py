@@ -1,9 +1,9 @@
-"""Kernels of stock ops with NumPy's results: for NaN, for truth values, for extremes, and without warnings.
+"""Kernels of stock ops with NumPy's results: for NaN, for booleans, for extremes, and without warnings.
 
-Stock ``relu``, ``clip``, ``maximum`` and ``minimum`` are made of max and min, which take the other operand where one is
-NaN: whether a NaN is seen would depend on whether the op was fused behind a product. Comparisons and selects keep it.
+Stock ``relu``, ``clip``, ``maximum`` and ``minimum`` consist of max and min, which return the other operand if one is
+NaN: a NaN would survive or not depending on fusion into a product. Comparisons and selects keep it.
 Stock ``sign`` gives 0 for it, and casts to integers are undefined where the integer is too large (`tir.math.casts`).
-A quotient by the constant 0 has no stock kernel, since TVM's arithmetic refuses to divide by a number that is 0.
+A quotient by the constant 0 lacks a stock kernel, since TVM's arithmetic refuses to divide by the number 0.
 """
 
 from __future__ import annotations
@@ -20,31 +20,29 @@ from ...tir.math.extremes import index_wins, maximum, minimum
 from ..ir.blocks import is_one
 from ..ir.rewriting import is_tensor_constant
 from . import scatter_kernels
+from .sort_kernels import Legalize
 
-Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
-
-
-# Comparisons, the larger and smaller, and sums and products of truth values, which stock TVM takes for floats.
+# Comparisons, maximum and minimum, sums and products of booleans.
 #
-# TVM's code generator for LLVM knows no comparison of booleans: it writes that of floats, which LLVM refuses, in the
-# middle of a build. As bytes they compare as numpy has it, false before true, and LLVM makes one instruction of it.
-# Their sum is the larger of two, their product the smaller.
+# TVM's code generator for LLVM lacks comparisons of booleans: it emits those of floats, which LLVM refuses in the
+# middle of a build. As bytes they compare as in numpy, false before true, and LLVM makes one instruction of it.
+# Their sum is the maximum, their product the minimum.
 
 _COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
 _EXTREMES = {"maximum": "maximum", "minimum": "minimum", "add": "maximum", "multiply": "minimum"}
-"""Equivalent of an op on numbers 0 and 1."""
+"""Equivalent of an op on the numbers 0 and 1."""
 
 
-def truth_legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
-    """Legalizations by op, for `relax.transform.LegalizeOps`; other types are left to `others`, or to stock."""
-    found = {}
+def boolean_legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
+    """Legalizations by op, for `relax.transform.LegalizeOps`; other types use those of `others`, else TVM's."""
+    result = {}
     for name in (*_COMPARISONS, *_EXTREMES):
         op = f"relax.{name}"
-        found[op] = _truth_legalization(name, others.get(op) or tvm.ir.Op.get(op).get_attr("FLegalize"))
-    return found
+        result[op] = _boolean_legalization(name, others.get(op) or tvm.ir.Op.get(op).get_attr("FLegalize"))
+    return result
 
 
-def _truth_legalization(name: str, otherwise: Legalize) -> Legalize:
+def _boolean_legalization(name: str, otherwise: Legalize) -> Legalize:
     compute = getattr(topi, _EXTREMES.get(name, name))
 
     def kernel(a: te.Tensor, b: te.Tensor) -> te.Tensor:
@@ -52,24 +50,24 @@ def _truth_legalization(name: str, otherwise: Legalize) -> Legalize:
         return topi.cast(result, "bool") if name in _EXTREMES else result
 
     def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-        if not all(map(_is_known_truth, call.args)):
+        if not all(map(_is_boolean_of_known_shape, call.args)):
             return otherwise(builder, call)
         return builder.call_te(kernel, *call.args, primfunc_name_hint=name)
 
     return legalize
 
 
-def _is_known_truth(arg: relax.Expr) -> bool:
+def _is_boolean_of_known_shape(arg: relax.Expr) -> bool:
     ty = arg.ty
     return isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and str(ty.dtype) == "bool"
 
 
-# ``take`` whose indices are known to be in bounds, without a check and without a warning about that.
+# ``take`` of indices that are known to be in bounds, without a check and without a warning about that.
 #
-# Stock TVM warns at every compilation of one; importers ask for it where they have made the indices themselves.
+# Stock TVM warns at every compilation of one; importers use it for indices that they compute themselves.
 
 _INJECTIVE = 2
-"""The pattern of ops that FuseOps joins with elementwise ones; it cannot see that of an op that reads its indices."""
+"""TVM's number for the pattern of ops that FuseOps joins with elementwise ones; it cannot infer that of a gather."""
 
 
 def take_legalizations() -> dict[str, Legalize]:
@@ -92,23 +90,23 @@ def take_legalizations() -> dict[str, Legalize]:
 def _take(x: te.Tensor, index: te.Tensor, axis: int) -> te.Tensor:
     rank = len(index.shape)
 
-    def element(*place: tirx.Var) -> tirx.PrimExpr:
-        return x(*place[:axis], index(*place[axis : axis + rank]), *place[axis + rank :])
+    def element(*indices: tirx.Var) -> tirx.PrimExpr:
+        return x(*indices[:axis], index(*indices[axis : axis + rank]), *indices[axis + rank :])
 
     return te.compute([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]], element, name="take")
 
 
 # Largest and smallest elements of floats as numpy defines them, infinities and NaN included.
 #
-# Stock ``max`` and ``min`` start from the largest finite numbers: the largest of nothing but -inf would not be -inf,
-# and no element's index would be that of it. And they drop NaN, or not, as it happens to stand: here it is the
-# result, and its index, the first one's, that of the largest and of the smallest element.
+# Stock ``max`` and ``min`` start from finite numbers: the maximum of elements that are all -inf would not be -inf, and
+# its index would be invalid. They drop NaN or not, depending on its position: here NaN is the result, and the index of
+# the first NaN is that of the largest and of the smallest element.
 
 _OPS = {"relax.max": True, "relax.min": False, "relax.argmax": True, "relax.argmin": False}
 
 
 def extreme_legalizations() -> dict[str, Legalize]:
-    """Legalizations by op, for `relax.transform.LegalizeOps`; integers, and bfloat16, are left to stock."""
+    """Legalizations by op, for `relax.transform.LegalizeOps`; integers, and bfloat16, use TVM's."""
     return {name: _extreme_legalization(name, largest) for name, largest in _OPS.items()}
 
 
@@ -122,8 +120,8 @@ def _extreme_legalization(name: str, largest: bool) -> Legalize:
         if not is_float or int(data.ty.ndim) < 0 or (axis is None and short.startswith("arg")):
             return stock(builder, call)
         rank = int(data.ty.ndim)
-        given = range(rank) if axis is None else [axis] if isinstance(axis, int) else axis
-        axes = sorted({int(each) % rank for each in given})
+        dims = range(rank) if axis is None else [axis] if isinstance(axis, int) else axis
+        axes = sorted({int(dim) % rank for dim in dims})
         kernel = _index if short.startswith("arg") else _extreme
         return builder.call_te(kernel, data, axes, bool(call.attrs.keepdims), largest, primfunc_name_hint=short)
 
@@ -134,37 +132,37 @@ def _extreme(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -
     def combine(one: tirx.PrimExpr, other: tirx.PrimExpr) -> tirx.PrimExpr:
         return maximum(one, other) if largest else minimum(one, other)
 
-    reducer = te.comm_reducer(combine, lambda kind: _worst(str(kind), largest), name="extreme")
+    reducer = te.comm_reducer(combine, lambda kind: _start_value(str(kind), largest), name="extreme")
     reduced = {axis: te.reduce_axis((0, x.shape[axis]), name=f"r{axis}") for axis in axes}
 
-    def element(*place: tirx.Var) -> tirx.PrimExpr:
-        return reducer(x(*_source(place, reduced, len(x.shape), keepdims)), axis=list(reduced.values()))
+    def element(*indices: tirx.Var) -> tirx.PrimExpr:
+        return reducer(x(*_source(indices, reduced, len(x.shape), keepdims)), axis=list(reduced.values()))
 
     return te.compute(_reduced_shape(x.shape, axes, keepdims), element, name="extreme")
 
 
 def _index(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -> te.Tensor:
-    """The first of the largest elements; any real element beats the start, whose index is beyond all of them."""
+    """Index of the first largest (or smallest) element; any element beats the start, whose index is past the end."""
     (axis,) = axes
 
     def better(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, Any]:
         wins = index_wins(one, other, largest, last=False)
         return tirx.Select(wins, one[0], other[0]), tirx.Select(wins, one[1], other[1])
 
-    def worst(index_type: str, value_type: str) -> tuple[Any, Any]:
-        return tirx.max_value(index_type), _worst(str(value_type), largest)
+    def start(index_type: str, value_type: str) -> tuple[Any, Any]:
+        return tirx.max_value(index_type), _start_value(str(value_type), largest)
 
-    reducer = te.comm_reducer(better, worst, name="index_of_extreme")
+    reducer = te.comm_reducer(better, start, name="index_of_extreme")
     along = te.reduce_axis((0, x.shape[axis]), name="along")
 
-    def pair(*place: tirx.Var) -> Any:
-        source = _source(place, {axis: along}, len(x.shape), keepdims)
+    def pair(*indices: tirx.Var) -> Any:
+        source = _source(indices, {axis: along}, len(x.shape), keepdims)
         return reducer((tirx.Cast("int64", along), x(*source)), axis=along)
 
     return te.compute(_reduced_shape(x.shape, axes, keepdims), pair, name="index_of_extreme")[0]
 
 
-def _worst(dtype: str, largest: bool) -> tirx.PrimExpr:
+def _start_value(dtype: str, largest: bool) -> tirx.PrimExpr:
     return tirx.const(float("-inf") if largest else float("inf"), dtype)
 
 
@@ -172,9 +170,9 @@ def _reduced_shape(shape: Sequence[Any], axes: Sequence[int], keepdims: bool) ->
     return [1 if axis in axes else extent for axis, extent in enumerate(shape) if keepdims or axis not in axes]
 
 
-def _source(place: Sequence[Any], reduced: dict[int, Any], rank: int, keepdims: bool) -> list[Any]:
-    kept = iter([each for axis, each in enumerate(place) if not (keepdims and axis in reduced)])
-    return [reduced[axis] if axis in reduced else next(kept) for axis in range(rank)]
+def _source(indices: Sequence[Any], reduced: dict[int, Any], rank: int, keepdims: bool) -> list[Any]:
+    others = iter([index for axis, index in enumerate(indices) if not (keepdims and axis in reduced)])
+    return [reduced[axis] if axis in reduced else next(others) for axis in range(rank)]
 
 
 _STOCK: dict[str, Legalize] = {
@@ -189,12 +187,12 @@ def _relu(x: te.Tensor) -> te.Tensor:
 
 
 def _clip(x: te.Tensor, low: tirx.PrimExpr, high: tirx.PrimExpr) -> te.Tensor:
-    def held(*i: tirx.Var) -> tirx.PrimExpr:
+    def element(*i: tirx.Var) -> tirx.PrimExpr:
         value, minimum, maximum = x(*i), low.astype(x.dtype), high.astype(x.dtype)
         below = tirx.Select(value > maximum, maximum, value)
         return tirx.Select(below < minimum, minimum, below)
 
-    return te.compute(x.shape, held, name="compute")
+    return te.compute(x.shape, element, name="compute")
 
 
 def _sign(x: te.Tensor) -> te.Tensor:
@@ -208,18 +206,18 @@ def _sign(x: te.Tensor) -> te.Tensor:
     return te.compute(x.shape, element, name="compute")
 
 
-def _of_two(name: str, extreme: Callable[..., tirx.PrimExpr]) -> Legalize:
+def _binary_extreme(name: str, extreme: Callable[..., tirx.PrimExpr]) -> Legalize:
     def kernel(a: te.Tensor | tirx.PrimExpr, b: te.Tensor | tirx.PrimExpr) -> te.Tensor:
         tensors = [x for x in (a, b) if isinstance(x, te.Tensor)]
         shape = topi.add(*tensors).shape if len(tensors) > 1 else tensors[0].shape
 
         def element(*i: tirx.Var) -> tirx.PrimExpr:
-            return extreme(*(x(*_read_at(i, x)) if isinstance(x, te.Tensor) else x for x in (a, b)))
+            return extreme(*(x(*_operand_indices(i, x)) if isinstance(x, te.Tensor) else x for x in (a, b)))
 
         return te.compute(shape, element, name="compute")
 
     def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-        if not _is_of_known_floats(call):
+        if not _has_known_float_operands(call):
             return _STOCK[name](builder, call)
         a, b = call.args
         number = _as_number(b)
@@ -230,21 +228,21 @@ def _of_two(name: str, extreme: Callable[..., tirx.PrimExpr]) -> Legalize:
 
 
 def _as_number(arg: relax.Expr) -> relax.Expr:
-    """A constant of one number as that number, which kernels compare with in an instruction; others as they are."""
+    """A scalar constant as a number, which kernels use as an immediate operand; other arguments unchanged."""
     if not is_tensor_constant(arg) or arg.ty.ndim != 0:
         return arg
     return tirx.FloatImm(str(arg.ty.dtype), float(arg.value.numpy()[()]))
 
 
-def _is_of_known_floats(call: relax.Call) -> bool:
+def _has_known_float_operands(call: relax.Call) -> bool:
     types = [arg.ty for arg in call.args]
     known = all(isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) for ty in types)
     return known and str(call.ty.dtype).startswith(("float", "bfloat"))
 
 
-def _read_at(place: tuple[tirx.Var, ...], x: te.Tensor) -> list[tirx.PrimExpr]:
-    """Where an operand that broadcasts is read for an element of the result."""
-    own = place[len(place) - len(x.shape) :]
+def _operand_indices(indices: tuple[tirx.Var, ...], x: te.Tensor) -> list[tirx.PrimExpr]:
+    """Indices of an operand, which may broadcast, for an element of the result."""
+    own = indices[len(indices) - len(x.shape) :]
     return [tirx.const(0, "int64") if is_one(extent) else i for i, extent in zip(own, x.shape, strict=True)]
 
 
@@ -264,8 +262,8 @@ def _cast(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 def _divide(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    """A quotient by the constant 0 is a product with an infinity of its sign: infinities, and NaN for 0 by 0."""
-    number = _as_number(call.args[1]) if _is_of_known_floats(call) else call.args[1]
+    """Quotient by the constant 0 as a product with an infinity of its sign: infinities, and NaN for 0 by 0."""
+    number = _as_number(call.args[1]) if _has_known_float_operands(call) else call.args[1]
     if not isinstance(number, tirx.FloatImm) or float(number) != 0:
         return _STOCK["divide"](builder, call)
     infinity = tirx.infinity(str(call.ty.dtype))
@@ -273,7 +271,7 @@ def _divide(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
     return builder.call_te(topi.multiply, call.args[0], factor, primfunc_name_hint="divide")
 
 
-def _of_floats(stock: Legalize, kernel: Callable[..., te.Tensor], name: str) -> Legalize:
+def _float_legalization(stock: Legalize, kernel: Callable[..., te.Tensor], name: str) -> Legalize:
     def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         if not str(call.ty.dtype).startswith(("float", "bfloat")):
             return stock(builder, call)
@@ -285,11 +283,11 @@ def _of_floats(stock: Legalize, kernel: Callable[..., te.Tensor], name: str) -> 
 def legalizations() -> dict[str, Legalize]:
     """Legalizations by op, for `relax.transform.LegalizeOps`."""
     return {
-        "relax.nn.relu": _of_floats(_STOCK["nn.relu"], _relu, "relu"),
-        "relax.clip": _of_floats(_STOCK["clip"], _clip, "tir_clip"),
-        "relax.maximum": _of_two("maximum", maximum),
-        "relax.minimum": _of_two("minimum", minimum),
-        "relax.sign": _of_floats(_STOCK["sign"], _sign, "tir_sign"),
+        "relax.nn.relu": _float_legalization(_STOCK["nn.relu"], _relu, "relu"),
+        "relax.clip": _float_legalization(_STOCK["clip"], _clip, "tir_clip"),
+        "relax.maximum": _binary_extreme("maximum", maximum),
+        "relax.minimum": _binary_extreme("minimum", minimum),
+        "relax.sign": _float_legalization(_STOCK["sign"], _sign, "tir_sign"),
         "relax.astype": _cast,
         "relax.divide": _divide,
         **extreme_legalizations(),

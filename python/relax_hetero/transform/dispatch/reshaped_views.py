@@ -1,6 +1,6 @@
-"""Reshapes on GPUs move nothing: kernels that only reshape become views.
+"""Reshapes on GPUs move no data: kernels that only reshape become views.
 
-Before, where `reshape` stores the elements of its operand in their order::
+Before, where `reshape` copies the elements of its operand in order::
 
     lv = R.call_tir(cls.reshape, (x,), out_ty=R.Tensor((2, 64, 12, 64), "float16", "cuda:0"))
 
@@ -8,9 +8,9 @@ After::
 
     lv: R.Tensor((2, 64, 12, 64), "float16", "cuda:0") = R.reshape(x, (2, 64, 12, 64))
 
-TVM's RewriteDataflowReshape sees the same in kernels of CPUs when these have their schedule already; a scheduled kernel
-of a GPU is one that copies, so views come before. Results of a dataflow block stay copies, as that pass has it, unless
-they are all that is read of a kernel's result.
+TVM's RewriteDataflowReshape does the same for kernels of CPUs after they are scheduled; it does not recognize a
+scheduled kernel of a GPU, so views come before. Results of a dataflow block stay copies, as in that pass, unless
+they are the only use of a kernel's result.
 """
 
 from __future__ import annotations
@@ -25,16 +25,21 @@ from ...op.traits import traits_of
 from ..ir.blocks import Block, rewrite_function, same_extent
 from ..ir.kernels import called_prim_func
 from ..ir.op_names import CALL_TIR
-from ..ir.rewriting import copy_module, global_vars_in, is_on_gpu, map_bindings, op_name, relax_functions, typed
+from ..ir.rewriting import (
+    copy_module,
+    global_vars_in,
+    is_on_gpu,
+    map_bindings,
+    op_name,
+    relax_functions,
+    typed,
+    with_functions,
+)
 
 
 def with_merged_reshapes(mod: tvm.IRModule) -> tvm.IRModule:
-    """Before legalizing: on GPUs a reshape of a reshape reads what that one reads, else both would be one kernel."""
-    functions = dict(mod.functions.items())
-    for gv, func in relax_functions(mod):
-        functions[gv] = map_bindings(func, partial(_merged, {}))
-    is_same = all(functions[gv].same_as(func) for gv, func in mod.functions.items())
-    return mod if is_same else copy_module(mod, functions)
+    """Merge chains of reshapes on GPUs before legalization, which would fuse them into one kernel."""
+    return with_functions(mod, {gv: map_bindings(func, partial(_merged, {})) for gv, func in relax_functions(mod)})
 
 
 def _merged(sources: dict[relax.Var, relax.Expr], binding: relax.Binding) -> relax.Binding:
@@ -43,7 +48,7 @@ def _merged(sources: dict[relax.Var, relax.Expr], binding: relax.Binding) -> rel
         return binding
     source = sources.get(value.args[0], value.args[0])
     if isinstance(source, relax.DataflowVar) and not isinstance(value.args[0], relax.DataflowVar):
-        source = value.args[0]  # what it shows exists in another block only
+        source = value.args[0]  # its source is local to another block
     sources[binding.var] = source
     if source.same_as(value.args[0]) or not isinstance(ty.shape, relax.ShapeExpr):
         return binding
@@ -51,9 +56,9 @@ def _merged(sources: dict[relax.Var, relax.Expr], binding: relax.Binding) -> rel
 
 
 def with_views(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with such calls replaced, and without kernels that nothing calls any more."""
+    """Replace calls of kernels that only reshape by views, and remove the kernels that are unused then."""
     functions = dict(mod.functions.items())
-    viewer = _Viewer(mod)
+    viewer = _ViewRewriter(mod)
     for gv, func in relax_functions(mod):
         functions[gv] = rewrite_function(func, viewer.rewrite)
     if not viewer.replaced:
@@ -65,22 +70,22 @@ def with_views(mod: tvm.IRModule) -> tvm.IRModule:
     return copy_module(mod, functions)
 
 
-class _Viewer:
+class _ViewRewriter:
     """Replaces calls of kernels that only reshape.
 
     Attributes
     ----------
     replaced : set of tvm.ir.GlobalVar
-        Those kernels.
+        The kernels of replaced calls.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self.replaced: set[tvm.ir.GlobalVar] = set()
         self._mod = mod
-        self._known: dict[tvm.ir.GlobalVar, bool] = {}
+        self._is_reshape: dict[tvm.ir.GlobalVar, bool] = {}
 
     def rewrite(self, block: Block) -> list[relax.Binding] | None:
-        """The bindings of a block; None where none changes."""
+        """The new bindings of a block; None if none changes."""
         bindings = [self._change(block, binding) for binding in block.bindings]
         is_same = all(new.same_as(old) for new, old in zip(bindings, block.bindings, strict=True))
         return None if is_same else bindings
@@ -90,28 +95,28 @@ class _Viewer:
         if gv is None or op_name(call) != CALL_TIR or not isinstance(binding, relax.VarBinding):
             return binding
         operands = list(call.args[1].fields) if isinstance(call.args[1], relax.Tuple) else []
-        if gv not in self._known:
-            self._known[gv] = _only_reshapes(self._mod.functions[gv])
-        # A kernel that takes symbols beside its tensors has more arguments, or fewer operands than parameters.
-        if not self._known[gv] or len(call.args) != 2 or len(operands) != 1:
+        if gv not in self._is_reshape:
+            self._is_reshape[gv] = _only_reshapes(self._mod.functions[gv])
+        # A kernel that takes symbols besides its tensors has more arguments, or fewer operands than parameters.
+        if not self._is_reshape[gv] or len(call.args) != 2 or len(operands) != 1:
             return binding
         if not isinstance(call.ty, relax.TensorType) or not _same_size(operands[0].ty, call.ty):
             return binding
-        if not (isinstance(binding.var, relax.DataflowVar) or self._is_handed_on(block, operands[0])):
+        if not (isinstance(binding.var, relax.DataflowVar) or self._is_only_use(block, operands[0])):
             return binding
         self.replaced.add(gv)
         view = relax.op.reshape(operands[0], call.ty.shape)
         return relax.VarBinding(binding.var, typed(view, binding.var.ty), binding.span)
 
-    def _is_handed_on(self, block: Block, operand: relax.Expr) -> bool:
-        """True if a tensor is a kernel's result of this block that nothing else reads: its memory may be another's."""
+    def _is_only_use(self, block: Block, operand: relax.Expr) -> bool:
+        """Return whether a tensor is a kernel's result in this block without another reader, so it may be aliased."""
         if not isinstance(operand, relax.DataflowVar) or block.sole_user(operand) is None:
             return False
         return called_prim_func(self._mod, block.definition(operand)) is not None
 
 
 def _same_size(one: tvm.ir.Type, other: relax.TensorType) -> bool:
-    """True if two tensors provably have as many elements: a slice that begins at the beginning stores them in order."""
+    """Return whether two tensors provably have the same number of elements, unlike a prefix and its tensor."""
     shapes = [ty.shape.values for ty in (one, other) if isinstance(getattr(ty, "shape", None), relax.ShapeExpr)]
     return len(shapes) == 2 and same_extent(*(reduce(mul, shape, tirx.const(1, "int64")) for shape in shapes))
 

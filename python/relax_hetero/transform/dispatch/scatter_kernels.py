@@ -1,4 +1,4 @@
-"""Scatter ops become kernels: of CPUs, one that can work in place (`tir.scatter`); of GPUs, a few (`tir.cuda.loops`).
+"""Kernels of scatter ops: one on CPUs, which can work in place (`tir.scatter`), a few on GPUs (`tir.cuda.loops`).
 
 Before::
 
@@ -11,7 +11,6 @@ After, where the kernel ties `cache` to `new`::
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import tvm
@@ -23,12 +22,7 @@ from ...tir.cuda.loops.sort import SortProblem
 from ...tir.scatter import REDUCTIONS, ScatterProblem, scatter_elements_kernel, scatter_nd_kernel
 from ..ir.blocks import tensor_type
 from ..ir.extents import Symbols, known_extents
-from ..ir.rewriting import typed
-from .sort_kernels import sorted_lines
-
-Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
-
-_WITHOUT_PATTERN = 8
+from .sort_kernels import Legalize, call_kernel, sorted_lines
 
 
 def legalizations() -> dict[str, Legalize]:
@@ -45,48 +39,40 @@ def _legalize(stock: Legalize, builder: relax.BlockBuilder, call: relax.Call) ->
     if problem is None or vdevice is None:
         return stock(builder, call)
     if backend_of(vdevice.target).has_sorts:
-        return _of_gpus(builder, call, problem)
+        return _gpu_scatter(builder, call, problem)
     if "cpu" not in vdevice.target.keys or not _is_exact(problem):
         return stock(builder, call)
     if call.op.name == _ND:
         kernel = scatter_nd_kernel(problem)
     else:
         kernel = scatter_elements_kernel(problem, int(call.attrs.axis) % len(problem.data))
-    plain = kernel.without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN)
-    gv = builder.add_func(plain, call.op.name.removeprefix("relax."))
-    return typed(relax.call_tir(gv, relax.Tuple(list(call.args)), call.ty), call.ty)
+    return call_kernel(builder, kernel, list(call.args), call.ty, call.op.name.removeprefix("relax."))
 
 
-def _of_gpus(builder: relax.BlockBuilder, call: relax.Call, problem: ScatterProblem) -> relax.Expr:
+def _gpu_scatter(builder: relax.BlockBuilder, call: relax.Call, problem: ScatterProblem) -> relax.Expr:
     axis = int(call.attrs.axis) % len(problem.data) if call.op.name == _ELEMENTS else None
     scatter, (data, indices, updates) = GpuScatter(problem, axis), call.args
     name = call.op.name.removeprefix("relax.")
 
-    def called(kernel: tirx.PrimFunc, operands: list[relax.Expr], ty: relax.TensorType, suffix: str) -> relax.Call:
-        gv = builder.add_func(
-            kernel.without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN), f"{name}{suffix}"
-        )
-        return typed(relax.call_tir(gv, relax.Tuple(operands), ty), ty)
-
     if not scatter.is_sorted:
-        return called(scatter_in_order(scatter), [data, indices, updates], call.ty, "")
+        return call_kernel(builder, scatter_in_order(scatter), [data, indices, updates], call.ty, name)
     ty = tensor_type([scatter.targets], scatter.target_type, data.ty)
-    targets = builder.emit(called(scatter_targets(scatter), [indices], ty, "_targets"))
+    targets = builder.emit(call_kernel(builder, scatter_targets(scatter), [indices], ty, f"{name}_targets"))
     count = scatter.targets
-    assert count is not None, "what is sorted has a known length"
+    assert count is not None, "a sorted scatter has a known number of targets"
     sort = SortProblem((count,), 0, scatter.target_type, False, count, False, "int32")
     order_type = tensor_type([count], "int32", data.ty)
     order = builder.emit(sorted_lines(builder, targets, sort, order_type, f"{name}_order"))
-    return called(scatter_sorted(scatter), [data, updates, targets, order], call.ty, "")
+    return call_kernel(builder, scatter_sorted(scatter), [data, updates, targets, order], call.ty, name)
 
 
 def _is_exact(problem: ScatterProblem) -> bool:
-    """Return whether reductions of a CPU's kernel are those of stock TVM's, which computes with wider numbers."""
+    """Return whether the CPU kernel's reductions equal those of TVM's, which accumulates in wider types."""
     return problem.reduction == "update" or problem.dtype in ("float32", "float64", "int32", "int64")
 
 
 def _problem(call: relax.Call) -> ScatterProblem | None:
-    """Problem of a scatter; None where only the stock kernel can solve it."""
+    """Problem of a scatter; None if only the stock kernel can solve it."""
     data, indices, updates = (arg.ty for arg in call.args)
     if any(known_extents(ty) is None for ty in (data, indices, updates)):
         return None

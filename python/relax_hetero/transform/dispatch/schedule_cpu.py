@@ -1,4 +1,4 @@
-"""ScheduleCPU: kernels of llvm CPUs that no generator wrote get a schedule, vectors inside, threads outside.
+"""ScheduleCPU: kernels of llvm CPUs without a schedule get one, with vectors inside and threads outside.
 
 Before::
 
@@ -15,8 +15,8 @@ After::
                 for lane in T.vectorized(16): y[i * 256 + j * 32 + lane] = T.exp(x[...] + b[...])
                 for lane in T.vectorized(16): ...
 
-The rules stand in `relax_hetero.tir.loops`. A kernel that matches no rule keeps TVM's loops: slower, still correct. The
-report of what was not fused names it.
+The rules are in `relax_hetero.tir.loops`. A kernel that matches no rule keeps TVM's loops: slower, still correct. A
+missed-optimization remark names it.
 
 Assumes BindTargets. A second run changes nothing.
 """
@@ -40,16 +40,16 @@ _log = logging.getLogger("relax_hetero")
 
 
 def schedule_cpu(mod: tvm.IRModule) -> tvm.IRModule:
-    """Schedule the kernels of `mod` whose target is a CPU and that have no schedule yet."""
-    done: dict[StructuralKey, tirx.PrimFunc] = {}
+    """Schedule the kernels of CPUs that lack a schedule."""
+    scheduled: dict[StructuralKey, tirx.PrimFunc] = {}
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
         if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")) or has_schedule(func):
             continue
         key = StructuralKey(func)
-        if key not in done:
-            done[key] = _scheduled(gv.name_hint, func)
-        functions[gv] = done[key]
+        if key not in scheduled:
+            scheduled[key] = _scheduled(gv.name_hint, func)
+        functions[gv] = scheduled[key]
     return copy_module(mod, functions)
 
 
@@ -65,7 +65,7 @@ def _scheduled(name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         return schedule(func, cpu_target_of(func.attrs["target"]))
     except NotStages as reason:
         why = str(reason)
-    except Exception as error:  # a rule that fails must not cost the model: the stock loops are right
+    except Exception as error:  # a rule that fails must not fail the model: the stock loops are correct
         why = f"{type(error).__name__}: {error}"
         _log.debug("kernel %s stays unscheduled", name, exc_info=True)
     record_missed(name, name, ", ".join(ops_of(func)) or name, f"no schedule for its loops: {why}")

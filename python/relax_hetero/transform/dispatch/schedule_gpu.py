@@ -1,4 +1,4 @@
-"""ScheduleGPU: kernels of GPUs that no generator wrote get blocks and threads.
+"""ScheduleGPU: kernels of GPUs without a schedule get blocks and threads.
 
 Before::
 
@@ -14,8 +14,8 @@ After::
             y[block * 256 + thread * 4 : ...] = y_vector[0:4]
 
 The device's back end schedules; the rules for GPUs are in `relax_hetero.tir.cuda.loops`. Kernels that bind threads
-already are left as written. A kernel of a form that no rule reads runs statement by statement, in one thread where
-nothing shows that iterations are independent: slower, still correct.
+already are left as written. A kernel that matches no rule runs statement by statement, in one thread unless its
+iterations are provably independent: slower, still correct.
 
 Assumes BindTargets. A second run changes nothing.
 """
@@ -58,13 +58,13 @@ from ..ir.rewriting import (
 #     y = R.call_tir(cls.normalize_2, (x, y_part), out_ty=R.Tensor((64, 1000), "float32", "cuda:0"))
 #
 # Memory between the launches is planned with all other memory, and each launch can be a node of a CUDA graph. A launch
-# that writes on what an earlier one has written (a scatter over a copy) works in place.
+# that updates the result of an earlier one (a scatter over a copy) works in place.
 
 
 def split_launches(mod: tvm.IRModule, kernels: set[tvm.ir.GlobalVar]) -> tvm.IRModule:
-    """The module with calls of some of its kernels split; the module itself where each is one launch."""
-    found = {gv: launches_of(mod.functions[gv]) for gv in kernels}
-    splitter = _Splitter(mod, {gv: launches for gv, launches in found.items() if launches})
+    """Split the calls of kernels that take several launches; the module itself if each takes one."""
+    launches_by_kernel = {gv: launches_of(mod.functions[gv]) for gv in kernels}
+    splitter = _Splitter(mod, {gv: launches for gv, launches in launches_by_kernel.items() if launches})
     if not splitter.launches:
         return mod
     functions = dict(mod.functions.items())
@@ -82,15 +82,15 @@ class _Splitter:
     def __init__(self, mod: tvm.IRModule, launches: dict[tvm.ir.GlobalVar, list[Launch]]) -> None:
         self.mod, self.launches = mod, launches
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
-        self._names: dict[tvm.ir.GlobalVar, list[tvm.ir.GlobalVar]] = {}
+        self._launch_names: dict[tvm.ir.GlobalVar, list[tvm.ir.GlobalVar]] = {}
         self._is_dataflow = False
         self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
 
     def rewrite(self, block: Block) -> list[relax.Binding] | None:
-        """The bindings of a block with the calls that do the work of one; None where nothing is split."""
+        """The bindings of a block with split calls; None if nothing is split."""
         self._is_dataflow = block.is_dataflow
-        parts = [self._change(binding) for binding in block.bindings]
-        return [each for part in parts if part for each in part] if any(len(p) != 1 for p in parts) else None
+        groups = [self._change(binding) for binding in block.bindings]
+        return [binding for group in groups for binding in group] if any(len(g) != 1 for g in groups) else None
 
     def _change(self, binding: relax.Binding) -> list[relax.Binding]:
         value = binding.value
@@ -110,81 +110,82 @@ class _Splitter:
         extents = _extents(func, args, types)
         values: dict[tirx.Var, relax.Expr] = dict(zip(func.params, args, strict=False))
         result_types = dict(zip(results, types, strict=True))
-        like = next((ty for ty in types), None)
-        made: list[relax.Binding] = []
+        first_type = next((ty for ty in types), None)
+        bindings: list[relax.Binding] = []
         launches = self.launches[gv]
-        for number, (launch, name) in enumerate(zip(launches, self._parts(gv), strict=True)):
-            written = []
+        for number, (launch, name) in enumerate(zip(launches, self._names_of_launches(gv), strict=True)):
+            written_types = []
             for buffer in launch.writes:
                 ty = result_types.get(buffer)
                 if ty is None:
-                    shape = [_known(extent, extents) for extent in buffer.shape]
-                    if any(extent is None for extent in shape) or like is None:
+                    shape = [_extent_at_call(extent, extents) for extent in buffer.shape]
+                    if any(extent is None for extent in shape) or first_type is None:
                         return None
-                    ty = tensor_type(shape, str(buffer.dtype), like)
-                written.append(ty)
+                    ty = tensor_type(shape, str(buffer.dtype), first_type)
+                written_types.append(ty)
             operands = [values[var] for var in (*launch.reads, *launch.updates)]
-            written = [*(values[buffer].ty for buffer in launch.updates), *written]
+            written_types = [*(values[buffer].ty for buffer in launch.updates), *written_types]
             if launch.updates:
                 first = len(launch.reads)
-                places = [*range(first, len(operands)), *[-1] * len(launch.writes)]
-                new = relax.call_tir_inplace(name, relax.Tuple(operands), places, written)
+                inplace_indices = [*range(first, len(operands)), *[-1] * len(launch.writes)]
+                new = relax.call_tir_inplace(name, relax.Tuple(operands), inplace_indices, written_types)
             else:
-                new = relax.call_tir(name, relax.Tuple(operands), written if len(written) > 1 else written[0])
+                new = relax.call_tir(
+                    name, relax.Tuple(operands), written_types if len(written_types) > 1 else written_types[0]
+                )
             is_last, outputs = number == len(launches) - 1, [*launch.updates, *launch.writes]
             if is_last and outputs == results:
-                return [*made, relax.VarBinding(binding.var, typed(new, call.ty), binding.span)]
-            ty = written[0] if len(written) == 1 else tvm.ir.TupleType(written)
+                return [*bindings, relax.VarBinding(binding.var, typed(new, call.ty), binding.span)]
+            ty = written_types[0] if len(written_types) == 1 else tvm.ir.TupleType(written_types)
             var = self._variable(f"{binding.var.name}_part{number}", ty)
-            made.append(relax.VarBinding(var, typed(new, ty)))
+            bindings.append(relax.VarBinding(var, typed(new, ty)))
             for i, buffer in enumerate(outputs):
                 values[buffer] = var
-                if len(written) > 1:
-                    field = self._variable(f"{var.name}_{i}", written[i])
-                    made.append(relax.VarBinding(field, relax.TupleGetItem(var, i)))
+                if len(written_types) > 1:
+                    field = self._variable(f"{var.name}_{i}", written_types[i])
+                    bindings.append(relax.VarBinding(field, relax.TupleGetItem(var, i)))
                     values[buffer] = field
-        whole = [values[buffer] for buffer in results]
-        last = whole[0] if len(whole) == 1 else relax.Tuple(whole)
-        return [*made, relax.VarBinding(binding.var, last, binding.span)]
+        fields = [values[buffer] for buffer in results]
+        last = fields[0] if len(fields) == 1 else relax.Tuple(fields)
+        return [*bindings, relax.VarBinding(binding.var, last, binding.span)]
 
     def _variable(self, name: str, ty: tvm.ir.Type) -> relax.Var:
         return (relax.DataflowVar if self._is_dataflow else relax.Var)(name, ty)
 
-    def _parts(self, gv: tvm.ir.GlobalVar) -> list[tvm.ir.GlobalVar]:
-        if gv not in self._names:
-            self._names[gv] = []
+    def _names_of_launches(self, gv: tvm.ir.GlobalVar) -> list[tvm.ir.GlobalVar]:
+        if gv not in self._launch_names:
+            self._launch_names[gv] = []
             for number, launch in enumerate(self.launches[gv], 1):
                 name = fresh_global_var(f"{gv.name_hint}_{number}", launch.func.ty, self._used_names)
                 self.functions[name] = launch.func
-                self._names[gv].append(name)
-        return self._names[gv]
+                self._launch_names[gv].append(name)
+        return self._launch_names[gv]
 
 
 def _extents(func: tirx.PrimFunc, args: list[relax.Expr], types: list[relax.TensorType]) -> dict[tirx.Var, Any]:
-    """Extents of a kernel where it is called."""
-    found: dict[tirx.Var, Any] = {}
+    """Values of a kernel's symbolic extents at a call."""
+    extents: dict[tirx.Var, Any] = {}
     shapes = [shape_of(arg) if is_buffer_var(p) else None for p, arg in zip(func.params, args, strict=False)]
     shapes += [list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None for ty in types]
     for param, shape in zip(func.params, shapes, strict=True):
         if not is_buffer_var(param):
-            number = args[list(func.params).index(param)]
-            found[param] = number
+            extents[param] = args[list(func.params).index(param)]
         elif shape is not None:
             pairs = zip(param.shape, shape, strict=False)
-            found.update({own: given for own, given in pairs if isinstance(own, tirx.Var)})
-    return found
+            extents.update({symbol: extent for symbol, extent in pairs if isinstance(symbol, tirx.Var)})
+    return extents
 
 
-def _known(extent: Any, extents: dict[tirx.Var, Any]) -> Any:
-    """An extent of a kernel's own tensor where the kernel is called; None where that is unknown."""
+def _extent_at_call(extent: Any, extents: dict[tirx.Var, Any]) -> Any:
+    """An extent of a kernel's internal tensor at a call; None if it is unknown there."""
     unknown: list[tirx.Var] = []
     structural_walk(extent, (tvm.ir.Var, lambda var: None if var in extents else unknown.append(var)))
     return None if unknown else structural_map(extent, (tvm.ir.Var, lambda var: extents.get(var, var)))
 
 
 def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
-    """Schedule the kernels of `mod` whose target is a GPU and that bind no threads yet."""
-    done: dict[StructuralKey, tirx.PrimFunc] = {}
+    """Schedule the kernels of GPUs that do not bind threads yet."""
+    schedules: dict[StructuralKey, tirx.PrimFunc] = {}
     functions = dict(mod.functions.items())
     scheduled: set[tvm.ir.GlobalVar] = set()
     for gv, func in mod.functions.items():
@@ -196,11 +197,11 @@ def schedule_gpu(mod: tvm.IRModule) -> tvm.IRModule:
         if _binds_threads(func.body):
             continue
         key = StructuralKey(func)
-        if key not in done:
-            done[key] = backend_of(func.attrs["target"]).schedule(func)
-        functions[gv] = done[key]
+        if key not in schedules:
+            schedules[key] = backend_of(func.attrs["target"]).schedule(func)
+        functions[gv] = schedules[key]
         scheduled.add(gv)
-    changed = copy_module(mod, functions) if done else mod
+    changed = copy_module(mod, functions) if schedules else mod
     return split_launches(changed, scheduled) if scheduled else mod
 
 
@@ -212,10 +213,10 @@ def _is_gpu(func: tirx.PrimFunc) -> bool:
 
 
 def _binds_threads(body: tirx.Stmt) -> bool:
-    def stop(loop: tirx.For) -> VisitInterrupt | None:
+    def visit_loop(loop: tirx.For) -> VisitInterrupt | None:
         return VisitInterrupt(loop) if loop.kind == tirx.ForKind.THREAD_BINDING else None
 
-    def attribute(node: tirx.AttrStmt) -> VisitInterrupt | None:
+    def visit_attribute(node: tirx.AttrStmt) -> VisitInterrupt | None:
         return VisitInterrupt(node) if node.attr_key == "thread_extent" else None
 
-    return structural_walk(body, [(tirx.For, stop), (tirx.AttrStmt, attribute)]) is not None
+    return structural_walk(body, [(tirx.For, visit_loop), (tirx.AttrStmt, visit_attribute)]) is not None

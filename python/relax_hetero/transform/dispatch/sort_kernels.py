@@ -1,16 +1,15 @@
-"""Sorts and scans of GPUs: kernels of our own, as stock ones let threads of a block read what others are writing.
+"""Kernels of sorts and scans: our own on GPUs, as stock ones have data races between the threads of a block.
 
-Sorts, and top-k, are `tir.cuda.loops.sort`; cumulative sums and products are `tir.cuda.loops.scan`. Those of CPUs are
-TVM's kernels. Its DispatchSortScan is left the ops that it gives a kernel for each call; top-k and scans of one shape
-share theirs, which the pass refuses where they are on CPUs of two targets. Sorts of GPUs along an axis of symbolic
-length stay as they are, too.
+Sorts and top-k are in `tir.cuda.loops.sort`, cumulative sums and products in `tir.cuda.loops.scan`. CPUs use TVM's
+kernels: top-k and scans here, because TVM's DispatchSortScan lets calls of one shape share a kernel, which it refuses
+for CPUs of two targets. Sorts on CPUs, and sorts on GPUs along an axis of symbolic length, are left to that pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import tvm
 from tvm import relax, te, tirx, topi
@@ -22,34 +21,42 @@ from ...tir.cuda.loops.scan import ScanProblem, scan_kernel, tiles_kernel, tiles
 from ...tir.cuda.loops.sort import SortProblem, sort_kernel, sort_steps
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.extents import Symbols
+from ..ir.kernels import opaque_kernel
 from ..ir.rewriting import tensor_types, typed
 
-Legalize = Callable[[relax.BlockBuilder, relax.Call], relax.Expr]
-
-_WITHOUT_PATTERN = 8
+Legalize: TypeAlias = "Callable[[relax.BlockBuilder, relax.Call], relax.Expr]"
+"""Legalization of an op, as `relax.transform.LegalizeOps` takes it."""
 
 
 def legalizations() -> dict[str, Legalize]:
     """Legalizations by op, for `relax.transform.LegalizeOps`."""
     return {
-        "relax.sort": _of_gpus(_sort),
-        "relax.argsort": _of_gpus(_argsort),
-        "relax.topk": _of_gpus(_topk, _stock_topk),
-        "relax.cumsum": _of_gpus(partial(_scan, "sum"), partial(_stock_scan, topi.cumsum)),
-        "relax.cumprod": _of_gpus(partial(_scan, "prod"), partial(_stock_scan, topi.cumprod)),
+        "relax.sort": _by_device(_sort),
+        "relax.argsort": _by_device(_argsort),
+        "relax.topk": _by_device(_topk, _stock_topk),
+        "relax.cumsum": _by_device(partial(_scan, "sum"), partial(_stock_scan, topi.cumsum)),
+        "relax.cumprod": _by_device(partial(_scan, "prod"), partial(_stock_scan, topi.cumprod)),
     }
 
 
-def _of_gpus(legalize: Legalize, of_cpus: Legalize | None = None) -> Legalize:
-    def of_gpus(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+def _by_device(on_gpus: Legalize, on_cpus: Legalize | None = None) -> Legalize:
+    def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
         vdevice = call.args[0].ty.vdevice
         if vdevice is None or shape_of(call.args[0]) is None:
             return call
-        if of_cpus is not None and is_cpu(vdevice):
-            return of_cpus(builder, call)
-        return legalize(builder, call) if backend_of(vdevice.target).has_sorts else call
+        if on_cpus is not None and is_cpu(vdevice):
+            return on_cpus(builder, call)
+        return on_gpus(builder, call) if backend_of(vdevice.target).has_sorts else call
 
-    return of_gpus
+    return legalize
+
+
+def call_kernel(
+    builder: relax.BlockBuilder, kernel: tirx.PrimFunc, operands: list[relax.Expr], ty: tvm.ir.Type, name: str
+) -> relax.Call:
+    """A call of a kernel, added to the module under `name`, that FuseOps fuses with no other."""
+    gv = builder.add_func(opaque_kernel(kernel), name)
+    return typed(relax.call_tir(gv, relax.Tuple(operands), list(tensor_types(ty))), ty)
 
 
 def _stock_topk(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
@@ -74,16 +81,16 @@ def _argsort(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
 
 
 def _topk(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
-    attrs, wanted = call.attrs, str(call.attrs.ret_type)
-    indices = "" if wanted == "values" else str(attrs.dtype)
+    attrs, results = call.attrs, str(call.attrs.ret_type)
+    indices = "" if results == "values" else str(attrs.dtype)
     count = next(tensor_types(call.ty)).shape.values[int(attrs.axis)]
-    return _sorted(builder, call, bool(attrs.largest), wanted != "indices", indices, count)
+    return _sorted(builder, call, bool(attrs.largest), results != "indices", indices, count)
 
 
 def _sorted(
     builder: relax.BlockBuilder, call: relax.Call, descending: bool, values: bool, indices: str, count: Any
 ) -> relax.Expr:
-    """The first `count` of each sorted line, all by default; the call itself where its length is symbolic."""
+    """The first `count` elements of each sorted line, all by default; the call itself if its length is symbolic."""
     data = call.args[0]
     symbols = Symbols()
     shape = tuple(map(symbols.dim, data.ty.shape.values))
@@ -99,7 +106,7 @@ def _sorted(
 def sorted_lines(
     builder: relax.BlockBuilder, data: relax.Expr, problem: SortProblem, ty: tvm.ir.Type, name: str
 ) -> relax.Call:
-    """The call of a sort's last kernel, with those before it emitted.
+    """Emit the kernels of a sort but the last, and return the call of that.
 
     Parameters
     ----------
@@ -108,18 +115,19 @@ def sorted_lines(
     name : str
         Name of the kernels.
     """
-    others = [extent for dimension, extent in enumerate(data.ty.shape.values) if dimension != problem.axis]
+    others = [extent for axis, extent in enumerate(data.ty.shape.values) if axis != problem.axis]
     pairs: list[relax.Expr] = []
     for step in sort_steps(problem):
-        kernel = sort_kernel(problem, step).without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN)
+        kernel = sort_kernel(problem, step)
         operands = [data] * (step.is_first or step.is_last and problem.values) + pairs
-        gv = builder.add_func(kernel, name)
         if step.is_last:
-            return typed(relax.call_tir(gv, relax.Tuple(operands), list(tensor_types(ty))), ty)
-        made = [tensor_type([*others, step.left], dtype, data.ty) for dtype in problem.pair_types]
-        of_pairs = made[0] if len(made) == 1 else tvm.ir.TupleType(made)
-        found = builder.emit(typed(relax.call_tir(gv, relax.Tuple(operands), made), of_pairs), f"{name}_pairs")
-        pairs = [found] if len(made) == 1 else [builder.emit(relax.TupleGetItem(found, i)) for i in range(len(made))]
+            return call_kernel(builder, kernel, operands, ty, name)
+        types = [tensor_type([*others, step.left], dtype, data.ty) for dtype in problem.pair_types]
+        pairs_type = types[0] if len(types) == 1 else tvm.ir.TupleType(types)
+        result = builder.emit(call_kernel(builder, kernel, operands, pairs_type, name), f"{name}_pairs")
+        pairs = (
+            [result] if len(types) == 1 else [builder.emit(relax.TupleGetItem(result, i)) for i in range(len(types))]
+        )
     raise AssertionError("a sort has a last step")
 
 
@@ -141,16 +149,11 @@ def _scan(kind: str, builder: relax.BlockBuilder, call: relax.Call) -> relax.Exp
         kind,
         bool(call.attrs.exclusive),
     )
-    name, ty = f"cum{kind}", call.ty
-
-    def called(kernel: tirx.PrimFunc, operands: list[relax.Expr], ty: relax.TensorType) -> relax.Call:
-        gv = builder.add_func(kernel.without_attr("global_symbol").with_attr("op_pattern", _WITHOUT_PATTERN), name)
-        return typed(relax.call_tir(gv, relax.Tuple(operands), ty), ty)
-
+    name = f"cum{kind}"
     if tiles_of(problem) == 1:
-        return called(scan_kernel(problem), [data], ty)
-    totals = totals_problem(problem)
-    of_totals = tensor_type(totals.shape, totals.dtype, data.ty)
-    found = builder.emit(called(totals_kernel(problem), [data], of_totals))
-    before = builder.emit(called(scan_kernel(totals), [found], of_totals))
-    return called(tiles_kernel(problem), [data, before], ty)
+        return call_kernel(builder, scan_kernel(problem), [data], call.ty, name)
+    totals_of_tiles = totals_problem(problem)
+    ty = tensor_type(totals_of_tiles.shape, totals_of_tiles.dtype, data.ty)
+    totals = builder.emit(call_kernel(builder, totals_kernel(problem), [data], ty, name))
+    offsets = builder.emit(call_kernel(builder, scan_kernel(totals_of_tiles), [totals], ty, name))
+    return call_kernel(builder, tiles_kernel(problem), [data, offsets], call.ty, name)

@@ -1,9 +1,9 @@
-"""Which operands of a module's kernels may be the memory of a result (`tir.core.ties`), where no generator has said so.
+"""Ties of kernels without a schedule: operands whose memory a result may take (`tir.core.ties`).
 
-Kernels as legalization and FuseTIR make them, loops around stores, tie an operand if all there is to compute is one
-nest of loops that reads the operand where it stores the result: such loops are right in any order, and so is what a
-schedule makes of them that computes no element twice. Schedules of this library note their ties
-themselves (`tir.loops`), and kernels of GPUs tie nothing.
+A kernel of legalization and FuseTIR, loops around stores, ties an operand if it is one nest of loops that reads the
+operand at the index where it stores the result: such loops are correct in any order, and so is every schedule of them
+that computes no element twice. Schedules of this library annotate their ties themselves (`tir.loops`), and kernels of
+GPUs have no ties.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..ir.rewriting import copy_module
 
 
 def annotate_ties(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with what kernels without a schedule tie noted on them; those that say so already keep it."""
+    """Annotate the ties of kernels that lack a schedule and an annotation."""
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
         if isinstance(func, tirx.PrimFunc) and TIED not in func.attrs and _is_cpu(func) and not has_schedule(func):
@@ -27,7 +27,7 @@ def annotate_ties(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _is_cpu(func: tirx.PrimFunc) -> bool:
-    # In a CUDA graph a kernel finds what the arena holds without the table, so that taking memory need not pay there.
+    # In a CUDA graph a kernel reads the arena directly, without the binding table: ties need not pay there.
     return "target" not in func.attrs or "gpu" not in func.attrs["target"].keys
 
 

@@ -1,7 +1,7 @@
-"""Orders of dimensions: permutations as tuples, and what a reshape does to one.
+"""Orders of dimensions: permutations as tuples, and the effect of a reshape on them.
 
-``v = permute_dims(u, axes)`` is what `axes` always says here: dimension i of v is dimension ``axes[i]`` of u. The pair
-(u, axes) is "v in the order `axes`"; u is how v lies in memory, and `axes` is how v is read from it.
+`axes` always means ``v = permute_dims(u, axes)`` here: dimension i of v is dimension ``axes[i]`` of u. The pair
+(u, axes) is "v in the order `axes`": u is the tensor in memory, and `axes` tells how to read v from it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Axes: TypeAlias = tuple[int, ...]
 
 
 def identity(rank: int) -> Axes:
-    """The order in which a tensor is anyway."""
+    """The permutation that changes nothing."""
     return tuple(range(rank))
 
 
 def inverse(axes: Axes) -> Axes:
     """The permutation that undoes `axes`."""
-    found = [0] * len(axes)
+    result = [0] * len(axes)
     for position, axis in enumerate(axes):
-        found[axis] = position
-    return tuple(found)
+        result[axis] = position
+    return tuple(result)
 
 
-def then(first: Axes, second: Axes) -> Axes:
+def compose(first: Axes, second: Axes) -> Axes:
     """``permute_dims(permute_dims(x, first), second)`` as one permutation of x."""
     return tuple(first[axis] for axis in second)
 
@@ -41,23 +41,23 @@ def permuted(values: Sequence[Any], axes: Axes) -> list[Any]:
 
 
 def is_order_preserving(shape: Sequence[Any], axes: Axes) -> bool:
-    """Return whether a permutation of a tensor of `shape` moves no element: only extents of 1 change places."""
+    """Return whether a permutation of a tensor of `shape` moves no element: only dimensions of extent 1 move."""
     moved = [axis for axis in axes if not is_one(shape[axis])]
     return moved == sorted(moved)
 
 
 @dataclass(frozen=True)
 class Reshaped:
-    """A reshape of v done on u.
+    """A reshape of v computed from u.
 
     Attributes
     ----------
     operand : Axes
-        The order in which v must lie: dimensions that are merged must be neighbours.
+        The order that v must have: merged dimensions must be neighbours.
     shape : list of PrimExpr
         Shape of the result.
     result : Axes
-        The order in which the reshape's result then lies.
+        The order of the reshape's result.
     """
 
     operand: Axes
@@ -66,59 +66,52 @@ class Reshaped:
 
 
 def reshaped(source: Sequence[Any], target: Sequence[Any], axes: Axes) -> Reshaped | None:
-    """How a reshape from `source` to `target` is done where its operand lies in the order `axes`.
+    """A reshape from `source` to `target` of an operand in the order `axes`.
 
-    A reshape splits and merges neighbouring dimensions. What is split stays where it is; what is merged has to be
-    together and in order, which takes a real permutation where it is not. None where the dimensions of the two shapes
-    do not correspond provably.
+    A reshape splits and merges neighbouring dimensions. Split dimensions stay where they are; merged ones must be
+    neighbours and in order, which takes a real permutation if they are not. None if the dimensions of the two shapes
+    do not provably correspond.
     """
     groups = _groups(source, target)
     if groups is None:
         return None
     groups.sort(key=lambda group: axes[group[0][0]])
-    wanted = [dim for dims, _ in groups for dim in dims]
-    lies = [dim for dim in inverse(axes) if not is_one(source[dim])]
-    if wanted != lies:
+    order = [dim for dims, _ in groups for dim in dims]
+    current = [dim for dim in inverse(axes) if not is_one(source[dim])]
+    if order != current:
         ones = [dim for dim in range(len(source)) if is_one(source[dim])]
-        axes = inverse(tuple(ones + wanted))
-    made = [dim for _, dims in groups for dim in dims]
-    placed = _with_ones(made, target)
-    return Reshaped(axes, [target[dim] for dim in placed], inverse(tuple(placed)))
-
-
-def _with_ones(made: list[int], target: Sequence[Any]) -> list[int]:
-    """Dimensions of extent 1 join `made`: each behind the dimension before it, the leading ones in front."""
-    placed = list(made)
-    for dim in range(len(target)):
+        axes = inverse(tuple(ones + order))
+    dims = [dim for _, target_dims in groups for dim in target_dims]
+    for dim in range(len(target)):  # each of extent 1 follows the dimension before it
         if is_one(target[dim]):
-            placed.insert(placed.index(dim - 1) + 1 if dim else 0, dim)
-    return placed
+            dims.insert(dims.index(dim - 1) + 1 if dim else 0, dim)
+    return Reshaped(axes, [target[dim] for dim in dims], inverse(tuple(dims)))
 
 
 def _groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
-    """Dimensions (without those of extent 1) of the two shapes that hold the same elements, each group minimal."""
-    left = [dim for dim in range(len(source)) if not is_one(source[dim])]
-    right = [dim for dim in range(len(target)) if not is_one(target[dim])]
+    """Minimal groups of dimensions of the two shapes with the same elements; dimensions of extent 1 are left out."""
+    source_dims = [dim for dim in range(len(source)) if not is_one(source[dim])]
+    target_dims = [dim for dim in range(len(target)) if not is_one(target[dim])]
     groups = []
-    while left and right:
-        if same_extent(source[left[0]], target[right[0]]):
-            groups.append(([left.pop(0)], [right.pop(0)]))
+    while source_dims and target_dims:
+        if same_extent(source[source_dims[0]], target[target_dims[0]]):
+            groups.append(([source_dims.pop(0)], [target_dims.pop(0)]))
             continue
         group: tuple[list[int], list[int]] = ([], [])
         sizes = [1, 1]
         while not group[0] or sizes[0] != sizes[1]:
-            side = 0 if sizes[0] <= sizes[1] else 1
-            shape, rest = ((source, left), (target, right))[side]
+            shorter = 0 if sizes[0] <= sizes[1] else 1
+            shape, rest = ((source, source_dims), (target, target_dims))[shorter]
             if not rest or not isinstance(shape[rest[0]], tirx.IntImm) or int(shape[rest[0]]) == 0:
                 return None
-            sizes[side] *= int(shape[rest[0]])
-            group[side].append(rest.pop(0))
+            sizes[shorter] *= int(shape[rest[0]])
+            group[shorter].append(rest.pop(0))
         groups.append(group)
-    return None if left or right else groups
+    return None if source_dims or target_dims else groups
 
 
 def permutation(call: relax.Call) -> Sequence[int]:
-    """The axes of a permute_dims, every one written out and counted from the front."""
+    """The axes of a permute_dims, all given and counted from the front."""
     ndim = int(call.args[0].ty.ndim)
     axes = call.attrs.axes
     return [ndim - 1 - i for i in range(ndim)] if axes is None else [int(axis) % ndim for axis in axes]

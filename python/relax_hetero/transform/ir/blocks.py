@@ -1,9 +1,10 @@
-"""Rewriting a function block by block: what a pass needs that looks at several bindings at once."""
+"""Rewriting a function block by block, for passes that look at several bindings at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import tvm
@@ -13,23 +14,23 @@ from tvm_ffi import structural_map
 
 from ...tir.core.raw_kernel import in_root_block
 from .op_names import IN_PLACE
-from .rewriting import copy_module, op_name, relax_functions, typed, with_body
+from .rewriting import copy_module, map_nested, op_name, relax_functions, typed, with_body, with_functions
 
 
 @dataclass
 class Block:
-    """The bindings of one block of a function, and who uses them.
+    """The bindings of one block of a function, and their users.
 
     Attributes
     ----------
     bindings : list of relax.Binding
     is_dataflow : bool
     used_later : frozenset of relax.Var
-        Variables used after the block: by later blocks, or as the result of the sequence it stands in.
+        Variables used after the block: in later blocks, or as the result of its sequence.
     users : dict
         From variable to the indices of bindings that use it.
     definitions : dict
-        From variable of the block to its value, where that is no match_cast.
+        From variable of the block to its value, unless that is a match_cast.
     positions : dict
         From variable of the block to the index of its binding.
     """
@@ -51,11 +52,11 @@ class Block:
                 self.definitions[binding.var] = binding.value
 
     def definition(self, expr: relax.Expr) -> relax.Expr:
-        """The value of a variable of this block, `expr` itself if it is none."""
+        """The value of a variable of this block; any other expression itself."""
         return self.definitions.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
     def sole_user(self, var: relax.Var) -> int | None:
-        """Index of the only binding that uses `var`, None if there are others, or uses after the block."""
+        """Index of the only binding that uses `var`; None if there are more, or uses after the block."""
         users = self.users.get(var, [])
         return users[0] if len(users) == 1 and self.is_local(var) else None
 
@@ -69,7 +70,7 @@ Rewrite = Callable[[Block], "list[relax.Binding] | None"]
 
 @dataclass
 class Emitter:
-    """New bindings of a block, every one with its type written."""
+    """New bindings of a block, each with its type."""
 
     is_dataflow: bool
     bindings: list[relax.Binding] = field(default_factory=list)
@@ -87,7 +88,7 @@ class Emitter:
 
 
 class Spanning(Protocol):
-    """Bindings that become others at the place of the last of them."""
+    """A region of bindings that a rewrite replaces at its last binding."""
 
     @property
     def inside(self) -> Sequence[int]:
@@ -100,7 +101,7 @@ Span = TypeVar("Span", bound=Spanning)
 def with_regions(
     block: Block, regions: Mapping[int, Span], write: Callable[[Emitter, Span, relax.Var], None]
 ) -> list[relax.Binding] | None:
-    """The block's bindings with regions written anew; None where there is none.
+    """The block's bindings with regions rewritten; None if there is no region.
 
     Parameters
     ----------
@@ -108,16 +109,16 @@ def with_regions(
     regions : mapping
         Regions by the index of their last binding.
     write : Callable
-        Emits what a region becomes; the last binding is of the variable given.
+        Emits a region's new bindings; the last one binds the variable that it gets.
     """
     if not regions:
         return None
-    gone = {index for region in regions.values() for index in region.inside}
+    removed = {index for region in regions.values() for index in region.inside}
     emitter = Emitter(block.is_dataflow)
     for index, binding in enumerate(block.bindings):
         if index in regions:
             write(emitter, regions[index], binding.var)
-        elif index not in gone:
+        elif index not in removed:
             emitter.bindings.append(binding)
     return emitter.bindings
 
@@ -125,7 +126,7 @@ def with_regions(
 def with_replaced(
     block: Block, replacements: Mapping[int, list[relax.Binding]], removed: Container[int]
 ) -> list[relax.Binding] | None:
-    """The bindings of a block, some of them replaced and some left out, by position; None where none is replaced."""
+    """The bindings of a block, some of them replaced and some removed, by index; None if none is replaced."""
     if not replacements:
         return None
     bindings: list[relax.Binding] = []
@@ -135,7 +136,7 @@ def with_replaced(
 
 
 def used_vars(expr: relax.Expr) -> list[relax.Var]:
-    """The Relax variables an expression uses, each once; those that bind sizes in shapes are not meant."""
+    """The Relax variables that an expression uses, each once, without symbolic sizes."""
     if isinstance(expr, relax.Var):
         return [expr]
     if isinstance(expr, relax.Call) and all(isinstance(arg, (relax.Var, tvm.ir.GenericConst)) for arg in expr.args):
@@ -145,22 +146,16 @@ def used_vars(expr: relax.Expr) -> list[relax.Var]:
 
 
 def rewrite_blocks(mod: tvm.IRModule, rewrite: Rewrite) -> tvm.IRModule:
-    """Every block of every Relax function through `rewrite`, which returns new bindings, or None for no change.
+    """Apply `rewrite` to every block of every Relax function; it returns new bindings, or None for no change.
 
-    Blocks inside `If` branches and local functions come before the block around them. The very module is returned if
+    Blocks inside `If` branches and local functions come before the block around them. Returns the same module if
     nothing changes.
     """
-    functions = dict(mod.functions.items())
-    changed = False
-    for gv, func in relax_functions(mod):
-        new = rewrite_function(func, rewrite)
-        if new is not func:
-            functions[gv], changed = new, True
-    return copy_module(mod, functions) if changed else mod
+    return with_functions(mod, {gv: rewrite_function(func, rewrite) for gv, func in relax_functions(mod)})
 
 
 def rewrite_function(func: relax.Function, rewrite: Rewrite) -> relax.Function:
-    """As `rewrite_blocks`, of one function."""
+    """`rewrite_blocks` for one function."""
     body = _rewrite_sequence(func.body, rewrite)
     return func if body.same_as(func.body) else with_body(func, body)
 
@@ -172,11 +167,11 @@ def _rewrite_sequence(expr: relax.Expr, rewrite: Rewrite) -> relax.Expr:
     used_later = set(used_vars(expr.body))
     changed = False
     for block in reversed(expr.blocks):
-        bindings = [_rewrite_nested(binding, rewrite) for binding in block.bindings]
+        bindings = [map_nested(binding, partial(_rewrite_sequence, rewrite=rewrite)) for binding in block.bindings]
         is_changed = any(not new.same_as(old) for new, old in zip(bindings, block.bindings, strict=True))
-        found = Block(bindings, isinstance(block, relax.DataflowBlock), frozenset(used_later))
-        new_bindings = rewrite(found)
-        used_later.update(found.users)
+        uses = Block(bindings, isinstance(block, relax.DataflowBlock), frozenset(used_later))
+        new_bindings = rewrite(uses)
+        used_later.update(uses.users)
         if new_bindings is not None or is_changed:
             block = type(block)(bindings if new_bindings is None else new_bindings, block.span)
             changed = True
@@ -185,41 +180,27 @@ def _rewrite_sequence(expr: relax.Expr, rewrite: Rewrite) -> relax.Expr:
     return typed(relax.SeqExpr(blocks, expr.body, expr.span), expr.ty) if changed else expr
 
 
-def _rewrite_nested(binding: relax.Binding, rewrite: Rewrite) -> relax.Binding:
-    value = binding.value
-    if isinstance(value, relax.If):
-        then, other = (_rewrite_sequence(branch, rewrite) for branch in (value.true_branch, value.false_branch))
-        if not (then.same_as(value.true_branch) and other.same_as(value.false_branch)):
-            branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
-            return relax.VarBinding(binding.var, branches, binding.span)
-    elif isinstance(value, relax.Function):
-        func = rewrite_function(value, rewrite)
-        if func is not value:
-            return relax.VarBinding(binding.var, func, binding.span)
-    return binding
-
-
 def without_unused(
     bindings: list[relax.Binding], block: Block, is_droppable: Callable[[relax.Expr], bool]
 ) -> list[Any]:
-    """`bindings`, new ones of `block`, less those that nobody uses and whose value may be dropped.
+    """`bindings`, new ones of `block`, without unused ones whose value may be dropped.
 
     TVM's DeadCodeElimination normalizes the module as it goes, which infers types anew, and drops functions too.
     """
     used: set[relax.Var] = set(block.used_later)
-    kept: list[relax.Binding] = []
+    remaining: list[relax.Binding] = []
     for binding in reversed(bindings):
         var, value = binding.var, binding.value
         if block.is_local(var) and var not in used and isinstance(binding, relax.VarBinding) and is_droppable(value):
             continue
         used.update(used_vars(value))
-        kept.append(binding)
-    kept.reverse()
-    return kept
+        remaining.append(binding)
+    remaining.reverse()
+    return remaining
 
 
 def shape_of(expr: relax.Expr) -> list[Any] | None:
-    """The extents of a tensor, PrimExprs; None where they are not written in its type."""
+    """The extents of a tensor, PrimExprs; None if its type lacks them."""
     ty = expr.ty
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return None
@@ -227,7 +208,7 @@ def shape_of(expr: relax.Expr) -> list[Any] | None:
 
 
 def same_extent(a: Any, b: Any) -> bool:
-    """Return whether two extents are provably one."""
+    """Return whether two extents are provably equal."""
     if isinstance(a, tvm.tirx.IntImm) and isinstance(b, tvm.tirx.IntImm):
         return int(a) == int(b)
     return bool(a is b or tvm_ffi.structural_equal(a, b) or tvm.sym.Analyzer().can_prove_equal(a, b))
@@ -239,18 +220,18 @@ def is_one(extent: Any) -> bool:
 
 
 def same_shape(a: Iterable[Any], b: Iterable[Any]) -> bool:
-    """Return whether two shapes are provably one."""
+    """Return whether two shapes are provably equal."""
     first, second = list(a), list(b)
     return len(first) == len(second) and all(same_extent(x, y) for x, y in zip(first, second, strict=True))
 
 
 def tensor_type(shape: Iterable[Any], dtype: str, like: relax.TensorType) -> relax.TensorType:
-    """A tensor type on the device of another one."""
+    """A tensor type on the device of `like`."""
     return relax.TensorType(list(shape), dtype, like.vdevice)
 
 
 def broadcast(*shapes: Iterable[Any]) -> list[Any] | None:
-    """The shape that tensors of these shapes have together, None where they do not provably broadcast."""
+    """The shape that these shapes broadcast to; None if they do not provably broadcast."""
     lists = [list(shape) for shape in shapes]
     rank = max(map(len, lists), default=0)
     result: list[Any] = [tvm.tirx.IntImm("int64", 1)] * rank
@@ -264,7 +245,7 @@ def broadcast(*shapes: Iterable[Any]) -> list[Any] | None:
 
 
 def renamed(binding: relax.Binding, names: dict[relax.Var, relax.Expr]) -> relax.Binding:
-    """The binding with variables in its value replaced; its very self where it uses none of them."""
+    """The binding with variables in its value replaced; the same object if it uses none of them."""
     value = binding.value
     if not any(var in names for var in used_vars(value)):
         return binding
@@ -279,21 +260,21 @@ def renamed(binding: relax.Binding, names: dict[relax.Var, relax.Expr]) -> relax
     return relax.VarBinding(binding.var, new, binding.span)
 
 
-# A block as several: some bindings outside of dataflow, and the variables that others use then.
+# Splitting a block, so that some bindings are outside of dataflow, with variables that other blocks may use.
 
 
 def split_block(bindings: list[relax.Binding], cut: set[relax.Var], is_dataflow: bool) -> list[relax.BindingBlock]:
-    """Blocks in place of one: what is cut out stands in blocks that are not dataflow, the rest in blocks that are.
+    """Split a block: bindings of the variables `cut` go to plain blocks, the remaining ones to dataflow blocks.
 
-    Blocks of one kind that follow each other become one whenever TVM looks at them.
+    TVM merges neighbouring blocks of the same kind.
     """
-    stretches: list[tuple[bool, list[relax.Binding]]] = []
+    groups: list[tuple[bool, list[relax.Binding]]] = []
     for binding in bindings:
         inside = binding.var not in cut and (is_dataflow or _may_be_dataflow(binding))
-        if not stretches or stretches[-1][0] != inside:
-            stretches.append((inside, []))
-        stretches[-1][1].append(binding)
-    return [(relax.DataflowBlock if inside else relax.BindingBlock)(part) for inside, part in stretches]
+        if not groups or groups[-1][0] != inside:
+            groups.append((inside, []))
+        groups[-1][1].append(binding)
+    return [(relax.DataflowBlock if inside else relax.BindingBlock)(group) for inside, group in groups]
 
 
 def _may_be_dataflow(binding: relax.Binding) -> bool:
@@ -304,12 +285,12 @@ def _may_be_dataflow(binding: relax.Binding) -> bool:
 
 
 def with_split_blocks(expr: relax.Expr, cut: set[relax.Var]) -> relax.Expr:
-    """A body, or a branch, with the bindings of some variables in blocks that are not dataflow."""
+    """A body, or a branch, with the bindings of the variables `cut` in plain blocks."""
     if not isinstance(expr, relax.SeqExpr):
         return expr
     blocks: list[relax.BindingBlock] = []
     for block in expr.blocks:
-        bindings = [_with_cuts_inside(binding, cut) for binding in block.bindings]
+        bindings = [map_nested(binding, partial(with_split_blocks, cut=cut)) for binding in block.bindings]
         if any(binding.var in cut for binding in bindings):
             blocks += split_block(bindings, cut, isinstance(block, relax.DataflowBlock))
         else:
@@ -317,20 +298,8 @@ def with_split_blocks(expr: relax.Expr, cut: set[relax.Var]) -> relax.Expr:
     return typed(relax.SeqExpr(with_shared_variables(blocks), expr.body, expr.span), expr.ty)
 
 
-def _with_cuts_inside(binding: relax.Binding, cut: set[relax.Var]) -> relax.Binding:
-    value = binding.value
-    if isinstance(value, relax.If):
-        branches = [with_split_blocks(branch, cut) for branch in (value.true_branch, value.false_branch)]
-        value = typed(relax.If(value.cond, *branches, value.span), value.ty)
-    elif isinstance(value, relax.Function):
-        value = with_body(value, with_split_blocks(value.body, cut))
-    else:
-        return binding
-    return relax.VarBinding(binding.var, value, binding.span)
-
-
 def with_shared_variables(blocks: list[relax.BindingBlock]) -> list[relax.BindingBlock]:
-    """Variables of a dataflow block that others use now, as variables that others may use."""
+    """Blocks whose dataflow variables become plain variables where other blocks use them."""
     home = {binding.var: number for number, block in enumerate(blocks) for binding in block.bindings}
     new: dict[relax.Var, relax.Var] = {}
     for number, block in enumerate(blocks):
@@ -354,11 +323,8 @@ def with_shared_variables(blocks: list[relax.BindingBlock]) -> list[relax.Bindin
     return [type(block)([renamed(binding) for binding in block.bindings], block.span) for block in blocks]
 
 
-# Root blocks of kernels, which passes of stock TVM assert.
-
-
 def with_root_blocks(mod: tvm.IRModule) -> tvm.IRModule:
-    """Kernels written without blocks get the root block that RewriteDataflowReshape asserts (it crashes otherwise)."""
+    """Give kernels without blocks the root block that RewriteDataflowReshape asserts (it crashes otherwise)."""
     functions = dict(mod.functions.items())
     for gv, func in functions.items():
         if isinstance(func, tirx.PrimFunc) and not isinstance(func.body, s_tir.SBlockRealize):

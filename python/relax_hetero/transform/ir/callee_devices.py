@@ -1,4 +1,4 @@
-"""The devices in the types by which functions are called, which stock passes compare with those of arguments."""
+"""Devices in the types of callees (global variables and parameters), which stock passes compare with arguments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .rewriting import copy_module, map_bindings, relax_functions, typed, walk_b
 
 
 def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
-    """Take devices off the arguments' types by which functions are called; the functions' own parameters keep them.
+    """Remove devices from the parameters in callee types; the functions' own parameters keep them.
 
-    Allocations that are lowered, and results of kernels that stock passes make, have types without a device, and
-    passing one to a function that wants one is a type error. Results keep theirs: a stock pass that writes a call
-    anew derives its type, and kernels that were fused around it ask for the devices that it had.
+    Lowered allocations, and results of kernels that stock passes make, have types without a device, and passing one
+    to a parameter with a device is a type error. Results keep their devices: a stock pass that rewrites a call derives
+    its type, and kernels that were fused around the call need the devices that it had.
     """
 
     def plain(ty: relax.TensorType) -> relax.TensorType:
@@ -26,23 +26,23 @@ def without_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
         ndim = -1 if ty.shape is not None else int(ty.ndim)
         return relax.TensorType(ty.shape, ty.dtype, None, ndim, ty.span)
 
-    def called(_: tvm.ir.GlobalVar, func: relax.Function) -> tvm.ir.Type:
+    def callee_type(_: tvm.ir.GlobalVar, func: relax.Function) -> tvm.ir.Type:
         params = [structural_map(param.ty, (relax.TensorType, plain)) for param in func.params]
         return relax.FuncType(params, func.ret_ty, bool(func.is_pure))
 
-    def given(ty: relax.FuncType) -> relax.FuncType:
+    def without_devices(ty: relax.FuncType) -> relax.FuncType:
         if ty.params is None:
             return ty
         params = [structural_map(param, (relax.TensorType, plain)) for param in ty.params]
         return relax.FuncType(params, ty.ret, bool(ty.purity), ty.span)
 
-    return _recalled(_with_function_variables(mod, given), called)
+    return _with_callee_types(_with_function_variables(mod, without_devices), callee_type)
 
 
 def with_written_results(mod: tvm.IRModule) -> tvm.IRModule:
-    """Write the result type at calls of variables, as at calls of packed functions.
+    """Give calls of variables an explicit result type, as calls of packed functions have.
 
-    Stock passes derive it from the variable's type otherwise, which names no device where results of several calls
+    Stock passes would derive it from the variable's type, which lacks a device if the results of several calls
     differ in theirs.
     """
     packed = relax.ExternFunc("callback").ty
@@ -51,15 +51,15 @@ def with_written_results(mod: tvm.IRModule) -> tvm.IRModule:
         call = binding.value
         if not (isinstance(call, relax.Call) and isinstance(call.op, relax.Var)):
             return binding
-        written = relax.Call(call.op, list(call.args), call.attrs, [binding.var.ty], call.span, ret_ty=binding.var.ty)
-        return relax.VarBinding(binding.var, written, binding.span)
+        new = relax.Call(call.op, list(call.args), call.attrs, [binding.var.ty], call.span, ret_ty=binding.var.ty)
+        return relax.VarBinding(binding.var, new, binding.span)
 
     mod = with_functions(mod, {gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
     return with_callee_devices(_with_function_variables(mod, lambda _: packed))
 
 
 def _with_function_variables(mod: tvm.IRModule, change: Callable[[relax.FuncType], relax.FuncType]) -> tvm.IRModule:
-    """The module with `change` applied to the types of variables that are functions, or tuples with functions."""
+    """Apply `change` to the function types of variables that are functions, or tuples with functions."""
     functions = dict(mod.functions.items())
     for gv, func in relax_functions(mod):
         new = {
@@ -76,12 +76,16 @@ def _has_function(ty: tvm.ir.Type) -> bool:
 
 
 def with_callee_devices(mod: tvm.IRModule) -> tvm.IRModule:
-    """Give the types by which functions are called the devices of the functions' parameters and results again."""
-    return _recalled(mod, lambda _, func: relax.FuncType([p.ty for p in func.params], func.ret_ty, bool(func.is_pure)))
+    """Restore the devices of functions' parameters and results in their callee types."""
+    return _with_callee_types(
+        mod, lambda _, func: relax.FuncType([p.ty for p in func.params], func.ret_ty, bool(func.is_pure))
+    )
 
 
-def _recalled(mod: tvm.IRModule, type_of: Callable[[tvm.ir.GlobalVar, relax.Function], tvm.ir.Type]) -> tvm.IRModule:
-    """The module with other types by which its Relax functions are called."""
+def _with_callee_types(
+    mod: tvm.IRModule, type_of: Callable[[tvm.ir.GlobalVar, relax.Function], tvm.ir.Type]
+) -> tvm.IRModule:
+    """The module with new types of the global variables by which its Relax functions are called."""
     renamed: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
     for gv, func in relax_functions(mod):
         if isinstance(gv.ty, relax.FuncType):
@@ -95,11 +99,8 @@ def _recalled(mod: tvm.IRModule, type_of: Callable[[tvm.ir.GlobalVar, relax.Func
     return copy_module(mod, functions)
 
 
-# The target that code of a value is made for.
-
-
 def target_of(vdevice: relax.VDevice | None) -> tvm.target.Target:
-    """The target of a device; without devices TVM's current one, else this CPU's."""
+    """The target of a device; without a device TVM's current target, else this CPU's."""
     if vdevice is not None:
         return vdevice.target
     return tvm.target.Target.current(allow_none=True) or native("llvm")

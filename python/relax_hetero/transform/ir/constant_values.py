@@ -1,4 +1,4 @@
-"""Constants that can be computed at compile time: values of variables that come from constants alone."""
+"""Constant propagation: values of variables that are computed from constants alone."""
 
 from __future__ import annotations
 
@@ -22,43 +22,46 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     for function in FUNCTIONS.values()
     if function.op and not function.num_params
 } | {"relax.power": np.power}
-"""Arithmetic of floats, which numpy computes; ops that mean the same for other types are below."""
-_OF_INTEGERS = ("relax.add", "relax.subtract", "relax.multiply")
-"""Ops of those that int32 is computed with: biases of quantized models, which become floats."""
+"""Arithmetic on floats, computed by numpy."""
+_INT32_OPS = ("relax.add", "relax.subtract", "relax.multiply")
+"""Ops that are computed on int32 as well: biases of quantized models, which become floats."""
 
 _FLOATS = ("float32", "float64")
 _HALVES = ("float16", "bfloat16")
-_SMALL = 1 << 16
-"""Elements up to which every constant expression is computed; of larger ones, those that a convolution weighs with."""
+_MAX_SMALL_ELEMENTS = 1 << 16
+"""Elements up to which every constant expression is folded; larger ones only if a convolution has them as weights."""
 
-_GROWTH, _GROWTH_LIMIT_BYTES = 64, 16 << 20
+_MAX_GROWTH = 64
+"""Ratio of the bytes of a folded result to those of its constants."""
+_MAX_UNCHECKED_BYTES = 16 << 20
+"""Bytes of results whose growth is not limited."""
 
 
 def exceeds_growth_limit(nbytes: int, origin: int) -> bool:
-    """True if `nbytes` of a result are too many to be kept in place of `origin` bytes of constants that it comes from.
+    """Return whether a result of `nbytes` is too large to replace its constants, which have `origin` bytes.
 
-    Weights of 4 bits that become float32 grow eight times. A kernel fills a tensor with a scalar faster.
+    Weights of 4 bits that become float32 grow eight times. A kernel fills a tensor with a scalar faster than a copy.
     """
-    return nbytes > _GROWTH_LIMIT_BYTES and nbytes > _GROWTH * origin
+    return nbytes > _MAX_UNCHECKED_BYTES and nbytes > _MAX_GROWTH * origin
 
 
 class ConstantValues:
-    """The arrays that expressions of one block are, as far as they are known now; each is computed when asked for."""
+    """Values of the expressions of one block that are known at compile time; each is computed on first use."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
-        self._known: dict[relax.Var, np.ndarray | None] = {}
+        self._arrays: dict[relax.Var, np.ndarray | None] = {}
 
     def of(self, expr: relax.Expr) -> np.ndarray | None:
-        """The elements of a tensor, None where they are not known."""
+        """The elements of a tensor; None if they are not known."""
         if isinstance(expr, tvm.ir.GenericConst):
             return expr.value.numpy() if isinstance(expr.value, tvm.runtime.Tensor) else None
         if not isinstance(expr, relax.Var):
             return None
-        if expr not in self._known:
+        if expr not in self._arrays:
             definition = self._block.definition(expr)
-            self._known[expr] = self._computed(definition) if isinstance(definition, relax.Call) else None
-        return self._known[expr]
+            self._arrays[expr] = self._computed(definition) if isinstance(definition, relax.Call) else None
+        return self._arrays[expr]
 
     def _computed(self, call: relax.Call) -> np.ndarray | None:
         name, shape = op_name(call), shape_of(call)
@@ -69,7 +72,7 @@ class ConstantValues:
             return None
         tensors = [self.of(arg) for arg in call.args if isinstance(arg.ty, relax.TensorType)]
         arrays = [array for array in tensors if array is not None]
-        types = (*_FLOATS, "int32") if name in _OF_INTEGERS else _FLOATS
+        types = (*_FLOATS, "int32") if name in _INT32_OPS else _FLOATS
         if len(arrays) < len(tensors) or (name in _ARITHMETIC and any(str(a.dtype) not in types for a in arrays)):
             return None
         if exceeds_growth_limit(tensor_bytes([int(extent) for extent in shape], call.ty.dtype.dtype), _nbytes(arrays)):
@@ -98,7 +101,7 @@ def _computation(call: relax.Call, shape: list[int]) -> Callable[..., np.ndarray
 
 
 def _is_folded_cast(value: relax.Expr, dtype: str) -> bool:
-    """True if a cast is computed now: not of bytes that may be quantized weights, which products read as they are."""
+    """Return whether a cast is folded: not one of 8-bit tensors that may be quantized weights of products."""
     source = str(value.ty.dtype)
     if {source, dtype} <= {*_FLOATS, *_HALVES}:
         return True
@@ -120,18 +123,17 @@ def constant_on_device_of(array: np.ndarray, other: relax.Expr) -> tvm.ir.Generi
     return _constant(array, str(array.dtype), other.ty)
 
 
-def _constant(array: np.ndarray, dtype: str, near: relax.TensorType) -> tvm.ir.GenericConst:
-    data = np.ascontiguousarray(array) if array.ndim else array  # which would give it a dimension
-    ty = relax.TensorType(list(array.shape), dtype, near.vdevice)
+def _constant(array: np.ndarray, dtype: str, like: relax.TensorType) -> tvm.ir.GenericConst:
+    data = np.ascontiguousarray(array) if array.ndim else array  # it would give a scalar a dimension
+    ty = relax.TensorType(list(array.shape), dtype, like.vdevice)
     return tvm.ir.GenericConst(tvm.runtime.tensor(np.asarray(data)), ty)
 
 
 def fold_constants(block: Block) -> list[relax.Binding] | None:
-    """The block with constants in place of expressions of constants; None where there are none.
+    """The block with constants in place of expressions of constants; None if there are none.
 
-    Every weight of a convolution is folded, and every constant that is rounded to half precision, of other expressions
-    the small ones: a large one that a matrix product reads is folded when it is packed, and need not exist twice until
-    then.
+    All weights of convolutions, constants that are rounded to half precision, and small constants are folded. A large
+    operand of a matrix product is folded when it is packed, and need not exist twice until then.
     """
     values = ConstantValues(block)
     folded: dict[relax.Var, relax.Expr] = {}
@@ -143,7 +145,7 @@ def fold_constants(block: Block) -> list[relax.Binding] | None:
         var = binding.var
         is_computed = isinstance(binding, relax.VarBinding) and isinstance(binding.value, relax.Call)
         array = values.of(var) if is_computed and block.is_local(var) else None
-        if array is not None and (array.size <= _SMALL or var in weights or _is_rounding(binding.value)):
+        if array is not None and (array.size <= _MAX_SMALL_ELEMENTS or var in weights or _is_rounding(binding.value)):
             folded[var] = constant_like(array, var.ty)
         else:
             bindings.append(renamed(binding, folded))

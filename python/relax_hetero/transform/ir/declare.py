@@ -1,14 +1,14 @@
-"""How a pass is declared: a plain function does the work, one line makes it the pass that users write.
+"""Declaration of passes: a plain function does the work, and one line makes it a pass.
 
-A pass lives in a module of its own. The module's text says what the pass does, what it assumes, and shows a program
-before and after; the function beside it takes a module, and options, and returns a module::
+A pass has a module of its own. The module's docstring says what the pass does, what it assumes, and shows a program
+before and after; its function takes a module, and options, and returns a module::
 
     def form_rows(mod: tvm.IRModule) -> tvm.IRModule: ...
 
     FormRows = declare_pass("FormRows", form_rows)
 
-``FormRows()`` is then a ``tvm.transform.Pass``, as TVM's own constructors of passes return, and ``help(FormRows)``
-shows the module's text. The function can be called and tested without TVM's pass machinery.
+``FormRows()`` is then a ``tvm.transform.Pass``, like TVM's own passes, and ``help(FormRows)`` shows the module's
+docstring. The function can be called and tested without TVM's pass machinery.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RETURNS = "Returns\n-------\ntvm.transform.Pass"
 
 @dataclass(frozen=True)
 class PassDeclaration:
-    """A pass as it is declared.
+    """Declaration of a pass.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class PassDeclaration:
     text : str
         Description: what the pass does, what it assumes, a program before and after; then its options.
     options : mapping of str to object
-        Each option's default; ``inspect.Parameter.empty`` for an option that has none.
+        Each option's default; ``inspect.Parameter.empty`` for an option without one.
     constructor : callable
         Takes the options, returns the ``tvm.transform.Pass``.
     """
@@ -64,7 +64,7 @@ def declare_pass(
     work: Callable[Concatenate[tvm.IRModule, _Options], tvm.IRModule],
     check: Callable[_Options, None] | None = None,
 ) -> Callable[_Options, tvm.transform.Pass]:
-    """The constructor of a pass, which is listed from now on (`relax_hetero.transform.passes`).
+    """Declare a pass, and return its constructor (`relax_hetero.transform.passes` lists it from now on).
 
     Parameters
     ----------
@@ -74,12 +74,12 @@ def declare_pass(
         Takes a module and the options, returns a module: the same object where nothing changes. The sections
         "Parameters" and "Raises" of its docstring become those of the constructor.
     check : callable, optional
-        Takes the options when the constructor is called, and raises where they cannot be right.
+        Takes the options when the constructor is called, and raises if they are invalid.
 
     Returns
     -------
     callable
-        With the options of `work` as its signature.
+        Constructor with the options of `work` as its signature.
     """
     _, *options = inspect.signature(work).parameters.values()
     signature = inspect.Signature(options, return_annotation="tvm.transform.Pass")
@@ -97,7 +97,7 @@ def declare_pass(
                 return recording(lambda mod: work(mod, *args, **kwargs), mod)
             except HeteroError:
                 raise
-            except Exception as error:  # passes of TVM, and what they call, raise what has no common class
+            except Exception as error:  # errors of TVM's passes have no common class
                 raise BuildError(
                     f"this module cannot be lowered by {name}: {location_of(error)}{reason(error)}"
                 ) from error
@@ -119,11 +119,11 @@ def declared_passes() -> dict[str, PassDeclaration]:
     return dict(_DECLARED)
 
 
-def _text(what: str, work: str) -> str:
-    """The text of a module, then those sections of its function's docstring that users of the pass need."""
-    sections = _HEADING.split(work)
+def _text(module_doc: str, function_doc: str) -> str:
+    """A module's docstring, then those sections of its function's docstring that users of the pass need."""
+    sections = _HEADING.split(function_doc)
     bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
-    parts = [what]
+    parts = [module_doc]
     options = re.sub(r"^\nmod : .*\n(?:    .*\n?|\n(?=    ))*", "\n", bodies.get("Parameters", ""))
     if options.strip():
         parts.append(f"Parameters\n----------\n{options.strip()}")

@@ -1,4 +1,4 @@
-"""Extents of tensor types: as numbers, as names that problems give to symbols, as text of signatures and commands."""
+"""Extents of tensor types as ints, as symbols of kernel problems, and as text in signatures and commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...tir.core.builder import plain_extent
 
 
 def known_extents(ty: tvm.ir.Type) -> list[Any] | None:
-    """The extents of a tensor type, ints where they are numbers; None where they are not written."""
+    """The extents of a tensor type, ints where they are numbers; None if the type lacks them."""
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr) or ty.dtype is None:
         return None
     return [plain_extent(extent) for extent in ty.shape.values]
@@ -27,7 +27,7 @@ class Symbols:
         self._names: dict[StructuralKey, str] = {}
 
     def dim(self, extent: tvm.tirx.PrimExpr | int) -> Dim:
-        """An extent as problems have it."""
+        """An extent of a problem: an int, or the name of a symbol."""
         if isinstance(extent, (int, tirx.IntImm)):
             return int(extent)
         key = StructuralKey(extent)
@@ -45,13 +45,13 @@ _PREFIX: tuple[tuple[type[Any], str], ...] = ((tirx.Min, "min"), (tirx.Max, "max
 
 
 class NoTextError(Exception):
-    """An extent that the small expression language cannot say."""
+    """An extent that the expression language of signatures cannot express."""
 
 
 def dim_text(expr: Any, names: Mapping[Any, str] | None = None) -> Dim:
-    """One extent: an int, or an expression over symbolic variables; NoTextError where it is beyond the grammar.
+    """Text of an extent, or an int; raises NoTextError if it is beyond the grammar.
 
-    Variables are written by their own names, where `names` has no other.
+    Variables have their own names unless `names` maps them.
     """
     if isinstance(expr, int):
         return expr

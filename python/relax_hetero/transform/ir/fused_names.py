@@ -1,4 +1,4 @@
-"""Names of what FuseOps makes: a fused call's result gets back the name that its value had before.
+"""Names of FuseOps' results: a fused call's result gets back the name that its value had before.
 
 Before::
 
@@ -6,9 +6,9 @@ Before::
 
 After::
 
-    z: R.Tensor((4,), "float32") = cls.fused_exp_add(x)       # the module that was fused had z = add(exp(x), x)
+    z: R.Tensor((4,), "float32") = cls.fused_exp_add(x)       # before FuseOps: z = add(exp(x), x)
 
-By its name a reader, and the record of kernels (`transform.ir.kernel_nodes`), knows which value of the model it is.
+Readers, and `remarks.kernel_nodes`, use the name to identify the value of the model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tvm_ffi import structural_map
 from .rewriting import handle, is_tensor_constant, relax_functions, walk_bindings, with_functions
 
 _Value: TypeAlias = "int | str | tuple[_Value, ...] | None"
-"""A value's number, a constant's text, field by field where a tuple is written out; None for shapes and numbers, for
-which a fused function has its own symbols."""
+"""A value's number, a constant's text, or a tuple's fields; None for shapes and numbers, for which a fused function has
+its own symbols."""
 
 
 Inside: TypeAlias = "dict[tuple[str, str], tuple[str, ...]]"
-"""Function and variable to the names of the values that a fused kernel computes on its way, in order."""
+"""Function and variable to the names of the values that its fused kernel computes, in order."""
 
 
 def with_fused_names(before: tvm.IRModule, after: tvm.IRModule) -> tuple[tvm.IRModule, Inside]:
-    """The module that FuseOps made of `before`, with the names of its values, and the names inside of kernels."""
+    """The module `after` FuseOps with the names of the module `before` it, and the names of values in kernels."""
     old = {gv.name_hint: func for gv, func in relax_functions(before)}
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     inside: Inside = {}
@@ -51,32 +51,32 @@ def _replacing(names: Mapping[relax.Var, relax.Var]) -> Callable[[relax.Var], re
 
 
 class _Values:
-    """The values of a function by what computes them: a call of the same callee on the same values."""
+    """The values of a function, numbered by their call: two calls of one callee on the same values are equal."""
 
     def __init__(self, func: relax.Function) -> None:
         self.inside: dict[str, tuple[str, ...]] = {}
         self._names = [var.name for var in func.params]
-        self._made: dict[Any, deque[int]] = {}
+        self._calls: dict[Any, deque[int]] = {}
         env: dict[relax.Var, _Value] = {var: number for number, var in enumerate(func.params)}
         for binding in walk_bindings(func):
             if isinstance(binding.value, relax.Call):
                 number = len(self._names)
                 self._names.append(binding.var.name)
-                self._made.setdefault(_key(binding.value, env), deque()).append(number)
+                self._calls.setdefault(_key(binding.value, env), deque()).append(number)
                 env[binding.var] = number
             else:
                 env[binding.var] = _value(binding.value, env)
 
     def names_in(self, func: relax.Function, mod: tvm.IRModule) -> dict[relax.Var, relax.Var]:
-        """The variables of a fused function that are to be replaced."""
+        """New variables for those of a fused function."""
         env: dict[relax.Var, _Value] = {var: number for number, var in enumerate(func.params)}
-        found: dict[relax.Var, relax.Var] = {}
+        names: dict[relax.Var, relax.Var] = {}
         for binding in walk_bindings(func):
             var, value = binding.var, binding.value
             env[var] = number = self._result(value, env, mod)
             if isinstance(number, int) and self._names[number] != var.name:
-                found[var] = type(var)(self._names[number], var.ty, var.span)
-        return found
+                names[var] = type(var)(self._names[number], var.ty, var.span)
+        return names
 
     def _result(self, value: relax.Expr, env: Mapping[relax.Var, _Value], mod: tvm.IRModule) -> _Value:
         if not isinstance(value, relax.Call):
@@ -84,17 +84,15 @@ class _Values:
         callee = mod.functions.get(value.op) if isinstance(value.op, tvm.ir.GlobalVar) else None
         if isinstance(callee, relax.Function) and callee.attrs.get("Primitive"):
             inner = {param: _value(arg, env) for param, arg in zip(callee.params, value.args, strict=True)}
-            made = []
             for binding in walk_bindings(callee):
-                inner[binding.var] = made_here = self._result(binding.value, inner, mod)
-                made += [made_here] if isinstance(made_here, int) else []
+                inner[binding.var] = self._result(binding.value, inner, mod)
             result = _value(callee.body.body, inner)
             if isinstance(result, int):
-                self.inside[self._names[result]] = tuple(self._names[number] for number in made)
+                numbers = [inner[binding.var] for binding in walk_bindings(callee)]
+                self.inside[self._names[result]] = tuple(self._names[n] for n in numbers if isinstance(n, int))
             return result
-        waiting = self._made.get(_key(value, env))
-        # Equal calls come in the order they had.
-        return waiting.popleft() if waiting else None
+        equal_calls = self._calls.get(_key(value, env))  # in program order
+        return equal_calls.popleft() if equal_calls else None
 
 
 def _key(call: relax.Call, env: Mapping[relax.Var, _Value]) -> Any:
@@ -112,6 +110,6 @@ def _value(expr: Any, env: Mapping[relax.Var, _Value]) -> _Value:
     if isinstance(expr, relax.Tuple):
         return tuple(_value(field, env) for field in expr.fields)
     if isinstance(expr, relax.TupleGetItem):
-        whole = _value(expr.tuple_value, env)
-        return whole[expr.index] if isinstance(whole, tuple) and expr.index < len(whole) else None
+        fields = _value(expr.tuple_value, env)
+        return fields[expr.index] if isinstance(fields, tuple) and expr.index < len(fields) else None
     return None

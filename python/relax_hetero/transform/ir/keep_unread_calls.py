@@ -1,4 +1,4 @@
-"""KeepUnreadCalls: code that the module only calls runs, even where nobody reads what it returns.
+"""KeepUnreadCalls: code that the module only calls runs, even if its result is unread.
 
 Before::
 
@@ -16,10 +16,10 @@ After::
         y = R.call_packed("log", x, ty_args=R.Tensor((4,), "float32"))
         return x
 
-Calls of parameters, of packed functions and of closures may say that they are pure, and then passes drop those whose
-results are unread. Without passes that drop, as TVM's own pipeline is, they run, and most are there for what they do
-besides. They become impure, and so do functions that make such calls; in dataflow they get blocks of their own. Calls
-whose results are read stay pure, so that steps on several devices overlap.
+Calls of parameters, of packed functions and of closures may be declared pure, and then passes drop those whose
+results are unread. TVM's own pipeline does not drop them, and most have side effects. They become impure, and so do
+functions that make such calls; in dataflow they get blocks of their own. Calls whose results are read stay pure, so
+that steps on several devices overlap.
 
 Assumes A-normal form. A module without such calls is returned as it is; a second run changes nothing.
 """
@@ -39,9 +39,9 @@ from .module_attrs import is_lowered
 from .op_names import is_own_function
 from .rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings, with_body
 
-_PURE_PACKED = ("relax.call_pure_packed", "relax.call_inplace_packed")
+_PURE_PACKED_OPS = ("relax.call_pure_packed", "relax.call_inplace_packed")
 _PURE_CLOSURE = "relax.invoke_pure_closure"
-_INTO_RESULT = "relax.call_dps_packed"
+_CALL_DPS_PACKED = "relax.call_dps_packed"
 KEEP = "relax_hetero.keep"
 
 
@@ -68,11 +68,11 @@ class _UnreadCalls:
     Attributes
     ----------
     opaque : set
-        Functions that are impure, or call code which the module lacks, directly or through others.
+        Functions that are impure, or call code outside of the module, directly or indirectly.
     rewritten : set of relax.Var
         Results of calls of packed functions and closures.
     into_results : set of relax.Var
-        The subset of `rewritten` whose packed function writes into memory that it is given.
+        The subset of `rewritten` whose packed function writes into memory that the caller passes.
     variables : set of relax.Var
         Parameters and other variables of function type.
     functions : set of str
@@ -86,7 +86,7 @@ class _UnreadCalls:
         self.into_results: set[relax.Var] = set()
         self.variables: set[relax.Var] = set()
         self.functions: set[str] = set()
-        # Whatever they call, their author says that they are pure.
+        # Declared pure, whatever they call.
         self._forced = {gv.name_hint for gv, func in relax_functions(mod) if func.attrs.get("relax.force_pure")}
         self._values: dict[relax.Var, relax.Expr] = {}
         self._bindings = {gv.name_hint: list(walk_bindings(func)) for gv, func in relax_functions(mod)}
@@ -94,47 +94,47 @@ class _UnreadCalls:
             for binding in bindings:
                 if isinstance(binding.value, (relax.Var, relax.Function)) or _closure_of(binding.value) is not None:
                     self._values[binding.var] = binding.value
-        self._spread(self.opaque, self._is_opaque)
+        self._add_callers(self.opaque, self._is_opaque)
 
     def find(self) -> None:
-        """Find all, until nothing new becomes impure through others."""
-        found = -1
-        while found != len(self.rewritten) + len(self.variables) + len(self.functions):
-            found = len(self.rewritten) + len(self.variables) + len(self.functions)
+        """Collect the calls, variables and functions up to a fixpoint."""
+        count = -1
+        while count != len(self.rewritten) + len(self.variables) + len(self.functions):
+            count = len(self.rewritten) + len(self.variables) + len(self.functions)
             for gv, func in relax_functions(self.mod):
                 if gv.name_hint in self.opaque:
                     self._sequence(func.body, set())
-            self._spread(self.functions, self._has_effect, self._forced)
+            self._add_callers(self.functions, self._has_effect, self._forced)
 
-    def _spread(self, names: set[str], has: Callable[[relax.Binding], bool], but: Container[str] = ()) -> None:
-        """Add the functions with a binding that meets `has`, which may read `names`, until nothing changes."""
-        found = -1
-        while found != len(names):
-            found = len(names)
+    def _add_callers(self, names: set[str], has: Callable[[relax.Binding], bool], but: Container[str] = ()) -> None:
+        """Add the functions with a binding that meets `has`, which may read `names`, up to a fixpoint."""
+        count = -1
+        while count != len(names):
+            count = len(names)
             names.update(n for n, bindings in self._bindings.items() if n not in but and any(map(has, bindings)))
 
-    def _root(self, var: relax.Var) -> relax.Var:
-        """The variable that another one is a name of."""
+    def _aliased(self, var: relax.Var) -> relax.Var:
+        """The variable that a variable is an alias of."""
         while isinstance(self._values.get(var), relax.Var):
             var = self._values[var]
         return var
 
     def _is_opaque(self, binding: relax.Binding) -> bool:
-        """Return whether a value comes from code that the module lacks, by a call that says it is pure."""
+        """Return whether a value comes from code outside of the module, by a call that is declared pure."""
         value = binding.value
         if isinstance(value, relax.If):
-            return any(self._is_opaque(each) for each in _inside(value))
+            return any(map(self._is_opaque, _inside(value)))
         if not isinstance(value, relax.Call):
             return False
         if isinstance(value.op, tvm.ir.GlobalVar):
             return value.op.name_hint in self.opaque
         if isinstance(value.op, relax.Var):
-            local = self._values.get(self._root(value.op))
+            local = self._values.get(self._aliased(value.op))
             return not isinstance(local, relax.Function) or any(map(self._is_opaque, walk_bindings(local.body)))
         if op_name(value) == _PURE_CLOSURE:
-            callee = _closure_of(self._values.get(self._root(value.args[0])))
+            callee = _closure_of(self._values.get(self._aliased(value.args[0])))
             return callee is None or callee in self.opaque
-        callee = value.args[0] if op_name(value) in (*_PURE_PACKED, _INTO_RESULT) else None
+        callee = value.args[0] if op_name(value) in (*_PURE_PACKED_OPS, _CALL_DPS_PACKED) else None
         return isinstance(callee, relax.ExternFunc) and not is_own_function(callee.global_symbol)
 
     def _has_effect(self, binding: relax.Binding) -> bool:
@@ -148,12 +148,12 @@ class _UnreadCalls:
             func = self.mod.functions.get(value.op)
             return value.op.name_hint in self.functions or (isinstance(func, relax.Function) and not func.is_pure)
         if isinstance(value.op, relax.Var):
-            return self._root(value.op) in self.variables or not getattr(value.op.ty, "purity", True)
+            return self._aliased(value.op) in self.variables or not getattr(value.op.ty, "purity", True)
         purity = value.op.get_attr("FPurity") if isinstance(value.op, tvm.ir.Op) else False
         return purity is not None and not purity
 
     def _sequence(self, expr: relax.Expr, used: set[relax.Var]) -> None:
-        """Find unread calls backwards from a result, given the variables that are used after it."""
+        """Find unread calls backwards from a result; `used` are the variables that are used after it."""
         if not isinstance(expr, relax.SeqExpr):
             used.update(used_vars(expr))
             return
@@ -177,35 +177,35 @@ class _UnreadCalls:
             if any(map(self._has_effect, walk_bindings(value.body))):
                 self.variables.add(binding.var)
         else:
-            self._pass_on(value)
+            self._mark_parameters(value)
             used.update(used_vars(value))
 
     def _keep(self, binding: relax.Binding) -> None:
-        """Have a call become impure, or all of a branch."""
+        """Mark a call, or all calls of a branch, as impure."""
         value = binding.value
         if isinstance(value, relax.If):
-            for each in filter(self._is_opaque, _inside(value)):
-                self._keep(each)
+            for inner in filter(self._is_opaque, _inside(value)):
+                self._keep(inner)
         elif isinstance(value.op, tvm.ir.GlobalVar):
             self.functions.add(value.op.name_hint)
         elif isinstance(value.op, relax.Var):
-            self.variables.add(self._root(value.op))
+            self.variables.add(self._aliased(value.op))
         else:
             self.rewritten.add(binding.var)
-            if op_name(value) == _INTO_RESULT:
+            if op_name(value) == _CALL_DPS_PACKED:
                 self.into_results.add(binding.var)
 
-    def _pass_on(self, value: relax.Expr) -> None:
-        """Have the parameters of a callee become impure that are given impure functions."""
+    def _mark_parameters(self, value: relax.Expr) -> None:
+        """Mark parameters of a callee as impure if they get impure functions."""
         callee = self.mod.functions.get(value.op) if isinstance(value, relax.Call) else None
         if isinstance(callee, relax.Function):
             for arg, param in zip(value.args, callee.params, strict=False):
-                if isinstance(arg, relax.Var) and self._root(arg) in self.variables:
+                if isinstance(arg, relax.Var) and self._aliased(arg) in self.variables:
                     self.variables.add(param)
 
     def write(self, gv: tvm.ir.GlobalVar, func: relax.Function) -> relax.Function:
-        """A function with impure calls."""
-        impure = {var for var in _variables(func) if self._root(var) in self.variables}
+        """Rewrite a function with impure calls."""
+        impure = {var for var in _variables(func) if self._aliased(var) in self.variables}
         if not (impure or gv.name_hint in self.functions or any(map(self._has_effect, self._bindings[gv.name_hint]))):
             return func
         func = map_bindings(func, self._written)
@@ -219,9 +219,9 @@ class _UnreadCalls:
     def _written(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         var, value = binding.var, binding.value
         if var in self.into_results:  # such calls have no impure form
-            nothing = tvm.ir.TupleType([])
-            kept = relax.Call(relax.ExternFunc(KEEP), [var], None, [nothing], ret_ty=nothing)
-            return [binding, relax.VarBinding(relax.Var("_", nothing), kept)]
+            empty = tvm.ir.TupleType([])
+            keep = relax.Call(relax.ExternFunc(KEEP), [var], None, [empty], ret_ty=empty)
+            return [binding, relax.VarBinding(relax.Var("_", empty), keep)]
         if isinstance(value, relax.Function) and var in self.variables:
             value = relax.Function(list(value.params), value.body, value.ret_ty, False, value.attrs, value.span)
         elif var in self.rewritten:
@@ -239,20 +239,20 @@ def _inside(value: relax.If) -> list[relax.Binding]:
 
 
 def _closure_of(value: relax.Expr | None) -> str | None:
-    """Name of the module's function that a closure wraps; None for another value."""
+    """Name of the module's function that a closure wraps; None for any other value."""
     if value is None or op_name(value) != "relax.make_closure" or not isinstance(value.args[0], tvm.ir.GlobalVar):
         return None
     return str(value.args[0].name_hint)
 
 
 def _variables(func: relax.Function) -> list[relax.Var]:
-    """The parameters and variables of a function, and of those inside it, that are functions."""
+    """The parameters and variables of function type of a function and its local functions."""
     bindings = list(walk_bindings(func))
     locals_ = [
         param for binding in bindings if isinstance(binding.value, relax.Function) for param in binding.value.params
     ]
-    every = [*func.params, *locals_, *(binding.var for binding in bindings)]
-    return [var for var in every if isinstance(var.ty, relax.FuncType)]
+    variables = [*func.params, *locals_, *(binding.var for binding in bindings)]
+    return [var for var in variables if isinstance(var.ty, relax.FuncType)]
 
 
 def _impure(ty: relax.FuncType) -> relax.FuncType:

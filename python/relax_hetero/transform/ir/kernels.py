@@ -1,7 +1,6 @@
-"""Kernels of a module: which one a call runs and where, the ops that were fused into it, its work.
+"""Kernels of a module: the kernel and device of a call, its fused ops, its arithmetic, the bytes of its tensors.
 
-`tensor_bytes` and `bytes_of_extents` say how much memory its tensors take. Ops and work are attributes of a kernel,
-which last to the executable.
+Ops and arithmetic are attributes of a kernel, which the executable keeps.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ...encoding.arithmetic import (
     with_fp16_partial_sums,
 )
 from .op_names import CALL_TIR_OPS
-from .rewriting import copy_module, op_name, tensor_types, walk_bindings
+from .rewriting import op_name, tensor_types, walk_bindings, with_functions
 
 
 def called_prim_func(mod: tvm.IRModule, value: relax.Expr) -> tvm.ir.GlobalVar | None:
-    """The PrimFunc a Relax call runs: by call_tir and its kin, or directly once output tensors are explicit."""
+    """The PrimFunc that a Relax call runs, by call_tir and similar ops, or directly once outputs are explicit."""
     if not isinstance(value, relax.Call):
         return None
     callee = value.args[0] if op_name(value) in CALL_TIR_OPS else value.op
@@ -37,7 +36,7 @@ def called_prim_func(mod: tvm.IRModule, value: relax.Expr) -> tvm.ir.GlobalVar |
 
 
 def call_vdevice(value: relax.Call) -> relax.VDevice | None:
-    """The device a call runs on: of its result, else of its first tensor operand, nested tuples included."""
+    """The device that a call runs on: that of its result, else of its first tensor operand, in tuples as well."""
     for ty in (*value.ty_args, value.ty, *(arg.ty for arg in value.args)):
         for tensor in tensor_types(ty):
             if tensor.vdevice is not None:
@@ -49,34 +48,42 @@ OPS = "relax_hetero.ops"
 
 
 def fused_ops(mod: tvm.IRModule) -> dict[str, list[str]]:
-    """Between FuseOps and FuseTIR: function name to the kernels inside, in order."""
-    found: dict[str, list[str]] = {}
+    """Ops by the name of the fused function, in order; for a module between FuseOps and FuseTIR."""
+    ops: dict[str, list[str]] = {}
     for gv, func in mod.functions.items():
         if isinstance(func, relax.Function) and func.attrs.get("Primitive"):
             kernels = [called_prim_func(mod, binding.value) for binding in walk_bindings(func)]
-            found[gv.name_hint] = [_plain(kernel.name_hint) for kernel in kernels if kernel is not None]
-    return found
+            ops[gv.name_hint] = [_op_of(kernel.name_hint) for kernel in kernels if kernel is not None]
+    return ops
 
 
 def with_ops(mod: tvm.IRModule, fused: dict[str, list[str]]) -> tvm.IRModule:
-    """Note on every kernel what it computes; kernels that are noted already keep it."""
+    """Annotate kernels with their ops, unless they are annotated already."""
     functions = {
-        gv: func.with_attr(OPS, fused.get(gv.name_hint, [_plain(gv.name_hint)]))
-        if isinstance(func, tirx.PrimFunc) and OPS not in func.attrs
-        else func
+        gv: func.with_attr(OPS, fused.get(gv.name_hint, [_op_of(gv.name_hint)]))
         for gv, func in mod.functions.items()
+        if isinstance(func, tirx.PrimFunc) and OPS not in func.attrs
     }
-    return copy_module(mod, functions)
+    return with_functions(mod, functions)
 
 
 def ops_of(func: tirx.PrimFunc) -> tuple[str, ...]:
-    """The ops of a kernel; none for those that TVM adds, which compute shapes."""
+    """The ops of a kernel; empty for TVM's kernels that compute shapes."""
     return tuple(str(op) for op in func.attrs.get(OPS, ()))
 
 
-def _plain(kernel: str) -> str:
-    # Legalization writes tir_exp for exp, and numbers the kernels of one op.
+def _op_of(kernel: str) -> str:
+    # Legalization names the kernel of exp tir_exp, and numbers the kernels of one op.
     return re.sub(r"\d+$", "", kernel).removeprefix("tir_")
+
+
+OPAQUE = 8
+"""Value of a kernel's attribute ``op_pattern``, TVM's OpPatternKind, for kernels that FuseOps fuses with no other."""
+
+
+def opaque_kernel(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The kernel as a private function that FuseOps fuses with no other."""
+    return kernel.without_attr("global_symbol").with_attr("op_pattern", OPAQUE)
 
 
 OPERATIONS = "relax_hetero.operations"
@@ -84,13 +91,13 @@ PRECISION = "relax_hetero.precision"
 
 
 def work_attributes(problem: Any) -> dict[str, int | str]:
-    """The attributes of a kernel that solves a problem; none where its arithmetic is not counted."""
+    """The attributes of a kernel that solves a problem; empty if its arithmetic is not counted."""
     attributes: dict[str, int | str] = {OPERATIONS: operations(problem), PRECISION: precision(problem)}
     return {name: value for name, value in attributes.items() if value}
 
 
 def operations_of(func: tirx.PrimFunc) -> int:
-    """Multiplications and additions of the products in a kernel; 0 where they are not known."""
+    """Multiplications and additions of the products in a kernel; 0 if they are unknown."""
     return int(func.attrs.get(OPERATIONS, 0))
 
 
@@ -101,7 +108,7 @@ def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) ->
     ----------
     func : tirx.PrimFunc
     arguments : iterable of str, optional
-        The element types of its tensors, where its parameters do not say them any more.
+        The element types of its tensors, if its parameters lack them.
     """
     if arguments is None:
         arguments = (str(param.dtype) for param in func.params if is_buffer_var(param))
@@ -110,17 +117,11 @@ def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) ->
 
 
 def bytes_of(func: tirx.PrimFunc) -> int:
-    """Bytes of a kernel's arguments, each read or written once; 0 where an extent is symbolic."""
-    return sum(_bytes(param) for param in func.params if is_buffer_var(param)) if _static(func) else 0
-
-
-def _static(func: tirx.PrimFunc) -> bool:
+    """Bytes of a kernel's arguments, each read or written once; 0 if an extent is symbolic."""
     buffers = [param for param in func.params if is_buffer_var(param)]
-    return all(isinstance(extent, tirx.IntImm) for buffer in buffers for extent in buffer.shape)
-
-
-def _bytes(buffer: tirx.Buffer) -> int:
-    return tensor_bytes([int(extent) for extent in buffer.shape], buffer.dtype)
+    if not all(isinstance(extent, tirx.IntImm) for buffer in buffers for extent in buffer.shape):
+        return 0
+    return sum(tensor_bytes(map(int, buffer.shape), buffer.dtype) for buffer in buffers)
 
 
 def tensor_bytes(extents: Iterable[int], dtype: Any) -> int:
@@ -129,9 +130,9 @@ def tensor_bytes(extents: Iterable[int], dtype: Any) -> int:
 
 
 def bytes_of_extents(extents: Iterable[Any], dtype: Any) -> Any:
-    """`tensor_bytes` of extents that are ints or expressions: an int where all are."""
+    """`tensor_bytes` of extents that are ints or expressions; an int if all are ints."""
     count: Any = tensor_bytes((), dtype)
-    # Numbers first, as an expression cannot be told from zero.
+    # Numbers first: TVM folds a product by a known zero.
     for extent in sorted(extents, key=lambda extent: not isinstance(extent, int)):
         count = count * extent
     return count

@@ -1,4 +1,4 @@
-"""Attributes that passes leave on a module, for changes that its text does not show."""
+"""Attributes that passes set on modules and functions."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ LOWERED = "relax_hetero.lowered"
 PUBLIC = "relax_hetero.public"
 PUBLIC_KERNELS = "relax_hetero.public_kernels"
 COMMANDS = "relax_hetero.commands"
-"""On a PrimFunc: it is a command buffer, and this says what it does (`region_attrs`)."""
+"""PrimFunc attribute: the commands of a command buffer (`record.region_attrs`)."""
 KERNEL = "relax_hetero.kernel"
-"""On a PrimFunc: command buffers call it, and this says how."""
+"""PrimFunc attribute: the call of a kernel by command buffers."""
 STRICT = "relax_hetero.strict"
-"""On a module: GPUs report values that are out of range, too, in a record that the host reads (`CheckValues`)."""
+"""Module attribute: GPUs report values that are out of range, too, in a record that the host reads (`CheckValues`)."""
 DIVISORS_CHECKED = "relax_hetero.divisors_checked"
-"""On a PrimFunc: by what sizes are divided has been checked (`CheckSizeDivisors`), or cannot be 0."""
+"""PrimFunc attribute: divisors of sizes are checked (`CheckSizeDivisors`), or cannot be 0."""
 WITHOUT_TF32 = "relax_hetero.tf32_kept"
-"""On a Relax function: its products of float32 may round their operands to tfloat32, but for variables named here."""
+"""Function attribute: products of float32 may round their operands to tfloat32, except for the variables named here."""
 ACCURACY = "relax_hetero.accuracy"
-"""On a module: pairs of a pattern of names and how exact the convolutions of those names are (`SetEncoding`)."""
+"""Module attribute: pairs of a pattern of names and the accuracy of their convolutions (`SetEncoding`)."""
 DEFAULTS = "defaults"
-"""On a Relax function: parameter after `num_input` -> its tensor where a caller gives none."""
+"""Function attribute: default tensors by parameter after `num_input`."""
 MEMORY = "relax_hetero.memory"
-"""On a Relax function: what it allocates (`annotate_memory`)."""
+"""Function attribute: its allocations (`AnnotateMemory`)."""
 
 
 def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str], kernels: list[str]) -> tvm.IRModule:
-    """`mod`, marked as in the virtual machine's form.
+    """Mark a module as lowered to the virtual machine's form.
 
     Parameters
     ----------
     mod : tvm.IRModule
     vdevices : int
-        How many vdevices it has.
+        Number of vdevices of the module.
     public : list of str
-        The functions a caller may use; lowering gives private ones a symbol too.
+        The functions that a caller may use; lowering gives private ones a symbol too.
     kernels : list of str
         The kernels that command buffers recorded by hand may use.
     """
@@ -47,7 +47,7 @@ def is_lowered(mod: tvm.IRModule) -> bool:
 
 
 def device_count(mod: tvm.IRModule) -> int:
-    """How many vdevices a lowered module has; 0 for any other module."""
+    """Number of vdevices of a lowered module; 0 for any other module."""
     return int(mod.attrs[LOWERED]) if is_lowered(mod) else 0
 
 

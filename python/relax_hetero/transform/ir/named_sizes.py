@@ -1,13 +1,13 @@
-"""Names of expressions over sizes: symbols whose values the host computes when they are first needed.
+"""Named sizes: symbols for expressions over sizes, which the host computes at run time.
 
 A front end writes::
 
     value: R.Shape(ndim=1) = R.call_pure_packed("relax_hetero.size", R.shape([T.max(a, b) * ...]))
     _: R.Shape([a_or_b]) = R.match_cast(value, R.Shape([a_or_b]))
 
-Passes do not look through the call: stock ones would write the value wherever the symbol stands, and fuse no kernel
-that was written for the symbol with one that was written for its value. Once kernels are formed, `with_values` puts
-values of few terms, which callers and plans of memory know, in place of the names.
+The call is opaque to passes: stock ones would otherwise substitute the value for the symbol in some places, and not
+fuse a kernel over the symbol with one over its value. Once kernels are formed, `with_values` replaces the names of
+values of few terms, which memory planning and signatures understand.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .requirements import DIVISIONS
 from .rewriting import relax_functions, walk_bindings, with_functions
 
 MAX_TERMS = 24
-"""Symbols, numbers and operations of a size; a longer one is replaced by a symbol."""
+"""Symbols, numbers and operations of a size; a longer expression gets a name."""
 
 SIZE = "relax_hetero.size"
-"""The function that returns the shape that it is given (`vm.device.builtins`)."""
-_PARTS = ("a", "b", "condition", "true_value", "false_value", "value")
+"""Packed function that returns its argument, a shape (`vm.device.builtins`)."""
+_OPERAND_FIELDS = ("a", "b", "condition", "true_value", "false_value", "value")
 
 
 def name_size(builder: relax.BlockBuilder, symbol: tirx.Var, value: tvm.ir.Expr) -> None:
@@ -37,7 +37,7 @@ def name_size(builder: relax.BlockBuilder, symbol: tirx.Var, value: tvm.ir.Expr)
 
 
 def named_sizes(bindings: Iterable[relax.Binding]) -> tuple[set[relax.Var], dict[tirx.Var, tvm.ir.Expr]]:
-    """The variables of bindings that name sizes, and the values of few terms, in which named sizes are expanded."""
+    """The variables of bindings that name sizes, and the named values of few terms, fully expanded."""
     calls: dict[relax.Var, tvm.ir.Expr] = {}
     casts: set[relax.Var] = set()
     values: dict[tirx.Var, tvm.ir.Expr] = {}
@@ -50,29 +50,29 @@ def named_sizes(bindings: Iterable[relax.Binding]) -> tuple[set[relax.Var], dict
                 calls[binding.var] = shape.values[0]
         elif isinstance(binding, relax.MatchCast) and value in calls:
             casts |= {value, binding.var}
-            whole = expanded(calls[value], values)
-            if not is_long(whole):
-                values[binding.ty.values[0]] = whole
+            expansion = expanded(calls[value], values)
+            if not is_long(expansion):
+                values[binding.ty.values[0]] = expansion
     return casts, values
 
 
 def expanded(part: Any, values: dict[tirx.Var, tvm.ir.Expr]) -> Any:
-    """An expression, a type or a function with values in place of names."""
+    """An expression, a type or a function with names replaced by values."""
     return structural_map(part, (tvm.ir.Var, lambda var: values.get(var, var))) if values else part
 
 
 def with_values(mod: tvm.IRModule) -> tvm.IRModule:
-    """A module whose functions have values of few terms in place of names."""
+    """The module with the names of values of few terms replaced by these."""
     functions = {}
     for gv, func in relax_functions(mod):
         _, values = named_sizes(walk_bindings(func))
         if values:
 
-            def kept(block: relax.BindingBlock, named: dict[tirx.Var, Any] = values) -> relax.BindingBlock:
-                left = [binding for binding in block.bindings if not _names_one_of(binding, named)]
-                return type(block)(left, block.span)
+            def without_names(block: relax.BindingBlock, named: dict[tirx.Var, Any] = values) -> relax.BindingBlock:
+                bindings = [binding for binding in block.bindings if not _names_one_of(binding, named)]
+                return type(block)(bindings, block.span)
 
-            kinds = [(kind, kept) for kind in (relax.BindingBlock, relax.DataflowBlock)]
+            kinds = [(kind, without_names) for kind in (relax.BindingBlock, relax.DataflowBlock)]
             functions[gv] = expanded(structural_map(func, kinds), values)
     return with_functions(mod, functions) if functions else mod
 
@@ -83,11 +83,11 @@ def _names_one_of(binding: relax.Binding, symbols: Container[tirx.Var]) -> bool:
 
 
 def is_long(size: Any) -> bool:
-    """Return whether an expression has more than `MAX_TERMS` terms; a quotient by a size counts as half as many."""
+    """Return whether an expression has more than `MAX_TERMS` terms; a quotient by a size counts as half of that."""
     count, pending = 0, [size]
     while pending and count <= MAX_TERMS:
         expr = pending.pop()
         is_guarded = isinstance(expr, DIVISIONS) and not isinstance(expr.b, tirx.IntImm)
         count += MAX_TERMS // 2 if is_guarded else 1
-        pending += [part for name in _PARTS if isinstance(part := getattr(expr, name, None), tvm.ir.Expr)]
+        pending += [part for name in _OPERAND_FIELDS if isinstance(part := getattr(expr, name, None), tvm.ir.Expr)]
     return count > MAX_TERMS

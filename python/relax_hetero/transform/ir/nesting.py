@@ -1,8 +1,8 @@
-"""How deep a module nests: what TVM and the passes here recurse into.
+"""Limits on the nesting depth of a module.
 
-Chains may be as long as they like: walks go over bindings in a loop. An `If` in a branch, a tuple in a tuple and a sum
-in an extent are visited by recursion, in C++ too, where running out of stack ends the process. Therefore modules that
-nest too deep are refused before anything looks at them.
+Chains may have any length: walks over bindings are loops. An `If` in a branch, a tuple in a tuple and a sum in an
+extent are visited by recursion, in C++ too, where a stack overflow ends the process. Modules that nest too deep are
+therefore refused before any pass runs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from ...errors import BuildError
 from .rewriting import handle, relax_functions, walk_scopes
 
 MAX_NESTED = 64
-"""Branches, functions, tuples, or calls written as operands, in each other. ONNX files nest less deep: their reader
-refuses a hundred messages in each other, and a branch is three of them."""
+"""Depth of nested branches, functions, tuples and calls as operands. ONNX files are shallower: protobuf refuses a
+hundred nested messages, and a branch takes three."""
 MAX_NESTED_EXTENT = 1000
-"""Sums and products in each other in one extent."""
+"""Depth of nested sums and products in one extent."""
 
 
 def check_nesting(mod: tvm.IRModule) -> None:
-    """Refuse what nests too deep.
+    """Refuse a module that nests too deep.
 
     Raises
     ------
     BuildError
-        It names the function, and the variable.
+        The nesting is too deep. Names the function and the variable.
     """
     depths: dict[int, int] = {}
     for gv, func in relax_functions(mod):
@@ -89,15 +89,15 @@ def _check_type(function: str, var: relax.Var, depths: dict[int, int]) -> None:
 
 
 def _depth(expr: Any, depths: dict[int, int]) -> int:
-    """How many operations stand in each other; `depths` holds what is known, as extents share their parts."""
+    """Depth of an expression's operations; `depths` caches those of subexpressions, which extents share."""
     pending = [expr]
     while pending:
-        one = pending[-1]
-        parts = [part for name in ("a", "b") if isinstance(part := getattr(one, name, None), tirx.Expr)]
-        unknown = [part for part in parts if handle(part) not in depths]
-        if unknown:
-            pending += unknown
+        current = pending[-1]
+        operands = [operand for name in ("a", "b") if isinstance(operand := getattr(current, name, None), tirx.Expr)]
+        pending_parts = [operand for operand in operands if handle(operand) not in depths]
+        if pending_parts:
+            pending += pending_parts
         else:
-            depths[handle(one)] = 1 + max((depths[handle(part)] for part in parts), default=0)
+            depths[handle(current)] = 1 + max((depths[handle(operand)] for operand in operands), default=0)
             pending.pop()
     return depths[handle(expr)]

@@ -10,7 +10,7 @@ _MAX_CHARACTERS = 600
 _MAX_LINES = 3
 _COMPILER_ERROR = re.compile(r"(?:^|[^\w])(?:fatal )?error: ")
 
-# What TVM writes after its message: the pass that failed, and the whole function with the place underlined.
+# TVM's message ends with the pass that failed, and the function with the binding underlined.
 _DIAGNOSTIC = "\nError in pass:"
 _UNDERLINED = re.compile(r"^ *(\w+)(?:: [^\n]*)? = [^\n]*\n *\^+ *$", re.MULTILINE)
 _FUNCTION = re.compile(r"^ *def (\w+)\(", re.MULTILINE)
@@ -20,8 +20,8 @@ def reason(error: BaseException) -> str:
     """The reason in TVM's or a compiler's message, in one line without files, classes and conditions of C++."""
     text = str(error).partition(_DIAGNOSTIC)[0]
     lines = [line for line in (line.strip(" \0") for line in text.splitlines()) if line]
-    telling = [line for line in lines if _COMPILER_ERROR.search(line) or "Check failed" in line][:1]
-    text = " ".join(telling or lines[:_MAX_LINES])
+    error_lines = [line for line in lines if _COMPILER_ERROR.search(line) or "Check failed" in line][:1]
+    text = " ".join(error_lines or lines[:_MAX_LINES])
     text = " ".join(without_internals(text).split()).strip(" :")
     if not text:
         return f"a condition of TVM does not hold ({type(error).__name__})"

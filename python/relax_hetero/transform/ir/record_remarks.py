@@ -1,4 +1,4 @@
-"""RecordRemarks: what the passes find from here on stays with the module, as data.
+"""RecordRemarks: remarks of the passes from here on stay with the module, as data.
 
 Before::
 
@@ -8,8 +8,8 @@ After, the same with::
 
     I.module_attrs({"relax_hetero.fusions": '{"dispatches": [], "missed": []}'})
 
-A pass finds more than it writes: why a value is where it is, which layout a device chose, what was not fused and why.
-In a module that keeps findings, each pass adds its own to one record (`findings.Remarks`), which `rh.compile` puts
+A pass knows more than its result shows: the reason of a value's device, a device's choice of layouts, missed fusions.
+In a module that records remarks, each pass adds its own to one record (`remarks.Remarks`), which `rh.compile` puts
 into the executable's metadata and ``relax-hetero explain`` prints.
 
 Assumes nothing. A second run changes nothing.

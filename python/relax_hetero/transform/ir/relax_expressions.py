@@ -1,7 +1,7 @@
 """Relax's elementwise ops as `Expression` terms, and back.
 
-One table says which ops there are. What an op computes is not said here: kernels take it from the expression, and a
-cancelled encoding gets the very ops back that were taken away, with numbers in place of scalar constants.
+`encoding.functions` lists the ops. Kernels compute expressions, and a cancelled encoding becomes the original ops
+again, with numbers in place of scalar constants.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TERM_OF_OP = {f"relax.{function.op}": name for name, function in FUNCTIONS.item
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _INTEGERS = ("int8", "uint8", "int16", "uint16", "int32")
-# x**2 and x**3 are products: exact powers of the same value, which every exporter's tanh-gelu is written with.
+# x**2 and x**3 become products, which are exact; exporters write tanh-gelu with them.
 _MAX_POWER = 3
 
 
@@ -44,7 +44,7 @@ def to_expression(call: relax.Expr) -> tuple[Expression, list[relax.Expr]] | Non
     -------
     expression, operands
         ``R.add(a, R.const(1.0))`` gives ``add(x0, 1.0)`` and ``[a]``; an operand that occurs twice is one operand.
-        None for what is no elementwise op, or one of element types that expressions do not compute in.
+        None for other ops, and for element types that expressions do not support.
     """
     name = op_name(call)
     if name is None or not isinstance(call.ty, relax.TensorType):
@@ -72,7 +72,7 @@ def to_expression(call: relax.Expr) -> tuple[Expression, list[relax.Expr]] | Non
 def from_expression(
     expression: Expression, operands: Sequence[relax.Expr], emit: Emit, vdevice: relax.VDevice | None = None
 ) -> relax.Expr:
-    """The Relax ops that compute an expression, bound one by one in order.
+    """Emit the Relax ops that compute an expression, one by one in order.
 
     Parameters
     ----------
@@ -82,12 +82,12 @@ def from_expression(
     emit : Callable
         Called with every op and its type.
     vdevice : VDevice, optional
-        Where everything lives; that of ``x0`` where it is not given.
+        Device of all values; default: that of ``x0``.
 
     Returns
     -------
     relax.Expr
-        Result of `emit` for the last op, or an operand where the expression is one.
+        Result of `emit` for the last op, or an operand if the expression is one.
     """
     vdevice = operands[0].ty.vdevice if vdevice is None and operands else vdevice
 
@@ -103,7 +103,7 @@ def from_expression(
 
 
 def scalar_of(expr: relax.Expr) -> int | float | None:
-    """The number that a constant of one element is, None for anything else, and for numbers that are not finite."""
+    """The number of a constant of one element; None for other expressions and numbers that are not finite."""
     if not isinstance(expr, tvm.ir.GenericConst) or not all(is_one(extent) for extent in shape_of(expr) or []):
         return None
     array = expr.value.numpy()
@@ -116,7 +116,7 @@ def scalar_of(expr: relax.Expr) -> int | float | None:
 
 
 def is_supported(op: str, dtype: str) -> bool:
-    """Return whether expressions compute an op of an element type."""
+    """Return whether expressions support an op on an element type."""
     function = FUNCTIONS.get(op)
     if dtype == "float64":
         return function is None or not function.is_approximated
@@ -127,8 +127,8 @@ def _argument(arg: relax.Expr, operands: list[relax.Expr]) -> Term:
     number = scalar_of(arg)
     if number is not None:
         return Term("number", (), (number,))
-    for index, known in enumerate(operands):
-        if known.same_as(arg):
+    for index, operand in enumerate(operands):
+        if operand.same_as(arg):
             return Term("operand", (), (index,))
     operands.append(arg)
     return Term("operand", (), (len(operands) - 1,))

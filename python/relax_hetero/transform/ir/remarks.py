@@ -1,11 +1,11 @@
-"""Findings of the passes about a module besides its text: one typed record, which travels with the module.
+"""Remarks of the passes about a module: one typed record, which travels with the module.
 
-Each field of the record is a module attribute, as JSON text, written when it is found and read once. A global info
-would be the natural home, but TVMScript writes one that Python defines as a reference to metadata, and a module's text
-would not read back.
+Each field of the record is a module attribute in JSON. A global info would be more natural, but TVMScript writes one
+that is defined in Python as a reference to metadata, and could not parse the module's text.
 
-Passes add to the record of a module that keeps one (`RecordRemarks`). Other modules are not touched, so that programs
-before and after a pass can be compared; there `collect_placement`, `collect_encodings` and `collect_fusions` listen.
+Passes add to the record of a module that has one (`RecordRemarks`). Other modules are not touched, so that programs
+before and after a pass can be compared; there `collect_placement`, `collect_encodings` and `collect_fusions` collect
+the remarks. `kernel_nodes` maps kernels to nodes of the model's graph, and `operand_text` writes operands for messages.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .reports import DispatchEntry, EncodingReport, FusionReport, MissedFusion, 
 from .requirements import text_of
 from .rewriting import op_name, relax_functions, walk_bindings
 
-# Which nodes of the model's graph each kernel call computes.
+# Nodes of the model's graph that each kernel call computes.
 #
-# Values keep their names through the passes, and a pass that stores a value in another form adds an ending:
+# Values keep their names through the passes, and a pass that stores a value in another form adds a suffix:
 # "n2_encoded" is the value "n2". So the results of most kernels name a node of the graph (`AnnotateGraph`). A kernel
-# computes that node, and all before it that lie behind no result of another kernel.
+# computes that node and its predecessors, up to the results of other kernels.
 
-# Endings of a value in another form: encoded, in rows, with scratch memory beside it, cast, on a device, as a field.
-_SAME_VALUE = re.compile(
+# Suffixes of a value in another form: encoded, in rows, with scratch memory, cast, on a device, as a field.
+_SUFFIX = re.compile(
     r"encoded|plain|packed|scratch|rows|attended|whole|made|product|sum|own|shared|constant|taken|numbers|phases|wide"
     r"|part\d*|float\d+|bfloat16|int\d+|uint\d+|llvm|cuda|\d+"
 )
-# Names that passes give where they have none; the model may have the same ones for something else.
-_FRESH = re.compile(r"(lv|gv)\d*")
+# Default names of passes; the model may use the same ones for other values.
+_DEFAULT_NAME = re.compile(r"(lv|gv)\d*")
 
 
 def kernel_nodes(
@@ -68,15 +68,15 @@ def kernel_nodes(
     graph : ModelGraph or None
         Graph of the placed module.
     aliases : mapping of str to sequence of str
-        Variable to the values that it is, or holds side by side.
+        Variable to the values that it aliases or concatenates.
     inside : mapping of str to sequence of str
-        Variable to the values that a fused kernel computes on its way to it.
+        Variable to the values that its fused kernel computes.
 
     Returns
     -------
     dict of relax.Var to tuple of int
-        Nodes by the variable of each kernel call; a node belongs to one kernel at most, those that only rearrange or
-        check have none.
+        Nodes by the variable of each kernel call. A node belongs to at most one kernel; kernels that only rearrange or
+        check values have none.
     """
     for function in graph.functions if graph is not None else ():
         if graph is not None and function.name == named[0]:
@@ -85,7 +85,7 @@ def kernel_nodes(
 
 
 class _Kernels:
-    """The kernels of one function, and the nodes that their results are: their heads."""
+    """The kernels of one function, and the nodes of their results: their heads."""
 
     def __init__(
         self,
@@ -98,97 +98,97 @@ class _Kernels:
         self._mod, self._aliases, self._inside, self._nodes = mod, aliases, inside, graph.nodes
         self._kinds = [KINDS[node.kind] for node in graph.nodes]
         self._names: dict[str, int] = {}
-        twice: set[str] = set()
+        ambiguous: set[str] = set()
         for index, node in enumerate(graph.nodes):
             if self._kinds[index] not in (CONSTANT, OUTPUT):
                 name = texts[node.name]
-                twice.update([name] * (name in self._names))
+                ambiguous.update([name] * (name in self._names))
                 self._names[name] = index
-        for name in twice:  # two values: nobody can say which
+        for name in ambiguous:
             del self._names[name]
-        self._before = self._ancestors()
-        # What depends on neither was computed at compile time; blocks of weights are unpacked by who reads them.
+        self._ancestor_bits = self._ancestors()
+        # Other nodes were computed at compile time; block-quantized weights are unpacked by the kernels that read them.
         varying = sum(
             1 << index
             for index, node in enumerate(graph.nodes)
             if self._kinds[index] == INPUT or texts[node.op] == DEQUANTIZE_BLOCKS
         )
-        self._is_computed = [bool(before & varying) for before in self._before]
+        self._is_computed = [bool(bits & varying) for bits in self._ancestor_bits]
         self._heads: dict[relax.Var, set[int]] = {}
-        self._stands: dict[relax.Var, frozenset[int]] = {}
+        self._nodes_by_var: dict[relax.Var, frozenset[int]] = {}
 
     def _ancestors(self) -> list[int]:
-        """For each node a bit for every node that it depends on, itself included."""
-        found: list[int] = []
+        """For each node a bit mask of the nodes that it depends on, itself included."""
+        masks: list[int] = []
         for index, node in enumerate(self._nodes):
             bits = 1 << index
             for read, _ in node.pairs():
-                bits |= found[read]
-            found.append(bits)
-        return found
+                bits |= masks[read]
+            masks.append(bits)
+        return masks
 
     def nodes_of(self, func: relax.Function) -> dict[relax.Var, tuple[int, ...]]:
         for param in func.params:
-            self._stands[param] = frozenset(self._named(param.name))
+            self._nodes_by_var[param] = frozenset(self._named(param.name))
         makers: dict[relax.Var, relax.Var] = {}
         for binding in walk_bindings(func):
             var, value = binding.var, binding.value
             reads = self._reads(value)
-            named = self._fitting(self._named(var.name), reads, var.name)
+            named = self._plausible(self._named(var.name), reads, var.name)
             if called_prim_func(self._mod, value) is not None:
                 makers[var] = var
-                # Its result may be one of its values, laid out for whoever reads it.
+                # The result may be one of the kernel's values in another layout.
                 within = [] if named else map(self._named, reversed(self._inside.get(var.name, ())))
                 named = next(filter(None, within), named)
                 self._heads[var] = set() if named & reads else set(named)
             else:
-                # A field of a kernel's result, or a view of it, may have the name that the result has not.
+                # A field or a view of a kernel's result may have the name that the result lacks.
                 maker = next((makers[used] for used in used_vars(value) if used in makers), None)
                 is_open = maker is not None and not self._heads[maker] and not named & reads
                 if maker is not None and op_name(value) not in (TRANSFER, HINT):
                     makers[var] = maker
                     if is_open:
                         self._heads[maker] |= named
-            self._stands[var] = frozenset(named or reads)
-        return self._claimed()
+            self._nodes_by_var[var] = frozenset(named or reads)
+        return self._assigned()
 
     def _named(self, name: str) -> set[int]:
-        """The nodes of a variable, whose name may have endings."""
+        """The nodes of a variable, whose name may have suffixes."""
         while True:
             if name in self._names:
                 return {self._names[name]}
             if name in self._aliases:
-                return {self._names[each] for each in self._aliases[name] if each in self._names}
-            name, _, ending = name.rpartition("_")
-            if not name or not _SAME_VALUE.fullmatch(ending):
+                return {self._names[alias] for alias in self._aliases[name] if alias in self._names}
+            name, _, suffix = name.rpartition("_")
+            if not name or not _SUFFIX.fullmatch(suffix):
                 return set()
 
-    def _fitting(self, named: set[int], reads: frozenset[int], name: str) -> set[int]:
-        """The nodes, unless the name is one that anything may have and they do not depend on what is read."""
-        fits = all(any(self._before[node] >> read & 1 for node in named) for read in reads)
-        return named if fits or not _FRESH.match(name) else set()
+    def _plausible(self, named: set[int], reads: frozenset[int], name: str) -> set[int]:
+        """The nodes `named`, unless `name` is a default one and they do not depend on the nodes that are read."""
+        fits = all(any(self._ancestor_bits[node] >> read & 1 for node in named) for read in reads)
+        return named if fits or not _DEFAULT_NAME.match(name) else set()
 
     def _reads(self, value: relax.Expr) -> frozenset[int]:
-        return frozenset(node for var in used_vars(value) for node in self._stands.get(var, ()))
+        return frozenset(node for var in used_vars(value) for node in self._nodes_by_var.get(var, ()))
 
-    def _claimed(self) -> dict[relax.Var, tuple[int, ...]]:
-        """Each head, and what lies before it up to other heads, inputs and transfers."""
+    def _assigned(self) -> dict[relax.Var, tuple[int, ...]]:
+        """The nodes of each kernel: its heads, and their predecessors up to other heads, inputs and transfers."""
         owners: dict[int, relax.Var] = {}
-        for var, heads in self._heads.items():  # where several kernels make one value, the last completes it
+        for var, heads in self._heads.items():  # if several kernels make one value, the last one owns it
             owners.update((head, var) for head in heads if self._kinds[head] == OP)
-        claimed: dict[relax.Var, list[int]] = {var: [] for var in self._heads}
+        nodes_by_kernel: dict[relax.Var, list[int]] = {var: [] for var in self._heads}
         for head, var in owners.items():
-            claimed[var].append(head)
-        taken = set(owners)
+            nodes_by_kernel[var].append(head)
+        assigned = set(owners)
         for var in self._heads:
-            waiting = list(claimed[var])
-            while waiting:
-                for read, _ in self._nodes[waiting.pop()].pairs():
-                    if read not in taken and self._kinds[read] == OP and self._is_computed[read]:
-                        taken.add(read)
-                        claimed[var].append(read)
-                        waiting.append(read)
-        return {var: tuple(sorted(nodes)) for var, nodes in claimed.items()}
+            pending = list(nodes_by_kernel[var])
+            while pending:
+                for read, _ in self._nodes[pending.pop()].pairs():
+                    if read not in assigned and self._kinds[read] == OP and self._is_computed[read]:
+                        assigned.add(read)
+                        nodes_by_kernel[var].append(read)
+                        pending.append(read)
+        return {var: tuple(sorted(nodes)) for var, nodes in nodes_by_kernel.items()}
 
 
 Aliases: TypeAlias = "dict[str, dict[str, list[str]]]"
@@ -196,31 +196,31 @@ Aliases: TypeAlias = "dict[str, dict[str, list[str]]]"
 
 @dataclass(frozen=True)
 class Remarks:
-    """Findings about a module besides its text; None for what no pass has found.
+    """Remarks of the passes about a module; a field is None until a pass sets it.
 
     Attributes
     ----------
     placement : PlacementReport, optional
-        Why each value is where it is, by the import or the first RealizeVDevice.
+        Reason of each value's device, by the import or the first RealizeVDevice.
     placement_estimate : object
         Estimate by the cost model that placed the module, as JSON data.
     encodings : EncodingReport, optional
         Layouts of encodings on each device, by SpecializeEncodings.
     fusions : FusionReport, optional
-        Which kernel computes what, by FormDispatches, and what stayed out of a kernel and why, by any pass.
+        Kernels and their ops, by FormDispatches, and missed fusions with their reasons, by any pass.
     single_calls : tuple of SingleCall, optional
-        The kernel calls that no command buffer makes, by FormCommandBuffers.
+        The kernel calls outside of command buffers, by FormCommandBuffers.
     schedules : tuple of Schedule, optional
         Steps in which functions go through queues, by FormSchedules.
     checks : tuple of CheckSpec, optional
         Checks of values that kernels make, by number, by CheckValues.
     origins : dict of str to str, optional
-        Variable to the name of the node in the model's file that it is a result of, by the import.
+        Variable to the name of its node in the model's file, by the import.
     graph : ModelGraph, optional
-        The ops of the placed model and what each reads, by AnnotateGraph.
+        The ops of the placed model and their operands, by AnnotateGraph.
     aliases : dict, optional
-        Function to variable to the variables whose value it is, or holds side by side; of function "" where any may
-        have them. By AnnotateGraph, and by passes that make one product of several.
+        Function to variable to the variables that it aliases or concatenates; function "" stands for all functions.
+        By AnnotateGraph, and by passes that make one product of several.
     """
 
     placement: PlacementReport | None = None
@@ -235,14 +235,14 @@ class Remarks:
     aliases: Aliases | None = None
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON data, by field."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: None if value is None else _FORMATS[name].write(value) for name, value in found.items()}
+        """JSON data by field."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: None if value is None else _FORMATS[name].write(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class _Format:
-    """How a field of the record is written as JSON data, and read."""
+    """Conversion of a field of the record to JSON data, and back."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
@@ -276,14 +276,14 @@ def _read(name: str, text: str) -> Any:
 
 
 def remarks_of(mod: tvm.IRModule) -> Remarks:
-    """Findings about a module. Each text is parsed once; the reports are shared, so they are not to be changed."""
+    """Remarks about a module. Each text is parsed once; the reports are shared, so callers must not change them."""
     attrs = mod.attrs or {}
-    names = [each.name for each in fields(Remarks)]
+    names = [field.name for field in fields(Remarks)]
     return Remarks(**{name: _read(name, str(attrs[_attribute(name)])) for name in names if _attribute(name) in attrs})
 
 
 def with_remarks(mod: tvm.IRModule, **remarks: Any) -> tvm.IRModule:
-    """The module with some fields of its record set, or taken off where they are None."""
+    """Set some fields of the module's record; None removes a field."""
     for name, value in remarks.items():
         if value is not None:
             mod = mod.with_attr(_attribute(name), json.dumps(_FORMATS[name].write(value)))
@@ -293,13 +293,13 @@ def with_remarks(mod: tvm.IRModule, **remarks: Any) -> tvm.IRModule:
 
 
 def records_remarks(mod: tvm.IRModule) -> bool:
-    """Return whether passes add to the module's record."""
+    """Return whether the module has a record for the remarks of passes."""
     return bool(mod.attrs and _attribute("fusions") in mod.attrs)
 
 
 @dataclass
 class PendingRemarks:
-    """Findings of passes while this was open."""
+    """Remarks of the passes that ran while this was open."""
 
     placements: list[PlacementReport] = field(default_factory=list)
     encodings: list[EncodingReport] = field(default_factory=list)
@@ -307,34 +307,33 @@ class PendingRemarks:
     aliases: dict[str, list[str]] = field(default_factory=dict)
 
     def add_to(self, mod: tvm.IRModule) -> tvm.IRModule:
-        """The module with its record brought up to date; the very module where nothing is new."""
+        """The module with these remarks in its record; the same module if there are none."""
         fused = self.fusions.dispatches or self.fusions.missed
         if not (self.placements or self.encodings or fused or self.aliases):
             return mod
         before = remarks_of(mod)
         new: dict[str, Any] = {}
-        if self.placements and before.placement is None:  # later ones see the transfers that the first one wrote
+        if self.placements and before.placement is None:  # later runs see the transfers of the first one as ops
             new["placement"] = self.placements[0]
         if self.encodings:
             new["encodings"] = _joined(before.encodings, self.encodings[-1])
         if self.aliases:
-            known = before.aliases or {}
-            new["aliases"] = {**known, "": {**known.get("", {}), **self.aliases}}
+            aliases = before.aliases or {}
+            new["aliases"] = {**aliases, "": {**aliases.get("", {}), **self.aliases}}
         fusions = before.fusions or FusionReport()
         is_recorded = any(COMMANDS in func.attrs for func in mod.functions.values())
         dispatches = fusions.dispatches if is_recorded and fusions.dispatches else self.fusions.dispatches
-        declined = [*fusions.missed, *(entry for entry in self.fusions.missed if entry not in fusions.missed)]
-        new["fusions"] = FusionReport(dispatches or fusions.dispatches, declined)
+        missed = [*fusions.missed, *(entry for entry in self.fusions.missed if entry not in fusions.missed)]
+        new["fusions"] = FusionReport(dispatches or fusions.dispatches, missed)
         return with_remarks(mod, **{name: value for name, value in new.items() if value != getattr(before, name)})
 
 
 def _joined(before: EncodingReport | None, now: EncodingReport) -> EncodingReport:
-    """A report of a module that was specialized before: what was cancelled then is not in the module any more."""
+    """The report of a module that was specialized before: earlier cancelled ops are not in the module any more."""
     if before is None:
         return now
-    is_empty = not (now.ops or now.transfers)
     cancelled = [*before.cancelled, *(entry for entry in now.cancelled if entry not in before.cancelled)]
-    latest = before if is_empty else now
+    latest = now if now.ops or now.transfers else before
     return EncodingReport(latest.ops, latest.transfers, cancelled)
 
 
@@ -343,91 +342,91 @@ _OPEN: ContextVar[tuple[PendingRemarks, ...]] = ContextVar("relax_hetero_notes",
 
 @contextlib.contextmanager
 def _open() -> Iterator[PendingRemarks]:
-    notes = PendingRemarks()
-    token = _OPEN.set((*_OPEN.get(), notes))
+    remarks = PendingRemarks()
+    token = _OPEN.set((*_OPEN.get(), remarks))
     try:
-        yield notes
+        yield remarks
     finally:
         _OPEN.reset(token)
 
 
 def recording(work: Callable[[tvm.IRModule], tvm.IRModule], mod: tvm.IRModule) -> tvm.IRModule:
-    """Run a pass, and add its findings to the record of a module that keeps one."""
+    """Run a pass, and add its remarks to the module's record, if it has one."""
     if not records_remarks(mod):
         return work(mod)
-    with _open() as notes:
+    with _open() as remarks:
         result = work(mod)
-    return notes.add_to(result)
+    return remarks.add_to(result)
 
 
 @contextlib.contextmanager
 def collect_placement() -> Iterator[list[PlacementReport]]:
     """A list to which every `RealizeVDevice` that runs inside the ``with`` block adds its report."""
-    with _open() as notes:
-        yield notes.placements
+    with _open() as remarks:
+        yield remarks.placements
 
 
 @contextlib.contextmanager
 def collect_encodings() -> Iterator[list[EncodingReport]]:
     """A list to which every `SpecializeEncodings` that runs inside the ``with`` block adds its report."""
-    with _open() as notes:
-        yield notes.encodings
+    with _open() as remarks:
+        yield remarks.encodings
 
 
 @contextlib.contextmanager
 def collect_fusions() -> Iterator[FusionReport]:
-    """A report that the passes which run inside the ``with`` block fill."""
-    with _open() as notes:
-        yield notes.fusions
+    """A report to which the passes that run inside the ``with`` block add."""
+    with _open() as remarks:
+        yield remarks.fusions
 
 
 def is_collecting() -> bool:
-    """Return whether anyone wants to know what passes find: a pass skips what only a report needs."""
+    """Return whether remarks are collected: if not, a pass skips work for reports only."""
     return bool(_OPEN.get())
 
 
 def publish(report: PlacementReport | EncodingReport) -> None:
-    """Give a report to all who collect."""
-    for notes in _OPEN.get():
+    """Add a report to all open collections."""
+    for remarks in _OPEN.get():
         if isinstance(report, PlacementReport):
-            notes.placements.append(report)
+            remarks.placements.append(report)
         else:
-            notes.encodings.append(report)
+            remarks.encodings.append(report)
 
 
 def record_missed(function: str, variable: str, op: str, reason: str) -> None:
-    """Say why something was not fused; each reason is kept once, and costs nothing where nobody listens."""
+    """Record a missed fusion in all open collections, once."""
     entry = MissedFusion(function, variable, op, reason)
-    for notes in _OPEN.get():
-        if entry not in notes.fusions.missed:
-            notes.fusions.missed.append(entry)
+    for remarks in _OPEN.get():
+        if entry not in remarks.fusions.missed:
+            remarks.fusions.missed.append(entry)
 
 
 def record_merged(variable: str, members: Sequence[str]) -> None:
-    """Say that a variable holds the values of others side by side, for those who listen."""
-    for notes in _OPEN.get():
-        notes.aliases[variable] = list(members)
+    """Record that a variable concatenates the values of others."""
+    for remarks in _OPEN.get():
+        remarks.aliases[variable] = list(members)
 
 
 def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequence[str]]) -> None:
-    """Note the kernel calls of a module whose dispatches are formed, for those who listen.
+    """Record the kernel calls of a module whose dispatches are formed.
 
     Parameters
     ----------
     mod : tvm.IRModule
     inside : mapping
-        Function and variable to the names of the values that a fused kernel computes on its way.
+        Function and variable to the names of the values that its fused kernel computes.
     """
     if not is_collecting():
         return
     vdevices = vdevices_of(mod)
-    found = remarks_of(mod)
-    aliases = found.aliases or {}
+    before = remarks_of(mod)
+    aliases = before.aliases or {}
     entries = []
     for gv, func in relax_functions(mod):
-        within = {variable: names for (function, variable), names in inside.items() if function == gv.name_hint}
-        known = {**aliases.get("", {}), **aliases.get(gv.name_hint, {})}
-        nodes = kernel_nodes(mod, (gv.name_hint, func), found.graph, known, within)
+        inside_here = {variable: names for (function, variable), names in inside.items() if function == gv.name_hint}
+        aliases_here = {**aliases.get("", {}), **aliases.get(gv.name_hint, {})}
+        nodes = kernel_nodes(mod, (gv.name_hint, func), before.graph, aliases_here, inside_here)
         for binding in walk_bindings(func):
             kernel = called_prim_func(mod, binding.value)
             if kernel is None:
@@ -438,18 +437,18 @@ def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequen
             names = (gv.name_hint, binding.var.name, kernel.name_hint, device)
             computed = nodes.get(binding.var, ())
             entries.append(DispatchEntry(*names, ops_of(code), precision_of(code), computed))
-    for notes in _OPEN.get():
-        notes.fusions.dispatches = entries
+    for remarks in _OPEN.get():
+        remarks.fusions.dispatches = entries
 
 
-# Operands and types of calls as text for messages: constants by their shape, long lists cut.
+# Operands and types of calls as text for messages.
 
 _MAX_LISTED = 6
-"""Operands, fields of a tuple, or extents in a message; more are cut."""
+"""Operands, fields of a tuple, or extents in a message; longer lists are cut."""
 
 
 def operand_text(arg: relax.Expr) -> str:
-    """An operand: its name where it has one, and its type."""
+    """An operand's name, if it has one, and type."""
     if isinstance(arg, relax.Var):
         return f"{arg.name}: {type_text(arg.ty)}"
     if isinstance(arg, tvm.ir.GenericConst):

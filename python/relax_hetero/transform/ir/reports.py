@@ -1,6 +1,6 @@
-"""Findings of passes as plain data: where values are and why, how they are stored, what became one kernel.
+"""Reports of passes as plain data: devices of values with reasons, layouts, kernels and their ops.
 
-The records that ``relax-hetero explain`` prints and an executable's metadata holds.
+``relax-hetero explain`` prints them, and an executable's metadata holds them.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class PlacementReport:
     entries: list[PlacementEntry] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """As a JSON array of objects."""
+        """The report as a JSON array of objects."""
         return json.dumps(self.to_data())
 
     def to_data(self) -> list[dict[str, Any]]:
-        """As JSON data."""
+        """The report as JSON data."""
         return [_data(entry) for entry in self.entries]
 
     @staticmethod
@@ -95,11 +95,11 @@ class DispatchEntry:
     Attributes
     ----------
     function, variable : str
-        Where it is; the variable holds its result.
+        Function of the call, and variable of its result.
     kernel : str
         The PrimFunc's name.
     device : str
-        ``kind:i``; empty for what computes shapes on the host.
+        ``kind:i``; empty for kernels that compute shapes on the host.
     ops : tuple of str
         Ops that it computes, in order: more than one where ops were fused.
     precision : str
@@ -124,11 +124,11 @@ class MissedFusion:
     Attributes
     ----------
     function, variable : str
-        Where it is in the model.
+        Function of the op, and variable of its result.
     op : str
-        The op that stayed out, or whose kernel did not take another in.
+        The op that stayed out, or whose kernel did not fuse another op.
     reason : str
-        Pattern that was found, and what would have been needed.
+        Form of the program, and the form that the fusion needs.
     """
 
     function: str
@@ -139,7 +139,7 @@ class MissedFusion:
 
 @dataclass(slots=True)
 class FusionReport:
-    """The kernel calls of a module, and what was not fused, in program order.
+    """The kernel calls of a module, and its missed fusions, in program order.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class FusionReport:
     missed: list[MissedFusion] = field(default_factory=list)
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON data."""
+        """The report as JSON data."""
         return {name: [_data(entry) for entry in getattr(self, name)] for name in self.__slots__}
 
     @staticmethod
@@ -178,12 +178,12 @@ Size = int | str
 
 @dataclass(frozen=True, slots=True)
 class OperandEntry:
-    """One tensor of an encoded op: what it is for, and how it is stored.
+    """One tensor of an encoded op: its role and its layout.
 
     Attributes
     ----------
     role : str
-        "lhs", "rhs", "init", "data", "weight", "result", or "x1", "x2", ... for what an expression reads besides.
+        "lhs", "rhs", "init", "data", "weight", "result", or "x1", "x2", ... for further operands of an expression.
     variable : str
         The encoded tensor's variable.
     shape, dtype : str
@@ -193,12 +193,12 @@ class OperandEntry:
     layout : str
         Text of its `PackedLayout`; empty before SpecializeEncodings.
     bytes_before : int or str
-        Row-major, in bytes.
+        Size in row-major order, in bytes.
     bytes_after : int or str
-        As it is stored, in bytes; equal to `bytes_before` where no layout is known yet.
+        Size in its layout, in bytes; equal to `bytes_before` if no layout is known yet.
     packed : str
-        Where its layout comes from: "never" (row-major as it is, or no layout yet), "at compile time", "at run time",
-        "as a permutation" (nothing is tiled: MovePermutes moves it, most often to where it meets its inverse),
+        Origin of its layout: "never" (row-major, or no layout yet), "at compile time", "at run time",
+        "as a permutation" (nothing is tiled: MovePermutes moves it, most often to its inverse),
         "by transfer" (it arrives packed), or "by op" (the op that makes it writes this layout).
     """
 
@@ -220,9 +220,9 @@ class EncodedOpEntry:
     Attributes
     ----------
     function, variable : str
-        Where it is; the variable as the model calls it.
+        Function of the op, and variable of its result in the model.
     op : str
-        "matmul", "conv2d", or the expression of elementwise work that no product takes along.
+        "matmul", "conv2d", or the expression of elementwise work that no product fuses.
     device : str
         ``kind:i``.
     kernel : str
@@ -232,7 +232,7 @@ class EncodedOpEntry:
     epilogue : str
         The expression that its kernel applies before it stores ("" if there is none).
     form : str
-        How a convolution is computed, and why: ``direct: windows are not of 3x3 elements``; "" where there is one form.
+        Algorithm of a convolution, and why: ``direct: windows are not of 3x3 elements``; "" if there is one only.
     """
 
     function: str
@@ -247,7 +247,7 @@ class EncodedOpEntry:
 
 @dataclass(frozen=True, slots=True)
 class CancelledEntry:
-    """An op that was encoded and is a stock op again: which one, on which device, and why."""
+    """An op that was encoded and is a stock op again, with the reason."""
 
     function: str
     variable: str
@@ -263,15 +263,15 @@ class EncodedTransferEntry:
     Attributes
     ----------
     function, variable : str
-        The variable that holds it on the destination.
+        Function of the transfer, and variable of the tensor on the destination.
     source, destination : str
         Devices.
     layout : str
-        How it is stored on the way.
+        Layout during the transfer.
     bytes : int or str
-        Bytes that go over the wire.
+        Bytes that the transfer moves.
     relayout : str
-        Where it is laid out anew, and from which layout to which; empty where both sides agree.
+        Device that changes the layout, with both layouts; empty if source and destination agree.
     """
 
     function: str
@@ -285,7 +285,7 @@ class EncodedTransferEntry:
 
 @dataclass(slots=True)
 class EncodingReport:
-    """The encoded ops of a module, its encoded transfers and what was cancelled, in program order.
+    """The encoded ops of a module, its encoded transfers and its cancelled encodings, in program order.
 
     Attributes
     ----------
@@ -302,11 +302,11 @@ class EncodingReport:
     cancelled: list[CancelledEntry] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """As a JSON object."""
+        """The report as a JSON object."""
         return json.dumps(self.to_data())
 
     def to_data(self) -> dict[str, Any]:
-        """As JSON data."""
+        """The report as JSON data."""
         return {name: [_data(entry) for entry in getattr(self, name)] for name in self.__slots__}
 
     @staticmethod
@@ -340,7 +340,7 @@ class EncodingReport:
 
 
 def _data(entry: Any) -> Any:
-    """An entry as JSON data, which has no tuples."""
+    """An entry as JSON data, which lacks tuples."""
     if isinstance(entry, tuple):
-        return [_data(each) for each in entry]
-    return {each.name: _data(getattr(entry, each.name)) for each in fields(entry)} if is_dataclass(entry) else entry
+        return [_data(item) for item in entry]
+    return {item.name: _data(getattr(entry, item.name)) for item in fields(entry)} if is_dataclass(entry) else entry

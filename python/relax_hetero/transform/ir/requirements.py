@@ -1,4 +1,4 @@
-"""Requirements on sizes as data: conditions, the text of their errors, and the place where they can be checked."""
+"""Requirements on sizes as data: conditions, the text of their errors, and the position of their checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...op.require import is_requirement
 from .rewriting import tensor_types
 
 MAX_EXTENT = 2**62
-"""More than any extent of a tensor: what analyzers are told that sizes stay below."""
+"""Upper bound of sizes for analyzers: more than any extent of a tensor."""
 
 DIVISIONS = (tirx.FloorDiv, tirx.Div, tirx.FloorMod, tirx.Mod)
 """Expressions of sizes that fail where ``b`` is 0."""
@@ -30,21 +30,21 @@ class Requirement:
 
     @classmethod
     def of(cls, call: relax.Call) -> Requirement:
-        """Requirement of the value of a ``require`` statement."""
+        """Requirement of a ``require`` statement, given its call."""
         return cls(call.args[0], str(call.attrs.message))
 
     @property
     def sizes(self) -> list[tirx.Var]:
-        """The symbolic sizes that it is about, in order."""
+        """The symbolic sizes of the condition, in order."""
         return symbols_in(self.condition)
 
 
 Monomial: TypeAlias = tuple[StructuralKey, ...]
-"""The symbolic factors of a number of bytes, in an order of their own."""
+"""The symbolic factors of a number of bytes, in a canonical order."""
 
 
 def factors_of(ty: relax.TensorType) -> tuple[int, list[Any]]:
-    """The bytes of a tensor: a number, times symbolic extents."""
+    """The bytes of a tensor as a number and symbolic factors."""
     number, symbolic = (ty.dtype.dtype.bits * ty.dtype.dtype.lanes + 7) // 8, []
     pending = list(ty.shape.values)
     while pending:
@@ -59,76 +59,76 @@ def factors_of(ty: relax.TensorType) -> tuple[int, list[Any]]:
 
 
 def monomial(symbolic: Iterable[Any]) -> Monomial:
-    """A key for symbolic factors, whatever their order."""
+    """A key for symbolic factors that does not depend on their order."""
     return tuple(sorted(map(StructuralKey, symbolic), key=hash))
 
 
 def text_of(expr: Any) -> str:
-    """A condition or a shape as messages show it, in Python's notation."""
+    """A condition or a shape in Python's notation, for messages."""
     if isinstance(expr, relax.ShapeExpr):
-        shown = ", ".join(map(text_of, expr.values))
-        return f"({shown},)" if len(expr.values) == 1 else f"({shown})"
+        extents = ", ".join(map(text_of, expr.values))
+        return f"({extents},)" if len(expr.values) == 1 else f"({extents})"
     return re.sub(r"T\.(int64|float64|bool)\((-?[^()]*)\)", r"\2", str(expr)).replace("T.", "")
 
 
-def in_requirements(bindings: Sequence[relax.Binding]) -> set[int]:
-    """The positions of those of some bindings that ``require`` statements consist of.
+def requirement_positions(bindings: Sequence[relax.Binding]) -> set[int]:
+    """The positions of bindings that belong to ``require`` statements.
 
-    A statement is one binding, or two once TVM has given the value of its ``match_cast`` a variable.
+    A statement is one binding, or two once TVM has bound the value of its ``match_cast`` to a variable.
     """
-    found: set[int] = set()
+    positions: set[int] = set()
     values: set[relax.Var] = set()
     for position, binding in enumerate(bindings):
         value = binding.value
         if is_requirement(value):
             values.add(binding.var)
-            found.add(position)
+            positions.add(position)
         elif isinstance(value, relax.Var) and value in values:
-            found.add(position)
-    return found
+            positions.add(position)
+    return positions
 
 
 def symbols_in(expr: Any) -> list[tirx.Var]:
     """The symbolic sizes of an expression, or of a type, each once, in order."""
-    found: dict[tirx.Var, None] = {}
-    structural_walk(expr, (tvm.ir.Var, lambda var: found.setdefault(var)))
-    return list(found)
+    symbols: dict[tirx.Var, None] = {}
+    structural_walk(expr, (tvm.ir.Var, lambda var: symbols.setdefault(var)))
+    return list(symbols)
 
 
 def divisors_in(expr: Any) -> list[Any]:
-    """The divisors in an expression of sizes that are not numbers, in order; an int has none."""
+    """The divisors in an expression of sizes that are not numbers, in order; none in an int."""
     divisors: list[Any] = []
 
-    def note(division: Any) -> None:
+    def visit_division(division: Any) -> None:
         if not isinstance(division.b, tirx.IntImm):
             divisors.append(division.b)
 
     if not isinstance(expr, int):
-        structural_walk(expr, (DIVISIONS, note))
+        structural_walk(expr, (DIVISIONS, visit_division))
     return divisors
 
 
 def sizes_of_parameters(func: relax.Function) -> set[tirx.Var]:
-    """The sizes that the parameters of a function give."""
+    """The sizes that the parameters of a function define."""
     return {symbol for param in func.params for symbol in (param, *symbols_in(param.ty))}
 
 
-def sizes_made(bindings: Sequence[relax.Binding], known: Set[tirx.Var]) -> dict[tirx.Var, int]:
-    """The sizes that bindings of a scope make, each with the position of its binding.
+def defined_sizes(bindings: Sequence[relax.Binding], known: Set[tirx.Var]) -> dict[tirx.Var, int]:
+    """The sizes that bindings of a scope define, each with the position of its binding.
 
-    A ``match_cast`` makes the sizes of its type that nothing made before, and a number is a size itself.
+    A ``match_cast`` defines the sizes of its type that are not known before, and a scalar variable is a size itself.
     """
-    made: dict[tirx.Var, int] = {}
+    positions: dict[tirx.Var, int] = {}
     for position, binding in enumerate(bindings):
-        found = symbols_in(binding.ty) if isinstance(binding, relax.MatchCast) else []
-        for symbol in [*found, binding.var]:
+        symbols = symbols_in(binding.ty) if isinstance(binding, relax.MatchCast) else []
+        for symbol in [*symbols, binding.var]:
             if symbol not in known:
-                made.setdefault(symbol, position)
-    return made
+                positions.setdefault(symbol, position)
+    return positions
 
 
 def bind_extents(analyzer: tvm.sym.Analyzer, ty: tvm.ir.Type) -> None:
-    """Tell an analyzer that sizes which are extents of tensors of a type, which exist, are not negative."""
+    """Tell an analyzer that extents of tensors of a type, which exist, are not negative."""
     for tensor in tensor_types(ty):
         if isinstance(tensor.shape, relax.ShapeExpr):
             for extent in tensor.shape.values:
@@ -136,19 +136,19 @@ def bind_extents(analyzer: tvm.sym.Analyzer, ty: tvm.ir.Type) -> None:
                     analyzer.bind(extent, tvm.ir.Range(0, MAX_EXTENT), allow_override=True)
 
 
-_Found = TypeVar("_Found", bound=Requirement)
+_RequirementT = TypeVar("_RequirementT", bound=Requirement)
 
 
-def by_place(
-    required: Iterable[_Found], bindings: Sequence[relax.Binding], known: Set[tirx.Var]
-) -> dict[int, list[_Found]]:
-    """Requirements by the binding of a scope behind which all their sizes are known; -1 for the scope's beginning.
+def by_position(
+    required: Iterable[_RequirementT], bindings: Sequence[relax.Binding], known: Set[tirx.Var]
+) -> dict[int, list[_RequirementT]]:
+    """Requirements by the position of the binding after which all their sizes are known; -1 for the scope's beginning.
 
-    `known` are the sizes of parameters and of scopes around this one (`sizes_of_parameters`).
+    `known` are the sizes of parameters and of enclosing scopes (`sizes_of_parameters`).
     """
-    defined = sizes_made(bindings, known)
-    due: dict[int, list[_Found]] = {}
+    definitions = defined_sizes(bindings, known)
+    result: dict[int, list[_RequirementT]] = {}
     for requirement in required:
-        place = max((defined.get(symbol, -1) for symbol in requirement.sizes), default=-1)
-        due.setdefault(place, []).append(requirement)
-    return due
+        position = max((definitions.get(symbol, -1) for symbol in requirement.sizes), default=-1)
+        result.setdefault(position, []).append(requirement)
+    return result

@@ -1,12 +1,13 @@
-"""Walks over Relax functions that keep every type as written.
+"""Walks over Relax functions that keep all types.
 
 TVM's own mutators infer types again while they rebuild, and stock inference raises on, or loses, the
-device of n-ary ops. These walks rebuild exactly what changed and nothing else.
+device of n-ary ops. These walks rebuild only the expressions that change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import tvm
@@ -17,7 +18,7 @@ BindingMap = Callable[[relax.Binding], "relax.Binding | list[relax.Binding]"]
 
 
 def relax_functions(mod: tvm.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
-    """The Relax functions of a module, by name: a fixed order whatever the module's hash map says."""
+    """The Relax functions of a module, sorted by name."""
     pairs = [(gv, f) for gv, f in mod.functions.items() if isinstance(f, relax.Function)]
     return sorted(pairs, key=lambda pair: pair[0].name_hint)
 
@@ -29,14 +30,14 @@ def copy_module(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.Base
 
 
 def with_functions(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]) -> tvm.IRModule:
-    """`mod` with some functions replaced or added; the very module where all are the ones it has."""
+    """`mod` with some functions replaced or added; the same module if it has all of them already."""
     if all(gv in mod.functions and func.same_as(mod.functions[gv]) for gv, func in functions.items()):
         return mod
     return copy_module(mod, {**dict(mod.functions.items()), **functions})
 
 
 def walk_bindings(body: relax.Expr, nested: bool = True) -> Iterator[relax.Binding]:
-    """Every binding below `body` in program order, those of `If` branches and local functions last if `nested`."""
+    """All bindings of `body` in program order; if `nested`, then those of `If` branches and local functions."""
     pending = [body]
     while pending:
         expr = pending.pop()
@@ -68,52 +69,52 @@ def walk_scopes(func: relax.Function) -> Iterator[list[relax.Binding]]:
 
 
 def is_on_gpu(ty: tvm.ir.Type) -> bool:
-    """Return whether a type is that of a tensor on a GPU; false before placement."""
+    """Return whether a type is a tensor on a GPU; False before placement."""
     return isinstance(ty, relax.TensorType) and ty.vdevice is not None and "gpu" in ty.vdevice.target.keys
 
 
 def map_bindings(func: relax.Function, change: BindingMap) -> relax.Function:
-    """`func` with each binding replaced by what `change` makes of it.
+    """`func` with `change` applied to each binding.
 
     `change` returns its argument itself to keep it, another binding, or a list of bindings in order. Bindings
-    inside `If` branches are visited first; what is unchanged is shared with the old function.
+    inside `If` branches are visited first; unchanged expressions are shared with the old function.
     """
     body = _map_expr(func.body, change)
     return func if body.same_as(func.body) else with_body(func, body)
 
 
 def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | None = None) -> relax.Function:
-    """`func` with another body (and parameters), its return type, purity, attributes and span kept."""
+    """`func` with another body (and parameters), but the same return type, purity, attributes and span."""
     return relax.Function(
         list(func.params) if params is None else params, body, func.ret_ty, func.is_pure, func.attrs, func.span
     )
 
 
-def with_own_sizes(func: relax.Function) -> relax.Function:
-    """The function with symbolic sizes that no other function has, as TVM wants them."""
+def with_fresh_sizes(func: relax.Function) -> relax.Function:
+    """The function with symbolic sizes of its own: TVM requires that functions share none."""
     fresh = {var: tirx.Var(var.name, var.ty.dtype) for var in relax.analysis.defined_symbolic_vars(func)}
     return structural_map(func, (tvm.ir.Var, lambda var: fresh.get(var, var))) if fresh else func
 
 
 def with_distinct_sizes(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module, in whose functions no two symbolic sizes have one name: signatures know them by name."""
+    """Rename symbolic sizes that share a name within a function: signatures identify them by name."""
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in relax_functions(mod):
-        taken: set[str] = set()
+        used: set[str] = set()
         symbols: dict[tirx.Var, None] = {}
         for param in func.params:  # these keep their names
             structural_walk(param.ty, (tvm.ir.Var, symbols.setdefault))
         fresh = {}
         for var in dict.fromkeys([*symbols, *relax.analysis.defined_symbolic_vars(func)]):
-            name = fresh_name(str(var.name), taken)
+            name = fresh_name(str(var.name), used)
             if name != var.name:
                 fresh[var] = tirx.Var(name, var.ty.dtype)
         if fresh:
-            functions[gv] = structural_map(func, (tvm.ir.Var, _replacing(fresh)))
+            functions[gv] = structural_map(func, (tvm.ir.Var, _lookup(fresh)))
     return with_functions(mod, functions)
 
 
-def _replacing(fresh: dict[Any, Any]) -> Callable[[Any], Any]:
+def _lookup(fresh: dict[Any, Any]) -> Callable[[Any], Any]:
     return lambda var: fresh.get(var, var)
 
 
@@ -125,8 +126,7 @@ def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
         bindings: list[relax.Binding] = []
         block_changed = False
         for old in block.bindings:
-            binding = _map_nested(old, change)
-            result = change(binding)
+            result = change(map_nested(old, partial(_map_expr, change=change)))
             if result is not old:
                 block_changed = True
             if isinstance(result, list):
@@ -139,33 +139,34 @@ def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
     return typed(relax.SeqExpr(blocks, expr.body, expr.span), expr.ty) if changed else expr
 
 
-def _map_nested(binding: relax.Binding, change: BindingMap) -> relax.Binding:
+def map_nested(binding: relax.Binding, change: Callable[[relax.Expr], relax.Expr]) -> relax.Binding:
+    """The binding with `change` applied to the bodies in it: the branches of an `If`, or a local function's body."""
     value = binding.value
     if isinstance(value, relax.If):
-        then, other = _map_expr(value.true_branch, change), _map_expr(value.false_branch, change)
+        then, other = change(value.true_branch), change(value.false_branch)
         if not (then.same_as(value.true_branch) and other.same_as(value.false_branch)):
             branches = typed(relax.If(value.cond, then, other, value.span), value.ty)
             return relax.VarBinding(binding.var, branches, binding.span)
     elif isinstance(value, relax.Function):
-        func = map_bindings(value, change)
-        if func is not value:
-            return relax.VarBinding(binding.var, func, binding.span)
+        body = change(value.body)
+        if not body.same_as(value.body):
+            return relax.VarBinding(binding.var, with_body(value, body), binding.span)
     return binding
 
 
 def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
-    """`expr`, freshly made, with its type set: constructors leave SeqExpr and If without one."""
+    """Set the type of `expr`, which must be new: constructors leave SeqExpr and If without one."""
     relax.expr._update_type(expr, ty)
     return expr
 
 
 def fresh_global_var(base: str, ty: tvm.ir.Type, used: set[str]) -> tvm.ir.GlobalVar:
-    """A new global variable named `base`, with a number where that is taken; its name is added to `used`."""
+    """A new global variable named `base`, with a number if that is used; adds its name to `used`."""
     return typed(tvm.ir.GlobalVar(fresh_name(base, used)), ty)
 
 
 def fresh_name(base: str, used: set[str]) -> str:
-    """`base`, with a number where that is taken; it is added to `used`."""
+    """`base`, with a number if that is used; adds the name to `used`."""
     name, count = base, 0
     while name in used:
         count += 1
@@ -180,10 +181,10 @@ def is_tensor_constant(expr: relax.Expr) -> bool:
 
 
 def global_vars_in(body: tvm.ir.Expr | tirx.Stmt) -> list[tvm.ir.GlobalVar]:
-    """The functions that a body refers to, in order, each once."""
-    found: dict[tvm.ir.GlobalVar, None] = {}
-    structural_walk(body, (tvm.ir.GlobalVar, lambda gv: found.setdefault(gv)))
-    return list(found)
+    """The global variables in a body, in order, each once."""
+    gvs: dict[tvm.ir.GlobalVar, None] = {}
+    structural_walk(body, (tvm.ir.GlobalVar, lambda gv: gvs.setdefault(gv)))
+    return list(gvs)
 
 
 def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
@@ -196,19 +197,19 @@ def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
 
 
 def op_name(value: relax.Expr) -> str | None:
-    """The name of the op that `value` calls, None for anything else."""
+    """The name of the op that `value` calls; None for any other value."""
     if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):
         return value.op.name
     return None
 
 
 def with_vdevice(ty: relax.TensorType, vdevice: relax.VDevice | None) -> relax.TensorType:
-    """A tensor type on another device, or on none."""
+    """A tensor type on another device, or without a device."""
     ndim = -1 if ty.shape is not None else int(ty.ndim)
     return relax.TensorType(ty.shape, ty.dtype, vdevice, ndim, ty.span)
 
 
-def changed(attrs: tvm.ir.Attrs, **fields: Any) -> tvm.ir.Attrs:
+def with_fields(attrs: tvm.ir.Attrs, **fields: Any) -> tvm.ir.Attrs:
     """The attributes of an op with some of them replaced."""
     info = type(attrs).__tvm_ffi_type_info__
     values = {field.name: getattr(attrs, field.name) for field in info.fields}

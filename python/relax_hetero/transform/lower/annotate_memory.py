@@ -1,4 +1,4 @@
-"""AnnotateMemory: what each function allocates, and from when to when, stands on it as data (`artifact.memory_spec`).
+"""AnnotateMemory: functions get their allocations and the lifetimes of these as data (`artifact.memory_spec`).
 
 Before::
 
@@ -54,7 +54,7 @@ from .lower_transfers import is_lowered_transfer
 from .plan_memory import upper_bounds
 
 _KILLS = ("relax.memory.kill_storage", "relax.memory.kill_tensor", "relax.vm.kill_object")
-_OPEN = -1
+_UNKNOWN = -1
 
 
 def annotate_memory(mod: tvm.IRModule) -> tvm.IRModule:
@@ -71,7 +71,7 @@ AnnotateMemory = declare_pass("AnnotateMemory", annotate_memory)
 
 
 def memory_of(mod: tvm.IRModule) -> tuple[FunctionMemory, ...]:
-    """Memory that the functions of a module allocate, as `AnnotateMemory` left it."""
+    """Memory that the functions of a module allocate, as `AnnotateMemory` recorded it."""
     texts = [func.attrs[MEMORY] for _, func in relax_functions(mod) if MEMORY in func.attrs]
     return tuple(memory_from_json(json.loads(str(text))) for text in texts)
 
@@ -90,15 +90,15 @@ def function_memory(
     regions : dict of str to RegionSpec
         The module's command buffers.
     """
-    reader = _Reader(mod, regions)
-    result = reader.body(func.body)
-    storages = reader.finished(set(flattened(result)))
+    walk = _MemoryWalk(mod, regions)
+    result = walk.body(func.body)
+    storages = walk.finished(set(flattened(result)))
     return FunctionMemory(
         name,
         storages,
-        tuple(Live(t.storage, t.nbytes, t.begin, t.end) for t in reader.tensors),
-        tuple(reader.regions),
-        tuple(reader.calls),
+        tuple(Live(t.storage, t.nbytes, t.begin, t.end) for t in walk.tensors),
+        tuple(walk.regions),
+        tuple(walk.calls),
         upper_bounds(func),
         _result_sizes(func.ret_ty),
     )
@@ -109,7 +109,7 @@ class _Storage:
     device: int
     nbytes: Dim
     begin: int
-    end: int = _OPEN
+    end: int = _UNKNOWN
     use: str = VALUE
 
 
@@ -117,14 +117,14 @@ class _Storage:
 class _Tensor:
     storage: int
     nbytes: Dim
-    begin: int = _OPEN
-    end: int = _OPEN
+    begin: int = _UNKNOWN
+    end: int = _UNKNOWN
     name: str = ""
 
 
 @dataclass
-class _Reader:
-    """Goes through a function in order; `now` is the number of the next step."""
+class _MemoryWalk:
+    """A walk over a function in order; `now` is the number of the next step."""
 
     mod: tvm.IRModule
     specs: dict[str, RegionSpec]
@@ -133,27 +133,27 @@ class _Reader:
     tensors: list[_Tensor] = field(default_factory=list)
     regions: list[RegionStep] = field(default_factory=list)
     calls: list[CallStep] = field(default_factory=list)
-    _receive_buffers: dict[relax.Var, int] = field(default_factory=dict)
+    _storage_of: dict[relax.Var, int] = field(default_factory=dict)
     _aliases: TensorAliases = field(default_factory=TensorAliases)
 
     def body(self, body: relax.SeqExpr) -> Roots:
-        """Read the bindings of a body; the tensors it gives."""
+        """Walk the bindings of a body; returns the tensors of its result."""
         for block in body.blocks:
             for binding in block.bindings:
                 self._binding(binding.var, binding.value)
         return self._aliases.of(body.body)
 
     def finished(self, results: set[int]) -> tuple[StorageSpec, ...]:
-        """The storages, once everything is read; `results` are the tensors that leave the call."""
+        """The storages, at the end of the walk; `results` are the tensors that the call returns."""
         names: dict[int, str] = {}
         for tensor in self.tensors:
             names.setdefault(tensor.storage, tensor.name)
         for number in results:
-            place = self.storages[self.tensors[number].storage]
-            place.use, place.end = RESULT, _OPEN
+            storage = self.storages[self.tensors[number].storage]
+            storage.use, storage.end = RESULT, _UNKNOWN
         return tuple(
-            StorageSpec(place.device, place.nbytes, place.begin, place.end, place.use, names.get(number, ""))
-            for number, place in enumerate(self.storages)
+            StorageSpec(storage.device, storage.nbytes, storage.begin, storage.end, storage.use, names.get(number, ""))
+            for number, storage in enumerate(self.storages)
         )
 
     def _binding(self, var: relax.Var, value: relax.Expr) -> None:
@@ -163,12 +163,12 @@ class _Reader:
         elif not isinstance(value, relax.Call) or is_view(value):
             self._aliases.bind(var, self._aliases.of(value))
         elif op_name(value) == "relax.memory.alloc_storage":
-            self._receive_buffers[var] = len(self.storages)
+            self._storage_of[var] = len(self.storages)
             device = int(value.args[1].value)
             self.storages.append(_Storage(device, _product(value.args[0].values), self.now))
         elif op_name(value) == "relax.memory.alloc_tensor":
             self._aliases.bind(
-                var, self._tensor(self._receive_buffers[value.args[0]], value.args[2].values, value.args[3].value)
+                var, self._tensor(self._storage_of[value.args[0]], value.args[2].values, value.args[3].value)
             )
         elif op_name(value) in _KILLS:
             self._kill(value.args[0])
@@ -180,10 +180,10 @@ class _Reader:
         return frozenset((len(self.tensors) - 1,))
 
     def _kill(self, var: relax.Var) -> None:
-        """A register lets go of what it shows; the last one that does so gives the storage back."""
+        """End the lifetime of the storages that a register aliases; the last register decides."""
         for number in flattened(self._aliases.of(var)):
-            place = self.storages[self.tensors[number].storage]
-            place.end = max(self.now - 1, place.begin)  # what a function gave and nothing reads
+            storage = self.storages[self.tensors[number].storage]
+            storage.end = max(self.now - 1, storage.begin)  # an unread result of a function begins later
 
     def _step(self, var: relax.Var, call: relax.Call) -> Roots:
         callee = call.op.name_hint if isinstance(call.op, tvm.ir.GlobalVar) else ""
@@ -192,49 +192,51 @@ class _Reader:
         name = callee or (
             "a transfer" if is_lowered_transfer(call) else str(getattr(call.op, "global_symbol", call.op))
         )
-        for shown in operands:
-            self._touch(shown, name)
+        for roots in operands:
+            self._touch(roots, name)
         if spec is not None:
             self._region(call, spec, operands)
-        made: Roots = NOTHING
+        result: Roots = NOTHING
         if is_lowered_transfer(call):
-            # It arrives in the room it is given, else it is its operand by another name.
-            made = operands[-1] if len(call.args) == 4 else operands[0]
+            # The result is in the transfer's receive buffer if there is one, else it aliases the operand.
+            result = operands[-1] if len(call.args) == 4 else operands[0]
             if len(call.args) == 4:
-                self.storages[self.tensors[next(flattened(made))].storage].use = TRANSFER
+                self.storages[self.tensors[next(flattened(result))].storage].use = TRANSFER
         elif callee and isinstance(self.mod[callee], relax.Function):
             self.calls.append(CallStep(self.now, callee, _sizes(self.mod[callee].params, call.args)))
-            made = self._made(var.ty, name)
+            result = self._returned(var.ty, name)
         elif isinstance(call.op, relax.ExternFunc | relax.Var):
-            made = self._made(var.ty, name)
+            result = self._returned(var.ty, name)
         self.now += 1
-        return made
+        return result
 
-    def _made(self, ty: tvm.ir.Type, name: str) -> Roots:
-        """Tensors that another function allocates and gives, which are here from the next step on."""
+    def _returned(self, ty: tvm.ir.Type, name: str) -> Roots:
+        """Tensors that another function allocates and returns, which live from the next step on."""
         if isinstance(ty, tvm.ir.TupleType):
-            return tuple(self._made(part, name) for part in ty.fields)
+            return tuple(self._returned(field, name) for field in ty.fields)
         if not (isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype):
             return NOTHING
         vdevices = vdevices_of(self.mod)
         device = vdevice_index(ty.vdevice, vdevices) if ty.vdevice is not None else 0
-        shown = self._tensor(len(self.storages), ty.shape.values, ty.dtype.dtype)
-        (made,) = (self.tensors[number] for number in flattened(shown))
-        made.begin = made.end = self.now + 1
-        made.name = name
-        self.storages.append(_Storage(device, made.nbytes, self.now + 1))
-        return shown
+        roots = self._tensor(len(self.storages), ty.shape.values, ty.dtype.dtype)
+        tensor = self.tensors[-1]
+        tensor.begin = tensor.end = self.now + 1
+        tensor.name = name
+        self.storages.append(_Storage(device, tensor.nbytes, self.now + 1))
+        return roots
 
     def _region(self, call: relax.Call, spec: RegionSpec, operands: list[Roots]) -> None:
-        """Inputs, of which some may be constants by now, its own constants, results, and the arena."""
-        given = [shown for arg, shown in zip(call.args, operands, strict=True) if isinstance(arg.ty, relax.TensorType)]
-        read = sum(slot.access != WRITE for slot in spec.slots)
-        # A graph has the addresses of its constants in one, its state.
-        del given[read : read + (1 if spec.runs == GRAPH else len(spec.directs))]
-        slots = [next(flattened(shown), -1) for shown in given]
+        """Record a call of a command buffer; its tensors are inputs, its own constants, results, and the arena."""
+        tensors = [
+            roots for arg, roots in zip(call.args, operands, strict=True) if isinstance(arg.ty, relax.TensorType)
+        ]
+        num_inputs = sum(slot.access != WRITE for slot in spec.slots)
+        # A graph has the addresses of its constants in one operand, its state.
+        del tensors[num_inputs : num_inputs + (1 if spec.runs == GRAPH else len(spec.directs))]
+        slots = [next(flattened(roots), -1) for roots in tensors]  # -1: a constant
         if len(slots) > len(spec.slots):
             arena = self.tensors[slots.pop()]
-            arena.name, arena.nbytes = f"the arena of {spec.name}", 0  # what lies in it is counted instead
+            arena.name, arena.nbytes = f"the arena of {spec.name}", 0  # its values are counted instead
             self.storages[arena.storage].use = ARENA
         for number, slot in zip(slots, spec.slots, strict=True):
             if number >= 0 and self.tensors[number].begin == self.now:
@@ -244,31 +246,31 @@ class _Reader:
     def _touch(self, roots: Roots, name: str = "If") -> None:
         for number in flattened(roots):
             tensor = self.tensors[number]
-            if tensor.begin == _OPEN:
+            if tensor.begin == _UNKNOWN:
                 tensor.begin, tensor.name = self.now, name
             tensor.end = self.now
 
 
 def _result_sizes(ty: tvm.ir.Type) -> tuple[Dim, ...]:
-    """Bytes of the tensors in a type, of a tuple field by field; 0 for what has no known shape."""
+    """Bytes of the tensors in a type, for a tuple those of each field; 0 for tensors of unknown shape."""
     fields = ty.fields if isinstance(ty, tvm.ir.TupleType) else [ty]
     return tuple(_sum(map(_tensor_size, tensor_types(field))) for field in fields)
 
 
 def _tensor_size(ty: relax.TensorType) -> Dim:
-    known = isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
-    return _product(ty.shape.values, tensor_bytes((), ty.dtype.dtype)) if known else 0
+    is_known = isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
+    return _product(ty.shape.values, tensor_bytes((), ty.dtype.dtype)) if is_known else 0
 
 
 def _sum(sizes: Iterable[Dim]) -> Dim:
-    parts = list(sizes)
-    if all(isinstance(part, int) for part in parts):
-        return sum(part for part in parts if isinstance(part, int))
-    return " + ".join(map(str, parts))
+    terms = list(sizes)
+    if all(isinstance(term, int) for term in terms):
+        return sum(term for term in terms if isinstance(term, int))
+    return " + ".join(map(str, terms))
 
 
 def _product(extents: Any, count: int = 1) -> Dim:
-    """`count` times some extents: a number or text, which nobody can evaluate where an extent is beyond its grammar."""
+    """`count` times extents: an int or text, which cannot be evaluated if an extent is beyond the grammar."""
     symbolic: list[str] = []
     for extent in extents:
         try:
@@ -285,12 +287,12 @@ def _product(extents: Any, count: int = 1) -> Dim:
 
 
 def _sizes(params: Any, args: Any) -> dict[str, Dim]:
-    """The symbolic dimensions that a function's parameters name, by what a caller gives."""
-    found: dict[str, Dim] = {}
+    """The sizes of a function's parameters, in sizes of a caller's arguments."""
+    sizes: dict[str, Dim] = {}
     for param, arg in zip(params, args, strict=False):
-        for wanted, given in zip(tensor_types(param.ty), tensor_types(arg.ty), strict=False):
-            if isinstance(wanted.shape, relax.ShapeExpr) and isinstance(given.shape, relax.ShapeExpr):
-                for dim, extent in zip(wanted.shape.values, given.shape.values, strict=True):
+        for param_ty, arg_ty in zip(tensor_types(param.ty), tensor_types(arg.ty), strict=False):
+            if isinstance(param_ty.shape, relax.ShapeExpr) and isinstance(arg_ty.shape, relax.ShapeExpr):
+                for dim, extent in zip(param_ty.shape.values, arg_ty.shape.values, strict=True):
                     if isinstance(dim, tirx.Var):
-                        found.setdefault(str(dim.name), _product([extent]))
-    return found
+                        sizes.setdefault(str(dim.name), _product([extent]))
+    return sizes

@@ -1,4 +1,4 @@
-"""CheckSizeDivisors: a size that is divided by a size of 0 becomes an error, before it is.
+"""CheckSizeDivisors: the division of a size by a size of 0 becomes an error.
 
 Before::
 
@@ -13,9 +13,9 @@ After::
         else:
             H[2] = H[0] // H[1]
 
-Extents such as ``n // m`` are computed by functions that TVM adds, by command buffers and by kernels of CPUs, whose
-processors end the process at a division by 0. The latter two say so at their beginning. Divisions of positions are not
-meant: where an extent is 0, there are no positions.
+Extents such as ``n // m`` are computed by functions that TVM adds, by command buffers and by kernels of CPUs, which
+end the process at a division by 0. The latter two check at their beginning. Divisions of loop variables are left
+alone: a loop of an extent 0 has no iterations.
 
 Assumes a module whose kernels are scheduled and whose shapes are computed (within LowerToVM). A second run changes
 nothing.
@@ -41,7 +41,7 @@ from ..ir.rewriting import copy_module
 
 
 def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module itself where no size is divided by another."""
+    """See the module's docstring; returns the same module where nothing changes."""
     checks = list(remarks_of(mod).checks or ())
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
@@ -67,63 +67,65 @@ def _is_gpu(func: tirx.PrimFunc) -> bool:
 
 
 def _is_raw(func: tirx.PrimFunc) -> bool:
-    """Return whether other functions call a kernel, which check for it: its last statement returns a status."""
+    """Return whether a kernel is a raw one, which returns a status: the functions that call it check its sizes."""
     return isinstance(func.ret_type, tvm.ir.PrimType)
 
 
 def _guarded(mod: tvm.IRModule, func: tirx.PrimFunc, name: str, checks: list[CheckSpec]) -> tirx.PrimFunc | None:
     if "tirx.is_host_func" in func.attrs:
         return _with_guarded_stores(func, checks)
-    found = dict.fromkeys(_divisors(func), f"a size in kernel {name}")
+    divisors = dict.fromkeys(_divisors(func), f"a size in kernel {name}")
 
-    def note(call: tvm.ir.Call) -> None:
+    def visit_call(call: tvm.ir.Call) -> None:
         callee = mod.functions.get(call.op) if isinstance(call.op, tvm.ir.GlobalVar) else None
         if not isinstance(callee, tirx.PrimFunc):
             return
-        given = {param: arg for param, arg in zip(callee.params, call.args, strict=True) if not is_buffer_var(param)}
+        arguments = {
+            param: arg for param, arg in zip(callee.params, call.args, strict=True) if not is_buffer_var(param)
+        }
         for key in _divisors(callee):
-            divisor = structural_map(key.key, (tvm.ir.Var, lambda var: given.get(var, var)))
-            found.setdefault(StructuralKey(divisor), f"a size in kernel {call.op.name_hint}")
+            divisor = structural_map(key.key, (tvm.ir.Var, lambda var: arguments.get(var, var)))
+            divisors.setdefault(StructuralKey(divisor), f"a size in kernel {call.op.name_hint}")
 
-    structural_walk(func.body, (tvm.ir.Call, note))
+    structural_walk(func.body, (tvm.ir.Call, visit_call))
     body = func.body
-    for key, where in reversed(found.items()):
-        # The rest is the other branch: TVM computes what is used more than once before the statements that use it.
+    for key, where in reversed(divisors.items()):
+        # The body is the else branch: TVM hoists common subexpressions before the statements that use them.
         body = _guard(key.key, where, checks, body)
-    if not found:
+    if not divisors:
         return None
-    # Around everything: temporaries, which the root block allocates, may have such sizes.
+    # Around the whole body: temporaries, which the root block allocates, may have such sizes.
     return func.with_body(s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], "root", body)))
 
 
 def _divisors(func: tirx.PrimFunc) -> list[StructuralKey]:
     """Divisors of a kernel's sizes, each once."""
     sizes = _sizes(func)
-    found: dict[StructuralKey, None] = {}
+    divisors: dict[StructuralKey, None] = {}
 
-    def note(division: Any) -> None:
-        if _is_of(division, sizes):
-            found.setdefault(StructuralKey(division.b))
+    def visit_division(division: Any) -> None:
+        if _divides_sizes(division, sizes):
+            divisors.setdefault(StructuralKey(division.b))
 
-    structural_walk(func.body, (DIVISIONS, note))
-    return list(found)
+    structural_walk(func.body, (DIVISIONS, visit_division))
+    return list(divisors)
 
 
 def _with_guarded_stores(func: tirx.PrimFunc, checks: list[CheckSpec]) -> tirx.PrimFunc | None:
-    """A function that computes shapes: its sizes are elements of a tensor, and all it does is to store others."""
+    """Guard each store of a function that computes shapes, whose sizes are elements of a tensor."""
     has_changed = False
 
     def store(statement: tirx.BufferStore) -> tirx.Stmt:
         nonlocal has_changed
-        found: dict[StructuralKey, None] = {}
+        divisors: dict[StructuralKey, None] = {}
 
-        def note(division: Any) -> None:
+        def visit_division(division: Any) -> None:
             if not isinstance(division.b, tirx.IntImm):
-                found.setdefault(StructuralKey(division.b))
+                divisors.setdefault(StructuralKey(division.b))
 
-        structural_walk(statement.value, (DIVISIONS, note))
+        structural_walk(statement.value, (DIVISIONS, visit_division))
         guarded: tirx.Stmt = statement
-        for key in found:
+        for key in divisors:
             guarded = _guard(key.key, "a size", checks, guarded)
             has_changed = True
         return guarded
@@ -142,24 +144,24 @@ def _guard(divisor: Any, where: str, checks: list[CheckSpec], rest: tirx.Stmt) -
 
 
 def _sizes(func: tirx.PrimFunc) -> set[tirx.Var]:
-    """The numbers that a kernel is called with, and the extents of its tensors."""
-    found: set[tirx.Var] = set()
+    """The scalar parameters of a kernel, and the extents of its tensors."""
+    sizes: set[tirx.Var] = set()
     for param in func.params:
         if is_buffer_var(param):
             for extent in param.ty.shape:
-                structural_walk(extent, (tvm.ir.Var, found.add))
+                structural_walk(extent, (tvm.ir.Var, sizes.add))
         elif isinstance(param.ty, tvm.ir.PrimType):
-            found.add(param)
-    return found
+            sizes.add(param)
+    return sizes
 
 
-def _is_of(division: Any, sizes: set[tirx.Var]) -> bool:
-    """Return whether a division is one of sizes alone, by what is no constant."""
+def _divides_sizes(division: Any, sizes: set[tirx.Var]) -> bool:
+    """Return whether a division has only sizes and numbers as operands, and a divisor that is not a constant."""
     if isinstance(division.b, tirx.IntImm) or not str(division.ty.dtype).startswith("int"):
         return False
 
-    def other(var: tvm.ir.Var) -> VisitInterrupt | None:
+    def visit_var(var: tvm.ir.Var) -> VisitInterrupt | None:
         return None if var in sizes else VisitInterrupt(var)
 
-    seen = [((TensorLoad, tvm.ir.Call), VisitInterrupt), (tvm.ir.Var, other)]
-    return structural_walk(division, seen) is None
+    visitors = [((TensorLoad, tvm.ir.Call), VisitInterrupt), (tvm.ir.Var, visit_var)]
+    return structural_walk(division, visitors) is None

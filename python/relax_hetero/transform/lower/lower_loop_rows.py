@@ -1,6 +1,6 @@
-"""LowerLoopRows: a row that a trip of a loop collects is written by a kernel, where that is a CPU's.
+"""LowerLoopRows: on CPUs, a kernel writes the row that an iteration of a loop collects.
 
-Before, where `rows` has room for all trips::
+Before, where `rows` has capacity for all iterations::
 
     more: R.Tensor(dtype="float32", ndim=2, vdevice="llvm:0") = R.call_packed("relax_hetero.write_row", rows, row, trip)
 
@@ -9,8 +9,8 @@ After::
     cls.write_row(rows, row, trip)
     more: R.Tensor(dtype="float32", ndim=2, vdevice="llvm:0") = R.call_packed("vm.builtin.copy", rows)
 
-Before lowering, the write looks like a new tensor, so that no pass has to know that the memory is one: nothing but the
-next trip reads `rows`. The copy is one of a reference. On GPUs the packed function does it (`vm.device.loop_rows`).
+Before lowering, the write returns a new tensor, so that no pass has to know that it shares memory: only the next
+iteration reads `rows`. The copy is that of a reference. On GPUs the packed function writes (`vm.device.loop_rows`).
 
 Assumes no dataflow blocks and purity checks removed. A second run changes nothing.
 """
@@ -30,16 +30,16 @@ WRITE_ROW = "relax_hetero.write_row"
 
 def lower_loop_rows(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    taken = {gv.name_hint for gv in mod.get_global_vars()}
+    used_names = {gv.name_hint for gv in mod.get_global_vars()}
     kernels: dict[tuple[int, str, str], tvm.ir.GlobalVar] = {}
     functions = dict(mod.functions.items())
-    nothing = tvm.ir.TupleType([])
+    empty = tvm.ir.TupleType([])
 
     def kernel_for(row: relax.TensorType, vdevice: relax.VDevice) -> tvm.ir.GlobalVar:
         key = row.ndim, str(row.dtype.dtype), str(vdevice.target)
         if key not in kernels:
             kernel = write_row_kernel(row.ndim, key[1])
-            gv = kernels[key] = fresh_global_var("write_row", kernel.ty, taken)
+            gv = kernels[key] = fresh_global_var("write_row", kernel.ty, used_names)
             functions[gv] = kernel.with_attr({"global_symbol": gv.name_hint, "target": vdevice.target})
         return kernels[key]
 
@@ -49,12 +49,12 @@ def lower_loop_rows(mod: tvm.IRModule) -> tvm.IRModule:
         if not is_write or value.op.global_symbol != WRITE_ROW or vdevice is None or not is_cpu(vdevice):
             return binding
         rows, row, trip = value.args
-        write = typed(relax.Call(kernel_for(row.ty, vdevice), [rows, row, trip]), nothing)
+        write = typed(relax.Call(kernel_for(row.ty, vdevice), [rows, row, trip]), empty)
         ty = binding.var.ty
-        same = relax.Call(relax.ExternFunc("vm.builtin.copy"), [rows], None, [ty], ret_ty=ty)
+        alias = relax.Call(relax.ExternFunc("vm.builtin.copy"), [rows], None, [ty], ret_ty=ty)
         return [
-            relax.VarBinding(relax.Var("_", nothing), write, binding.span),
-            relax.VarBinding(binding.var, same, binding.span),
+            relax.VarBinding(relax.Var("_", empty), write, binding.span),
+            relax.VarBinding(binding.var, alias, binding.span),
         ]
 
     changed = {gv: map_bindings(func, change) for gv, func in relax_functions(mod)}

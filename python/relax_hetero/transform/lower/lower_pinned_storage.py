@@ -1,4 +1,4 @@
-"""LowerPinnedStorage: storage in pinned memory comes from the run-time.
+"""LowerPinnedStorage: the run time allocates storage in pinned memory.
 
 Before::
 
@@ -10,9 +10,9 @@ After::
     s = R.call_packed("relax_hetero.pinned_storage", R.shape([262144]), 0)
     a: R.Tensor((65536,), "float32") = R.call_packed("runtime.TVMTensorCreateView", s, R.shape([65536]), "float32", 0)
 
-TVM's pool of a CPU has no memory that is pinned.
+TVM's pool of a CPU lacks pinned memory.
 
-Assumes PlanMemoryPerDevice and KillAfterLastUse, which settle when storage is freed. A second run changes nothing.
+Assumes PlanMemoryPerDevice and KillAfterLastUse, which decide when storage is freed. A second run changes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LowerRequirements: what a function requires of its sizes is checked by one call, before anything is allocated.
+"""LowerRequirements: one call checks a function's requirements on sizes, before anything is allocated.
 
 Before::
 
@@ -11,20 +11,20 @@ After::
     _ = cls.main_sizes(a, b)
     lv = R.call_tir(cls.exp, (x,), ...)
 
-with a PrimFunc of the host that calls ``relax_hetero.refuse_sizes`` with the message, and the names and values of the
-sizes, and which dimensions of which arguments they are, where a condition does not hold. Requirements on sizes of
-parameters are checked where the function begins, others directly behind the ``match_cast`` that finds the last of their
-sizes; those of a branch stay in the branch. A requirement that is provably met vanishes.
+with a PrimFunc of the host that calls ``relax_hetero.refuse_sizes`` if a condition does not hold, with the message,
+the names and values of the sizes, and the dimensions of arguments that they are. Requirements on sizes of
+parameters are checked where the function begins, others directly after the ``match_cast`` that defines the last of
+their sizes; those of a branch stay in the branch. A requirement that is provably met vanishes.
 
-Results and the memory of command buffers that take more than a gigabyte are compared with the memory of the host in the
-same call, by ``relax_hetero.refuse_bytes``: on a GPU the driver refuses what does not fit.
+The same call compares results and memory of command buffers of more than a gigabyte with the memory of the host, by
+``relax_hetero.refuse_bytes``; on a GPU the driver refuses allocations that do not fit.
 
 Assumes no dataflow blocks, and memory that is not allocated yet. A second run changes nothing.
 
 Raises
 ------
 BuildError
-    When it runs: a function that callers may use requires something that its sizes cannot meet.
+    When it runs: a public function has a requirement that its sizes cannot meet.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from ..ir.requirements import (
     Monomial,
     Requirement,
     bind_extents,
-    by_place,
+    by_position,
+    defined_sizes,
     divisors_in,
     factors_of,
-    in_requirements,
     monomial,
-    sizes_made,
+    requirement_positions,
     sizes_of_parameters,
     text_of,
 )
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
+    map_nested,
     op_name,
     relax_functions,
     tensor_types,
@@ -68,14 +69,14 @@ from ..ir.rewriting import (
 )
 
 REFUSE, REFUSE_BYTES = "relax_hetero.refuse_sizes", "relax_hetero.refuse_bytes"
-LARGE = 2**30
-"""Allocations of fewer bytes are not compared with the memory of the host: TVM's error for them is as good."""
+MIN_CHECKED_BYTES = 2**30
+"""Smaller allocations are not compared with the memory of the host: TVM's own error is as good for them."""
 _CALLS = ("relax.call_tir", "relax.call_dps_packed")
 
 
 @dataclass(frozen=True, eq=False)
 class Allocation(Requirement):
-    """Bytes, as float64, that must fit into the memory of the host unless the condition holds: they are few."""
+    """Bytes, as float64, that must fit into the memory of the host unless the condition (they are few) holds."""
 
     nbytes: Any
 
@@ -83,12 +84,12 @@ class Allocation(Requirement):
 def lower_requirements(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     functions = dict(mod.functions.items())
-    taken = {gv.name_hint for gv in functions}
+    used_names = {gv.name_hint for gv in functions}
     is_changed = False
     for gv, func in relax_functions(mod):
         bindings = list(walk_bindings(func))
         if any(is_requirement(binding.value) for binding in bindings) or any(map(_may_be_large, bindings)):
-            writer = _Writer(gv.name_hint, "global_symbol" in func.attrs, taken)
+            writer = _Writer(gv.name_hint, "global_symbol" in func.attrs, used_names)
             functions[gv] = without_division_by_zero(writer.function(func))
             functions.update(writer.guards)
             is_changed = True
@@ -99,9 +100,9 @@ LowerRequirements = declare_pass("LowerRequirements", lower_requirements)
 
 
 def without_division_by_zero(func: relax.Function) -> relax.Function:
-    """Sizes that are quotients of sizes divide by 1 at least.
+    """Replace divisors of sizes by ``max(divisor, 1)``.
 
-    VMShapeLower computes all sizes where a function begins, before the call that refuses those that cannot be.
+    VMShapeLower computes all sizes where a function begins, before the call that checks them.
     """
 
     def change(quotient: Any) -> Any:
@@ -119,11 +120,11 @@ class _Writer:
     Attributes
     ----------
     guards : dict
-        The PrimFuncs that check.
+        The PrimFuncs that check sizes.
     analyzer : tvm.sym.Analyzer
-        Knows that extents of tensors which callers give are not negative; numbers of a shape may be.
+        Knows that extents of argument tensors are not negative; numbers of a shape may be.
     origins : dict
-        Symbolic size -> the dimension of an argument that it is, as text.
+        Symbolic size -> text of the dimension of an argument that defines it.
     """
 
     name: str
@@ -145,86 +146,81 @@ class _Writer:
     def _sequence(self, expr: relax.Expr, known: Set[tirx.Var], is_top: bool = False) -> relax.Expr:
         if not isinstance(expr, relax.SeqExpr):
             return expr
-        inside = known | set(sizes_made(list(walk_bindings(expr, nested=False)), known))
-        blocks = [(type(block), *self._without(block, inside)) for block in expr.blocks]
+        inside = known | set(defined_sizes(list(walk_bindings(expr, nested=False)), known))
+        blocks = [(type(block), *self._split(block, inside)) for block in expr.blocks]
         bindings = [binding for _, bindings, _ in blocks for binding in bindings]
-        required = [requirement for _, _, found in blocks for requirement in found]
+        required = [requirement for _, _, requirements in blocks for requirement in requirements]
         required += allocations(bindings)
-        places = by_place(required, bindings, known)
-        due = {place: self._checks(found, is_top) for place, found in places.items()}
+        checks = {
+            position: self._checks(requirements, is_top)
+            for position, requirements in by_position(required, bindings, known).items()
+        }
         position, new = 0, []
-        first = due.get(-1, [])
+        first = checks.get(-1, [])
         if not blocks and first:
             new.append(relax.BindingBlock(first))
         for kind, bindings, _ in blocks:
-            written: list[relax.Binding] = [] if new else [*first]
+            block_bindings: list[relax.Binding] = [] if new else [*first]
             for binding in bindings:
-                written.append(binding)
-                written += due.get(position, [])
+                block_bindings += [binding, *checks.get(position, [])]
                 position += 1
-            new.append(kind(written))
+            new.append(kind(block_bindings))
         return typed(relax.SeqExpr(new, expr.body, expr.span), expr.ty)
 
-    def _without(
-        self, block: relax.BindingBlock, known: Set[tirx.Var]
-    ) -> tuple[list[relax.Binding], list[Requirement]]:
-        """The bindings of a block less its requirements, and these."""
-        kept: list[relax.Binding] = []
-        found: list[Requirement] = []
-        required = in_requirements(block.bindings)
+    def _split(self, block: relax.BindingBlock, known: Set[tirx.Var]) -> tuple[list[relax.Binding], list[Requirement]]:
+        """The bindings of a block without its requirements, and the requirements."""
+        bindings: list[relax.Binding] = []
+        requirements: list[Requirement] = []
+        positions = requirement_positions(block.bindings)
         for position, binding in enumerate(block.bindings):
             if is_requirement(binding.value):
-                found.append(Requirement.of(binding.value))
-            elif position not in required:
-                kept.append(self._nested(binding, known))
-        return kept, found
+                requirements.append(Requirement.of(binding.value))
+            elif position not in positions:
+                bindings.append(self._nested(binding, known))
+        return bindings, requirements
 
     def _nested(self, binding: relax.Binding, known: Set[tirx.Var]) -> relax.Binding:
-        value = binding.value
-        if isinstance(value, relax.If):
-            branches = [self._sequence(branch, known) for branch in (value.true_branch, value.false_branch)]
-            return relax.VarBinding(binding.var, typed(relax.If(value.cond, *branches, value.span), value.ty))
-        if isinstance(value, relax.Function):
-            return relax.VarBinding(binding.var, self.function(value, known, is_top=False))
-        return binding
+        if isinstance(binding.value, relax.Function):
+            return relax.VarBinding(binding.var, self.function(binding.value, known, is_top=False))
+        return map_nested(binding, lambda branch: self._sequence(branch, known))
 
     def _checks(self, required: Iterable[Requirement], is_top: bool) -> list[relax.Binding]:
-        """The call that checks what is not proven, if there is such."""
+        """The call that checks requirements which are not proven, if there are any."""
         analyzer = self.analyzer
-        left: dict[tuple[StructuralKey, str], Requirement] = {}
+        unproven: dict[tuple[StructuralKey, str], Requirement] = {}
         for requirement in required:
-            is_open = isinstance(requirement, Allocation)
-            if not is_open and analyzer.can_prove(requirement.condition):
+            is_allocation = isinstance(requirement, Allocation)
+            if not is_allocation and analyzer.can_prove(requirement.condition):
                 continue
-            if not is_open and is_top and self.is_public and analyzer.can_prove(tirx.Not(requirement.condition)):
+            if not is_allocation and is_top and self.is_public and analyzer.can_prove(tirx.Not(requirement.condition)):
                 raise BuildError(f"function {self.name!r}: {requirement.message}")
-            left.setdefault((StructuralKey(requirement.condition), requirement.message), requirement)
-        return [self._check(list(left.values()))] if left else []
+            unproven.setdefault((StructuralKey(requirement.condition), requirement.message), requirement)
+        return [self._check(list(unproven.values()))] if unproven else []
 
     def _check(self, required: Sequence[Requirement]) -> relax.Binding:
         """A call that checks requirements."""
         sizes = list(dict.fromkeys(symbol for requirement in required for symbol in requirement.sizes))
         guard = guard_function(self.name, required, sizes, self.origins)
-        nothing = tvm.ir.TupleType([])
-        ty = relax.FuncType([tvm.ir.PrimType(str(size.ty)) for size in sizes], nothing, False)
+        empty = tvm.ir.TupleType([])
+        ty = relax.FuncType([tvm.ir.PrimType(str(size.ty)) for size in sizes], empty, False)
         gv = fresh_global_var(f"{self.name}_sizes", ty, self.used_names)
-        # It divides by no 0, and refuses in its own words (`guard_function`).
+        # The guard checks its own divisors (`guard_function`).
         self.guards[gv] = guard.with_attr({"global_symbol": gv.name_hint, DIVISORS_CHECKED: True})
-        return relax.VarBinding(relax.Var("_", nothing), typed(relax.Call(gv, list(sizes)), nothing))
+        return relax.VarBinding(relax.Var("_", empty), typed(relax.Call(gv, list(sizes)), empty))
 
 
 def _may_be_large(binding: relax.Binding) -> bool:
     if op_name(binding.value) not in _CALLS:
         return False
-    for ty in _on_hosts(binding):
+    for ty in _host_allocations(binding):
         number, symbolic = factors_of(ty)
-        if symbolic or number > LARGE:
+        if symbolic or number > MIN_CHECKED_BYTES:
             return True
     return False
 
 
-def _on_hosts(binding: relax.Binding) -> list[relax.TensorType]:
-    """The tensors of known shapes that a call has allocated in the memory of the host."""
+def _host_allocations(binding: relax.Binding) -> list[relax.TensorType]:
+    """The results of known shapes that a call allocates in the memory of the host."""
     return [
         ty
         for out in binding.value.ty_args
@@ -234,32 +230,35 @@ def _on_hosts(binding: relax.Binding) -> list[relax.TensorType]:
 
 
 def allocations(bindings: Iterable[relax.Binding]) -> list[Allocation]:
-    """Allocations of calls that may be large: of the same symbolic factors the largest."""
+    """Allocations of calls that may be large; of those with the same symbolic factors only the largest."""
     largest: dict[Monomial, tuple[int, Allocation]] = {}
     for binding in bindings:
-        for ty in _on_hosts(binding) if op_name(binding.value) in _CALLS else ():
+        for ty in _host_allocations(binding) if op_name(binding.value) in _CALLS else ():
             number, symbolic = factors_of(ty)
             key = monomial(symbolic)
-            if number <= largest[key][0] if key in largest else not symbolic and number <= LARGE:
+            if number <= largest[key][0] if key in largest else not symbolic and number <= MIN_CHECKED_BYTES:
                 continue
             nbytes: Any = tirx.FloatImm("float64", float(number))
             for extent in symbolic:
                 nbytes = nbytes * as_float(extent)
-            what = f"'{binding.var.name}' of {text_of(ty.shape)} {ty.dtype.dtype}"
-            largest[key] = number, Allocation(nbytes <= tirx.FloatImm("float64", float(LARGE)), what, nbytes)
+            description = f"'{binding.var.name}' of {text_of(ty.shape)} {ty.dtype.dtype}"
+            largest[key] = (
+                number,
+                Allocation(nbytes <= tirx.FloatImm("float64", float(MIN_CHECKED_BYTES)), description, nbytes),
+            )
     return [allocation for _, allocation in largest.values()]
 
 
-def _chooses(expr: Any) -> bool:
-    """Return whether an expression is one of some sizes and numbers, the least or greatest."""
+def _is_min_or_max(expr: Any) -> bool:
+    """Return whether an expression consists of minima and maxima of sizes and numbers."""
     if isinstance(expr, (tirx.Min, tirx.Max)):
-        return _chooses(expr.a) and _chooses(expr.b)
+        return _is_min_or_max(expr.a) and _is_min_or_max(expr.b)
     return isinstance(expr, (tirx.Var, tirx.IntImm))
 
 
 def as_float(expr: Any) -> Any:
-    """An expression over sizes in float64, where no step of it wraps around."""
-    if _chooses(expr):  # TVM's rules for these make integers of float64
+    """An expression over sizes in float64, which does not wrap around."""
+    if _is_min_or_max(expr):  # TVM's rules for these would make integers of float64
         return tirx.Cast("float64", expr)
     for kind in (tirx.Add, tirx.Sub, tirx.Mul, tirx.Min, tirx.Max):
         if isinstance(expr, kind):
@@ -272,7 +271,7 @@ def as_float(expr: Any) -> Any:
 def guard_function(
     function: str, required: Iterable[Requirement], sizes: Sequence[tirx.Var], origins: Mapping[tirx.Var, str]
 ) -> tirx.PrimFunc:
-    """A function of sizes that ends in an error at the first requirement that is not met."""
+    """A function of sizes that raises an error for the first requirement that is not met."""
     params = {size: tirx.Var(size.name, str(size.ty)) for size in sizes}
     checks: list[tirx.Stmt] = []
     for requirement in required:
@@ -280,19 +279,19 @@ def guard_function(
         for size in requirement.sizes:
             origin = f" is {origins[size]}" if size in origins else ""
             values += [tvm.ir.StringImm(f"{size.name}{origin}"), params[size]]
-        inside = tvm.ir.Var, lambda var: params.get(var, var)
-        told: list[Any] = [tvm.ir.StringImm(function), tvm.ir.StringImm(requirement.message)]
+        substitution = tvm.ir.Var, lambda var: params.get(var, var)
+        texts: list[Any] = [tvm.ir.StringImm(function), tvm.ir.StringImm(requirement.message)]
         if isinstance(requirement, Allocation):
-            refuse = tirx.call_packed(REFUSE_BYTES, *told, structural_map(requirement.nbytes, inside), *values)
+            refuse = tirx.call_packed(REFUSE_BYTES, *texts, structural_map(requirement.nbytes, substitution), *values)
         else:
-            refuse = tirx.call_packed(REFUSE, *told, *values)
-        condition = structural_map(requirement.condition, inside)
+            refuse = tirx.call_packed(REFUSE, *texts, *values)
+        condition = structural_map(requirement.condition, substitution)
         checks += _unless(condition, tirx.Evaluate(refuse))
     return tirx.PrimFunc([params[size] for size in sizes], tirx.SeqStmt(checks) if len(checks) != 1 else checks[0])
 
 
 def _unless(condition: Any, refuse: tirx.Stmt) -> list[tirx.Stmt]:
-    """Statements that refuse where a condition does not hold; a division behind an ``and`` is not reached before it."""
+    """Statements that refuse if a condition does not hold; operands of ``and`` and ``or`` are evaluated lazily."""
     if isinstance(condition, tirx.And):
         return [*_unless(condition.a, refuse), *_unless(condition.b, refuse)]
     if isinstance(condition, tirx.Or):
@@ -301,6 +300,6 @@ def _unless(condition: Any, refuse: tirx.Stmt) -> list[tirx.Stmt]:
         return [tirx.IfThenElse(tirx.Not(condition.a), body, None)]
     check = tirx.IfThenElse(tirx.Not(condition), refuse, None)
     for divisor in divisors_in(condition):
-        # The rest is the other branch: TVM computes what is used twice before the statements that use it.
+        # The check is the else branch: TVM hoists common subexpressions before the statements that use them.
         check = tirx.IfThenElse(tirx.EQ(divisor, tirx.const(0, str(divisor.ty))), refuse, check)
     return [check]

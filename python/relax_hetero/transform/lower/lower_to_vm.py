@@ -1,4 +1,4 @@
-"""LowerToVM: dispatches and transfers become what the virtual machine runs.
+"""LowerToVM: dispatches and transfers become instructions of the virtual machine.
 
 Before::
 
@@ -10,14 +10,13 @@ After::
     storage = R.vm.alloc_storage(R.shape([16]), 0, "uint8", "global")
     alloc = R.vm.alloc_tensor(storage, 0, R.shape([4]), "float32", 0)
     cls.scale(x, alloc)
-    gv = R.call_packed("relax_hetero.to_device", alloc, 1, 0)   # between CPUs an alias; else it gets its room, too
+    gv = R.call_packed("relax_hetero.to_device", alloc, 1, 0)   # an alias between CPUs, else with a receive buffer
     R.vm.kill_object(storage)
 
 Output tensors are allocated explicitly and freed after their last use, storage is planned per device, and shapes are
-computed on the host. `lowering_steps` lists the passes that do it, TVM's and ours. Before them, kernels get root
-blocks, devices go from the types by which functions are called, and arguments that are written to are noted; after
-them, kernels that only kernels call lose their symbols (`keep_private_kernels`), and divisors of sizes are checked
-(`check_size_divisors`).
+computed on the host. `lowering_steps` lists the passes, TVM's and ours. Before them, kernels get root blocks, callee
+types lose their devices, and functions are annotated with the arguments that they write to; after them, kernels that
+only kernels call lose their symbols (`keep_private_kernels`), and divisors of sizes are checked (`CheckSizeDivisors`).
 
 Assumes FormDispatches. A lowered module is returned as it is.
 """
@@ -63,7 +62,7 @@ def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     BuildError
-        When it runs: memory of a module of several devices was planned before, by TVM's own planner.
+        When it runs: TVM's own planner has planned the memory of a module with several devices.
     """
     if is_lowered(mod):
         return mod
@@ -84,7 +83,7 @@ LowerToVM = declare_pass("LowerToVM", lower_to_vm)
 
 
 def _refuse_planned(mod: tvm.IRModule) -> None:
-    """Stock StaticPlanBlockMemory lets values of two devices share a storage, and nothing tells afterwards which."""
+    """Refuse memory that stock StaticPlanBlockMemory planned: values of two devices may share a storage."""
     for gv, func in relax_functions(mod):
         for binding in walk_bindings(func):
             if op_name(binding.value) in _STORAGES:
@@ -102,10 +101,10 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
     Parameters
     ----------
     must_copy : bool
-        Option of LowerTransfers.
+        Option of LowerTransfers: results of transfers must be new tensors.
     """
     return [
-        # A kernel that moves nothing would become an alias, which a kernel in place may not overwrite.
+        # A reshape would become an alias, which an in-place kernel must not overwrite.
         *([] if must_copy else [relax.transform.RewriteDataflowReshape()]),
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
@@ -130,14 +129,14 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
 def with_registers(mod: tvm.IRModule) -> tvm.IRModule:
     """Give a register to results of calls even if they are empty tuples.
 
-    A function in bytecode writes its result anyway: the called one, or one of this machine that a callback or a packed
+    A bytecode function always writes its result: the callee, or a function of this machine that a callback or a packed
     function calls.
     """
 
     def change(binding: relax.Binding) -> relax.Binding:
         call, ty = binding.value, binding.var.ty
-        is_nothing = isinstance(ty, tvm.ir.TupleType) and not ty.fields
-        if not (is_nothing and isinstance(call, relax.Call)):
+        is_empty = isinstance(ty, tvm.ir.TupleType) and not ty.fields
+        if not (is_empty and isinstance(call, relax.Call)):
             return binding
         is_function = isinstance(call.op, relax.Var) or isinstance(mod.functions.get(call.op), relax.Function)
         if not (is_function or is_foreign(call)):
@@ -149,16 +148,16 @@ def with_registers(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def keep_private_kernels(mod: tvm.IRModule) -> tvm.IRModule:
-    """Take the symbol off PrimFuncs that only PrimFuncs call; what Relax calls too gets a private copy for them."""
-    by_relax = _called(mod, relax.Function)
-    by_kernels = _called(mod, tirx.PrimFunc)
+    """Remove the symbols of PrimFuncs that PrimFuncs call; those that Relax calls too get a private copy."""
+    by_relax = _callees(mod, relax.Function)
+    by_kernels = _callees(mod, tirx.PrimFunc)
     if not by_kernels:
         return mod
     functions = dict(mod.functions.items())
-    taken = {gv.name_hint for gv in functions}
+    used_names = {gv.name_hint for gv in functions}
     private: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
     for gv in by_kernels:
-        private[gv] = fresh_global_var(f"{gv.name_hint}_private", gv.ty, taken) if gv in by_relax else gv
+        private[gv] = fresh_global_var(f"{gv.name_hint}_private", gv.ty, used_names) if gv in by_relax else gv
         functions[private[gv]] = functions[gv].without_attr("global_symbol")
     for gv, func in functions.items():
         if isinstance(func, tirx.PrimFunc):
@@ -167,15 +166,15 @@ def keep_private_kernels(mod: tvm.IRModule) -> tvm.IRModule:
     return copy_module(mod, functions)
 
 
-def _called(mod: tvm.IRModule, kind: type[Any]) -> dict[tvm.ir.GlobalVar, None]:
+def _callees(mod: tvm.IRModule, kind: type[Any]) -> dict[tvm.ir.GlobalVar, None]:
     """The PrimFuncs that functions of a kind refer to, in order."""
-    found: dict[tvm.ir.GlobalVar, None] = {}
+    callees: dict[tvm.ir.GlobalVar, None] = {}
 
-    def on_global(gv: tvm.ir.GlobalVar) -> None:
+    def visit_gv(gv: tvm.ir.GlobalVar) -> None:
         if isinstance(mod.functions.get(gv), tirx.PrimFunc):
-            found[gv] = None
+            callees[gv] = None
 
     for _, func in sorted(mod.functions.items(), key=lambda pair: pair[0].name_hint):
         if isinstance(func, kind):
-            structural_walk(func.body, (tvm.ir.GlobalVar, on_global))
-    return found
+            structural_walk(func.body, (tvm.ir.GlobalVar, visit_gv))
+    return callees

@@ -1,4 +1,4 @@
-"""LowerTransfers: `to_vdevice` becomes a call of the run-time's own `to_device`.
+"""LowerTransfers: `to_vdevice` becomes a call of the run time's own `to_device`.
 
 Before::
 
@@ -6,18 +6,18 @@ Before::
 
 After::
 
-    room: R.Tensor((4,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
-    y: R.Tensor((4,), "float32", "cuda:0") = R.call_packed("relax_hetero.to_device", x, 1, 0, room)
+    buffer: R.Tensor((4,), "float32", "cuda:0") = R.builtin.alloc_tensor(R.shape([4]), "float32", 1, "global")
+    y: R.Tensor((4,), "float32", "cuda:0") = R.call_packed("relax_hetero.to_device", x, 1, 0, buffer)
 
-The operands are the value, the destination's index in the module's device list (the virtual machine knows which
-physical device that is today), and whether the result must be a new tensor even if the value is there already:
-it must in a module that writes in place, since the source may have other readers, and it must where the program asks
-for a copy (`relax_hetero.op.copy`). A tensor of known shape gets room from the machine's pool, whose memory is in use
-already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, a result that need not be
-new gets none: it is its operand by another device's name.
+The operands are the value, the destination's index in the module's device list (the virtual machine maps it to a
+physical device), and whether the result must be a new tensor even if the value is on that device already. It must be
+in a module that writes in place, since the source may have other readers, and where the program asks
+for a copy (`relax_hetero.op.copy`). A tensor of known shape gets a receive buffer from the machine's pool, whose pages
+are mapped already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, a result that
+need not be new gets no buffer: it is an alias of its operand.
 
-Assumes no dataflow blocks, purity checks removed, and memory that is not planned yet, so that rooms share storage with
-other tensors. A second run changes nothing.
+Assumes no dataflow blocks, purity checks removed, and memory that is not planned yet, so that receive buffers share
+storage with other tensors. A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
     ----------
     mod : tvm.IRModule
     must_copy : bool, optional
-        Whether results must be new tensors; None finds out, which CallTIRRewrite makes impossible.
+        True if results must be new tensors; default: if the module writes in place, as seen before CallTIRRewrite.
     """
     if must_copy is None:
         must_copy = writes_in_place(mod)
@@ -56,11 +56,16 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
         index = 0 if destination is None else vdevice_index(destination, vdevices)
         must_be_new = must_copy or is_copy
         is_alias = not must_be_new and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
-        room = [] if is_alias else _receive_buffer(binding.var, index)
-        operands = [value.args[0], relax.prim_value(index), relax.prim_value(int(must_be_new)), *(r.var for r in room)]
+        buffer = [] if is_alias else _receive_buffer(binding.var, index)
+        operands = [
+            value.args[0],
+            relax.prim_value(index),
+            relax.prim_value(int(must_be_new)),
+            *(b.var for b in buffer),
+        ]
         ty = binding.var.ty
         call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
-        return [*room, relax.VarBinding(binding.var, call, binding.span)]
+        return [*buffer, relax.VarBinding(binding.var, call, binding.span)]
 
     functions = dict(mod.functions.items())
     functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
@@ -71,28 +76,28 @@ LowerTransfers = declare_pass("LowerTransfers", lower_transfers)
 
 
 def _receive_buffer(result: relax.Var, index: int) -> list[relax.VarBinding]:
-    """A binding that allocates the result of a transfer; none where its shape or memory is not plain."""
+    """A binding that allocates a transfer's result; none if the shape is unknown or the memory is not "global"."""
     ty = result.ty
-    plain = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
-    if not plain or ty.vdevice.memory_scope != "global":
+    is_known = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
+    if not is_known or ty.vdevice.memory_scope != "global":
         return []
     alloc = relax.op.builtin.alloc_tensor(ty.shape, str(ty.dtype.dtype), index, "global")
     call = relax.Call(alloc.op, list(alloc.args), ret_ty=ty)
-    return [relax.VarBinding(relax.Var(f"{result.name}_room", ty), call)]
+    return [relax.VarBinding(relax.Var(f"{result.name}_buffer", ty), call)]
 
 
 def _is_on_cpu(ty: tvm.ir.Type) -> bool:
-    """Return whether this is a tensor in a CPU's plain memory."""
+    """Return whether a type is a tensor in the "global" memory of a CPU."""
     vdevice = ty.vdevice if isinstance(ty, relax.TensorType) else None
     return vdevice is not None and vdevice.memory_scope == "global" and is_cpu(vdevice)
 
 
 def is_lowered_transfer(value: relax.Expr) -> bool:
-    """Return whether this is what a transfer became."""
+    """Return whether a value is a lowered transfer."""
     is_packed = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
     return is_packed and value.op.global_symbol == TO_DEVICE
 
 
 def writes_in_place(mod: tvm.IRModule) -> bool:
-    """True if any op writes into an operand. Views, aliases and calls can carry a transfer's result to each of them."""
+    """Return whether any op writes into an operand, which may alias a transfer's result by views and calls."""
     return any(op_name(b.value) in IN_PLACE for _, func in relax_functions(mod) for b in walk_bindings(func))

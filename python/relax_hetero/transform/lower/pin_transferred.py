@@ -1,18 +1,18 @@
-"""PinTransferred: what a CPU makes and a GPU gets is allocated in pinned memory, which GPUs copy from at full rate.
+"""PinTransferred: tensors that go from a CPU to a GPU are allocated in pinned memory, for copies at full rate.
 
 Before::
 
     a: R.Tensor((65536,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([65536]), "float32", 0, "global")
     cls.kernel(x, a)
-    b: R.Tensor((65536,), "float32", "cuda:0") = R.call_packed("relax_hetero.to_device", a, 1, 0, room)
+    b: R.Tensor((65536,), "float32", "cuda:0") = R.call_packed("relax_hetero.to_device", a, 1, 0, buffer)
 
 After::
 
     a: R.Tensor((65536,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([65536]), "float32", 0, "pinned")
 
-So is what the step of a schedule returns for a transfer that is a step of its own. Tensors of less than `PINNED_BYTES`
-stay where they are; those of unknown size are pinned, and the run-time looks again. The memory scope says so as long
-as storage is planned: tensors of different scopes share none. `LowerPinnedStorage` turns it into calls.
+Results of a schedule's step are allocated alike if the next step is their transfer. Tensors of less than
+`PINNED_BYTES` stay where they are; those of unknown size are pinned, and the run time decides again. The memory scope
+"pinned" lasts until storage is planned, as tensors of different scopes share none. `LowerPinnedStorage` lowers it.
 
 Assumes that transfers are lowered (LowerTransfers) and memory is not planned yet. A second run changes nothing.
 """
@@ -36,16 +36,16 @@ from .lower_transfers import is_lowered_transfer
 from .plan_memory import ALLOC, size_of, upper_bounds
 
 PINNED = "pinned"
-"""The memory scope of allocations on CPUs that are to be pinned."""
+"""Memory scope of pinned allocations on CPUs."""
 
 
 def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     if not any(map(_copies_pinned, vdevices_of(mod))):
         return mod
-    sent = _results_sent(mod)
+    transferred = _transferred_results(mod)
     functions = dict(mod.functions.items())
-    functions.update({gv: _pinned(func, mod, sent.get(gv.name_hint, ())) for gv, func in relax_functions(mod)})
+    functions.update({gv: _pinned(func, mod, transferred.get(gv.name_hint, ())) for gv, func in relax_functions(mod)})
     return copy_module(mod, functions)
 
 
@@ -56,28 +56,31 @@ def _copies_pinned(vdevice: relax.VDevice) -> bool:
     return backend_of(vdevice.target).pins_memory
 
 
-def _results_sent(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
-    """Results that transfers take to a GPU, by position, of functions that are steps of schedules."""
+def _transferred_results(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
+    """Positions of the results that transfers copy to a GPU, by function that is a step of a schedule."""
     vdevices = vdevices_of(mod)
-    found: dict[str, tuple[int, ...]] = {}
+    positions: dict[str, tuple[int, ...]] = {}
     for schedule in schedules_of(mod):
-        sent: set[int] = set()
+        transferred: set[int] = set()
         for step in reversed(schedule.steps):
             if not step.is_transfer:
-                found[step.function] = tuple(place for place, value in enumerate(step.makes) if value in sent)
-            elif _copies_pinned(vdevices[step.device]) or step.makes[0] in sent:
-                sent.add(step.reads[0])
-    return found
+                positions[step.function] = tuple(
+                    position for position, value in enumerate(step.makes) if value in transferred
+                )
+            elif _copies_pinned(vdevices[step.device]) or step.makes[0] in transferred:
+                transferred.add(step.reads[0])
+    return positions
 
 
 def _pinned(func: relax.Function, mod: tvm.IRModule, results: tuple[int, ...]) -> relax.Function:
-    reader = _Reader(vdevices_of(mod))
-    shown = reader.body(func.body)
-    fields = shown if isinstance(shown, tuple) else (shown,)
-    for place in results:
-        reader.sent.update(flattened(fields[place]))
+    walk = _AliasWalk(vdevices_of(mod))
+    roots = walk.body(func.body)
+    fields = roots if isinstance(roots, tuple) else (roots,)
+    for position in results:
+        walk.transferred.update(flattened(fields[position]))
     bounds = upper_bounds(func)
-    chosen = {reader.allocated[number].var for number in reader.sent if _is_large(reader.allocated[number], bounds)}
+    allocations = [walk.allocated[number] for number in walk.transferred]
+    chosen = {binding.var for binding in allocations if _is_large(binding, bounds)}
 
     def change(binding: relax.Binding) -> relax.Binding:
         if binding.var not in chosen:
@@ -95,24 +98,24 @@ def _is_large(binding: relax.Binding, bounds: Mapping[str, int]) -> bool:
 
 
 @dataclass
-class _Reader:
-    """Goes through a function in order.
+class _AliasWalk:
+    """A walk over a function in order.
 
     Attributes
     ----------
     allocated : list of Binding
-        Those that allocate on a CPU, in its plain memory.
-    sent : set of int
-        Numbers of those that transfers take to a GPU.
+        Bindings that allocate in the "global" memory of a CPU.
+    transferred : set of int
+        Numbers of the allocations that transfers copy to a GPU.
     """
 
     vdevices: list[relax.VDevice]
     allocated: list[relax.Binding] = field(default_factory=list)
-    sent: set[int] = field(default_factory=set)
+    transferred: set[int] = field(default_factory=set)
     _aliases: TensorAliases = field(default_factory=TensorAliases)
 
     def body(self, body: relax.SeqExpr) -> Roots:
-        """Read the bindings of a body, and what it shows."""
+        """Walk the bindings of a body; returns the allocations that its result aliases."""
         for block in body.blocks:
             for binding in block.bindings:
                 self._aliases.bind(binding.var, self._binding(binding))
@@ -128,11 +131,11 @@ class _Reader:
             self.allocated.append(binding)
             return frozenset((len(self.allocated) - 1,))
         if is_lowered_transfer(value):
-            source, device, _, *room = value.args
+            source, device, _, *buffer = value.args
             if _copies_pinned(self.vdevices[int(device.value)]):
-                self.sent.update(flattened(self._aliases.of(source)))
+                self.transferred.update(flattened(self._aliases.of(source)))
                 return NOTHING
-            return merged([self._aliases.of(operand) for operand in (source, *room)])
+            return merged([self._aliases.of(operand) for operand in (source, *buffer)])
         return self._aliases.of(value) if not isinstance(value, relax.Call) or is_view(value) else NOTHING
 
     def _is_plain(self, alloc: relax.Call) -> bool:

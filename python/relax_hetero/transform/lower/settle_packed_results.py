@@ -1,4 +1,4 @@
-"""SettlePackedResults: what code outside of the module returns is checked, and moved to where the caller wants it.
+"""SettlePackedResults: results of code outside of the module are checked, and moved to their device.
 
 Before::
 
@@ -10,9 +10,9 @@ After::
     _ = R.call_packed("relax_hetero.check_returned", y_packed, "packed function 'numpy_fft'", -1, 1, "float32", 4)
     y: R.Tensor((4,), "float32", "llvm:1") = R.to_vdevice(y_packed, "llvm:1")
 
-A packed function, or a callback that the caller gave, may return anything, or nothing where nobody reads it; and it may
-allocate where it likes, most often on the first CPU. Tuples are taken apart and made again. The virtual machine's and
-TVM's own functions are left alone. LowerTransfers makes the transfer a check where the result is in place already.
+A packed function, or a callback argument, may return anything, and may allocate on any device, most often on the first
+CPU. Unread results are not checked. Tuples are split and rebuilt. The virtual machine's and TVM's own functions are
+left alone. The transfer copies nothing if the result is on its device already.
 
 Assumes a placed module with purity checks removed. Runs once: a second run adds a second check.
 """
@@ -33,7 +33,7 @@ CHECK_RETURNED = "relax_hetero.check_returned"
 
 
 def is_foreign(value: relax.Expr) -> bool:
-    """Return whether this calls a packed function that neither the virtual machine nor TVM or this library brings."""
+    """Return whether a value calls a packed function that belongs neither to TVM nor to this library."""
     is_call = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
     return is_call and not is_own_function(value.op.global_symbol)
 
@@ -52,7 +52,7 @@ SettlePackedResults = declare_pass("SettlePackedResults", settle_packed_results)
 
 
 def _add_read(expr: relax.Expr, read: set[relax.Var], is_result_read: bool = True) -> None:
-    """Add to `read` the variables of a body, or of a branch, that are read."""
+    """Add the variables of a body, or of a branch, that are read to `read`."""
     if is_result_read:
         read.update(used_vars(expr.body if isinstance(expr, relax.SeqExpr) else expr))
     for binding in reversed(list(walk_bindings(expr, nested=False))):
@@ -72,35 +72,35 @@ def _settle(read: set[relax.Var], binding: relax.Binding) -> relax.Binding | lis
         return binding
     if all(tensor.vdevice is None for tensor in tensor_types(ty)):
         return binding
-    what = f"callback {call.op.name!r}" if is_callback else f"packed function {call.op.global_symbol!r}"
+    origin = f"callback {call.op.name!r}" if is_callback else f"packed function {call.op.global_symbol!r}"
     returned = relax.Var(f"{binding.var.name}_packed", ty)
-    return [relax.VarBinding(returned, call, binding.span), *_move(returned, binding.var, what)]
+    return [relax.VarBinding(returned, call, binding.span), *_checked_move(returned, binding.var, origin)]
 
 
-def _move(value: relax.Var, result: relax.Var, what: str) -> list[relax.Binding]:
-    """Bindings that make `result` of `value`, each tensor in it checked and moved to where its type says."""
+def _checked_move(value: relax.Var, result: relax.Var, origin: str) -> list[relax.Binding]:
+    """Bindings of `result` to `value`, with each tensor checked and moved to the device of its type."""
     ty = value.ty
     if isinstance(ty, relax.TensorType) and ty.vdevice is not None:
         extents = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else ()
         dims = [int(extent) if isinstance(extent, tirx.IntImm) else -1 for extent in extents]
-        moved = relax.op.to_vdevice(value, ty.vdevice)
-        made = relax.Call(moved.op, list(moved.args), moved.attrs, ret_ty=ty)
+        op = relax.op.to_vdevice(value, ty.vdevice)
+        transfer = relax.Call(op.op, list(op.args), op.attrs, ret_ty=ty)
         dtype = "" if ty.dtype is None else str(ty.dtype.dtype)
-        return [_check(value, what, -1, int(ty.ndim), dtype, *dims), relax.VarBinding(result, made)]
+        return [_check(value, origin, -1, int(ty.ndim), dtype, *dims), relax.VarBinding(result, transfer)]
     if not isinstance(ty, tvm.ir.TupleType):
         return [relax.VarBinding(result, value)]
-    bindings: list[relax.Binding] = [_check(value, what, len(ty.fields))]
+    bindings: list[relax.Binding] = [_check(value, origin, len(ty.fields))]
     fields = []
-    for i, field_ty in enumerate(ty.fields):
-        field, there = relax.Var(f"{value.name}_{i}", field_ty), relax.Var(f"{result.name}_{i}", field_ty)
-        bindings += [relax.VarBinding(field, relax.TupleGetItem(value, i)), *_move(field, there, what)]
-        fields.append(there)
+    for index, field_ty in enumerate(ty.fields):
+        field, target = relax.Var(f"{value.name}_{index}", field_ty), relax.Var(f"{result.name}_{index}", field_ty)
+        bindings += [relax.VarBinding(field, relax.TupleGetItem(value, index)), *_checked_move(field, target, origin)]
+        fields.append(target)
     return [*bindings, relax.VarBinding(result, relax.Tuple(fields))]
 
 
-def _check(value: relax.Var, what: str, *form: int | str) -> relax.Binding:
-    """A call that refuses a value of another form: number of fields, or for a tensor -1, rank, type and extents."""
-    texts = [tvm.ir.StringImm(each) if isinstance(each, str) else relax.prim_value(each) for each in (what, *form)]
-    nothing = tvm.ir.TupleType([])
-    call = relax.Call(relax.ExternFunc(CHECK_RETURNED), [value, *texts], None, [nothing], ret_ty=nothing)
-    return relax.VarBinding(relax.Var("_", nothing), call)
+def _check(value: relax.Var, origin: str, *form: int | str) -> relax.Binding:
+    """A call that checks the form of a value: the number of fields, or for a tensor -1, rank, type and extents."""
+    args = [tvm.ir.StringImm(arg) if isinstance(arg, str) else relax.prim_value(arg) for arg in (origin, *form)]
+    empty = tvm.ir.TupleType([])
+    call = relax.Call(relax.ExternFunc(CHECK_RETURNED), [value, *args], None, [empty], ret_ty=empty)
+    return relax.VarBinding(relax.Var("_", empty), call)

@@ -1,9 +1,10 @@
-"""A function's work in parts: maximal stretches on one device with the same transfers before and after them.
+"""A function's work in parts: maximal sets of bindings on one device with the same transfers before and after them.
 
-Transfers, and what uses several devices (control flow, calls of functions), are parts of their own. What costs nothing
-belongs to the part whose result it shows, or else to nobody: whatever uses it has a copy. A part whose work takes
-less time than handing it to a queue joins the only part that reads it, or that it reads, if both are on one device:
-that delays others by next to nothing. `BindingDevices` says which devices a binding uses, calls followed.
+Transfers, and bindings that use several devices (control flow, calls of functions), are parts of their own. A binding
+without cost, such as a view, belongs to the part whose result it views, or else to no part: its users get copies. A
+part whose work takes less time than its submission to a queue joins its only reader, or the only part that it reads, if
+both are on one device: the delay of others is negligible. `BindingDevices` tells the devices that a binding uses,
+including those of its callees.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from ..ir.blocks import used_vars
 from ..ir.kernels import call_vdevice, tensor_bytes
 from ..ir.op_names import IN_PLACE, RESHAPE
 from ..ir.rewriting import global_vars_in, op_name, tensor_types, walk_bindings
-from .transfer_dependences import Around, Reads, is_transfer, transfer_dependences
+from .transfer_dependences import Dependences, Reads, is_transfer, transfer_dependences
 from .written_arguments import overwritten
 
 SMALL_PART_BYTES = 64 << 10
-"""Work whose tensors hold fewer bytes takes some 10 us, less than a queue needs to hand over a part."""
+"""Bytes of tensors up to which work takes some 10 us, less than the submission of a part to a queue."""
 
 TYPICAL_EXTENT = 64
-"""Assumed value of a symbolic size."""
+"""Value that is assumed for a symbolic size."""
 
 
 @dataclass
 class Part:
-    """Bindings that are done together.
+    """Bindings that run together.
 
     Attributes
     ----------
@@ -44,7 +45,7 @@ class Part:
     members : list of int
         Indices of its bindings, in order.
     is_isolated : bool
-        Whether it is one binding that stands apart.
+        True for a single binding that cannot be merged: a transfer, or one that uses several devices.
     """
 
     devices: tuple[int, ...]
@@ -53,23 +54,23 @@ class Part:
 
 
 class DevicePartition:
-    """The parts of some bindings.
+    """The parts of a sequence of bindings.
 
     Parameters
     ----------
     bindings : sequence of relax.Binding
-        In order.
+        Bindings in program order.
     devices : BindingDevices
         Devices of their module.
 
     Attributes
     ----------
     bindings : list of relax.Binding
-        As given.
+        The bindings, and constants that `bind` added.
     parts : dict of int to Part
         Parts by number.
     part_of : dict of int to int
-        From the index of a binding to the number of its part; what belongs to nobody is missing.
+        From the index of a binding to the number of its part; bindings without a part are missing.
     """
 
     def __init__(self, bindings: Sequence[relax.Binding], devices: BindingDevices) -> None:
@@ -81,52 +82,52 @@ class DevicePartition:
         self._merge_small()
 
     def in_order(self) -> list[int]:
-        """The parts' numbers so that each follows what it reads; of those that may be next, what most waits for."""
+        """The parts' numbers in topological order; of ready parts the one with the longest chain of readers first."""
         sources = self._sources()
-        readers, left = _reversed(sources), {number: len(read) for number, read in sources.items()}
+        readers, pending_reads = _reversed(sources), {number: len(read) for number, read in sources.items()}
         rank: dict[int, int] = {}
-        for number in reversed(_sorted(readers, left)):
+        for number in reversed(_sorted(readers, pending_reads)):
             rank[number] = max((rank[r] + self.parts[r].is_isolated for r in readers[number]), default=0)
-        ready = [(-rank[number], number) for number, count in left.items() if not count]
+        ready = [(-rank[number], number) for number, count in pending_reads.items() if not count]
         heapq.heapify(ready)
         order: list[int] = []
         while ready:
             number = heapq.heappop(ready)[1]
             order.append(number)
             for reader in readers[number]:
-                left[reader] -= 1
-                if not left[reader]:
+                pending_reads[reader] -= 1
+                if not pending_reads[reader]:
                     heapq.heappush(ready, (-rank[reader], reader))
         return order
 
     def add(self, index: int) -> None:
-        """A part of a binding that belongs to nobody."""
+        """Add a part for a binding without one."""
         self._join(self._open((self._devices.device(self.bindings[index].value),), False), index)
 
     def bind(self, var: relax.Var, constant: relax.Expr) -> None:
-        """Another binding, in a part of its own."""
+        """Add a binding of a constant, in a part of its own."""
         self.bindings.append(relax.VarBinding(var, constant))
         self._reads.direct.append([])
         self._reads.makers.append([])
         self.add(len(self.bindings) - 1)
 
     def _form(self) -> None:
-        places, bindings = self._devices, self.bindings
-        devices = [() if places.is_free(binding) else places.devices(binding) for binding in bindings]
-        apart = [len(used) > 1 or is_transfer(binding) for binding, used in zip(bindings, devices, strict=True)]
-        works_on = [used[0] if used and not alone else None for used, alone in zip(devices, apart, strict=True)]
-        around = transfer_dependences(bindings, self._reads, works_on, apart)
-        opened: dict[tuple[int, Around], int] = {}
+        bindings = self.bindings
+        used = [() if self._devices.is_free(binding) else self._devices.devices(binding) for binding in bindings]
+        isolated = [len(devices) > 1 or is_transfer(binding) for binding, devices in zip(bindings, used, strict=True)]
+        works_on = [d[0] if d and not is_isolated else None for d, is_isolated in zip(used, isolated, strict=True)]
+        dependences = transfer_dependences(bindings, self._reads, works_on, isolated)
+        numbers: dict[tuple[int, Dependences], int] = {}
         for index, device in enumerate(works_on):
-            if apart[index]:
-                self._join(self._open(devices[index], True), index)
+            if isolated[index]:
+                self._join(self._open(used[index], True), index)
             elif device is None:
                 self._follow(index)
             else:
-                kind = (device, around[index])
-                if kind not in opened:
-                    opened[kind] = self._open((device,), False)
-                self._join(opened[kind], index)
+                key = (device, dependences[index])
+                if key not in numbers:
+                    numbers[key] = self._open((device,), False)
+                self._join(numbers[key], index)
 
     def _open(self, devices: tuple[int, ...], is_isolated: bool) -> int:
         number = max(self.parts, default=-1) + 1
@@ -138,7 +139,7 @@ class DevicePartition:
         self.part_of[index] = number
 
     def _follow(self, index: int) -> None:
-        """Have what costs nothing follow the work that it shows the result of, if it shows nothing else."""
+        """Add a binding without cost to the part whose result it views, if it reads nothing else."""
         value = self.bindings[index].value
         reads = self._reads.direct[index]
         sources = {self.part_of.get(read) for read in reads}
@@ -148,35 +149,35 @@ class DevicePartition:
                 self._join(source, index)
 
     def _makers(self, index: int) -> set[int]:
-        """Parts whose results a binding reads, through what belongs to nobody."""
-        found: set[int] = set()
+        """The bindings with a part that a binding reads, directly or through bindings without a part."""
+        makers: set[int] = set()
         for read in self._reads.direct[index]:
-            found |= {read} if read in self.part_of else self._makers(read)
-        return found
+            makers |= {read} if read in self.part_of else self._makers(read)
+        return makers
 
     def _sources(self) -> dict[int, set[int]]:
         """The parts that each part reads."""
-        found: dict[int, set[int]] = {}
+        sources: dict[int, set[int]] = {}
         for number, part in self.parts.items():
             makers = {self.part_of[maker] for index in part.members for maker in self._makers(index)}
-            found[number] = makers - {number}
-        return found
+            sources[number] = makers - {number}
+        return sources
 
     def _merge_small(self) -> None:
         sources = self._sources()
         readers = _reversed(sources)
         sizes = {number: self._nbytes(part) for number, part in self.parts.items() if not part.is_isolated}
-        found = True
-        while found:
-            found = False
+        has_merged = True
+        while has_merged:
+            has_merged = False
             for number in [number for number, size in sizes.items() if size <= SMALL_PART_BYTES]:
-                for near in (readers[number], sources[number]) if sizes[number] <= SMALL_PART_BYTES else ():
-                    into = next(iter(near)) if len(near) == 1 else -1
+                for neighbours in (readers[number], sources[number]) if sizes[number] <= SMALL_PART_BYTES else ():
+                    into = next(iter(neighbours)) if len(neighbours) == 1 else -1
                     if into in sizes and self.parts[into].devices == self.parts[number].devices:
                         self._merge(number, into)
                         _contract(number, into, sources, readers)
                         sizes[into] += sizes.pop(number)
-                        found = True
+                        has_merged = True
                         break
 
     def _merge(self, number: int, into: int) -> None:
@@ -185,39 +186,39 @@ class DevicePartition:
         self.part_of |= dict.fromkeys(part.members, into)
 
     def _nbytes(self, part: Part) -> int:
-        """Bytes of the tensors that its work reads and makes."""
+        """Bytes of the tensors that a part reads and defines."""
         total = 0
         for index in part.members:
             binding = self.bindings[index]
             if not self._devices.is_free(binding):
                 if op_name(binding.value) in (None, *CALLS):
-                    return SMALL_PART_BYTES + 1  # nobody knows
+                    return SMALL_PART_BYTES + 1  # unknown
                 args = binding.value.args
                 total += sum(_nbytes(ty) for value in (binding.var, *args) for ty in tensor_types(value.ty))
         return total
 
 
 def _contract(number: int, into: int, sources: dict[int, set[int]], readers: dict[int, set[int]]) -> None:
-    """Have one node of a graph take the place of another."""
-    for there, back in ((sources, readers), (readers, sources)):
-        for near in there.pop(number):
-            back[near].discard(number)
-            if near != into:
-                back[near].add(into)
-                there[into].add(near)
+    """Merge the node `number` of a graph into the node `into`."""
+    for edges, reversed_edges in ((sources, readers), (readers, sources)):
+        for neighbour in edges.pop(number):
+            reversed_edges[neighbour].discard(number)
+            if neighbour != into:
+                reversed_edges[neighbour].add(into)
+                edges[into].add(neighbour)
 
 
 def _reversed(sources: Mapping[int, set[int]]) -> dict[int, set[int]]:
-    """The other direction of a graph."""
-    found: dict[int, set[int]] = {number: set() for number in sources}
-    for number, near in sources.items():
-        for source in near:
-            found[source].add(number)
-    return found
+    """The graph with reversed edges."""
+    readers: dict[int, set[int]] = {number: set() for number in sources}
+    for number, neighbours in sources.items():
+        for source in neighbours:
+            readers[source].add(number)
+    return readers
 
 
 def _nbytes(ty: relax.TensorType) -> int:
-    """Bytes of a tensor; more than `SMALL` where its type does not say."""
+    """Bytes of a tensor; more than `SMALL_PART_BYTES` if its shape is unknown."""
     if not isinstance(ty.shape, relax.ShapeExpr) or ty.dtype is None:
         return SMALL_PART_BYTES + 1
     extents = [
@@ -226,34 +227,34 @@ def _nbytes(ty: relax.TensorType) -> int:
     return tensor_bytes([int(tvm.sym.Analyzer().simplify(extent)) for extent in extents], ty.dtype.dtype)
 
 
-def _sorted(readers: Mapping[int, set[int]], missing: Mapping[int, int]) -> list[int]:
-    """Parts so that each follows what it reads."""
-    left = dict(missing)
-    order = [number for number, count in left.items() if not count]
+def _sorted(readers: Mapping[int, set[int]], num_reads: Mapping[int, int]) -> list[int]:
+    """Parts in topological order."""
+    pending_reads = dict(num_reads)
+    order = [number for number, count in pending_reads.items() if not count]
     for number in order:
         for reader in readers[number]:
-            left[reader] -= 1
-            if not left[reader]:
+            pending_reads[reader] -= 1
+            if not pending_reads[reader]:
                 order.append(reader)
     return order
 
 
-_ANYWHERE = ("relax.invoke_closure", "relax.invoke_pure_closure", "relax.make_closure")
+_CLOSURE_OPS = ("relax.invoke_closure", "relax.invoke_pure_closure", "relax.make_closure")
 
 CALLS = (
-    *_ANYWHERE,
+    *_CLOSURE_OPS,
     "relax.call_pure_packed",
     "relax.call_dps_packed",
     "relax.call_inplace_packed",
     "relax.call_builtin_with_ctx",
     "relax.call_py_func",
 )
-"""Ops that run what is not seen in the op itself."""
+"""Ops that call code outside of the IR, or closures."""
 
 
 @dataclass
 class _Uses:
-    """Devices and functions of the module that code uses itself, and whether it writes in place."""
+    """Devices and functions of the module that code uses directly, and whether it writes in place."""
 
     devices: set[int] = field(default_factory=set)
     functions: set[tvm.ir.GlobalVar] = field(default_factory=set)
@@ -266,7 +267,7 @@ class BindingDevices:
     Parameters
     ----------
     mod : tvm.IRModule
-        Placed.
+        Placed module.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
@@ -274,10 +275,10 @@ class BindingDevices:
         self._vdevices = vdevices_of(mod)
         host = host_vdevice(self._vdevices)
         self.host = vdevice_index(host, self._vdevices) if host is not None else -1
-        self._of_functions: dict[tvm.ir.GlobalVar, _Uses] = {}
+        self._uses_by_function: dict[tvm.ir.GlobalVar, _Uses] = {}
 
     def is_free(self, binding: relax.Binding) -> bool:
-        """True if a binding costs nothing: it names, groups or views others, is a shape or a number, or requires."""
+        """Return whether a binding costs nothing: an alias, tuple, view, shape, number or requirement."""
         value = binding.value
         return (
             is_requirement(value)
@@ -286,76 +287,77 @@ class BindingDevices:
         )
 
     def device(self, value: relax.Expr) -> int:
-        """The device that an op works on, or that a value is on: manifest index, -1 for the implicit host."""
+        """Manifest index of the device of an op or a value; -1 for the implicit host."""
         vdevice = call_vdevice(value) if isinstance(value, relax.Call) else None
         if vdevice is None:
             vdevice = next((t.vdevice for t in tensor_types(value.ty) if t.vdevice is not None), None)
         return vdevice_index(vdevice, self._vdevices) if vdevice is not None else self.host
 
     def devices(self, binding: relax.Binding) -> tuple[int, ...]:
-        """The devices that a binding uses, the one whose queue runs it first.
+        """The devices that a binding uses, the first of which is that of its queue.
 
-        Functions of the module use what is written in them, the user's own packed functions the devices of the tensors
-        that they take and give, and closures may use any.
+        Functions of the module use the devices in their bodies, the user's own packed functions those of their operands
+        and results, and closures may use any.
         """
         value = binding.value
         if is_transfer(binding):
-            return tuple(dict.fromkeys([vdevice_index(value.attrs.dst_vdevice, self._vdevices), *self._in(value.args)]))
+            return tuple(
+                dict.fromkeys([vdevice_index(value.attrs.dst_vdevice, self._vdevices), *self._devices_of(value.args)])
+            )
         if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and op_name(value) not in CALLS:
             return (self.device(value),)
-        found = [*self._in([binding.var]), *sorted(self._used_by(binding))]
-        return tuple(dict.fromkeys(found)) or (self.host,)
+        devices = [*self._devices_of([binding.var]), *sorted(self._used_by(binding))]
+        return tuple(dict.fromkeys(devices)) or (self.host,)
 
-    def _in(self, values: Iterable[relax.Expr]) -> Iterator[int]:
+    def _devices_of(self, values: Iterable[relax.Expr]) -> Iterator[int]:
         for value in values:
             for ty in tensor_types(value.ty):
                 if ty.vdevice is not None:
                     yield vdevice_index(ty.vdevice, self._vdevices)
 
-    def writes_what_others_see(self, function: relax.Function) -> bool:
-        """Return whether a function may overwrite a tensor that something else of it reads.
+    def has_visible_writes(self, function: relax.Function) -> bool:
+        """Return whether a function may overwrite a tensor that another binding reads.
 
-        It does not where the tensor is a parameter, which is the call's own then, or comes out of a kernel, and nothing
-        but the work that overwrites it uses it.
+        A write is invisible if the tensor is a parameter or a kernel's result, and the write is its only use.
         """
-        own = list(walk_bindings(function.body, nested=False))
-        made = {binding.var for binding in own if op_name(binding.value) == "relax.call_tir"} | {*function.params}
-        uses = Counter(var for value in (*(b.value for b in own), function.body.body) for var in used_vars(value))
-        writers = [binding.value for binding in own if op_name(binding.value) in IN_PLACE]
-        if any(var not in made or uses[var] > 1 for value in writers for var in overwritten(value, set())):
+        bindings = list(walk_bindings(function.body, nested=False))
+        owned = {binding.var for binding in bindings if op_name(binding.value) == "relax.call_tir"} | {*function.params}
+        uses = Counter(var for value in (*(b.value for b in bindings), function.body.body) for var in used_vars(value))
+        writers = [binding.value for binding in bindings if op_name(binding.value) in IN_PLACE]
+        if any(var not in owned or uses[var] > 1 for value in writers for var in overwritten(value, set())):
             return True
         own_uses = self._uses(binding for binding in walk_bindings(function.body) if binding.value not in writers)
-        return any(uses.writes for uses in self._reached(own_uses))
+        return any(uses.writes for uses in self._transitive_uses(own_uses))
 
     def _used_by(self, binding: relax.Binding) -> set[int]:
-        """The devices that a binding and all that it calls use."""
+        """The devices that a binding and its transitive callees use."""
         inside = walk_bindings(relax.SeqExpr([relax.BindingBlock([binding])], relax.Tuple([])))
-        return {device for uses in self._reached(self._uses(inside)) for device in uses.devices}
+        return {device for uses in self._transitive_uses(self._uses(inside)) for device in uses.devices}
 
-    def _reached(self, own: _Uses) -> Iterator[_Uses]:
-        """Uses of code and of each function that it calls."""
+    def _transitive_uses(self, own: _Uses) -> Iterator[_Uses]:
+        """Uses of code and of each of its transitive callees."""
         yield own
-        seen: set[tvm.ir.GlobalVar] = set()
+        visited: set[tvm.ir.GlobalVar] = set()
         pending = list(own.functions)
         while pending:
             callee = pending.pop()
-            if callee not in seen:
-                seen.add(callee)
-                if callee not in self._of_functions:
-                    self._of_functions[callee] = self._uses(walk_bindings(self._mod.functions[callee].body))
-                yield self._of_functions[callee]
-                pending += self._of_functions[callee].functions
+            if callee not in visited:
+                visited.add(callee)
+                if callee not in self._uses_by_function:
+                    self._uses_by_function[callee] = self._uses(walk_bindings(self._mod.functions[callee].body))
+                yield self._uses_by_function[callee]
+                pending += self._uses_by_function[callee].functions
 
     def _uses(self, bindings: Iterable[relax.Binding]) -> _Uses:
-        found = _Uses()
+        uses = _Uses()
         for binding in bindings:
             value = binding.value
-            found.devices.update(self._in([binding.var]))
-            found.writes = found.writes or op_name(value) in IN_PLACE
+            uses.devices.update(self._devices_of([binding.var]))
+            uses.writes = uses.writes or op_name(value) in IN_PLACE
             if isinstance(value, relax.Call):
-                found.devices.update(self._in(value.args))
+                uses.devices.update(self._devices_of(value.args))
                 callees = global_vars_in(value)
-                found.functions.update(gv for gv in callees if isinstance(self._mod.functions.get(gv), relax.Function))
-                if isinstance(value.op, relax.Var) or op_name(value) in _ANYWHERE:
-                    found.devices.update(range(len(self._vdevices)))
-        return found
+                uses.functions.update(gv for gv in callees if isinstance(self._mod.functions.get(gv), relax.Function))
+                if isinstance(value.op, relax.Var) or op_name(value) in _CLOSURE_OPS:
+                    uses.devices.update(range(len(self._vdevices)))
+        return uses

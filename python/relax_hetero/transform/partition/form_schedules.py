@@ -1,4 +1,4 @@
-"""FormSchedules: a function that uses several devices gets a schedule, by which its work can overlap.
+"""FormSchedules: a function that uses several devices gets a schedule, so that its work can overlap.
 
 Before::
 
@@ -8,7 +8,7 @@ Before::
         c = R.call_tir(cls.g, (b,), ...llvm:1)
         return c
 
-After, besides `main` as it was, which serves calls that run alone::
+After, besides the unchanged `main`, which serves calls without overlap::
 
     def main_step(x: llvm:0):
         a = R.call_tir(cls.f, (x,), ...llvm:0)
@@ -16,18 +16,17 @@ After, besides `main` as it was, which serves calls that run alone::
 
     def main_step_1(b: llvm:1): ...
 
-with a schedule (`artifact.schedule.Schedule`) among the module's attributes: run ``main_step``, take its result to
-llvm:1, run ``main_step_1``. A step is a part of the function (`device_partition`): it begins with the first and ends
-with the last of its kernels, and neither waits for what the other does not need. Control flow, calls of functions and
-of the user's packed functions are steps of their own, which hold every device that they may use. A function that uses
-one of the module's devices is one step, itself, so that another device is free meanwhile.
+with a schedule (`artifact.schedule.Schedule`) among the module's attributes: run ``main_step``, transfer its result to
+llvm:1, run ``main_step_1``. A step is a part of the function (`device_partition`), whose kernels all wait for the same
+transfers. Control flow, calls of functions and of the user's packed functions are steps of their own, which occupy
+every device that they may use. A function that uses one of the module's devices is a single step, itself, so that
+other devices stay free.
 
-What a function requires of the sizes of its parameters is checked by the steps that come first. Functions with other
-checks of shapes, local functions or effects, and those that overwrite what something else reads, or
-call a function that writes in place, have no schedule: there what runs later must not run earlier. They go through the
-queues whole.
+The first steps check the function's requirements on the sizes of its parameters. Functions with other checks of shapes,
+local functions or side effects, and those that overwrite tensors with other readers, or call a function that writes in
+place, have no schedule, as their order must not change. They enter the queues as a whole.
 
-Assumes FormDispatches, and FormCommandBuffers where command buffers are wanted. A lowered module is returned as it is,
+Assumes FormDispatches, and FormCommandBuffers if command buffers are used. A lowered module is returned as it is,
 and so is a module with schedules.
 """
 
@@ -45,7 +44,7 @@ from ..ir.blocks import renamed, used_vars
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import is_lowered
 from ..ir.remarks import remarks_of, with_remarks
-from ..ir.requirements import in_requirements
+from ..ir.requirements import requirement_positions
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
@@ -53,7 +52,7 @@ from ..ir.rewriting import (
     relax_functions,
     typed,
     walk_bindings,
-    with_own_sizes,
+    with_fresh_sizes,
 )
 from .device_partition import BindingDevices, DevicePartition, Part
 from .transfer_dependences import is_transfer
@@ -63,13 +62,13 @@ def form_schedules(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     if is_lowered(mod) or len(vdevices_of(mod)) <= 1 or remarks_of(mod).schedules is not None:
         return mod
-    places = BindingDevices(mod)
-    taken = {gv.name_hint for gv in mod.get_global_vars()}
+    devices = BindingDevices(mod)
+    used_names = {gv.name_hint for gv in mod.get_global_vars()}
     functions = dict(mod.functions.items())
     schedules: list[Schedule] = []
     for gv, func in relax_functions(mod):
-        if "global_symbol" in func.attrs and _can_be_cut(func) and not places.writes_what_others_see(func):
-            cutter = _Cutter(gv.name_hint, func, places, taken)
+        if "global_symbol" in func.attrs and _can_be_cut(func) and not devices.has_visible_writes(func):
+            cutter = _Cutter(gv.name_hint, func, devices, used_names)
             schedules.append(cutter.schedule())
             functions.update(cutter.functions)
     if not schedules:
@@ -81,16 +80,16 @@ FormSchedules = declare_pass("FormSchedules", form_schedules)
 
 
 def schedules_of(mod: tvm.IRModule) -> list[Schedule]:
-    """The schedules of a module that FormSchedules was applied to, or of what became of it."""
+    """The schedules of a module after FormSchedules."""
     return list(remarks_of(mod).schedules or ())
 
 
 def _can_be_cut(func: relax.Function) -> bool:
     bindings = list(walk_bindings(func.body, nested=False))
-    required = in_requirements(bindings)
-    bindings = [binding for position, binding in enumerate(bindings) if position not in required]
-    plain = all(isinstance(b, relax.VarBinding) and not isinstance(b.value, relax.Function) for b in bindings)
-    return bool(func.is_pure) and plain and isinstance(func.body, relax.SeqExpr)
+    positions = requirement_positions(bindings)
+    bindings = [binding for position, binding in enumerate(bindings) if position not in positions]
+    is_plain = all(isinstance(b, relax.VarBinding) and not isinstance(b.value, relax.Function) for b in bindings)
+    return bool(func.is_pure) and is_plain and isinstance(func.body, relax.SeqExpr)
 
 
 class _Cutter:
@@ -99,24 +98,24 @@ class _Cutter:
     Attributes
     ----------
     functions : dict
-        Those of the steps, once the schedule is made.
+        Functions of the steps, after `schedule`.
     """
 
     def __init__(self, name: str, func: relax.Function, devices: BindingDevices, used_names: set[str]) -> None:
         self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
         self._name, self._func, self._devices, self._used_names = name, func, devices, used_names
         bindings = list(walk_bindings(func.body, nested=False))
-        required = in_requirements(bindings)
-        self._required = [binding for position, binding in enumerate(bindings) if position in required]
-        rest = [binding for position, binding in enumerate(bindings) if position not in required]
-        self._parts = DevicePartition(rest, devices)
+        positions = requirement_positions(bindings)
+        self._required = [binding for position, binding in enumerate(bindings) if position in positions]
+        work = [binding for position, binding in enumerate(bindings) if position not in positions]
+        self._parts = DevicePartition(work, devices)
         self._bindings = self._parts.bindings
         self._position = {binding.var: index for index, binding in enumerate(self._bindings)}
         self._inputs: dict[relax.Var, int] = {param: index for index, param in enumerate(func.params)}
         self._numbers = dict(self._inputs)
 
     def schedule(self) -> Schedule:
-        """The schedule."""
+        """Make the schedule, and the functions of its steps."""
         inputs = len(self._func.params)
         used = {device for part in self._parts.parts.values() for device in part.devices}
         if len(used) <= 1:
@@ -125,54 +124,54 @@ class _Cutter:
             names = tuple(name for binding in bindings for name in _callees(binding.value))
             step = Step(device, tuple(range(inputs)), (inputs,), self._name, calls=names)
             return Schedule(self._name, inputs, inputs + 1, (step,), inputs)
-        result = self._shown(self._func.body.body)
-        parts = self._wanted_parts(result)
-        wanted = {var for part in parts for var in self._reads(part)} | set(_vars_in(result))
-        steps = tuple(self._step(part, wanted) for part in parts)
+        result = self._resolved(self._func.body.body)
+        parts = self._needed_parts(result)
+        needed = {var for part in parts for var in self._reads(part)} | set(_vars_in(result))
+        steps = tuple(self._step(part, needed) for part in parts)
         results = self._number_all(result)
         return Schedule(self._name, inputs, len(self._numbers), steps, results)
 
-    def _wanted_parts(self, result: Any) -> list[Part]:
+    def _needed_parts(self, result: Any) -> list[Part]:
         """The parts that results need, in the order of their steps."""
         parts, part_of = self._parts.parts, self._parts.part_of
-        found: set[int] = set()
+        needed: set[int] = set()
         pending = list(_vars_in(result))
         while pending:
             number = part_of.get(self._position.get(pending.pop(), -1))
-            if number is not None and number not in found:
-                found.add(number)
+            if number is not None and number not in needed:
+                needed.add(number)
                 pending += self._reads(parts[number])
-        return [parts[number] for number in self._parts.in_order() if number in found]
+        return [parts[number] for number in self._parts.in_order() if number in needed]
 
     def _closed(self, part: Part) -> list[int]:
-        """A part's bindings, and those of nobody that it uses, in order."""
-        found = set(part.members)
+        """A part's bindings, and the bindings without a part that it uses, in order."""
+        indices = set(part.members)
         pending = list(part.members)
         while pending:
             for var in used_vars(self._bindings[pending.pop()].value):
                 index = self._position.get(var)
-                if index is not None and index not in self._parts.part_of and index not in found:
-                    found.add(index)
+                if index is not None and index not in self._parts.part_of and index not in indices:
+                    indices.add(index)
                     pending.append(index)
-        return sorted(found)
+        return sorted(indices)
 
     def _reads(self, part: Part) -> list[relax.Var]:
-        """The variables that a part takes from others."""
+        """The variables that a part reads from other parts."""
         bindings = [self._bindings[index] for index in self._closed(part)]
         inside = {binding.var for binding in bindings}
         read = dict.fromkeys(var for binding in bindings for var in used_vars(binding.value))
-        # Others are symbolic sizes that kernels take as numbers.
+        # The remaining ones are symbolic sizes that kernels take as numbers.
         return [var for var in read if var not in inside and (var in self._position or var in self._inputs)]
 
-    def _step(self, part: Part, wanted: set[relax.Var]) -> Step:
+    def _step(self, part: Part, needed: set[relax.Var]) -> Step:
         bindings = [self._bindings[index] for index in self._closed(part)]
         first, reads = bindings[0], self._reads(part)
         if len(bindings) == 1 and is_transfer(first) and isinstance(first.value.args[0], relax.Var):
             source = self._devices.device(first.value.args[0])
             return Step(part.devices[0], self._number_each(reads), self._number_each([first.var]), source=source)
-        makes = [self._bindings[index].var for index in part.members if self._bindings[index].var in wanted]
+        makes = [self._bindings[index].var for index in part.members if self._bindings[index].var in needed]
         gv = fresh_global_var(f"{self._name}_step", tvm.ir.Type.missing(), self._used_names)
-        # What a call requires of its sizes, the steps check before which no other step can have done so.
+        # Requirements are checked by the steps that read no results of other steps.
         required = [] if any(self._is_computed(var) for var in reads) else self._required
         func, sizes = step_function([*required, *bindings], reads, makes)
         self.functions[typed(gv, func.ty)] = func
@@ -187,17 +186,17 @@ class _Cutter:
         )
 
     def _is_computed(self, var: relax.Var) -> bool:
-        """Return whether a step that is no mere transfer has made a variable."""
+        """Return whether a step other than a transfer defines a variable."""
         index = self._position.get(var)
         return index is not None and not is_transfer(self._bindings[index])
 
     def _number_each(self, variables: Iterable[relax.Var]) -> tuple[int, ...]:
         return tuple(self._numbers.setdefault(var, len(self._numbers)) for var in variables)
 
-    def _shown(self, expr: relax.Expr) -> Any:
-        """A result as variables that parameters are or parts make, in nested lists for tuples."""
+    def _resolved(self, expr: relax.Expr) -> Any:
+        """A result as parameters and variables of parts, in nested lists for tuples."""
         if isinstance(expr, relax.Tuple):
-            return [self._shown(field) for field in expr.fields]
+            return [self._resolved(field) for field in expr.fields]
         if not isinstance(expr, relax.Var) or not (expr in self._position or expr in self._inputs):
             # A constant, or a symbolic size.
             var = relax.Var(f"{self._name}_result", expr.ty)
@@ -209,7 +208,7 @@ class _Cutter:
             return expr
         value = self._bindings[index].value
         if isinstance(value, (relax.Var, relax.Tuple)):
-            return self._shown(value)
+            return self._resolved(value)
         self._parts.add(index)
         return expr
 
@@ -231,8 +230,8 @@ def _callees(value: relax.Expr) -> Iterator[str]:
 
 def _vars_in(result: Any) -> Iterator[relax.Var]:
     if isinstance(result, list):
-        for part in result:
-            yield from _vars_in(part)
+        for field in result:
+            yield from _vars_in(field)
     else:
         yield result
 
@@ -240,21 +239,21 @@ def _vars_in(result: Any) -> Iterator[relax.Var]:
 def step_function(
     bindings: Sequence[relax.Binding], reads: Sequence[relax.Var], makes: Sequence[relax.Var], is_pure: bool = True
 ) -> tuple[relax.Function, tuple[str, ...]]:
-    """A function of some bindings of another one.
+    """A private function of some bindings of another one.
 
     Parameters
     ----------
     bindings : sequence of relax.Binding
-        In order; without effects, if `is_pure`.
+        Bindings in order; without side effects, if `is_pure`.
     reads, makes : sequence of relax.Var
-        Variables that become its parameters and its results: a tuple unless it is one.
+        Variables that become its parameters, and its result: a tuple if there are several.
 
     Returns
     -------
     relax.Function
-        Private. Its last parameter is a shape, if there are symbolic sizes that its tensors do not give.
+        The function. Its last parameter is a shape if its tensors do not define all symbolic sizes.
     tuple of str
-        The names of these sizes.
+        The names of the sizes in that shape.
     """
     names: dict[relax.Var, relax.Expr] = {var: relax.Var(var.name, var.ty) for var in reads}
     params = list(names.values())
@@ -277,4 +276,4 @@ def step_function(
     sizes = sorted(relax.analysis.free_symbolic_vars(func), key=lambda var: str(var.name))
     if sizes:
         func = relax.Function([*params, relax.Var("sizes", relax.ShapeType(sizes))], body, value.ty, is_pure)
-    return with_own_sizes(func), tuple(str(var.name) for var in sizes)
+    return with_fresh_sizes(func), tuple(str(var.name) for var in sizes)

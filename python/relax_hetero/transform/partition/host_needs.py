@@ -1,8 +1,8 @@
-"""On which hosts each binding of a function is evaluated, and which of its values other hosts need.
+"""Hosts that evaluate each binding of a function, and hosts that need its values.
 
-A tensor is on one host, where its vdevice is. What has no device is a *size*: shapes, numbers, symbolic sizes that a
-``match_cast`` finds. Code that computes sizes from sizes is evaluated on every host that needs them, since that is
-cheaper than asking. Sizes that are read from a tensor are known where it is, and sent to the hosts that need them.
+A tensor is on the host of its vdevice. Values without a device are *sizes*: shapes, numbers, symbolic sizes that a
+``match_cast`` defines. Code that computes sizes from sizes is evaluated on every host that needs them, since that is
+cheaper than a message. Sizes that are read from a tensor are known on its host, and sent to the hosts that need them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Needs: TypeAlias = "dict[str, set[relax.Var]]"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Where a binding is evaluated.
+    """Hosts of a binding.
 
     Attributes
     ----------
     hosts : Hosts
-        Those that evaluate it.
+        Hosts that evaluate it.
     sent_to : Hosts
-        Other hosts, which need the sizes that it makes.
+        Other hosts, which need the sizes that it defines.
     sizes : tuple of relax.Var
-        The symbolic sizes that it finds.
+        The symbolic sizes that it defines.
     """
 
     hosts: Hosts
@@ -63,24 +63,26 @@ class HostNeeds:
     hosts: Hosts
     participants: Mapping[tvm.ir.GlobalVar, Hosts]
     evaluations: dict[relax.Var, Evaluation] = field(default_factory=dict)
-    _found: dict[relax.Var, tuple[relax.Var, ...]] = field(default_factory=dict)
+    _defined_sizes: dict[relax.Var, tuple[relax.Var, ...]] = field(default_factory=dict)
     _working: set[str] = field(default_factory=set)
     _name: str = ""
 
     def add(self, gv: tvm.ir.GlobalVar, func: relax.Function) -> None:
-        """Note the evaluations of a function's bindings."""
+        """Add the evaluations of a function's bindings."""
         self._name, self._working = gv.name_hint, set()
-        given = set(sizes_of_parameters(func))
-        self._find_sizes(func.body, set(given))
+        parameter_sizes = set(parameter_symbols(func))
+        self._find_sizes(func.body, set(parameter_sizes))
         hosts = self.participants[gv]
-        result = set(filter(_is_size_like, used_vars(func.body.body))) | (set(symbols_in(func.ret_ty)) - given)
+        result = set(filter(_is_size_like, used_vars(func.body.body))) | (
+            set(symbols_in(func.ret_ty)) - parameter_sizes
+        )
         needs: Needs = {host: set(result) for host in hosts}
-        self._scan(list(walk_bindings(func.body, nested=False)), needs, given)
+        self._scan(list(walk_bindings(func.body, nested=False)), needs, parameter_sizes)
 
     def where(self, binding: relax.Binding) -> Hosts:
-        """The hosts that must evaluate a binding; empty where it is evaluated wherever its sizes are needed."""
+        """The hosts that must evaluate a binding; empty if the hosts that need its sizes evaluate it."""
         value = binding.value
-        found = set(hosts_in(binding.var.ty))
+        hosts = set(hosts_in(binding.var.ty))
         if isinstance(value, relax.Function) or _calls_closure(value):
             raise BuildError(
                 f"function {self._name!r}: {binding.var.name!r} is, or calls, a function inside a function; expected "
@@ -88,27 +90,27 @@ class HostNeeds:
             )
         if isinstance(value, relax.If):
             for inner in (*walk_bindings(value.true_branch), *walk_bindings(value.false_branch)):
-                found |= set(self.where(inner)) | set(hosts_in(inner.var.ty))
+                hosts |= set(self.where(inner)) | set(hosts_in(inner.var.ty))
             for branch in (value.true_branch, value.false_branch):
-                found |= set(hosts_in(branch.body.ty))
+                hosts |= set(hosts_in(branch.body.ty))
         elif isinstance(value, relax.Call) and value.op in self.participants:
-            found |= set(self.participants[value.op])
+            hosts |= set(self.participants[value.op])
         elif isinstance(value, relax.Call) and not is_requirement(value):
-            found |= {host for arg in value.args for host in hosts_in(arg.ty)}
-            if not found and has_effect(value):
-                found = {self.hosts[0]}
-        elif isinstance(value, relax.TupleGetItem) and not found:  # a size beside tensors is known where they are
-            found |= set(hosts_in(value.tuple_value.ty))
+            hosts |= {host for arg in value.args for host in hosts_in(arg.ty)}
+            if not hosts and has_effect(value):
+                hosts = {self.hosts[0]}
+        elif isinstance(value, relax.TupleGetItem) and not hosts:  # a size next to tensors is known on their hosts
+            hosts |= set(hosts_in(value.tuple_value.ty))
         elif is_tensor_constant(value):
-            found |= set(hosts_in(value.ty))
-        return tuple(host for host in self.hosts if host in found)
+            hosts |= set(hosts_in(value.ty))
+        return tuple(host for host in self.hosts if host in hosts)
 
     def _find_sizes(self, body: relax.Expr, known: set[relax.Var]) -> None:
-        """Which ``match_cast`` finds which symbolic sizes."""
+        """Record the symbolic sizes that each ``match_cast`` defines."""
         for binding in walk_bindings(body, nested=False):
             if isinstance(binding, relax.MatchCast):
                 new = tuple(symbol for symbol in symbols_in(binding.ty) if symbol not in known)
-                self._found[binding.var] = new
+                self._defined_sizes[binding.var] = new
                 known |= set(new)
             known.add(binding.var)
             if isinstance(binding.value, relax.If):
@@ -116,33 +118,33 @@ class HostNeeds:
                 self._find_sizes(binding.value.false_branch, set(known))
 
     def _scan(self, bindings: Sequence[relax.Binding], needs: Needs, known_sizes: set[relax.Var]) -> None:
-        """From the last binding to the first: `needs` is what comes after, and becomes what comes before."""
+        """Walk from the last binding to the first: `needs` of the code after a binding become those before it."""
         for binding in reversed(bindings):
             var, value = binding.var, binding.value
-            found = self._found.get(var, ())
-            made = {var, *found} if _is_size_like(var) else set(found)
+            sizes = self._defined_sizes.get(var, ())
+            defined = {var, *sizes} if _is_size_like(var) else set(sizes)
             ends = crossing(binding)
             if ends is not None:
                 self.evaluations[var] = Evaluation(ends)
                 self._need(needs, ends, binding, known_sizes)
                 continue
             hosts = self.where(binding)
-            wanting = tuple(host for host in needs if needs[host] & made)
+            needing = tuple(host for host in needs if needs[host] & defined)
             if is_requirement(value):
                 hosts = self._checked_on(value, needs, known_sizes)
             elif not hosts:
-                hosts, wanting = wanting, ()
+                hosts, needing = needing, ()
             elif isinstance(value, (relax.Call, relax.If)):
                 self._working |= set(hosts)
-            sent_to = tuple(host for host in wanting if host not in hosts)
-            self.evaluations[var] = Evaluation(hosts, sent_to, found)
+            sent_to = tuple(host for host in needing if host not in hosts)
+            self.evaluations[var] = Evaluation(hosts, sent_to, sizes)
             if sent_to and any(isinstance(ty, relax.ObjectType) for ty in leaves_of(var.ty)):
                 raise BuildError(
                     f"function {self._name!r}: {var.name!r} is an object of host {hosts[0]!r} that host {sent_to[0]!r} "
                     "needs; expected a tensor or a shape, which can be sent"
                 )
             for host in (*hosts, *sent_to):
-                needs[host] -= made
+                needs[host] -= defined
             self._need(needs, sent_to, binding, known_sizes, only_type=True)
             if isinstance(value, relax.If):
                 self._scan_branches(value, hosts, needs, known_sizes)
@@ -159,7 +161,7 @@ class HostNeeds:
     def _need(
         self, needs: Needs, hosts: Hosts, binding: relax.Binding, known_sizes: set[relax.Var], only_type: bool = False
     ) -> None:
-        """Hosts that evaluate a binding, or have its result, need the sizes that stand in it."""
+        """Add the sizes in a binding to the needs of the hosts that evaluate it, or receive its result."""
         value = binding.value
         sizes = set(symbols_in(binding.var.ty))
         if not only_type and not isinstance(value, relax.If):
@@ -167,14 +169,14 @@ class HostNeeds:
             sizes |= {symbol for var in used_vars(value) for symbol in symbols_in(var.ty)}
         elif isinstance(value, relax.If):
             sizes |= set(filter(_is_size_like, used_vars(value.cond)))
-        sizes -= known_sizes | {binding.var, *self._found.get(binding.var, ())}
+        sizes -= known_sizes | {binding.var, *self._defined_sizes.get(binding.var, ())}
         for host in hosts:
             needs[host] |= sizes
 
     def _checked_on(self, value: relax.Call, needs: Needs, known_sizes: set[relax.Var]) -> Hosts:
-        """The hosts that check a requirement: those that know its sizes and work behind it, each before its own work.
+        """The hosts that check a requirement: those that know its sizes and have work after it.
 
-        One that knows them where none of these works, and the first where none knows them.
+        If there is none, a host that knows the sizes, else the first host.
         """
         sizes = set(symbols_in(value)) - known_sizes
         knowing = tuple(host for host in needs if sizes <= needs[host])
@@ -184,8 +186,8 @@ class HostNeeds:
 def participants_of(
     functions: Sequence[tuple[tvm.ir.GlobalVar, relax.Function]], hosts: Hosts
 ) -> dict[tvm.ir.GlobalVar, Hosts]:
-    """The hosts, of all `hosts`, of each function: of its tensors, and of the functions that it calls."""
-    found: dict[tvm.ir.GlobalVar, set[str]] = {}
+    """The hosts of each function, in the order of `hosts`: those of its tensors, and of its callees."""
+    hosts_by_function: dict[tvm.ir.GlobalVar, set[str]] = {}
     calls: dict[tvm.ir.GlobalVar, set[tvm.ir.GlobalVar]] = {gv: set() for gv, _ in functions}
     for gv, func in functions:
         used = {host for param in func.params for host in hosts_in(param.ty)} | set(hosts_in(func.ret_ty))
@@ -195,19 +197,19 @@ def participants_of(
                 used |= {host for arg in binding.value.args for host in hosts_in(arg.ty)}
                 if binding.value.op in calls:
                     calls[gv].add(binding.value.op)
-        found[gv] = used
+        hosts_by_function[gv] = used
     changed = True
     while changed:
         changed = False
         for gv, callees in calls.items():
-            more = set().union(*(found[callee] for callee in callees)) - found[gv]
-            found[gv] |= more
-            changed = changed or bool(more)
-    return {gv: tuple(host for host in hosts if host in used) or hosts[:1] for gv, used in found.items()}
+            new_hosts = set().union(*(hosts_by_function[callee] for callee in callees)) - hosts_by_function[gv]
+            hosts_by_function[gv] |= new_hosts
+            changed = changed or bool(new_hosts)
+    return {gv: tuple(host for host in hosts if host in used) or hosts[:1] for gv, used in hosts_by_function.items()}
 
 
 def crossing(binding: relax.Binding) -> tuple[str, str] | None:
-    """The hosts that a transfer goes from and to; None of what is no transfer, or stays on its host."""
+    """Source and destination host of a transfer between hosts; None for other bindings."""
     value = binding.value
     if op_name(value) != TRANSFER:
         return None
@@ -222,22 +224,22 @@ def hosts_in(ty: tvm.ir.Type) -> Iterator[str]:
             yield host
 
 
-def sizes_of_parameters(func: relax.Function) -> list[relax.Var]:
-    """The symbolic sizes that the parameters of a function give, in order."""
+def parameter_symbols(func: relax.Function) -> list[relax.Var]:
+    """The symbolic sizes that the parameters of a function define, in order."""
     return list(dict.fromkeys(symbol for param in func.params for symbol in symbols_in(param.ty)))
 
 
 def leaves_of(ty: tvm.ir.Type) -> Iterator[tvm.ir.Type]:
-    """The types in a type, tuples opened, in order."""
+    """The types in a type, tuples flattened in order."""
     if isinstance(ty, tvm.ir.TupleType):
-        for each in ty.fields:
-            yield from leaves_of(each)
+        for field_ty in ty.fields:
+            yield from leaves_of(field_ty)
     else:
         yield ty
 
 
 def _is_size_like(var: relax.Var) -> bool:
-    """Return whether a variable, or a part of it, has no device."""
+    """Return whether a variable, or a field of it, lacks a device."""
     return any(not isinstance(ty, (relax.TensorType, relax.FuncType)) for ty in leaves_of(var.ty))
 
 
@@ -249,7 +251,7 @@ def _calls_closure(value: relax.Expr) -> bool:
 
 
 def has_effect(value: relax.Call) -> bool:
-    """True if a call, of no function of the module, does something besides what it returns; writes are not meant."""
+    """Return whether a call, other than of a function of the module, has side effects besides in-place writes."""
     if isinstance(value.op, relax.ExternFunc):
         return True
     return isinstance(value.op, tvm.ir.Op) and value.op.name in ("relax.print", "relax.assert_op")

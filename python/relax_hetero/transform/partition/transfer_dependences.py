@@ -1,13 +1,12 @@
-"""Which transfers come before a piece of work, and which after it.
+"""Transfers that each binding depends on, and transfers that depend on it.
 
-Two pieces of work on one device that have the same transfers around them can be done together without making anything
-wait that need not: the later one needs no other device that the earlier one does not need, and no other device waits
-for the later one that does not wait for the earlier one. Work between two such pieces has the same transfers around it
-too, so whatever is formed this way can be run as one.
+Two bindings on one device with the same transfers before and after them can run together without additional waiting:
+the later one needs no device that the earlier one does not need, and no device waits only for the later one. Work
+between them has the same transfers before and after it too, so such a set of bindings can run as one step.
 
-A transfer counts as coming before work that needs it in effect: one whose source is there whenever that of another one
-is, which does come before the work, makes nothing wait. Nor does one whose every reader waits for another transfer
-that comes after the work: it counts as coming after it.
+A transfer also counts as coming before work if its source is ready whenever that of another transfer before the work
+is: it adds no waiting. Likewise a transfer counts as coming after work if all its readers wait for another transfer
+that comes after the work.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from ..ir.blocks import used_vars
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name
 
-Around: TypeAlias = tuple[int, int]
-"""Sets of transfers, as bits: those before, those after."""
+Dependences: TypeAlias = tuple[int, int]
+"""Bit masks of the transfers before and after a binding."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Reads among some bindings.
+    """Reads among bindings.
 
     Attributes
     ----------
     direct : list of list of int
-        Bindings that each reads, by index.
+        Indices of the bindings that each binding reads.
     makers : list of list of int
-        The same without what costs nothing: instead, what that shows.
+        The same, with bindings without cost, such as views, replaced by the bindings that they read.
     """
 
     direct: list[list[int]]
@@ -43,108 +42,108 @@ class Reads:
 
     @staticmethod
     def of(bindings: Sequence[relax.Binding], is_free: Callable[[relax.Binding], bool]) -> Reads:
-        """Reads of bindings in order; `is_free` says which bindings cost nothing."""
+        """Reads of bindings in order; `is_free` tells which bindings have no cost."""
         position = {binding.var: index for index, binding in enumerate(bindings)}
         free = [is_free(binding) for binding in bindings]
         direct = [[position[var] for var in used_vars(binding.value) if var in position] for binding in bindings]
         makers: list[list[int]] = []
-        for read in direct:
-            found = [maker for index in read for maker in (makers[index] if free[index] else [index])]
-            makers.append(list(dict.fromkeys(found)))
+        for reads in direct:
+            expanded = [maker for index in reads for maker in (makers[index] if free[index] else [index])]
+            makers.append(list(dict.fromkeys(expanded)))
         return Reads(direct, makers)
 
 
 def transfer_dependences(
-    bindings: Sequence[relax.Binding], reads: Reads, devices: Sequence[int | None], apart: Sequence[bool]
-) -> list[Around]:
+    bindings: Sequence[relax.Binding], reads: Reads, devices: Sequence[int | None], isolated: Sequence[bool]
+) -> list[Dependences]:
     """For each binding the transfers that it depends on, and those that depend on it.
 
     Parameters
     ----------
     bindings : sequence of relax.Binding
-        In order.
+        Bindings in program order.
     reads : Reads
         Reads among them.
     devices : sequence of (int or None)
-        Where each does its work; None for what costs nothing.
-    apart : sequence of bool
-        Whether each is a transfer, or anything else that stands apart as one does.
+        Device of each binding; None for bindings without cost.
+    isolated : sequence of bool
+        True for transfers, and for other bindings that are parts of their own.
 
     Returns
     -------
-    list of Around
-        Means something for what does work and does not stand apart. Work that reads what another device made without
+    list of Dependences
+        Valid for bindings with a device that are not isolated. Work that reads a result of another device without
         a transfer (a shape) counts as a transfer before itself.
     """
     makers, count = reads.makers, len(bindings)
-    bits = _numbered(apart)
-    enters = _numbered([_enters(index, makers, devices, apart) for index in range(count)], sum(apart))
-    moves = [is_transfer(binding) for binding in bindings]
+    bits = _numbered(isolated)
+    entries = _numbered([_enters(index, makers, devices, isolated) for index in range(count)], sum(isolated))
+    transfers = [is_transfer(binding) for binding in bindings]
 
-    needs = list(enters)  # the transfer_dependences that each depends on
-    fed = [0] * count  # the transfers whose source is there when it has run
+    needs = list(entries)  # transfers that each binding depends on
+    sourced = [0] * count  # transfers whose source is ready after it
     from_inputs = 0
     for index in range(count):
-        if moves[index] and len(makers[index]) == 1:
-            fed[makers[index][0]] |= bits[index]
-        elif moves[index] and not makers[index]:
+        if transfers[index] and len(makers[index]) == 1:
+            sourced[makers[index][0]] |= bits[index]
+        elif transfers[index] and not makers[index]:
             from_inputs |= bits[index]
-    before = list(enters)
-    come_with = [0] * count
+    before = list(entries)
+    ready_with = [0] * count
     for index in range(count):
         for maker in makers[index]:
             needs[index] |= needs[maker] | bits[maker]
-            before[index] |= before[maker] | come_with[maker]
-            fed[index] |= fed[maker]
-        if apart[index]:
-            come_with[index] = bits[index] | from_inputs
-            if moves[index]:
+            before[index] |= before[maker] | ready_with[maker]
+            sourced[index] |= sourced[maker]
+        if isolated[index]:
+            ready_with[index] = bits[index] | from_inputs
+            if transfers[index]:
                 for maker in makers[index]:
-                    come_with[index] |= fed[maker]
+                    ready_with[index] |= sourced[maker]
 
-    covered = _covered(makers, needs, bits, moves)
+    covered = _covered(makers, needs, bits, transfers)
     after = [0] * count
     for index in reversed(range(count)):
         for maker in makers[index]:
-            after[maker] |= after[index] | covered[index] | enters[index]
+            after[maker] |= after[index] | covered[index] | entries[index]
     return list(zip(before, after, strict=True))
 
 
 def is_transfer(binding: relax.Binding) -> bool:
-    """Return whether a binding takes a value to another device."""
+    """Return whether a binding is a transfer to another device."""
     return op_name(binding.value) == TRANSFER
 
 
-def _numbered(chosen: Sequence[bool], first: int = 0) -> list[int]:
-    """A bit for each that is chosen."""
+def _numbered(flags: Sequence[bool], first: int = 0) -> list[int]:
+    """A distinct bit for each true flag, 0 for the others."""
     bits, number = [], first
-    for is_chosen in chosen:
-        bits.append(1 << number if is_chosen else 0)
-        number += is_chosen
+    for flag in flags:
+        bits.append(1 << number if flag else 0)
+        number += flag
     return bits
 
 
-def _enters(index: int, makers: list[list[int]], devices: Sequence[int | None], apart: Sequence[bool]) -> bool:
-    """Return whether work reads what other work made on another device."""
-    if apart[index] or devices[index] is None:
+def _enters(index: int, makers: list[list[int]], devices: Sequence[int | None], isolated: Sequence[bool]) -> bool:
+    """Return whether work reads a result of work on another device."""
+    if isolated[index] or devices[index] is None:
         return False
-    return any(devices[maker] != devices[index] for maker in makers[index] if not apart[maker])
+    return any(devices[maker] != devices[index] for maker in makers[index] if not isolated[maker])
 
 
 def _covered(makers: list[list[int]], needs: list[int], bits: list[int], moves: list[bool]) -> list[int]:
-    """For each crossing its bit, and the transfers whose readers all wait for it anyway."""
-    readers: dict[int, list[int]] = {index: [] for index, moved in enumerate(moves) if moved}
+    """For each isolated binding its bit, and those of the transfers whose readers all wait for it."""
+    readers: dict[int, list[int]] = {index: [] for index, is_move in enumerate(moves) if is_move}
     for index, read in enumerate(makers):
         for maker in read:
             if maker in readers:
                 readers[maker].append(index)
     covered = list(bits)
     owner = {bit: index for index, bit in enumerate(bits) if bit}
-    for index, found in readers.items():
+    for index, all_readers in readers.items():
         common = -1
-        for reader in found:
+        for reader in all_readers:
             common &= needs[reader]
-        for bit, other in owner.items():
+        for bit, waited_for in owner.items():
             if common & bit:
-                covered[other] |= bits[index]
+                covered[waited_for] |= bits[index]
     return covered

@@ -1,8 +1,8 @@
-"""Which parameters of its functions a module may write to, by ops that work in place.
+"""Parameters that the functions of a module may write to, by in-place ops.
 
-A variable may be the memory of a parameter if it is one, shows one (a view, a field, an alias, a checked shape), comes
-out of a branch that gives one, or of a function that was given one. A transfer is none: in a module that writes in
-place it makes a new tensor (`lower_transfers`).
+A variable may alias a parameter if it is one, a view, field, alias or match_cast of one, or a result of a branch or of
+a function call that may return one. The result of a transfer does not: in a module that writes in place it is a new
+tensor (`lower_transfers`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..ir.rewriting import copy_module, op_name, relax_functions, walk_bindings
 from ..ir.tensor_aliases import is_view
 
 WRITTEN = "relax_hetero.written"
-"""On a Relax function: the numbers of the parameters that it may write to."""
+"""Function attribute: the indices of the parameters that it may write to."""
 _KERNELS = ("relax.call_tir", "relax.call_dps_packed", "relax.call_tir_with_grad")
 
 
 def annotate_written(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with the parameters that functions may write to noted on them: lowering hides which they are."""
+    """Annotate functions with the parameters that they may write to, which lowering hides."""
     functions = dict(mod.functions.items())
     written = written_arguments(mod)
     for gv, func in relax_functions(mod):
@@ -34,37 +34,37 @@ def annotate_written(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def written_arguments(mod: tvm.IRModule) -> dict[str, list[int]]:
-    """Numbers of the parameters that each function may write to."""
+    """Indices of the parameters that each function may write to."""
     functions = {gv.name_hint: func for gv, func in relax_functions(mod)}
-    found: dict[str, list[int]] = {name: [] for name in functions}
+    written: dict[str, list[int]] = {name: [] for name in functions}
     while True:
-        writers = {name for name, numbers in found.items() if numbers}
-        now = {name: _written(func, writers) for name, func in functions.items()}
-        if now == found:
-            return found
-        found = now
+        writers = {name for name, numbers in written.items() if numbers}
+        updated = {name: _written(func, writers) for name, func in functions.items()}
+        if updated == written:
+            return written
+        written = updated
 
 
 def _written(func: relax.Function, writers: set[str]) -> list[int]:
-    shown: dict[relax.Var, set[relax.Var]] = {param: {param} for param in func.params}
+    aliases: dict[relax.Var, set[relax.Var]] = {param: {param} for param in func.params}
     written: set[relax.Var] = set()
-    for binding in _in_order(func):
+    for binding in _until_fixpoint(func):
         value = binding.value
-        shown.setdefault(binding.var, set()).update(*(shown.get(var, ()) for var in _shown_by(value)))
+        aliases.setdefault(binding.var, set()).update(*(aliases.get(var, ()) for var in _aliased_by(value)))
         for var in overwritten(value, writers):
-            written |= shown.get(var, set())
+            written |= aliases.get(var, set())
     return [number for number, param in enumerate(func.params) if param in written]
 
 
-def _in_order(func: relax.Function) -> Iterator[relax.Binding]:
-    """Bindings of branches and local functions come last, so all are visited until nothing new can be found."""
+def _until_fixpoint(func: relax.Function) -> Iterator[relax.Binding]:
+    """All bindings, repeated often enough for a fixpoint: those of branches and local functions come last."""
     bindings = list(walk_bindings(func.body))
     for _ in range(1 + sum(isinstance(b.value, (relax.If, relax.Function)) for b in bindings)):
         yield from bindings
 
 
-def _shown_by(value: relax.Expr) -> list[relax.Var]:
-    """The variables whose memory a value may be."""
+def _aliased_by(value: relax.Expr) -> list[relax.Var]:
+    """The variables that a value may alias."""
     name = op_name(value) or ""
     if isinstance(value, relax.If):
         return [var for branch in (value.true_branch, value.false_branch) for var in used_vars(branch.body)]
@@ -76,8 +76,8 @@ def _shown_by(value: relax.Expr) -> list[relax.Var]:
     return used_vars(value)
 
 
-def write_places(call: relax.Call) -> tuple[list[relax.Expr], list[int]]:
-    """The operands of a call that works in place, and for each of its results the one it is written over, or -1."""
+def inplace_operands(call: relax.Call) -> tuple[list[relax.Expr], list[int]]:
+    """The operands of an in-place call, and for each result the index of the operand that it overwrites, or -1."""
     name = op_name(call)
     if name == CACHED_ATTENTION:
         return list(call.args), [-1, PAGES]
@@ -88,8 +88,8 @@ def write_places(call: relax.Call) -> tuple[list[relax.Expr], list[int]]:
 def overwritten(value: relax.Expr, writers: set[str]) -> list[relax.Var]:
     """The variables whose memory a value may write to."""
     if op_name(value) in IN_PLACE:
-        operands, places = write_places(value)
-        return [operands[place] for place in places if place >= 0 and isinstance(operands[place], relax.Var)]
+        operands, indices = inplace_operands(value)
+        return [operands[index] for index in indices if index >= 0 and isinstance(operands[index], relax.Var)]
     if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.GlobalVar):
         return used_vars(value) if value.op.name_hint in writers else []
     is_closure = isinstance(value, relax.Call) and isinstance(value.op, relax.Var)

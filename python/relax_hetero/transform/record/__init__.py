@@ -1,1 +1,1 @@
-"""Runs of kernels become command buffers."""
+"""Command buffers: runs of kernels on one device become one function."""

@@ -1,10 +1,10 @@
-"""Which bindings of a block become one command buffer: maximal runs of work on one device.
+"""Runs: maximal sequences of a block's kernel calls on one device, which become one command buffer each.
 
-Work is a call of a kernel. What costs nothing on the way, views of what the run made and fields of it, joins. What is
-not work and has no effect moves out of the way: before the run if it reads nothing of it, else behind it. A run ends
-where something reads it that does work elsewhere (a transfer, a kernel that no buffer can call), and at everything that
-may have an effect (control flow, unknown functions). Runs of several devices grow side by side, and so do those of the
-parts of one device's work (`device_partition`): a run waits for no transfer that its first kernel does not need.
+Views and tuple fields of a run's results join it. Other bindings without side effects move before the run if they read
+none of its results, else after it. A run ends where a transfer, or a kernel that command buffers cannot call, reads its
+results, and at every binding with possible side effects (control flow, unknown functions). Runs of several devices are
+open at the same time, and so are runs of several parts of one device's work (`device_partition`): a run waits for no
+transfer that its first kernel does not need.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..partition.device_partition import BindingDevices, DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
 
 MIN_RUN_CALLS = 2
-"""A run of fewer kernels gains nothing: one call of a buffer stands for one call of a kernel."""
+"""Kernels of a run at least: a command buffer of one kernel saves no call."""
 
 MAX_CALLS = 256
-"""Kernels in one run. LLVM takes time that grows faster than the length of a host function, most of all than the number
-of its tensors; another call for each so many kernels costs nothing that shows."""
+"""Kernels of a run at most. LLVM's time grows faster than the length of a host function and the number of its tensors,
+and the cost of one more call for so many kernels is negligible."""
 
 
 @dataclass
@@ -37,13 +37,13 @@ class Run:
     Attributes
     ----------
     vdevice : relax.VDevice
-        Where the work is done.
+        Device of the kernels.
     members : list of int
         Indices of the bindings, in order.
     calls : dict of int to KernelCall
-        Those of them that call a kernel; the others are views.
+        Kernel calls by index; the other members are views.
     ended_by : int, optional
-        The binding that ended it; None for the end of the block.
+        Index of the binding that ended it; None for the end of the block.
     """
 
     vdevice: relax.VDevice
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass
 class _Section:
-    """A run, and what stands before it and after the section before."""
+    """A run, and the bindings between the previous section and it."""
 
     before: list[int] = field(default_factory=list)
     run: Run | None = None
@@ -67,54 +67,54 @@ class _Section:
 
 
 class RunFinder:
-    """Cuts the blocks of a module into runs.
+    """Finds the runs in the blocks of a module.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        Placed, of dispatches (FormDispatches).
+        Placed module of dispatches (FormDispatches).
     separate_kernels : bool
-        As `KernelCalls` has it.
+        True if kernels of llvm devices are compiled separately (`KernelCalls`).
     """
 
     def __init__(self, mod: tvm.IRModule, separate_kernels: bool = False) -> None:
         self.calls = KernelCalls(mod, separate_kernels)
-        self._places = BindingDevices(mod)
+        self._devices = BindingDevices(mod)
 
     def cut(self, block: Block, free: Set[relax.Var] = frozenset()) -> list[int | Run]:
-        """The block's bindings in an order in which they may run: indices of those that stay, and runs.
+        """The block's bindings in a valid order: indices of single bindings, and runs.
 
         Parameters
         ----------
         block : Block
         free : set of relax.Var
-            Those that kernels may overwrite though the block does not make them: nothing outside of it uses them.
+            Variables from outside of the block that kernels may overwrite: nothing else uses them.
         """
-        cut = _Split(block, free)
-        parts = DevicePartition(block.bindings, self._places).part_of
+        split = _Split(block, free)
+        parts = DevicePartition(block.bindings, self._devices).part_of
         for index, binding in enumerate(block.bindings):
             call = self.calls.of(binding)
-            if call is not None and cut.may_work(index, call, parts[index]):
-                cut.work(index, call, parts[index])
-            elif not (is_view(binding) and cut.view(index)):
-                cut.other(index)
-        return [item for section in cut.sections for item in section.in_order()]
+            if call is not None and split.may_work(index, call, parts[index]):
+                split.work(index, call, parts[index])
+            elif not (is_view(binding) and split.view(index)):
+                split.other(index)
+        return [item for section in split.sections for item in section.in_order()]
 
 
 class _Split:
-    """A block while it is cut: sections in order, the last without a run.
+    """Sections of a block, in order; the last one has no run.
 
-    A variable's place is twice the number of its section, and one more if the section's run makes it.
+    A variable's stage is twice the number of its section, plus one if the section's run defines it.
     """
 
     def __init__(self, block: Block, free: Set[relax.Var]) -> None:
         self.sections = [_Section()]
         self._block, self._free = block, free
-        self._places: dict[relax.Var, int] = {}
+        self._stages: dict[relax.Var, int] = {}
         self._open: dict[int, int] = {}
 
     def work(self, index: int, call: KernelCall, part: int) -> None:
-        """A kernel joins the open run of its part, unless it reads something that is made later."""
+        """Add a kernel to the open run of its part, or to a new run if it reads a later result."""
         number = self._open.get(part)
         run = None if number is None else self.sections[number].run
         is_full = run is not None and len(run.calls) >= MAX_CALLS
@@ -126,59 +126,59 @@ class _Split:
         self._join(number, index).calls[index] = call
 
     def may_work(self, index: int, call: KernelCall, part: int) -> bool:
-        """True if a kernel may join a run: what it overwrites, if anything, is no one's but the run's until then."""
-        made = 2 * self._open[part] + 1 if part in self._open else -1
-        return all(self._is_own(call.reads[operand], index, made) for _, operand in call.over)
+        """Return whether a kernel may join a run: only the run uses the operands that it overwrites."""
+        stage = 2 * self._open[part] + 1 if part in self._open else -1
+        return all(self._is_own(call.reads[operand], index, stage) for _, operand in call.stored_over)
 
-    def _is_own(self, var: relax.Var, index: int, made: int) -> bool:
-        """True if all that binding `index` would overwrite is made in one place or free, and used there alone."""
+    def _is_own(self, var: relax.Var, index: int, stage: int) -> bool:
+        """Return whether memory that binding `index` would overwrite is of one stage, or free, and used there only."""
         root = var
         while root in self._block.positions and is_view(self._block.bindings[self._block.positions[root]]):
             value = self._block.definitions[root]
             root = value.args[0] if isinstance(value, relax.Call) else getattr(value, "tuple_value", value)
         pending = [root]
         while pending:
-            shown = pending.pop()
-            users = [user for user in self._block.users.get(shown, []) if user != index]
+            alias = pending.pop()
+            users = [user for user in self._block.users.get(alias, []) if user != index]
             views = {user for user in users if is_view(self._block.bindings[user])}
-            if not (shown in self._free or self._block.is_local(shown)) or max(users, default=-1) > index:
+            if not (alias in self._free or self._block.is_local(alias)) or max(users, default=-1) > index:
                 return False
-            if any(self._places[self._block.bindings[user].var] != made for user in users if user not in views):
+            if any(self._stages[self._block.bindings[user].var] != stage for user in users if user not in views):
                 return False
             pending += [self._block.bindings[user].var for user in views]
-        # What is not the run's own it is given as it is, not in the shape of a view.
-        return (root in self._free and root.same_as(var)) or self._places.get(root) == made
+        # Command buffers take memory from outside as it is, not in the shape of a view.
+        return (root in self._free and root.same_as(var)) or self._stages.get(root) == stage
 
     def view(self, index: int) -> bool:
-        """A view joins the run that made what it shows; False if none did, or what came since may name sizes in it."""
-        number, is_made = divmod(self._read(index), 2)
-        if not is_made or number not in self._open.values():
+        """Add a view to the open run that defines its source; returns False if there is none."""
+        number, is_in_run = divmod(self._read(index), 2)
+        if not is_in_run or number not in self._open.values():
             return False
         self._join(number, index)
         return True
 
     def other(self, index: int) -> None:
-        """Move a binding that is not work before the open runs if it may go there, else to the end."""
+        """Move any other binding before the open runs if it may, else to the end."""
         binding = self._block.bindings[index]
         first = min(self._open.values(), default=len(self.sections) - 1)
         goes_before = self._read(index) <= 2 * first
         number = first if goes_before and may_move(binding) else len(self.sections) - 1
         self.sections[number].before.append(index)
-        self._places[binding.var] = 2 * number
+        self._stages[binding.var] = 2 * number
         if not may_move(binding) or (isinstance(binding, relax.MatchCast) and not goes_before):
             self._end_all(index)
         elif not goes_before and isinstance(binding.value, relax.Call):
             self._end_read(index)
 
     def _read(self, index: int) -> int:
-        """The last place of what a binding reads."""
-        return max((self._places.get(var, 0) for var in used_vars(self._block.bindings[index].value)), default=0)
+        """The last stage that a binding reads."""
+        return max((self._stages.get(var, 0) for var in used_vars(self._block.bindings[index].value)), default=0)
 
     def _join(self, number: int, index: int) -> Run:
         run = self.sections[number].run
-        assert run is not None, "only sections with a run are joined"
+        assert run is not None, "the section has a run"
         run.members.append(index)
-        self._places[self._block.bindings[index].var] = 2 * number + 1
+        self._stages[self._block.bindings[index].var] = 2 * number + 1
         return run
 
     def _end(self, part: int, by: int) -> None:
@@ -192,14 +192,14 @@ class _Split:
             self._end(part, by)
 
     def _end_read(self, by: int) -> None:
-        read = {self._places.get(var, 0) for var in used_vars(self._block.bindings[by].value)}
+        read = {self._stages.get(var, 0) for var in used_vars(self._block.bindings[by].value)}
         for part, number in list(self._open.items()):
             if 2 * number + 1 in read:
                 self._end(part, by)
 
 
 def is_view(binding: relax.Binding) -> bool:
-    """True if a binding gives the memory of a variable another shape or name, or names one of several results."""
+    """Return whether a binding is a reshape, an alias or a tuple field of a variable."""
     value = binding.value
     if not isinstance(binding, relax.VarBinding):
         return False
@@ -209,9 +209,9 @@ def is_view(binding: relax.Binding) -> bool:
 
 
 def may_move(binding: relax.Binding) -> bool:
-    """Return whether a binding may run where what it reads is there: it has no effect and no function of its own.
+    """Return whether a binding may move to any position after its operands: it has no side effect.
 
-    A match_cast may, as long as what uses the sizes that it names comes later; work in place may not.
+    A match_cast may, before the uses of its sizes; in-place kernels may not.
     """
     value = binding.value
     if isinstance(value, (relax.If, relax.Function)):

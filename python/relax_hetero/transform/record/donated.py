@@ -1,7 +1,7 @@
-"""Donated parameters: inputs that the caller gives a function to overwrite, so that results may lie in their memory.
+"""Donated parameters: inputs that a function may overwrite, so that results take their memory.
 
-The numbers of such parameters stand on the function. A donated parameter is overwritten by the only work that uses it:
-one command buffer (`form_command_buffers`), or one kernel that is called by itself (`update_donated`).
+A function attribute has their indices. Only the sole user of a donated parameter overwrites it: a command buffer
+(`form_command_buffers`), or a kernel outside of command buffers (`update_donated`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from ..ir.module_attrs import is_lowered
 from ..ir.rewriting import copy_module, relax_functions, walk_bindings, with_functions
 
 DONATED = "relax_hetero.donated"
-"""On a Relax function: the numbers of the parameters that it may overwrite."""
+"""Function attribute: the indices of the parameters that it may overwrite."""
 
 
 def with_donated(mod: tvm.IRModule, donate: Sequence[str] | Mapping[str, Sequence[str]]) -> tvm.IRModule:
-    """A module with donated parameters noted on its functions.
+    """Annotate functions with donated parameters.
 
     Parameters
     ----------
     mod : tvm.IRModule
     donate : sequence of str, or mapping from function to sequence of str
-        Inputs by name; those of ``main`` where no function is named.
+        Names of inputs; of ``main`` if no function is named.
 
     Raises
     ------
     BuildError
-        A function or an input that the module lacks, an input that is no tensor or is given once for all calls, a
-        function that others call, a module that is lowered already.
+        A function or an input that the module lacks, an input that is not a tensor or is set once for all calls, a
+        function that other functions call, a module that is lowered already.
     """
     by_function = dict(donate) if isinstance(donate, Mapping) else {"main": donate}
     if is_lowered(mod):
@@ -58,16 +58,16 @@ def with_donated(mod: tvm.IRModule, donate: Sequence[str] | Mapping[str, Sequenc
 
 
 def without_donated(mod: tvm.IRModule) -> tvm.IRModule:
-    """A module whose functions overwrite no inputs."""
-    kept = {gv: func.without_attr(DONATED) for gv, func in relax_functions(mod) if DONATED in func.attrs}
-    return with_functions(mod, kept)
+    """Remove the annotations of donated parameters."""
+    functions = {gv: func.without_attr(DONATED) for gv, func in relax_functions(mod) if DONATED in func.attrs}
+    return with_functions(mod, functions)
 
 
 def _number(func: relax.Function, function: str, name: str) -> int:
     names = input_names(func)
     where = f"donate= names {name!r}"
     if name not in names:
-        raise BuildError(f"{where}, which function {function!r} does not have; it has {names}")
+        raise BuildError(f"{where}, which function {function!r} lacks; it has {names}")
     number = names.index(name)
     ty = func.params[number].ty
     if not isinstance(ty, relax.TensorType):
@@ -78,7 +78,7 @@ def _number(func: relax.Function, function: str, name: str) -> int:
 
 
 def input_names(func: relax.Function) -> list[str]:
-    """Names of a function's parameters for callers; those in the IR if a foreign pass has removed parameters."""
+    """Names of a function's parameters for callers; names in the IR if a foreign pass has removed parameters."""
     names = [str(name) for name in func.attrs.get("input_names", [])]
     if len(names) > len(func.params):
         names = []
@@ -91,7 +91,7 @@ def donated(func: relax.Function) -> list[relax.Var]:
 
 
 class DonatedVariables:
-    """Which donated parameters of a function a block of it may overwrite.
+    """Donated parameters of a function, and their uses.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ class DonatedVariables:
                 self._uses.update(used_vars(binding.value))
 
     def of(self, block: Block) -> frozenset[relax.Var]:
-        """Those that nothing outside of the block uses."""
+        """The donated parameters that a block may overwrite: nothing outside of it uses them."""
         return frozenset(
             var
             for var in self._donated

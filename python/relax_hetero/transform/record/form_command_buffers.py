@@ -1,4 +1,4 @@
-"""FormCommandBuffers: runs of kernels on one device become one host function, which calls them one after the other.
+"""FormCommandBuffers: runs of kernels on one device become one host function, which calls them in order.
 
 Before::
 
@@ -11,15 +11,15 @@ After::
                                                            R.Tensor((64,), "uint8", "llvm:0")])   # gv, and the arena
     gv = buffer[0]
 
-`main_commands` is a PrimFunc with a target like any other. It takes what the run reads and nothing else gives, what
-others read of the run, and an arena, where the run's transient values lie by lifetime; the kernels become plain
-functions of pointers (`tir.core.raw_kernel`). Control flow, transfers of what the run made, work on another device and
-calls of unknown functions end a run (`command_regions`). The module stays one that stock TVM can build.
+`main_commands` is a PrimFunc with a target like any other. Its parameters are the run's inputs, its results, and an
+arena for its transient values, planned by lifetime; the kernels become raw functions of pointers
+(`tir.core.raw_kernel`). Control flow, transfers of the run's results, work on another device and calls of unknown
+functions end a run (`command_regions`). Stock TVM can still build the module.
 
-What each buffer does stands on its host function as an attribute, as data (`artifact.commands.RegionSpec`).
+The host function of each command buffer has its commands as an attribute (`artifact.commands.RegionSpec`).
 
-Assumes FormDispatches: a module that has still to be formed is returned as it is. So is a lowered one, and one whose
-runs are outlined.
+Assumes FormDispatches: a module without dispatches is returned as it is. So is a lowered one, and one with command
+buffers.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from .plan_arena import Lifetime, plan_arena
 from .region_attrs import kernel_specs, region_spec, with_kernel, with_region
 from .region_ir import OutlinedRegion, RegionStep, RegionValue
 
-# A run of kernels becomes a command buffer: what it reads and gives, where its transient values lie, its commands.
+# Outlining of a run: inputs and results of its command buffer, its commands, and the arena for transient values.
 
 
 @dataclass
 class Draft:
-    """A call of a kernel in a run, before it is known which results take the memory of an operand.
+    """A call of a kernel in a run, before it is decided which results take the memory of an operand.
 
     Attributes
     ----------
@@ -65,9 +65,9 @@ class Draft:
     reads, makes : list of RegionValue
     scalars : tuple
     variable : str
-    over : dict
-        From a result's number to that of the operand whose memory it takes. Of a kernel that works in place anyway
-        this is given; of any other it has one pair at most.
+    stored_over : dict
+        From the index of a result to that of the operand whose memory it takes; at most one pair, unless the program
+        calls the kernel in place.
     """
 
     kernel: tvm.ir.GlobalVar
@@ -75,12 +75,12 @@ class Draft:
     makes: list[RegionValue]
     scalars: tuple[object, ...]
     variable: str
-    over: dict[int, int] = field(default_factory=dict)
+    stored_over: dict[int, int] = field(default_factory=dict)
 
     def take(self, result: int, operand: int) -> None:
-        """Have a result take the memory of an operand."""
-        self.over[result] = operand
-        self.makes[result].over = self.reads[operand]
+        """Let a result take the memory of an operand."""
+        self.stored_over[result] = operand
+        self.makes[result].stored_over = self.reads[operand]
 
 
 def take_operands(
@@ -89,67 +89,67 @@ def take_operands(
     made: Collection[RegionValue],
     free: Collection[RegionValue],
 ) -> list[Draft]:
-    """Have results take the memory of operands; the drafts of which one does now.
+    """Let results take the memory of operands; returns the drafts that changed.
 
     Parameters
     ----------
     drafts : sequence of Draft
-        In order; `RegionValue.end` and `RegionValue.is_result` are final.
+        Calls in order; `RegionValue.end` and `RegionValue.is_result` are final.
     ties : callable
-        Function that gives the ties of a kernel: numbers of its tensors, operands first.
+        Returns the ties of a kernel: indices of its tensors, operands first.
     made : collection of RegionValue
-        Values that the run makes.
+        Values that the run defines.
     free : collection of RegionValue
-        Those that the run is given and may overwrite.
+        Inputs that the run may overwrite.
     """
     made, free = frozenset(made), frozenset(free)
-    taken: list[Draft] = []
+    changed: list[Draft] = []
     for now, draft in enumerate(drafts):
-        if draft.over:
+        if draft.stored_over:
             continue
         pairs = ties(draft.kernel)
         for operand, result in pairs:
             value, number = draft.reads[operand], result - len(draft.reads)
-            is_free = value.home in free and _same_form(value.home, draft.makes[number])
-            if (is_free or value.home in made) and _is_last_reader(draft, operand, result, now, pairs):
+            is_free = value.root in free and _same_form(value.root, draft.makes[number])
+            if (is_free or value.root in made) and _is_last_reader(draft, operand, result, now, pairs):
                 draft.take(number, operand)
-                taken.append(draft)
+                changed.append(draft)
                 break
-    kept = _without_unused(taken, free)
-    if len(kept) < len(taken):
-        RegionValue.forget_homes(made)
-    return kept
+    useful = _without_unused(changed, free)
+    if len(useful) < len(changed):
+        RegionValue.forget_roots(made)
+    return useful
 
 
 def _is_last_reader(draft: Draft, operand: int, result: int, now: int, pairs: Sequence[Tie]) -> bool:
-    """Return whether nothing else reads an operand from a kernel on, the kernel's other operands included."""
+    """Return whether nothing else reads an operand's memory from a kernel on, its other operands included."""
     value = draft.reads[operand]
-    others = [i for i, other in enumerate(draft.reads) if other.home is value.home]
-    return value.end == now and not value.is_result and all((other, result) in pairs for other in others)
+    same_root = [i for i, read in enumerate(draft.reads) if read.root is value.root]
+    return value.end == now and not value.is_result and all((i, result) in pairs for i in same_root)
 
 
 def _same_form(one: RegionValue, other: RegionValue) -> bool:
-    """Return whether two values have one shape: an operand may be shown in another than it has."""
+    """Return whether two values have the same shape: an operand may be a view of an input."""
     return same_shape(one.ty.shape.values, other.ty.shape.values)
 
 
-def _without_unused(taken: list[Draft], free: Collection[RegionValue]) -> list[Draft]:
-    """Less those at the end of a chain that overwrites what the run was given for nothing that is read after it."""
-    kept: list[Draft] = []
+def _without_unused(drafts: list[Draft], free: Collection[RegionValue]) -> list[Draft]:
+    """Undo overwriting of inputs by values that nothing reads after the run."""
+    useful: list[Draft] = []
     needed: set[RegionValue] = set()
-    for draft in reversed(taken):
-        ((number, operand),) = draft.over.items()
+    for draft in reversed(drafts):
+        ((number, operand),) = draft.stored_over.items()
         result = draft.makes[number]
-        if result.home in free and not (result.is_result or result in needed):
-            draft.over, result.over = {}, None
+        if result.root in free and not (result.is_result or result in needed):
+            draft.stored_over, result.stored_over = {}, None
             continue
         needed.add(draft.reads[operand])
-        kept.append(draft)
-    return kept[::-1]
+        useful.append(draft)
+    return useful[::-1]
 
 
 class RunOutliner:
-    """Records one run of a block.
+    """Outlines one run of a block.
 
     Parameters
     ----------
@@ -157,10 +157,11 @@ class RunOutliner:
     run : Run
         Run of the block.
     outside : set of relax.Var
-        The variables of the block that are bound outside of any run.
+        The variables of the block that are bound outside of runs.
     kernels : KernelCalls
+        Kernel calls of the module.
     free : set of relax.Var
-        Variables that only this block uses, and that may be overwritten where nothing reads them later.
+        Variables from outside of the block that it may overwrite after their last use.
     """
 
     def __init__(
@@ -175,53 +176,51 @@ class RunOutliner:
         self._drafts: list[Draft] = []
 
     def record(self, function: str, gv: tvm.ir.GlobalVar) -> tuple[OutlinedRegion, list[relax.Binding]]:
-        """The command buffer, to be called `gv`, and the bindings in the run's place: none if no one reads it."""
+        """The command buffer, with the name `gv`, and the bindings that replace the run: none if it is unused."""
         for index in self._run.members:
             var = self._block.bindings[index].var
             call = self._run.calls.get(index)
-            self._results[var] = self._viewed(self._block.definitions[var]) if call is None else self._step(var, call)
+            self._results[var] = self._view_of(self._block.definitions[var]) if call is None else self._step(var, call)
             if self._is_needed(var):
                 for value in self._results[var]:
                     value.is_result = True
         steps = self._steps()
-        arena = self._placed()
+        arena = self._planned_arena()
         inputs, constants = list(self._inputs.values()), list(self._constants.values())
-        given = set(inputs)
-        results = [value for value in self._values if value.is_result and value.home not in given]
+        results = [value for value in self._values if value.is_result and value.root not in set(inputs)]
         outlined = OutlinedRegion(gv, function, self._run.vdevice, inputs, constants, results, [], arena, steps)
-        said = {e for v in (*inputs, *constants, *results) for e in v.shape if isinstance(e, tirx.Var)}
-        outlined.numbers = [symbol for symbol in outlined.symbols() if symbol not in said]
+        extents = {e for v in (*inputs, *constants, *results) for e in v.shape if isinstance(e, tirx.Var)}
+        outlined.numbers = [symbol for symbol in outlined.symbols() if symbol not in extents]
         return outlined, self._bindings(outlined)
 
     def _steps(self) -> list[RegionStep]:
-        """The calls as they will be made, results over operands where they may be."""
+        """The final calls, with results that take the memory of operands where they may."""
         free = [value for var, value in self._inputs.items() if var in self._free and self._is_inside(var)]
-        taken = take_operands(self._drafts, self._kernels.ties, self._values, free)
-        for draft in taken:
-            ((number, operand),) = draft.over.items()
+        for draft in take_operands(self._drafts, self._kernels.ties, self._values, free):
+            ((number, operand),) = draft.stored_over.items()
             draft.kernel = self._kernels.in_place(draft.kernel, (operand, len(draft.reads) + number))
         steps = []
         for draft in self._drafts:
-            access = [READ_WRITE if i in draft.over.values() else READ for i in range(len(draft.reads))]
-            made = [value for i, value in enumerate(draft.makes) if i not in draft.over]
-            operands, all_access = (*draft.reads, *made), (*access, *[WRITE] * len(made))
+            access = [READ_WRITE if i in draft.stored_over.values() else READ for i in range(len(draft.reads))]
+            results = [value for i, value in enumerate(draft.makes) if i not in draft.stored_over]
+            operands, all_access = (*draft.reads, *results), (*access, *[WRITE] * len(results))
             steps.append(RegionStep(draft.kernel, operands, all_access, draft.scalars, draft.variable))
         return steps
 
-    def _placed(self) -> Any:
-        """Give transient values their places in the arena; its bytes."""
-        homes: dict[RegionValue, list[RegionValue]] = {}
+    def _planned_arena(self) -> Any:
+        """Set the offsets of transient values in the arena; returns its bytes."""
+        values_of: dict[RegionValue, list[RegionValue]] = {}
         for value in self._values:
-            homes.setdefault(value.home, []).append(value)
-        given = set(self._inputs.values())
-        transient = [home for home, all_ in homes.items() if home not in given and not any(v.is_result for v in all_)]
-        arena = plan_arena([Lifetime(v.nbytes, v.begin, max(w.end for w in homes[v])) for v in transient])
+            values_of.setdefault(value.root, []).append(value)
+        inputs = set(self._inputs.values())
+        transient = [r for r, values in values_of.items() if r not in inputs and not any(v.is_result for v in values)]
+        arena = plan_arena([Lifetime(v.nbytes, v.begin, max(w.end for w in values_of[v])) for v in transient])
         for value, offset in zip(transient, arena.offsets, strict=True):
             value.offset = offset
         return arena.nbytes
 
     def _is_inside(self, var: relax.Var) -> bool:
-        """Return whether what uses a variable is in the run, or shows it to the run alone."""
+        """Return whether only the run uses a variable, directly or by views."""
         pending = [var]
         while pending:
             for user in self._block.users.get(pending.pop(), []):
@@ -233,7 +232,7 @@ class RunOutliner:
                 pending.append(binding.var)
         return True
 
-    def _viewed(self, view: relax.Expr) -> list[RegionValue]:
+    def _view_of(self, view: relax.Expr) -> list[RegionValue]:
         if isinstance(view, relax.TupleGetItem):
             return [self._results[view.tuple_value][view.index]]
         return self._results[view if isinstance(view, relax.Var) else view.args[0]]
@@ -241,14 +240,14 @@ class RunOutliner:
     def _step(self, var: relax.Var, call: KernelCall) -> list[RegionValue]:
         now = len(self._drafts)
         names = [var.name] if len(call.makes) == 1 else [f"{var.name}_{i}" for i in range(len(call.makes))]
-        made = [RegionValue(ty, name, now, now) for ty, name in zip(call.makes, names, strict=True)]
-        self._values += made
-        read = [self._operand(arg, now) for arg in call.reads]
-        draft = Draft(call.kernel, read, made, call.scalars, var.name)
-        for number, operand in call.over:
+        results = [RegionValue(ty, name, now, now) for ty, name in zip(call.makes, names, strict=True)]
+        self._values += results
+        operands = [self._operand(arg, now) for arg in call.reads]
+        draft = Draft(call.kernel, operands, results, call.scalars, var.name)
+        for number, operand in call.stored_over:
             draft.take(number, operand)
         self._drafts.append(draft)
-        return made
+        return results
 
     def _operand(self, arg: relax.Expr, now: int) -> RegionValue:
         if isinstance(arg, tvm.ir.GenericConst):
@@ -257,13 +256,13 @@ class RunOutliner:
             (value,) = self._results[arg]
             value.end = now
             return value
-        shown = self._aliased(arg)
-        value = self._inputs.setdefault(shown, RegionValue(shown.ty, shown.name))
+        source = self._source(arg)
+        value = self._inputs.setdefault(source, RegionValue(source.ty, source.name))
         value.end = now
         return value
 
-    def _aliased(self, var: relax.Var) -> relax.Var:
-        """The tensor that a view shows, if no run made it: kernels take it as it is, by its address."""
+    def _source(self, var: relax.Var) -> relax.Var:
+        """The tensor that a view outside of runs is a view of: kernels take its address."""
         while var in self._outside and is_view(self._block.bindings[self._block.positions[var]]):
             view = self._block.definitions[var]
             if isinstance(view, relax.TupleGetItem):
@@ -280,22 +279,22 @@ class RunOutliner:
 
     def _bindings(self, outlined: OutlinedRegion) -> list[relax.Binding]:
         positions = {value: number for number, value in enumerate(outlined.inputs)}
-        over = [value for value in self._values if value.is_result and value.home in positions]
-        if not outlined.results and not over:
+        in_place = [value for value in self._values if value.is_result and value.root in positions]
+        if not outlined.results and not in_place:
             return []
-        fresh = [value.ty for value in outlined.results]
+        new_types = [value.ty for value in outlined.results]
         if outlined.has_arena:
-            fresh.append(relax.TensorType([outlined.arena], "uint8", self._run.vdevice))
-        types = [*fresh, *(value.ty for value in over)]
+            new_types.append(relax.TensorType([outlined.arena], "uint8", self._run.vdevice))
+        types = [*new_types, *(value.ty for value in in_place)]
         args = relax.Tuple([*self._inputs, *self._constants, *outlined.numbers])
-        if over:
-            places = [-1] * len(fresh) + [positions[value.home] for value in over]
-            call = relax.call_tir_inplace(outlined.gv, args, places, types)
+        if in_place:
+            inplace_indices = [-1] * len(new_types) + [positions[value.root] for value in in_place]
+            call = relax.call_tir_inplace(outlined.gv, args, inplace_indices, types)
         else:
             call = relax.call_tir(outlined.gv, args, types)
         buffer = self._local(outlined.gv.name_hint, tvm.ir.TupleType(types) if len(types) > 1 else types[0])
         bindings = [relax.VarBinding(buffer, typed(call, buffer.ty))]
-        numbers = [*enumerate(outlined.results), *enumerate(over, len(fresh))]
+        numbers = [*enumerate(outlined.results), *enumerate(in_place, len(new_types))]
         fields = {value: buffer if len(types) == 1 else relax.TupleGetItem(buffer, i) for i, value in numbers}
         for index in self._run.members:
             var = self._block.bindings[index].var
@@ -304,7 +303,7 @@ class RunOutliner:
         return bindings
 
     def _result(self, var: relax.Var, fields: Mapping[RegionValue, relax.Expr]) -> list[relax.Binding]:
-        """Bindings of a variable of the run that something after it reads."""
+        """Bindings of a variable of the run that later bindings read."""
         values = self._results[var]
         if isinstance(var.ty, tvm.ir.TupleType):
             parts = [self._local(value.name, value.ty) for value in values]
@@ -313,44 +312,44 @@ class RunOutliner:
         (value,) = values
         if known_extents(var.ty) is None or same_shape(var.ty.shape.values, value.ty.shape.values):
             return [relax.VarBinding(var, fields[value])]
-        whole = self._local(f"{var.name}_whole", value.ty)
-        shaped = typed(relax.op.reshape(whole, var.ty.shape), var.ty)
-        return [relax.VarBinding(whole, fields[value]), relax.VarBinding(var, shaped)]
+        unshaped = self._local(f"{var.name}_whole", value.ty)
+        reshaped = typed(relax.op.reshape(unshaped, var.ty.shape), var.ty)
+        return [relax.VarBinding(unshaped, fields[value]), relax.VarBinding(var, reshaped)]
 
     def _local(self, name: str, ty: tvm.ir.Type) -> relax.Var:
         return (relax.DataflowVar if self._block.is_dataflow else relax.Var)(name, ty)
 
 
-# Why runs of kernels end where they do, and kernels stay outside of runs, in words.
+# Diagnostics: reasons why runs end, and why kernels stay outside of runs.
 
 _CALL_PACKED = ("relax.call_packed", "relax.call_pure_packed", "relax.invoke_closure")
 
 
 def why_ended(block: Block, run: Run) -> str:
-    """Description of the binding that ended a run, since it could neither join nor move: ``a transfer (lv3)``."""
+    """Description of the binding that ended a run: ``transfer (lv3)``."""
     if run.ended_by is None:
         return "end of block"
     if len(run.calls) >= MAX_CALLS:
         return f"length ({MAX_CALLS} kernels)"
     binding = block.bindings[run.ended_by]
-    return f"{_what(binding)} ({binding.var.name})"
+    return f"{_description(binding)} ({binding.var.name})"
 
 
 def single_calls(function: str, block: Block, order: list[int | Run], calls: KernelCalls) -> list[SingleCall]:
-    """The kernels of a block that no run took."""
-    found: list[SingleCall] = []
+    """The kernel calls of a block outside of runs, with reasons."""
+    single: list[SingleCall] = []
     for item in order:
         binding = None if isinstance(item, Run) else block.bindings[item]
         if binding is not None and op_name(binding.value) in CALL_TIR_OPS:
             call = calls.of(binding)
             why = "no other kernel to run with" if call is not None else "it cannot be called as a plain function"
-            if call is not None and call.over:
+            if call is not None and call.stored_over:
                 why = "it works in place"
-            found.append(SingleCall(function, binding.var.name, binding.value.args[0].name_hint, why))
-    return found
+            single.append(SingleCall(function, binding.var.name, binding.value.args[0].name_hint, why))
+    return single
 
 
-def _what(binding: relax.Binding) -> str:
+def _description(binding: relax.Binding) -> str:
     value = binding.value
     if isinstance(binding, relax.MatchCast):
         return "check of shapes"
@@ -379,15 +378,15 @@ def form_command_buffers(mod: tvm.IRModule, separate_kernels: bool = False) -> t
     ----------
     mod : tvm.IRModule
     separate_kernels : bool
-        Whether kernels of llvm devices will be compiled apart from the host function, as ``rh.compile`` does. Only
+        True if kernels of llvm devices are compiled separately from the host function, as in ``rh.compile``. Only
         then kernels with temporaries in TVM's workspace join, which stock TVM cannot build.
     """
     if is_lowered(mod) or not vdevices_of(mod) or any(COMMANDS in func.attrs for func in mod.functions.values()):
         return mod
     bound = mod if all(map(_has_target, mod.functions.values())) else bind_targets(mod)
-    if not is_formed(bound):  # FormDispatches would fuse buffers with what it has yet to make kernels of
+    if not is_formed(bound):  # FormDispatches would fuse command buffers with ops
         return mod
-    # Views must be seen as such: a reshape that is a kernel copies.
+    # A reshape as a kernel would copy.
     former = _Former(relax.transform.RewriteDataflowReshape()(with_root_blocks(bound)), separate_kernels)
     functions = {
         gv: rewrite_function(func, former.in_function(gv.name_hint, func)) for gv, func in relax_functions(former.mod)
@@ -409,7 +408,7 @@ class _Former:
         self._used_names = self._finder.calls.used_names
 
     def in_function(self, name: str, func: relax.Function) -> Rewrite:
-        """Function that rewrites the blocks of a function."""
+        """Rewrite for the blocks of the function `name`."""
         variables = DonatedVariables(func)
 
         def rewrite(block: Block) -> list[relax.Binding] | None:
@@ -426,7 +425,7 @@ class _Former:
                     bindings += self._outlined(name, outliner, why_ended(block, item))
                 else:
                     bindings.append(block.bindings[item])
-            # Views of what a buffer reads are of no use any more: it takes the tensor itself.
+            # Views of a command buffer's inputs are unused now: it takes the tensor itself.
             return without_unused(bindings, block, _is_view)
 
         return rewrite
@@ -440,23 +439,23 @@ class _Former:
         return bindings
 
     def finish(self, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> tvm.IRModule:
-        """The module with its command buffers; kernels that nobody else calls are raw ones only."""
+        """The module with its command buffers; kernels that only they call remain as raw kernels only."""
         kernels = {**dict(self.mod.functions.items()), **self._finder.calls.functions}
         result = {**dict(self.mod.functions.items()), **functions}
-        called = _called(result.values())
+        referenced = _referenced_names(result.values())
         replaced: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
         signatures: dict[tvm.ir.GlobalVar, RawSignature] = {}
         for kernel in dict.fromkeys(gv for outlined in self.outlined for gv in outlined.kernels):
             func = kernels[kernel]
-            stays = kernel.name_hint in called or "global_symbol" in func.attrs
-            raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._used_names) if stays else kernel
+            is_referenced = kernel.name_hint in referenced or "global_symbol" in func.attrs
+            raw = fresh_global_var(f"{kernel.name_hint}_raw", kernel.ty, self._used_names) if is_referenced else kernel
             replaced[kernel] = raw
             signature = self._finder.calls.signature(kernel)
-            assert signature is not None, f"{kernel.name_hint} is no kernel of a run"
+            assert signature is not None, f"{kernel.name_hint} is not a kernel of a run"
             result[raw] = raw_kernel(func, signature)
             signatures[kernel] = signature
         for kernel in self._finder.calls.replaced:
-            is_kept = kernel in replaced or kernel.name_hint in called or "global_symbol" in kernels[kernel].attrs
+            is_kept = kernel in replaced or kernel.name_hint in referenced or "global_symbol" in kernels[kernel].attrs
             if not is_kept:
                 del result[kernel]
         vdevices = vdevices_of(self.mod)
@@ -477,13 +476,13 @@ def _is_view(value: relax.Expr) -> bool:
     return isinstance(value, relax.Var) or op_name(value) == RESHAPE
 
 
-def _called(functions: Iterable[tvm.ir.BaseFunc]) -> set[str]:
-    """The names of functions that others refer to: by variable, or as PrimFuncs may, by name."""
-    found: set[str] = set()
-    seen = [
-        (tvm.ir.GlobalVar, lambda gv: found.add(gv.name_hint)),
-        (tvm.ir.StringImm, lambda text: found.add(text.value)),
+def _referenced_names(functions: Iterable[tvm.ir.BaseFunc]) -> set[str]:
+    """The names that functions refer to: by global variable, or by string, as PrimFuncs may."""
+    names: set[str] = set()
+    visitors = [
+        (tvm.ir.GlobalVar, lambda gv: names.add(gv.name_hint)),
+        (tvm.ir.StringImm, lambda text: names.add(text.value)),
     ]
     for func in functions:
-        structural_walk(func.body, seen)
-    return found
+        structural_walk(func.body, visitors)
+    return names

@@ -9,18 +9,18 @@ After::
     buffer = R.call_tir(cls.main_commands, (x, state), out_ty=[R.Tensor((16,), "float32")])
 
 `main_commands` now submits the graph that `main_commands_record` records. Constants and the arena, which the machine
-owns, are arguments of the recorded launches; kernels that work on bindings, inputs and results, read where these are
-in a table in device memory (`tir.commands.table_kernel`). `state` is a constant that each machine replaces by memory
-of its own (`vm.region.cuda_graph`), and which constants the graph reads stands on `main_commands` (`GRAPH_CONSTANTS`).
+owns, are arguments of the recorded launches; kernels that use bindings (inputs and results) read their addresses
+from a table in device memory (`tir.commands.table_kernel`). `state` is a constant that each machine replaces by memory
+of its own (`vm.region.cuda_graph`); an attribute of `main_commands` has the graph's constants (`GRAPH_CONSTANTS`).
 
-From compute capability 9.0 on, every kernel but the first begins while the kernel before it ends, and waits for that:
-where it was written to (`tir.cuda.core.launch.enable_pdl`), behind set-up and requests for constants, and else at
-once (`tir.commands.early_launch`). The one behind the kernel that brings the table reads it when it has waited.
+From compute capability 9.0 on, every kernel but the first uses programmatic dependent launch: it begins while the
+previous kernel ends, and waits for that where it was written to (`tir.cuda.core.launch.enable_pdl`), after set-up and
+loads of constants, else at once (`tir.commands.graph_functions.waiting_first`). The kernel after the one that fetches
+the table reads it after its wait.
 
-Extents that are symbolic decide how many blocks a launch has, which a graph keeps: such a command buffer has a graph
-for each of their values that comes again, and the code of a submission finds the right one. TVM's RewriteCUDAGraph
-captures what a function does with memory of its own, with inputs and outputs outside of the graph, and weights as they
-were at the first call.
+Symbolic extents decide the grid of a launch, which a graph keeps: such a command buffer has a graph for each of their
+recurring values, and a submission selects it. TVM's RewriteCUDAGraph instead captures work on memory of the function,
+with inputs and outputs outside of the graph, and weights as they were at the first call.
 
 Assumes FormCommandBuffers. A lowered module is returned as it is; a second run changes nothing. The result needs a
 machine that records graphs, so `rh.compile` runs this pass and `rh.get_pipeline` leaves it out.
@@ -79,11 +79,11 @@ from ..ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name,
 from .region_attrs import regions_of, with_region
 
 _MAX_ROUNDS = 8
-"""In which one block of few threads fetches a table; more are left to a kernel of its own."""
+"""Rounds in which a kernel of one block may fetch the table itself; a longer table needs a kernel of its own."""
 
 
 GRAPH_CONSTANTS = "relax_hetero.graph_constants"
-"""On the function that submits a graph: the constants that its launches read."""
+"""Attribute of the function that submits a graph: the constants that its launches read."""
 
 
 def form_cuda_graphs(mod: tvm.IRModule) -> tvm.IRModule:
@@ -115,12 +115,12 @@ def _can_be_graph(func: tirx.PrimFunc, region: RegionSpec) -> bool:
 
 
 def _numbers(func: tirx.PrimFunc) -> list[tirx.Var]:
-    """Parameters of a command buffer's host function that are no tensors."""
+    """Parameters of a command buffer's host function that are not tensors."""
     return [param for param in func.params if not is_buffer_var(param)]
 
 
 def _is_complete(region: RegionSpec) -> bool:
-    """Return whether all extents, offsets and numbers of a region are written over its parameters."""
+    """Return whether all extents, offsets and numbers of a region are expressions over its parameters."""
     dims: list[Any] = [region.arena, *(dim for slot in region.slots for dim in slot.shape or ())]
     for command in region.commands:
         if isinstance(command, Dispatch):
@@ -135,7 +135,7 @@ class _Writer:
     Attributes
     ----------
     functions : dict
-        Those of the module, without the command buffers' host functions, and with those of their graphs.
+        Functions of the module, with those of graphs in place of the command buffers' host functions.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
@@ -150,7 +150,7 @@ class _Writer:
         self._variants: dict[tuple[Any, ...], tvm.ir.GlobalVar] = {}
 
     def write(self, gv: tvm.ir.GlobalVar, region: RegionSpec) -> tvm.ir.GlobalVar:
-        """Replace a host function by those of a graph; the one that submits it is returned."""
+        """Replace a host function by those of a graph; returns the one that submits the graph."""
         old = self.functions.pop(gv)
         target, count = old.attrs["target"], len(region.slots)
         values = {name: tirx.Var(name, "int64") for name in region.parameters}
@@ -158,15 +158,15 @@ class _Writer:
         launches = [self._launch(command, region, values) for command in commands]
         first = next(i for i, command in enumerate(commands) if _entries(command))
         launches[first] = self._fetching(launches[first], commands[first], count)
-        fetch, behind_table = None, first + 1
+        fetch, after_table = None, first + 1
         if launches[first].fetching is None:
-            behind_table = 0
+            after_table = 0
             fetch = self._once(("fetch", count, str(target)), lambda name: fetch_kernel(name, count, target))
         if gpu_target_of(target).overlaps_launches:
             written: set[int] = set()
             for i, command in enumerate(commands):
                 if launches[i].fetching is None and (i > 0 or fetch is not None):
-                    launches[i] = self._early(launches[i], command, i == behind_table, written)
+                    launches[i] = self._early(launches[i], command, i == after_table, written)
                 written |= self._written(command)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._used_names)
@@ -179,15 +179,15 @@ class _Writer:
             [_tensor(slot, values) for slot in region.slots if (slot.access == WRITE) == is_result]
             for is_result in (False, True)
         )
-        said = {dim for slot in region.slots for dim in slot.shape or ()}
-        numbers = [var for name, var in values.items() if name not in said]
-        assert len(numbers) == len(_numbers(old)), "the call gives what no extent says"
+        extents = {dim for slot in region.slots for dim in slot.shape or ()}
+        numbers = [var for name, var in values.items() if name not in extents]
+        assert len(numbers) == len(_numbers(old)), "the call passes the parameters that are not extents"
         submit = submit_function(gv.name_hint, inputs, results, target, list(values.values()), numbers)
         submit = submit.without_attr("global_symbol")
         return self._add(tvm.ir.GlobalVar(gv.name_hint), with_region(submit, replace(region, runs=GRAPH)))
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
-        """The functions, less kernels, and variants of kernels, of which only other variants are called."""
+        """The functions without kernels and variants of kernels that nothing calls."""
         called: set[str] = set()
         for func in self.functions.values():
             structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
@@ -220,14 +220,14 @@ class _Writer:
             if operand.space == SLOT and tensor.access != READ
         }
 
-    def _early(self, launch: Launch, command: Dispatch, is_behind_table: bool, written: set[int]) -> Launch:
-        """A launch that begins while the one before it ends, and waits for that at the latest before it needs it.
+    def _early(self, launch: Launch, command: Dispatch, is_after_table: bool, written: set[int]) -> Launch:
+        """A launch that begins while the previous one ends, and waits for that before it needs its results.
 
-        What it reads before it waits are constants, or slots that no launch before it has written: those are complete
+        Before its wait it reads only constants, or slots that no earlier launch has written: those are complete
         when the kernel that fetches the table is.
 
-        Kernels read addresses in the table as soon as they begin, but for the one behind the kernel that writes it,
-        which lets the next one begin when it has waited for that.
+        Kernels read the table as soon as they begin, except the first one after the kernel that writes it, which lets
+        the next one begin after its own wait.
         """
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
@@ -236,23 +236,21 @@ class _Writer:
             operand.space == DIRECT or (operand.space == SLOT and operand.index not in written)
             for operand in (command.operands[int(i)] for i in reads)
         )
-        if waits_itself and is_behind_table:
-            # The launch behind this one may begin at once otherwise, and reads the table.
+        if waits_itself and is_after_table:
+            # Otherwise the next launch might begin at once, and read the table too early.
             waits_itself = bool(entries) and waits_before_use(raw, entries)
             if waits_itself:
-                behind = (kernel.name_hint, entries, "behind wait")
+                variant = (kernel.name_hint, entries, "after wait")
                 launch = replace(
-                    launch, kernel=self._once(behind, lambda _: table_kernel(raw, entries, after_wait=True))
+                    launch, kernel=self._once(variant, lambda _: table_kernel(raw, entries, after_wait=True))
                 )
         func = self.functions[launch.kernel]
-        key = (launch.kernel.name_hint, "early", waits_itself, is_behind_table)
-        early = self._once(
-            key, lambda _: launched_early(func if waits_itself else waiting_first(func, is_behind_table))
-        )
+        key = (launch.kernel.name_hint, "early", waits_itself, is_after_table)
+        early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func, is_after_table)))
         return replace(launch, kernel=early)
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:
-        """The first launch that needs the table, with the kernel that fetches it where one block does all its work."""
+        """The first launch that needs the table, which fetches it itself if its kernel has one block."""
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         threads = threads_of_one_block(raw)
@@ -278,19 +276,19 @@ _POINTER = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
 
 
 def _entries(command: Dispatch) -> tuple[int, ...]:
-    """Which operands of a command are bindings."""
+    """Indices of a command's operands that are bindings."""
     return tuple(i for i, operand in enumerate(command.operands) if operand.space == SLOT)
 
 
 def _word(operand: Reference, region: RegionSpec, values: Mapping[str, tirx.Var]) -> tuple[int, Any]:
-    """The word of the plan that a direct reference or one to the arena starts from, and its offset."""
+    """The word of the plan with the base address of a direct reference, or of the arena, and the offset."""
     first = Layout(len(region.slots)).directs
     offset = operand.offset if isinstance(operand.offset, int) else dim_value(operand.offset, values)
     return first + (len(region.directs) if operand.space == ARENA else operand.index), offset
 
 
 def _number(value: Any, param: tirx.Var, values: Mapping[str, tirx.Var]) -> Any:
-    """A number that a kernel takes."""
+    """A scalar argument of a kernel."""
     dtype = str(param.ty.dtype)
     if not isinstance(value, str):
         return tirx.const(value, dtype)
@@ -309,7 +307,7 @@ class _Calls:
     Attributes
     ----------
     constants : dict of str to list of tvm.ir.GenericConst
-        Constants that each command buffer took as arguments, and its graph keeps.
+        Former constant arguments of each command buffer, which its graph keeps.
     """
 
     def __init__(
@@ -322,10 +320,10 @@ class _Calls:
         self._submits, self._vdevices = submits, vdevices
         self._regions = {gv.name_hint: region for gv, region in chosen.items()}
         self._names: dict[relax.Var, relax.Expr] = {}
-        self._arenas: dict[relax.Var, int] = {}  # of calls, where in the results the arena was
+        self._arenas: dict[relax.Var, int] = {}  # former position of the arena in a call's results
 
     def change(self, binding: relax.Binding) -> relax.Binding:
-        """A binding, with the state for constants and without an arena where it calls such a command buffer."""
+        """A call of such a command buffer with the state in place of constants and arena; other bindings unchanged."""
         value = binding.value
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._arenas:
             index = value.index - (value.index > self._arenas[value.tuple_value])
@@ -341,27 +339,27 @@ class _Calls:
     def _changed(self, binding: relax.Binding, call: relax.Call, region: RegionSpec) -> relax.Binding:
         args = list(call.args[1].fields)
         inputs = sum(slot.access != WRITE for slot in region.slots)
-        behind = inputs + len(region.directs)
+        end = inputs + len(region.directs)
         vdevice = self._vdevices[region.device]
         words = np.zeros(Layout(len(region.slots), len(region.parameters)).state, "int64")
         state = tvm.ir.GenericConst(tvm.runtime.tensor(words), relax.TensorType(words.shape, "int64", vdevice))
-        self.constants[region.name] = args[inputs:behind]
-        args = [*args[:inputs], state, *args[behind:]]
+        self.constants[region.name] = args[inputs:end]
+        args = [*args[:inputs], state, *args[end:]]
         ty, var = call.ty_args[0], binding.var
         fields = list(ty.fields) if isinstance(ty, tvm.ir.TupleType) else [ty]
-        places = list(call.attrs.inplace_indices) if op_name(call) == CALL_TIR_INPLACE else []
+        inplace_indices = list(call.attrs.inplace_indices) if op_name(call) == CALL_TIR_INPLACE else []
         if region.arena != 0:
-            arena = len(region.slots) - inputs  # behind the results
+            arena = len(region.slots) - inputs  # after the results
             del fields[arena]
-            if places:
-                del places[arena]
+            if inplace_indices:
+                del inplace_indices[arena]
             self._arenas[var] = arena
             ty = tvm.ir.TupleType(fields)
             self._names[var] = type(var)(var.name, ty)
         gv = self._submits[region.name]
-        if places:
-            made = relax.call_tir_inplace(gv, relax.Tuple(args), places, fields)
-            new = relax.Call(made.op, made.args, made.attrs, [ty], call.span, ret_ty=ty)
+        if inplace_indices:
+            in_place = relax.call_tir_inplace(gv, relax.Tuple(args), inplace_indices, fields)
+            new = relax.Call(in_place.op, in_place.args, in_place.attrs, [ty], call.span, ret_ty=ty)
         else:
             new = relax.Call(call.op, [gv, relax.Tuple(args)], call.attrs, [ty], call.span, ret_ty=ty)
         return relax.VarBinding(self._names.get(var, var), new, binding.span)

@@ -1,7 +1,7 @@
-"""Calls of kernels that a command buffer can make: what they read and write, and the numbers they are called with.
+"""Kernel calls that a command buffer can make: their operands, results and scalars.
 
-A command buffer calls a kernel without TVM's checks of its arguments. So a call qualifies only if its types say all
-that these checks would ask: element types, ranks, and every extent, provably.
+A command buffer calls a kernel without TVM's checks of its arguments. So a call qualifies only if its types prove all
+conditions of these checks: element types, ranks, and every extent.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class KernelCall:
     ----------
     kernel : tvm.ir.GlobalVar
     vdevice : relax.VDevice
-        Where it runs.
+        Device of the call.
     reads : tuple of relax.Expr
         Variables and constants, in the order of the kernel's parameters.
     makes : tuple of relax.TensorType
-        The results.
+        Types of the results.
     scalars : tuple of tvm.ir.PrimExpr
-        One for each of the kernel's `RawSignature`.
-    over : tuple of (int, int)
-        Result (of `makes`) and operand (of `reads`) that share memory, of a kernel that works in place.
+        Values of the scalars of the kernel's `RawSignature`.
+    stored_over : tuple of (int, int)
+        Index pairs of results (in `makes`) and operands (in `reads`) that share memory, for in-place kernels.
     """
 
     kernel: tvm.ir.GlobalVar
@@ -50,7 +50,7 @@ class KernelCall:
     reads: tuple[relax.Expr, ...]
     makes: tuple[relax.TensorType, ...]
     scalars: tuple[Any, ...]
-    over: tuple[tuple[int, int], ...] = ()
+    stored_over: tuple[tuple[int, int], ...] = ()
 
 
 class KernelCalls:
@@ -59,16 +59,16 @@ class KernelCalls:
     Parameters
     ----------
     mod : tvm.IRModule
-        Placed, of dispatches.
+        Placed module of dispatches.
     separate_kernels : bool
-        As `FormCommandBuffers` has it: whether kernels of llvm devices may have temporaries in a workspace.
+        True if kernels of llvm devices may have temporaries in a workspace (`FormCommandBuffers`).
 
     Attributes
     ----------
     used_names : set of str
         Names of functions.
     functions : dict of tvm.ir.GlobalVar to tirx.PrimFunc
-        Kernels made for calls in place.
+        New in-place variants of kernels.
     """
 
     def __init__(self, mod: tvm.IRModule, separate_kernels: bool = False) -> None:
@@ -79,7 +79,7 @@ class KernelCalls:
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
 
     def ties(self, kernel: tvm.ir.GlobalVar) -> list[Tie]:
-        """Ties of a kernel; none of one that takes numbers, whose parameters and tensors are counted differently."""
+        """Ties of a kernel; empty for kernels with scalars, where indices of parameters and tensors differ."""
         func = self._mod.functions.get(kernel)
         is_plain = isinstance(func, tirx.PrimFunc) and all(map(is_buffer_var, func.params))
         return ties_of(func) if is_plain else []
@@ -95,11 +95,11 @@ class KernelCalls:
 
     @property
     def replaced(self) -> list[tvm.ir.GlobalVar]:
-        """Kernels that calls in place have taken the place of, wholly or in part."""
+        """Kernels with in-place variants, which replace some or all of their calls."""
         return list(dict.fromkeys(kernel for kernel, _ in self._in_place))
 
     def signature(self, kernel: tvm.ir.GlobalVar) -> RawSignature | None:
-        """How a kernel is called raw; None for functions that cannot be."""
+        """Raw signature of a kernel; None for functions that command buffers cannot call."""
         if kernel not in self._signatures:
             func = self.functions.get(kernel, self._mod.functions.get(kernel))
             fits = isinstance(func, tirx.PrimFunc) and COMMANDS not in func.attrs and self._can_be_called(func)
@@ -107,9 +107,10 @@ class KernelCalls:
         return self._signatures[kernel]
 
     def _can_be_called(self, kernel: tirx.PrimFunc) -> bool:
-        """True if another function can call a kernel, as far as its device goes: those of GPUs must be one launch.
+        """Return whether a kernel's device allows calls from a host function.
 
-        Those of CPUs must have no temporaries in a workspace, which only this library's code for llvm allows.
+        Kernels of GPUs must be one launch. Those of CPUs must not have temporaries in a workspace, unless they are
+        compiled separately.
         """
         target = kernel.attrs.get("target")
         if target is not None and "gpu" in target.keys:
@@ -118,16 +119,16 @@ class KernelCalls:
         return allowed or not has_temporaries(kernel)
 
     def of(self, binding: relax.Binding) -> KernelCall | None:
-        """The call that a binding makes; None for any other work, and for calls that must be checked as they run."""
+        """The kernel call of a binding; None for other bindings, and for calls that need checks at run time."""
         call = binding.value
         if not isinstance(binding, relax.VarBinding) or op_name(call) not in ("relax.call_tir", CALL_TIR_INPLACE):
             return None
         kernel, operands = call.args[0], call.args[1]
         signature = self.signature(kernel)
-        made = _results(call.ty_args[0])
-        if signature is None or made is None or not isinstance(operands, relax.Tuple):
+        results = _results(call.ty_args[0])
+        if signature is None or results is None or not isinstance(operands, relax.Tuple):
             return None
-        vdevice = made[0].vdevice or call_vdevice(call)
+        vdevice = results[0].vdevice or call_vdevice(call)
         if vdevice is None or vdevice.memory_scope != "global":
             return None
         args = [(arg, arg.ty) for arg in operands.fields]
@@ -135,19 +136,21 @@ class KernelCalls:
         reads = tuple(arg for arg, ty in args if isinstance(ty, relax.TensorType) and _is_tensor(arg))
         if len(numbers) + len(reads) != len(args) or len(numbers) != len(signature.numbers):
             return None
-        places = list(map(int, call.attrs.inplace_indices)) if op_name(call) == CALL_TIR_INPLACE else [-1] * len(made)
-        over = [(i, operands.fields[place]) for i, place in enumerate(places) if place >= 0]
-        if not all(isinstance(arg, relax.Var) for _, arg in over):
-            return None  # a constant
+        inplace_indices = (
+            list(map(int, call.attrs.inplace_indices)) if op_name(call) == CALL_TIR_INPLACE else [-1] * len(results)
+        )
+        in_place = [(i, operands.fields[operand]) for i, operand in enumerate(inplace_indices) if operand >= 0]
+        if not all(isinstance(arg, relax.Var) for _, arg in in_place):
+            return None  # a constant cannot be overwritten
         types = [ty for _, ty in args if isinstance(ty, relax.TensorType)]
-        types += [ty for ty, place in zip(made, places, strict=True) if place < 0]
-        scalars = _matched(signature, types, dict(zip(signature.numbers, numbers, strict=True)))
-        pairs = tuple((i, reads.index(arg)) for i, arg in over)
-        return None if scalars is None else KernelCall(kernel, vdevice, reads, made, scalars, pairs)
+        types += [ty for ty, operand in zip(results, inplace_indices, strict=True) if operand < 0]
+        scalars = _scalar_values(signature, types, dict(zip(signature.numbers, numbers, strict=True)))
+        pairs = tuple((i, reads.index(arg)) for i, arg in in_place)
+        return None if scalars is None else KernelCall(kernel, vdevice, reads, results, scalars, pairs)
 
 
 def _results(ty: tvm.ir.Type) -> tuple[relax.TensorType, ...] | None:
-    """The results of a kernel; None for tuples inside of tuples, and for none."""
+    """Types of a kernel's results; None for nested tuples and for no results."""
     types = tuple(ty.fields) if isinstance(ty, tvm.ir.TupleType) else (ty,)
     return types if types and all(isinstance(field, relax.TensorType) for field in types) else None
 
@@ -156,43 +159,43 @@ def _is_tensor(arg: relax.Expr) -> bool:
     return isinstance(arg, relax.Var) or is_tensor_constant(arg)
 
 
-def _matched(
-    signature: RawSignature, types: Sequence[tvm.ir.Type], given: Mapping[tirx.Var, Any]
+def _scalar_values(
+    signature: RawSignature, types: Sequence[tvm.ir.Type], numbers: Mapping[tirx.Var, Any]
 ) -> tuple[Any, ...] | None:
-    """The values of a kernel's scalars for tensors of these types; None where anything does not provably fit."""
+    """The values of a kernel's scalars for tensors of these types; None if any type does not provably fit."""
     if len(types) != len(signature.buffers):
         return None
-    values: dict[tirx.Var, Any] = dict(given)
-    both: list[tuple[Any, Any]] = []
+    values: dict[tirx.Var, Any] = dict(numbers)
+    pairs: list[tuple[Any, Any]] = []
     for buffer, dtype, ty in zip(signature.extents, signature.dtypes, types, strict=True):
         extents = known_extents(ty)
         if extents is None or str(ty.dtype) != dtype or len(extents) != len(buffer):
             return None
-        for expected, found in zip(buffer, extents, strict=True):
+        for expected, extent in zip(buffer, extents, strict=True):
             if isinstance(expected, tirx.Var):
-                both.append((values.setdefault(expected, found), found))
+                pairs.append((values.setdefault(expected, extent), extent))
             else:
-                both.append((expected, found))
-    if not all(_is_same(expected, found, values) for expected, found in both):
+                pairs.append((expected, extent))
+    if not all(_is_same(expected, extent, values) for expected, extent in pairs):
         return None
-    scalars = [_as(values[scalar], str(scalar.ty.dtype)) for scalar in signature.scalars]
+    scalars = [_cast_to(values[scalar], str(scalar.ty.dtype)) for scalar in signature.scalars]
     return None if any(scalar is None for scalar in scalars) else tuple(scalars)
 
 
-def _is_same(expected: Any, found: Any, values: Mapping[tirx.Var, Any]) -> bool:
-    """Return whether an extent that a kernel writes, over its own variables, is provably the one of its operand."""
-    if expected is found:
+def _is_same(expected: Any, extent: Any, values: Mapping[tirx.Var, Any]) -> bool:
+    """Return whether an extent over a kernel's own variables is provably that of its operand."""
+    if expected is extent:
         return True
     if isinstance(expected, int):
-        return isinstance(found, int) and expected == found
-    said = structural_map(
-        expected, (tvm.ir.Var, lambda var: _as(values[var], str(var.ty.dtype)) if var in values else var)
+        return isinstance(extent, int) and expected == extent
+    substituted = structural_map(
+        expected, (tvm.ir.Var, lambda var: _cast_to(values[var], str(var.ty.dtype)) if var in values else var)
     )
-    return same_extent(said, _as(found, str(said.ty.dtype)))
+    return same_extent(substituted, _cast_to(extent, str(substituted.ty.dtype)))
 
 
-def _as(value: Any, dtype: str) -> Any:
-    """A number as one of an element type; None where it would not be the same number."""
+def _cast_to(value: Any, dtype: str) -> Any:
+    """A number cast to an element type; None if the cast may change it."""
     if isinstance(value, int):
         return tirx.const(value, dtype)
     own = str(value.ty.dtype)

@@ -1,7 +1,7 @@
-"""Where the transient values of a command buffer lie in its arena: by lifetime, values that never meet share bytes.
+"""Offsets of a command buffer's transient values in its arena: values with disjoint lifetimes share bytes.
 
-Sizes that hold symbols are counted in units: of one symbolic factor, `n * s` in ``n * s * 1536`` bytes, values are
-planned together as if it were 1, whatever it will be. Values of different factors never share.
+Symbolic sizes are counted in units: values with the same symbolic factor, such as `n * s` in ``n * s * 1536`` bytes,
+are planned together as if it were 1. Values of different factors never share bytes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tvm import tirx
 from tvm_ffi import structural_equal
 
 ARENA_ALIGNMENT = 64
-"""Bytes at whose multiples values begin: a cache line, and what TVM's own allocations have."""
+"""Alignment of values in bytes: a cache line, as for TVM's own allocations."""
 
-_MANY = 8 * ARENA_ALIGNMENT
-"""Bytes a unit from which on rounding them up to the alignment wastes little."""
+_MIN_ROUNDED_BYTES = 8 * ARENA_ALIGNMENT
+"""Bytes per unit from which on the count is rounded up to the alignment, as that wastes little."""
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A value: its size in bytes (an int, or an expression), the command that makes it, the last that reads it."""
+    """A value: its bytes (an int, or an expression), the command that defines it, and the last one that reads it."""
 
     nbytes: Any
     begin: int
@@ -33,19 +33,19 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Arena:
-    """Offsets of the values, in their order, and the bytes of the whole; ints, or expressions over symbols."""
+    """Offsets of the values, in order, and the arena's bytes; ints, or expressions over symbols."""
 
     offsets: list[Any]
     nbytes: Any
 
 
 def plan_arena(values: Sequence[Lifetime]) -> Arena:
-    """Place values so that those that meet have bytes of their own, each at a multiple of `ARENA_ALIGNMENT`.
+    """Place values, aligned to `ARENA_ALIGNMENT`, so that values with overlapping lifetimes share no bytes.
 
     Parameters
     ----------
     values : sequence of Lifetime
-        In the order of the commands that make them. Those that are there at one time, be it one command, meet.
+        Values in the order of the commands that define them. Those that are live during the same command overlap.
     """
     offsets: list[Any] = [0] * len(values)
     base: Any = 0
@@ -58,13 +58,13 @@ def plan_arena(values: Sequence[Lifetime]) -> Arena:
 
 
 def min_bytes(values: Sequence[Lifetime]) -> int:
-    """The bytes of the values of known size that are there at the worst time: no plan takes fewer."""
+    """Maximum of the bytes that are live at the same time, for values of known size: a lower bound of all plans."""
     return _lower_bound([(_rounded(value.nbytes), value) for value in values if isinstance(value.nbytes, int)])
 
 
 @dataclass
 class ArenaGroup:
-    """Values whose size is a count of one unit: (number of the value, count), multiples of the alignment together."""
+    """Values whose size is a multiple of one unit: pairs of a value's index and its count of units."""
 
     unit: Any
     factors: list[Any]
@@ -72,7 +72,7 @@ class ArenaGroup:
 
 
 def groups_by_unit(values: Sequence[Lifetime]) -> list[ArenaGroup]:
-    """Values apart by their symbolic factor; numbers come first."""
+    """Values grouped by their symbolic factor; numbers come first."""
     groups: list[ArenaGroup] = []
     for i, value in enumerate(values):
         count, factors = _counted(value.nbytes)
@@ -80,7 +80,7 @@ def groups_by_unit(values: Sequence[Lifetime]) -> list[ArenaGroup]:
         if group is None:
             groups.append(group := ArenaGroup(_product(factors), factors))
         group.members.append((i, count))
-    # So most offsets stay numbers.
+    # Numbers first: then most offsets are ints.
     return sorted(groups, key=lambda group: bool(group.factors))
 
 
@@ -92,7 +92,7 @@ def _counted(nbytes: Any) -> tuple[int, list[Any]]:
             count *= factor
         else:
             factors.append(factor)
-    if not factors or count >= _MANY:
+    if not factors or count >= _MIN_ROUNDED_BYTES:
         return _rounded(count), factors
     unit = tirx.const(ARENA_ALIGNMENT, "int64")
     return 1, [tirx.floordiv(_product(factors) * count + (ARENA_ALIGNMENT - 1), unit) * unit]
@@ -107,14 +107,17 @@ def _factors(nbytes: Any) -> Iterator[Any]:
 
 
 def _same_factors(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Return whether two products are of the same factors, in any order."""
-    rest = list(right)
+    """Return whether two products have the same factors, in any order."""
+    remaining = list(right)
     for factor in left:
-        found = next((i for i, other in enumerate(rest) if factor is other or structural_equal(factor, other)), None)
-        if found is None:
+        match = next(
+            (i for i, candidate in enumerate(remaining) if factor is candidate or structural_equal(factor, candidate)),
+            None,
+        )
+        if match is None:
             return False
-        del rest[found]
-    return not rest
+        del remaining[match]
+    return not remaining
 
 
 def _product(factors: Sequence[Any]) -> Any:
@@ -129,12 +132,12 @@ _Sized = Sequence[tuple[int, Lifetime]]
 
 
 def _best_plan(values: _Sized) -> list[int]:
-    """Offsets by the first order of placing that needs no more than the least, else by the one that needs fewest."""
+    """Offsets by the first order of placement that reaches the lower bound, else by the best order."""
     lower_bound, counts = _lower_bound(values), [count for count, _ in values]
-    meetings = meetings_of(values)
+    overlaps = overlaps_of(values)
     best: list[int] = []
     for order in _ORDERS:
-        plan = _placed(counts, meetings, sorted(range(len(values)), key=lambda i: order(*values[i])))
+        plan = _placed(counts, overlaps, sorted(range(len(values)), key=lambda i: order(*values[i])))
         if not best or _total(plan, counts) < _total(best, counts):
             best = plan
         if _total(best, counts) == lower_bound:
@@ -147,16 +150,16 @@ _ORDERS: tuple[Callable[[int, Lifetime], tuple[int, ...]], ...] = (
     lambda count, value: (-count * (value.end - value.begin + 1), value.begin),
     lambda count, value: (value.begin - value.end, -count),
 )
-"""Largest first; most bytes for longest first; longest first."""
+"""Sort keys of greedy placement: largest; largest product of bytes and lifetime; longest lifetime first."""
 
 
-def _placed(counts: Sequence[int], meetings: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
-    """Each value, in order, at the lowest address that is free for as long as it is there."""
+def _placed(counts: Sequence[int], overlaps: Sequence[Sequence[int]], order: Sequence[int]) -> list[int]:
+    """Place each value, in order, at the lowest address that is free during its lifetime."""
     offsets = [-1] * len(counts)
     for i in order:
-        taken = sorted((offsets[j], offsets[j] + counts[j]) for j in meetings[i] if offsets[j] >= 0)
+        ranges = sorted((offsets[j], offsets[j] + counts[j]) for j in overlaps[i] if offsets[j] >= 0)
         offset = 0
-        for begin, end in taken:
+        for begin, end in ranges:
             if begin - offset >= counts[i]:
                 break
             offset = max(offset, end)
@@ -164,26 +167,26 @@ def _placed(counts: Sequence[int], meetings: Sequence[Sequence[int]], order: Seq
     return offsets
 
 
-def meetings_of(values: _Sized) -> list[list[int]]:
-    """For each value, those that are there at one time with it."""
-    meetings: list[list[int]] = [[] for _ in values]
-    there: list[int] = []
+def overlaps_of(values: _Sized) -> list[list[int]]:
+    """For each value the indices of those with an overlapping lifetime."""
+    overlaps: list[list[int]] = [[] for _ in values]
+    live: list[int] = []
     for i in sorted(range(len(values)), key=lambda i: values[i][1].begin):
-        there = [j for j in there if values[j][1].end >= values[i][1].begin]
-        for j in there:
-            meetings[i].append(j)
-            meetings[j].append(i)
-        there.append(i)
-    return meetings
+        live = [j for j in live if values[j][1].end >= values[i][1].begin]
+        for j in live:
+            overlaps[i].append(j)
+            overlaps[j].append(i)
+        live.append(i)
+    return overlaps
 
 
 def _lower_bound(values: _Sized) -> int:
     changes = sorted([(v.begin, 1, count) for count, v in values] + [(v.end, 2, -count) for count, v in values])
-    now = worst = 0
+    live = peak = 0
     for _, _, change in changes:
-        now += change
-        worst = max(worst, now)
-    return worst
+        live += change
+        peak = max(peak, live)
+    return peak
 
 
 def _total(offsets: Sequence[int], counts: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
-"""Command buffers as data (`artifact.commands`) on functions; and the tensors that a kernel reads or writes.
+"""Command buffers as attributes of functions (`artifact.commands`), and a kernel's access to its tensors.
 
-Each host function of a command buffer carries its `RegionSpec`, each kernel that one calls its `KernelSpec`, as JSON
-text, so that both last until the executable is made.
+The host function of a command buffer has its `RegionSpec`, each kernel that it calls its `KernelSpec`, as JSON text,
+until the executable is built.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ from ..ir.module_attrs import COMMANDS, KERNEL
 from .region_ir import OutlinedRegion, RegionStep, RegionValue
 
 WORKGROUPS = "relax_hetero.workgroups"
-"""On a PrimFunc: how many of its last parameters are workgroup numbers (x, y, z)."""
+"""PrimFunc attribute: how many of its last parameters are workgroup numbers (x, y, z)."""
 
-_ALLOCATED = 64
-"""Alignment of TVM's allocations, which its code expects unless it is told otherwise."""
+_ALLOCATION_ALIGNMENT = 64
+"""Alignment of TVM's allocations in bytes, which its code expects by default."""
 
 
 class _Texts:
-    """Expressions as text, in which every symbol has a name of its own."""
+    """Texts of expressions, with a unique name for each symbol."""
 
     def __init__(self, symbols: Iterable[tirx.Var]) -> None:
         self.names: dict[tirx.Var, str] = {}
         for symbol in symbols:
-            plain = base = re.sub(r"\W", "_", str(symbol.name))
-            taken = {*self.names.values(), "min", "max"}
+            name = base = re.sub(r"\W", "_", str(symbol.name))
+            used = {*self.names.values(), "min", "max"}
             count = 0
-            while plain in taken or not plain.isidentifier():
+            while name in used or not name.isidentifier():
                 count += 1
-                plain = f"{base}_{count}" if base.isidentifier() else f"_{base}_{count}"
-            self.names[symbol] = plain
+                name = f"{base}_{count}" if base.isidentifier() else f"_{base}_{count}"
+            self.names[symbol] = name
 
     def of(self, expr: Any) -> Any:
-        """A number, or text over the names."""
+        """An expression as a number, or as text over the names."""
         if isinstance(expr, tirx.FloatImm):
             return float(expr.value)
         try:
@@ -77,16 +77,16 @@ class _Texts:
 
 
 def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> RegionSpec:
-    """Description of a command buffer; its `directs` count the constants it reads."""
+    """Description of a command buffer; its `directs` number the constants that it reads."""
     texts = _Texts(outlined.symbols())
     device = vdevice_index(outlined.vdevice, vdevices)
-    places = {value.home: (SLOT, i) for i, value in enumerate((*outlined.inputs, *outlined.results))}
-    places.update({value: (DIRECT, i) for i, value in enumerate(outlined.constants)})
-    written = {v.home for s in outlined.steps for v, access in zip(s.operands, s.access, strict=True) if access != READ}
+    slots = {value.root: (SLOT, i) for i, value in enumerate((*outlined.inputs, *outlined.results))}
+    slots.update({value: (DIRECT, i) for i, value in enumerate(outlined.constants)})
+    written = {v.root for s in outlined.steps for v, access in zip(s.operands, s.access, strict=True) if access != READ}
 
     def reference(value: RegionValue) -> Reference:
-        space, index = places.get(value.home, (ARENA, 0))
-        offset = texts.of(value.home.offset) if space == ARENA else 0
+        space, index = slots.get(value.root, (ARENA, 0))
+        offset = texts.of(value.root.offset) if space == ARENA else 0
         return Reference(space, index, offset, texts.of(value.nbytes))
 
     def command(step: RegionStep) -> Dispatch:
@@ -96,7 +96,7 @@ def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> Regi
 
     def slot(value: RegionValue, access: str) -> SlotSpec:
         shape = tuple(map(texts.of, value.shape))
-        return SlotSpec(value.name, device, texts.of(value.nbytes), _ALLOCATED, access, value.dtype, shape)
+        return SlotSpec(value.name, device, texts.of(value.nbytes), _ALLOCATION_ALIGNMENT, access, value.dtype, shape)
 
     is_host = is_cpu(outlined.vdevice)
     return RegionSpec(
@@ -122,40 +122,40 @@ def kernel_specs(
     signatures: Mapping[tvm.ir.GlobalVar, RawSignature],
     vdevices: list[relax.VDevice],
 ) -> dict[tvm.ir.GlobalVar, KernelSpec]:
-    """The kernels of a command buffer."""
+    """Descriptions of the kernels of a command buffer."""
     device = vdevice_index(outlined.vdevice, vdevices)
-    found: dict[tvm.ir.GlobalVar, KernelSpec] = {}
+    specs: dict[tvm.ir.GlobalVar, KernelSpec] = {}
     for step in outlined.steps:
-        if step.kernel not in found:
+        if step.kernel not in specs:
             func, signature = kernels[step.kernel], signatures[step.kernel]
-            found[step.kernel] = kernel_spec(step.kernel.name_hint, func, signature, device, step.access)
-    return found
+            specs[step.kernel] = kernel_spec(step.kernel.name_hint, func, signature, device, step.access)
+    return specs
 
 
 def kernel_spec(
     name: str, func: tirx.PrimFunc, signature: RawSignature, device: int, access: Sequence[str] | None = None
 ) -> KernelSpec:
-    """A kernel that can be called raw.
+    """Description of a raw kernel.
 
     Parameters
     ----------
     name : str
     func : tirx.PrimFunc
     signature : RawSignature
-        Its own.
+        Raw signature of the kernel.
     device : int
-        Manifest index.
+        Index of its device in the manifest.
     access : sequence of str, optional
-        Access to each tensor; taken from the body where it is not given.
+        Access to each tensor; default: as in the body.
 
     Raises
     ------
     BuildError
-        A number of workgroup numbers that its parameters do not have.
+        The attribute `WORKGROUPS` does not fit its parameters.
     """
     texts = _Texts(signature.scalars)
     used = buffer_access(func) if access is None else dict(zip(signature.buffers, access, strict=True))
-    # LLVM's code of a raw kernel relies on whole elements only; others', on what its buffers are declared to be.
+    # LLVM's code of a raw kernel relies on the alignment of elements only, other code on that of the declared buffers.
     tensors = tuple(
         TensorParam(
             str(buffer.name),
@@ -171,7 +171,7 @@ def kernel_spec(
 
 
 def is_llvm(func: tirx.PrimFunc) -> bool:
-    """Return whether a function with a target is one of LLVM's."""
+    """Return whether the target of a function is llvm."""
     return bool(func.attrs["target"].kind.name == "llvm")
 
 
@@ -193,27 +193,27 @@ def _element_alignment(dtype: str) -> int:
 
 
 def with_region(host: tirx.PrimFunc, region: RegionSpec) -> tirx.PrimFunc:
-    """The host function of a command buffer, with what it does noted on it."""
+    """Annotate the host function of a command buffer with its commands."""
     return host.with_attr(COMMANDS, json.dumps(region_to_json(region)))
 
 
 def with_kernel(raw: tirx.PrimFunc, kernel: KernelSpec, symbol: str) -> tirx.PrimFunc:
-    """A kernel that command buffers call, with how it is called noted on it."""
+    """Annotate a kernel that command buffers call with its description."""
     named = replace(kernel, symbol=symbol if is_llvm(raw) else "")
     return raw.with_attr(KERNEL, json.dumps(kernel_to_json(named)))
 
 
 def regions_of(mod: tvm.IRModule) -> list[RegionSpec]:
-    """The command buffers of a module, in order of their names."""
-    noted = {gv.name_hint: func.attrs[COMMANDS] for gv, func in mod.functions.items() if COMMANDS in func.attrs}
-    return [region_from_json(json.loads(str(noted[name]))) for name in sorted(noted, key=_in_order)]
+    """The command buffers of a module, sorted by name."""
+    texts = {gv.name_hint: func.attrs[COMMANDS] for gv, func in mod.functions.items() if COMMANDS in func.attrs}
+    return [region_from_json(json.loads(str(texts[name]))) for name in sorted(texts, key=_natural_key)]
 
 
 def kernel_functions(mod: tvm.IRModule) -> list[tuple[KernelSpec, tirx.PrimFunc]]:
-    """The kernels that the command buffers of a module call, in order of their names."""
-    noted = [func for func in mod.functions.values() if KERNEL in func.attrs]
-    kernels = [(kernel_from_json(json.loads(str(func.attrs[KERNEL]))), func) for func in noted]
-    return sorted(kernels, key=lambda pair: _in_order(pair[0].name))
+    """The kernels that the command buffers of a module call, sorted by name."""
+    annotated = [func for func in mod.functions.values() if KERNEL in func.attrs]
+    kernels = [(kernel_from_json(json.loads(str(func.attrs[KERNEL]))), func) for func in annotated]
+    return sorted(kernels, key=lambda pair: _natural_key(pair[0].name))
 
 
 def kernels_of(mod: tvm.IRModule) -> dict[str, KernelSpec]:
@@ -221,54 +221,54 @@ def kernels_of(mod: tvm.IRModule) -> dict[str, KernelSpec]:
     return {kernel.name: kernel for kernel, _ in kernel_functions(mod)}
 
 
-def _in_order(name: str) -> list[Any]:
+def _natural_key(name: str) -> list[Any]:
     """A key that sorts ``x2`` before ``x10``."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def buffer_access(func: tirx.PrimFunc) -> dict[tirx.Var, str]:
-    """Return whether each tensor parameter is read, written or both, by the elements that the body names.
+    """Access to each tensor parameter: read, written or both, by the loads and stores in the body.
 
-    The body may name the same memory by other buffers. Memory that is handed on otherwise (its address, another
-    function) counts as read and written; memory that nothing names counts as read.
+    The body may access the same memory by other buffers. Memory that escapes (by its address, or to another function)
+    counts as read and written; memory without any access counts as read.
     """
-    seen: Counter[tirx.Var] = Counter()
+    mentions: Counter[tirx.Var] = Counter()
     loads: Counter[tirx.Var] = Counter()
     stores: Counter[tirx.Var] = Counter()
     declared: Counter[tirx.Var] = Counter()
     views: dict[tirx.Var, tirx.Var] = {}
 
-    def on_block(block: s_tir.SBlock) -> None:
+    def visit_block(block: s_tir.SBlock) -> None:
         declared.update(region.source for region in (*block.reads, *block.writes))
 
-    def on_view(view: tirx.DeclBuffer) -> None:
+    def visit_view(view: tirx.DeclBuffer) -> None:
         data = view.data
         if isinstance(data, tvm.ir.Call) and isinstance(data.op, tvm.ir.Op) and data.op.name == "tirx.buffer_data":
             views[view.buffer] = data.args[0]
             declared.update((view.buffer, data.args[0]))
 
-    on_nodes = [
-        (tvm.ir.Var, lambda var: seen.update((var,))),
+    visitors = [
+        (tvm.ir.Var, lambda var: mentions.update((var,))),
         (TensorLoad, lambda load: loads.update((load.source,))),
         (tirx.BufferStore, lambda store: stores.update((store.buffer,))),
-        (s_tir.SBlock, on_block),
-        (tirx.DeclBuffer, on_view),
+        (s_tir.SBlock, visit_block),
+        (tirx.DeclBuffer, visit_view),
     ]
-    structural_walk(func.body, on_nodes)
+    structural_walk(func.body, visitors)
 
     def access(param: tirx.Var) -> str:
-        names = [param, *(view for view in views if _viewed(view, views) == param)]
-        handed_on = any(seen[name] > loads[name] + stores[name] + declared[name] for name in names)
+        names = [param, *(view for view in views if _view_root(view, views) == param)]
+        escapes = any(mentions[name] > loads[name] + stores[name] + declared[name] for name in names)
         read, written = (any(uses[name] for name in names) for uses in (loads, stores))
-        if handed_on or (read and written):
+        if escapes or (read and written):
             return READ_WRITE
         return WRITE if written else READ
 
     return {param: access(param) for param in func.params}
 
 
-def _viewed(view: tirx.Var, views: dict[tirx.Var, tirx.Var]) -> tirx.Var:
-    """The parameter that a buffer names the memory of."""
+def _view_root(view: tirx.Var, views: dict[tirx.Var, tirx.Var]) -> tirx.Var:
+    """The parameter whose memory a buffer views."""
     while view in views:
         view = views[view]
     return view

@@ -1,4 +1,4 @@
-"""Command buffers of a model while they are made: values, steps, and the host function that they become."""
+"""Command buffers of a model under construction: values, steps, and their host function."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class RegionValue:
     ty : relax.TensorType
     name : str
     begin, end : int
-        The command that makes it and the last one that reads it.
+        The command that defines it and the last one that reads it.
     is_result : bool
-        Whether something after the run reads it.
-    over : RegionValue, optional
-        The one whose memory it takes.
+        True if bindings after the run read it.
+    stored_over : RegionValue, optional
+        The value whose memory it takes.
     offset : int or tirx.Expr
-        Offset of its first byte in the arena, if it lies there and has memory of its own.
+        Offset of its first byte in the arena, if it is there and has memory of its own.
     shape : list of (int or tirx.Expr)
     """
 
@@ -39,44 +39,43 @@ class RegionValue:
     begin: int = 0
     end: int = 0
     is_result: bool = False
-    over: RegionValue | None = None
+    stored_over: RegionValue | None = None
     offset: Any = 0
     shape: list[Any] = field(init=False)
-    _nearer: RegionValue | None = field(init=False, default=None)
+    _known_root: RegionValue | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.shape = [plain_extent(extent) for extent in self.ty.shape.values]
 
     @property
-    def home(self) -> RegionValue:
-        """The value that lay first in the same memory.
+    def root(self) -> RegionValue:
+        """The first value in the same memory.
 
-        Kernels that work in place make chains as long as the model, so each value that is passed on the way keeps a
-        short cut to where the way ends.
+        In-place kernels make chains as long as the model, so the paths to roots are compressed, as in union-find.
         """
-        passed: list[RegionValue] = []
+        path: list[RegionValue] = []
         value = self
-        while value.over is not None:
-            passed.append(value)
-            value = value._nearer or value.over
-        for one in passed:
-            one._nearer = value
+        while value.stored_over is not None:
+            path.append(value)
+            value = value._known_root or value.stored_over
+        for step in path:
+            step._known_root = value
         return value
 
     @staticmethod
-    def forget_homes(values: Iterable[RegionValue]) -> None:
-        """Drop the short cuts of values, some of which have memory of their own again."""
+    def forget_roots(values: Iterable[RegionValue]) -> None:
+        """Drop the compressed paths of values, some of which have memory of their own again."""
         for value in values:
-            value._nearer = None
+            value._known_root = None
 
     @property
     def dtype(self) -> str:
-        """TVM's name of its element type."""
+        """TVM's name of the element type."""
         return str(self.ty.dtype.dtype)
 
     @property
     def nbytes(self) -> Any:
-        """Its size: an int, or an expression."""
+        """Size in bytes: an int, or an expression."""
         return bytes_of_extents(self.shape, tvm.DataType(self.dtype))
 
 
@@ -88,11 +87,11 @@ class RegionStep:
     ----------
     kernel : tvm.ir.GlobalVar
     operands : tuple of RegionValue
-        Its tensors.
+        Tensor arguments.
     access : tuple of str
-        Access to each: ``"read"``, ``"write"`` or ``"read-write"``.
+        Access to each operand: ``"read"``, ``"write"`` or ``"read-write"``.
     scalars : tuple
-        Those of its `RawSignature`.
+        Values of the scalars of the kernel's `RawSignature`.
     variable : str
     """
 
@@ -105,25 +104,25 @@ class RegionStep:
 
 @dataclass
 class OutlinedRegion:
-    """A command buffer, to be written once the kernels' raw names are known.
+    """A command buffer, whose host function is generated once the kernels' raw names are known.
 
     Attributes
     ----------
     gv : tvm.ir.GlobalVar
-        The host function's.
+        Global variable of the host function.
     function : str
-        The Relax function it was cut from.
+        The Relax function that contains the run.
     vdevice : relax.VDevice
     inputs, constants, results : list of RegionValue
-        Its tensor parameters, in this order, with `numbers` before the results, and the arena after them. Results that
+        Tensor parameters, in this order, with `numbers` before the results, and the arena after them. Results that
         take the memory of an input are not among them.
     numbers : list of tirx.Var
-        The symbols that the call passes, since no tensor's extents say them.
+        The symbols that the call passes as numbers, since they are not extents of a tensor.
     arena : int or tirx.Expr
-        Bytes; 0 for none.
+        Bytes of the arena; 0 for none.
     steps : list of RegionStep
     ended : str
-        Description of the binding that came after the run and could not join it.
+        Description of the binding that ended the run.
     """
 
     gv: tvm.ir.GlobalVar
@@ -144,27 +143,27 @@ class OutlinedRegion:
 
     @property
     def has_arena(self) -> bool:
-        """True if any value is transient."""
+        """True if the arena has a size."""
         return not (isinstance(self.arena, int) and self.arena == 0)
 
     def symbols(self) -> list[tirx.Var]:
-        """The symbolic extents that anything in it depends on."""
-        found: dict[tirx.Var, None] = {}
+        """The symbols that its extents, scalars and offsets depend on."""
+        symbols: dict[tirx.Var, None] = {}
         for expr in self._expressions():
             if isinstance(expr, tirx.Expr):
-                structural_walk(expr, (tvm.ir.Var, lambda var: found.setdefault(var)))
-        return list(found)
+                structural_walk(expr, (tvm.ir.Var, lambda var: symbols.setdefault(var)))
+        return list(symbols)
 
     def _expressions(self) -> Iterator[Any]:
         for value in (*self.inputs, *self.constants, *self.results):
             yield from value.shape
         for step in self.steps:
             yield from step.scalars
-            yield from (value.home.offset for value in step.operands)
+            yield from (value.root.offset for value in step.operands)
         yield self.arena
 
     def host_function(self, raw: Mapping[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tirx.PrimFunc:
-        """The PrimFunc that runs the steps, which calls kernels by their raw names."""
+        """The PrimFunc that runs the steps; it calls kernels by their raw names."""
         own = {symbol: tirx.Var(symbol.name, symbol.ty) for symbol in self.symbols()}
 
         def renamed(expr: Any) -> Any:
@@ -174,18 +173,19 @@ class OutlinedRegion:
 
         tensors = [*self.inputs, *self.constants, *self.results]
         params: list[Any] = [Tensor(v.name, [renamed(e) for e in v.ty.shape.values], v.dtype) for v in tensors]
-        before = len(self.inputs) + len(self.constants)
-        params[before:before] = [own[number] for number in self.numbers]
-        places = {
-            value.home: number + (len(self.numbers) if number >= before else 0) for number, value in enumerate(tensors)
+        first_result = len(self.inputs) + len(self.constants)
+        params[first_result:first_result] = [own[number] for number in self.numbers]
+        indices = {
+            value.root: number + (len(self.numbers) if number >= first_result else 0)
+            for number, value in enumerate(tensors)
         }
         if self.has_arena:
             params.append(Tensor("arena", [_int64(renamed(self.arena))], "uint8"))
 
         def address(value: RegionValue) -> Address:
-            if value.home in places:
-                return Address(places[value.home], 0, value.dtype)
-            return Address(len(params) - 1, renamed(value.home.offset), value.dtype)
+            if value.root in indices:
+                return Address(indices[value.root], 0, value.dtype)
+            return Address(len(params) - 1, renamed(value.root.offset), value.dtype)
 
         calls = [
             Call(raw[step.kernel], [address(v) for v in step.operands], [renamed(s) for s in step.scalars])

@@ -1,6 +1,6 @@
-"""UpdateDonated: kernels that are called by themselves write over parameters that the caller donated.
+"""UpdateDonated: kernels outside of command buffers overwrite donated parameters.
 
-Before, where the attribute says that `cache` is donated and the kernel ties it to its result (`tir.core.ties`)::
+Before, where an attribute marks `cache` as donated and the kernel ties it to its result (`tir.core.ties`)::
 
     new = R.call_tir(cls.write_row, (cache, row), out_ty=R.Tensor((64, 16), "float32", "llvm:0"))
 
@@ -8,8 +8,8 @@ After::
 
     new = R.call_tir_inplace(cls.write_row_in_place, (cache, row), inplace_indices=[0], out_ty=...)
 
-FormCommandBuffers does the same for command buffers. TVM's DataflowUseInplaceCalls rewrites elementwise ops that are
-not kernels yet, over values that die in the function: never over what a caller gives.
+FormCommandBuffers does the same for command buffers. TVM's DataflowUseInplaceCalls rewrites elementwise ops before
+they are kernels, and overwrites only values of the function, not its parameters.
 
 Assumes FormDispatches. A lowered module is returned as it is; a second run changes nothing.
 """
@@ -28,7 +28,7 @@ from .kernel_calls import KernelCalls
 
 
 def update_donated(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring; the very module where there is nothing to do."""
+    """See the module's docstring; returns the same module where nothing changes."""
     if is_lowered(mod):
         return mod
     kernels = KernelCalls(mod)
@@ -61,15 +61,15 @@ def _in_place(binding: relax.Binding, block: Block, free: frozenset[relax.Var], 
     for operand, result in kernels.ties(kernel):
         if result == len(args.fields) and _is_sole_use(args.fields[operand], args, call.ty, block, free):
             new = kernels.in_place(kernel, (operand, result))
-            over = relax.call_tir_inplace(new, args, [operand], [call.ty_args[0]])
-            return relax.VarBinding(binding.var, typed(over, call.ty), binding.span)
+            in_place_call = relax.call_tir_inplace(new, args, [operand], [call.ty_args[0]])
+            return relax.VarBinding(binding.var, typed(in_place_call, call.ty), binding.span)
     return binding
 
 
 def _is_sole_use(
     value: relax.Expr, args: relax.Tuple, result: relax.TensorType, block: Block, free: frozenset[relax.Var]
 ) -> bool:
-    """True if a call is all that uses a parameter, as one operand, and the parameter has the form of the result."""
+    """Return whether a call is the only use of a parameter, as one operand, with the shape of the result."""
     if value not in free or len(block.users[value]) > 1 or list(args.fields).count(value) > 1:
         return False
     shapes = [ty.shape for ty in (value.ty, result)]

@@ -57,7 +57,7 @@ from ..ir.rewriting import (
     with_functions,
 )
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, merged
-from ..partition.written_arguments import overwritten, write_places, written_arguments
+from ..partition.written_arguments import inplace_operands, overwritten, written_arguments
 from ..record.donated import donated
 
 
@@ -217,7 +217,7 @@ class _Isolated:
             either_of = frozenset(number for var in overwrites for number in flattened(self.aliases.of(var)))
             fresh = NOTHING if name in IN_PLACE else frozenset(flattened(self._new(binding.var.ty)))
             return either_of | fresh
-        operands, places = write_places(call)
+        operands, places = inplace_operands(call)
         types = binding.var.ty.fields
         return tuple(
             self._new(ty) if place < 0 else self.aliases.of(operands[place])

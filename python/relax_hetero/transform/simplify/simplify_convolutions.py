@@ -38,7 +38,7 @@ from ..ir.callee_devices import target_of
 from ..ir.constant_values import ConstantValues, constant_like, fold_constants
 from ..ir.declare import declare_pass
 from ..ir.remarks import record_missed
-from ..ir.rewriting import changed, op_name, relax_functions, typed, walk_bindings
+from ..ir.rewriting import op_name, relax_functions, typed, walk_bindings, with_fields
 from .channel_scales import fold_channel_scales
 from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 
@@ -145,7 +145,7 @@ def _folded(block: Block, binding: relax.Binding) -> relax.Binding:
             return binding
         fields["count_include_pad"] = True
     args = [pad.args[0], *call.args[1:]]
-    new = relax.Call(call.op, args, changed(call.attrs, **fields), call.ty_args, call.span, ret_ty=call.ty)
+    new = relax.Call(call.op, args, with_fields(call.attrs, **fields), call.ty_args, call.span, ret_ty=call.ty)
     return relax.VarBinding(binding.var, new, binding.span)
 
 

@@ -24,7 +24,7 @@ def floats(*shape: int) -> np.ndarray:
 
 
 def steps(program: Program, name: str = "main") -> list[tuple[str, int]]:
-    """By step, its host and how many results it has."""
+    """Host and number of results of each step."""
     return [(step.host, step.results) for step in program.functions[name].steps]
 
 
@@ -55,7 +55,7 @@ def test_there_and_back_is_three_steps():
     assert steps(check_same(Module, [[floats(4)]])) == [("a", 2), ("b", 1), ("a", 1)]
 
 
-def test_what_comes_home_has_never_left():
+def test_values_that_return_to_their_host_never_leave():
     @ir_module(A, B)
     def Module(x: R.Tensor((4,), "float32", "a/llvm:0")):
         y = R.to_vdevice(x, "b/llvm:0")
@@ -71,7 +71,7 @@ def test_what_comes_home_has_never_left():
     assert program.functions["main"].result == (Source(0, 1), Source(0, 0), Source(CALL, 0))
 
 
-def test_what_comes_home_to_another_device_of_the_host_is_copied_there():
+def test_values_that_return_to_another_device_of_their_host_are_copied_there():
     builder = relax.BlockBuilder()
     first, second = (rh.VDevice(CPU, number, host="a") for number in range(2))
     other = rh.VDevice(CPU, host="b")
@@ -156,7 +156,7 @@ def test_a_tensor_read_as_a_shape_is_read_on_its_own_host():
     assert [host for host, _ in steps(program)] == ["b", "a"]
 
 
-def test_sizes_of_one_name_are_told_apart():
+def test_sizes_of_one_name_are_distinguished():
     sizes = [tvm.tirx.Var("n", "int64") for _ in range(2)]
     vdevices = hosted("a", "b")
     x, y = (
@@ -204,10 +204,10 @@ def test_several_functions_and_one_that_they_share():
             return w
 
     program = cut(Module)
-    machines, whole = StepByStep(program), in_one_process(Module)
-    for name, wanted in {"main": ["b"], "other": ["b", "a"], "alone": ["a"]}.items():
-        assert [host for host, _ in steps(program, name)] == wanted
-        assert_same_bits(machines(name, floats(5)), plain(whole[name](floats(5))))
+    machines, reference = StepByStep(program), in_one_process(Module)
+    for name, hosts in {"main": ["b"], "other": ["b", "a"], "alone": ["a"]}.items():
+        assert [host for host, _ in steps(program, name)] == hosts
+        assert_same_bits(machines(name, floats(5)), plain(reference[name](floats(5))))
 
 
 def test_a_branch_of_one_host_whose_condition_comes_from_another():
@@ -335,7 +335,7 @@ def test_effects_keep_their_order_and_a_failed_assertion_is_an_error():
         StepByStep(program)("main", floats(4), np.array(False))
 
 
-def test_kernels_in_place_leave_what_other_steps_read():
+def test_kernels_in_place_preserve_values_of_other_steps():
     @ir_module(A, B)
     class Module:
         @T.prim_func(private=True, s_tir=True)
@@ -358,7 +358,7 @@ def test_kernels_in_place_leave_what_other_steps_read():
     check_same(Module, [[floats(4)]])
 
 
-def test_a_branch_that_works_on_both_hosts_apart():
+def test_a_branch_with_separate_work_on_both_hosts():
     @ir_module(A, B)
     def Module(
         c: R.Tensor((), "bool", "a/llvm:0"),
@@ -379,7 +379,7 @@ def test_a_branch_that_works_on_both_hosts_apart():
     check_same(Module, [[np.array(flag), floats(4), 2 * floats(4)] for flag in (True, False)])
 
 
-def test_what_is_donated_is_left_as_it_is():
+def test_donated_arguments_of_hosts_are_left_unchanged():
     @ir_module(A, B)
     def Module(x: R.Tensor((4,), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")):
         R.func_attr({"relax_hetero.donated": [0, 1]})
@@ -391,12 +391,12 @@ def test_what_is_donated_is_left_as_it_is():
     program = cut(Module)
     assert program.functions["main"].signature.donated == ()
     args = [floats(4), floats(5)]
-    found = StepByStep(program)("main", *args)
-    assert_same_bits(found[0], args[0] + args[0])
+    actual = StepByStep(program)("main", *args)
+    assert_same_bits(actual[0], args[0] + args[0])
     assert_same_bits(tuple(args), (floats(4), floats(5)))
 
 
-def test_parameters_behind_num_input_stay_inputs():
+def test_parameters_after_num_input_stay_inputs():
     @ir_module(A, B)
     def Module(
         x: R.Tensor((2, 4), "float32", "a/llvm:0"),
@@ -433,20 +433,20 @@ def test_each_host_holds_its_own_weights_alone():
     mod.update_global_info("vdevice", vdevices)
     program = check_same(mod, [[floats(4, 32)]])
     for name, part in program.parts.items():
-        held = [each for each in constants(part) if each.size >= 32 * 32]
-        assert len(held) == 1
-        assert np.sort(held[0].ravel()).tobytes() == np.sort(weights[name].ravel()).tobytes()
+        matrices = [each for each in constants(part) if each.size >= 32 * 32]
+        assert len(matrices) == 1
+        assert np.sort(matrices[0].ravel()).tobytes() == np.sort(weights[name].ravel()).tobytes()
 
 
 def constants(mod: tvm.IRModule) -> list[np.ndarray]:
     """The tensors that a module's functions hold."""
-    found = []
+    arrays = []
 
     def visit(expr: relax.Expr) -> None:
         if isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
-            found.append(expr.value.numpy())
+            arrays.append(expr.value.numpy())
 
     for func in mod.functions.values():
         if isinstance(func, relax.Function):
             relax.analysis.post_order_visit(func, visit)
-    return found
+    return arrays

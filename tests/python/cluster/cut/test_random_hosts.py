@@ -59,7 +59,7 @@ def check_model(model: onnx.ModelProto, calls: list[list[np.ndarray]], draw: ran
 
 @pytest.mark.parametrize("case", [0, 1, *(pytest.param(case, marks=pytest.mark.slow) for case in range(2, 60))])
 def test_random_layers(case: int):
-    """Convolutions, products, norms and what is between them, every node anywhere."""
+    """Convolutions, products, norms and the nodes between them, every node on any host."""
     draw = random.Random(fresh_seed())
     model, inputs = drawn(draw, random_shape(draw), draw.randint(3, 8))
     check_model(model, [list(inputs.values())], draw, 0)

@@ -25,29 +25,29 @@ def asks(A: T.Buffer((4,), "float32"), B: T.Buffer((4,), "float32")):
 
 @pytest.mark.parametrize("target", [V4, "c"])
 def test_a_kernel_that_fails_ends_the_call(target):
-    asked = []
+    values = []
 
     def ask(value):
-        asked.append(value)
+        values.append(value)
         if value > 1.5:
             raise ValueError("more than 1.5")
 
     tvm.register_global_func("test.command_buffers.ask", ask, override=True)
     on, off = machines(chain(asks, target=target))
     for machine in (on, off):
-        asked.clear()
+        values.clear()
         np.testing.assert_array_equal(machine["main"](np.full(4, -2, "float32")).numpy(), 1)
-        assert asked == [-2, -1, 0]
-        asked.clear()
+        assert values == [-2, -1, 0]
+        values.clear()
         with pytest.raises(Exception, match="more than 1.5"):
             machine["main"](np.ones(4, "float32"))
-        assert asked == [1, 2]
+        assert values == [1, 2]
         np.testing.assert_array_equal(machine["main"](np.full(4, -3, "float32")).numpy(), 0)
 
 
 @T.prim_func(private=True, s_tir=True)
 def turns(A: T.Buffer((2, 24, 40), "float32"), B: T.Buffer((2, 24, 40), "float32")):
-    """Has a temporary that is too large for the stack, written as a whole before any of it is read."""
+    """Kernel with a temporary that is too large for the stack, fully written before it is read."""
     T.func_attr({"op_pattern": 8})
     with T.sblock("root"):
         doubled = T.alloc_buffer((1920,), "float32")
@@ -77,7 +77,7 @@ def _one_more(a, last, i):
 
 
 def growing(count, target):
-    """A module of kernels no two of which are alike: each adds one, and makes one element more, a copy of its last."""
+    """A module of distinct kernels: each adds one, and appends a copy of its last element."""
     device = rh.VDevice(target)
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType((16,), "float32", device))
@@ -86,8 +86,8 @@ def growing(count, target):
         with builder.dataflow():
             for width in range(16, 16 + count):
                 a = te.placeholder((width,), "float32", "a")
-                made = te.compute((width + 1,), partial(_one_more, a, width - 1))
-                kernel = te.create_prim_func([a, made]).with_attr("op_pattern", 8)
+                computed = te.compute((width + 1,), partial(_one_more, a, width - 1))
+                kernel = te.create_prim_func([a, computed]).with_attr("op_pattern", 8)
                 ty = relax.TensorType((width + 1,), "float32", device)
                 value = builder.emit(relax.call_tir(builder.add_func(kernel, f"step_{width}"), (value,), ty))
             out = builder.emit_output(value)
@@ -100,7 +100,7 @@ def growing(count, target):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", [V4, "c"])
 def test_no_kernel_is_inlined_where_it_could_be_reordered(target):
-    """What one kernel stores the next one loads, through variables that TVM tells LLVM are different memory."""
+    """A kernel loads what the one before stored, through variables that TVM tells LLVM are different memory."""
     mod, x = growing(90, target), np.arange(16, dtype="float32")
     want = np.concatenate([x, np.full(90, 15, "float32")]) + np.float32(90)
     on = rh.vm.VirtualMachine(rh.compile(mod))

@@ -1,4 +1,4 @@
-"""Modules compiled with command buffers compute what they compute without: every kind of value."""
+"""Modules compute the same with and without command buffers: every kind of value."""
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +18,7 @@ V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int64", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 3), (0, 3)])
 def test_element_types_and_extents(dtype, shape):
-    """Each value copies the one before the last, and reads the last one too: else it would be a view, and no kernel."""
+    """Each value copies the one before the last, and reads the last one too: else it would be a view, not a kernel."""
     axes = len(shape)
 
     def copy():
@@ -125,7 +125,7 @@ def test_tuples_views_scalars_and_symbolic_extents():
 
 @I.ir_module
 class OnlyInProducts:
-    """The symbol is in expressions and shapes only: no tensor's extent says it."""
+    """The symbol occurs in expressions and shapes only: no tensor has it as an extent."""
 
     I.module_global_infos({"vdevice": [I.vdevice(V4, 0)]})
 
@@ -203,18 +203,18 @@ def test_branches_and_two_devices():
 
 
 def planned(mod, command_buffers):
-    """Bytes that a lowered module sets aside for what it computes."""
+    """Bytes that a lowered module allocates for its values."""
     lowered = rh.get_pipeline(command_buffers)(mod)
-    found = []
+    sizes = []
     relax.analysis.post_order_visit(
         lowered["main"],
         lambda e: (
-            found.append(int(e.args[0].values[0]))
+            sizes.append(int(e.args[0].values[0]))
             if isinstance(e, relax.Call) and getattr(e.op, "name", "").endswith("alloc_storage")
             else None
         ),
     )
-    return sum(found)
+    return sum(sizes)
 
 
 def test_arenas_take_no_more_than_storage_did():

@@ -1,4 +1,4 @@
-"""What executables say about command buffers: constants by index, kernels by address, what each kernel costs."""
+"""Metadata of command buffers in executables: constants by index, kernels by address, costs of kernels."""
 
 import ctypes
 
@@ -19,7 +19,7 @@ W, V = RNG.random((8, 8), "float32"), RNG.random(8, "float32")
 
 @I.ir_module
 class Model:
-    """Two regions on two devices; a public kernel that one of them calls, another that nobody does."""
+    """Two regions on two devices; a public kernel that one of them calls, and another that is never called."""
 
     I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 
@@ -59,8 +59,8 @@ def test_directs_are_indices_of_the_constants(exe):
     assert all(slot.alignment == 16 for region in (first, second) for slot in region.slots)
 
 
-def test_regions_walked_by_what_the_metadata_says(exe):
-    """Everything that running a region takes is in the metadata, the constants and the code."""
+def test_regions_run_from_their_metadata(exe):
+    """The metadata, the constants and the code suffice to run a region."""
     region = exe.metadata.regions[0]
     code = exe.runnable()
     rh.vm.VirtualMachine(exe)  # loads the code

@@ -1,4 +1,4 @@
-"""Random small graphs over two devices: command buffers give the same bits, whatever lay in the arena before."""
+"""Random small graphs over two devices: command buffers give the same bits, whatever the arena held before."""
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings

@@ -47,9 +47,9 @@ def test_numbers(target: tvm.target.Target, lanes: int) -> None:
     built = build_group(target, tvm.IRModule({"rounded": kernel(lanes)}), target)
     result = tvm.runtime.tensor(np.full(COUNT, 0x5555, "uint16"))
     built["rounded"](tvm.runtime.tensor(source), result)
-    found, wanted = (bits.view(ml_dtypes.bfloat16).astype("float32") for bits in (result.numpy(), _rounded(source)))
-    np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(np.signbit(found), np.signbit(wanted))
+    actual, expected = (bits.view(ml_dtypes.bfloat16).astype("float32") for bits in (result.numpy(), _rounded(source)))
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(np.signbit(actual), np.signbit(expected))
 
 
 def _rounded(source: np.ndarray) -> np.ndarray:

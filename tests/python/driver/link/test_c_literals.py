@@ -50,12 +50,12 @@ def test_numbers_are_those_of_numpy(dtype, value):
     mod = Sum
     mod.update_global_info("vdevice", [rh.VDevice("c")])
     x = np.array([-1, 1, 0, 3, -2], dtype)
-    found = rh.vm.VirtualMachine(rh.compile(mod))["main"](x).numpy()
-    np.testing.assert_array_equal(found, np.where(x > 0, x + np.array(number, dtype), x))
+    actual = rh.vm.VirtualMachine(rh.compile(mod))["main"](x).numpy()
+    np.testing.assert_array_equal(actual, np.where(x > 0, x + np.array(number, dtype), x))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
-def test_magnitudes_and_what_is_finite(dtype):
+def test_magnitudes_and_finite_tests(dtype):
     @I.ir_module
     class Finite:
         @R.function
@@ -67,8 +67,8 @@ def test_magnitudes_and_what_is_finite(dtype):
 
     Finite.update_global_info("vdevice", [rh.VDevice("c")])
     x = np.array([-1, np.inf, -np.inf, np.nan, 2], dtype)
-    found = rh.vm.VirtualMachine(rh.compile(Finite))["main"](x)
-    for ours, expected in zip(found, (np.abs(x), np.isfinite(x), np.isinf(x), np.isnan(x)), strict=True):
+    actual = rh.vm.VirtualMachine(rh.compile(Finite))["main"](x)
+    for ours, expected in zip(actual, (np.abs(x), np.isfinite(x), np.isinf(x), np.isnan(x)), strict=True):
         np.testing.assert_array_equal(ours.numpy(), expected)
 
 

@@ -30,7 +30,7 @@ def test_a_function_of_the_c_library_is_called():
     np.testing.assert_allclose(out.numpy(), np.exp(x), rtol=1e-5)
 
 
-def test_a_function_that_is_nowhere_is_refused():
+def test_an_undefined_function_is_refused():
     """It would end the process when called."""
     with pytest.raises(BuildError, match="kernel 'kernel' calls the external function 'no_such_function'"):
         rh.compile(calling("no_such_function"))

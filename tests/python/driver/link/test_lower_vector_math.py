@@ -35,7 +35,7 @@ def _erf(x):
     return np.vectorize(math.erf, otypes=[float])(x)
 
 
-# In float64; how far float32 may be from it is 4 units in the last place.
+# In float64; float32 may be off by 4 units in the last place.
 REFERENCES = {
     "exp": np.exp,
     "log": np.log,
@@ -97,7 +97,7 @@ def test_halves_are_computed_in_float32_and_doubles_left_alone():
     assert "T.tanh(b[" in halves
 
 
-def test_what_has_been_lowered_stays():
+def test_lowered_functions_stay():
     after = LowerVectorMath()(Before)
     again = LowerVectorMath()(after)
     for name in ("main", "halves"):
@@ -146,27 +146,27 @@ def _results(library: runtime.Module, name: str, *operands: np.ndarray) -> np.nd
     return out.numpy()
 
 
-def check(found: np.ndarray, wanted: np.ndarray, operands: list[np.ndarray], limit: float) -> None:
+def check(actual: np.ndarray, expected: np.ndarray, operands: list[np.ndarray], limit: float) -> None:
     with np.errstate(all="ignore"):
-        rounded = wanted.astype("float32")
+        rounded = expected.astype("float32")
         unit = np.spacing(np.where(np.isfinite(rounded), np.abs(rounded), 1)).astype("float64")
-        exact = (np.isnan(found) & np.isnan(wanted)) | (np.isinf(rounded) & (found == rounded))
-        errors = np.where(exact, 0, np.abs(found.astype("float64") - wanted) / unit)
+        exact = (np.isnan(actual) & np.isnan(expected)) | (np.isinf(rounded) & (actual == rounded))
+        errors = np.where(exact, 0, np.abs(actual.astype("float64") - expected) / unit)
     errors[np.isnan(errors)] = np.inf
     worst = int(errors.argmax())
-    at = [operand[worst] for operand in operands]
-    assert errors[worst] <= limit, f"{errors[worst]} ulp at {at!r}: {found[worst]!r}, not {wanted[worst]!r}"
+    inputs = [operand[worst] for operand in operands]
+    assert errors[worst] <= limit, f"{errors[worst]} ulp at {inputs!r}: {actual[worst]!r}, not {expected[worst]!r}"
 
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_within_four_units_in_the_last_place(library, name):
-    found = _results(library, name, _inputs())
+    actual = _results(library, name, _inputs())
     with np.errstate(all="ignore"):
-        wanted = REFERENCES[name](_inputs().astype("float64"))
-    check(found, wanted, [_inputs()], 4)
-    tiny = (wanted != 0) & (np.abs(wanted) < 1e-44)  # may be rounded to zero, of either sign
-    signed = ~np.isnan(wanted) & ~tiny
-    np.testing.assert_array_equal(np.signbit(found[signed]), np.signbit(wanted[signed]))
+        expected = REFERENCES[name](_inputs().astype("float64"))
+    check(actual, expected, [_inputs()], 4)
+    tiny = (expected != 0) & (np.abs(expected) < 1e-44)  # may be rounded to zero, of either sign
+    signed = ~np.isnan(expected) & ~tiny
+    np.testing.assert_array_equal(np.signbit(actual[signed]), np.signbit(expected[signed]))
 
 
 @pytest.mark.parametrize("target", VECTOR_NAMES)
@@ -175,9 +175,9 @@ def test_halves(target):
     x = fresh_rng().integers(0, 2**16, SIZE, dtype=np.uint16).view("float16")
     with np.errstate(all="ignore"):
         for name, reference in REFERENCES.items():
-            wanted = reference(x.astype("float64")).astype("float16")
-            found = _results(library, name, x)
-            np.testing.assert_allclose(found.astype("float64"), wanted.astype("float64"), rtol=2e-3, atol=1e-7)
+            expected = reference(x.astype("float64")).astype("float16")
+            actual = _results(library, name, x)
+            np.testing.assert_allclose(actual.astype("float64"), expected.astype("float64"), rtol=2e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("target", VECTOR_NAMES)
@@ -200,7 +200,7 @@ def test_any_number_of_lanes(lanes):
 
 
 def _bases() -> np.ndarray:
-    """Numbers whose powers are worth looking at, and as many exponents."""
+    """Bases with special powers, and as many exponents."""
     rng = fresh_rng()
     special = np.append(SPECIAL, [3.0, -3.0, -2.0, -0.5, 16777215.0, 16777216.0, -16777217.0]).astype("float32")
     crossed = np.stack([np.repeat(special, len(special)), np.tile(special, len(special))])
@@ -213,12 +213,12 @@ def _bases() -> np.ndarray:
 
 def test_powers(library):
     x, y = _bases()
-    found = _results(library, "pow", x, y)
+    actual = _results(library, "pow", x, y)
     with np.errstate(all="ignore"):
-        wanted = np.power(x.astype("float64"), y.astype("float64"))
-    check(found, wanted, [x, y], 4)
-    signed = np.isfinite(wanted)
-    np.testing.assert_array_equal(np.signbit(found[signed]), np.signbit(wanted[signed]))
+        expected = np.power(x.astype("float64"), y.astype("float64"))
+    check(actual, expected, [x, y], 4)
+    signed = np.isfinite(expected)
+    np.testing.assert_array_equal(np.signbit(actual[signed]), np.signbit(expected[signed]))
 
 
 def test_squares_and_cubes_are_products():

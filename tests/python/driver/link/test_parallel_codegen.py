@@ -1,4 +1,4 @@
-"""Modules of a few kernels, compiled at once: in order, with the settings of the caller and the errors of one alone."""
+"""Modules of a few kernels compiled in parallel: in order, with the caller's settings, with the error of the first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_kernel_is_in_one_part():
     assert sorted(sum(parts, [])) == sorted(f"kernel_{i}" for i in range(2 * KERNELS_A_MODULE + 1))
 
 
-def test_what_belongs_together_is_not_cut():
+def test_dependent_functions_stay_in_one_part():
     many = 3 * KERNELS_A_MODULE
     assert len(cut(tvm.target.Target("c"), _kernels(many))) == 1
     calling = _kernels(many)
@@ -61,25 +61,25 @@ def test_what_belongs_together_is_not_cut():
 
 
 def test_results_stand_in_order_and_settings_reach_every_thread(two_cores):
-    seen: list[tuple[str, bool]] = []
+    settings: list[tuple[str, bool]] = []
     met = threading.Barrier(2, timeout=30)  # two parts are in work at once
 
     def build(target, part):
         met.wait()
         config = tvm.transform.PassContext.current().config
-        seen.append((threading.current_thread().name, bool(config["tirx.disable_assert"])))
+        settings.append((threading.current_thread().name, bool(config["tirx.disable_assert"])))
         return part
 
     parts = [(LLVM, _kernels(i + 1)) for i in range(6)]
-    told: list[tuple[str, int, int]] = []
+    progress: list[tuple[str, int, int]] = []
     with tvm.transform.PassContext(config={"tirx.disable_assert": True}):
-        results = build_in_parallel(parts, build, lambda *step: told.append(step))
+        results = build_in_parallel(parts, build, lambda *step: progress.append(step))
     assert all(result.same_as(part) for result, (_, part) in zip(results, parts, strict=True))
-    assert all(asserted for _, asserted in seen)
-    assert len({name for name, _ in seen}) == 2
-    counts = [done for _, done, _ in told]
+    assert all(asserted for _, asserted in settings)
+    assert len({name for name, _ in settings}) == 2
+    counts = [done for _, done, _ in progress]
     assert counts == sorted(set(counts)) and len(counts) == 6
-    assert told[-1] == ("kernels", 21, 21)
+    assert progress[-1] == ("kernels", 21, 21)
 
 
 def test_instruments_are_asked_in_the_callers_thread(two_cores):
@@ -129,29 +129,29 @@ def test_an_executable_of_several_modules(two_cores, tmp_path, monkeypatch):
     exe = rh.compile(Chain)
     assert len(exe.module.imports) > 2
     x = fresh_rng().normal(size=(3, 40)).astype("float32")
-    found = rh.vm.VirtualMachine(exe)["main"](x).numpy()
+    actual = rh.vm.VirtualMachine(exe)["main"](x).numpy()
     files = [tmp_path / "first.so", tmp_path / "second.so"]
     exe.export_library(str(files[0]))
     loaded = rh.vm.VirtualMachine(rh.load(str(files[0])))["main"](x).numpy()
-    np.testing.assert_array_equal(found, loaded)
+    np.testing.assert_array_equal(actual, loaded)
     rh.compile(Chain).export_library(str(files[1]))
     assert files[0].read_bytes() == files[1].read_bytes()
     monkeypatch.setattr(parallel_codegen, "KERNELS_A_MODULE", 1000)
-    np.testing.assert_array_equal(found, rh.vm.VirtualMachine(rh.compile(Chain))["main"](x).numpy())
+    np.testing.assert_array_equal(actual, rh.vm.VirtualMachine(rh.compile(Chain))["main"](x).numpy())
 
 
 def test_compiling_tells_of_its_progress(two_cores, monkeypatch):
     monkeypatch.setattr(parallel_codegen, "KERNELS_A_MODULE", 2)
-    told: list[tuple[str, int, int]] = []
-    rh.compile(Chain, progress=lambda *step: told.append(step))
-    passes = [(done, total) for name, done, total in told if name == "passes"]
+    progress: list[tuple[str, int, int]] = []
+    rh.compile(Chain, progress=lambda *step: progress.append(step))
+    passes = [(done, total) for name, done, total in progress if name == "passes"]
     assert passes == [(i + 1, len(passes)) for i in range(len(passes))]
-    kernels = [(done, total) for name, done, total in told if name == "kernels"]
+    kernels = [(done, total) for name, done, total in progress if name == "kernels"]
     assert len(kernels) > 1 and kernels == sorted(set(kernels)) and kernels[-1][0] == kernels[-1][1]
-    assert [name for name, _, _ in told] == sorted((name for name, _, _ in told), reverse=True)
+    assert [name for name, _, _ in progress] == sorted((name for name, _, _ in progress), reverse=True)
 
 
-def test_an_error_of_who_is_told_of_progress_is_theirs():
+def test_an_error_of_the_progress_callback_propagates():
     def progress(step, done, total):
         raise KeyError("theirs")
 

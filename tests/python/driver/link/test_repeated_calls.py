@@ -1,4 +1,4 @@
-"""Functions for calls whose arguments look like those of an earlier one: their parts, and which functions have them."""
+"""Functions for calls whose arguments have the types and shapes of an earlier call: their parts, and who has them."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ WEIGHT = np.arange(4, dtype="float32")
 
 @I.ir_module
 class Lowered:
-    """As the passes leave it, constants lifted."""
+    """A module as the passes leave it, constants lifted."""
 
     @T.prim_func
     def shape_func(heap: T.Buffer((3,), "int64")):
@@ -50,9 +50,9 @@ class Lowered:
         return alloc
 
 
-def test_what_is_shared_is_apart_from_what_runs_each_time():
-    mod, found = with_repeated_calls(Lowered, ["main"])
-    (call,) = found
+def test_shared_and_repeated_work_are_separate_functions():
+    mod, functions = with_repeated_calls(Lowered, ["main"])
+    (call,) = functions
     assert (call.function, call.repeated, call.shares) == ("main", "main_repeated", "main_shared")
     repeated, shared = mod["main_repeated"], mod["main_shared"]
     assert [var.name for var in repeated.params] == ["x", "weight", "size", "shape"]
@@ -67,8 +67,8 @@ def test_what_is_shared_is_apart_from_what_runs_each_time():
 
 
 def test_functions_that_nobody_calls_have_none():
-    mod, found = with_repeated_calls(Lowered, [])
-    assert found == () and mod.same_as(Lowered)
+    mod, repeated = with_repeated_calls(Lowered, [])
+    assert repeated == () and mod.same_as(Lowered)
 
 
 @I.ir_module
@@ -84,7 +84,7 @@ class Symbolic:
 
 @I.ir_module
 class OfValues:
-    """The size of the result is known when the call has begun."""
+    """The size of the result depends on values: it is known only during the call."""
 
     @R.function
     def main(x: R.Tensor(("n",), "float32")):
@@ -125,19 +125,19 @@ def test_repeated_calls_run_nothing_of_the_checks(monkeypatch):
     """TVM's checks are counted by an instrument, which sees each call of the bytecode."""
     vm = rh.vm.VirtualMachine(rh.compile(Symbolic))
     x = np.ones((3, 4), "float32")
-    seen = []
+    symbols = []
 
     def instrument(function, symbol, before, result, *args):
         if before:
-            seen.append(symbol)
+            symbols.append(symbol)
         return 0
 
     vm._module["set_instrument"](instrument)
     counts = []
     for _ in range(4):
-        seen.clear()
+        symbols.clear()
         vm["main"](x, x)
-        counts.append([symbol for symbol in seen if "shape" in symbol or "check" in symbol])
+        counts.append([symbol for symbol in symbols if "shape" in symbol or "check" in symbol])
     assert counts[0] and counts[1] and not counts[2] and not counts[3]
 
 
@@ -156,7 +156,7 @@ def test_arguments_that_look_otherwise_are_checked():
 
 @I.ir_module
 class OnlyChecked:
-    """Its sizes are numbers: calls share nothing but what is checked."""
+    """Its sizes are constants: calls share nothing but checks."""
 
     @R.function
     def main(x: R.Tensor(("n", "m"), "float32")):
@@ -173,7 +173,7 @@ def test_sizes_are_checked_where_nothing_else_is_shared():
         vm["main"](np.ones((4, 4), "float32"))
 
 
-def test_a_pool_that_was_emptied_is_told_of_sizes_again(monkeypatch):
+def test_an_emptied_pool_is_notified_of_sizes_again(monkeypatch):
     noted = []
     original = PoolWatch.note
     monkeypatch.setattr(PoolWatch, "note", lambda self, *args: (noted.append(args[0]), original(self, *args)))
@@ -181,11 +181,11 @@ def test_a_pool_that_was_emptied_is_told_of_sizes_again(monkeypatch):
     x = np.ones((3, 4), "float32")
     for _ in range(4):
         vm["main"](x, x)
-    told = len(noted)
+    count = len(noted)
     for _ in range(4):
         vm["main"](x, x)
-    assert len(noted) == told
+    assert len(noted) == count
     vm._pool.round += 1
     for _ in range(4):
         vm["main"](x, x)
-    assert len(noted) == told + 1
+    assert len(noted) == count + 1

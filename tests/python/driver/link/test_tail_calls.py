@@ -1,4 +1,4 @@
-"""Functions that call themselves last run as loops: any number of trips, whatever else they do."""
+"""Tail-recursive functions run as loops: any number of trips, with branches and other work."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ class Branches:
 
 @I.ir_module
 class NotLast:
-    """Work behind the call of itself: that is recursion."""
+    """Work after the call of itself: real recursion."""
 
     @R.function
     def main(i: R.Tensor((), "int64"), v: R.Tensor((2,), "float32")) -> R.Tensor((2,), "float32"):
@@ -121,7 +121,7 @@ def test_recursion_stays():
 
 
 def test_one_trip_stands_in_the_place_of_the_function():
-    """What every trip gets alike is not handed on, and no call of itself is left."""
+    """Loop-invariant arguments are not passed on, and no recursive call is left."""
     mod, (loop,) = with_trips(LowerToVM()(rh.get_pipeline()(Counted)))
     assert (loop.name, loop.trip, loop.params) == ("loop", "loop_trip", ("i", "n", "v"))
     assert loop.state == (0, 2)

@@ -1,4 +1,4 @@
-"""Command buffers do without TVM's checks of their arguments where these cannot be anything else."""
+"""Command buffers omit TVM's checks of their arguments where the arguments' types are guaranteed."""
 
 import numpy as np
 import pytest
@@ -48,11 +48,11 @@ class Anything:
 
 
 def is_trusted(mod):
-    """Whether each command buffer of a compiled module drops its checks."""
+    """Flags of a compiled module's command buffers: True for one without checks."""
     lowered, _ = by_address(rh.get_pipeline()(mod))
-    found = [TRUSTED in func.attrs for gv, func in lowered.functions.items() if "main_commands" in gv.name_hint]
-    assert found
-    return found
+    flags = [TRUSTED in func.attrs for gv, func in lowered.functions.items() if "main_commands" in gv.name_hint]
+    assert flags
+    return flags
 
 
 def test_checks_go_where_the_machine_has_checked():

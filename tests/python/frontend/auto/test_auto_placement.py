@@ -91,7 +91,7 @@ def test_a_loop_stays_together_and_its_trips_count():
     assert set(auto_placement(rh.from_onnx(model), ["llvm", GPU]).assignments) >= {"loop"}
 
 
-def test_every_row_says_what_decided(tmp_path):
+def test_every_row_has_its_reason(tmp_path):
     """Times on each device, the transfers that staying saves, and the limit that kept work away; also in a library."""
     model = mlp(64, 64, 3)
     for info in (*model.graph.input, *model.graph.output):
@@ -108,8 +108,8 @@ def test_every_row_says_what_decided(tmp_path):
     for variable, reason in reasons.items():
         other = "llvm:0" if places[variable] == "llvm:1" else "llvm:1"
         assert re.match(f"auto, .*: .*s here, .*s on {other}", reason), reason
-    kept = [reason for name, reason in reasons.items() if "MatMul" in name and places[name] == "llvm:0"]
-    assert kept and all("of the limit of 40,000 bytes on llvm:1 other work leaves" in reason for reason in kept)
+    products = [reason for name, reason in reasons.items() if "MatMul" in name and places[name] == "llvm:0"]
+    assert products and all("of the limit of 40,000 bytes on llvm:1 other work leaves" in reason for reason in products)
     transfers = [entry["reason"] for entry in about.placement if entry["kind"] == "transfer"]
     assert any("auto, about" in reason and "8,192 bytes" in reason for reason in transfers)
     assert about.placement_estimate["assumed_sizes"] == {"batch": 32}
@@ -212,6 +212,6 @@ def test_the_estimates_as_json():
     }
 
 
-def test_an_objective_that_there_is_not():
+def test_an_unknown_objective_is_refused():
     with pytest.raises(rh.PlacementError, match="objective is 'speed'; expected 'latency' or 'throughput'"):
         auto_placement(mlp(1, 4, 1), ["llvm", "c"], objective="speed")

@@ -1,4 +1,4 @@
-"""What the cost model knows of devices by their targets."""
+"""Device figures that the cost model derives from targets."""
 
 import pytest
 
@@ -87,6 +87,6 @@ def test_vdevices_of_one_physical_device_take_turns():
 
 def test_cpu_devices_share_the_bandwidth_of_their_socket(monkeypatch):
     monkeypatch.setattr(cost_model, "num_cores", lambda: 64)
-    alone = CostModel.for_vdevices(parse_vdevices([cpu(64)])).devices[0]
+    single = CostModel.for_vdevices(parse_vdevices([cpu(64)])).devices[0]
     beside = CostModel.for_vdevices(parse_vdevices([cpu(32), cpu(32)])).devices
-    assert beside[0].bandwidth == beside[1].bandwidth == alone.bandwidth / 2
+    assert beside[0].bandwidth == beside[1].bandwidth == single.bandwidth / 2

@@ -1,4 +1,4 @@
-"""A plan made unit by unit."""
+"""HEFT: a plan made unit by unit."""
 
 import itertools
 

@@ -26,11 +26,11 @@ LINK = LinkFigures(5e10, 1e-5, 4e-5)
 def counted(monkeypatch, tmp_path):
     """The kinds of figures that are measured, in order; nothing is, and nothing was before."""
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
-    monkeypatch.setattr(measure_devices, "_measured", {})
-    found = []
-    monkeypatch.setattr(measure_devices._DEVICE, "measure", lambda v: found.append("device") or SLOW)
-    monkeypatch.setattr(measure_devices._LINKS, "measure", lambda a, b: found.append("links") or (LINK, LINK))
-    return found
+    monkeypatch.setattr(measure_devices, "_figures", {})
+    measured = []
+    monkeypatch.setattr(measure_devices._DEVICE, "measure", lambda v: measured.append("device") or SLOW)
+    monkeypatch.setattr(measure_devices._LINKS, "measure", lambda a, b: measured.append("links") or (LINK, LINK))
+    return measured
 
 
 @pytest.fixture
@@ -39,16 +39,16 @@ def pair():
 
 
 def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
-    found = figures_of(pair)
-    assert found == Figures((SLOW, SLOW), {(0, 1): LINK, (1, 0): LINK})
+    figures = figures_of(pair)
+    assert figures == Figures((SLOW, SLOW), {(0, 1): LINK, (1, 0): LINK})
     assert counted == ["device", "device", "links"]
-    assert figures_of(pair) == found
-    monkeypatch.setattr(measure_devices, "_measured", {})  # another process
-    assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair) == found
+    assert figures_of(pair) == figures
+    monkeypatch.setattr(measure_devices, "_figures", {})  # another process
+    assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair) == figures
     assert len(counted) == 3
     figures_of(pair, remeasure=True)
     assert len(counted) == 6
-    measure_devices._measured.clear()
+    measure_devices._figures.clear()
     folder_of().clear()
     figures_of(pair)
     assert len(counted) == 9
@@ -58,19 +58,19 @@ def test_cpu_devices_of_one_target_are_measured_once(counted):
     assert figures_of(parse_vdevices(["llvm", "llvm"])).devices == (SLOW, SLOW) and counted == ["device"]
 
 
-def test_figures_of_a_busy_machine_are_said_and_measured_again(counted, pair, monkeypatch, caplog):
+def test_figures_of_a_busy_machine_are_reported_and_measured_again(counted, pair, monkeypatch, caplog):
     share, now = [0.4], [0.0]
     monkeypatch.setattr(measure_devices.CpuWatch, "others", lambda watch: share[0])
     monkeypatch.setattr(measure_devices.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(measure_devices, "_rough", {})
-    assert figures_of(pair[:1]).others == 0.4 and "40 % of the CPUs" in caplog.text
-    assert figures_of(pair[:1]).others == 0.4 and counted == ["device"]  # for now
-    monkeypatch.setattr(measure_devices, "_measured", {})  # another process finds none
-    monkeypatch.setattr(measure_devices, "_rough", {})
+    monkeypatch.setattr(measure_devices, "_rough_figures", {})
+    assert figures_of(pair[:1]).other_work == 0.4 and "40 % of the CPUs" in caplog.text
+    assert figures_of(pair[:1]).other_work == 0.4 and counted == ["device"]  # for now
+    monkeypatch.setattr(measure_devices, "_figures", {})  # another process finds none
+    monkeypatch.setattr(measure_devices, "_rough_figures", {})
     figures_of(pair[:1])
     assert counted == ["device"] * 2
     share[0], now[0] = 0.0, 1000.0
-    assert figures_of(pair[:1]).others == 0 and counted == ["device"] * 3
+    assert figures_of(pair[:1]).other_work == 0 and counted == ["device"] * 3
     now[0] = 2000.0
     figures_of(pair[:1])
     assert counted == ["device"] * 3 and list(folder_of().path.glob("*.figures"))
@@ -92,10 +92,10 @@ def test_figures_that_are_spoilt_are_measured_again(counted, pair, text):
     figures_of(pair)
     files = list(folder_of().path.glob("*.figures"))
     assert len(files) == 3
-    kept = [file.read_text() for file in files]
-    for file, other in zip(files, [*kept[1:], kept[0]], strict=True):
+    texts = [file.read_text() for file in files]
+    for file, other in zip(files, [*texts[1:], texts[0]], strict=True):
         file.write_text(other if text == "of the next key" else text.replace("KEY", file.stem))
-    measure_devices._measured.clear()
+    measure_devices._figures.clear()
     assert figures_of(pair).devices == (SLOW, SLOW) and len(counted) == 6
 
 
@@ -109,7 +109,7 @@ def test_a_kernel_that_fails_leaves_tables(counted, pair, monkeypatch, caplog):
         raise rh.BuildError("no kernel")
 
     monkeypatch.setattr(measure_devices._LINKS, "measure", fail)
-    assert figures_of(pair) is None and "placement goes by tables: no kernel" in caplog.text
+    assert figures_of(pair) is None and "placement uses tables: no kernel" in caplog.text
     monkeypatch.setattr(cost_model, "are_present", lambda vdevices: True)
     assert CostModel.measured(pair) == CostModel.for_vdevices(pair)
 
@@ -126,7 +126,7 @@ def test_the_cost_model_has_what_was_measured(pair, monkeypatch):
     assert model.op_seconds(Work(0, 0), 1) == 2e-6 and model.op_seconds(Work(0, 0, is_kernel=False), 1) == 0
 
 
-def test_tables_say_what_is_not_here_or_of_one_kind(counted):
+def test_tables_are_used_for_absent_devices_and_one_kind(counted):
     for vdevices in (["llvm", "llvm"], ["llvm"], ["llvm", rh.VDevice(GPU, 99)]):
         CostModel.measured(parse_vdevices(vdevices))
     assert counted == []

@@ -56,7 +56,7 @@ def test_of_few_units_the_plan_is_the_best_that_fits(units, share):
 @pytest.mark.parametrize("objective", ["latency", "throughput"])
 def test_of_many_units_most_of_the_limit_is_used(objective):
     costs = chain([1e7] * 90, [1000.0] * 90, limit=int(60 * 1000 * PADDING) + 10)
-    plan = best_plan(costs, [0] * 90, objective, others=best_window(costs))
+    plan = best_plan(costs, [0] * 90, objective, extra_starts=best_window(costs))
     assert costs.excess_bytes(plan) == (0,)
     if objective == "latency":
         assert sum(plan) == 60
@@ -74,7 +74,7 @@ def test_constants_that_units_share_count_once():
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.data())
 @settings(max_examples=50)
 def test_values_count_while_they_live(plan, data):
-    """Against a walk over the program that keeps the set of values there; those of two devices lie apart."""
+    """Compared with a walk over the program that keeps the set of live values of each device."""
     count = len(plan)
     values = []
     for maker in (OUTSIDE, *range(count)):
@@ -84,7 +84,7 @@ def test_values_count_while_they_live(plan, data):
     assume(values)
     units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(count)]
     costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 0))
-    most = [0.0, 0.0]
+    peak = [0.0, 0.0]
     for now in range(count + 1):
         there = [0.0, 0.0]
         for value in values:
@@ -96,8 +96,8 @@ def test_values_count_while_they_live(plan, data):
                 begin, end = (min(here), max(here)) if here else (1, 0)
             crosses = {costs.where(unit, plan) for unit in (value.maker, *value.readers)} != {1}
             there[crosses] += value.size if begin <= now <= end else 0
-        most = list(map(max, most, there))
-    assert costs.values_on(1, plan) == sum(most)
+        peak = list(map(max, peak, there))
+    assert costs.values_on(1, plan) == sum(peak)
 
 
 def test_values_that_joining_units_read_take_no_memory():
@@ -115,12 +115,12 @@ def test_values_that_joining_units_read_take_no_memory():
 
 
 def test_feature_maps_that_cross_are_there_in_two_orders_for_a_moment():
-    """Beside convolutions channels lie last, and first where another device gets them."""
+    """Convolutions store channels last; a copy for another device stores them first."""
     units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(3)]
-    for is_map, most in ((False, 10 + 20), (True, 2 * 10 + 2 * 20)):
+    for is_map, peak in ((False, 10 + 20), (True, 2 * 10 + 2 * 20)):
         values = [WorkValue(5.0, OUTSIDE, [0]), *(WorkValue(10.0 * (i + 1), i, [i + 1], is_map) for i in range(2))]
         costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 0))
-        assert costs.values_on(1, [0, 1, 0]) == most
+        assert costs.values_on(1, [0, 1, 0]) == peak
 
 
 def layers(count, width):
@@ -141,8 +141,8 @@ def test_a_model_is_divided_so_that_its_machine_fits():
     mod = rh.from_onnx(model, ["llvm", "llvm"], "auto", cost_model=costs, memory_limit={"llvm:1": "1 MB"})
     vm = rh.vm.VirtualMachine(rh.compile(mod), memory_limit={"llvm:1": limit})
     x = np.ones((8, 256), "float32")
-    whole = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
-    np.testing.assert_allclose(vm["main"](x).numpy(), whole["main"](x).numpy(), rtol=1e-4)
+    reference = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
+    np.testing.assert_allclose(vm["main"](x).numpy(), reference["main"](x).numpy(), rtol=1e-4)
 
 
 def test_windows_that_cpus_may_transform_count_so():
@@ -176,7 +176,7 @@ def test_a_limit_that_nothing_fits():
 
 def test_the_memory_of_a_gpu_is_a_limit_by_itself(monkeypatch):
     costs = CostModel([DeviceCost(1e9, 1e12, 0), DeviceCost(1e12, 1e12, 0)], links(2, 0), 0)
-    monkeypatch.setattr(placing, "_memory_of", lambda vdevice: int(vdevice.vdevice_id) * 1_000_000)
+    monkeypatch.setattr(placing, "_gpu_memory", lambda vdevice: int(vdevice.vdevice_id) * 1_000_000)
     plan = auto_placement(layers(6, 256), ["llvm", "llvm"], costs)
     assert sorted(plan.assignments.values()) == ["llvm:0"] * 3 + ["llvm:1"] * 3
     assert set(auto_placement(layers(3, 256), ["llvm", "llvm"], costs).assignments.values()) == {"llvm:1"}

@@ -1,4 +1,4 @@
-"""Minimum cuts: the plan of least work."""
+"""Minimum cuts: the plan with the least total work."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -13,8 +13,8 @@ from relax_hetero.frontend.auto.work_graph import Work, WorkGraph, WorkUnit, Wor
 @given(problems(2, in_order=False))
 @settings(max_examples=60)
 def test_the_plan_for_two_devices_is_the_best_there_is(costs):
-    found = min_work(costs, min(single_plans(costs), key=costs.total))
-    assert costs.total(found) == min(map(costs.total, all_plans(costs)))
+    plan = min_work(costs, min(single_plans(costs), key=costs.total))
+    assert costs.total(plan) == min(map(costs.total, all_plans(costs)))
 
 
 @given(problems(3, in_order=False))
@@ -25,7 +25,7 @@ def test_the_plan_for_three_is_never_worse_than_the_one_to_start_with(costs):
 
 
 def test_a_value_goes_to_a_device_once():
-    # One maker that only the first device is good at, three readers that only the second is good at.
+    # One producer that is fast on the first device only, three readers that are fast on the second only.
     costs = costs_of([9, 9, 9, 9], [(10, 0, [1, 2, 3])])
     costs.ops[0][1] = 100 * costs.ops[0][0]
     for unit in (1, 2, 3):
@@ -50,7 +50,7 @@ def test_five_thousand_units_are_placed_in_few_phases(monkeypatch):
     model = CostModel([DeviceCost(1e11, 8e10, 1e-7), DeviceCost(1e12, 2e10, 1e-6)], links(2, 0), 0)
     costs = PlanCosts(WorkGraph(units, values), model)
     best = min(single_plans(costs), key=costs.total)
-    found = min_work(costs, best)
+    plan = min_work(costs, best)
     assert 0 < len(phases) < 100 and max(phases) < 20 * count
-    assert costs.total(found) < costs.total(best)
-    assert set(found) == {0, 1}
+    assert costs.total(plan) < costs.total(best)
+    assert set(plan) == {0, 1}

@@ -1,4 +1,4 @@
-"""What plans cost: the time of one call in which independent work overlaps, and measures that follow moving units."""
+"""Costs of plans: the time of one call in which independent work overlaps, and measures that follow moving units."""
 
 import random
 
@@ -16,7 +16,7 @@ def seconds(costs, plan):
     return ticks // SECOND
 
 
-def test_a_chain_takes_what_its_parts_take():
+def test_a_chain_costs_the_sum_of_its_parts():
     costs = costs_of(*chain([3, 4, 5], 1))
     assert seconds(costs, [0, 0, 0]) == 12
     assert seconds(costs, [0, 1, 0]) == 14
@@ -32,8 +32,8 @@ def test_branches_overlap_and_meet():
     assert seconds(costs, [0, 1, 0, 1]) == 15
 
 
-def test_a_queue_takes_what_comes_first_in_the_program_of_what_is_ready():
-    # 1 reads a value from the other device that comes at 4; 2, behind it, does not wait for that.
+def test_a_queue_runs_ready_units_in_program_order():
+    # 1 reads a value from the other device that arrives at 4; 2, after it in the program, does not wait for that.
     costs = costs_of([3, 5, 4], [(1, 0, [1])])
     assert seconds(costs, [1, 0, 0]) == 10  # 4 of unit 2, the transfer, 5 of unit 1
     # Both are ready at the start: 1 goes first, so that 0 of the other device ends at 5 + 1 + 4.
@@ -54,7 +54,7 @@ def test_inputs_come_from_the_host_and_outputs_go_there():
     assert seconds(costs_of([5], values, host=-1), [0]) == 10  # no queue of its own: the device's carries both
 
 
-def test_what_is_read_before_it_is_made_is_not_waited_for():
+def test_reads_before_the_writer_do_not_wait():
     assert seconds(costs_of([5, 5], [(1, 1, [0])]), [0, 0]) == 10
 
 
@@ -67,7 +67,7 @@ def test_a_call_takes_no_more_than_all_work_and_no_less_than_the_busiest_queue(c
 
 @given(problems(2))
 @settings(max_examples=30)
-def test_on_one_queue_a_call_takes_what_all_work_does(costs):
+def test_a_call_on_one_queue_takes_the_sum_of_all_work(costs):
     costs.queue_of, costs.queues = [0, 0], 1
     for plan in all_plans(costs):
         assert call_ticks(costs, plan) == costs.total(plan)
@@ -122,7 +122,7 @@ def keys(costs, plan):
 
 @given(problems(3, in_order=False), st.randoms(use_true_random=False), st.sampled_from([BusiestQueue, CallTime]))
 @settings(max_examples=60)
-def test_what_follows_is_what_is_found_afresh(costs, rng: random.Random, kind):
+def test_incremental_costs_equal_recomputed_ones(costs, rng: random.Random, kind):
     if rng.random() < 0.5:
         costs.queue_of, costs.queues = [0, 1, 0], 2
     plan = [rng.randrange(3) for _ in costs.ops]
@@ -143,7 +143,7 @@ def test_what_follows_is_what_is_found_afresh(costs, rng: random.Random, kind):
         assert measure.key == keys(costs, plan)[kind]
 
 
-def test_effort_counts_what_was_looked_at():
+def test_effort_counts_visited_units():
     costs = costs_of([1, 1, 1, 1], [(1, 0, [1]), (1, 1, [2])])
     queue, call = BusiestQueue(costs, [0] * 4), CallTime(costs, [0] * 4)
     before = call.effort

@@ -1,4 +1,4 @@
-"""The search for the best plan, against all plans where they are few, and the clusters that it moves."""
+"""The search for the best plan, against all plans of small graphs, and the clusters that it moves."""
 
 import itertools
 import random
@@ -35,14 +35,14 @@ def test_of_few_units_the_plan_is_the_best_there_is(costs, objective):
 @settings(max_examples=25)
 def test_no_plan_is_worse_than_one_device_or_least_work(costs, objective):
     start = min(single_plans(costs), key=lambda plan: worth(costs, plan, objective))
-    found = worth(costs, best_plan(costs, start, objective, max_plans=30), objective)
-    assert found <= worth(costs, start, objective)
-    assert found <= worth(costs, min_work(costs, start), objective)
+    time = worth(costs, best_plan(costs, start, objective, max_plans=30), objective)
+    assert time <= worth(costs, start, objective)
+    assert time <= worth(costs, min_work(costs, start), objective)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_of_more_units_the_plan_is_nearly_the_best(objective):
-    """The search proper: only eight plans of clusters are tried, of 512 plans that there are."""
+    """The search proper: only eight plans of clusters are tried, out of 512 plans."""
     ratios = []
     for seed in range(20):
         costs = random_costs(random.Random(seed), 9)
@@ -113,15 +113,15 @@ def test_devices_that_take_turns_gain_nothing_by_a_cut():
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_many_units_are_planned_with_bounded_effort(objective, monkeypatch):
-    """From each starting point the search looks at so many units and values and no more, however many there are."""
+    """From each starting point the search looks at a bounded number of units and values."""
     measures = []
 
     def noted(kind):
-        def made(*arguments):
+        def wrapper(*arguments):
             measures.append(kind(*arguments))
             return measures[-1]
 
-        return made
+        return wrapper
 
     for name in ("CallTime", "BusiestQueue"):
         monkeypatch.setattr(plan_search, name, noted(getattr(plan_search, name)))

@@ -23,7 +23,7 @@ def llama(tmp_path_factory):
 
 
 def after(file: bytes, key: str) -> int:
-    """Where the value of a key begins, behind the key's name and its type."""
+    """Offset of a key's value, after the key's name and its type."""
     return file.index(key.encode()) + len(key) + 4
 
 
@@ -36,17 +36,17 @@ def test_a_file_that_ends_early(file, tmp_path):
 
 
 def test_more_layers_than_any_model_has(file, tmp_path):
-    at = after(file, "gemma2.block_count")
+    offset = after(file, "gemma2.block_count")
     path = tmp_path / "layers.gguf"
-    path.write_bytes(file[:at] + (1 << 31).to_bytes(4, "little") + file[at + 4 :])
+    path.write_bytes(file[:offset] + (1 << 31).to_bytes(4, "little") + file[offset + 4 :])
     with pytest.raises(FrontendError, match="gemma2.block_count is 2147483648, expected a whole number"):
         rh.from_gguf(path)
 
 
-def test_a_kind_of_token_that_is_none(file, tmp_path):
-    at = after(file, "tokenizer.ggml.token_type") + 12  # the list's type and length
+def test_an_unknown_kind_of_token_is_refused(file, tmp_path):
+    offset = after(file, "tokenizer.ggml.token_type") + 12  # the list's type and length
     path = tmp_path / "kinds.gguf"
-    path.write_bytes(file[:at] + (99).to_bytes(4, "little") + file[at + 4 :])
+    path.write_bytes(file[:offset] + (99).to_bytes(4, "little") + file[offset + 4 :])
     with pytest.raises(TokenizerError, match="token_type: found 99, expected 1 to 6"):
         Tokenizer.from_gguf(path)
 
@@ -56,8 +56,8 @@ def test_wrong_bytes(file, tmp_path):
     refused = 0
     for _ in range(60):
         data = bytearray(file)
-        for at in generator.integers(0, 3000, 3):
-            data[at] = generator.integers(256)
+        for offset in generator.integers(0, 3000, 3):
+            data[offset] = generator.integers(256)
         path.write_bytes(data)
         for read in (lambda: rh.from_gguf(path, context=128), lambda: Tokenizer.from_gguf(path)):
             try:
@@ -84,7 +84,7 @@ def test_wrong_bytes(file, tmp_path):
         ("attention.head_count", [4, 4, 4], "has 3 values, 1 of which differ"),
         ("attention.head_count", [4, 2], "has 2 values, 2 of which differ"),
         ("attention.head_count_kv", 0, "head_count_kv is 0"),
-        ("attention.head_count_kv", 3, "no multiple of 3"),
+        ("attention.head_count_kv", 3, "not a multiple of 3"),
         ("attention.key_length", -64, "is -64, expected"),
         ("attention.value_length", 32, "values of a head have 32 elements"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "is nan, expected a number"),
@@ -136,7 +136,7 @@ def test_tensors_that_are_missing(llama):
 
 
 @pytest.mark.parametrize("model, name", [("qwen2", "attn_k.bias"), ("qwen3", "attn_q_norm.weight")])
-def test_what_only_some_layers_have(model, name, tmp_path):
+def test_tensors_that_only_some_layers_have(model, name, tmp_path):
     file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS[model]))
     tensors = {each: one for each, one in file.tensors.items() if each != f"blk.1.{name}"}
     with pytest.raises(FrontendError, match=f"has no tensor 'blk.1.{name}'"):

@@ -41,19 +41,19 @@ def written(tmp_path: Path, order: gguf.GGUFEndian) -> Path:
 
 
 def test_fields_are_those_that_the_package_reads(path):
-    found = read_gguf(path)
+    contents = read_gguf(path)
     reader = gguf.GGUFReader(path)
-    assert list(found.fields) == list(reader.fields)
+    assert list(contents.fields) == list(reader.fields)
     for name, field in reader.fields.items():
         expected = field.contents()
-        value = found.fields[name]
+        value = contents.fields[name]
         assert (list(value) if isinstance(expected, list) else value) == expected, name
-    assert isinstance(found.fields["few"], list)
-    texts = found.fields["texts"]
+    assert isinstance(contents.fields["few"], list)
+    texts = contents.fields["texts"]
     assert texts[-1] == "999" and texts[1:4] == ["a", "日本語" * 50, "0"] and "17" in texts and len(texts) == 1003
     with pytest.raises(IndexError):
         texts[1003]
-    np.testing.assert_array_equal(found.tensors["weight"].data, reader.tensors[0].data)
+    np.testing.assert_array_equal(contents.tensors["weight"].data, reader.tensors[0].data)
 
 
 def test_files_of_another_byte_order_are_refused(tmp_path):
@@ -65,16 +65,16 @@ def test_files_that_end_too_early_are_refused(path):
     data = path.read_bytes()
     for size in (0, 3, 5, 20, 100, 400, len(data) // 2, len(data) - 1):
         path.write_bytes(data[:size])
-        with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
+        with pytest.raises(FrontendError, match="is not a readable GGUF file"):
             read_gguf(path)
 
 
 def test_a_text_longer_than_its_file_is_refused(path):
     data = bytearray(path.read_bytes())
-    at = data.index("日本語".encode()) - 8
-    data[at : at + 8] = b"\xff" * 8
+    offset = data.index("日本語".encode()) - 8
+    data[offset : offset + 8] = b"\xff" * 8
     path.write_bytes(data)
-    with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
+    with pytest.raises(FrontendError, match="is not a readable GGUF file"):
         read_gguf(path)
 
 
@@ -110,9 +110,9 @@ DAMAGED = {
     "found 70,000 tensors": file(counts=(70_000, 0), data=70_000 * 24),
     "found the key 'a' twice": file([key("a", 0, b"a")] * 2),
     "found the key '' as a name": file([key("", 0, b"a")]),
-    "the name of a key is no UTF-8": file([key(b"\xff", 0, b"a")]),
-    "a is no UTF-8 at byte": file([key("a", 8, text(b"\xc0\x80"))]),
-    "a is no UTF-8": file([key("a", 9, struct.pack("<IQ", 8, 1) + text(b"\xed\xa0\x80"))]),
+    "the name of a key is not UTF-8": file([key(b"\xff", 0, b"a")]),
+    "a is not UTF-8 at byte": file([key("a", 8, text(b"\xc0\x80"))]),
+    "a is not UTF-8": file([key("a", 9, struct.pack("<IQ", 8, 1) + text(b"\xed\xa0\x80"))]),
     "a is of type 13": file([key("a", 13, b"a")]),
     "a is a list of type 13": file([key("a", 9, struct.pack("<IQ", 13, 1) + b"a")]),
     "a is a list of type 9": file([key("a", 9, struct.pack("<IQIQ", 9, 1, 0, 0))]),
@@ -126,7 +126,7 @@ DAMAGED = {
     "general.alignment is 48": file([key("general.alignment", 4, struct.pack("<I", 48))]),
     "found the tensor 'a' twice": file(tensors=[ROW] * 2, data=256),
     "of more than 63 bytes": file(tensors=[tensor("a" * 64, 1)], data=4),
-    "the name of a tensor is no UTF-8": file(tensors=[tensor(b"\xff", 1)], data=4),
+    "the name of a tensor is not UTF-8": file(tensors=[tensor(b"\xff", 1)], data=4),
     "has 5 dimensions": file(tensors=[tensor("a", *[1] * 5)], data=4),
     "has 4,294,967,295 dim": file(tensors=[text("a") + b"\xff" * 4], data=99),
     r"has shape \(0, 4\)": file(tensors=[tensor("a", 4, 0)]),
@@ -149,14 +149,14 @@ DAMAGED = {
 def test_files_that_contradict_themselves(message, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(DAMAGED[message])
-    with pytest.raises(FrontendError, match=f"model.gguf: is no GGUF file that can be read: .*{message}"):
+    with pytest.raises(FrontendError, match=f"model.gguf: is not a readable GGUF file: .*{message}"):
         read_gguf(path)
 
 
-def test_what_is_no_regular_file(tmp_path):
+def test_paths_that_are_not_regular_files(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path, tmp_path / "fifo", tmp_path / "none", "a\0b"):
-        with pytest.raises(FrontendError, match="is no GGUF file that can be read"):
+        with pytest.raises(FrontendError, match="is not a readable GGUF file"):
             read_gguf(path)
 
 

@@ -57,35 +57,35 @@ def test_plans_fit_and_no_device_alone_is_faster(count, data):
     }
     costs = costs_of(count)
     plan = best_plan(parts, costs, limits, 400)
-    alone = [device for device in range(count) if bytes_on(parts, device) <= limits.get(device, math.inf)]
+    fitting = [device for device in range(count) if bytes_on(parts, device) <= limits.get(device, math.inf)]
     if plan is None:
-        assert not alone
+        assert not fitting
         return
     assert len(plan.devices) == len(parts)
     for device in set(plan.devices):
-        held = sum(part.resident_bytes[device] for part, own in zip(parts, plan.devices, strict=True) if own == device)
+        used = sum(part.resident_bytes[device] for part, own in zip(parts, plan.devices, strict=True) if own == device)
         shared = parts[0].shared[device] and plan.devices[0] == plan.devices[-1] == device
-        assert plan.resident_bytes[device] == pytest.approx(held - shared * parts[0].resident_bytes[device])
+        assert plan.resident_bytes[device] == pytest.approx(used - shared * parts[0].resident_bytes[device])
         assert plan.resident_bytes[device] <= limits.get(device, math.inf)
-    for device in alone:
+    for device in fitting:
         seconds = sum(part.read[device] / costs.devices[device].bandwidth for part in parts)
         assert plan.seconds <= seconds + 4e-6
 
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_of_two_devices_a_cut_that_fits_is_found(data):
+def test_a_cut_over_two_devices_that_fits_is_found(data):
     parts = data.draw(models(2))
     limits = {device: int(data.draw(st.floats(0.2, 0.9)) * bytes_on(parts, device)) for device in (0, 1)}
     plan = best_plan(parts, costs_of(2), limits, 400)
     cuts = [index for index, part in enumerate(parts) if part.name in ("attn", "output")]
     for order, cut in itertools.product([(0, 1), (1, 0)], cuts):
         devices = [order[index >= cut] for index in range(len(parts))]
-        held = [
+        resident = [
             sum(part.resident_bytes[device] for part, own in zip(parts, devices, strict=True) if own == device)
             for device in (0, 1)
         ]
-        if all(held[device] <= limits[device] for device in (0, 1)):
+        if all(resident[device] <= limits[device] for device in (0, 1)):
             assert plan is not None
 
 
@@ -114,8 +114,8 @@ def test_bytes_are_those_that_devices_hold(kind, tmp_path):
         elif tensor is experts or not Fragments().fits(form, source.depth):
             assert resident_bytes(tensor, Fragments()) == 4 * np.prod(tensor.shape)
         else:
-            held = sum(array.nbytes for array in Fragments().pack(source))
-            assert resident_bytes(tensor, Fragments()) == pytest.approx(held, rel=0.01)
+            packed_bytes = sum(array.nbytes for array in Fragments().pack(source))
+            assert resident_bytes(tensor, Fragments()) == pytest.approx(packed_bytes, rel=0.01)
 
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
@@ -156,7 +156,7 @@ def test_every_architecture_is_placed(name, all_logits, tmp_path):
 
 
 def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
-    """Of which a token reads a few, and which the GPU would hold as numbers."""
+    """A token reads few of the experts, and the GPU would hold them as numbers."""
     file = read_gguf(experts)
     model, cache = hyperparameters_of(file), PagedCache(context=256)
     parts = parts_of(file, model, cache, [Panels(32), Fragments()])
@@ -168,9 +168,9 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     mod = rh.from_gguf(
         file, ["llvm", GPU], "auto", chunks=(16,), context=256, cost_model=costs_of(2), memory_limit=limits
     )
-    found = devices_of(mod["decode_1"])
-    assert {found[f"blk.{layer}.ffn_{part}_exps"] for layer in (0, 1) for part in ("gate", "up", "down")} == {"llvm"}
-    assert {found["blk.0.attn_qkv"], found["blk.1.attn_output"], found["output"]} == {"cuda"}
+    devices = devices_of(mod["decode_1"])
+    assert {devices[f"blk.{layer}.ffn_{part}_exps"] for layer in (0, 1) for part in ("gate", "up", "down")} == {"llvm"}
+    assert {devices["blk.0.attn_qkv"], devices["blk.1.attn_output"], devices["output"]} == {"cuda"}
     findings = remarks_of(mod)
     reasons = {entry.variable: entry.reason for entry in findings.placement.entries if entry.kind == "op"}
     assert reasons["blk.0.attn_qkv"].startswith("auto, no device is faster: ")
@@ -180,7 +180,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     )
 
 
-def test_what_fits_nowhere_is_refused_by_name(experts):
+def test_a_layer_that_fits_nowhere_is_refused_by_name(experts):
     with pytest.raises(
         rh.PlacementError, match=r"no split by layers or by parts .* on llvm:1, where the limit is 1,024"
     ):

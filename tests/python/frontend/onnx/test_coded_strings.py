@@ -63,13 +63,13 @@ def everything() -> onnx.ModelProto:
 
 def test_strings_are_moved_compared_and_looked_up(everything, tmp_path):
     feeds = {"color": COLORS, "x": np.array([[1, 0], [0, 1], [-1, 0.5]], "float32"), "place": np.array([[1], [0]])}
-    wanted = pytest.importorskip("onnxruntime").InferenceSession(everything.SerializeToString()).run(None, feeds)
+    expected = pytest.importorskip("onnxruntime").InferenceSession(everything.SerializeToString()).run(None, feeds)
     devices = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
     exe = rh.compile(rh.from_onnx(everything, vdevices=devices, placement={"LabelEncoder": "llvm:1"}))
     assert "color: string[rows, color_d1]" in str(exe.signature())
     exe.export_library(tmp_path / "strings.so")
     main = rh.vm.VirtualMachine(rh.load(tmp_path / "strings.so"))["main"]
-    for result, value in zip(main(**feeds), wanted, strict=True):
+    for result, value in zip(main(**feeds), expected, strict=True):
         assert result.shape == value.shape
         np.testing.assert_array_equal(result.numpy(), value)
     results = main(COLORS[:1].astype("U").tolist(), feeds["x"][:1], feeds["place"])

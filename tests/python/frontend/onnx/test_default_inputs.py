@@ -41,10 +41,10 @@ def test_a_call_may_leave_a_default_out(tmp_path, devices):
         vm = rh.vm.VirtualMachine(each)
         main = vm["main"]
         for _ in range(2):  # the second time, calls are known
-            for found in (main(x=ONES), main(ONES), vm.submit("main", ONES).result()):
-                np.testing.assert_array_equal(found.numpy(), ONES + DEFAULT)
-            for found in (main(x=ONES, w=OTHER), main(ONES, OTHER), vm.submit("main", ONES, w=OTHER).result()):
-                np.testing.assert_array_equal(found.numpy(), ONES + OTHER)
+            for actual in (main(x=ONES), main(ONES), vm.submit("main", ONES).result()):
+                np.testing.assert_array_equal(actual.numpy(), ONES + DEFAULT)
+            for actual in (main(x=ONES, w=OTHER), main(ONES, OTHER), vm.submit("main", ONES, w=OTHER).result()):
+                np.testing.assert_array_equal(actual.numpy(), ONES + OTHER)
         np.testing.assert_array_equal(main(ONES, OTHER[:1]).numpy(), ONES + 5)
         with pytest.raises(rh.HeteroError, match="n = 3"):
             main(ONES, w=np.ones(3, "float32"))
@@ -63,8 +63,8 @@ def test_defaults_that_are_bound_are_constants():
 def test_defaults_that_a_pass_of_tvm_binds():
     mod = rh.from_onnx(added())
     bound = relax.transform.BindParams("main", dict(mod["main"].attrs["defaults"].items()))(mod)
-    found = rh.vm.VirtualMachine(rh.compile(bound, cache=False))["main"](ONES)
-    np.testing.assert_array_equal(found.numpy(), ONES + DEFAULT)
+    actual = rh.vm.VirtualMachine(rh.compile(bound, cache=False))["main"](ONES)
+    np.testing.assert_array_equal(actual.numpy(), ONES + DEFAULT)
 
 
 def test_weights_that_stay_constants(caplog):
@@ -72,14 +72,14 @@ def test_weights_that_stay_constants(caplog):
     reshaped = [helper.make_node("Add", ["x", "w"], ["h"]), helper.make_node("Reshape", ["h", "t"], ["y"])]
     transformed = [helper.make_node("Reshape", ["x", "t"], ["h"]), helper.make_node("DFT", ["h", "length"], ["y"])]
     sizes = {"t": np.array([1, 2, 1]), "length": np.array(2)}
-    for given, names in (
+    for source, names in (
         (added(ir_version=3), ["x"]),
         (model(reshaped, {"w": DEFAULT, "t": np.array([2, 1])}), ["x", "w"]),
         (model(transformed, sizes, order="x"), ["x"]),
     ):
         with caplog.at_level(logging.WARNING, "relax_hetero"):
-            assert [param.name for param in rh.from_onnx(given)["main"].params] == names
-        assert rh.onnx_report(given)
+            assert [param.name for param in rh.from_onnx(source)["main"].params] == names
+        assert rh.onnx_report(source)
     assert "inputs with defaults stay constants, as they have to be known: DFT node" in caplog.text
 
 

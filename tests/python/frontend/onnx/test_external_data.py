@@ -26,9 +26,9 @@ def graph(nodes, **options):
     return helper.make_graph(nodes, "g", value[:1], value[1:], **options)
 
 
-def model(made, functions=()):
+def model(proto, functions=()):
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("my", 1)]
-    return helper.make_model(made, opset_imports=imports, functions=list(functions), ir_version=10)
+    return helper.make_model(proto, opset_imports=imports, functions=list(functions), ir_version=10)
 
 
 def in_initializer(tensor):
@@ -62,12 +62,12 @@ def in_branch(tensor):
 
 
 def in_sparse_values(tensor):
-    made = in_initializer(tensor)
-    del made.graph.initializer[:]
-    sparse = made.graph.sparse_initializer.add(dims=tensor.dims)
+    model = in_initializer(tensor)
+    del model.graph.initializer[:]
+    sparse = model.graph.sparse_initializer.add(dims=tensor.dims)
     sparse.values.CopyFrom(tensor)
     sparse.indices.CopyFrom(numpy_helper.from_array(np.arange(VALUES.size), "i"))
-    return made
+    return model
 
 
 def in_attribute(tensor):
@@ -98,14 +98,14 @@ def write(folder, proto):
 
 
 def weights_of(mod):
-    found = []
+    constants = []
 
     def visit(expr):
         if isinstance(expr, tvm.ir.GenericConst) and expr.value.numpy().size == VALUES.size:
-            found.append(expr.value)
+            constants.append(expr.value)
 
     tvm.relax.analysis.post_order_visit(mod["main"], visit)
-    return found
+    return constants
 
 
 def refused(model, *words):
@@ -189,7 +189,7 @@ def test_a_store_links_to_a_model_and_its_data(folder, tmp_path):
         (0, VALUES.nbytes - 4, "but its external data has"),
     ],
 )
-def test_parts_that_are_none(folder, offset, length, words):
+def test_malformed_entries_of_external_data(folder, offset, length, words):
     refused(write(folder, in_initializer(external("w", "w.bin", offset, length))), "'w'", words)
 
 
@@ -215,7 +215,7 @@ def test_special_files_are_refused_without_waiting(folder):
     refused("bad\0name", "no file has such a name")
 
 
-def test_a_file_that_is_all_holes_is_not_read(folder):
+def test_a_sparse_file_is_not_read(folder):
     with open(folder / "w.bin", "wb") as file:
         file.truncate(1 << 32)
     refused(write(folder, in_initializer(external("w", "w.bin", 4, 1 << 31, (1 << 29,)))), "computes a constant of")

@@ -135,7 +135,7 @@ def test_the_limit_of_constants_is_raised():
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": -1}, {"nodes": 1.5}, {"computed_bytes": "1G"}, {"nodes": True}])
-def test_limits_that_are_no_numbers(wrong):
+def test_limits_that_are_not_numbers(wrong):
     with pytest.raises(rh.FrontendError, match="expected a whole number"):
         rh.ImportLimits(**wrong)
     with pytest.raises(rh.FrontendError, match="expected an ImportLimits"):
@@ -182,19 +182,19 @@ def test_long_names_of_dimensions_are_names(text):
     assert x.ty.ndim == 1
 
 
-def test_names_of_dimensions_that_are_no_names():
+def test_malformed_names_of_dimensions():
     refused(model([node("Relu", ["x"], ["y"])], x=["n" * 5000]), "5,000 letters")
     refused(model([node("Relu", ["x"], ["y"])], x=[f"{2**62}*{2**62}"]), "no 64-bit size")
 
 
 @pytest.mark.parametrize("field", ["node", "value", "dimension", "operator"])
-def test_names_that_are_no_text(field):
+def test_names_that_are_not_text(field):
     proto = model([node("Relu", ["x"], ["y"], name="nodename")], x=["dimension"])
     proto.graph.node.append(node("Oper_ator", ["valuename"], ["z"]))
     place = {"node": b"nodename", "value": b"valuename", "dimension": b"dimension", "operator": b"Oper_ator"}[field]
     data = proto.SerializeToString()
-    refused(data.replace(place, b"\xff\xfe\xc3" + place[3:]), "which is no text in UTF-8")
-    refused(data.replace(place, b"\0" + place[1:]), "which is no text in UTF-8")
+    refused(data.replace(place, b"\xff\xfe\xc3" + place[3:]), "which is not UTF-8 text")
+    refused(data.replace(place, b"\0" + place[1:]), "which is not UTF-8 text")
 
 
 def test_the_rest_of_a_model_is_checked_where_an_output_has_no_shape():

@@ -55,8 +55,8 @@ def test_weights_of_more_than_2_gb(in_memory, tmp_path):
     assert rh.onnx_report(path)
     mod = rh.from_onnx(model)
     vm = rh.vm.VirtualMachine(rh.compile(mod, cache=False))
-    found = vm["main"](rows=np.array([ROWS - 1, 7, 0])).numpy()
-    np.testing.assert_array_equal(found, np.repeat([[101], [10], [0]], COLS, 1).astype("float32"))
+    actual = vm["main"](rows=np.array([ROWS - 1, 7, 0])).numpy()
+    np.testing.assert_array_equal(actual, np.repeat([[101], [10], [0]], COLS, 1).astype("float32"))
     copies = 1 if in_memory else 0  # files are mapped, and stay where they are
     assert own_bytes() - before < (copies + 0.5) * len(WEIGHTS) * NBYTES
 

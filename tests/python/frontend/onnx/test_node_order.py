@@ -37,7 +37,7 @@ def test_nodes_in_any_order():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "found"),
+    ("nodes", "message"),
     [
         ("[a] y = Add(x, z)  [b] z = Neg(w)  [c] w = Exp(y)", "cycle of nodes.*'a' .Add., 'b' .Neg., 'c' .Exp."),
         ("[a] y = Add(x, y)", "cycle of nodes.*'a' .Add."),
@@ -50,8 +50,8 @@ def test_nodes_in_any_order():
         ),
     ],
 )
-def test_cycles_and_missing_values_are_named(nodes, found):
+def test_cycles_and_missing_values_are_named(nodes, message):
     model = parser.parse_model(f"{HEAD} g (float[2] x, bool c) => (float[2] y) {{ {nodes} }}")
-    with pytest.raises(rh.FrontendError, match=found) as caught:
+    with pytest.raises(rh.FrontendError, match=message) as caught:
         rh.from_onnx(model)
     assert "sorted" not in str(caught.value)

@@ -126,7 +126,7 @@ def test_rules_of_another_shape(rules):
         assigned(rules)
 
 
-def test_rules_that_are_no_collection():
+def test_rules_that_are_not_a_collection():
     with pytest.raises(rh.FrontendError, match="placement is 5; expected a mapping"):
         assigned(5)
 

@@ -69,21 +69,21 @@ class Graph:
 def caches(shape: Shape, past: str, present: str, kind: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs and outputs of caches, with the names that both kinds of exporters give them."""
     dims = ["batch_size", shape.kv_heads, past, shape.size], ["batch_size", shape.kv_heads, present, shape.size]
-    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    specs: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for layer in range(shape.layers):
         for part in ("key", "value"):
-            found[0][f"past_key_values.{layer}.{part}"] = (kind, dims[0])
-            found[1][f"present.{layer}.{part}"] = (kind, dims[1])
-    return found
+            specs[0][f"past_key_values.{layer}.{part}"] = (kind, dims[0])
+            specs[1][f"present.{layer}.{part}"] = (kind, dims[1])
+    return specs
 
 
 @dataclass(frozen=True)
 class GenAI:
-    """What differs between models that onnxruntime-genai's builder writes.
+    """Differences between models that onnxruntime-genai's builder writes.
 
     Attributes
     ----------
-    bits : Of weights; 0 for products of floats.
+    bits : Bits of weights; 0 for products of floats.
     is_packed : Whether one product gives queries, keys and values.
     norms_heads : Whether queries and keys are normalized before they are rotated, by a node of its own, as in Qwen 3.
     window : 0 for none.
@@ -253,8 +253,8 @@ class GenAI:
 
     def _norm_of_heads(self, graph: Graph, name: str, data: str, count: int) -> str:
         scale = graph.random_weight(f"{name[1:].replace('/', '.')}.layernorm.weight", self.shape.size)
-        apart = graph.weight(f"{name}/apart", [0, -1, self.shape.size], "int64")
+        dims = graph.weight(f"{name}/apart", [0, -1, self.shape.size], "int64")
         joined = graph.weight(f"{name}/joined", [0, -1, count * self.shape.size], "int64")
-        heads = graph.node(f"{name}/Reshape_1", data, apart)
+        heads = graph.node(f"{name}/Reshape_1", data, dims)
         normal = graph.node(f"{name}/SimplifiedLayerNormalization", heads, scale, axis=-1, epsilon=1e-6)
         return graph.node(f"{name}/Reshape_2", normal, joined)

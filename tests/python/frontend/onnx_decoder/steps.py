@@ -14,14 +14,14 @@ from seeds import fresh_rng
 
 
 def zero_caches(model: onnx.ModelProto, batch: int, length: int) -> dict[str, np.ndarray]:
-    """A cache of `length` positions for each input that is one."""
-    found = {}
+    """Zero caches of `length` positions for all cache inputs."""
+    arrays = {}
     for info in model.graph.input:
         if info.name.startswith("past_key_values."):
             dims = info.type.tensor_type.shape.dim
             dtype = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
-            found[info.name] = np.zeros((batch, dims[1].dim_value, length, dims[3].dim_value), dtype)
-    return found
+            arrays[info.name] = np.zeros((batch, dims[1].dim_value, length, dims[3].dim_value), dtype)
+    return arrays
 
 
 def check_steps(
@@ -48,15 +48,15 @@ def check_steps(
         feeds = {"input_ids": tokens[:, done:total], "attention_mask": np.ones((batch, total), "int64")}
         if "position_ids" in names:
             feeds["position_ids"] = np.broadcast_to(np.arange(done, total), (batch, count)).copy()
-        wanted = session.run(None, {**feeds, **theirs})
+        expected = session.run(None, {**feeds, **theirs})
         results = main(**feeds, **past)
-        found = [result.numpy() for result in results]
-        assert len(found) == len(wanted)
-        np.testing.assert_allclose(found[0], wanted[0], rtol, rtol / 10)
-        for own, want in zip(found[1:], wanted[1:], strict=True):
+        actual = [result.numpy() for result in results]
+        assert len(actual) == len(expected)
+        np.testing.assert_allclose(actual[0], expected[0], rtol, rtol / 10)
+        for own, want in zip(actual[1:], expected[1:], strict=True):
             assert own.shape == want.shape
             np.testing.assert_allclose(own[:, :, :total], want[:, :, :total], rtol, rtol / 10)
-        theirs = dict(zip(past, wanted[1:], strict=True))
-        past = dict(zip(past, found[1:] if not length else past.values(), strict=True))
+        theirs = dict(zip(past, expected[1:], strict=True))
+        past = dict(zip(past, actual[1:] if not length else past.values(), strict=True))
         done = total
     return feeds | past

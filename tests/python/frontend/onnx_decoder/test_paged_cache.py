@@ -36,9 +36,9 @@ class Pages:
                 self.tables[name] = np.resize(order, shapes[name]).astype("int32")
                 assert np.unique(order).size >= self.tables[name].size
 
-    def call(self, name: str, rows: int, **given: Any) -> np.ndarray:
+    def call(self, name: str, rows: int, **arguments: Any) -> np.ndarray:
         values = {"tokens": np.zeros(rows), "positions": np.zeros(rows), "sequences": np.full(rows, -1), "last": [0]}
-        for key, value in given.items():
+        for key, value in arguments.items():
             values[key] = np.asarray(values[key])
             values[key][: len(value)] = value
         inputs = {key: np.asarray(value, "int32") for key, value in values.items()} | self.tables
@@ -55,14 +55,14 @@ def check(model: onnx.ModelProto, page_type: str = "float32", tolerance: float =
     names = {info.name for info in session.get_inputs()}
     slots, prompts, steps = [2, 0], [45, 20], 3
     tokens = [fresh_rng().integers(0, SHAPE.vocabulary, count + steps) for count in prompts]
-    wanted = []
+    theirs = []
     for sequence in tokens:
         feeds = {"input_ids": sequence[None], "attention_mask": np.ones((1, sequence.size), "int64")}
         if "position_ids" in names:
             feeds["position_ids"] = np.arange(sequence.size)[None]
-        wanted.append(session.run(["logits"], feeds | zero_caches(model, 1, 0))[0][0])
-    scale = np.abs(np.concatenate(wanted)).max()
-    for slot, sequence, count, want in zip(slots, tokens, prompts, wanted, strict=True):
+        theirs.append(session.run(["logits"], feeds | zero_caches(model, 1, 0))[0][0])
+    scale = np.abs(np.concatenate(theirs)).max()
+    for slot, sequence, count, want in zip(slots, tokens, prompts, theirs, strict=True):
         for first in range(0, count, CHUNK):
             last = min(first + CHUNK, count)
             logits = pages.call(
@@ -74,7 +74,7 @@ def check(model: onnx.ModelProto, page_type: str = "float32", tolerance: float =
         places = [count + step for count in prompts]
         new = [sequence[place] for sequence, place in zip(tokens, places, strict=True)]
         logits = pages.call("decode_2", 2, tokens=new, positions=places, sequences=slots)
-        np.testing.assert_allclose(logits, [w[p] for w, p in zip(wanted, places, strict=True)], atol=tolerance * scale)
+        np.testing.assert_allclose(logits, [w[p] for w, p in zip(theirs, places, strict=True)], atol=tolerance * scale)
 
 
 def test_prompts_and_steps():
@@ -115,17 +115,17 @@ def test_weights_are_shared_by_all_functions():
 
 
 def constant_bytes(mod: tvm.IRModule) -> int:
-    """Of all constants of matrices, each once."""
-    found = {}
+    """Bytes of all constant matrices, each counted once."""
+    sizes = {}
 
     def visit(expr: object) -> None:
         if isinstance(expr, tvm.ir.GenericConst) and len(expr.value.shape) > 1:
-            found[hash(expr.value)] = expr.value.numpy().nbytes
+            sizes[hash(expr.value)] = expr.value.numpy().nbytes
 
     for func in mod.functions.values():
         if isinstance(func, tvm.relax.Function):
             tvm.relax.analysis.post_order_visit(func, visit)
-    return sum(found.values())
+    return sum(sizes.values())
 
 
 def without_attention(model: onnx.ModelProto) -> None:
@@ -168,9 +168,9 @@ def with_gemm(model: onnx.ModelProto) -> None:
     head.op_type, head.input[0], head.output[0] = "Gemm", "gemm.x", "gemm.y"
     after = onnx.helper.make_node("Reshape", ["gemm.y", "gemm.logits"], ["logits"], "gemm.after")
     nodes = [*model.graph.node[:-1], before, head, after]
-    kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del model.graph.node[:]
-    model.graph.node.extend(kept)
+    model.graph.node.extend(copies)
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ _END = 2**63 - 1
 
 @dataclass(frozen=True)
 class Torch:
-    """What differs between architectures.
+    """Differences between architectures.
 
     Attributes
     ----------
-    rotated : Numbers of a head that are rotated.
+    rotated : Number of elements of a head that are rotated.
     is_parallel : Whether attention and feed-forward read one norm and are added together, as in Phi and GPT-NeoX.
     joins_heads : Whether one product gives queries, keys and values of every head together, as in GPT-NeoX.
     """
@@ -99,8 +99,8 @@ class Torch:
         causal = graph.node(f"{base}/Unsqueeze_1", graph.node(f"{base}/Unsqueeze_0", causal, "int.0"), "int.1")
         batch = self._size(graph, f"{base}/batch", "input_ids", 0)
         causal = self._expanded(graph, f"{base}/expand", causal, [batch, "int.1", "int.-1", "int.-1"])
-        given = graph.node(f"{base}/Unsqueeze_3", graph.node(f"{base}/Unsqueeze_2", "attention_mask", "int.1"), "int.2")
-        hidden = graph.node(f"{base}/Equal", graph.node(f"{base}/Cast_given", given, to=1), graph.weight("zero", 0))
+        mask = graph.node(f"{base}/Unsqueeze_3", graph.node(f"{base}/Unsqueeze_2", "attention_mask", "int.1"), "int.2")
+        hidden = graph.node(f"{base}/Equal", graph.node(f"{base}/Cast_given", mask, to=1), graph.weight("zero", 0))
         return graph.node(f"{base}/Where", hidden, least, causal)
 
     def _norm(self, graph: Graph, name: str, data: str) -> str:
@@ -131,8 +131,8 @@ class Torch:
         normal = self._norm(graph, f"{base}/input_layernorm", state)
         attended = self._attention(graph, layer, f"{base}/self_attn", normal, rotation, mask)
         if self.is_parallel:
-            made = self._feed_forward(graph, f"{base}/mlp", normal)
-            return graph.node(f"{base}/Add_1", graph.node(f"{base}/Add_0", attended, made), state)
+            mlp = self._feed_forward(graph, f"{base}/mlp", normal)
+            return graph.node(f"{base}/Add_1", graph.node(f"{base}/Add_0", attended, mlp), state)
         state = graph.node(f"{base}/Add_0", state, attended)
         normal = self._norm(graph, f"{base}/post_attention_layernorm", state)
         return graph.node(f"{base}/Add_1", state, self._feed_forward(graph, f"{base}/mlp", normal))
@@ -164,20 +164,20 @@ class Torch:
         query, key = (
             self._rotated(graph, f"{base}/{name}_rotary", data, rotation) for name, data in (("q", query), ("k", key))
         )
-        kept = []
+        repeated = []
         for name, data in (("key", key), ("value", value)):
             present = f"present.{layer}.{name}"
             past = f"past_key_values.{layer}.{name}"
             graph.node(f"{base}/Concat_{name}", past, data, outputs=[present], op="Concat", axis=2)
-            kept.append(self._repeated(graph, f"{base}/{name}_repeat", present, sizes[0]))
-        turned = graph.node(f"{base}/Transpose_key", kept[0], op="Transpose", perm=[0, 1, 3, 2])
+            repeated.append(self._repeated(graph, f"{base}/{name}_repeat", present, sizes[0]))
+        turned = graph.node(f"{base}/Transpose_key", repeated[0], op="Transpose", perm=[0, 1, 3, 2])
         root = graph.weight("root_of_scale", shape.size**-0.25)
         scores = graph.node(
             f"{base}/MatMul_0", graph.node(f"{base}/Mul_q", query, root, op="Mul"),
             graph.node(f"{base}/Mul_k", turned, root, op="Mul"),
         )  # fmt: skip
         weights = graph.node(f"{base}/Softmax", graph.node(f"{base}/Add", scores, mask), axis=-1)
-        result = graph.node(f"{base}/MatMul_1", weights, kept[1])
+        result = graph.node(f"{base}/MatMul_1", weights, repeated[1])
         ordered = graph.node(f"{base}/Transpose_out", result, op="Transpose", perm=[0, 2, 1, 3])
         width = shape.heads * shape.size
         dims = graph.node(f"{base}/Concat_out", *sizes, graph.weight("width", [width], "int64"), op="Concat", axis=0)
@@ -185,7 +185,7 @@ class Torch:
         return self._linear(graph, f"{base}/o_proj", flat, width, shape.hidden, self.is_parallel)
 
     def _heads(self, graph: Graph, base: str, normal: str, sizes: list[str]) -> list[str]:
-        shape, found = self.shape, []
+        shape, heads = self.shape, []
         size = graph.weight("size", [shape.size], "int64")
         if self.joins_heads:
             joined = self._linear(
@@ -193,8 +193,8 @@ class Torch:
             )
             each = graph.weight("heads.joined", [shape.heads, 3 * shape.size], "int64")
             dims = graph.node(f"{base}/Concat_joined", *sizes, each, op="Concat", axis=0)
-            apart = graph.node(f"{base}/Reshape_joined", joined, dims, op="Reshape")
-            turned = graph.node(f"{base}/Transpose_joined", apart, op="Transpose", perm=[0, 2, 1, 3])
+            split = graph.node(f"{base}/Reshape_joined", joined, dims, op="Reshape")
+            turned = graph.node(f"{base}/Transpose_joined", split, op="Transpose", perm=[0, 2, 1, 3])
             names = [f"{base}/Split/output_{part}" for part in range(3)]
             splits = graph.weight("heads.splits", [shape.size] * 3, "int64")
             graph.node(f"{base}/Split", turned, splits, outputs=names, axis=3)
@@ -202,17 +202,17 @@ class Torch:
         for name, count in (("q", shape.heads), ("k", shape.kv_heads), ("v", shape.kv_heads)):
             data = self._linear(graph, f"{base}/{name}_proj", normal, shape.hidden, count * shape.size, self.has_bias)
             dims = graph.node(f"{base}/Concat_{name}", *sizes, "int.-1", size, op="Concat", axis=0)
-            apart = graph.node(f"{base}/Reshape_{name}", data, dims, op="Reshape")
-            found.append(graph.node(f"{base}/Transpose_{name}", apart, op="Transpose", perm=[0, 2, 1, 3]))
-        return found
+            split = graph.node(f"{base}/Reshape_{name}", data, dims, op="Reshape")
+            heads.append(graph.node(f"{base}/Transpose_{name}", split, op="Transpose", perm=[0, 2, 1, 3]))
+        return heads
 
     def _rotated(self, graph: Graph, name: str, data: str, rotation: tuple[str, str]) -> str:
-        """x cos + [-b, a] sin, where a and b are the halves of what is rotated; the numbers behind stay."""
-        whole, rest = data, ""
+        """x cos + [-b, a] sin, where a and b are the halves of the rotated elements; later elements stay."""
+        full, rest = data, ""
         if self.rotated < self.shape.size:
             middle = graph.weight("rotated", [self.rotated], "int64")
-            data = graph.node(f"{name}/Slice_0", whole, "int.0", middle, "int.3", "int.1")
-            rest = graph.node(f"{name}/Slice_1", whole, middle, f"int.{_END}", "int.3", "int.1")
+            data = graph.node(f"{name}/Slice_0", full, "int.0", middle, "int.3", "int.1")
+            rest = graph.node(f"{name}/Slice_1", full, middle, f"int.{_END}", "int.3", "int.1")
         half = graph.node(f"{name}/Div", self._size(graph, f"{name}/size", data, 3), "int.2")
         first = graph.node(f"{name}/Slice_2", data, "int.0", half, "int.3", "int.1")
         second = graph.node(f"{name}/Slice_3", data, half, f"int.{_END}", "int.3", "int.1")
@@ -232,8 +232,8 @@ class Torch:
         total = self._size(graph, f"{name}/total", data, 2)
         counts = [graph.weight(f"count.{value}", [value], "int64") for value in (shape.kv_heads, shape.size)]
         group = graph.weight("group", [shape.heads // shape.kv_heads], "int64")
-        apart = graph.node(f"{name}/Unsqueeze", data, "int.2")
-        wide = self._expanded(graph, f"{name}/expand", apart, [batch, counts[0], group, total, counts[1]])
+        expanded = graph.node(f"{name}/Unsqueeze", data, "int.2")
+        wide = self._expanded(graph, f"{name}/expand", expanded, [batch, counts[0], group, total, counts[1]])
         heads = graph.weight("count.heads", [shape.heads], "int64")
         dims = graph.node(f"{name}/Concat", batch, heads, total, counts[1], axis=0)
         return graph.node(f"{name}/Reshape", wide, dims)

@@ -42,7 +42,7 @@ def node_model(
     symbolic : indices of inputs whose dimensions have names only.
     """
     names = [f"x{i}" if value is not None else "" for i, value in enumerate(inputs)]
-    given = {name: np.asarray(value) for name, value in zip(names, inputs, strict=True) if name}
+    arrays = {name: np.asarray(value) for name, value in zip(names, inputs, strict=True) if name}
     fixed = {f"x{i}" for i in constant}
     infos = [
         helper.make_tensor_value_info(
@@ -50,7 +50,7 @@ def node_model(
             helper.np_dtype_to_tensor_dtype(value.dtype),
             [f"{name}_{axis}" for axis in range(value.ndim)] if int(name[1:]) in symbolic else value.shape,
         )
-        for name, value in given.items()
+        for name, value in arrays.items()
         if name not in fixed
     ]
     results = [f"y{i}" for i in range(outputs)]
@@ -59,14 +59,14 @@ def node_model(
         "one_node",
         infos,
         [onnx.ValueInfoProto(name=name) for name in results],
-        [numpy_helper.from_array(given[name], name) for name in sorted(fixed)],
+        [numpy_helper.from_array(arrays[name], name) for name in sorted(fixed)],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     inferred = onnx.shape_inference.infer_shapes(model)
     for output in inferred.graph.output:  # inference knows nothing of some ops: the type is that of the first input
         if not output.type.WhichOneof("value"):
             output.type.CopyFrom(helper.make_tensor_type_proto(infos[0].type.tensor_type.elem_type, None))
-    return inferred, {name: value for name, value in given.items() if name not in fixed}
+    return inferred, {name: value for name, value in arrays.items() if name not in fixed}
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], vdevices: Sequence[Any] = ("llvm",)) -> list[np.ndarray]:
@@ -122,7 +122,7 @@ def outputs_of(
     types: list[int],
     **options: object,
 ) -> list[np.ndarray]:
-    """What nodes of opset 20 give, each one output of a type; inputs by name, and constants."""
+    """Outputs of nodes of opset 20, one for each, of these types; inputs by name, and constants."""
     infos = [helper.make_tensor_value_info(name, 1, value.shape) for name, value in feeds.items()]
     outputs = [
         helper.make_tensor_value_info(node.output[0], kind, None) for node, kind in zip(nodes, types, strict=True)

@@ -63,14 +63,14 @@ def test_every_code_is_read_moved_and_given_back(types):
         outputs += [(f"column_{name}", kind), (f"number_{name}", FLOAT), (f"again_{name}", kind)]
     main = _main(nodes, inputs, outputs, [onnx.numpy_helper.from_array(np.array([1]), "one")])
     values = [np.concatenate([_codes(name), _codes(name)[1:4]]) for name in types]  # an odd number of them
-    found = main(*values)
+    actual = main(*values)
     for index, (name, value) in enumerate(zip(types, values, strict=True)):
-        column, number, again = found[3 * index : 3 * index + 3]
+        column, number, again = actual[3 * index : 3 * index + 3]
         assert str(column.dtype) == str(again.dtype) == name
         np.testing.assert_array_equal(column.numpy().reshape(-1).astype("float32"), value.astype("float32"))
         np.testing.assert_array_equal(number.numpy().reshape(-1), value.astype("float32"))
         expected = value
-        if name == "float8_e8m0fnu":  # the least number is no normal one, and ONNX's reference rounds that up
+        if name == "float8_e8m0fnu":  # the least number is not a normal one, and ONNX's reference rounds it up
             expected = onnx.numpy_helper.to_float8e8m0(value.astype("float32"))
         if name == "float8_e5m2":  # a cast saturates unless told otherwise: infinities become the largest number
             largest = ml_dtypes.finfo(value.dtype).max
@@ -86,13 +86,13 @@ def test_every_code_is_read_moved_and_given_back(types):
 
 def test_numbers_become_the_nearest_or_their_last_bits():
     x = np.array([-7.9, -1.5, -0.2, 0, 0.25, 0.3, 0.75, 1.25, 1.5, 2.5, 3.5, 5, 6.9, 7, np.nan, np.inf], "float32")
-    whole = np.array([-200, -9, -1, 0, 3, 7, 8, 15, 16, 100, 300], "int32")
+    integers = np.array([-200, -9, -1, 0, 3, 7, 8, 15, 16, 100, 300], "int32")
     kinds = {name: kind for name, (kind, bits) in TYPES.items() if bits < 8}
     nodes = [helper.make_node("Cast", ["i"], [name], name=name, to=kind) for name, kind in kinds.items()]
     nodes[-1] = helper.make_node("Cast", ["x"], ["float4_e2m1fn"], name="float4_e2m1fn", to=kinds["float4_e2m1fn"])
-    found = _main(nodes, [("x", FLOAT, [16]), ("i", onnx.TensorProto.INT32, [11])], list(kinds.items()))(x, whole)
-    for name, result in zip(kinds, found, strict=True):
-        expected = (x if name.startswith("float") else whole).astype(getattr(ml_dtypes, name))
+    actual = _main(nodes, [("x", FLOAT, [16]), ("i", onnx.TensorProto.INT32, [11])], list(kinds.items()))(x, integers)
+    for name, result in zip(kinds, actual, strict=True):
+        expected = (x if name.startswith("float") else integers).astype(getattr(ml_dtypes, name))
         np.testing.assert_array_equal(result.numpy().view("uint8"), expected.view("uint8"))
 
 
@@ -104,11 +104,11 @@ def test_powers_of_two_are_rounded_as_asked():
         helper.make_node("Cast", ["x"], [f"{mode}{saturates}"], name=mode, to=kind, round_mode=mode, saturate=saturates)
         for mode, saturates in modes
     ]
-    for (mode, saturates), found in zip(
+    for (mode, saturates), actual in zip(
         modes, _main(nodes, [("x", FLOAT, [12])], [(node.output[0], kind) for node in nodes])(x), strict=True
     ):
         expected = onnx.numpy_helper.to_float8e8m0(x, bool(saturates), mode)
-        np.testing.assert_array_equal(found.numpy().view("uint8"), expected.view("uint8"))
+        np.testing.assert_array_equal(actual.numpy().view("uint8"), expected.view("uint8"))
 
 
 def test_weights_and_results_of_quantization():
@@ -129,11 +129,11 @@ def test_weights_and_results_of_quantization():
     y, quantized = _main(nodes, [("x", FLOAT, [4, 4])], [("y", FLOAT), ("q", kind)], constants)(x)
     expected = (weight - zeros[:, None]) * scales[:, None]
     np.testing.assert_array_equal(y.numpy(), expected)
-    wanted = np.clip(np.round((expected + x) / scales[:, None]) + zeros[:, None], -8, 7)
-    np.testing.assert_array_equal(quantized.numpy().astype("float32"), wanted)
+    want = np.clip(np.round((expected + x) / scales[:, None]) + zeros[:, None], -8, 7)
+    np.testing.assert_array_equal(quantized.numpy().astype("float32"), want)
 
 
-def test_what_cannot_be_computed_is_refused_by_name():
+def test_unsupported_types_are_refused_by_name():
     kind = TYPES["int4"][0]
     with pytest.raises(rh.FrontendError, match=r"'relu' \(Relu\).*elements of type int4; cast them before"):
         _main([helper.make_node("Relu", ["x"], ["y"], name="relu")], [("x", kind, [3])], [("y", kind)])

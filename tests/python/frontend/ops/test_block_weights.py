@@ -109,24 +109,24 @@ def test_blocks_of_rows_in_another_order(bits):
     codes, zeros = codes.reshape(COLUMNS, -1)[:, :100].astype("float64"), zeros.reshape(COLUMNS, -1)[:, order]
     numbers = (codes - zeros) * weights["scales"].reshape(COLUMNS, -1)[:, order].astype("float64")
     x = fresh_rng().standard_normal((3, 100)).astype("float32")
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
     want = x @ numbers.T
-    np.testing.assert_allclose(found, want, 1e-4, 1e-4 * np.abs(want).max())
+    np.testing.assert_allclose(actual, want, 1e-4, 1e-4 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_stay_as_they_are_on_a_gpu(bits):
     gpu = {"kind": "cuda", "arch": "sm_90a"}
     model = matmul_nbits(100, 32, bits=bits, zeros="packed", bias=True)
-    found = InterpretedModel(rh.from_onnx(model, [gpu]))
+    interpreted = InterpretedModel(rh.from_onnx(model, [gpu]))
     x = fresh_rng().standard_normal((3, 100)).astype("float32")
     (want,) = expected(model, {"x": x}, "onnxruntime")
-    np.testing.assert_allclose(found(x), want, rtol=1e-4, atol=1e-3)
-    (kernel,) = found.launched
+    np.testing.assert_allclose(interpreted(x), want, rtol=1e-4, atol=1e-3)
+    (kernel,) = interpreted.launched
     assert kernel.startswith("block_matmul")
 
 
-def test_products_in_half_precision_one_behind_the_other_on_a_gpu():
+def test_two_half_precision_products_in_a_row_on_a_gpu():
     first = matmul_nbits(64, dtype="float16")
     second = matmul_nbits(COLUMNS, 16, dtype="float16")
     nodes = []
@@ -145,10 +145,10 @@ def test_products_in_half_precision_one_behind_the_other_on_a_gpu():
     nodes[0].input[0], nodes[2].output[0] = "x", "y"
     model = model_of(nodes, (3,), 64, weights, "float16")
     x = fresh_rng().standard_normal((3, 64)).astype("float16")
-    found = InterpretedModel(rh.from_onnx(model, [{"kind": "cuda", "arch": "sm_90a"}]))
+    interpreted = InterpretedModel(rh.from_onnx(model, [{"kind": "cuda", "arch": "sm_90a"}]))
     (want,) = expected(model, {"x": x}, "onnxruntime")
-    np.testing.assert_allclose(found(x), want, rtol=1e-2, atol=0.1)
-    assert sum(kernel.startswith("block_matmul") for kernel in found.launched) == 2
+    np.testing.assert_allclose(interpreted(x), want, rtol=1e-2, atol=0.1)
+    assert sum(kernel.startswith("block_matmul") for kernel in interpreted.launched) == 2
 
 
 @pytest.mark.parametrize(("level", "block", "tolerance"), [(0, 32, 3e-5), (1, 32, 3e-5), (4, 32, 1e-2), (4, 128, 1e-2)])
@@ -180,7 +180,7 @@ def test_ragged_depth_batches_symbols_and_half_precision():
         ({"weights": {"scales": np.ones(5, "float32")}}, r"found scales of shape \[5\]"),
     ],
 )
-def test_what_is_refused(options, message):
+def test_unsupported_problems_are_refused(options, message):
     with pytest.raises(rh.FrontendError, match=f"MatMulNBits node 'the_node'.*{message}"):
         rh.from_onnx(matmul_nbits(**options))
 
@@ -191,7 +191,7 @@ def test_weights_that_are_inputs_are_refused():
     (data,) = [tensor for tensor in graph.initializer if tensor.name == "b"]
     graph.input.append(helper.make_tensor_value_info("b", data.data_type, data.dims))
     graph.initializer.remove(data)
-    with pytest.raises(rh.FrontendError, match="B is no constant"):
+    with pytest.raises(rh.FrontendError, match="B is not a constant"):
         rh.from_onnx(model)
 
 

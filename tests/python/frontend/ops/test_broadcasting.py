@@ -57,13 +57,13 @@ def test_sizes_broadcast_as_in_onnxruntime(op):
             with pytest.raises(HeteroError, match="does not broadcast"):
                 machine["main"](*arrays)
             continue
-        found = machine["main"](*arrays).numpy()
-        assert found.shape == expected.shape, size_of
-        np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=str(size_of))
+        actual = machine["main"](*arrays).numpy()
+        assert actual.shape == expected.shape, size_of
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, err_msg=str(size_of))
 
 
 def test_a_mask_of_other_dimensions_joins_scores_and_softmax():
-    """The result's sizes are known well enough for the ops behind it."""
+    """The result's sizes are known well enough for the ops after it."""
     nodes = [
         helper.make_node("Add", ["scores", "mask"], ["masked"]),
         helper.make_node("Softmax", ["masked"], ["weights"]),
@@ -86,7 +86,7 @@ def test_a_mask_of_other_dimensions_joins_scores_and_softmax():
 
 
 def test_sizes_that_are_equal_as_none_is_negative():
-    """What a slice takes and what it leaves are as many as there were; a kernel reads one expression of both."""
+    """A slice and its rest have as many elements as the whole; a kernel reads one expression of both."""
     model = parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
         f (bool[b,t] x) => (bool[b,u] y, bool[b,t] z)

@@ -58,7 +58,7 @@ def test_empty_sizes(is_open):
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     feeds = {"x": np.zeros((0, 2), "float32"), "z": np.zeros((2, 0), "float32")}
     session = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString())
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**feeds)
-    for node, want, result in zip(nodes, session.run(None, feeds), found, strict=True):
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**feeds)
+    for node, want, result in zip(nodes, session.run(None, feeds), actual, strict=True):
         assert result.shape == want.shape and str(result.dtype) == str(want.dtype), node.name
         np.testing.assert_array_equal(result.numpy(), want, err_msg=node.name)

@@ -30,11 +30,11 @@ def _machine(nodes, inputs, outputs):
     return rh.vm.VirtualMachine(rh.compile(mod))["main"]
 
 
-def _same(found, expected):
-    found, expected = (np.asarray(value).astype("float32") for value in (found, expected))
-    np.testing.assert_array_equal(found, expected)
+def _same(actual, expected):
+    actual, expected = (np.asarray(value).astype("float32") for value in (actual, expected))
+    np.testing.assert_array_equal(actual, expected)
     finite = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(found[finite]), np.signbit(expected[finite]))
+    np.testing.assert_array_equal(np.signbit(actual[finite]), np.signbit(expected[finite]))
 
 
 def test_every_code_is_the_number_that_it_is():
@@ -42,8 +42,8 @@ def test_every_code_is_the_number_that_it_is():
     nodes = [helper.make_node("Cast", [name], [f"y_{name}"], to=onnx.TensorProto.FLOAT) for name in TYPES]
     main = _machine(nodes, kinds, [(f"y_{name}", onnx.TensorProto.FLOAT) for name in TYPES])
     codes = [np.arange(256).astype("uint8").view(getattr(ml_dtypes, name)) for name in TYPES]
-    for found, code in zip(main(*codes), codes, strict=True):
-        _same(found, code)
+    for actual, code in zip(main(*codes), codes, strict=True):
+        _same(actual, code)
 
 
 @pytest.mark.parametrize("saturates", [1, 0])
@@ -59,8 +59,8 @@ def test_numbers_are_rounded_to_the_nearest(saturates):
     x = np.concatenate([x, np.nextafter(middles, np.float32(-np.inf)), [np.nan, np.inf, -np.inf, -0.0, 464, 480, 1e38]])
     x = np.concatenate([x, [1e-45, -1e-45, 61440, 65536, 248, -248]]).astype("float32")
     with np.errstate(all="ignore"):
-        for found, name in zip(main(x), TYPES, strict=True):
+        for actual, name in zip(main(x), TYPES, strict=True):
             limit = ml_dtypes.finfo(getattr(ml_dtypes, name))
-            held = np.clip(x, np.float32(limit.min), np.float32(limit.max)) if saturates else x
-            _same(found.numpy(), held.astype(getattr(ml_dtypes, name)))
-            assert str(found.dtype) == name
+            clipped = np.clip(x, np.float32(limit.min), np.float32(limit.max)) if saturates else x
+            _same(actual.numpy(), clipped.astype(getattr(ml_dtypes, name)))
+            assert str(actual.dtype) == name

@@ -45,7 +45,7 @@ def test_transposed_convolution(options):
     check("ConvTranspose", uniform(2, 4, 4, 3), weight, uniform(3 * options.get("group", 1)), **options)
 
 
-def test_transposed_convolution_beyond_what_is_computed():
+def test_transposed_convolution_with_outputs_beyond_the_computed_ones():
     options = {"strides": [3, 2], "output_shape": [10, 8], "output_padding": [1, 1]}
     check("ConvTranspose", uniform(1, 1, 3, 3), uniform(1, 2, 3, 3), reference="onnx", **options)
 
@@ -80,8 +80,8 @@ def test_windows_with_strides_cover_images_of_any_size():
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     for size in ((2, 2, 8, 7), (1, 2, 5, 9), (1, 2, 1, 1), (3, 2, 6, 4)):
         feed = {"x": uniform(*size), "k": uniform(4, 1, 3, 2)}
-        for got, wanted in zip(main(**feed), session.run(None, feed), strict=True):
-            np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-5)
+        for got, want in zip(main(**feed), session.run(None, feed), strict=True):
+            np.testing.assert_allclose(got.numpy(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_average_pooling_leaves_padding_out():
@@ -100,8 +100,8 @@ def test_global_pooling(op):
 
 
 def resize(mode, coordinates, *, scales=None, sizes=None, symbolic=(), **options):
-    given = np.array(sizes) if scales is None else np.array(scales, "float32")
-    operands = [uniform(1, 2, 5, 4), None, given] if scales is not None else [uniform(1, 2, 5, 4), None, None, given]
+    sizing = np.array(sizes) if scales is None else np.array(scales, "float32")
+    operands = [uniform(1, 2, 5, 4), None, sizing] if scales is not None else [uniform(1, 2, 5, 4), None, None, sizing]
     options = {"mode": mode, "coordinate_transformation_mode": coordinates, **options}
     check("Resize", *operands, constant=[len(operands) - 1], symbolic=symbolic, opset=19, **options)
 

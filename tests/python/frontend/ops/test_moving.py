@@ -168,7 +168,7 @@ def test_flattened(shape, axis):
     ("op", "options", "message"),
     [
         ("Flatten", {"axis": 4}, "axis 4 is out of range for rank 3"),
-        ("Transpose", {"perm": [1, 0]}, r"its perm \[1, 0\] is no order of 3 axes"),
+        ("Transpose", {"perm": [1, 0]}, r"its perm \[1, 0\] is not an order of 3 axes"),
     ],
 )
 def test_axes_that_are_not_there_are_refused(op, options, message):

@@ -1,4 +1,4 @@
-"""What a node requires of sizes that only a call knows."""
+"""Requirements of a node on sizes that only a call knows."""
 
 import pytest
 from tvm import relax, tirx

@@ -16,8 +16,8 @@ def test_a_range_reaches_from_the_least_to_the_largest_integer():
         (largest, least, -(2**62)),
         (least, largest, largest),
     ]:
-        found = machine["main"](*(np.array(number, "int64") for number in ends)).numpy()
-        assert found.tolist() == list(range(*ends)), ends
+        actual = machine["main"](*(np.array(number, "int64") for number in ends)).numpy()
+        assert actual.tolist() == list(range(*ends)), ends
     for ends in [(0, 5, 0), (0, 2**62, 1), (least, largest, 1)]:
         with pytest.raises(rh.HeteroError):
             machine["main"](*(np.array(number, "int64") for number in ends))

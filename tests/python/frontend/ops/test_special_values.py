@@ -26,12 +26,12 @@ OPS = [
     ("Celu", {"alpha": 2.0}),
     *(("Cast", {"to": target}) for target in INTEGERS),
 ]
-# Not of NaN alone: ONNX Runtime computes in other orders, or other precision.
+# For all values, not only NaN: ONNX Runtime computes in other orders, or other precision.
 ROUGH = {"float16": 4e-3, "float32": 5e-6, "float64": 1e-6}
 
 
 def special_values(dtype: str) -> np.ndarray:
-    """As many as fill vectors, and a rest."""
+    """Special values that fill vectors, and a rest."""
     limits = np.finfo(dtype)
     numbers = [
         NAN,
@@ -70,8 +70,8 @@ def result_type(op: str, attributes: dict, dtype: str) -> int:
 
 def model_of(nodes: list, inputs: list, outputs: list[int], constants: dict) -> onnx.ModelProto:
     results = [helper.make_tensor_value_info(f"y{index}", kind, None) for index, kind in enumerate(outputs)]
-    held = [numpy_helper.from_array(array, name) for name, array in constants.items()]
-    graph = helper.make_graph(nodes, "g", inputs, results, held)
+    initializers = [numpy_helper.from_array(array, name) for name, array in constants.items()]
+    graph = helper.make_graph(nodes, "g", inputs, results, initializers)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
 
 
@@ -89,10 +89,10 @@ def reference(op: str, attributes: dict, x: np.ndarray) -> np.ndarray:
             continue
         with np.errstate(all="ignore"):
             return session.run(None, {"x": x.astype(dtype)})[0]
-    raise AssertionError(f"ONNX Runtime has no {op}")
+    raise AssertionError(f"ONNX Runtime lacks {op}")
 
 
-# What stands before an op, and the shapes of the input and of the op's.
+# Preceding op, its weight, and the input's shape.
 CONTEXTS = {
     "alone": (None, None, lambda x: x),
     "fused": ("Mul", np.ones(1), lambda x: x),
@@ -120,29 +120,29 @@ def test_elementwise_ops(dtype, context):
     if context in ("product", "convolution"):  # a sum that begins with 0 ends with 0, not with -0
         x = np.where(x == 0, np.zeros_like(x), x)
     before, constant, shaped = CONTEXTS[context]
-    nodes, given = [], shaped(x)
+    nodes, data = [], shaped(x)
     for index, (op, attributes) in enumerate(OPS):
         source = "x"
         if before is not None:
             source = f"before{index}"
             nodes.append(helper.make_node(before, ["x", "c"], [source]))
         nodes.append(helper.make_node(op, [source], [f"y{index}"], **attributes))
-    inputs = [helper.make_tensor_value_info("x", TYPES[dtype], given.shape)]
+    inputs = [helper.make_tensor_value_info("x", TYPES[dtype], data.shape)]
     constants = {} if constant is None else {"c": constant.astype(dtype)}
     model = model_of(nodes, inputs, [result_type(*each, dtype) for each in OPS], constants)
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](given)
-    for (op, attributes), result in zip(OPS, found, strict=True):
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](data)
+    for (op, attributes), result in zip(OPS, actual, strict=True):
         array, expected = result.numpy(), shaped(reference(op, attributes, x))
-        numbers = np.broadcast_to(given, array.shape)
+        numbers = np.broadcast_to(data, array.shape)
         if array.dtype.kind != "f":
             wrong = array != expected
         else:
             with np.errstate(all="ignore"):
-                wide, wanted = array.astype("float64"), expected.astype("float64")
+                wide, want = array.astype("float64"), expected.astype("float64")
                 limit = np.finfo(dtype).max
                 # Beyond half of the largest number: of float16, ONNX Runtime computes in float32.
-                beyond = (np.abs(wanted) > limit / 2) | (np.abs(numbers.astype("float64")) > limit / 2)
-                close = np.isclose(wide, wanted, rtol=ROUGH[dtype], atol=ROUGH[dtype], equal_nan=True)
+                beyond = (np.abs(want) > limit / 2) | (np.abs(numbers.astype("float64")) > limit / 2)
+                close = np.isclose(wide, want, rtol=ROUGH[dtype], atol=ROUGH[dtype], equal_nan=True)
                 wrong = ~(close | (beyond & ~np.isnan(numbers) & (dtype != "float32")))
         assert not wrong.any(), (op, attributes, numbers[wrong][:5], array[wrong][:5])
 
@@ -179,13 +179,13 @@ def several(cases: list[tuple[str, list[np.ndarray], dict, int]]) -> list[list[n
                     for index in range(results)]  # fmt: skip
         nodes.append(helper.make_node(op, names, [f"y{i}" for i in range(first, len(outputs))], **attributes))
     model = model_of(nodes, inputs, outputs, constants)
-    found = iter(rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](*arrays))
-    return [[next(found).numpy() for _ in range(results)] for *_, results in cases]
+    columns = iter(rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](*arrays))
+    return [[next(columns).numpy() for _ in range(results)] for *_, results in cases]
 
 
 def check(cases: list[tuple[str, list[np.ndarray], dict, list[np.ndarray]]]) -> None:
-    found = several([(op, operands, attributes, len(expected)) for op, operands, attributes, expected in cases])
-    for (op, _, attributes, expected), results in zip(cases, found, strict=True):
+    rows = several([(op, operands, attributes, len(expected)) for op, operands, attributes, expected in cases])
+    for (op, _, attributes, expected), results in zip(cases, rows, strict=True):
         for one, other in zip(results, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, err_msg=f"{op} {attributes}")
 

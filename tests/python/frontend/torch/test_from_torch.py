@@ -90,38 +90,38 @@ def test_random_numbers_are_refused(module, x):
 
 
 class Held(torch.nn.Module):
-    def __init__(self, held, function):
+    def __init__(self, weight, function):
         super().__init__()
-        register = self.register_parameter if isinstance(held, torch.nn.Parameter) else self.register_buffer
-        register("held", held)
+        register = self.register_parameter if isinstance(weight, torch.nn.Parameter) else self.register_buffer
+        register("held", weight)
         self.function = function
 
     def forward(self, x):
         return self.function(self.held, x)
 
 
-def count(held, x):
-    held += 1
-    return x + held
+def count(weight, x):
+    weight += 1
+    return x + weight
 
 
 def test_weights_of_other_kinds():
     eye, x = torch.eye(3), torch.ones(3, 2)
-    for held in (eye.to_sparse(), eye.to_sparse_csr()):
-        check(Held(held, torch.matmul), (x,))
+    for weight in (eye.to_sparse(), eye.to_sparse_csr()):
+        check(Held(weight, torch.matmul), (x,))
     check(Held(eye.to_sparse_csr(), lambda held, x: x + 1), (x,))  # nothing reads it
     check(Held(eye.to(torch.complex64).conj().imag, lambda held, x: held @ x), (x,))
     check(Held(eye * 2, lambda held, x: torch.linalg.svdvals(held)[:, None] * x), (x,))  # torch computes it now
     nested = torch.nested.nested_tensor([eye, eye[:2]])
     quantized = torch.quantize_per_tensor(eye, 0.1, 0, torch.quint8)
-    for held in (nested, quantized, eye.to("meta"), eye.to(torch.float8_e5m2)):
+    for weight in (nested, quantized, eye.to("meta"), eye.to(torch.float8_e5m2)):
         with pytest.raises(rh.FrontendError, match="the weight 'held' is"):
-            rh.from_torch(Held(held, lambda held, x: held.float() @ x), (x,))
+            rh.from_torch(Held(weight, lambda held, x: held.float() @ x), (x,))
     with pytest.raises(rh.FrontendError, match=r"example_args\[0\] is a sparse"):
         rh.from_torch(Function(torch.Tensor.to_dense), (eye.to_sparse(),))
-    for held in (eye[0, :2], torch.nn.Parameter(eye[0, :2], requires_grad=False)):
+    for weight in (eye[0, :2], torch.nn.Parameter(eye[0, :2], requires_grad=False)):
         with pytest.raises(rh.FrontendError, match="changes 'held'"):
-            rh.from_torch(Held(held, count), (x,))
+            rh.from_torch(Held(weight, count), (x,))
 
 
 class Counted(torch.nn.Module):

@@ -13,8 +13,8 @@ def norms(rng: np.random.Generator) -> Iterator[Attack]:
     """Norms whose vectors have to be as long as an axis."""
     lengths = [(3, 3), (3, 1), (3, 4), (3, 2), (1, 3), (0, 0), (3, 0), (0, 3)]
     four = {"s": ["k"], "b": ["k"], "m": ["k"], "v": ["k"]}
-    given = [{"x": data(2, c, 2), **{name: data(k) for name in four}} for c, k in lengths]
-    yield one_op("BatchNormalization", {"x": [2, "c", 2], **four}, given, opset=15)
+    inputs = [{"x": data(2, c, 2), **{name: data(k) for name in four}} for c, k in lengths]
+    yield one_op("BatchNormalization", {"x": [2, "c", 2], **four}, inputs, opset=15)
     fixed = {name: data(3) for name in four}
     yield one_op(
         "BatchNormalization",

@@ -14,19 +14,19 @@ from fuzz.sizes.attack import HUGE, LARGEST, LEAST, Attack, Call, data, extremes
 def _targets(rng: np.random.Generator, length: int, count: int) -> list[np.ndarray]:
     """Random vectors of sizes, extreme ones among them."""
     small, all_of = [0, 1, 2, 3, 6, -1], extremes()
-    found = []
+    targets = []
     for _ in range(count):
         pool = all_of if rng.random() < 0.4 else small
-        found.append(np.array([pool[int(rng.integers(len(pool)))] for _ in range(length)], "int64"))
-    return found
+        targets.append(np.array([pool[int(rng.integers(len(pool)))] for _ in range(length)], "int64"))
+    return targets
 
 
 def shapes(rng: np.random.Generator) -> Iterator[Attack]:
     """Ops that take a shape."""
-    wanted = [ints(2, 3), ints(3, 2), ints(6, 1), ints(4, 4), ints(2, 2), ints(-1, 4), ints(-1, 3), ints(-1, -1)]
-    wanted += [ints(-2, -3), ints(0, 3), ints(0, 0), ints(3, 0), ints(0, -1), ints(-1, 0), ints(HUGE, HUGE)]
-    wanted += [ints(LARGEST, LARGEST), ints(LEAST, 1), ints(-1, LARGEST), ints(2**32, 2**32), ints(1, 6), ints(-1, -2)]
-    wanted += [
+    targets = [ints(2, 3), ints(3, 2), ints(6, 1), ints(4, 4), ints(2, 2), ints(-1, 4), ints(-1, 3), ints(-1, -1)]
+    targets += [ints(-2, -3), ints(0, 3), ints(0, 0), ints(3, 0), ints(0, -1), ints(-1, 0), ints(HUGE, HUGE)]
+    targets += [ints(LARGEST, LARGEST), ints(LEAST, 1), ints(-1, LARGEST), ints(2**32, 2**32), ints(1, 6), ints(-1, -2)]
+    targets += [
         ints(2**62, 4),
         ints(2**63 - 6, 1),
         ints(2**32 + 1, 6),
@@ -37,14 +37,14 @@ def shapes(rng: np.random.Generator) -> Iterator[Attack]:
         yield one_op(
             "Reshape",
             {"x": [2, 3], "t": [2]},
-            [{"x": data(2, 3), "t": t} for t in wanted],
+            [{"x": data(2, 3), "t": t} for t in targets],
             label=f"target {allow}",
             allowzero=allow,
         )
         yield one_op(
             "Reshape",
             {"x": ["a", "b"], "t": [2]},
-            [{"x": data(*s), "t": t} for t in wanted for s in ((2, 3), (0, 3), (1, 0))],
+            [{"x": data(*s), "t": t} for t in targets for s in ((2, 3), (0, 3), (1, 0))],
             label=f"symbolic {allow}",
             allowzero=allow,
         )
@@ -80,7 +80,7 @@ def shapes(rng: np.random.Generator) -> Iterator[Attack]:
     yield one_op("Expand", {"x": [3], "t": [1]}, [{"x": data(3), "t": t} for t in grown])
     yield one_op("Expand", {"x": [1], "t": [1]}, [{"x": data(1), "t": t} for t in [*grown, ints(2**62)]])
     yield one_op("Expand", {"x": ["n"], "t": [1]}, [{"x": data(n), "t": t} for t in grown for n in (3, 1, 0)])
-    pairs = [*wanted, ints(2, 3), ints(1, 3), ints(1, 1)]
+    pairs = [*targets, ints(2, 3), ints(1, 3), ints(1, 1)]
     yield one_op("Expand", {"x": ["n", 1], "t": [2]}, [{"x": data(n, 1), "t": t} for t in pairs for n in (1, 2)])
     yield one_op("Expand", {"x": ["n"], "t": [2]}, [{"x": data(n), "t": t} for t in pairs for n in (1, 3)])
     yield one_op(
@@ -88,7 +88,7 @@ def shapes(rng: np.random.Generator) -> Iterator[Attack]:
     )
     yield one_op("Expand", {"x": [1, 1]}, [{"x": data(1, 1)}], {"t": ints(HUGE, HUGE)}, label="static huge")
     yield one_op("Expand", {"x": [1, 1]}, [{"x": data(1, 1)}], {"t": ints(-1, -2)}, label="static negative")
-    yield one_op("ConstantOfShape", {"t": [2]}, [{"t": t} for t in wanted])
+    yield one_op("ConstantOfShape", {"t": [2]}, [{"t": t} for t in targets])
     yield one_op("ConstantOfShape", {"t": [1]}, [{"t": t} for t in grown])
     for target in (ints(HUGE, HUGE), ints(-1, 2), ints(LARGEST, 2), ints(2**40)):
         yield one_op(
@@ -102,7 +102,7 @@ def shapes(rng: np.random.Generator) -> Iterator[Attack]:
     times = [ints(1), ints(2), ints(0), ints(-1), ints(HUGE), ints(LARGEST), ints(LEAST), ints(2**62)]
     yield one_op("Tile", {"x": [3], "r": [1]}, [{"x": data(3), "r": r} for r in times])
     yield one_op("Tile", {"x": ["n"], "r": [1]}, [{"x": data(n), "r": r} for r in times for n in (3, 0)])
-    yield one_op("Tile", {"x": ["n", 2], "r": [2]}, [{"x": data(2, 2), "r": r} for r in wanted])
+    yield one_op("Tile", {"x": ["n", 2], "r": [2]}, [{"x": data(2, 2), "r": r} for r in targets])
     yield one_op("Tile", {"x": ["n"]}, [{"x": data(n)} for n in (0, 1, 3)], {"r": ints(HUGE * HUGE)}, label="huge")
     yield one_op("Tile", {"x": ["n"]}, [{"x": data(n)} for n in (0, 1, 3)], {"r": ints(-1)}, label="negative")
 

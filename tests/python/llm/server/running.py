@@ -20,7 +20,7 @@ TEMPLATE = (
 
 @dataclass
 class Server:
-    """Where it listens, and what works behind it."""
+    """Address of a running server, and its engine."""
 
     url: str
     engine: Engine
@@ -31,7 +31,7 @@ def running(engine: Engine, **settings) -> Iterator[Server]:
     """A server over an engine, which is closed at the end."""
     import relax_hetero.llm.server.run as module
 
-    made, ready = [], threading.Event()
+    servers, ready = [], threading.Event()
     address: list[str] = []
 
     def on_ready(url: str) -> None:
@@ -41,8 +41,8 @@ def running(engine: Engine, **settings) -> Iterator[Server]:
     original = module.make_server
 
     def make(*arguments, **options):
-        made.append(original(*arguments, **{**options, "log_level": "critical"}))
-        return made[-1]
+        servers.append(original(*arguments, **{**options, "log_level": "critical"}))
+        return servers[-1]
 
     limits = settings.pop("limits", Limits())
     module.make_server = make
@@ -57,7 +57,7 @@ def running(engine: Engine, **settings) -> Iterator[Server]:
         yield Server(address[0], engine)
     finally:
         module.make_server = original
-        made[0].should_exit = True
+        servers[0].should_exit = True
         work.join(30)
         engine.close()
         assert not work.is_alive()

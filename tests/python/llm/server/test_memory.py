@@ -18,7 +18,7 @@ soak = _load("soak")
 CLIENTS, WARM_UP, REQUESTS, TOKENS = 32, 1500, 5000, 2
 
 
-async def ask(url: str, count: int, seen: soak.Seen) -> None:
+async def ask(url: str, count: int, outcomes: soak.Seen) -> None:
     """So many requests from all clients together."""
     left = iter(range(count))
 
@@ -26,9 +26,9 @@ async def ask(url: str, count: int, seen: soak.Seen) -> None:
         for _ in left:
             kind = draw.random()
             if kind < 0.05:
-                await soak.send_nonsense(http, draw, seen)
+                await soak.send_nonsense(http, draw, outcomes)
             else:
-                await soak.read_answer(number, http, draw, TOKENS, 0 if kind < 0.15 else TOKENS, seen)
+                await soak.read_answer(number, http, draw, TOKENS, 0 if kind < 0.15 else TOKENS, outcomes)
 
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         await asyncio.gather(*(client(http, number, random.Random(count + number)) for number in range(CLIENTS)))
@@ -43,16 +43,16 @@ def test_thousands_of_requests_take_no_memory(model, tmp_path):
         path = str(write_gguf(tmp_path / "model.gguf", MODELS[model]))
         arguments = ["--context", "256", "--slots", "8"]
     server, url = soak.start(path, arguments)
-    seen = soak.Seen()
+    outcomes = soak.Seen()
     try:
-        asyncio.run(ask(url, WARM_UP, seen))
+        asyncio.run(ask(url, WARM_UP, outcomes))
         before = soak.resident(server.pid)
-        asyncio.run(ask(url, REQUESTS, seen))
+        asyncio.run(ask(url, REQUESTS, outcomes))
         grown = soak.resident(server.pid) - before
     finally:
         server.send_signal(signal.SIGINT)
         server.wait(60)
-    assert not seen.lost, seen.lost[:3]
-    assert sum(seen.answers.values()) == WARM_UP + REQUESTS
-    # One kilobyte that each request left behind would be 5 MB.
+    assert not outcomes.lost, outcomes.lost[:3]
+    assert sum(outcomes.answers.values()) == WARM_UP + REQUESTS
+    # A leak of one kilobyte per request would be 5 MB.
     assert grown < 4, f"{grown:.1f} MB more after {REQUESTS} requests"

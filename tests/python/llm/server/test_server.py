@@ -33,20 +33,20 @@ LIMITS = Limits(prompt_tokens=300, max_tokens=400, in_flight=80, choices=6, body
 @pytest.fixture(scope="module")
 def server():
     engine = Engine(ToyModel(slots=16, pages=400), CODEC)
-    with running(engine, limits=LIMITS) as found:
-        yield found
+    with running(engine, limits=LIMITS) as started:
+        yield started
 
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connection:
+        yield connection
 
 
 @pytest.fixture
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as made:
-        yield made
+    with httpx.Client(base_url=server.url, timeout=60) as connection:
+        yield connection
 
 
 def expected(prompt: str, count: int) -> tuple[str, str]:
@@ -64,15 +64,15 @@ def test_models(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions(client, stream):
-    asked = {"model": "toy", "prompt": "Once", "max_tokens": 50, "temperature": 0}
+    body = {"model": "toy", "prompt": "Once", "max_tokens": 50, "temperature": 0}
     if stream:
-        parts = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        parts = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
         usage = parts.pop().usage
         text = "".join(part.choices[0].text for part in parts)
         reason = parts[-1].choices[0].finish_reason
         assert len({part.id for part in parts}) == 1
     else:
-        answer = client.completions.create(**asked)
+        answer = client.completions.create(**body)
         usage, text, reason = answer.usage, answer.choices[0].text, answer.choices[0].finish_reason
     assert (text, reason) == expected("Once", 50)
     assert usage.prompt_tokens == 4 and usage.total_tokens == 4 + usage.completion_tokens
@@ -84,14 +84,14 @@ def test_chat(client, stream):
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     ]
-    asked = {"model": "toy", "messages": messages, "temperature": 0, "max_completion_tokens": 40}
+    body = {"model": "toy", "messages": messages, "temperature": 0, "max_completion_tokens": 40}
     if stream:
-        parts = list(client.chat.completions.create(**asked, stream=True))
+        parts = list(client.chat.completions.create(**body, stream=True))
         assert parts[0].choices[0].delta.role == "assistant"
         text = "".join(part.choices[0].delta.content or "" for part in parts)
         reason = parts[-1].choices[0].finish_reason
     else:
-        answer = client.chat.completions.create(**asked).choices[0]
+        answer = client.chat.completions.create(**body).choices[0]
         text, reason = answer.message.content, answer.finish_reason
     assert (text, reason) == expected("system: Be brief.\nuser: Hi\nassistant: ", 40)
 
@@ -111,11 +111,11 @@ def test_several_prompts_and_choices(client):
 
 
 def test_stop_echo_and_bias(client):
-    whole, _ = expected("xyz", 30)
+    full, _ = expected("xyz", 30)
     answer = client.completions.create(
-        model="toy", prompt="xyz", temperature=0, max_tokens=30, stop=[whole[5:8], "never"], echo=True
+        model="toy", prompt="xyz", temperature=0, max_tokens=30, stop=[full[5:8], "never"], echo=True
     )
-    assert answer.choices[0].text == "xyz" + whole[: whole.index(whole[5:8])]
+    assert answer.choices[0].text == "xyz" + full[: full.index(full[5:8])]
     assert answer.choices[0].finish_reason == "stop"
     biased = client.completions.create(
         model="toy", prompt="xyz", temperature=0, max_tokens=3, logit_bias={"65": 100}, extra_body={"top_k": 3}
@@ -127,17 +127,17 @@ def test_logprobs(client):
     logits = ToyModel().logits_of(list(b"Once")).astype(np.float64)
     values = logits - np.log(np.exp(logits).sum())
     best = np.argsort(-values)[:2].tolist()
-    asked = {"model": "toy", "temperature": 0, "max_tokens": 3}
-    told = client.completions.create(prompt="Once", logprobs=2, **asked).choices[0].logprobs
-    assert told.token_logprobs[0] == pytest.approx(values[best[0]], rel=1e-5)
-    assert list(told.top_logprobs[0].values()) == pytest.approx(values[best], rel=1e-5)
-    assert told.text_offset == [0, 1, 2]
-    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2, **asked}
-    whole = client.chat.completions.create(**chat).choices[0]
+    body = {"model": "toy", "temperature": 0, "max_tokens": 3}
+    logprobs = client.completions.create(prompt="Once", logprobs=2, **body).choices[0].logprobs
+    assert logprobs.token_logprobs[0] == pytest.approx(values[best[0]], rel=1e-5)
+    assert list(logprobs.top_logprobs[0].values()) == pytest.approx(values[best], rel=1e-5)
+    assert logprobs.text_offset == [0, 1, 2]
+    chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 2, **body}
+    complete = client.chat.completions.create(**chat).choices[0]
     parts = [part.choices[0] for part in client.chat.completions.create(**chat, stream=True)]
     streamed = [entry for part in parts if part.logprobs for entry in part.logprobs.content]
-    assert [entry.token for entry in streamed] == [entry.token for entry in whole.logprobs.content]
-    assert "".join(entry.token for entry in streamed) == whole.message.content
+    assert [entry.token for entry in streamed] == [entry.token for entry in complete.logprobs.content]
+    assert "".join(entry.token for entry in streamed) == complete.message.content
     assert all(entry.logprob == entry.top_logprobs[0].logprob and len(entry.top_logprobs) == 2 for entry in streamed)
 
 
@@ -202,7 +202,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_bad_bodies_are_told_what_is_wrong(http, stream):
+def test_bad_bodies_get_errors_with_the_reason(http, stream):
     for path, body, status, message in BAD:
         content = json.dumps({**({"stream": True} if stream else {}), **body})
         answer = http.post(path, content=content, headers={"content-type": "application/json"})
@@ -214,12 +214,12 @@ def test_bad_bodies_are_told_what_is_wrong(http, stream):
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[1]", b'"text"', b"\xff\xfe", b"[" * 15_000, b'{"prompt": 1e999}', b'{"prompt": NaN}']
 )
-def test_bodies_that_are_no_requests(http, content):
+def test_bodies_that_are_not_requests(http, content):
     answer = http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
-def test_a_body_of_another_type_is_told_so(http):
+def test_a_body_of_another_type_is_refused(http):
     answer = http.post(COMPLETIONS, content=b'{"prompt": "a"}')
     assert answer.status_code == 400 and "expected application/json" in answer.json()["error"]["message"]
     answer = http.post(COMPLETIONS, data={"prompt": "a"})
@@ -227,12 +227,12 @@ def test_a_body_of_another_type_is_told_so(http):
 
 
 def test_null_stands_for_a_default(http):
-    asked = {"prompt": "a", "max_tokens": 3, "temperature": 0}
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0}
     nulls = ("n", "stream", "echo", "stop", "seed", "logit_bias", "best_of", "stream_options", "logprobs", "top_p")
-    plain, given = (
-        http.post(COMPLETIONS, json={**asked, **more}).json() for more in ({}, {**dict.fromkeys(nulls), "top_k": -1})
+    plain, with_nulls = (
+        http.post(COMPLETIONS, json={**body, **more}).json() for more in ({}, {**dict.fromkeys(nulls), "top_k": -1})
     )
-    assert given["choices"] == plain["choices"]
+    assert with_nulls["choices"] == plain["choices"]
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,9 @@ def test_fields_that_would_change_the_answer(http, path, body, kind):
             kind.model_validate({**body, name: ["other"]}).refuse_unsupported()
         assert error.value.body["error"]["param"] == name
     neutral = {name: values[-1] if values else None for name, values in rows.items()}
-    asked = {**body, "max_tokens": 3, "temperature": 0, "seed": 1}
-    plain, given = (http.post(path, json={**asked, **more}) for more in ({}, {**OTHERS, **neutral}))
-    assert given.status_code == 200 and given.json()["choices"] == plain.json()["choices"]
+    fields = {**body, "max_tokens": 3, "temperature": 0, "seed": 1}
+    plain, with_neutral = (http.post(path, json={**fields, **more}) for more in ({}, {**OTHERS, **neutral}))
+    assert with_neutral.status_code == 200 and with_neutral.json()["choices"] == plain.json()["choices"]
 
 
 ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content | trim }}{% endfor %}"
@@ -280,7 +280,7 @@ CALLS = [*USER, {"role": "assistant", "tool_calls": [{"id": 1}]}, {"role": "tool
          [*USER, {"role": "assistant", "content": "<think>b</think>c"}], None),
     ],
 )  # fmt: skip
-def test_what_a_template_leaves_out_of_a_conversation(template, messages, refused):
+def test_messages_that_a_template_omits_are_refused(template, messages, refused):
     plain = [Message.model_validate(each).plain("messages") for each in messages]
     if refused is None:
         assert rendered(ChatTemplate(template), plain, {})
@@ -298,7 +298,7 @@ def test_a_prompt_that_does_not_fit_has_the_code_of_openai(http, server):
 
 
 def test_a_caller_that_does_not_read_is_given_up(monkeypatch):
-    """It would be one of the requests in flight for ever."""
+    """It would count as a request in flight for ever."""
     monkeypatch.setattr(app, "GRACE_SECONDS", 0.05)
     ended = []
 
@@ -321,7 +321,7 @@ def test_names_of_the_server_in_values_of_a_template(http):
     assert http.post(CHAT, json=body).status_code == 200
 
 
-def test_a_body_that_does_not_come_whole_is_given_up():
+def test_an_incomplete_body_times_out():
     with running(Engine(ToyModel(), CODEC), limits=Limits(body_seconds=0.05)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
@@ -358,13 +358,13 @@ def test_health_and_metrics(http):
 
 
 def idle(server: Server) -> None:
-    """Wait until the engine has nothing to do; by a request behind all others."""
+    """Wait until the engine is idle, with a request after all others."""
     for _ in range(1000):
         httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a", "max_tokens": 1})
-        found = server.engine.statistics()
-        if found.running + found.waiting == 0:
+        statistics = server.engine.statistics()
+        if statistics.running + statistics.waiting == 0:
             return
-    raise AssertionError(f"still busy: {found}")
+    raise AssertionError(f"still busy: {statistics}")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -403,9 +403,9 @@ def test_keys():
             assert refused.status_code == 401 and "x-api-key" in refused.json()["error"]["message"]
             assert refused.headers["access-control-allow-origin"] == origin["origin"]
         assert httpx.get(models, headers={"x-api-key": "secret", "authorization": "Bearer none"}).status_code == 200
-        asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
-        assert httpx.options(models, headers={**origin, **asked}).headers["access-control-allow-headers"] == "x-api-key"
-        assert httpx.options(models, headers={"origin": "https://other.example", **asked}).status_code == 400
+        sent = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
+        assert httpx.options(models, headers={**origin, **sent}).headers["access-control-allow-headers"] == "x-api-key"
+        assert httpx.options(models, headers={"origin": "https://other.example", **sent}).status_code == 400
         answer = httpx.get(f"{server.url}/health")
         assert answer.status_code == 200 and not {"server", "access-control-allow-origin"} & set(answer.headers)
 
@@ -413,7 +413,7 @@ def test_keys():
 @pytest.mark.parametrize(
     "settings", [{"api_key": ""}, {"cors_origins": ("chat.example",)}, {"cors_origins": ("https://a.example/",)}]
 )
-def test_settings_that_would_not_do_what_they_say(settings):
+def test_invalid_settings_are_refused(settings):
     with pytest.raises(HeteroError, match=f"{next(iter(settings))}: found"):
         Settings("toy", **settings)
 
@@ -421,13 +421,13 @@ def test_settings_that_would_not_do_what_they_say(settings):
 def connect(server: Server, text: bytes = b"", buffer: int | None = None) -> socket.socket:
     """A connection that has sent something; of a client that has a small `buffer` for what it reads."""
     host, port = server.url.removeprefix("http://").split(":")
-    made = socket.socket()
-    made.settimeout(30)
+    connection = socket.socket()
+    connection.settimeout(30)
     if buffer is not None:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    made.connect((host, int(port)))
-    made.sendall(text)
-    return made
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.connect((host, int(port)))
+    connection.sendall(text)
+    return connection
 
 
 def read_all(client: socket.socket) -> bytes:
@@ -502,17 +502,17 @@ def test_connections_with_requests_are_not_closed_for_others():
 
 def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
     def listen(host: str, port: int) -> socket.socket:
-        made = original(host, port)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        return made
+        listener = original(host, port)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
 
     original = run._listen
     monkeypatch.setattr(run, "_listen", listen)
     engine = Engine(ToyModel(ends=False, context=9_000, chunk=9_000, pages=10_000), CODEC)
     with running(engine, limits=Limits(in_flight=1, choices=40, read_seconds=0.1)) as server:
         # Its stream begins with 320 KB, which no buffer takes.
-        asked = json.dumps({"prompt": "a" * 8_000, "echo": True, "n": 40, "stream": True}).encode()
-        with connect(server, POST + f"Content-Length: {len(asked)}\r\n\r\n".encode() + asked, 2048) as client:
+        content = json.dumps({"prompt": "a" * 8_000, "echo": True, "n": 40, "stream": True}).encode()
+        with connect(server, POST + f"Content-Length: {len(content)}\r\n\r\n".encode() + content, 2048) as client:
             assert client.recv(12) == b"HTTP/1.1 200"
             body = {"prompt": "a", "max_tokens": 1}
             while httpx.post(f"{server.url}{COMPLETIONS}", json=body, timeout=60).status_code == 429:
@@ -527,7 +527,7 @@ def test_addresses_that_are_counted_together(client, address):
     assert run._address((client, 1)) == address
 
 
-def test_a_context_beyond_the_trained_one_is_told():
+def test_a_context_beyond_the_trained_one_is_reported():
     model = ToyModel(context=512)
     model.trained_context = 128
     with running(Engine(model, CODEC)) as server:
@@ -557,7 +557,7 @@ def test_requests_that_take_too_long_end_with_504():
         assert events[-1] == "data: [DONE]" and "timeout_error" in events[-2]
 
 
-def test_an_error_of_the_model_is_told_and_the_server_goes_on():
+def test_an_error_of_the_model_is_returned_and_the_server_goes_on():
     faults = [True]
 
     def fail(kind: str, slots: list[int]) -> None:
@@ -580,8 +580,8 @@ def test_64_clients_at_once(server):
 
     async def ask(client, number: int) -> str:
         choice = {"seed": number, "top_p": 0.9} if number % 2 else {"temperature": 0}
-        asked = {"model": "toy", "prompt": prompts[number], "max_tokens": 30, **choice}
-        return "".join([part.choices[0].text async for part in await client.completions.create(**asked, stream=True)])
+        body = {"model": "toy", "prompt": prompts[number], "max_tokens": 30, **choice}
+        return "".join([part.choices[0].text async for part in await client.completions.create(**body, stream=True)])
 
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
@@ -595,6 +595,6 @@ def test_64_clients_at_once(server):
             assert engine.submit(prompts[number], params).result() == texts[number]
 
 
-def test_limits_that_are_none():
+def test_malformed_limits():
     with pytest.raises(HeteroError, match="in_flight: found 0, expected at least 1"):
         Limits(in_flight=0)

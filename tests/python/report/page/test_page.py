@@ -110,7 +110,7 @@ def test_data_that_json_cannot_hold_is_refused():
 @pytest.mark.parametrize(
     "page", ["", "<html></html>", '<script type="application/gzip" id="report-data">AAAA</script>']
 )
-def test_text_that_is_no_page_is_refused(page):
+def test_text_that_is_not_a_page_is_refused(page):
     with pytest.raises(rh.HeteroError, match="no page of a report|damaged"):
         data_of(page)
 

@@ -23,10 +23,10 @@ ARGUMENTS = (
 def browser():
     with playwright.sync_playwright() as driver:
         own = driver.chromium.executable_path
-        found = next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
-        if found is None:
+        program = next(filter(None, map(shutil.which, NAMES)), own if Path(own).exists() else None)
+        if program is None:
             pytest.skip("needs Chromium: `playwright install chromium`, or one on PATH")
-        browser = driver.chromium.launch(executable_path=found, headless=True, args=list(ARGUMENTS))
+        browser = driver.chromium.launch(executable_path=program, headless=True, args=list(ARGUMENTS))
         yield browser
         browser.close()
 
@@ -62,17 +62,17 @@ def page(opened):
 
 
 def click_item(page, choice, times=1):
-    """Click the first item of the graph of which the expression over `data` holds."""
+    """Click the first item of the graph for which the expression over `data` holds."""
     page.locator("#graph .canvas").scroll_into_view_if_needed()
     find = f"report.cy.nodes(':childless').filter((node) => {{ const data = node.data(); return {choice}; }})[0]"
     page.evaluate(f"void report.cy.center({find})")
-    at = page.evaluate(f"{find}.renderedPosition()")
+    position = page.evaluate(f"{find}.renderedPosition()")
     box = page.locator("#graph .canvas").bounding_box()
-    page.mouse.click(box["x"] + at["x"], box["y"] + at["y"], click_count=times)
+    page.mouse.click(box["x"] + position["x"], box["y"] + position["y"], click_count=times)
 
 
 def wait_until(page, condition):
-    """Wait for an expression to hold. (Playwright's `wait_for_function` evaluates in the page, which forbids it.)"""
+    """Wait until an expression holds: Playwright's `wait_for_function` evaluates in the page, against its policy."""
     deadline = time.monotonic() + 30
     while not page.evaluate(condition):
         assert time.monotonic() < deadline, condition
@@ -140,11 +140,11 @@ def test_enter_opens_a_kernel_and_closes_it_from_its_frame(page):
 def test_arrow_keys_walk_along_values(page):
     click_item(page, "data.kind === 'input'")
     page.locator("#graph .canvas").focus()
-    seen = []
+    selections = []
     for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
         page.keyboard.press(key)
-        seen.append(page.evaluate("report.cy.nodes(':selected').map((node) => node.id()).join()"))
-    assert len(set(seen)) >= 2 and "" not in seen
+        selections.append(page.evaluate("report.cy.nodes(':selected').map((node) => node.id()).join()"))
+    assert len(set(selections)) >= 2 and "" not in selections
 
 
 def test_transfers_have_their_bytes(page):
@@ -170,11 +170,11 @@ def in_view(page):
     }).length""")
 
 
-def test_of_a_large_graph_what_lies_near_the_view_is_drawn(large):
-    whole = int(large.get_attribute("#graph .canvas", "data-items"))
+def test_only_the_visible_part_of_a_large_graph_is_drawn(large):
+    total = int(large.get_attribute("#graph .canvas", "data-items"))
     large.click("text=Start")
     near = in_view(large)
-    assert whole > 1500 and 5 < near <= items(large) < whole / 4
+    assert total > 1500 and 5 < near <= items(large) < total / 4
     box = large.locator("#graph .canvas").bounding_box()
     for _ in range(4):
         large.mouse.move(box["x"] + 20, box["y"] + 500)
@@ -182,7 +182,7 @@ def test_of_a_large_graph_what_lies_near_the_view_is_drawn(large):
         large.mouse.move(box["x"] + 20, box["y"] + 20, steps=6)
         assert in_view(large) > near / 3
         large.mouse.up()
-    assert items(large) < whole / 4
+    assert items(large) < total / 4
 
 
 def test_a_large_graph_is_bars_from_far_away_and_nodes_where_one_presses(large):
@@ -272,7 +272,7 @@ def test_a_chat_is_drawn(opened, tmp_path):
     page.close()
 
 
-def test_the_panel_and_the_roofline_say_what_the_share_is_of(opened, tmp_path):
+def test_the_panel_and_the_roofline_name_the_peak_of_the_share(opened, tmp_path):
     data = report_data(1)
     for group in data["groups"]:
         group |= {"share_of_peak": 0.42, "bound": "memory"}
@@ -328,8 +328,8 @@ def test_a_phone_needs_no_scrolling_aside(opened):
     for section in page.locator("main > section").all():
         section.scroll_into_view_if_needed()
         page.wait_for_timeout(20)
-    wide, seen = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
-    assert wide <= seen
+    wide, visible = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
+    assert wide <= visible
     page.close()
 
 

@@ -44,7 +44,7 @@ def test_several_blocks_in_one_kernel(rng: np.random.Generator) -> None:
         check(one, BF16, rng, kernel=kernel)
 
 
-def test_what_does_not_lie_in_pairs(rng: np.random.Generator) -> None:
+def test_operands_that_are_not_stored_in_pairs(rng: np.random.Generator) -> None:
     """An odd width, slices that begin between two pairs, keys stored with their numbers last."""
     check(case(1, 2, 2, 9, 19, 7, 16, dtype="bfloat16"), BF16, rng)
     check(case(1, 2, 2, 9, 19, 16, 16, dtype="bfloat16", starts=(3, 0, 5)), BF16, rng)

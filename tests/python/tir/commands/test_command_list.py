@@ -62,11 +62,11 @@ def test_addresses_in_an_arena_and_numbers():
 
 
 def test_nothing_runs_after_a_failure():
-    seen = []
+    values = []
 
     def noted(value):
-        seen.append(value)
-        if len(seen) == fails_at:
+        values.append(value)
+        if len(values) == fails_at:
             raise KeyError("enough")
 
     tvm.register_global_func("test.command_list.note", noted, override=True)
@@ -75,14 +75,14 @@ def test_nothing_runs_after_a_failure():
     host = built({NOTE: note}, [x, y], [call] * 4)
     one, out = tvm.runtime.tensor(np.ones(1, "float32")), tvm.runtime.empty((1,), "float32")
     for fails_at in (1, 3, 4):
-        seen.clear()
+        values.clear()
         with pytest.raises(KeyError, match="enough"):
             host(one, out)
-        assert len(seen) == fails_at
-    seen.clear()
+        assert len(values) == fails_at
+    values.clear()
     fails_at = 9
     host(one, out)
-    assert len(seen) == 4
+    assert len(values) == 4
 
 
 def test_parameters_are_checked_once_by_the_host_function():

@@ -113,7 +113,7 @@ def waiting():
     return raw(function.result)
 
 
-def test_the_table_is_read_behind_the_wait():
+def test_the_table_is_read_after_the_wait():
     kernel = waiting()
     assert waits_before_use(kernel, (0, 2)) and not waits_before_use(kernel, (0, 1)), "C is used before"
     assert not waits_before_use(raw(add), (0,)), "it does not wait"

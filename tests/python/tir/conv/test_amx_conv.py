@@ -34,11 +34,11 @@ TYPES = {"bf16": BF16, "u8s8": U8S8, "s8s8": S8S8}
 SAME, PLAIN = Window(3, before=1, after=1), Window(3)
 
 
-def _compiled(problem: ConvProblem, whole: bool = False) -> tvm.runtime.Executable:
-    """The kernel; without its way by vectors, which takes most of the time of compiling, unless it is `whole`."""
+def _compiled(problem: ConvProblem, with_vectors: bool = False) -> tvm.runtime.Executable:
+    """The kernel; without its path by vectors, which takes most of the compile time, unless `with_vectors`."""
     emulator()
     with pytest.MonkeyPatch.context() as patch:
-        if not whole:
+        if not with_vectors:
             patch.setattr(convolution, "amx_or_vectors", lambda with_amx, _: with_amx())
         kernel = emulated(conv_kernel(problem, CPU)).with_attr("global_symbol", "kernel")
     return tvm.compile(tvm.IRModule({"kernel": kernel}), target=AVX512)
@@ -110,9 +110,9 @@ side = st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.in
 )
 def test_any_convolution(groups, ins, outs, sides, types, batch):
     windows = tuple(Window(size, stride, dilation, pad, 1) for _, size, stride, dilation, pad in sides)
-    most = 40 if len(sides) < 3 else 12
+    max_extent = 40 if len(sides) < 3 else 12
     extents = [
-        max(min(extent, most), window.dilated_extent) for (extent, *_), window in zip(sides, windows, strict=True)
+        max(min(extent, max_extent), window.dilated_extent) for (extent, *_), window in zip(sides, windows, strict=True)
     ]
     outs = -(-outs // 16) * 16 if groups > 1 else outs
     problem = conv_problem(CPU, (groups * ins, groups * outs), extents, windows, groups, batch, types)
@@ -133,7 +133,7 @@ def test_first_layer(types):
 
 def test_a_symbolic_batch():
     problem = conv_problem(CPU, (32, 40), (5, 15), (SAME, SAME), batch="s0", dtype=S8S8)
-    executable = _compiled(problem, whole=True)
+    executable = _compiled(problem, with_vectors=True)
     for batch in (0, 1, 3):
         arrays = random_operands(problem, fresh_rng(), batch)
         got = _call(executable, problem, arrays, by_tiles=batch > 0)
@@ -196,9 +196,9 @@ def test_main_loop_multiplies_all_tiles_that_it_loads(types, shape):
     kernel = conv_kernel(problem, CPU).with_attr("global_symbol", "kernel")
     assembly = tvm.compile(tvm.IRModule({"kernel": kernel}), target=XEON).mod.inspect_source("asm")
     name = amx_instruction_for(CPU, *types).instruction.split(".")[-1]
-    found = [sum(word in line for line in assembly.splitlines()) for word in (name, "tileload", "tilestored")]
-    products, loads, stores = found
-    # Of a pair of tiles, and of one that is left.
+    counts = [sum(word in line for line in assembly.splitlines()) for word in (name, "tileload", "tilestored")]
+    products, loads, stores = counts
+    # Counts of a pair of tiles, and of a single one that is left.
     assert products % 4 in (0, 2) and 4 <= products <= loads <= products * 3 // 2 and stores <= products
     assert not any(("tileload" in line or "tilestored" in line) and "(%rsp" in line for line in assembly.splitlines())
 

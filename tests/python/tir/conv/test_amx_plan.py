@@ -87,6 +87,6 @@ def test_vectors_are_better():
     depthwise = conv_problem(CPU, (64, 64), (9, 20), (SAME, SAME), 64, dtype=BF16)
     assert _plan(depthwise) is None
     grouped = conv_problem(CPU, (64, 48), (9, 20), (SAME, SAME), 2, dtype=BF16)
-    assert _plan(grouped) is None  # 24 channels of a group are no whole number of tiles
+    assert _plan(grouped) is None  # 24 channels of a group are not a whole number of tiles
     data = replace(depthwise.data, layout=PackedLayout.identity(4))
     assert _plan(replace(_square((64, 64), 28, SAME), data=replace(data, shape=(1, 64, 28, 28)))) is None

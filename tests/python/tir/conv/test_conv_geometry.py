@@ -32,21 +32,21 @@ def _reads(window: Window, extent: int, places: int) -> set[tuple[int, int]]:
 def test_tiles_read_what_exists(window: Window, extent: int, max_width: int) -> None:
     places = max(0, window.places(extent))
     covered: list[int] = []
-    found: list[tuple[int, int]] = []
+    reads: list[tuple[int, int]] = []
     for segment in segments_of(window, extent, places, max_width):
         assert segment.width <= max_width
         for tile in range(segment.count):
             start = segment.start + tile * segment.width
             covered += range(start, start + segment.width)
-            found += [
+            reads += [
                 (start + t, tap)
                 for run in segment.taps
                 for tap in range(run.first, run.first + run.count)
                 for t in range(run.begin, run.end)
             ]
     assert covered == list(range(places))
-    assert len(found) == len(set(found))
-    assert set(found) == _reads(window, extent, places)
+    assert len(reads) == len(set(reads))
+    assert set(reads) == _reads(window, extent, places)
 
 
 def test_few_even_tiles() -> None:

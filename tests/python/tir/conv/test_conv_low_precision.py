@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-# What machines differ in: left-over channels, the road of products, groups that meet vectors otherwise.
+# Cases in which machines differ: left-over channels, pointwise products, groups that straddle vectors.
 ELSEWHERE = ("channels left over", "pointwise", "depthwise", "groups of 20")
 
 
@@ -105,7 +105,7 @@ def test_a_symbolic_batch(tmp_path: Path) -> None:
 
 
 def test_nan_beyond_a_group_of_halves_is_not_read(tmp_path: Path) -> None:
-    """Seven channels of a group are no whole number of steps: what follows them is another group's."""
+    """Seven channels of a group are not a whole number of k-steps: the channels after them are another group's."""
     problem = conv_problem(MACHINES[0], (14, 64), (4, 6), (SAME, SAME), 2, dtype=TYPES["bf16"])
     data, weight = random_operands(problem, fresh_rng())
     data[:, 7:] = np.nan

@@ -121,8 +121,8 @@ def test_nan_and_infinity_reach_the_places_that_see_them(tmp_path: Path) -> None
         np.testing.assert_array_equal(np.isfinite(run(problem, NAME, tmp_path, [data, weight])), want)
 
 
-@pytest.mark.parametrize(("m", "most"), [(2, 1.0), (4, 3.0)])
-def test_errors_beside_the_direct_form(m: int, most: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("m", "limit"), [(2, 1.0), (4, 3.0)])
+def test_errors_compared_with_the_direct_form(m: int, limit: float, tmp_path: Path) -> None:
     """Root mean square to float64: F(2x2, 3x3) has less error, since its sums are nine times shorter."""
     direct = conv_problem(NAME, (128, 32), (12, 12), (SAME, SAME))
     arrays = random_operands(direct, fresh_rng())
@@ -131,7 +131,7 @@ def test_errors_beside_the_direct_form(m: int, most: float, tmp_path: Path) -> N
         np.sqrt(np.mean((run(problem, NAME, tmp_path, arrays) - want) ** 2))
         for problem in (direct, winograd(direct, m))
     ]
-    assert errors[1] < most * errors[0]
+    assert errors[1] < limit * errors[0]
 
 
 def _check_any(
@@ -212,7 +212,7 @@ def test_estimated_speedup_is_that_of_measurements() -> None:
         ),
     ],
 )
-def test_what_has_no_winograd_form(change, message: str) -> None:
+def test_convolutions_without_a_winograd_form(change, message: str) -> None:
     problem = winograd(conv_problem("avx512", (8, 40), (8, 8), (SAME, SAME)), 2)
     with pytest.raises(EncodingError, match=message):
         conv_kernel(change(problem), cpu_named("avx512"))

@@ -65,7 +65,7 @@ def test_float64(name: str, case: tuple, tmp_path: Path) -> None:
     check(conv_problem(name, *case, dtype="float64"), name, tmp_path)
 
 
-def test_large_weights_and_rows_a_cache_way_apart(tmp_path: Path) -> None:
+def test_large_weights_and_rows_at_strides_of_a_cache_way(tmp_path: Path) -> None:
     problem = conv_problem("avx512", (1024, 40), (4, 13), (SAME, SAME))
     if not runs_here("avx512"):
         pytest.skip("needs AVX-512")
@@ -104,7 +104,7 @@ def test_epilogues(name: str, epilogue: str, window: Window, tmp_path: Path) -> 
     assert_near(problem, run(problem, name, tmp_path, arrays), want)
 
 
-def test_infinite_data_does_not_reach_places_beside_it(tmp_path: Path) -> None:
+def test_infinite_data_does_not_reach_neighbouring_elements(tmp_path: Path) -> None:
     """Padding is left out, not multiplied; NaN and infinity stay where windows see them."""
     problem = conv_problem(NAMES[0], (2, 5), (1, 30), (Window(1), SAME))
     data, weight = random_operands(problem, fresh_rng())
@@ -163,7 +163,7 @@ def _stored(operand, layout: PackedLayout):
         ),
     ],
 )
-def test_what_no_kernel_computes(change, message: str) -> None:
+def test_convolutions_without_a_kernel(change, message: str) -> None:
     problem = conv_problem("avx2", (4, 20), (8, 8), (SAME, SAME))
     with pytest.raises(EncodingError, match=message):
         conv_kernel(change(problem), cpu_named("avx2"))

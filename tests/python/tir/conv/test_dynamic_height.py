@@ -59,8 +59,8 @@ def test_images_of_any_size(name: str, case: str, tmp_path: Path) -> None:
         out = poisoned((shape[0], *shape[2:], shape[1]), "float32")
         stored = [problem.data.layout.pack(data), problem.weight.layout.pack(weight)]
         compute(*map(tvm.runtime.tensor, stored), out)
-        found = problem.result.layout.unpack(out.numpy(), shape)
-        assert_near(problem, found, reference(problem, data, weight))
+        actual = problem.result.layout.unpack(out.numpy(), shape)
+        assert_near(problem, actual, reference(problem, data, weight))
 
 
 def test_padding_is_left_out_and_an_epilogue_reads_each_place_once(tmp_path: Path) -> None:
@@ -81,10 +81,10 @@ def test_padding_is_left_out_and_an_epilogue_reads_each_place_once(tmp_path: Pat
     compute(*map(tvm.runtime.tensor, stored), out, out)
     with np.errstate(invalid="ignore"):
         want = np.maximum(reference(problem, data, weight) + bias.reshape(1, -1, 1) + more, 0)
-    found = problem.result.layout.unpack(out.numpy(), problem.result.shape)
+    actual = problem.result.layout.unpack(out.numpy(), problem.result.shape)
     finite = [place for place in range(23) if abs(place - 11) > 2]
-    np.testing.assert_allclose(found[..., finite], want[..., finite], rtol=1e-4, atol=1e-4)
-    assert not np.isfinite(found[..., 9:14]).all()
+    np.testing.assert_allclose(actual[..., finite], want[..., finite], rtol=1e-4, atol=1e-4)
+    assert not np.isfinite(actual[..., 9:14]).all()
 
 
 def test_low_precision_needs_to_know_the_size() -> None:

@@ -1,4 +1,4 @@
-"""Which lanes of a vector exist."""
+"""Masks of the lanes of a vector that exist."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def pointer(a: T.handle("float32"), b: T.handle):
 
 
 @pytest.mark.parametrize("kernel", [strided, part, hidden, pointer])
-def test_what_pointers_and_extents_do_not_say(kernel):
-    """Strides, parts of tensors, extents in expressions only, and memory that is no tensor."""
+def test_signatures_that_raw_kernels_cannot_have(kernel):
+    """Strides, parts of tensors, extents in expressions only, and memory that is not a tensor."""
     assert raw_signature(kernel) is None
 
 

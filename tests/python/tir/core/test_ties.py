@@ -31,7 +31,7 @@ WITH_TILES = [name for name in NAMES if name != "sse"]
 
 
 def check_ties(cases: Sequence[tuple[tvm.tirx.PrimFunc, Sequence[np.ndarray], Sequence[int]]], name: str, folder: Path):
-    """Run kernels apart and over each tied operand; (kernel, operands as they are stored, shape of the result)."""
+    """Run kernels out of place and over each tied operand; (kernel, operands as stored, shape of the result)."""
     functions = {}
     for i, (func, _, _) in enumerate(cases):
         functions[f"apart{i}"] = func.with_attr("tirx.noalias", True)
@@ -60,14 +60,14 @@ def test_elementwise(name, tmp_path):
     for shape in ((1, 1), (37, 70)):
         x, y, bias = (rng.standard_normal(s).astype("float32") for s in (shape, shape, shape[1:]))
         for symbols in (False, True):
-            whole, row = plain(shape, "float32", "de", symbols=symbols), plain(shape[1:], "float32", "e", None, symbols)
+            full, row = plain(shape, "float32", "de", symbols=symbols), plain(shape[1:], "float32", "e", None, symbols)
             for text, operands, arrays in (
-                ("add(multiply(x0, x0), exp(x1))", (whole, whole), (x, y)),
-                ("maximum(add(x0, x1), x2)", (whole, row, whole), (x, bias, y)),
+                ("add(multiply(x0, x0), exp(x1))", (full, full), (x, y)),
+                ("maximum(add(x0, x1), x2)", (full, row, full), (x, bias, y)),
             ):
-                problem = ElementwiseProblem(Expression.parse(text), operands, whole)
+                problem = ElementwiseProblem(Expression.parse(text), operands, full)
                 func = elementwise_kernel(problem, cpu_named(name))
-                assert ties_of(func) == [(i, len(operands)) for i, o in enumerate(operands) if o is whole]
+                assert ties_of(func) == [(i, len(operands)) for i, o in enumerate(operands) if o is full]
                 cases.append((func, arrays, shape))
     tiles = PackedLayout.parse("pack<outer=[0, 1] inner=[0:4, 1:32]>")
     x, y = (rng.standard_normal((37, 70)).astype("float32") for _ in range(2))
@@ -132,9 +132,9 @@ def test_residuals_of_convolutions(name, tmp_path):
         assert ties_of(func) == [(3, 4)]
         arrays = convolutions_of.random_operands(problem, rng)
         operands = problem.parameters[:-1]
-        given = [stored(array, operand.layout, 0) for array, operand in zip(arrays, operands, strict=True)]
+        inputs = [stored(array, operand.layout, 0) for array, operand in zip(arrays, operands, strict=True)]
         shape = problem.result.layout.packed_shape([int(extent) for extent in problem.result.shape])
-        cases.append((func, given, shape))
+        cases.append((func, inputs, shape))
     check_ties(cases, name, tmp_path)
 
 
@@ -199,11 +199,11 @@ def test_copies_fall_away():
     np.testing.assert_array_equal(data.numpy(), np.eye(8, dtype="float32")[3][:, None] * row)
 
 
-def test_what_differs_in_type_or_shape_is_not_tied():
+def test_operands_of_other_types_or_shapes_are_not_tied():
     assert ties_of(with_ties(copies_first, [(1, 2)])) == []
 
 
-def test_llvm_is_told_that_accesses_may_be_of_the_same_memory():
+def test_accesses_of_tied_memory_are_not_noalias():
     problem = ElementwiseProblem(
         Expression.parse("exp(x0)"), (plain((64,), "float32", "d"),), plain((64,), "float32", "d")
     )

@@ -18,7 +18,7 @@ needs_gpu = pytest.mark.skipif(not (tvm.runtime.enabled("cuda") and tvm.cuda(0).
 
 
 def run_on_gpu(kernel: tirx.PrimFunc, arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: str) -> np.ndarray:
-    """What a kernel makes of arrays, in a result that was full of NaN; compiled as `rh.compile` does."""
+    """Run a kernel, compiled as `rh.compile` does, into a result that was full of NaN."""
     device, target = tvm.cuda(0), rh.native("cuda").with_host("llvm")
     kernel = kernel.with_attr({"global_symbol": "main", "target": target})
     part = generate(tvm.IRModule({"main": kernel}), target)

@@ -155,7 +155,7 @@ class _Threads:
             otherwise = None if statement.else_case is None else _sequence(self.parts(statement.else_case))
             return [tirx.IfThenElse(statement.condition, _sequence(self.parts(statement.then_case)), otherwise)]
         assert isinstance(statement, tirx.BufferStore), f"a barrier in {statement}"
-        given, taken = [], []
+        stores, copies = [], []
 
         def shuffle(call):
             if not isinstance(call.op, tvm.ir.Op) or call.op.name != SHUFFLE:
@@ -163,13 +163,13 @@ class _Threads:
             value, distance, width = call.args[1], int(call.args[2]), int(call.args[3])
             sent = tirx.decl_buffer((self.count,), str(value.ty.dtype), "sent", scope="global")
             self.allocated.append(tirx.AllocBuffer(sent))
-            given.append(self.each([tirx.BufferStore(sent, value, [self.var])]))
+            stores.append(self.each([tirx.BufferStore(sent, value, [self.var])]))
             is_there = tirx.floormod(self.var, width) + distance < width
-            taken.append(sent)
+            copies.append(sent)
             return tirx.BufferLoad(sent, [tirx.Select(is_there, self.var + distance, self.var)])
 
         value = structural_map(statement.value, (tvm.ir.Call, shuffle))
-        return [*given, self.each([tirx.BufferStore(statement.buffer, value, statement.indices)])]
+        return [*stores, self.each([tirx.BufferStore(statement.buffer, value, statement.indices)])]
 
 
 class _Indexed:
@@ -182,9 +182,9 @@ class _Indexed:
             if count and buffer in _variables(declaration.data):
                 view = declaration.buffer
                 own = int(view.shape[0])
-                made = tirx.decl_buffer((own * self.threads.count,), str(view.dtype), view.name, scope="global")
-                self.threads.wide[view] = (made, own)
-                self.threads.views[view] = tirx.DeclBuffer(made, data=wide.data)
+                storage = tirx.decl_buffer((own * self.threads.count,), str(view.dtype), view.name, scope="global")
+                self.threads.wide[view] = (storage, own)
+                self.threads.views[view] = tirx.DeclBuffer(storage, data=wide.data)
 
     def rewrite(self, statement):
         """`statement` with registers of the thread that `var` is."""
@@ -218,6 +218,6 @@ def _sequence(statements):
 
 
 def _variables(node):
-    found = []
-    structural_walk(node, (tvm.ir.Var, found.append))
-    return set(found)
+    variables = []
+    structural_walk(node, (tvm.ir.Var, variables.append))
+    return set(variables)

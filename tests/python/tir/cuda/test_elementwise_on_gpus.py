@@ -26,7 +26,7 @@ GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
 
 
 def solved(text, arrays, shape, maps=None, layout=None, symbols=None, how=None):
-    """What the kernel of an expression makes of arrays; operands of the whole shape are stored as the result."""
+    """Result of an expression's kernel for arrays; operands of the whole shape are stored like the result."""
     names = tuple(f"d{i}" for i in range(len(shape)))
     layout = layout or PackedLayout.identity(len(shape))
     maps = maps or [names] * len(arrays)
@@ -43,11 +43,11 @@ def solved(text, arrays, shape, maps=None, layout=None, symbols=None, how=None):
         ElementwiseProblem(expression, tuple(operands), operand(shape, names, dtype, layout)), GPU
     )
     assert is_one_launch(kernel)
-    given = [stored(a, own, 0) for a, own in zip(arrays, layouts, strict=True)]
+    inputs = [stored(a, own, 0) for a, own in zip(arrays, layouts, strict=True)]
     if how is not None:
-        return how(kernel, given, shape, dtype)
+        return how(kernel, inputs, shape, dtype)
     out = poisoned(layout.packed_shape(shape), dtype).numpy().copy()
-    run(kernel, *given, out)
+    run(kernel, *inputs, out)
     return layout.unpack(out, shape)
 
 
@@ -63,15 +63,15 @@ def pair(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_ops_of_floats(dtype):
-    """As on CPUs: NaN goes through, halves are rounded to even, and what is half precision is computed in single."""
+    """Same results as on CPUs: NaN propagates, halves round to even, half precision is computed in single."""
     a, b = pair(dtype)
     for text, reference in list(FLOAT_OPS.items())[:: 1 if dtype == "float32" else 3]:
-        found = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape)
-        assert str(found.dtype) == dtype
+        actual = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape)
+        assert str(actual.dtype) == dtype
         with np.errstate(all="ignore"):
-            wanted = reference(a.astype("float32"), b.astype("float32")).astype("float32").astype(a.dtype)
+            expected = reference(a.astype("float32"), b.astype("float32")).astype("float32").astype(a.dtype)
         tolerance = 2e-7 if text.startswith("add(mul") and dtype == "float32" else 0
-        np.testing.assert_allclose(found.astype("float32"), wanted.astype("float32"), rtol=tolerance, err_msg=text)
+        np.testing.assert_allclose(actual.astype("float32"), expected.astype("float32"), rtol=tolerance, err_msg=text)
 
 
 def test_functions_of_floats():
@@ -79,13 +79,13 @@ def test_functions_of_floats():
     wide = a.astype("float64")
     with np.errstate(all="ignore"):
         for op in sorted(TRANSCENDENTAL):
-            wanted = Expression.parse(f"{op}(x0)").evaluate([wide])
-            found = solved(f"{op}(x0)", [a], a.shape)
-            np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted), err_msg=op)
+            expected = Expression.parse(f"{op}(x0)").evaluate([wide])
+            actual = solved(f"{op}(x0)", [a], a.shape)
+            np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg=op)
             atol = 4 * np.spacing(np.where(np.isfinite(a), np.abs(a), 0)) if "gelu" in op else 1e-44
-            single = wanted.astype("float32")
-            close = (found == single) | np.isnan(single) | (np.abs(found - single) <= 2.5e-7 * np.abs(single) + atol)
-            assert close.all(), (op, a[~close], found[~close], single[~close])
+            single = expected.astype("float32")
+            close = (actual == single) | np.isnan(single) | (np.abs(actual - single) <= 2.5e-7 * np.abs(single) + atol)
+            assert close.all(), (op, a[~close], actual[~close], single[~close])
 
 
 @pytest.mark.parametrize("text", ["gelu(x0)", "cast(gelu(cast(x0, 'float32')), 'float16')"])
@@ -93,18 +93,18 @@ def test_gelu_of_halves(text):
     """A polynomial's error is less than the rounding's, of all float16 numbers there are; ends and NaN are right."""
     bits = np.arange(1 << 16, dtype="uint16")[:: 1 if text == "gelu(x0)" else 97]
     a = bits.view("float16")
-    found = solved(text, [a], a.shape).astype("float64")
+    actual = solved(text, [a], a.shape).astype("float64")
     wide = a.astype("float64")
     with np.errstate(all="ignore"):
-        wanted = wide * (1 + np.vectorize(math.erf)(wide / np.sqrt(2))) / 2
-        rounding = np.spacing(np.abs(wanted).astype("float16")).astype("float64")
-        relative = np.where(wide > -0.5, 1.6e-4 * np.abs(wanted), 4.2e-5)
-    np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted))
-    known = ~np.isnan(wanted)
-    number = known & np.isfinite(wanted)
-    np.testing.assert_array_equal(found[known & ~number], wanted[known & ~number])
-    assert (np.abs(found[number] - wanted[number]) <= (relative + rounding / 2)[number]).all()
-    assert (found[number & (wide < -6)] == 0).all()
+        expected = wide * (1 + np.vectorize(math.erf)(wide / np.sqrt(2))) / 2
+        rounding = np.spacing(np.abs(expected).astype("float16")).astype("float64")
+        relative = np.where(wide > -0.5, 1.6e-4 * np.abs(expected), 4.2e-5)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    defined = ~np.isnan(expected)
+    number = defined & np.isfinite(expected)
+    np.testing.assert_array_equal(actual[defined & ~number], expected[defined & ~number])
+    assert (np.abs(actual[number] - expected[number]) <= (relative + rounding / 2)[number]).all()
+    assert (actual[number & (wide < -6)] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32"])
@@ -112,8 +112,8 @@ def test_ops_of_integers(dtype):
     rng = fresh_rng()
     a, b = (rng.integers(-128, 128, 77).astype(dtype) for _ in range(2))
     for text, reference in INT_OPS.items():
-        found = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape)
-        np.testing.assert_array_equal(found, reference(a, b).astype(dtype), err_msg=text)
+        actual = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape)
+        np.testing.assert_array_equal(actual, reference(a, b).astype(dtype), err_msg=text)
     quotient = np.where(b == 0, a, np.trunc(a / np.where(b == 0, 1, b)))
     np.testing.assert_array_equal(solved("divide(x0, x1)", [a, b], a.shape), quotient.astype(dtype))
 
@@ -121,8 +121,8 @@ def test_ops_of_integers(dtype):
 def test_casts_and_choices():
     a, b = pair("float32")
     condition = fresh_rng().random(a.size) < 0.5
-    found = solved("where(x2, x0, where(x2, x1, -1.5))", [a, b, condition], a.shape)
-    np.testing.assert_array_equal(found, np.where(condition, a, np.float32(-1.5)))
+    actual = solved("where(x2, x0, where(x2, x1, -1.5))", [a, b, condition], a.shape)
+    np.testing.assert_array_equal(actual, np.where(condition, a, np.float32(-1.5)))
     least = -(2**31)
     with np.errstate(invalid="ignore"):
         inside = np.abs(a) < 2**31
@@ -145,10 +145,10 @@ def test_operands_that_broadcast(dynamic):
     symbols = {"d0": "s0", "d1": "s1", "d2": "s2"} if dynamic else {}
     text = "add(add(add(x0, x1), x2), multiply(x3, x4))"
     arrays = [x, other, column, row, one]
-    found = solved(text, arrays, shape, maps, symbols=symbols)
+    actual = solved(text, arrays, shape, maps, symbols=symbols)
     wide = [array.astype("float32") for array in arrays]
-    wanted = wide[0] + wide[1] + wide[2] + wide[3] * wide[4]
-    np.testing.assert_allclose(found.astype("float32"), wanted, rtol=2**-10, atol=1e-3)
+    expected = wide[0] + wide[1] + wide[2] + wide[3] * wide[4]
+    np.testing.assert_allclose(actual.astype("float32"), expected, rtol=2**-10, atol=1e-3)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -161,8 +161,8 @@ def test_packed_results(layout, dynamic):
     x, bias = rng.standard_normal((13, 70)).astype("float16"), rng.standard_normal((70,)).astype("float16")
     symbols = {"d0": "s0"} if dynamic else {}
     maps = [("d0", "d1"), ("d1",)]
-    found = solved("add(x0, x1)", [x, bias], x.shape, maps, PackedLayout.parse(layout), symbols)
-    np.testing.assert_array_equal(found, (x.astype("float32") + bias.astype("float32")).astype("float16"))
+    actual = solved("add(x0, x1)", [x, bias], x.shape, maps, PackedLayout.parse(layout), symbols)
+    np.testing.assert_array_equal(actual, (x.astype("float32") + bias.astype("float32")).astype("float16"))
 
 
 def test_lengths_that_vectors_do_not_fill():
@@ -184,18 +184,18 @@ def test_operands_packed_otherwise_are_refused():
 @needs_gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_on_a_gpu(dtype):
-    """All ops of floats, in vectors and behind the last of them, and operands that broadcast."""
+    """All ops of floats, in vectors and in the tail after them, and operands that broadcast."""
     a, b = pair(dtype)
     for text, reference in FLOAT_OPS.items():
-        found = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape, how=run_on_gpu)
+        actual = solved(text, [a, b][: Expression.parse(text).num_operands], a.shape, how=run_on_gpu)
         with np.errstate(all="ignore"):
-            wanted = reference(a.astype("float32"), b.astype("float32")).astype("float32").astype(a.dtype)
+            expected = reference(a.astype("float32"), b.astype("float32")).astype("float32").astype(a.dtype)
         rtol = 2e-7 if dtype == "float32" else 0
-        np.testing.assert_allclose(found.astype("float32"), wanted.astype("float32"), rtol=rtol, err_msg=text)
+        np.testing.assert_allclose(actual.astype("float32"), expected.astype("float32"), rtol=rtol, err_msg=text)
     x = fresh_rng().standard_normal((33, 72)).astype(a.dtype)
     maps = [("d0", "d1"), ("d1",), ("d0", "1")]
-    found = solved("add(multiply(x0, x1), x2)", [x, x[0], x[:, :1].copy()], x.shape, maps, how=run_on_gpu)
+    actual = solved("add(multiply(x0, x1), x2)", [x, x[0], x[:, :1].copy()], x.shape, maps, how=run_on_gpu)
     wide = x.astype("float32")
-    wanted = wide * wide[0] + wide[:, :1]
+    expected = wide * wide[0] + wide[:, :1]
     ulp = {"float32": 2**-23, "float16": 2**-11, "bfloat16": 2**-8}[dtype]
-    np.testing.assert_allclose(found.astype("float32"), wanted, rtol=ulp, atol=ulp)
+    np.testing.assert_allclose(actual.astype("float32"), expected, rtol=ulp, atol=ulp)

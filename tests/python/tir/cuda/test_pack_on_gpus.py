@@ -38,7 +38,7 @@ CASES = [
 
 
 def moved(shape, dtype, source, destination, array, padding=0xFF, dynamic=False):
-    """What the kernel makes of an array that is stored under one layout."""
+    """Result of the relayout kernel for an array in the source layout."""
     dims = [f"s{i}" for i in range(len(shape))] if dynamic else list(shape)
     kernel = relayout_kernel(dims, dtype, source, destination, GPU)
     assert is_one_launch(kernel)
@@ -65,12 +65,12 @@ def test_pack_and_unpack(shape, dtype, layout, dynamic):
         ("pack<outer=[0, 1] inner=[0:4, 1:4]>", "pack<outer=[0, 1] inner=[0:8, 1:32]>"),
     ],
 )
-def test_what_was_padding_becomes_zeros(source, destination):
+def test_padding_becomes_zeros(source, destination):
     shape, old, new = (37, 70), PackedLayout.parse(source), PackedLayout.parse(destination)
     array = random_bits(shape, "float32", np.random.default_rng(2))
     assert same_bits(moved(shape, "float32", old, new, array), new.pack(array))
-    found = moved(shape, "float32", old, new, array, dynamic=True)
-    assert same_bits(new.unpack(found, shape), array)
+    actual = moved(shape, "float32", old, new, array, dynamic=True)
+    assert same_bits(new.unpack(actual, shape), array)
 
 
 def test_compensation_is_read_over_and_never_written():
@@ -96,7 +96,7 @@ def test_on_a_gpu(dynamic):
         array = np.random.default_rng(sum(shape)).integers(-50, 50, shape).astype(numpy_dtype(dtype))
         dims = [f"s{i}" for i in range(len(shape))] if dynamic else list(shape)
         stored_shape = packed.packed_shape(shape)
-        found = run_on_gpu(relayout_kernel(dims, dtype, plain, packed, GPU), [array], stored_shape, dtype)
-        assert same_bits(found, packed.pack(array))
+        actual = run_on_gpu(relayout_kernel(dims, dtype, plain, packed, GPU), [array], stored_shape, dtype)
+        assert same_bits(actual, packed.pack(array))
         back = run_on_gpu(relayout_kernel(dims, dtype, packed, plain, GPU), [stored(array, packed)], shape, dtype)
         assert same_bits(back, array)

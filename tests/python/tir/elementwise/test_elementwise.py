@@ -34,16 +34,16 @@ def _run(text, operands, layout, target, folder, dynamic=False):
     def dims(index_map, extents):
         return tuple(f"s{n[1:]}" if dynamic and n != "1" else e for n, e in zip(index_map, extents, strict=True))
 
-    described, given = [], []
+    described, args = [], []
     for array, index_map, *plain in operands:
         alike = index_map == names and not plain
         own = layout if alike else PackedLayout.identity(array.ndim)
         described.append(Operand(dims(index_map, array.shape), str(array.dtype), index_map, own))
-        given.append(runtime.tensor(stored(array, layout, 0xFF if array.dtype.itemsize > 1 else 0) if alike else array))
+        args.append(runtime.tensor(stored(array, layout, 0xFF if array.dtype.itemsize > 1 else 0) if alike else array))
     dtype = expression.dtype([operand.dtype for operand in described])
     problem = ElementwiseProblem(expression, tuple(described), Operand(dims(names, shape), dtype, names, layout))
     out = poisoned(layout.packed_shape(shape), dtype)
-    kernel(elementwise_kernel(problem, cpu_named(target)), target, folder)(*given, out)
+    kernel(elementwise_kernel(problem, cpu_named(target)), target, folder)(*args, out)
     return layout.unpack(out.numpy(), shape)
 
 
@@ -59,13 +59,13 @@ def _all_flat(texts, arrays, target, folder):
         functions[f"kernel{i}"] = elementwise_kernel(
             ElementwiseProblem(expression, tuple(flat), result), cpu_named(target)
         )
-    module, found = built(functions, target, folder), {}
+    module, results = built(functions, target, folder), {}
     for i, text in enumerate(texts):
         out = poisoned(arrays[0].shape, types[text])
-        given = arrays[: Expression.parse(text).num_operands]
-        module[f"kernel{i}"](*[runtime.tensor(array) for array in given], out)
-        found[text] = out.numpy()
-    return found
+        operands = arrays[: Expression.parse(text).num_operands]
+        module[f"kernel{i}"](*[runtime.tensor(array) for array in operands], out)
+        results[text] = out.numpy()
+    return results
 
 
 def _flat(text, arrays, target, folder):
@@ -115,14 +115,14 @@ def _pair(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_ops_of_floats(dtype, tmp_path):
     a, b = _pair(dtype)
-    found = _all_flat(FLOAT_OPS, [a, b], NAMES[0], tmp_path)
+    actual = _all_flat(FLOAT_OPS, [a, b], NAMES[0], tmp_path)
     for text, reference in FLOAT_OPS.items():
         with np.errstate(all="ignore"):
-            wanted = reference(a.astype("float32"), b.astype("float32")).astype("float32").astype(dtype)
-        assert str(found[text].dtype) == dtype
+            expected = reference(a.astype("float32"), b.astype("float32")).astype("float32").astype(dtype)
+        assert str(actual[text].dtype) == dtype
         tolerance = 2e-7 if text.startswith("add(mul") and dtype == "float32" else 0  # a fused multiplication
         np.testing.assert_allclose(
-            found[text].astype("float32"), wanted.astype("float32"), rtol=tolerance, err_msg=text
+            actual[text].astype("float32"), expected.astype("float32"), rtol=tolerance, err_msg=text
         )
 
 
@@ -130,26 +130,26 @@ def test_a_choice_by_bytes_and_numbers(tmp_path):
     a, b = _pair("float32")
     condition = fresh_rng().integers(0, 2, a.size).astype("int8") * 3
     for name in sorted({NAMES[0], "c"}):
-        found = _flat("where(x2, where(x2, x0, x1), -1.5)", [a, b, condition], name, tmp_path)
-        np.testing.assert_array_equal(found, np.where(condition != 0, a, np.float32(-1.5)))
+        actual = _flat("where(x2, where(x2, x0, x1), -1.5)", [a, b, condition], name, tmp_path)
+        np.testing.assert_array_equal(actual, np.where(condition != 0, a, np.float32(-1.5)))
 
 
 def test_ops_of_floats_on_c(tmp_path):
     """One expression of all that the C compiler has to get right, numbers of more than 7 digits among it."""
     a, b = _pair("float32")
     text = "add(multiply(round(x0), 1.00000012), clip(maximum(negative(x0), abs(x1)), 0.1, 16777217.0))"
-    found = _flat(text, [a, b], "c", tmp_path)
-    wanted = np.round(a) * np.float32(1.00000012) + np.clip(np.maximum(-a, np.abs(b)), np.float32(0.1), 16777217)
-    np.testing.assert_array_equal(found, wanted)
+    actual = _flat(text, [a, b], "c", tmp_path)
+    expected = np.round(a) * np.float32(1.00000012) + np.clip(np.maximum(-a, np.abs(b)), np.float32(0.1), 16777217)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("target", sorted({NAMES[0], "c"}))
 def test_transcendental_ops_are_wired(target, tmp_path):
     x = np.linspace(0.1, 3, 40, dtype="float32")
-    found = _flat("add(add(exp(x0), log(x0)), multiply(sigmoid(x0), rsqrt(tanh(x0))))", [x], target, tmp_path)
+    actual = _flat("add(add(exp(x0), log(x0)), multiply(sigmoid(x0), rsqrt(tanh(x0))))", [x], target, tmp_path)
     wide = x.astype("float64")
-    wanted = np.exp(wide) + np.log(wide) + 1 / (1 + np.exp(-wide)) / np.sqrt(np.tanh(wide))
-    np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    expected = np.exp(wide) + np.log(wide) + 1 / (1 + np.exp(-wide)) / np.sqrt(np.tanh(wide))
+    np.testing.assert_allclose(actual, expected, rtol=2e-6)
 
 
 INT_OPS = {
@@ -168,9 +168,9 @@ INT_OPS = {
 def test_ops_of_integers(dtype, tmp_path):
     rng = np.random.default_rng(6)
     a, b = (rng.integers(-128, 128, 77).astype(dtype) for _ in range(2))
-    found = _all_flat(INT_OPS, [a, b], NAMES[0], tmp_path)
+    actual = _all_flat(INT_OPS, [a, b], NAMES[0], tmp_path)
     for text, reference in INT_OPS.items():
-        np.testing.assert_array_equal(found[text], reference(a, b).astype(dtype), err_msg=text)
+        np.testing.assert_array_equal(actual[text], reference(a, b).astype(dtype), err_msg=text)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
@@ -180,11 +180,11 @@ def test_integer_division_truncates_and_never_traps(dtype, target, tmp_path):
     values = np.array([limits.min, limits.max, 7, limits.min // 2 + 1, 0], dtype)
     divisors = np.array([0, limits.max if dtype == "uint8" else -1, 1, 2, 3], dtype)
     a, b = (grid.reshape(-1) for grid in np.meshgrid(values, divisors))
-    found = _flat("divide(x0, x1)", [a, b], target, tmp_path)
+    actual = _flat("divide(x0, x1)", [a, b], target, tmp_path)
     safe = (b != 0) & ~((a == limits.min) & (b == divisors[1]) & (dtype != "uint8"))
-    wanted = np.trunc(a[safe].astype("float64") / b[safe]).astype(dtype)
-    np.testing.assert_array_equal(found[safe], wanted)
-    np.testing.assert_array_equal(found[b == 0], a[b == 0])
+    expected = np.trunc(a[safe].astype("float64") / b[safe]).astype(dtype)
+    np.testing.assert_array_equal(actual[safe], expected)
+    np.testing.assert_array_equal(actual[b == 0], a[b == 0])
 
 
 CASTS = [
@@ -206,31 +206,31 @@ CASTS = [
 @pytest.mark.parametrize(("source", "to", "values"), CASTS)
 def test_casts(source, to, values, tmp_path):
     x = np.resize(np.array(values, source), 40)
-    found = _flat(f"cast(x0, '{to}')", [x], NAMES[0], tmp_path)
+    actual = _flat(f"cast(x0, '{to}')", [x], NAMES[0], tmp_path)
     with np.errstate(all="ignore"):
-        wanted = x.astype(to)
-    assert str(found.dtype) == to
-    np.testing.assert_array_equal(found.astype("float64"), wanted.astype("float64"))
+        expected = x.astype(to)
+    assert str(actual.dtype) == to
+    np.testing.assert_array_equal(actual.astype("float64"), expected.astype("float64"))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_cast_rounds_also_where_it_is_cast_back(dtype, tmp_path):
     x = np.random.default_rng(7).normal(size=40).astype("float32")
-    found = _flat(f"cast(cast(x0, '{dtype}'), 'float32')", [x], NAMES[0], tmp_path)
-    np.testing.assert_array_equal(found, x.astype(dtype).astype("float32"))
+    actual = _flat(f"cast(cast(x0, '{dtype}'), 'float32')", [x], NAMES[0], tmp_path)
+    np.testing.assert_array_equal(actual, x.astype(dtype).astype("float32"))
 
 
 def test_16_bit_floats_are_rounded_once(tmp_path):
     x = np.full(40, 256.0, ml_dtypes.bfloat16)
-    found = _flat("subtract(add(x0, 1.0), x0)", [x], NAMES[0], tmp_path)
-    assert (found.astype("float32") == 1.0).all()  # op by op it is 0: bfloat16 has no 257
+    actual = _flat("subtract(add(x0, 1.0), x0)", [x], NAMES[0], tmp_path)
+    assert (actual.astype("float32") == 1.0).all()  # op by op it is 0: 257 is not a bfloat16
 
 
 def test_quantization(tmp_path):
     x = (np.random.default_rng(8).normal(size=77) * 50).astype("float32")
-    found = _flat("cast(clip(add(round(divide(x0, 0.75)), 3.0), 0, 255), 'uint8')", [x], NAMES[0], tmp_path)
-    wanted = np.clip(np.round(x / np.float32(0.75)) + 3, 0, 255).astype("uint8")
-    np.testing.assert_array_equal(found, wanted)
+    actual = _flat("cast(clip(add(round(divide(x0, 0.75)), 3.0), 0, 255), 'uint8')", [x], NAMES[0], tmp_path)
+    expected = np.clip(np.round(x / np.float32(0.75)) + 3, 0, 255).astype("uint8")
+    np.testing.assert_array_equal(actual, expected)
 
 
 # ---- storage ----
@@ -243,35 +243,35 @@ def test_broadcast_on_packed_storage(layout, dynamic, tmp_path):
     rng = np.random.default_rng(9)
     x, alike, plain = (rng.normal(size=SHAPE).astype("float32") for _ in range(3))
     bias, column = rng.normal(size=70).astype("float32"), rng.normal(size=(37, 1)).astype("float32")
-    whole = ("d0", "d1")
+    full = ("d0", "d1")
     operands = [
-        (x, whole),
+        (x, full),
         (bias, ("d1",)),
         (column, ("d0", "1")),
         (np.array(3, "float32"), ()),
-        (alike, whole),
-        (plain, whole, "row-major"),
+        (alike, full),
+        (plain, full, "row-major"),
     ]
     text = "add(add(multiply(add(x0, x1), x2), multiply(x3, x4)), x5)"
-    found = _run(text, operands, layout, NAMES[0], tmp_path, dynamic)
-    np.testing.assert_allclose(found, (x + bias) * column + 3 * alike + plain, rtol=1e-5, atol=1e-5)
+    actual = _run(text, operands, layout, NAMES[0], tmp_path, dynamic)
+    np.testing.assert_allclose(actual, (x + bias) * column + 3 * alike + plain, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("target", NAMES[1:])
 def test_broadcast_on_other_machines(target, tmp_path):
     x, bias = np.random.default_rng(10).normal(size=SHAPE).astype("float32"), np.arange(70, dtype="float32")
     layout = SMALL_TILES if target == "c" else TILES
-    found = _run("relu(add(x0, x1))", [(x, ("d0", "d1")), (bias, ("d1",))], layout, target, tmp_path)
-    np.testing.assert_array_equal(found, np.maximum(x + bias, 0))
+    actual = _run("relu(add(x0, x1))", [(x, ("d0", "d1")), (bias, ("d1",))], layout, target, tmp_path)
+    np.testing.assert_array_equal(actual, np.maximum(x + bias, 0))
 
 
 @pytest.mark.parametrize("layout", [TILES, IDENTITY])
 def test_bfloat16_on_packed_storage(layout, tmp_path):
     rng = np.random.default_rng(11)
     x, bias = rng.normal(size=SHAPE).astype("bfloat16"), rng.normal(size=70).astype("bfloat16")
-    found = _run("add(x0, x1)", [(x, ("d0", "d1")), (bias, ("d1",))], layout, NAMES[0], tmp_path)
-    wanted = (x.astype("float32") + bias.astype("float32")).astype("bfloat16")
-    np.testing.assert_array_equal(found.astype("float32"), wanted.astype("float32"))
+    actual = _run("add(x0, x1)", [(x, ("d0", "d1")), (bias, ("d1",))], layout, NAMES[0], tmp_path)
+    expected = (x.astype("float32") + bias.astype("float32")).astype("bfloat16")
+    np.testing.assert_array_equal(actual.astype("float32"), expected.astype("float32"))
 
 
 def test_division_by_the_zeros_of_padding(tmp_path):
@@ -279,16 +279,16 @@ def test_division_by_the_zeros_of_padding(tmp_path):
     a = rng.integers(-128, 128, SHAPE).astype("int8")
     b = rng.choice([-7, -1, 1, 3], SHAPE).astype("int8")
     a[a == -128] = 5
-    found = _run("divide(x0, x1)", [(a, ("d0", "d1")), (b, ("d0", "d1"))], TILES, NAMES[0], tmp_path)
-    np.testing.assert_array_equal(found, np.trunc(a / b).astype("int8"))
+    actual = _run("divide(x0, x1)", [(a, ("d0", "d1")), (b, ("d0", "d1"))], TILES, NAMES[0], tmp_path)
+    np.testing.assert_array_equal(actual, np.trunc(a / b).astype("int8"))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("shape", [(0, 70), (37, 0)])
 def test_no_elements(shape, dynamic, tmp_path):
     x, bias = np.zeros(shape, "float32"), np.ones(shape[1], "float32")
-    found = _run("add(x0, x1)", [(x, ("d0", "d1")), (bias, ("d1",))], TILES, NAMES[0], tmp_path, dynamic)
-    assert found.shape == shape
+    actual = _run("add(x0, x1)", [(x, ("d0", "d1")), (bias, ("d1",))], TILES, NAMES[0], tmp_path, dynamic)
+    assert actual.shape == shape
 
 
 # ---- errors ----

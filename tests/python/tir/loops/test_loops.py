@@ -26,7 +26,7 @@ def nests_of(build: Build, operands: Operands) -> list[Nest]:
 
 
 def counts(nest: Nest) -> list[list[int]]:
-    """Of each box, how often its spatial loops run."""
+    """Trip counts of each box's spatial loops."""
     views: dict[tirx.Buffer, tirx.Buffer] = {}
 
     def view(buffer: tirx.Buffer) -> tirx.Buffer:
@@ -46,7 +46,7 @@ def test_stages_of_a_pool():
     assert len(largest.initial) == 1
 
 
-def test_scheduled_kernels_are_no_stages():
+def test_scheduled_kernels_are_not_stages():
     (func,) = kernels(schedule_cpu(formed(op.exp, [f32(20)], VECTOR_NAMES[0])))
     with pytest.raises(NotStages, match="a loop contains more than one block"):
         read_stages(func)
@@ -62,12 +62,12 @@ def test_padding_is_read_where_it_is_used():
 def test_softmax_keeps_no_tensor_of_its_own_but_two_rows():
     """exp is computed once, in the storage of the result."""
     nests = nests_of(lambda x: op.nn.softmax(x, 1), [f32(2, 9, 37)])
-    made = {buffer for nest in nests for buffer in nest.stored}
-    assert sorted(len(buffer.shape) for buffer in made) == [2, 2, 3]
+    buffers = {buffer for nest in nests for buffer in nest.stored}
+    assert sorted(len(buffer.shape) for buffer in buffers) == [2, 2, 3]
     assert nests[-1].in_place
 
 
-def test_what_is_expensive_and_broadcast_is_computed_once():
+def test_expensive_broadcast_values_are_computed_once():
     def build(x: relax.Var, v: relax.Var) -> relax.Expr:
         return op.multiply(x, op.exp(op.exp(v)))
 
@@ -92,7 +92,7 @@ def test_boxes_of_a_concat_and_of_padding():
     assert counts(nest) == [[200], [8, 20], [8, 160], [8, 20], [200]]
 
 
-def test_positions_that_are_taken_apart_are_split():
+def test_decomposed_positions_split_loops():
     def build(x: relax.Var) -> relax.Expr:
         return op.reshape(op.permute_dims(op.reshape(x, (10, 3, 8)), [0, 2, 1]), (10, 24))
 

@@ -1,4 +1,4 @@
-"""Expressions in LLVM IR: the same values as numpy's, and expressions that cannot be translated are refused."""
+"""Expressions as LLVM IR: the same values as numpy's, and expressions without a translation are refused."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def test_values(target):
             np.testing.assert_allclose(out.numpy(), reference(x, y), rtol=1e-6, atol=1e-6, err_msg=f"{name} {x} {y}")
 
 
-def test_what_is_used_twice_is_written_once():
+def test_common_subexpressions_are_written_once():
     text = _text("shared")
     assert len(re.findall(r"fadd", text)) == 1
     assert "contract" in text
 
 
-def test_what_has_no_translation_is_refused():
+def test_expressions_without_a_translation_are_refused():
     x = tirx.Var("x", "float32x8")
     scalar = T.broadcast(tirx.Var("s", "float32"), 8)
     for value, named in ((T.exp(x), "tirx.exp"), (tirx.Shuffle([x], [0]), "Shuffle"), (x + scalar, "broadcast")):

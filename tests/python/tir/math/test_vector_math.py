@@ -84,27 +84,27 @@ def _inputs() -> np.ndarray:
 
 @pytest.fixture(scope="module", params=NAMES)
 def results(request, tmp_path_factory):
-    """What every function gives on a target, by name."""
+    """Results of every function on a target, by name."""
     names = [*REFERENCES, *LOOSE_REFERENCES]
     lanes = cpu_named(request.param).lanes("float32")
     module = built({n: _function(n, lanes) for n in names}, request.param, tmp_path_factory.mktemp("kernels"))
-    found = {}
+    by_name = {}
     for name in names:
         out = poisoned([SIZE], "float32")
         module[name](runtime.tensor(_inputs()), out)
-        found[name] = out.numpy()
-    return found
+        by_name[name] = out.numpy()
+    return by_name
 
 
-def _check(found: np.ndarray, wanted: np.ndarray, unit: np.ndarray, limit: float) -> None:
+def _check(actual: np.ndarray, expected: np.ndarray, unit: np.ndarray, limit: float) -> None:
     with np.errstate(all="ignore"):
-        rounded = wanted.astype("float32")
-        exact = (np.isnan(found) & np.isnan(wanted)) | (np.isinf(rounded) & (found == rounded))
-        errors = np.where(exact, 0, np.abs(found.astype("float64") - wanted) / unit)
+        rounded = expected.astype("float32")
+        exact = (np.isnan(actual) & np.isnan(expected)) | (np.isinf(rounded) & (actual == rounded))
+        errors = np.where(exact, 0, np.abs(actual.astype("float64") - expected) / unit)
     errors[np.isnan(errors)] = np.inf
     worst = int(errors.argmax())
     assert errors[worst] <= limit, (
-        f"{errors[worst]} ulp at {_inputs()[worst]!r}: {found[worst]!r}, not {wanted[worst]!r}"
+        f"{errors[worst]} ulp at {_inputs()[worst]!r}: {actual[worst]!r}, not {expected[worst]!r}"
     )
 
 
@@ -112,15 +112,15 @@ def _check(found: np.ndarray, wanted: np.ndarray, unit: np.ndarray, limit: float
 def test_within_units_in_the_last_place(results, name):
     reference, limit = REFERENCES[name]
     with np.errstate(all="ignore"):
-        wanted = reference(_inputs().astype("float64"))
-        wanted_single = wanted.astype("float32")
+        expected = reference(_inputs().astype("float64"))
+        wanted_single = expected.astype("float32")
         unit = np.spacing(np.where(np.isfinite(wanted_single), np.abs(wanted_single), 1)).astype("float64")
-    if name == "silu":  # the reference has no limit for it: -inf * 0
-        wanted[_inputs() < -1e30] = -0.0
-        wanted[np.isneginf(_inputs())] = np.nan
-    _check(results[name], wanted, unit, limit)
-    signed = ~np.isnan(wanted)
-    np.testing.assert_array_equal(np.signbit(results[name][signed]), np.signbit(wanted[signed]))
+    if name == "silu":  # the reference computes -inf * 0
+        expected[_inputs() < -1e30] = -0.0
+        expected[np.isneginf(_inputs())] = np.nan
+    _check(results[name], expected, unit, limit)
+    signed = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(results[name][signed]), np.signbit(expected[signed]))
 
 
 @pytest.mark.parametrize("name", LOOSE_REFERENCES)
@@ -128,11 +128,11 @@ def test_within_units_in_the_last_place_of_the_argument(results, name):
     reference, limit = LOOSE_REFERENCES[name]
     x = _inputs()
     with np.errstate(all="ignore"):
-        wanted = reference(x.astype("float64"))
+        expected = reference(x.astype("float64"))
         unit = np.spacing(np.where(np.isfinite(x), np.abs(x), 1)).astype("float64")
-    wanted[x < -1e12] = 0.0
-    wanted[np.isneginf(x)] = np.nan
-    _check(results[name], wanted, unit, limit)
+    expected[x < -1e12] = 0.0
+    expected[np.isneginf(x)] = np.nan
+    _check(results[name], expected, unit, limit)
     assert not results[name][(x < -20) & np.isfinite(x)].any()
 
 

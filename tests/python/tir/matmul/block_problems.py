@@ -1,4 +1,4 @@
-"""Products with weights in blocks: random weights of every format, their problems, and what their results must be."""
+"""Products with block-quantized weights: random weights of every format, their problems, and expected results."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def problem_of(weights: Weights, rows: int | str, panel: int, activation_bits: i
 
 
 def as_bytes(x: np.ndarray, chain: int) -> np.ndarray:
-    """Numbers as float64 that stand for others once these are bytes with a scale for each chain."""
+    """Numbers rounded to bytes with a scale for each chain, as float64."""
     padded = np.zeros((len(x), -(-x.shape[1] // chain), chain), "float32")
     padded.reshape(len(x), -1)[:, : x.shape[1]] = x
     largest = np.abs(padded).max(-1, keepdims=True)
@@ -95,7 +95,7 @@ def call(function: Callable[..., None], x: np.ndarray, packed: list[np.ndarray],
 
 
 def assert_close(got: np.ndarray, x: np.ndarray, numbers: np.ndarray, rounding: float = 1e-6) -> None:
-    """Rounding as of sums of float32, of terms as large as what is added up; or as `rounding` says."""
+    """Compare within the rounding of float32 sums of these terms, or within `rounding`."""
     want = x.astype("float64") @ numbers.T
     size = np.abs(x).astype("float64") @ np.abs(numbers).T
     np.testing.assert_array_less(np.abs(got - want), rounding * size + 1e-30)

@@ -149,7 +149,7 @@ def test_epilogues_between_steps(sizes, text):
     assert_close(got, want, "float32", k, scale=4)
 
 
-def test_batches_of_packed_activations_and_rows_behind_them():
+def test_batches_of_packed_activations_and_rows_after_them():
     rng = fresh_rng()
     a, b = random_array(rng, (3, 20, 70), "bfloat16"), random_array(rng, (3, 70, 40), "bfloat16")
     layout = PackedLayout((0, 2, 1), (2, 1), (32, 2))

@@ -67,7 +67,7 @@ def test_formats_of_files(form, rows, columns, records):
 
 @pytest.mark.parametrize("form", ["q4_k", "q5_0", "q8_0", "f16"])
 def test_activations_of_few_bits(form):
-    """Numbers are rounded to bfloat16, and so are the sums that minimums meet; beside plain weights they are not."""
+    """Numbers are rounded to bfloat16, and so are the sums that minimums multiply; with plain weights they are not."""
     depth = 2 * max(64, FILE_FORMATS[form].span)
     weights, x = of_file(form, 37, depth), 3 + fresh_rng().standard_normal((33, depth), "float32")
     function, before = _kernel(problem_of(weights, 33, PANEL, activation_bits=8)), products_so_far()
@@ -77,7 +77,7 @@ def test_activations_of_few_bits(form):
 
 
 @pytest.mark.parametrize(("block", "zeros"), [(40, ""), (8, "float32")])
-def test_what_tiles_cannot_multiply_is_left_to_vectors(block, zeros):
+def test_products_that_tiles_cannot_multiply_use_vectors(block, zeros):
     rng = fresh_rng()
     weights = integers(rng, 40, 96, block, zeros)
     x = rng.standard_normal((20, 96), "float32")
@@ -100,22 +100,22 @@ def test_symbolic_rows_choose_when_they_are_known():
 @pytest.mark.slow
 def test_rows_of_a_kind_have_the_same_bits():
     """Chunks take tiles, and decode steps vectors, however many rows they have."""
-    weights, found = of_file("q4_0", 40, 64), {}
+    weights, results = of_file("q4_0", 40, 64), {}
     x = fresh_rng().standard_normal((20, 64), "float32")
     for kind, rows in (("decode", 20), ("chunk", 5), ("chunk", 20)):
         problem, before = replace(problem_of(weights, rows, PANEL), rows=kind), products_so_far()
-        found[kind, rows] = call(_kernel(problem), x[:rows], weights.packed(PANEL), 40)
+        results[kind, rows] = call(_kernel(problem), x[:rows], weights.packed(PANEL), 40)
         assert (products_so_far() > before) == (kind == "chunk")
-        assert_close(found[kind, rows], x[:rows], weights.numbers, 1e-6 if kind == "chunk" else 3e-5)
-    np.testing.assert_array_equal(found["chunk", 5], found["chunk", 20][:5])
+        assert_close(results[kind, rows], x[:rows], weights.numbers, 1e-6 if kind == "chunk" else 3e-5)
+    np.testing.assert_array_equal(results["chunk", 5], results["chunk", 20][:5])
 
 
-def test_what_is_done_to_sums_and_numbers_without_end():
+def test_epilogues_and_infinite_numbers():
     rng = fresh_rng()
     weights = integers(rng, 45, 64, 32)
-    others = (plain((45,), "float32", ("n",)), plain((20, 45), "float32", ("m", "n")))
+    extra = (plain((45,), "float32", ("n",)), plain((20, 45), "float32", ("m", "n")))
     problem = replace(
-        problem_of(weights, 20, PANEL), epilogue=Epilogue(Expression.parse("add(relu(add(x0, x1)), x2)"), others)
+        problem_of(weights, 20, PANEL), epilogue=Epilogue(Expression.parse("add(relu(add(x0, x1)), x2)"), extra)
     )
     x, bias, more = (rng.standard_normal(shape, "float32") for shape in ((20, 64), (45,), (20, 45)))
     x[3, 5], x[7, 0] = np.inf, np.nan

@@ -68,7 +68,7 @@ def test_aarch64_uses_its_instructions_and_does_not_spill(features, types, instr
 
 @pytest.mark.parametrize("features", [[], ["+sve2"]], ids=["neon", "sve2"])
 def test_sve2_stores_the_ends_of_rows_by_a_mask(features):
-    """NEON writes the elements of the last vector of a row one by one, each behind a branch."""
+    """NEON writes the elements of the last vector of a row one by one, each after a branch."""
     target = tvm.target.Target({**ARM, "mattr": ["+neon", "+bf16", *features]})
     problem = plain_problem(target, (64, 256, 126), ("bfloat16", "bfloat16", "float32"))
     assembly = compile_kernel(problem, target).mod.inspect_source("asm")

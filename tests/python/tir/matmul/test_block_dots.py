@@ -20,7 +20,7 @@ PLAIN = ("f16", "bf16")
 MANY = max(UNPACKED_ROWS.values())
 
 ROUNDING = 3e-5
-"""Of numbers of 16 bits: one in 65,024 of the largest of a chain, where it is all that there is."""
+"""Relative error of 16-bit numbers: one in 65,024 of a chain's largest element."""
 
 
 def product(weights: Weights, x: np.ndarray, name: str, folder, bits: int = 16) -> np.ndarray:
@@ -90,9 +90,9 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
 
 @pytest.mark.parametrize("form", ["q4_0", "q6_k"])
 def test_numbers_of_all_sizes(form, tmp_path):
-    """Each chain has its own scale, so that small numbers beside large ones of other chains are kept."""
+    """Each chain has its own scale, so that large numbers of other chains do not swamp its small ones."""
     if not NAMES:
-        pytest.skip("this CPU has no dot products of bytes in vectors of 64")
+        pytest.skip("this CPU lacks dot products of bytes in vectors of 64")
     weights = of_file(form, 8, 512)
     chain = FILE_FORMATS[form].block
     sizes = 10.0 ** np.arange(-20, 12)[:, None] * np.ones((1, 512 // chain))
@@ -102,10 +102,10 @@ def test_numbers_of_all_sizes(form, tmp_path):
     assert_close(got, x.astype("float32"), weights.numbers, ROUNDING)
 
 
-def test_zeros_infinities_and_what_is_no_number(tmp_path):
+def test_zeros_infinities_and_nan(tmp_path):
     """Rows of zeros are zeros, tiny numbers too; a number that is not finite shows in its row, and in no other."""
     if not NAMES:
-        pytest.skip("this CPU has no dot products of bytes in vectors of 64")
+        pytest.skip("this CPU lacks dot products of bytes in vectors of 64")
     weights = of_file("q4_0", 8, 64)
     x = np.ones((9, 64), "float32")
     x[1], x[2], x[4, 5], x[6, 7] = 0, 1e-40, np.nan, np.inf

@@ -38,16 +38,16 @@ def problem_of(
     return QuantizedMatmulProblem(lhs, (weight,), result, form.block, None, form.bits, form, experts, index)
 
 
-def call(function, x, weights, experts, panel, index, *others):
+def call(function, x, weights, experts, panel, index, *extra):
     """The result, whose memory was poisoned."""
     (packed,) = Panels(panel).pack(weights.source, experts)
     result = tvm.runtime.tensor(np.full((*index.shape, 1, weights.columns // experts), np.nan, "float32"))
-    function(*map(tvm.runtime.tensor, [x, packed, index, *others]), result)
+    function(*map(tvm.runtime.tensor, [x, packed, index, *extra]), result)
     return result.numpy()
 
 
 def expected(x, weights, experts, index):
-    """Sums in float64, and how large what is added up is."""
+    """Sums in float64, and sums of absolute terms."""
     numbers = weights.numbers.reshape(experts, -1, weights.source.depth)[np.clip(index, 0, experts - 1)]
     rows = np.broadcast_to(x[:, :, 0].astype("float64"), (*index.shape, x.shape[-1]))
     return tuple(np.einsum("tuk,tunk->tun", a, b)[:, :, None] for a, b in ((rows, numbers), (abs(rows), abs(numbers))))
@@ -58,11 +58,11 @@ def check(weights, experts, tokens, used, shared, name, folder):
     problem = problem_of(weights, experts, tokens, used, panel, shared)
     function = kernel(quantized_matmul_kernel(problem, cpu), name, folder)
     x = rng.standard_normal((tokens, 1 if shared else used, 1, weights.source.depth), "float32")
-    # Some experts have no rows, and one may have nearly all.
+    # Some experts get zero rows, and one may get nearly all.
     index = rng.choice(rng.permutation(experts)[: experts - 1], (tokens, used)).astype("int32")
     want, size = expected(x, weights, experts, index)
-    found = call(function, x, weights, experts, panel, index)
-    np.testing.assert_array_less(np.abs(found - want), 1e-6 * size + 1e-30)
+    actual = call(function, x, weights, experts, panel, index)
+    np.testing.assert_array_less(np.abs(actual - want), 1e-6 * size + 1e-30)
 
 
 SIZES = [(1, 3, 5, 37, True), (4, 2, 3, 64, False), (23, 2, 4, 5, True)]
@@ -94,24 +94,24 @@ def test_one_symbolic_kernel_serves_all_tokens(name, tmp_path):
         x = rng.standard_normal((tokens, 1, 1, 32), "float32")
         index = rng.integers(-2, 6, (tokens, 2)).astype("int32")
         want, size = expected(x, weights, 3, index)
-        found = call(function, x, weights, 3, panel, index)
-        np.testing.assert_array_less(np.abs(found - want), 1e-6 * size + 1e-30)
+        actual = call(function, x, weights, 3, panel, index)
+        np.testing.assert_array_less(np.abs(actual - want), 1e-6 * size + 1e-30)
 
 
-def test_what_is_done_to_sums(tmp_path):
+def test_epilogues(tmp_path):
     """A tensor of the result's shape, one number for each column, one for all."""
     name, rng = NAMES[0], fresh_rng()
     panel, weights = panel_columns(cpu_named(name)), of_file("q4_0", 4 * 45, 64)
     expression = Expression.parse("multiply(multiply(silu(x0), x1), add(x2, x3))")
-    others = (
+    extra = (
         plain((6, 2, 1, 45), "float32", (*MAPS, "n")),
         plain((45,), "float32", ("n",)),
         plain((), "float32", ()),
     )
-    problem = replace(problem_of(weights, 4, 6, 2, panel), epilogue=Epilogue(expression, others))
+    problem = replace(problem_of(weights, 4, 6, 2, panel), epilogue=Epilogue(expression, extra))
     function = kernel(quantized_matmul_kernel(problem, cpu_named(name)), name, tmp_path)
     x, more, column = (rng.standard_normal(shape, "float32") for shape in ((6, 1, 1, 64), (6, 2, 1, 45), (45,)))
     index = rng.integers(0, 4, (6, 2)).astype("int32")
-    found = call(function, x, weights, 4, panel, index, more, column, np.array(0.5, "float32"))
+    actual = call(function, x, weights, 4, panel, index, more, column, np.array(0.5, "float32"))
     sums, _ = expected(x, weights, 4, index)
-    np.testing.assert_allclose(found, sums / (1 + np.exp(-sums)) * more * (column + 0.5), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(actual, sums / (1 + np.exp(-sums)) * more * (column + 0.5), rtol=1e-4, atol=1e-4)

@@ -61,7 +61,7 @@ def _random(sizes: tuple[int, int, int], scale: float = 1.0) -> list[np.ndarray]
 
 
 def _error(got: np.ndarray, arrays: list[np.ndarray]) -> float:
-    """Of root mean squares."""
+    """Root mean square of the error, relative to that of the exact product."""
     want = arrays[0].astype("float64") @ arrays[1].astype("float64")
     return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
@@ -88,14 +88,14 @@ def test_the_error_is_small_in_range_and_that_of_float32_out_of_it(sizes, symbol
 
 
 @needs_avx512
-def test_a_right_operand_as_it_lies():
-    """Of few rows, with a k that is no pair and columns that are no vector; in range and out of it."""
+def test_a_row_major_right_operand():
+    """Few rows, an odd k, and columns that do not fill a vector; in the range of fp16 and out of it."""
     sizes = (3, 301, 33)
     packed = _problem(sizes)
     problem = replace(packed, rhs=replace(packed.rhs, layout=PackedLayout.identity(2)))
-    for scale, most in ((1.0, 1.5e-3), (1e3, 2e-6)):
+    for scale, limit in ((1.0, 1.5e-3), (1e3, 2e-6)):
         arrays = _random(sizes, scale)
-        assert _error(_run(problem, *arrays), arrays) < most
+        assert _error(_run(problem, *arrays), arrays) < limit
 
 
 @needs_avx512
@@ -110,7 +110,7 @@ def test_only_tiles_out_of_range_are_computed_again():
 
 
 @needs_avx512
-def test_infinities_and_nan_reach_what_they_reach_in_float32():
+def test_infinities_and_nan_propagate_as_in_float32():
     sizes = (9, 100, 40)
     arrays = _random(sizes)
     arrays[0][1, 3], arrays[0][2, 50], arrays[1][70, 39] = np.inf, -np.inf, np.nan

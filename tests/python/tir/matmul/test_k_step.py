@@ -59,25 +59,25 @@ def _kernel(dot: DotInstruction, lanes: int, k: int, vectors: int) -> tirx.PrimF
         b = function.argument("b", (vectors, steps, lanes * k0), rhs)
         c = function.argument("c", (ROWS, vectors * lanes), acc)
 
-        def step(sums: Registers, at: object, position: object, groups: list) -> None:
-            factors = T.bind(rhs_groups(dot, b[at, position, lane_indices(tirx.const(0, "int64"), lanes * k0)], lanes))
+        def step(sums: Registers, v: object, position: object, groups: list) -> None:
+            factors = T.bind(rhs_groups(dot, b[v, position, lane_indices(tirx.const(0, "int64"), lanes * k0)], lanes))
             for row in range(ROWS):
                 sums[row] = emit_step(dot, sums[row], T.bind(lhs_group(dot, groups[row])), factors, lanes)
 
         def body() -> None:
-            with loop(vectors) as at:
+            with loop(vectors) as vector:
                 sums = Registers(ROWS, acc, lanes)
                 for row in range(ROWS):
                     sums[row] = zero(dot, lanes)
                 with loop(k // k0) as position:
-                    step(sums, at, position, [a[row, lane_indices(position * k0, k0)] for row in range(ROWS)])
+                    step(sums, vector, position, [a[row, lane_indices(position * k0, k0)] for row in range(ROWS)])
                 if k % k0:
                     last = k // k0
                     beyond = [tirx.const(0, lhs)] * (k0 - k % k0)
                     rest = [[a[row, i] for i in range(last * k0, k)] + beyond for row in range(ROWS)]
-                    step(sums, at, last, rest)
+                    step(sums, vector, last, rest)
                 for row in range(ROWS):
-                    T.buffer_store(c, sums[row], [row, lane_indices(at * lanes, lanes)])
+                    T.buffer_store(c, sums[row], [row, lane_indices(vector * lanes, lanes)])
 
         with function.body():
             text = llvm_import(dot, lanes)
@@ -135,13 +135,13 @@ def test_numbers(name, types, tmp_path):
     rng = np.random.default_rng([ord(letter) for letter in name + "".join(types)])
     lhs, rhs = _random(rng, (ROWS, k), types[0]), _random(rng, (k, vectors * lanes), types[1])
     poison = np.full((ROWS, vectors * lanes), np.nan if "float" in types[2] else 0x5B, types[2])
-    found = _run(_compile(dot, target, k, vectors), [lhs, _packed(rhs, lanes, dot.k0), poison], tmp_path)
+    actual = _run(_compile(dot, target, k, vectors), [lhs, _packed(rhs, lanes, dot.k0), poison], tmp_path)
     if "int" in types[2]:
-        found = found + (dot.compensation * -128 * rhs.astype("int64").sum(axis=0)).astype(types[2])
-        np.testing.assert_array_equal(found, lhs.astype(types[2]) @ rhs.astype(types[2]))
+        actual = actual + (dot.compensation * -128 * rhs.astype("int64").sum(axis=0)).astype(types[2])
+        np.testing.assert_array_equal(actual, lhs.astype(types[2]) @ rhs.astype(types[2]))
     else:
-        wanted = lhs.astype("float64") @ rhs.astype("float64")
-        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.sqrt(k), rtol=0)
+        expected = lhs.astype("float64") @ rhs.astype("float64")
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * np.sqrt(k), rtol=0)
 
 
 @pytest.mark.parametrize("name", ["avx2", "sse", "c"])
@@ -153,13 +153,13 @@ def test_special_float16_values(name, tmp_path):
     lanes = cpu_target_of(target).lanes("float32")
     values = np.array([np.nan, np.inf, -np.inf, -0.0, 6e-8, -6e-5, 65504.0, -1.5], "float16")
     rhs = np.resize(values, (1, 8 * lanes))
-    found = _run(
+    actual = _run(
         _compile(dot, target, 1, 8),
         [np.array([[1], [-1], [0]], "float16"), _packed(rhs, lanes, 1), np.zeros((ROWS, 8 * lanes), "float32")],
         tmp_path,
     )
     with np.errstate(invalid="ignore"):
-        np.testing.assert_array_equal(found, np.array([[1], [-1], [0]], "float32") * rhs.astype("float32"))
+        np.testing.assert_array_equal(actual, np.array([[1], [-1], [0]], "float32") * rhs.astype("float32"))
 
 
 @pytest.mark.parametrize("types", [t for t in TYPES if t[0] == "bfloat16"], ids="-".join)
@@ -172,13 +172,13 @@ def test_a_nan_stays_in_its_row_and_column(name, types, tmp_path):
     lanes = cpu_target_of(target).lanes(types[2])
     lhs, rhs = np.ones((ROWS, 5), ml_dtypes.bfloat16), np.ones((5, lanes), ml_dtypes.bfloat16)
     lhs[1, 0], rhs[2, 3] = np.nan, np.inf
-    found = _run(
+    actual = _run(
         _compile(dot, target, 5, 1),
         [lhs, _packed(rhs, lanes, dot.k0), np.zeros((ROWS, lanes), "float32")],
         tmp_path,
     )
     with np.errstate(invalid="ignore"):
-        np.testing.assert_array_equal(found, lhs.astype("float32") @ rhs.astype("float32"))
+        np.testing.assert_array_equal(actual, lhs.astype("float32") @ rhs.astype("float32"))
 
 
 INSTRUCTIONS = [

@@ -66,22 +66,22 @@ def test_static(name: str, types: tuple[str, str, str], sizes: tuple[int, int, i
     [("avx512", F32), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("avx2", F32), ("avx512", BF16)])],
 )
 def test_rows_have_the_same_bits(name: str, types: tuple[str, str, str]) -> None:
-    """Alone and beside others: tiles of several panels, blocks of k within a tile and from tile to tile."""
+    """Alone and among others: tiles of several panels, blocks of k within a tile and from tile to tile."""
     rng, (k, n) = fresh_rng(), (2600, 100)
     a, b = random_array(rng, (9, k), types[0]), random_array(rng, (k, n), types[1])
-    found = [
+    results = [
         run_kernel(plain_problem(TARGETS[name], (m, k, n), types), TARGETS[name], [a[:m], b], (m, n)) for m in (1, 2, 9)
     ]
-    assert_close(found[2], a.astype("float64") @ b.astype("float64"), types[2], k)
-    for few in found[:2]:
-        np.testing.assert_array_equal(few, found[2][: len(few)])
+    assert_close(results[2], a.astype("float64") @ b.astype("float64"), types[2], k)
+    for few in results[:2]:
+        np.testing.assert_array_equal(few, results[2][: len(few)])
 
 
 @pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("name", ["sse", "c"])
 def test_static_on_small_machines(name: str, types: tuple[str, str, str]) -> None:
     if name == "c" and types in (BF16, F16):
-        pytest.skip("C has no type for them")
+        pytest.skip("C lacks a type for them")
     _check_plain(TARGETS[name], (15, 37, 7), types)
 
 

@@ -20,8 +20,8 @@ F = "float32"
 B, H, M, K, N = 3, 2, 13, 19, 21
 TARGETS = {"avx512": AVX512, "avx2": AVX2, "sse": SSE, "c": C}
 
-# By default one machine with numbers and two with symbols, of vectors that LLVM is quick with; `make test-slow` runs
-# each with both.
+# One machine with numbers and two with symbols, with vectors that LLVM compiles quickly; `make test-slow` runs each
+# with both.
 DEFAULT = {("avx512", False), ("sse", True), ("c", True)}
 pytestmark = pytest.mark.parametrize(
     ("target", "symbols"),
@@ -104,7 +104,7 @@ def test_left_operand_and_result_transposed(target: tvm.target.Target, symbols: 
 
 @pytest.mark.parametrize("rows", [4, 8])
 def test_everything_packed(target: tvm.target.Target, symbols: Symbols, rows: int) -> None:
-    """Where all is packed, a kernel with symbols never learns the exact sizes, and needs none."""
+    """A kernel with symbols whose operands are all packed never learns the exact sizes, and needs none."""
     a, b = _random(M, K), _random(K, N)
     columns = _columns(target)
     problem = MatmulProblem(

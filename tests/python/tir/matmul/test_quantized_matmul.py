@@ -67,13 +67,13 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
     weights = integers(rng, 70, 160, 32, "uint8")
     function = kernel(quantized_matmul_kernel(problem_of(weights, "s0", panel), cpu_named(name)), name, tmp_path)
     x = rng.standard_normal((31, 160), "float32")
-    whole = call(function, x, weights.packed(panel), 70)
-    assert_close(whole, x, weights.numbers)
+    full = call(function, x, weights.packed(panel), 70)
+    assert_close(full, x, weights.numbers)
     for rows in (0, 1, 2, 3, 7, 8, 9):
-        np.testing.assert_array_equal(call(function, x[:rows], weights.packed(panel), 70), whole[:rows])
+        np.testing.assert_array_equal(call(function, x[:rows], weights.packed(panel), 70), full[:rows])
 
 
-def test_batches_and_what_is_done_to_sums(tmp_path):
+def test_batches_and_epilogues(tmp_path):
     """A bias, a tensor of the result's shape and one number; the result in another type."""
     name, rng = NAMES[0], fresh_rng()
     panel = panel_columns(cpu_named(name))
@@ -81,12 +81,12 @@ def test_batches_and_what_is_done_to_sums(tmp_path):
     plain_problem = problem_of(weights, 1, panel)
     expression = Expression.parse('cast(relu(multiply(add(add(x0, x1), x2), x3)), "float16")')
     names = ("b0", "m", "n")
-    others = (plain((45,), "float32", ("n",)), plain((2, 3, 45), "float32", names), plain((), "float32", ()))
+    extra = (plain((45,), "float32", ("n",)), plain((2, 3, 45), "float32", names), plain((), "float32", ()))
     problem = replace(
         plain_problem,
         lhs=plain((2, 3, 64), "float32", ("b0", "m", "k")),
         result=plain((2, 3, 45), "float16", names),
-        epilogue=Epilogue(expression, others),
+        epilogue=Epilogue(expression, extra),
     )
     function = kernel(quantized_matmul_kernel(problem, cpu_named(name)), name, tmp_path)
     x, bias, more = (rng.standard_normal(shape, "float32") for shape in ((2, 3, 64), (45,), (2, 3, 45)))

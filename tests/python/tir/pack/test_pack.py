@@ -63,11 +63,11 @@ def _dims(shape, dynamic):
 def _pack_and_unpack(shape, dtype, text, target, dynamic, folder):
     layout, cpu = PackedLayout.parse(text), cpu_named(target)
     array = random_bits(shape, dtype, np.random.default_rng(sum(shape)))
-    wanted = layout.pack(array)
+    expected = layout.pack(array)
     pack = kernel(pack_kernel(_dims(shape, dynamic), dtype, layout, cpu), target, folder)
-    out = poisoned(wanted.shape, dtype)
+    out = poisoned(expected.shape, dtype)
     pack(runtime.tensor(array), out)
-    assert same_bits(out.numpy(), wanted)
+    assert same_bits(out.numpy(), expected)
     if layout.compensation or target == "c":
         return
     unpack = kernel(unpack_kernel(_dims(shape, dynamic), dtype, layout, cpu), target, folder)
@@ -134,14 +134,14 @@ def test_relayout_writes_zeros_for_what_was_padding(source, destination, target,
     shape, old, new = (37, 70), PackedLayout.parse(source), PackedLayout.parse(destination)
     array = random_bits(shape, "float32", np.random.default_rng(2))
     move = kernel(relayout_kernel(shape, "float32", old, new, cpu_named(target)), target, tmp_path)
-    wanted = new.pack(array)
-    out = poisoned(wanted.shape, "float32")
+    expected = new.pack(array)
+    out = poisoned(expected.shape, "float32")
     move(runtime.tensor(stored(array, old)), out)
-    assert same_bits(out.numpy(), wanted)
+    assert same_bits(out.numpy(), expected)
 
 
 @pytest.mark.parametrize("target", ["avx512", "c"])
-def test_nothing_beside_a_symbolic_extent(target, tmp_path):
+def test_no_elements_with_a_symbolic_extent(target, tmp_path):
     layout, cpu = PackedLayout.parse("pack<outer=[0, 1] inner=[0:8, 1:4]>"), cpu_named(target)
     pack = kernel(pack_kernel(["s0", 0], "float32", layout, cpu), target, tmp_path)
     pack(runtime.tensor(np.zeros((9, 0), "float32")), runtime.tensor(np.zeros((2, 0, 8, 4), "float32")))
@@ -155,10 +155,10 @@ def test_windows_are_transformed(outer, m, tmp_path):
     for dim, extent in zip(outer, (35, 3, 3, *(2, 6)[3 - len(outer) :]), strict=True):
         shape[dim] = extent
     array = np.random.default_rng(m).standard_normal(shape).astype("float32")
-    wanted = layout.pack(array)
-    out = poisoned(wanted.shape, "float32")
+    expected = layout.pack(array)
+    out = poisoned(expected.shape, "float32")
     kernel(pack_kernel(shape, "float32", layout, cpu_named(NAMES[0])), NAMES[0], tmp_path)(runtime.tensor(array), out)
-    np.testing.assert_allclose(out.numpy(), wanted, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(out.numpy(), expected, rtol=1e-6, atol=1e-7)
     with pytest.raises(EncodingError, match="expected one whose windows are not transformed"):
         unpack_kernel(shape, "float32", layout, cpu_named(NAMES[0]))
 

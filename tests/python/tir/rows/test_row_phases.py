@@ -37,14 +37,14 @@ def run_norm(target, sizes, symbolic=""):
     bias, scale, shift = rng.standard_normal((3, n)).astype("float32")
     symbols = {name: symbol for name, symbol in (("m", "s2"), ("n", "s3")) if name in symbolic}
     row = operand((n,), "float32", "n", symbols=symbols)
-    whole = operand((m, n), "float32", "mn", symbols=symbols)
-    epilogue = Epilogue(Expression.parse("add(add(x0, x1), x2)"), (row, whole))
+    full = operand((m, n), "float32", "mn", symbols=symbols)
+    epilogue = Epilogue(Expression.parse("add(add(x0, x1), x2)"), (row, full))
     problem = plain_problem(target, sizes, symbolic=symbolic, epilogue=epilogue)
     problem = replace(problem, rows=RowPhase(RowProgram.parse(NORM), 1, (row, row)))
-    found = run_kernel(problem, target, [a, b, bias, residual, scale, shift], (m, n))
+    actual = run_kernel(problem, target, [a, b, bias, residual, scale, shift], (m, n))
     wide = [array.astype("float64") for array in (a, b, bias, residual, scale, shift)]
     want = norm(wide[0] @ wide[1] + wide[2] + wide[3], wide[4], wide[5])
-    np.testing.assert_allclose(found, want, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(actual, want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.sampled(4)
@@ -82,7 +82,7 @@ def test_softmax_of_masked_scores_in_batches(batches):
         result=operand((b, m, n), "float32", ("b0", "m", "n")),
         rows=RowPhase(RowProgram.parse(SOFTMAX), 0, (operand((m, n), "float32", "mn"),)),
     )
-    found = run_kernel(problem, AVX512, [q, kt, mask], (b, m, n))
+    actual = run_kernel(problem, AVX512, [q, kt, mask], (b, m, n))
     scores = q.astype("float64") @ kt.astype("float64") + mask
     e = np.exp(scores - scores.max(-1, keepdims=True))
-    np.testing.assert_allclose(found, e / e.sum(-1, keepdims=True), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(actual, e / e.sum(-1, keepdims=True), rtol=1e-4, atol=1e-6)

@@ -65,17 +65,17 @@ def norm(x, scale, shift):
 @pytest.mark.parametrize("target", NAMES)
 def test_softmax_and_norm_of_any_length(target, tmp_path):
     rng = fresh_rng()
-    cases, wanted = [], []
+    cases, expected = [], []
     for n in LENGTHS:
         x = rng.standard_normal((2, 3, n)).astype("float32") * 5
         scale, shift = rng.standard_normal((2, n)).astype("float32")
         maps = [("d0", "d1", "n"), ("n",), ("n",)]
         cases.append((problem(SOFTMAX, [x], maps[:1], x.shape, maps[0], "float32"), [x]))
-        wanted.append(softmax(x.astype("float64")))
+        expected.append(softmax(x.astype("float64")))
         cases.append((problem(NORM, [x, scale, shift], maps, x.shape, maps[0], "float32"), [x, scale, shift]))
-        wanted.append(norm(*(a.astype("float64") for a in (x, scale, shift))))
-    for found, want in zip(run_all(cases, target, tmp_path), wanted, strict=True):
-        np.testing.assert_allclose(found, want, rtol=2e-6, atol=2e-6)
+        expected.append(norm(*(a.astype("float64") for a in (x, scale, shift))))
+    for actual, want in zip(run_all(cases, target, tmp_path), expected, strict=True):
+        np.testing.assert_allclose(actual, want, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("target", NAMES)
@@ -84,15 +84,15 @@ def test_symbolic_rows_and_columns(target, rows, tmp_path):
     """One kernel for every length; 200 long rows are shared by the cores."""
     rng = fresh_rng()
     lengths = (1, 15, 16, 64, 70, 1000)
-    cases, wanted, shapes = [], [], []
+    cases, expected, shapes = [], [], []
     symbols = {"d0": "s0", "n": "s1"}
     for n in lengths:
         x = rng.standard_normal((rows, n)).astype("float32")
         cases.append((problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32", symbols), [x]))
-        wanted.append(softmax(x.astype("float64")))
+        expected.append(softmax(x.astype("float64")))
         shapes.append(x.shape)
     first = built({"rows": rows_kernel(cases[0][0], cpu_named(target))}, target, tmp_path)["rows"]
-    for (_, arrays), want, shape in zip(cases, wanted, shapes, strict=True):
+    for (_, arrays), want, shape in zip(cases, expected, shapes, strict=True):
         out = poisoned(shape, "float32")
         first(*map(runtime.tensor, arrays), out)
         np.testing.assert_allclose(out.numpy(), want, rtol=1e-6, atol=1e-7)
@@ -102,16 +102,16 @@ def test_symbolic_rows_and_columns(target, rows, tmp_path):
 def test_reductions_of_every_kind(target, tmp_path):
     rng = fresh_rng()
     kinds = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min, "prod": np.prod}
-    cases, wanted = [], []
+    cases, expected = [], []
     for kind, function in kinds.items():
         for n in (1, 16, 61, 300):
             for dtype in ("float32", "float64"):
                 x = rng.uniform(0.9, 1.1, (5, n)).astype(dtype)
                 text = f"r0 = {kind}(x0); r0"
                 cases.append((problem(text, [x], [("d0", "n")], (5, 1), ("d0", "1"), dtype), [x]))
-                wanted.append(function(x.astype("float64"), -1, keepdims=True))
-    for found, want in zip(run_all(cases, target, tmp_path), wanted, strict=True):
-        np.testing.assert_allclose(found, want, rtol=1e-4 if found.dtype == "float32" else 1e-12)
+                expected.append(function(x.astype("float64"), -1, keepdims=True))
+    for actual, want in zip(run_all(cases, target, tmp_path), expected, strict=True):
+        np.testing.assert_allclose(actual, want, rtol=1e-4 if actual.dtype == "float32" else 1e-12)
 
 
 @pytest.mark.parametrize("target", NAMES)
@@ -128,10 +128,10 @@ def test_rows_of_infinities_and_nan(target, tmp_path):
     one_value = [f"r0 = {kind}(x0); r0" for kind in ("max", "min", "sum")]
     cases = [(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x])]
     cases += [(problem(text, [x], [("d0", "n")], (7, 1), ("d0", "1"), "float32"), [x]) for text in one_value]
-    found, greatest, least, total = run_all(cases, target, tmp_path)
+    actual, greatest, least, total = run_all(cases, target, tmp_path)
     with np.errstate(invalid="ignore", over="ignore"):
-        np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=1e-6, atol=1e-37)
-        assert (found[0, 3:] == 0).all()
+        np.testing.assert_allclose(actual, softmax(x.astype("float64")), rtol=1e-6, atol=1e-37)
+        assert (actual[0, 3:] == 0).all()
         np.testing.assert_array_equal(greatest, x.max(-1, keepdims=True))
         np.testing.assert_array_equal(least, x.min(-1, keepdims=True))
         np.testing.assert_array_equal(np.isnan(total), np.isnan(x.sum(-1, keepdims=True)))
@@ -154,9 +154,9 @@ def test_operands_that_broadcast(target, tmp_path):
     arrays = [x, mask, bias, scale, keep, number]
     full = ("d0", "d1", "d2", "n")
     maps = [full, ("d0", "1", "1", "n"), ("d2", "n"), ("d0", "d1", "d2", "1"), ("d1", "1", "n"), ()]
-    (found,) = run_all([(problem(text, arrays, maps, x.shape, full, "float32"), arrays)], target, tmp_path)
+    (actual,) = run_all([(problem(text, arrays, maps, x.shape, full, "float32"), arrays)], target, tmp_path)
     scores = np.where(keep, x.astype("float64") * scale * number + mask + bias, -np.inf)
-    np.testing.assert_allclose(found, softmax(scores), rtol=3e-6, atol=1e-6)
+    np.testing.assert_allclose(actual, softmax(scores), rtol=3e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("target", VECTOR_NAMES)
@@ -164,27 +164,27 @@ def test_operands_that_broadcast(target, tmp_path):
 def test_half_precision_is_computed_in_single(target, dtype, tmp_path):
     rng = fresh_rng()
     element = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16
-    cases, wanted = [], []
+    cases, expected = [], []
     for n in (5, 32, 131):
         x = (rng.standard_normal((4, n)) * 3).astype(element)
         scale, shift = rng.standard_normal((2, n)).astype(element)
         maps = [("d0", "n"), ("n",), ("n",)]
         cases.append((problem(SOFTMAX, [x], maps[:1], x.shape, maps[0], dtype), [x]))
-        wanted.append(softmax(x.astype("float64")))
+        expected.append(softmax(x.astype("float64")))
         cases.append((problem(NORM, [x, scale, shift], maps, x.shape, maps[0], dtype), [x, scale, shift]))
-        wanted.append(norm(*(a.astype("float64") for a in (x, scale, shift))))
+        expected.append(norm(*(a.astype("float64") for a in (x, scale, shift))))
     ulp = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
-    for found, want in zip(run_all(cases, target, tmp_path), wanted, strict=True):
-        np.testing.assert_allclose(found.astype("float64"), want, rtol=1.1 * ulp, atol=1e-6)
+    for actual, want in zip(run_all(cases, target, tmp_path), expected, strict=True):
+        np.testing.assert_allclose(actual.astype("float64"), want, rtol=1.1 * ulp, atol=1e-6)
 
 
 @pytest.mark.parametrize("target", VECTOR_NAMES)
 def test_the_exponential_of_a_softmax_is_exact_to_two_ulps(target, tmp_path):
     x = np.concatenate([[0.0], -np.geomspace(1e-6, 86.9, 4000)]).astype("float32")
     text = "r0 = max(x0); exp(subtract(x0, r0))"
-    (found,) = run_all([(problem(text, [x], [("n",)], x.shape, ("n",), "float32"), [x])], target, tmp_path)
+    (actual,) = run_all([(problem(text, [x], [("n",)], x.shape, ("n",), "float32"), [x])], target, tmp_path)
     want = np.exp(x.astype("float64"))
-    assert (np.abs(found - want) / np.spacing(want.astype("float32"))).max() <= 2.0
+    assert (np.abs(actual - want) / np.spacing(want.astype("float32"))).max() <= 2.0
 
 
 @pytest.mark.skipif("avx512" not in NAMES, reason="needs AVX-512")
@@ -253,5 +253,5 @@ def test_random_programs(data, tmp_path_factory):
         values[f"r{number}"] = np.broadcast_to(reduced, (rows, n))
     want = result(values) + values["x0"] + values["x1"] + values["x2"]
     case = problem(program, arrays, [("d0", "n"), ("n",), ("d0", "1")], (rows, n), ("d0", "n"), "float32")
-    (found,) = run_all([(case, arrays)], VECTOR_NAMES[0], tmp_path_factory.mktemp("rows"))
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    (actual,) = run_all([(case, arrays)], VECTOR_NAMES[0], tmp_path_factory.mktemp("rows"))
+    np.testing.assert_allclose(actual, want, rtol=1e-4, atol=1e-4)

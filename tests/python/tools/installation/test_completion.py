@@ -40,7 +40,7 @@ def test_a_script_asks_the_program(shell: str, invoke: Invoke, monkeypatch: pyte
 def test_the_shell_can_read_its_script(shell: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     program = shutil.which(shell)
     if program is None:
-        pytest.skip(f"there is no {shell}")
+        pytest.skip(f"{shell} is not installed")
     script = tmp_path / "script"
     script.write_text(script_of(invoke, shell, monkeypatch))
     read = subprocess.run([program, "-n", str(script)], capture_output=True, text=True)
@@ -54,11 +54,11 @@ def test_other_shells_are_refused(invoke: Invoke):
 
 
 def completed(words: list[str], incomplete: str) -> list[str]:
-    """What is offered for an incomplete word after others."""
-    made = get_completion_class("bash")
-    assert made is not None
-    found = made(cli, {}, PROGRAM, "_RELAX_HETERO_COMPLETE").get_completions(words, incomplete)
-    return [item.value for item in found]
+    """Completions of an incomplete word after others."""
+    completion_class = get_completion_class("bash")
+    assert completion_class is not None
+    items = completion_class(cli, {}, PROGRAM, "_RELAX_HETERO_COMPLETE").get_completions(words, incomplete)
+    return [item.value for item in items]
 
 
 def test_commands_are_completed():
@@ -86,12 +86,12 @@ def test_sections_are_completed():
 
 
 def test_the_program_answers_a_shell():
-    """As the script of bash asks: words by COMP_WORDS, the place of the incomplete one by COMP_CWORD."""
-    asked = {"_RELAX_HETERO_COMPLETE": "bash_complete", "COMP_WORDS": "relax-hetero doc", "COMP_CWORD": "1"}
+    """Request of the bash script: words in COMP_WORDS, the index of the incomplete one in COMP_CWORD."""
+    variables = {"_RELAX_HETERO_COMPLETE": "bash_complete", "COMP_WORDS": "relax-hetero doc", "COMP_CWORD": "1"}
     package = str(Path(relax_hetero.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-m", "relax_hetero"],
-        env={**os.environ, **asked, "PYTHONPATH": package},
+        env={**os.environ, **variables, "PYTHONPATH": package},
         capture_output=True,
         text=True,
     )

@@ -35,8 +35,8 @@ LINES: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An installation with all that it needs, no GPU, and a process that tries its devices and finds them well."""
-    wanted = ["apache-tvm==0.27.0", "numpy>=1.26,<3", 'tokenizers>=0.20,<1; extra == "llm"']
-    monkeypatch.setattr(metadata, "requires", lambda _: wanted)
+    requirements = ["apache-tvm==0.27.0", "numpy>=1.26,<3", 'tokenizers>=0.20,<1; extra == "llm"']
+    monkeypatch.setattr(metadata, "requires", lambda _: requirements)
     monkeypatch.setattr(metadata, "metadata", lambda _: {"Requires-Python": ">=3.10"})
     install(monkeypatch)
     monkeypatch.setattr(doctor, "gpus_of_system", lambda: 0)
@@ -50,10 +50,10 @@ def install(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
     there |= {name.replace("_", "-"): version for name, version in changes.items()}
 
     def version(name: str) -> str:
-        found = there.get(name)
-        if found is None:
+        installed = there.get(name)
+        if installed is None:
             raise metadata.PackageNotFoundError(name)
-        return found
+        return installed
 
     monkeypatch.setattr(metadata, "version", version)
 
@@ -70,15 +70,15 @@ def diagnosed(invoke: Invoke) -> tuple[int, dict[str, Finding]]:
     """The exit code, and findings by name."""
     result = invoke("doctor", "--json")
     report = parsed(result)
-    found = [Finding(**finding) for finding in report["findings"]]
+    findings = [Finding(**finding) for finding in report["findings"]]
     assert report["ok"] == (result.exit_code == 0)
-    return result.exit_code, {finding.name: finding for finding in found}
+    return result.exit_code, {finding.name: finding for finding in findings}
 
 
 def test_all_is_well(invoke: Invoke):
-    status, found = diagnosed(invoke)
+    status, findings = diagnosed(invoke)
     assert status == 0
-    assert {name: finding.state for name, finding in found.items()} == {
+    assert {name: finding.state for name, finding in findings.items()} == {
         "Python": "ok",
         "apache-tvm": "ok",
         "numpy": "ok",
@@ -109,9 +109,9 @@ def test_the_self_test_can_be_left_out(invoke: Invoke):
 
 def test_a_missing_package(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     install(monkeypatch, numpy=None)
-    status, found = diagnosed(invoke)
-    assert (status, found["numpy"].state) == (1, "error")
-    assert found["numpy"].about.startswith("missing, expected")
+    status, findings = diagnosed(invoke)
+    assert (status, findings["numpy"].state) == (1, "error")
+    assert findings["numpy"].about.startswith("missing, expected")
     shown = invoke("doctor")
     assert shown.exit_code == 1
     assert "To mend:\n  numpy: pip install 'numpy" in shown.stdout
@@ -120,23 +120,23 @@ def test_a_missing_package(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_wrong_version(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     install(monkeypatch, apache_tvm="0.28.0")
-    status, found = diagnosed(invoke)
+    status, findings = diagnosed(invoke)
     assert status == 1
-    assert found["apache-tvm"].about == "0.28.0, expected ==0.27.0"
-    assert found["apache-tvm"].fix == "pip install 'apache-tvm==0.27.0'"
+    assert findings["apache-tvm"].about == "0.28.0, expected ==0.27.0"
+    assert findings["apache-tvm"].fix == "pip install 'apache-tvm==0.27.0'"
 
 
 def test_a_wrong_python(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.9.18")
-    status, found = diagnosed(invoke)
-    assert (status, found["Python"].about) == (1, "3.9.18, expected >=3.10")
+    status, findings = diagnosed(invoke)
+    assert (status, findings["Python"].about) == (1, "3.9.18, expected >=3.10")
 
 
 @pytest.mark.parametrize("version, state", [(None, "absent"), ("9.0", "warning")])
 def test_an_extra_is_not_needed(version: str | None, state: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     install(monkeypatch, tokenizers=version)
-    status, found = diagnosed(invoke)
-    assert (status, found["llm"].state, found["llm"].fix) == (0, state, "pip install 'relax-hetero[llm]'")
+    status, findings = diagnosed(invoke)
+    assert (status, findings["llm"].state, findings["llm"].fix) == (0, state, "pip install 'relax-hetero[llm]'")
 
 
 def test_a_source_tree_that_pip_did_not_install(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
@@ -144,23 +144,23 @@ def test_a_source_tree_that_pip_did_not_install(invoke: Invoke, monkeypatch: pyt
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", requires)
-    status, found = diagnosed(invoke)
-    assert (status, found["relax-hetero"].state) == (0, "warning")
+    status, findings = diagnosed(invoke)
+    assert (status, findings["relax-hetero"].state) == (0, "warning")
 
 
 def test_no_compiler(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     lines = [line if "compiler" not in line else {"compiler": {"ok": False, "about": "no c++"}} for line in LINES]
     tries(monkeypatch, lines)
-    status, found = diagnosed(invoke)
-    assert (status, found["C compiler"].state, found["C compiler"].about) == (0, "warning", "no c++")
-    assert "apt install g++" in found["C compiler"].fix
+    status, findings = diagnosed(invoke)
+    assert (status, findings["C compiler"].state, findings["C compiler"].about) == (0, "warning", "no c++")
+    assert "apt install g++" in findings["C compiler"].fix
 
 
 def test_a_gpu_that_tvm_cannot_use(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "gpus_of_system", lambda: 1)
-    status, found = diagnosed(invoke)
-    assert (status, found["GPUs"].state) == (1, "error")
-    assert "relax-hetero[cuda]" in found["GPUs"].fix
+    status, findings = diagnosed(invoke)
+    assert (status, findings["GPUs"].state) == (1, "error")
+    assert "relax-hetero[cuda]" in findings["GPUs"].fix
 
 
 def test_wrong_numbers(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
@@ -182,7 +182,7 @@ def test_wrong_numbers(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 def test_a_process_that_fails(
     lines: int, last: str, name: str, about: str, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ):
-    """What it said before is not lost."""
+    """Its output before the failure is not lost."""
     tries(monkeypatch, LINES[:lines], last)
     result = invoke("doctor", "--json")
     report = parsed(result)
@@ -194,29 +194,29 @@ def test_a_process_that_fails(
 
 def test_a_process_that_hangs(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     def run(command: list[str], **_: object) -> None:
-        said = "\n".join(map(json.dumps, LINES[:5])).encode()
-        raise subprocess.TimeoutExpired(command, 120, output=said)
+        output = "\n".join(map(json.dumps, LINES[:5])).encode()
+        raise subprocess.TimeoutExpired(command, 120, output=output)
 
     monkeypatch.setattr(doctor.subprocess, "run", run)
-    status, found = diagnosed(invoke)
-    assert (status, found["C compiler"].state) == (1, "ok")
-    assert found["llvm:0"].section == "self-test"
-    assert (found["llvm:0"].state, found["llvm:0"].about) == ("error", "no end within 120 s")
+    status, findings = diagnosed(invoke)
+    assert (status, findings["C compiler"].state) == (1, "ok")
+    assert findings["llvm:0"].section == "self-test"
+    assert (findings["llvm:0"].state, findings["llvm:0"].about) == ("error", "no end within 120 s")
 
 
 def test_a_process_that_does_not_start():
-    found, devices = doctor.probe_findings(["/no/such/program"])
-    assert (devices, [finding.state for finding in found]) == ([], ["error"])
-    assert "cannot be started" in found[0].about
+    findings, devices = doctor.probe_findings(["/no/such/program"])
+    assert (devices, [finding.state for finding in findings]) == ([], ["error"])
+    assert "cannot be started" in findings[0].about
 
 
 def test_a_cache_that_others_may_write_to(invoke: Invoke, tmp_path: Path):
     folder = tmp_path / "cache" / "executables"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    status, found = diagnosed(invoke)
-    assert (status, found["compile cache"].state) == (0, "warning")
-    assert found["compile cache"].fix.startswith(f"chmod go-w '{folder}'")
+    status, findings = diagnosed(invoke)
+    assert (status, findings["compile cache"].state) == (0, "warning")
+    assert findings["compile cache"].fix.startswith(f"chmod go-w '{folder}'")
 
 
 def test_no_cache(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
@@ -224,7 +224,7 @@ def test_no_cache(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     assert diagnosed(invoke)[1]["compile cache"].state == "absent"
 
 
-def test_a_size_of_the_cache_that_is_none(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
+def test_a_malformed_size_of_the_cache_is_reported(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", "much")
     assert diagnosed(invoke)[1]["compile cache"].state == "warning"
 
@@ -243,6 +243,6 @@ def test_the_version_names_what_a_report_needs(invoke: Invoke):
 def test_this_installation_works(monkeypatch: pytest.MonkeyPatch):
     """The process as it is: TVM is imported, and a model runs on each device."""
     monkeypatch.undo()
-    found, devices = doctor.probe_findings()
+    findings, devices = doctor.probe_findings()
     assert devices[0]["name"].startswith("llvm")
-    assert [finding for finding in found if finding.state == "error"] == []
+    assert [finding for finding in findings if finding.state == "error"] == []

@@ -1,4 +1,4 @@
-"""BindTargets: kernels carry the target of the device that calls them."""
+"""BindTargets: kernels have the target of the device that calls them."""
 
 import pytest
 import tvm

@@ -1,4 +1,4 @@
-"""Extents of one size in one form."""
+"""Canonical extents: equal sizes have the same form."""
 
 import tvm
 from tvm.script import ir as I
@@ -53,7 +53,7 @@ def test_types_and_kernels():
 
 
 def test_a_sum_of_a_number_and_a_size_is_fused():
-    """FuseTIR takes ``3 + n`` of the type that Relax infers for another size than ``n + 3`` of the kernels."""
+    """FuseTIR takes ``3 + n``, as Relax infers it, and ``n + 3``, as kernels have it, for different sizes."""
 
     @ir_module()
     def Mod(

@@ -1,4 +1,4 @@
-"""CheckValues: which operands are checked, by which kernel, and what is known at compile time."""
+"""CheckValues: checked operands, the kernels that check them, and checks at compile time."""
 
 import numpy as np
 import pytest
@@ -101,12 +101,12 @@ def module_of(vdevice, index, data_rows=10, op=None):
     ty = relax.TensorType((len(index),), "int64", device)
     constant = tvm.ir.GenericConst(tvm.runtime.tensor(np.array(index, "int64")), ty)
     call = relax.op.take(x, constant, 0, "fast") if op is None else op(a, constant)
-    made = relax.TensorType((len(index), 4), "float32", device) if op is None else ty
-    relax.expr._update_type(call, made)
-    y = relax.Var("y", made)
+    kind = relax.TensorType((len(index), 4), "float32", device) if op is None else ty
+    relax.expr._update_type(call, kind)
+    y = relax.Var("y", kind)
     body = relax.SeqExpr([relax.BindingBlock([relax.VarBinding(y, call)])], y)
-    relax.expr._update_type(body, made)
-    func = relax.Function([x, a], body, made)
+    relax.expr._update_type(body, kind)
+    func = relax.Function([x, a], body, kind)
     return tvm.IRModule({"main": func.with_attr("global_symbol", "main")}, global_infos={"vdevice": [device]})
 
 
@@ -138,8 +138,8 @@ def OnGpu(x: R.Tensor((10, 4), "float32", "cuda:0"), index: R.Tensor((3,), "int6
 
 def test_on_a_gpu_negative_indices_are_counted_from_the_front():
     after = CheckValues()(OnGpu)
-    counted, taken = after["main"].body.blocks[0].bindings
-    assert counted.value.args[0].name_hint == "from_front" and taken.value.args[1].same_as(counted.var)
+    counted, gathered = after["main"].body.blocks[0].bindings
+    assert counted.value.args[0].name_hint == "from_front" and gathered.value.args[1].same_as(counted.var)
     assert remarks_of(after).checks is None
     assert CheckValues()(after).same_as(after)
 
@@ -180,13 +180,13 @@ def test_strict_checks_of_a_gpu_report_to_its_record():
 
 def test_checks_of_a_gpu_share_one_record():
     both = CheckValues()(module_of(CUDA, [0]).with_attr(STRICT, True))
-    assert remarks_of(both).checks is None  # what is known needs none
+    assert remarks_of(both).checks is None  # a known index needs none
     device = relax.VDevice(CUDA)
     x, i = (relax.Var(name, relax.TensorType((4,), "int64", device)) for name in "xi")
     builder = relax.BlockBuilder()
     with builder.function("main", [x, i]):
-        taken = builder.emit(relax.op.take(x, i, 0, "fast"))
-        builder.emit_func_output(builder.emit(relax.op.mod(taken, i)))
+        gathered = builder.emit(relax.op.take(x, i, 0, "fast"))
+        builder.emit_func_output(builder.emit(relax.op.mod(gathered, i)))
     mod = builder.get()
     mod.update_global_info("vdevice", [device])
     after = CheckValues()(mod.with_attr(STRICT, True))
@@ -208,7 +208,7 @@ def test_strict_checks_need_a_device_that_can_report():
         CheckValues()(mod.with_attr(STRICT, True))
 
 
-def test_checks_are_numbered_on_from_those_that_there_are():
+def test_numbers_of_checks_continue_after_existing_ones():
     first = CheckValues()(RecordRemarks()(Before))
     main = Before["main"].with_attr("global_symbol", "other")
     both = tvm.IRModule({**dict(first.functions.items()), tvm.ir.GlobalVar("other"): main}, attrs=first.attrs)

@@ -1,4 +1,4 @@
-"""ClampIndices: whatever numbers a kernel reads, it touches its own tensors only, and ends no process."""
+"""ClampIndices: with any indices and divisors, a kernel touches its own tensors only, and never ends the process."""
 
 import numpy as np
 import pytest
@@ -74,7 +74,7 @@ class Trusted:
             y[i] = x[T.max(T.min(index[i], 9), 0)] / x[i]
 
 
-def test_what_is_proved_inside_is_left_alone():
+def test_proven_indices_are_left_alone():
     assert ClampIndices()(Trusted).same_as(Trusted)
 
 
@@ -158,9 +158,9 @@ def test_integer_division_by_anything(dtype):
         builder.emit_func_output(relax.Tuple(results))
     legal = ClampIndices()(relax.transform.LegalizeOps()(builder.get()))
     machine = relax.VirtualMachine(tvm.compile(legal, "llvm"), tvm.cpu())
-    found = machine["main"](tvm.runtime.tensor(a), tvm.runtime.tensor(b))
+    actual = machine["main"](tvm.runtime.tensor(a), tvm.runtime.tensor(b))
     bits = np.iinfo(dtype).bits
-    for name, result in zip(QUOTIENTS, found, strict=True):
+    for name, result in zip(QUOTIENTS, actual, strict=True):
         exact = [0 if y == 0 else QUOTIENTS[name](x, y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
         wrapped = np.array([value % 2**bits for value in exact], f"uint{bits}").view(dtype)
         np.testing.assert_array_equal(result.numpy(), wrapped, err_msg=name)
@@ -168,7 +168,7 @@ def test_integer_division_by_anything(dtype):
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_shifts_by_anything(dtype):
-    """All is shifted out by the width or more, and by a negative number; of negative numbers the sign stays."""
+    """Shifts by the width or more, and by a negative number, leave 0, or the sign of a negative number."""
     a, b = extreme_pairs(dtype, fresh_rng())
     builder = relax.BlockBuilder()
     x, y = (relax.Var(name, relax.TensorType((len(a),), dtype)) for name in "xy")

@@ -27,13 +27,13 @@ def test_as_numpy(name, keepdims, dtype):
     array = np.random.default_rng(2).integers(-3, 4, (3, 4, 5)).astype(dtype)  # with equal ones among them
     if dtype == "float32":
         array[0, :, 1], array[1, :, 2], array[2, :, 3] = -np.inf, np.inf, (np.inf, -np.inf, 0.0, np.inf)
-    wanted = getattr(np, name)(array, axis=1, keepdims=keepdims)
-    np.testing.assert_array_equal(run(name, array, 1, keepdims), wanted)
+    expected = getattr(np, name)(array, axis=1, keepdims=keepdims)
+    np.testing.assert_array_equal(run(name, array, 1, keepdims), expected)
 
 
 @pytest.mark.parametrize("axis", [None, [0, 2], [-1]])
 def test_over_several_axes(axis):
     array = np.full((2, 3, 4), -np.inf, "float32")
     array[1, 2, 3] = 1.5
-    wanted = array.max(axis=None if axis is None else tuple(axis))
-    np.testing.assert_array_equal(run("max", array, axis, False), wanted)
+    expected = array.max(axis=None if axis is None else tuple(axis))
+    np.testing.assert_array_equal(run("max", array, axis, False), expected)

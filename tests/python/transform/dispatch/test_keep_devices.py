@@ -1,4 +1,4 @@
-"""What stock passes lose of a placed module is written back, and the placement rules find nothing left to do."""
+"""Devices that stock passes lose are written back, and the placement rules find nothing left to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
 def test_results_are_where_their_operands_are():
-    """As LegalizeOps leaves a tuple op: neither its results nor their readers name a device."""
+    """A tuple op as LegalizeOps leaves it: neither its results nor their readers name a device."""
 
     @ir_module(V4, (V2, 1))
     def Before(x: R.Tensor((4,), "float32", "llvm:1")) -> R.Tensor((4,), "float32", "llvm:1"):
@@ -76,7 +76,7 @@ def test_a_constant_lives_where_it_is_read():
 
 
 def test_variables_keep_the_devices_they_had():
-    """A variable that is known by name keeps its type, whatever its operands say."""
+    """A variable that is known by name keeps its type, whatever devices its operands have."""
 
     @ir_module(V4, (V2, 1))
     def Mod(shape: R.Shape(["n"])) -> R.Tensor(("n",), "float32"):

@@ -21,7 +21,7 @@ V2 = {"kind": "llvm", "mcpu": "x86-64-v2"}
 
 
 def devices_of(mod):
-    """Of each binding of main: the devices of its tensors."""
+    """Devices of the tensors of each binding of main."""
     vdevices = vdevices_of(mod)
     return {
         binding.var.name: {device_name(tensor.vdevice, vdevices) for tensor in tensor_types(binding.var.ty)}
@@ -186,7 +186,7 @@ def test_ops_before_the_one_that_fails_are_not_blamed():
 
 
 def test_kernels_of_several_stages_and_one_symbolic_size_on_cpus_of_two_targets():
-    """ConvertSSA, which LegalizeOps runs behind its copies, would leave uses of the buffer between them undefined."""
+    """ConvertSSA, which LegalizeOps runs after its copies, would leave uses of the buffer between them undefined."""
 
     @ir_module(V4, (V2, 1))
     def Mod(

@@ -1,20 +1,20 @@
-"""Sizes that are found in a branch: their ``match_cast`` stands apart from dataflow blocks."""
+"""Sizes that are known in a branch only: their ``match_cast`` stands outside of dataflow blocks."""
 
 import tvm
 from tvm import relax, tirx
 
-from relax_hetero.transform.dispatch.canonical_extents import with_matches_apart
+from relax_hetero.transform.dispatch.canonical_extents import isolate_match_casts
 
 
 def _module(is_nested):
     n, m = tirx.Var("n", "int64"), tirx.Var("m", "int64")
     flag, x = relax.Var("c", relax.TensorType((), "bool")), relax.Var("x", relax.TensorType((n,), "float32"))
-    found = relax.TensorType((m,), "float32")
+    ty = relax.TensorType((m,), "float32")
     first = relax.DataflowVar("first", relax.TensorType((n,), "float32"))
-    rows, last = relax.DataflowVar("rows", found), relax.Var("last", found)
+    rows, last = relax.DataflowVar("rows", ty), relax.Var("last", ty)
     bindings = [
         relax.VarBinding(first, relax.op.exp(x)),
-        relax.MatchCast(rows, first, found),
+        relax.MatchCast(rows, first, ty),
         relax.VarBinding(last, relax.op.add(rows, rows)),
     ]
     body = relax.SeqExpr([relax.DataflowBlock(bindings)], last)
@@ -27,7 +27,7 @@ def _module(is_nested):
 
 
 def test_a_match_of_a_branch_stands_between_dataflow_blocks():
-    branch = with_matches_apart(_module(is_nested=True))["main"].body.blocks[0].bindings[0].value.true_branch
+    branch = isolate_match_casts(_module(is_nested=True))["main"].body.blocks[0].bindings[0].value.true_branch
     kinds = [isinstance(block, relax.DataflowBlock) for block in branch.blocks]
     assert kinds == [True, False, True]
     assert isinstance(branch.blocks[1].bindings[0], relax.MatchCast)
@@ -37,4 +37,4 @@ def test_a_match_of_a_branch_stands_between_dataflow_blocks():
 
 def test_matches_of_a_function_itself_stay():
     mod = _module(is_nested=False)
-    assert with_matches_apart(mod) is mod
+    assert isolate_match_casts(mod) is mod

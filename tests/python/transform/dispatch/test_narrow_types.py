@@ -28,8 +28,8 @@ def module(emit, dtype, count=2, shape=(16, 16)):
     params = [relax.Var(f"x{index}", relax.TensorType(shape, dtype)) for index in range(count)]
     with builder.function("main", params):
         with builder.dataflow():
-            found = builder.emit_output(relax.Tuple([builder.emit(each) for each in emit(*params)]))
-        builder.emit_func_output(found)
+            result = builder.emit_output(relax.Tuple([builder.emit(each) for each in emit(*params)]))
+        builder.emit_func_output(result)
     return builder.get()
 
 
@@ -44,10 +44,10 @@ def codes(dtype):
     return array, np.roll(array, 37).T.copy()
 
 
-def same(found, wanted):
+def same(actual, expected):
     """Equal, signs of zeros aside; any NaN is like another."""
-    np.testing.assert_array_equal(found.astype("float32"), wanted.astype("float32"))
-    assert found.dtype == wanted.dtype
+    np.testing.assert_array_equal(actual.astype("float32"), expected.astype("float32"))
+    assert actual.dtype == expected.dtype
 
 
 @pytest.mark.parametrize("dtype", slow_but_for(TYPES, ["float8_e4m3fn"]))
@@ -57,9 +57,9 @@ def test_arithmetic_is_that_of_float32_rounded(dtype):
         return [*ops, relax.op.negative(a), relax.op.nn.relu(a)]
 
     a, b = codes(dtype)
-    *found, negative, relu = results(module(emit, dtype), a, b)
+    *actual, negative, relu = results(module(emit, dtype), a, b)
     with np.errstate(all="ignore"):
-        for result, compute in zip(found, COMPUTED.values(), strict=True):
+        for result, compute in zip(actual, COMPUTED.values(), strict=True):
             same(result, compute(a, b))
         same(negative, -a)
         same(relu, np.where(a < 0, np.zeros_like(a), a))
@@ -75,10 +75,10 @@ def test_moves_keep_each_code_and_casts_its_number(dtype):
         return [*moved, relax.TupleGetItem(halves, 1), relax.op.astype(a, "float32"), relax.op.astype(a, "float16")]
 
     a, b = codes(dtype)
-    *found, single, half = results(module(emit, dtype), a, b)
+    *actual, single, half = results(module(emit, dtype), a, b)
     x, y = a.view("uint8"), b.view("uint8")
-    wanted = [x.T, np.concatenate([x, y], 1), np.where(BITS, x, y), x[[3, 1]], x[1:9], np.tile(x, (2, 1)), x[:, 8:]]
-    for result, moved in zip(found, wanted, strict=True):
+    expected = [x.T, np.concatenate([x, y], 1), np.where(BITS, x, y), x[[3, 1]], x[1:9], np.tile(x, (2, 1)), x[:, 8:]]
+    for result, moved in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(result.view("uint8"), moved)
     with np.errstate(all="ignore"):
         same(single, a.astype("float32"))
@@ -89,9 +89,9 @@ def test_moves_keep_each_code_and_casts_its_number(dtype):
 def test_casts_round(dtype):
     numbers = np.random.default_rng(0).normal(0, 100, (16, 16)).astype("float32")
     numbers[0, :6] = np.inf, -np.inf, np.nan, 1e30, 1e-30, 0
-    found = results(module(lambda x: [relax.op.astype(x, dtype)], "float32", 1), numbers)[0]
+    actual = results(module(lambda x: [relax.op.astype(x, dtype)], "float32", 1), numbers)[0]
     with np.errstate(all="ignore"):
-        same(found, numbers.astype(getattr(ml_dtypes, dtype)))
+        same(actual, numbers.astype(getattr(ml_dtypes, dtype)))
 
 
 @pytest.mark.parametrize(

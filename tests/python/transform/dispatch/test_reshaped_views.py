@@ -103,7 +103,7 @@ def test_a_kernel_that_reshapes_is_a_view_unless_two_tensors_would_leave_the_blo
     assert_structural_equal(with_views(Expected), Expected)
 
 
-def test_a_slice_is_no_view():
+def test_a_slice_is_not_a_view():
     """Its elements stand at the places that a reshape gives them, but it has fewer."""
 
     @ir_module(CUDA)
@@ -140,15 +140,15 @@ def _model(device: str):
     return Model
 
 
-def test_a_reshape_of_a_reshape_reads_what_that_reads_within_its_block():
-    found = {
+def test_a_reshape_of_a_reshape_reads_the_source_within_its_block():
+    values = {
         b.var.name: b.value
         for _, f in relax_functions(with_merged_reshapes(_model("cuda:0")))
         for b in walk_bindings(f)
     }
-    assert found["b"].args[0].name == "negative"
-    assert found["f"].args[0].name == "b", "the variable that this one shows exists in the block alone"
-    assert found["g"].args[0].name == "b"
+    assert values["b"].args[0].name == "negative"
+    assert values["f"].args[0].name == "b", "the variable that this one shows exists in the block alone"
+    assert values["g"].args[0].name == "b"
 
 
 def test_on_cpus_nothing_changes():
@@ -166,7 +166,7 @@ def test_numbers_of_a_model_with_views():
     np.testing.assert_array_equal(g, -x.reshape(8, 3))
 
 
-def test_a_slice_of_the_first_elements_is_no_view():
+def test_a_slice_of_the_first_elements_is_not_a_view():
     builder, device = relax.BlockBuilder(), rh.VDevice({"kind": "cuda", "arch": "sm_90a"})
     x = relax.Var("x", relax.TensorType((1, 16, 16), "float32", device))
     with builder.function("main", [x]):

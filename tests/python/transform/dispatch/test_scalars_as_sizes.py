@@ -25,5 +25,5 @@ def test_a_mask_over_past_and_new_positions():
             z = Add(row, starts)
         }""")
     machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
-    found = machine["main"](np.zeros((2, 3), "float32"), np.zeros(2, "float32"), np.zeros((2, 5), "int64"))
-    np.testing.assert_array_equal(found.numpy(), np.arange(5) + 5 * np.arange(2)[:, None])
+    actual = machine["main"](np.zeros((2, 3), "float32"), np.zeros(2, "float32"), np.zeros((2, 5), "int64"))
+    np.testing.assert_array_equal(actual.numpy(), np.arange(5) + 5 * np.arange(2)[:, None])

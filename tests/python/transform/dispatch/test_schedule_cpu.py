@@ -33,9 +33,9 @@ NEWER = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2}
 
 
 def loops(func: tirx.PrimFunc, kind: tirx.ForKind) -> list[tirx.For]:
-    found: list[tirx.For] = []
-    structural_walk(func.body, (tirx.For, found.append))
-    return [loop for loop in found if loop.kind == kind]
+    nodes: list[tirx.For] = []
+    structural_walk(func.body, (tirx.For, nodes.append))
+    return [loop for loop in nodes if loop.kind == kind]
 
 
 def scheduled(build: Build, operands: Operands, target: str = WIDEST) -> tirx.PrimFunc:
@@ -138,9 +138,9 @@ def test_padding_leaves_no_condition_inside_of_the_image(name: str):
     inner = [loop for loop in loops(func, tirx.ForKind.SERIAL) if isinstance(loop.extent, tirx.IntImm)]
     free = []
     for loop in inner:
-        found: list[tirx.Stmt] = []
-        structural_walk(loop.body, [(tirx.IfThenElse, found.append), (tvm.ir.Call, found.append)])
-        free.append(not found)
+        conditions: list[tirx.Stmt] = []
+        structural_walk(loop.body, [(tirx.IfThenElse, conditions.append), (tvm.ir.Call, conditions.append)])
+        free.append(not conditions)
     assert any(free)
 
 
@@ -183,7 +183,7 @@ def test_other_devices_and_forms_are_left_alone():
     assert kernels(schedule_cpu(for_c))[0].same_as(kernels(for_c)[0])
 
 
-def test_what_is_computed_in_place_is_left_alone():
+def test_kernels_in_place_are_left_alone():
     @I.ir_module
     class Module:
         @T.prim_func(private=True, s_tir=True)
@@ -205,12 +205,12 @@ def test_what_is_computed_in_place_is_left_alone():
 def test_equal_kernels_are_scheduled_once(monkeypatch: pytest.MonkeyPatch):
     import relax_hetero.transform.dispatch.schedule_cpu as module
 
-    seen: list[str] = []
+    calls: list[str] = []
     original = module.schedule
-    monkeypatch.setattr(module, "schedule", lambda func, machine: seen.append("") or original(func, machine))
+    monkeypatch.setattr(module, "schedule", lambda func, machine: calls.append("") or original(func, machine))
     (func,) = kernels(formed(op.exp, [f32(64)], WIDEST))
     module.schedule_cpu(tvm.IRModule({"one": func, "two": func}))
-    assert len(seen) == 1
+    assert len(calls) == 1
 
 
 def test_a_rule_that_fails_costs_no_model(monkeypatch: pytest.MonkeyPatch):

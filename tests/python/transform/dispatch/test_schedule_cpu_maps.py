@@ -16,8 +16,8 @@ pytestmark = pytest.mark.sampled(7)
 def shuffle(groups: int) -> Build:
     def build(x: relax.Var) -> relax.Expr:
         *outer, channels = [int(extent) for extent in x.ty.shape]
-        apart = op.reshape(x, (*outer, groups, channels // groups))
-        return op.reshape(op.permute_dims(apart, [*range(len(outer)), len(outer) + 1, len(outer)]), x.ty.shape)
+        split = op.reshape(x, (*outer, groups, channels // groups))
+        return op.reshape(op.permute_dims(split, [*range(len(outer)), len(outer) + 1, len(outer)]), x.ty.shape)
 
     return build
 

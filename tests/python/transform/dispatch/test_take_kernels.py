@@ -16,11 +16,11 @@ def test_as_numpy(axis, index, capfd):
     x = relax.Var("x", relax.TensorType((3, 4, 5), "float32"))
     with builder.function("main", [x]):
         with builder.dataflow():
-            taken = builder.emit(op.take(x, relax.const(index, "int64"), axis, "fast"))
-            output = builder.emit_output(taken)
+            gathered = builder.emit(op.take(x, relax.const(index, "int64"), axis, "fast"))
+            output = builder.emit_output(gathered)
         builder.emit_func_output(output)
     mod = relax.transform.LegalizeOps(take_legalizations())(builder.get())
     array = np.random.default_rng(0).standard_normal((3, 4, 5)).astype("float32")
-    found = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](tvm.runtime.tensor(array)).numpy()
-    np.testing.assert_array_equal(found, np.take(array, index, axis))
+    actual = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](tvm.runtime.tensor(array)).numpy()
+    np.testing.assert_array_equal(actual, np.take(array, index, axis))
     assert "in bound" not in capfd.readouterr().err

@@ -19,11 +19,11 @@ from tir.kernel_runs import VECTOR_NAMES, poisoned, same_bits, target_of
 from transform.dispatch.test_schedule_cpu_maps import CASES
 from transform.scheduled_ops import formed, inputs
 
-# What some kernels tie on AVX-512, by the numbers of their parameters.
+# Operands that some kernels tie on AVX-512, by the numbers of their parameters.
 EXPECTED = {
     "a row": [(0, 1)],
     "a chain": [(0, 2), (1, 2)],
-    "expensive and broadcast": [],  # rows of 40 elements are no whole vectors, so the last are computed twice
+    "expensive and broadcast": [],  # rows of 40 elements are not whole vectors, so the last are computed twice
     "integers": [(0, 2), (1, 2)],
     "cast": [],
     "concat of a row": [],
@@ -47,10 +47,10 @@ def test_results_over_their_operands(target, is_scheduled):
     functions, runs, tied = {}, [], {}
     for i, (name, (build, operands)) in enumerate(CASES.items()):
         mod = formed(build, operands, target)
-        found = only_call(schedule_cpu(mod) if is_scheduled else mod)
-        if found is None:
+        call = only_call(schedule_cpu(mod) if is_scheduled else mod)
+        if call is None:
             continue
-        kernel, order = found
+        kernel, order = call
         tied[name] = sorted(ties_of(kernel))
         if tied[name]:
             functions[f"apart{i}"] = kernel.with_attr("tirx.noalias", True)
@@ -113,5 +113,5 @@ def test_only_reads_at_the_place_of_the_store_are_tied():
                         C[vi, vj] = T.float32(0)
                     C[vi, vj] = C[vi, vj] + A[vi, vk]
 
-    found = {gv.name_hint: ties_of(func) for gv, func in annotate_ties(Before).functions.items()}
-    assert found == {"here_and_there": [(0, 3)], "twice": [], "two_results": [(0, 2)], "total": []}
+    ties = {gv.name_hint: ties_of(func) for gv, func in annotate_ties(Before).functions.items()}
+    assert ties == {"here_and_there": [(0, 3)], "twice": [], "two_results": [(0, 2)], "total": []}

@@ -27,9 +27,9 @@ def test_comparisons(target):
     builder = relax.BlockBuilder()
     a, b = relax.Var("a", relax.TensorType((5, 64), "bool")), relax.Var("b", relax.TensorType((3, 5, 1), "bool"))
     with builder.function("main", [a, b]):
-        found = [builder.emit(getattr(relax.op, name)(a, b)) for name in OPS]
-        fused = builder.emit(relax.op.where(relax.op.logical_not(found[0]), relax.op.minimum(found[2], a), b))
-        builder.emit_func_output(relax.Tuple([*found, fused]))
+        truths = [builder.emit(getattr(relax.op, name)(a, b)) for name in OPS]
+        fused = builder.emit(relax.op.where(relax.op.logical_not(truths[0]), relax.op.minimum(truths[2], a), b))
+        builder.emit_func_output(relax.Tuple([*truths, fused]))
     mod = rh.transform.UpdateVDevice(rh.VDevice(target))(builder.get())
     rng = np.random.default_rng(0)
     x, y = rng.random((5, 64)) < 0.5, rng.random((3, 5, 1)) < 0.5

@@ -1,4 +1,4 @@
-"""Kernels of users with 32-bit extents run alone and beside ops that TVM fuses with them."""
+"""Kernels of users with 32-bit extents run alone and among ops that TVM fuses."""
 
 import numpy as np
 import pytest
@@ -137,6 +137,6 @@ def test_extents_become_wide_and_arithmetic_stays():
                     v = T.axis.spatial(T.Cast("int32", n), i)
                     b[v] = a[v] * T.Cast("float32", k)
 
-    found = widen_extents(Narrow)
-    tvm.ir.assert_structural_equal(found["times"], Expected["times"])
-    assert widen_extents(found).same_as(found)
+    widened = widen_extents(Narrow)
+    tvm.ir.assert_structural_equal(widened["times"], Expected["times"])
+    assert widen_extents(widened).same_as(widened)

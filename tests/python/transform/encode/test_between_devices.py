@@ -44,8 +44,8 @@ def kernels(exe):
 
 def check(exe, devices, args, want):
     """The numbers, three times with the same machine, on the manifest's devices and on others."""
-    for given in (None, *devices):
-        vm = rh.vm.VirtualMachine(exe, given)
+    for binding in (None, *devices):
+        vm = rh.vm.VirtualMachine(exe, binding)
         for _ in range(2):
             np.testing.assert_allclose(vm["main"](*args).numpy(), want, rtol=1e-5, atol=1e-5)
 
@@ -78,9 +78,9 @@ def test_the_same_product_on_two_devices(shape):
     """Every device computes with its own layouts; the sum is one of encoded values."""
     m, k, n = shape
     exe = compiled(SameProduct)
-    (first, _), (second, _) = found = products(exe)
+    (first, _), (second, _) = entries = products(exe)
     assert (first, second) == ("c:0", "llvm:0")
-    assert found[0][1]["rhs"] != found[1][1]["rhs"] and found[0][1]["result"] != found[1][1]["result"]
+    assert entries[0][1]["rhs"] != entries[1][1]["rhs"] and entries[0][1]["result"] != entries[1][1]["result"]
     x, w = normal(m, k), normal(k, n)
     check(exe, OTHERS, (x, w), 2 * (x @ w))
 
@@ -133,10 +133,10 @@ def test_a_dispatch_whose_operands_come_from_three_devices():
     exe = compiled(ThreeSources)
     assert [device for device, _ in products(exe)] == ["c:0", "llvm:0", "llvm:1"]
     assert (1, "matmul", "add", "multiply") in kernels(exe)
-    others = ([tvm.cpu(0), tvm.cpu(0), tvm.cpu(0)], [tvm.cpu(2), tvm.cpu(0), tvm.cpu(1)])
+    placements = ([tvm.cpu(0), tvm.cpu(0), tvm.cpu(0)], [tvm.cpu(2), tvm.cpu(0), tvm.cpu(1)])
     for m in (1, 4, 19):
         x, w, r = normal(m, 6), normal(6, 9), normal(m, 9, seed=1)
-        check(exe, others, (x, w, r), 2 * (x @ w) * (x @ w) + r)
+        check(exe, placements, (x, w, r), 2 * (x @ w) * (x @ w) + r)
 
 
 @ir_module(V4, V3, "c")

@@ -97,7 +97,7 @@ def test_numbers(b, s):
     z = x @ w.T + bias
     single = half.astype("float32") @ half_w.astype("float32")
     split = x.reshape(b, s, 4, 5)
-    wanted = {
+    expected = {
         "linear": 0.5 * z * (1 + np.vectorize(math.erf)(z / 2**0.5)) + residual,
         "broadcast": x @ one,
         "single": single,
@@ -110,7 +110,7 @@ def test_numbers(b, s):
     }
     vm = rh.vm.VirtualMachine(rh.compile(Forms))
     results = vm["main"](x, w, bias, residual, one, half, half_w, v, q, k, i8, u8)
-    for (name, want), got in zip(wanted.items(), results, strict=True):
+    for (name, want), got in zip(expected.items(), results, strict=True):
         assert got.dtype == {"halves": "float16", "integers": "int32"}.get(name, "float32")
         tolerance = {"halves": 1e-2, "integers": 0}.get(name, 1e-4)
         np.testing.assert_allclose(got.numpy(), want, rtol=tolerance, atol=tolerance, err_msg=name)

@@ -1,4 +1,4 @@
-"""The casts of low precision around attention and behind products: which kernels take them in."""
+"""Low-precision casts around attention and after products: kernels that absorb them."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_attention_whose_result_stays_in_float32_is_declined():
             R.output(result)
         return result
 
-    with collect_fusions() as found:
+    with collect_fusions() as report:
         mod = placed(relax.transform.Normalize()(Before))
         assert FormAttention()(mod).same_as(mod)
-    assert [entry.reason for entry in found.missed] == [
+    assert [entry.reason for entry in report.missed] == [
         "operands of bfloat16 and a result of float32, expected one type"
     ]
 
@@ -105,9 +105,9 @@ def test_products_before_casts_become_one():
     with collect_fusions() as fusions:
         formed = FormAttention()(low)
     assert not fusions.missed
-    found = ops_of(formed["main"])
+    ops = ops_of(formed["main"])
     product = ["relax.matmul", "relax.add", "relax.astype"]
-    assert found == ["relax.astype", *product, ATTENTION, "relax.matmul"]
+    assert ops == ["relax.astype", *product, ATTENTION, "relax.matmul"]
     values = [binding.value for binding in walk_bindings(formed["main"])]
     assert [str(value.ty.dtype) for value in values[1:4]] == ["float32", "float32", "bfloat16"]
     assert [int(extent) for extent in values[3].ty.shape.values] == [1, 9, 96]
@@ -166,16 +166,16 @@ def stored(target) -> list[str]:
     mod = relax.transform.Normalize()(StoredNarrow)
     mod.update_global_info("vdevice", [rh.VDevice(target)])
     mod = PropagateEncodings()(rh.transform.SetEncoding()(rh.transform.RealizeVDevice()(mod)))
-    found = calls_of("relax.hetero.elementwise", mod["main"])
-    return [str(call.ty.dtype) for call in found]
+    calls = calls_of("relax.hetero.elementwise", mod["main"])
+    return [str(call.ty.dtype) for call in calls]
 
 
-def test_what_is_rounded_and_widened_again_is_stored_in_16_bits_on_gpus():
+def test_values_rounded_and_widened_are_stored_in_16_bits_on_gpus():
     assert stored({"kind": "cuda", "arch": "sm_90a"}) == ["float16", "float32"]
     assert stored(AVX512) == ["float32", "float32"]
 
 
-def test_numbers_of_what_is_stored_in_16_bits():
+def test_numbers_of_values_stored_in_16_bits():
     mod = relax.transform.Normalize()(StoredNarrow)
     mod.update_global_info("vdevice", [rh.VDevice({"kind": "cuda", "arch": "sm_90a"})])
     rng = fresh_rng()

@@ -214,7 +214,7 @@ def test_every_form_is_the_same_convolution(data, weight, attrs):
         ((1, 1, 9, 8, 4), (6, 4, 3, 3), {"data_layout": "NCHW4c"}, "found layouts ['NCHW4c', 'OIHW', 'NCHW4c']"),
     ],
 )
-def test_what_stays_a_stock_op(data, weight, attrs, reason):
+def test_convolutions_that_stay_stock_ops(data, weight, attrs, reason):
     mod = convolution(data, weight, **attrs)
     with collect_fusions() as report:
         assert set_encoding(mod) is mod
@@ -317,7 +317,7 @@ def test_the_report_names_convolutions():
 
 
 @given(st.data())
-def test_names_tell_what_is_unusual(data):
+def test_names_contain_unusual_attributes(data):
     strides = data.draw(st.lists(st.integers(1, 2), min_size=2, max_size=2))
     mod = SetEncoding()(convolution((1, 4, 9, 9), (4, 2, 3, 3), strides=strides, dilation=2, groups=2))
     with reference_resolver(NHWC, FOUR, NHWC):

@@ -1,4 +1,4 @@
-"""What a report says about encoded modules at several stages."""
+"""Reports on encoded modules at several stages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def Uncommon(
     return t
 
 
-def test_what_two_read_is_fused_into_neither_and_names_are_the_model_s():
+def test_values_with_two_readers_are_not_fused_and_keep_their_names():
     entries = describe_encodings(Uncommon).ops
     assert [(entry.variable, entry.op, entry.epilogue, entry.device) for entry in entries] == [
         ("y", "matmul", "", ""),

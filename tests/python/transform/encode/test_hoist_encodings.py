@@ -26,8 +26,8 @@ W = np.random.default_rng(1).standard_normal((3, 7)).astype("float32")
 
 @pytest.fixture(autouse=True)
 def toys():
-    with toy_resolvers() as found:
-        yield found
+    with toy_resolvers() as resolvers:
+        yield resolvers
 
 
 def bound(mod, **weights):
@@ -37,15 +37,15 @@ def bound(mod, **weights):
 
 def constants(mod):
     """Every tensor constant with its device, in order."""
-    found = []
+    pairs = []
     vdevices = vdevices_of(mod)
 
     def add(constant):
-        found.append((constant.value, device_name(constant.ty.vdevice, vdevices)))
+        pairs.append((constant.value, device_name(constant.ty.vdevice, vdevices)))
 
     for gv in sorted(mod.functions, key=lambda gv: gv.name_hint):
         structural_walk(mod.functions[gv], (tvm.ir.GenericConst, add))
-    return found
+    return pairs
 
 
 def test_a_weight_is_packed_and_its_source_goes():
@@ -105,9 +105,9 @@ def test_one_copy_per_constant_device_and_layout():
         return (x2, x3, y2, z2)
 
     after = HoistEncodings()(bound(Mod, w=W))
-    found = constants(after)
-    assert [device for _, device in found] == ["llvm:0", "llvm:0", "llvm:1", "c:0"]
-    tensors = [tensor for tensor, _ in found]
+    copies = constants(after)
+    assert [device for _, device in copies] == ["llvm:0", "llvm:0", "llvm:1", "c:0"]
+    tensors = [tensor for tensor, _ in copies]
     assert tensors[1].same_as(tensors[0]) and tensors[2].same_as(tensors[0])
     np.testing.assert_array_equal(tensors[0].numpy(), PANELS.pack(W))
     np.testing.assert_array_equal(tensors[3].numpy(), TILES[1].pack(W))
@@ -142,7 +142,7 @@ def test_a_source_with_another_use_stays():
     assert shapes == [(4, 3, 2), (3, 7)]
 
 
-def test_what_is_computed_of_a_constant_only_to_be_encoded_is_computed():
+def test_ops_between_a_constant_and_its_encoding_are_folded():
     """A transpose and a cast before the encoding, and a transfer and a relayout after it, happen at compile time."""
 
     @ir_module(V4, "c:1")

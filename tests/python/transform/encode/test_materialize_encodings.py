@@ -32,8 +32,8 @@ C_LHS, C_RHS, C_OUT = (
 
 @pytest.fixture(autouse=True)
 def toys():
-    with toy_resolvers() as found:
-        yield found
+    with toy_resolvers() as resolvers:
+        yield resolvers
 
 
 def stubs(mod):
@@ -250,7 +250,7 @@ _NEXT = "<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=5, n=3, k=7
 N_LHS, N_RHS, N_OUT = (f"matmul[{i}]{_NEXT}" for i in range(3))
 
 
-def test_what_is_packed_again_is_not_unpacked_first():
+def test_repacked_values_are_not_unpacked_first():
     """From result to left operand, two of them; another plain reader has the row-major tensor made."""
 
     @ir_module("c")
@@ -278,8 +278,8 @@ def test_what_is_packed_again_is_not_unpacked_first():
         return (i, y)
 
     (block,) = MaterializeEncodings()(Before)["main"].body.blocks
-    made = [(b.var.name, b.value.args[0].name_hint) for b in block.bindings if b.var.name != "i"]
-    assert made == [
+    pairs = [(b.var.name, b.value.args[0].name_hint) for b in block.bindings if b.var.name != "i"]
+    assert pairs == [
         ("a", "first"),
         ("c", "relayout_5x7_c_0"),
         ("d", "second"),
@@ -381,7 +381,7 @@ def test_two_results_that_are_one_value():
     assert [field.same_as(binding.var) for field in after.body.body.fields] == [True, True]
 
 
-def test_no_product_moves_past_what_writes_into_its_operands(toys):
+def test_no_product_moves_past_writes_to_its_operands(toys):
     @ir_module(V4)
     class Before:
         @T.prim_func(private=True, s_tir=True)

@@ -1,4 +1,4 @@
-"""PropagateEncodings: what moves onto encoded values, what cancels, and where it stops."""
+"""PropagateEncodings: ops that move onto encoded values, pairs that cancel, and where it stops."""
 
 import numpy as np
 import pytest
@@ -44,8 +44,8 @@ def random_inputs(mod):
 
 def check_numbers(before, after):
     inputs = random_inputs(before)
-    wanted, got = run(before, *inputs), run(after, *inputs)
-    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, wanted)), strict=True):
+    expected, got = run(before, *inputs), run(after, *inputs)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
@@ -405,7 +405,7 @@ def test_a_permuted_result_with_bias():
     check_numbers(Before, after)
 
 
-def test_work_behind_a_reshape():
+def test_work_after_a_reshape():
     @ir_module()
     def Before(
         x: R.Tensor((5, "s", 3), "float32"),
@@ -487,7 +487,7 @@ def test_modules_without_products_are_the_very_same():
 
 
 def test_a_permutation_between_products_is_absorbed_once():
-    """By the first product, since not only the second one reads what it makes."""
+    """The first product absorbs it, since the second one is not the only reader of its result."""
 
     @ir_module()
     def Before(x: R.Tensor((3, 2, 4), "float32"), w: R.Tensor((4, 5), "float32"), v: R.Tensor((5, 6), "float32")):
@@ -522,7 +522,7 @@ def test_long_chains_stay_short_texts():
     check_numbers(before, after)
 
 
-def test_work_behind_a_permutation_that_cancels():
+def test_work_after_a_permutation_that_cancels():
     """Blocks of ConvNeXt: rows of channels go back to channels first, where the residual is, which was permuted so."""
 
     @ir_module()
@@ -539,15 +539,15 @@ def test_work_behind_a_permutation_that_cancels():
         return b
 
     after = propagated(Before)
-    found = calls_of("relax.hetero.elementwise", after["main"])
-    assert [call.attrs.expression for call in found] == ["add(multiply(x0, x1), x2)", "relu(add(x1, x0))"]
+    calls = calls_of("relax.hetero.elementwise", after["main"])
+    assert [call.attrs.expression for call in calls] == ["add(multiply(x0, x1), x2)", "relu(add(x1, x0))"]
     assert not any(op_name(b.value) in ("relax.add", "relax.multiply") for b in walk_bindings(after["main"]))
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal(shape).astype("float32") for shape in ((2, 3, 5, 4), (4, 4), (4, 1, 1))]
     np.testing.assert_allclose(run(after, *arrays), run(Before, *arrays), rtol=1e-5, atol=1e-5)
 
 
-def test_work_behind_a_permutation_that_would_stay():
+def test_work_after_a_permutation_that_would_stay():
     @ir_module()
     def Before(x: R.Tensor((3, 4), "float32"), w: R.Tensor((4, 3), "float32"), r: R.Tensor((3, 3), "float32")):
         with R.dataflow():

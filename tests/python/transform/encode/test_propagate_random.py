@@ -23,8 +23,8 @@ class _Program:
         self.values = list(self.params)
 
     def pick(self, fits=lambda shape: True):
-        found = [v for v in self.values if fits([int(extent) for extent in v.ty.shape.values])]
-        return self.draw(st.sampled_from(found[-6:])) if found else None  # late ones, so that chains grow
+        fitting = [v for v in self.values if fits([int(extent) for extent in v.ty.shape.values])]
+        return self.draw(st.sampled_from(fitting[-6:])) if fitting else None  # late ones, so that chains grow
 
     def step(self):
         kind = self.draw(st.sampled_from(["matmul", "matmul", "unary", "binary", "binary", "permute", "reshape"]))
@@ -90,5 +90,5 @@ def test_random_programs(before, seed):
     VerifyEncodings()(after)
     assert relax.analysis.check_well_formed(after)
     assert propagate_encodings(after) is after
-    for got, wanted in zip(run(after, *inputs), run(before, *inputs), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+    for got, expected in zip(run(after, *inputs), run(before, *inputs), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)

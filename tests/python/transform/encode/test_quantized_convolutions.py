@@ -134,9 +134,9 @@ def test_conv_integer_is_exact(data_type, weight_type, is_constant):
         ends = [(i.min, i.max)[(number + side) % 2] for side, i in enumerate(limits)]
         points = [np.array(end, dtype) for end, dtype in zip(ends, (data_type, weight_type), strict=True)]
         pads, strides = [1, 0, 1, 1], [1 + number % 2, 1]
-        known = [1, 2, 3] if is_constant else []
+        constants = [1, 2, 3] if is_constant else []
         model, feeds = node_model(
-            "ConvInteger", [data, weight, *points], 18, constant=known, pads=pads, strides=strides, group=groups
+            "ConvInteger", [data, weight, *points], 18, constant=constants, pads=pads, strides=strides, group=groups
         )
         wide = [x.astype("int64") - int(p) for x, p in zip((data, weight), points, strict=True)]
         mod = rh.from_onnx(model)
@@ -166,7 +166,7 @@ def float_convolution(x, w, scales):
         (((1, 4096, 3, 3), "uint8"), ((2, 4096, 3, 3), "int8"), (1,)),  # sums that int32 may not hold
     ],
 )
-def test_what_stays_a_convolution_of_floats(data, weight, scales):
+def test_convolutions_that_stay_float(data, weight, scales):
     x, w = (relax.Var(name, relax.TensorType(*given)) for name, given in (("x", data), ("w", weight)))
     after, ops = encoded(float_convolution(x, w, scales))
     assert ops.count(CONV) == 1

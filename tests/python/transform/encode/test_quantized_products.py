@@ -186,10 +186,10 @@ def test_dequantized_operands(transpose_b, per_column, is_constant, lhs_type, se
     assert "relax.matmul" not in ops
     propagated = PropagateEncodings()(after)
     VerifyEncodings()(propagated)
-    wanted, wanted_q = run(before, *feeds)
+    expected, wanted_q = run(before, *feeds)
     for mod in (after, propagated):
         y, q = run(mod, *feeds)
-        np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
         assert np.abs(q.astype("int32") - wanted_q).max() <= 1
 
 
@@ -223,9 +223,9 @@ def test_sums_that_int32_might_not_hold_stay_float(size, types):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "found"), [("int32", "float32 * float32 -> float32"), ("uint8", "uint8 * int8 -> int32")]
+    ("dtype", "op"), [("int32", "float32 * float32 -> float32"), ("uint8", "uint8 * int8 -> int32")]
 )
-def test_zero_points_that_may_be_large_stay_float(dtype, found):
+def test_zero_points_that_may_be_large_stay_float(dtype, op):
     builder = relax.BlockBuilder()
     types = {"x": ([4, 3], "uint8"), "z": ([], dtype), "w": ([3, 2], "int8")}
     x, z, w = params = [relax.Var(name, relax.TensorType(*ty)) for name, ty in types.items()]
@@ -235,7 +235,7 @@ def test_zero_points_that_may_be_large_stay_float(dtype, found):
         wide = [builder.emit(relax.op.astype(value, "float32")) for value in (shifted, w)]
         builder.emit_func_output(builder.emit(relax.op.matmul(*wide)))
     products = calls_of(MATMUL, SetEncoding()(builder.get())["main"])
-    assert [call.attrs.encoding.split(";")[0] for call in products] == [f"matmul[2]<{found}"]
+    assert [call.attrs.encoding.split(";")[0] for call in products] == [f"matmul[2]<{op}"]
 
 
 def test_parameters_that_broadcast_the_data_are_not_seen_through():

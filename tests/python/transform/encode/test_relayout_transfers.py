@@ -1,4 +1,4 @@
-"""Which side lays an encoded tensor out again: what it takes there, and what goes over the wire."""
+"""The side of a transfer that changes a layout: its time there, and the bytes on the wire."""
 
 import pytest
 from tvm import relax, tirx
@@ -31,7 +31,7 @@ def crossing(source, destination, old, new, shape=(64, 64)):
         (FAST, GPU, ROWS, TILES, False),  # a GPU lays out at the rate of its memory
         (GPU, FAST, TILES, ROWS, True),
         (FAST, GPU, PADDED, ROWS, True),  # but padding does not go over the wire
-        (FAST, ON_FAST, ROWS, PADDED, True),  # there is no wire
+        (FAST, ON_FAST, ROWS, PADDED, True),  # nothing crosses a wire
         (ON_FAST, FAST, PADDED, ROWS, False),
     ],
 )

@@ -58,7 +58,7 @@ def test_parameters_keep_theirs():
 
 
 def test_two_results_of_one_value():
-    """One takes over; the other is that one."""
+    """One name takes over; the other becomes an alias."""
 
     @ir_module()
     def Before(x: R.Tensor((4,), "float32")):
@@ -100,7 +100,7 @@ def test_dropped_variables_are_replaced_in_chains():
     assert merges.resolve(z).same_as(x)
 
 
-def test_what_brings_a_value_out_of_its_block_stays():
+def test_bindings_that_export_a_value_stay():
     merges = Merges()
     ty = relax.TensorType((4,), "float32")
     inner, outer = relax.DataflowVar("inner", ty), relax.Var("outer", ty)

@@ -24,7 +24,7 @@ BATCH = "<float32 * float32 -> float32; (b0, m, k) * (k, n) -> (b0, m, n); b0=5,
 
 
 def encodings(mod: tvm.IRModule) -> list[str]:
-    """Of every encoded product, in program order."""
+    """Encodings of all encoded products, in program order."""
     bindings = walk_bindings(mod["main"])
     return [str(binding.value.attrs.encoding) for binding in bindings if op_name(binding.value) == MATMUL]
 
@@ -254,7 +254,7 @@ def test_inside_branches_and_outside_dataflow():
     assert set_encoding(after) is after
 
 
-def test_what_stays():
+def test_ops_that_stay():
     @ir_module()
     def Before(
         a: R.Tensor(ndim=2, dtype="float32"),

@@ -34,8 +34,8 @@ C_LHS, C_RHS, C_OUT = (
 
 @pytest.fixture(autouse=True)
 def toys():
-    with toy_resolvers() as found:
-        yield found
+    with toy_resolvers() as resolvers:
+        yield resolvers
 
 
 check = partial(check_pass, SpecializeEncodings())
@@ -184,7 +184,7 @@ def test_equal_layouts_travel_as_they_are():
 
 
 def test_without_a_resolver_ops_are_stock_again():
-    """The CUDA side has no layouts: permuted operands, initial accumulator and elementwise work are stock ops again."""
+    """Vulkan lacks layouts: permuted operands, initial accumulator and elementwise work are stock ops again."""
 
     @ir_module("vulkan")
     def Before(
@@ -354,7 +354,7 @@ def product_on_llvm():
 
 
 @pytest.mark.parametrize("answer", [PackedLayout.identity(3), "identity<2>", 7])
-def test_an_answer_that_is_no_layout_is_refused(answer):
+def test_an_answer_that_is_not_a_layout_is_refused(answer):
     undo = register_resolver(
         Toy("other", (PackedLayout.identity(2), answer, PackedLayout.identity(2))), "llvm", [], 200
     )
@@ -419,7 +419,7 @@ def test_a_module_without_encodings_stays():
 
 
 def test_a_resolver_may_store_activations_differently(toys):
-    """Asked for what is no constant, also behind ops that HoistEncodings computes."""
+    """It is asked for values that are not constants, also after ops that HoistEncodings computes."""
     toys["llvm"].resolve_activation = lambda encoding, target: PackedLayout.identity(2)
 
     @ir_module(V4)
@@ -453,11 +453,11 @@ def test_a_resolver_may_store_activations_differently(toys):
 
 def test_each_question_is_asked_once(toys, monkeypatch):
     """A resolver answers once for each encoding and target, however many products have that encoding."""
-    asked, answer = Counter(), toys["llvm"].resolve
+    counts, answer = Counter(), toys["llvm"].resolve
 
     def counting(name):
         def ask(encoding, target):
-            asked[name, str(encoding), str(target)] += 1
+            counts[name, str(encoding), str(target)] += 1
             return answer(encoding, target)
 
         return ask
@@ -485,12 +485,12 @@ def test_each_question_is_asked_once(toys, monkeypatch):
         return (p1, q1, r1)
 
     SpecializeEncodings()(Mod)
-    targets = {target for _, _, target in asked}
+    targets = {target for _, _, target in counts}
     assert len(targets) == 2
-    assert set(asked) == {("resolve", encoding, target) for encoding in (LHS, RHS, OUT) for target in targets} | {
+    assert set(counts) == {("resolve", encoding, target) for encoding in (LHS, RHS, OUT) for target in targets} | {
         ("resolve_activation", encoding, target) for encoding in (LHS, RHS) for target in targets
     }
-    assert set(asked.values()) == {1}
+    assert set(counts.values()) == {1}
 
 
 def test_a_storage_size_that_does_not_hold_the_layout_is_refused(toys):

@@ -1,4 +1,4 @@
-"""VerifyEncodings: what plain consumers of encoded values are told."""
+"""VerifyEncodings: errors for plain consumers of encoded values."""
 
 import pytest
 from tvm.script import ir as I
@@ -36,10 +36,10 @@ def test_encoded_values_through_transfers_names_and_branches():
             z = x
         return (e, z)
 
-    found = {var.name: value for var, value in encoded_values(Module["main"]).items()}
-    assert list(found) == ["a", "b", "d"]
-    assert {str(value.encoding) for value in found.values()} == {"matmul[0]" + ENC}
-    assert {str(value.layout) for value in found.values()} == {TILES}
+    values = {var.name: value for var, value in encoded_values(Module["main"]).items()}
+    assert list(values) == ["a", "b", "d"]
+    assert {str(value.encoding) for value in values.values()} == {"matmul[0]" + ENC}
+    assert {str(value.layout) for value in values.values()} == {TILES}
     assert VerifyEncodings()(Module).same_as(Module)
 
 

@@ -1,4 +1,4 @@
-"""Triangles are taken out of scores, and nothing else is."""
+"""Causal triangles are removed from scores, and nothing else is."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def triangle(m: int, n: int, ahead: int | None = None) -> np.ndarray:
     return np.tril(np.ones((m, n), bool), n - m if ahead is None else ahead)[None, None]
 
 
-def added(seen: np.ndarray, hidden: float = LOWEST) -> np.ndarray:
-    return np.where(seen, np.float32(0), np.float32(hidden))
+def added(visible: np.ndarray, hidden: float = LOWEST) -> np.ndarray:
+    return np.where(visible, np.float32(0), np.float32(hidden))
 
 
 def stripped(scores: str, *masks: Any, m: int = 5, n: int = 7) -> tuple[str, int, str]:
     operands = [relax.const(mask) if isinstance(mask, np.ndarray) else mask for mask in masks]
-    expression, others, causal = without_triangle(Expression.parse(scores), operands, m, n)
-    return str(expression), len(others), causal
+    expression, rest, causal = without_triangle(Expression.parse(scores), operands, m, n)
+    return str(expression), len(rest), causal
 
 
 OTHER = relax.Var("mask", relax.TensorType((1, 1, 1, 7), "float32"))
@@ -61,7 +61,7 @@ def test_triangles(scores: str, masks: list[Any], expected: tuple[str, int]) -> 
         ("add(x0, x1)", [added(triangle(5, 7)) + np.float32(1)]),
     ],
 )
-def test_what_is_no_triangle(scores: str, masks: list[Any]) -> None:
+def test_masks_that_are_not_triangles(scores: str, masks: list[Any]) -> None:
     assert stripped(scores, *masks) == (str(Expression.parse(scores)), 1, "")
 
 

@@ -1,4 +1,4 @@
-"""FormAttention: what becomes one op, what stays, and why."""
+"""FormAttention: graphs that become one op, graphs that stay, and reasons."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_only_where_the_device_has_a_kernel(target: Any, is_formed: bool):
     assert (ATTENTION in ops_of(formed["main"])) == is_formed
 
 
-def test_reasons_are_told():
+def test_reasons_are_reported():
     @ir_module()
     def Before(q: R.Tensor((2, 5, 8), "float16"), k: R.Tensor((2, 8, 7), "float16"), v: R.Tensor((2, 7, 8), "float16")):
         with R.dataflow():
@@ -137,9 +137,9 @@ def test_reasons_are_told():
             R.output(y)
         return y
 
-    with collect_fusions() as found:
+    with collect_fusions() as report:
         FormAttention()(placed(relax.transform.Normalize()(Before)))
-    (entry,) = found.missed
+    (entry,) = report.missed
     assert "found element types ['float16', 'float16', 'float16', 'float16', 'float16']" in entry.reason
 
 
@@ -165,12 +165,12 @@ def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str, width
             summed = builder.emit(relax.op.matmul(powers, params[2], out_dtype="float32"))
             out = builder.emit_output(summed if dtype == "float32" else relax.op.astype(summed, dtype))
         builder.emit_func_output(out)
-    with collect_fusions() as found:
+    with collect_fusions() as report:
         formed = FormAttention()(placed(builder.get(), {"kind": "cuda", "arch": arch}))
     assert (ATTENTION in ops_of(formed["main"])) == (types is None)
-    reasons = [entry.reason for entry in found.missed]
-    wanted = f"found {dtype}, heads of {width}; expected one of {types}, which its device has in one kernel"
-    assert reasons == ([] if types is None else [wanted])
+    reasons = [entry.reason for entry in report.missed]
+    message = f"found {dtype}, heads of {width}; expected one of {types}, which its device has in one kernel"
+    assert reasons == ([] if types is None else [message])
 
 
 def test_float32_is_formed_where_its_products_may_be_rounded():
@@ -202,8 +202,8 @@ def test_float32_is_formed_where_its_products_may_be_rounded():
     before = relax.transform.Normalize()(Before)
     marked = rh.transform.ToMixedPrecision("tfloat32")(before)
     assert_structural_equal(FormAttention()(placed(marked, hopper)), placed(Expected, hopper))
-    kept = rh.transform.ToMixedPrecision("tfloat32", keep=["scores"])(before)
-    assert ATTENTION not in ops_of(FormAttention()(placed(kept, hopper))["main"])
+    rounded = rh.transform.ToMixedPrecision("tfloat32", keep=["scores"])(before)
+    assert ATTENTION not in ops_of(FormAttention()(placed(rounded, hopper))["main"])
     assert not attention_of(FormAttention()(placed(marked))).attrs.tf32  # CPUs do not round
 
 
@@ -259,18 +259,18 @@ def test_the_attention_op_of_relax(causal: str | None, is_biased: bool):
     formed = FormAttention()(placed(mod))
     assert ops_of(formed["main"]) == [ATTENTION]
     arrays = [fresh_rng().standard_normal(shape).astype("float32") for shape in shapes]
-    found = rh.vm.VirtualMachine(rh.compile(mod))["main"](*arrays).numpy()
+    actual = rh.vm.VirtualMachine(rh.compile(mod))["main"](*arrays).numpy()
     query, key, value = (array.transpose(0, 2, 1, 3).astype("float64") for array in arrays[:3])
     scores = query @ key.swapaxes(-1, -2) * (0.3 if is_biased else 8**-0.5)
     scores = scores + arrays[3] if is_biased else scores
     if causal:
         scores = np.where(np.tril(np.ones((5, 7), bool), 0 if causal == "TopLeft" else 2), scores, -np.inf)
     powers = np.exp(scores - scores.max(-1, keepdims=True))
-    wanted = (powers / powers.sum(-1, keepdims=True) @ value).transpose(0, 2, 1, 3)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    expected = (powers / powers.sum(-1, keepdims=True) @ value).transpose(0, 2, 1, 3)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_one_behind_the_other():
+def test_two_attentions_in_a_row():
     """Views between two of them are looked through from both sides."""
 
     @ir_module()
@@ -288,9 +288,9 @@ def test_one_behind_the_other():
     formed = FormAttention()(placed(mod))
     assert ops_of(formed["main"]) == [ATTENTION, ATTENTION]
     x, kv = (fresh_rng().standard_normal(shape).astype("float32") for shape in ((1, 5, 32), (1, 4, 7, 8)))
-    found = rh.vm.VirtualMachine(rh.compile(mod))["main"](x, kv).numpy()
-    wanted = x.reshape(1, 5, 4, 8).transpose(0, 2, 1, 3).astype("float64")
+    actual = rh.vm.VirtualMachine(rh.compile(mod))["main"](x, kv).numpy()
+    expected = x.reshape(1, 5, 4, 8).transpose(0, 2, 1, 3).astype("float64")
     for _ in range(2):
-        powers = np.exp(wanted @ kv.swapaxes(-1, -2))
-        wanted = powers / powers.sum(-1, keepdims=True) @ kv
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        powers = np.exp(expected @ kv.swapaxes(-1, -2))
+        expected = powers / powers.sum(-1, keepdims=True) @ kv
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""FormQuantizedMatmuls: rows that choose their matrices keep these in blocks; what does not fit takes numbers."""
+"""FormQuantizedMatmuls: rows that choose their matrices keep these in blocks; other forms use unpacked numbers."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_rows_by_the_matrices_that_they_choose():
 
 @pytest.mark.parametrize("is_constant", [True, False])
 def test_numbers_of_both_forms(is_constant):
-    """By a kernel, and by plain ops where the weights are a parameter."""
+    """Constant weights get a kernel; weights that are a parameter get plain ops."""
     rng = fresh_rng()
     x, factor = rng.standard_normal((5, 1, 1, K), "float32"), rng.standard_normal((5, 2, 1, N), "float32")
     index = rng.integers(0, EXPERTS, (5, 2)).astype("int32")
@@ -79,12 +79,12 @@ def test_numbers_of_both_forms(is_constant):
     executable = rh.compile(bound(Chosen, raw=RAW) if is_constant else Chosen)
     precisions = {call["precision"] for call in executable.metadata.fusions["dispatches"]}
     assert ("q5_0*f32" in precisions) == is_constant
-    given = (x, index, factor) if is_constant else (x, index, factor, RAW)
-    found = rh.vm.VirtualMachine(executable)["main"](*given).numpy()
-    np.testing.assert_allclose(found, sums / (1 + np.exp(-sums)) * factor, rtol=1e-4, atol=1e-4)
+    arguments = (x, index, factor) if is_constant else (x, index, factor, RAW)
+    actual = rh.vm.VirtualMachine(executable)["main"](*arguments).numpy()
+    np.testing.assert_allclose(actual, sums / (1 + np.exp(-sums)) * factor, rtol=1e-4, atol=1e-4)
 
 
-# Products that look nearly so: matrices as they lie, of tables cut otherwise, of rows of another rank.
+# Products that nearly match: matrices not transposed, tables cut otherwise, rows of another rank.
 @ir_module(V4)
 def Others(
     x: R.Tensor((5, 1, 1, 40), "float32"),
@@ -104,7 +104,7 @@ def Others(
     return y
 
 
-def test_what_does_not_fit_takes_numbers():
+def test_other_products_unpack_their_weights():
     after = FormQuantizedMatmuls()(RealizeVDevice()(bound(Others, raw=RAW)))
-    found = set(ops_of(after))
-    assert not any(name and "hetero" in name for name in found)
+    ops = set(ops_of(after))
+    assert not any(name and "hetero" in name for name in ops)

@@ -1,4 +1,4 @@
-"""FormQuantizedMatmuls: which products keep weights of 4 bits, what they take along, and what others become."""
+"""FormQuantizedMatmuls: products that keep weights of 4 bits, ops that they absorb, and the form of other products."""
 
 import numpy as np
 from tvm import relax
@@ -114,14 +114,14 @@ def TwoUses(
     return (b, z)
 
 
-def test_what_several_read_is_stored_and_a_vector_takes_numbers():
-    """In half precision, a product is taken in float32; what other ops read of the weights is made by plain ops."""
+def test_products_with_several_readers_are_stored_and_vectors_unpack():
+    """In half precision, a product runs in float32; plain ops compute the weights that other ops read."""
     after = formed(TwoUses)
     assert expressions(after) == ["x0"]
-    found = ops_of(after)
-    assert DEQUANTIZE_BLOCKS not in found
-    assert found.count("relax.matmul") == 1
-    assert "relax.bitwise_and" in found
+    ops = ops_of(after)
+    assert DEQUANTIZE_BLOCKS not in ops
+    assert ops.count("relax.matmul") == 1
+    assert "relax.bitwise_and" in ops
     x, v = fresh_rng().standard_normal((3, K)).astype("float16"), fresh_rng().standard_normal(K, "float32")
     executable = rh.compile(relax.transform.BindParams("main", WEIGHTS)(TwoUses))
     got, product = rh.vm.VirtualMachine(executable)["main"](x, v)
@@ -159,8 +159,8 @@ def OnTwoDevices(
 
 def test_each_device_has_weights_of_its_own():
     executable = rh.compile(relax.transform.BindParams("main", WEIGHTS)(OnTwoDevices))
-    found = {(call["device"], *call["ops"]) for call in executable.metadata.fusions["dispatches"]}
-    assert {("llvm:0", "block_matmul"), ("c:0", "block_matmul", "relu")} <= found
+    dispatches = {(call["device"], *call["ops"]) for call in executable.metadata.fusions["dispatches"]}
+    assert {("llvm:0", "block_matmul"), ("c:0", "block_matmul", "relu")} <= dispatches
     machine = rh.vm.VirtualMachine(executable)
     for rows in (1, 6):
         x = fresh_rng().standard_normal((rows, K), "float32")
@@ -184,9 +184,9 @@ def test_a_device_without_a_kernel_computes_numbers():
             R.output(y)
         return y
 
-    found = ops_of(formed(OnAGPU))
-    assert BLOCK_MATMUL not in found and DEQUANTIZE_BLOCKS not in found
-    assert "relax.matmul" in found
+    ops = ops_of(formed(OnAGPU))
+    assert BLOCK_MATMUL not in ops and DEQUANTIZE_BLOCKS not in ops
+    assert "relax.matmul" in ops
 
 
 @ir_module({"kind": "cuda", "arch": "sm_90a"})
@@ -227,8 +227,8 @@ def test_tensor_cores_read_fragments_and_rows_of_half_precision():
         "zeros": pack_fragment_blocks(ZEROS),
     }
     expected = RealizeVDevice()(relax.transform.BindParams("main", packed)(Expected))
-    found = formed(OnTensorCores, scales=exact.astype("float32"))
-    assert_structural_equal(found, expected, map_free_vars=True)
+    after = formed(OnTensorCores, scales=exact.astype("float32"))
+    assert_structural_equal(after, expected, map_free_vars=True)
 
 
 def test_fragments_keep_scales_and_zero_points_that_need_it_in_float32():
@@ -299,13 +299,13 @@ def test_a_table_that_is_a_weight_too_is_one_constant():
 
 
 def test_rows_of_a_table_on_two_kinds_of_devices():
-    """By a kernel, and of the rows' bytes by plain ops where the weights are a parameter."""
+    """Constant weights get a kernel; plain ops compute rows from bytes where the weights are a parameter."""
     tokens = np.array([[0, 39], [17, 17], [32, 31]], "int32")
     numbers = numbers_of_rows(RAW, block_format("q5_0"), K).astype("float64")
     want = np.maximum(numbers[tokens], 0) @ numbers.T
     bound = rh.compile(relax.transform.BindParams("main", {"raw": RAW})(Tied))
-    found = [(call["ops"][0], call["precision"]) for call in bound.metadata.fusions["dispatches"]]
-    assert ("block_rows" in dict(found)) and ("block_matmul", "q5_0*f32") in found
+    dispatches = [(call["ops"][0], call["precision"]) for call in bound.metadata.fusions["dispatches"]]
+    assert ("block_rows" in dict(dispatches)) and ("block_matmul", "q5_0*f32") in dispatches
     np.testing.assert_allclose(rh.vm.VirtualMachine(bound)["main"](tokens).numpy(), want, rtol=1e-5, atol=1e-4)
     got = rh.vm.VirtualMachine(rh.compile(Tied))["main"](tokens, RAW).numpy()
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)

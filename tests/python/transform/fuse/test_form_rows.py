@@ -25,13 +25,13 @@ def formed(mod):
 
 
 def programs(mod):
-    """Of every `rows`, in order, with the names of its operands' variables or their shapes."""
-    found = []
+    """Programs of every `rows`, in order, with the names of its operands' variables or their shapes."""
+    texts = []
     for _, func in relax_functions(mod):
         for binding in walk_bindings(func):
             if op_name(binding.value) == ROWS:
-                found.append(str(binding.value.attrs.program))
-    return found
+                texts.append(str(binding.value.attrs.program))
+    return texts
 
 
 def test_a_decomposed_layer_norm():
@@ -160,7 +160,7 @@ def test_masks_and_choices_join():
     assert program.startswith("r0 = max(where(x")
 
 
-def test_what_stays(request):
+def test_ops_that_stay(request):
     """Other axes, short rows, other types, values used twice, and devices without a kernel."""
 
     def module(build, shape=(4, 64), dtype="float32", target=V4):
@@ -187,8 +187,8 @@ def test_what_stays(request):
         with collect_fusions() as report:
             after = formed(mod)
         assert programs(after) == []
-        found = [entry.reason for entry in report.missed]
-        assert [reason in text for text in found] == ([True] if reason else []), found
+        reasons = [entry.reason for entry in report.missed]
+        assert [reason in text for text in reasons] == ([True] if reason else []), reasons
 
 
 def test_a_value_used_elsewhere_ends_a_region():

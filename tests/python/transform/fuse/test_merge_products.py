@@ -77,7 +77,7 @@ def test_one_without_a_bias_stays() -> None:
     assert ops(values) == ["matmul", "matmul", "add", "hetero.attention"]
 
 
-def test_weights_that_are_no_constants_stay() -> None:
+def test_weights_that_are_not_constants_stay() -> None:
     model = Model()
     model.merged(lambda: [model.product(model.x, model.weight) for _ in range(3)])
     assert model.after.same_as(model.before)

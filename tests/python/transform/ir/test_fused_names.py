@@ -54,7 +54,7 @@ def Views(x: R.Tensor((4,), "float32")):
     return c
 
 
-def test_values_that_are_no_tensors_are_told_apart():
+def test_values_that_are_not_tensors_get_distinct_names():
     mod = relax.transform.AnnotateTIROpPattern()(relax.transform.LegalizeOps()(Views))
     named, inside = with_fused_names(mod, relax.transform.FuseOps()(mod))
     assert names(named)[-1] == "c" and inside == {("main", "c"): ("b", "c")}

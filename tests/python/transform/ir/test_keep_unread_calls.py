@@ -66,9 +66,9 @@ class Expected:
 
 
 def test_unread_calls_become_impure():
-    found = KeepUnreadCalls()(Before)
-    assert_structural_equal(found, Expected)
-    assert KeepUnreadCalls()(found).same_as(found)
+    after = KeepUnreadCalls()(Before)
+    assert_structural_equal(after, Expected)
+    assert KeepUnreadCalls()(after).same_as(after)
 
 
 def test_calls_that_are_read_stay():
@@ -156,9 +156,9 @@ def vm():
 def test_they_run_once_in_each_call(vm, form):
     for call in (vm[form], lambda x: vm.submit(form, x).result(60)):
         HEARD.clear()
-        found = call(X)
+        result = call(X)
         assert HEARD == [X.tolist()]
-        np.testing.assert_array_equal((found[0] if isinstance(found, tuple) else found).numpy(), X)
+        np.testing.assert_array_equal((result[0] if isinstance(result, tuple) else result).numpy(), X)
 
 
 def test_stock_tvm_runs_them_too():

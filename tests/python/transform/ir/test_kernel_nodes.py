@@ -16,12 +16,12 @@ def kernels_of(mod):
         mod = step.run(mod)
         if step.name == "FormDispatches":
             break
-    found = remarks_of(mod)
-    texts = found.graph.texts
-    nodes = {function.name: function.nodes for function in found.graph.functions}
+    remarks = remarks_of(mod)
+    texts = remarks.graph.texts
+    nodes = {function.name: function.nodes for function in remarks.graph.functions}
     return [
         (entry.ops, [texts[nodes[entry.function][node].name] for node in entry.nodes])
-        for entry in found.fusions.dispatches
+        for entry in remarks.fusions.dispatches
     ]
 
 
@@ -41,7 +41,7 @@ def test_equal_kernels_compute_each_its_own_ops():
     assert products == [["first", "first_relu"], ["second", "second_relu"]]
 
 
-def test_what_tvm_fused_has_its_ops():
+def test_kernels_that_tvm_fused_have_their_ops():
     mod = from_text("""
         fused (float[4, 8] x) => (float[4, 8] y, float[4, 8] z) {
             [exp] a = Exp(x)
@@ -92,7 +92,7 @@ def test_products_that_were_merged_are_all_in_one_kernel():
     assert not {"q", "k", "v"} & set(attention)
 
 
-def test_what_was_computed_at_compile_time_has_no_kernel():
+def test_folded_nodes_lack_a_kernel():
     x, w = (relax.Var(name, relax.TensorType((8, 8), "float32")) for name in "xw")
     builder = relax.BlockBuilder()
     with builder.function("main", [x, w]):

@@ -49,9 +49,9 @@ def test_profiles_have_the_counts() -> None:
 )
 def test_kernels_say_their_precision(dtype: str, sums: str, text: str, buffers: bool) -> None:
     metadata = product(6, dtype, sums, buffers).metadata
-    (found,) = [one.precision for one in metadata.dispatches.values() if "matmul" in one.ops]
-    (told,) = [one["precision"] for one in metadata.fusions["dispatches"] if "matmul" in one["ops"]]
-    assert found == told == text
+    (precision,) = [one.precision for one in metadata.dispatches.values() if "matmul" in one.ops]
+    (reported,) = [one["precision"] for one in metadata.fusions["dispatches"] if "matmul" in one["ops"]]
+    assert precision == reported == text
 
 
 @pytest.mark.parametrize("buffers", [True, False])

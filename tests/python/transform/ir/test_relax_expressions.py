@@ -53,16 +53,16 @@ def typed(call):
 )
 def test_there_and_back(call, text, operands):
     value = typed(call)
-    expression, found = to_expression(value)
+    expression, leaves = to_expression(value)
     assert str(expression) == text
-    assert all(one.same_as(other) for one, other in zip(found, operands, strict=True))
+    assert all(one.same_as(other) for one, other in zip(leaves, operands, strict=True))
     emitted = []
 
     def emit(value, ty):
         emitted.append(value)
         return relax.Var("v", ty)
 
-    result = from_expression(expression, found, emit)
+    result = from_expression(expression, leaves, emit)
     assert_structural_equal(result.ty, value.ty)
     assert len(emitted) == 1
     assert_structural_equal(typed(emitted[0]), value)
@@ -105,7 +105,7 @@ def test_other_spellings(call, text):
         relax.op.astype(x, "int64"),
     ],
 )
-def test_what_is_no_expression(call):
+def test_ops_that_are_not_expressions(call):
     assert to_expression(typed(call)) is None
 
 

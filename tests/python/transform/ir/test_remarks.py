@@ -1,4 +1,4 @@
-"""The record of what passes find: kept by modules that ask for it, the same by a Sequential and by rh.compile."""
+"""Remarks of passes: kept by modules that ask for them, the same from a Sequential and from rh.compile."""
 
 import tvm
 from tvm.script import ir as I
@@ -83,17 +83,17 @@ def declining(mod: tvm.IRModule, reason: str, again: bool = False) -> tvm.IRModu
 Declining = declare_pass("Declining", declining)
 
 
-def test_what_a_pass_declines_stands_in_the_module_it_returns():
-    kept = rh.transform.RecordRemarks()(Before)
-    mod = tvm.transform.Sequential([Declining("one"), Declining("two"), Declining("one", again=True)])(kept)
+def test_declined_ops_are_in_the_module_that_the_pass_returns():
+    recorded = rh.transform.RecordRemarks()(Before)
+    mod = tvm.transform.Sequential([Declining("one"), Declining("two"), Declining("one", again=True)])(recorded)
     assert remarks_of(mod).fusions.missed == [MissedFusion("main", "a", "matmul", each) for each in ("one", "two")]
-    assert remarks_of(kept).fusions.missed == []
+    assert remarks_of(recorded).fusions.missed == []
     with rh.transform.collect_fusions() as outer, rh.transform.collect_fusions() as inner:
         assert Declining("three")(Before).same_as(Before)
     assert outer.missed == inner.missed == [MissedFusion("main", "a", "matmul", "three")]
 
 
-def test_what_was_cancelled_stays_known_when_encodings_are_specialized_again():
+def test_cancelled_encodings_stay_in_the_remarks():
     cancelled = CancelledEntry("main", "q", "matmul", "c:0", "no layout")
     mod = with_remarks(rh.transform.RecordRemarks()(Before), encodings=EncodingReport([], [], [cancelled]))
     mod = tvm.transform.Sequential(

@@ -63,7 +63,7 @@ def test_storage_shared_by_two_tensors_and_a_view_that_keeps_one():
     assert_structural_equal(AnnotateMemory()(Mod), expected)
 
 
-def test_what_arrives_and_what_a_called_function_gives():
+def test_arguments_and_results_of_called_functions():
     @ir_module(V4, (V2, 1))
     class Mod:
         @T.prim_func(private=True, s_tir=True)

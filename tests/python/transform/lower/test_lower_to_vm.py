@@ -36,7 +36,7 @@ class Before:
         return y
 
 
-# What the machine says where an argument or a result is not as it was promised.
+# Messages of the machine for an argument or a result that contradicts its type.
 OF_X = (
     'ErrorContext(fn=main, loc=param[0], param=x, annotation=R.Tensor((4,), dtype="float32", '
     'vdevice="llvm:-1:global")) '

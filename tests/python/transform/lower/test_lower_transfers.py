@@ -36,7 +36,7 @@ def test_transfer_becomes_a_call():
 
 
 def test_between_cpus_the_result_is_the_operand():
-    """They share their memory: no room, and nothing that must be new."""
+    """They share their memory: no allocation, and no copy."""
 
     @ir_module(V4, (V2, 1), pure=False)
     def Before(x: R.Tensor((4,), "float32", "llvm:0")) -> R.Tensor((4,), "float32", "llvm:1"):
@@ -84,7 +84,7 @@ def test_a_tensor_of_unknown_shape_gets_no_room():
 
 
 def late_reader():
-    """Both operands of the last addition were transferred; the planner must reuse neither, nor what they alias."""
+    """Both operands of the last addition were transferred; the planner must reuse neither, nor their sources."""
     bb = relax.BlockBuilder()
     devices = [rh.VDevice(V4, 0), rh.VDevice(V2, 1)]
     x = relax.Var("x", relax.TensorType((5, 37), "float32", devices[0]))

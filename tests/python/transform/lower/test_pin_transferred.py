@@ -1,4 +1,4 @@
-"""PinTransferred: what a CPU makes and a GPU gets lies in pinned memory."""
+"""PinTransferred: values that a CPU computes and sends to a GPU are in pinned memory."""
 
 import gc
 
@@ -23,8 +23,8 @@ from vm.fake_cuda import FakeCuda
 CUDA = {"kind": "cuda", "arch": "sm_90"}
 
 
-def test_what_a_gpu_gets_is_pinned_if_it_is_large():
-    """Of 128 KB: what is sent and a view of what is sent, but not what stays; nothing that is smaller."""
+def test_large_values_sent_to_a_gpu_are_pinned():
+    """Sent values of 128 KB and views of them are pinned; values that stay and smaller ones are not."""
 
     @ir_module("llvm", CUDA)
     class Before:
@@ -83,7 +83,7 @@ def test_what_a_gpu_gets_is_pinned_if_it_is_large():
 
 def scopes(func):
     """The memory scopes of a function's allocations, by variable."""
-    found = {}
+    by_name = {}
 
     def look(body):
         for block in body.blocks:
@@ -93,14 +93,14 @@ def scopes(func):
                     look(value.true_branch)
                     look(value.false_branch)
                 elif getattr(getattr(value, "op", None), "name", "") == "relax.builtin.alloc_tensor":
-                    found[binding.var.name] = value.args[3].value
+                    by_name[binding.var.name] = value.args[3].value
 
     look(func.body)
-    return found
+    return by_name
 
 
 def test_branches_other_cpus_and_symbolic_sizes():
-    """Either branch of what is sent, by another CPU's name; what is on a GPU, and what goes to a CPU, is left alone."""
+    """Both branches of a sent value, also under another CPU's name; values on a GPU, and values sent to a CPU, stay."""
 
     @ir_module("llvm", "llvm:1", CUDA, pure=False)
     def Mod(x: R.Tensor(("n", "k"), "float32", "llvm:0"), c: R.Tensor((), "bool", "llvm:1")):
@@ -124,8 +124,8 @@ def test_branches_other_cpus_and_symbolic_sizes():
         t = R.call_packed("relax_hetero.to_device", g, 2, 1, ty_args=R.Tensor((n,), "float32", "cuda:0"))
         return (p, q, r, s, t)
 
-    found = scopes(PinTransferred()(Mod)["main"])
-    assert found == {"a": "pinned", "b": "pinned", "d": "global", "e": "pinned", "f": "global", "g": "global"}
+    by_name = scopes(PinTransferred()(Mod)["main"])
+    assert by_name == {"a": "pinned", "b": "pinned", "d": "global", "e": "pinned", "f": "global", "g": "global"}
 
 
 # On the CPU two tensors that a GPU gets and one that it does not; all three leave.
@@ -168,7 +168,7 @@ def test_results_of_steps_that_a_later_step_sends():
 
 
 def test_the_memory_plan_counts_it():
-    """Of a call that runs alone; pinned memory is the CPU's, and `stays` is a result."""
+    """Plan of a call that runs alone; pinned memory is the CPU's, and `stays` is a result."""
     mod = formed(Pipeline)
     cpu, _ = memory_plan_of(mod).at("main").devices
     assert (cpu.transient, cpu.results) == ((256 + 512) * 512 * 4, 256 * 512 * 4)

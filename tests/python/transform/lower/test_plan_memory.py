@@ -61,7 +61,7 @@ def test_storage_is_reused_within_a_device_only():
             return R.tuple()
 
     assert_structural_equal(PlanMemoryPerDevice()(Before), Expected)
-    # What stock does with the same module: c lives in storage that a had on device 0.
+    # Stock TVM puts c into storage that a had on device 0.
     assert sorted(_storages(relax.transform.StaticPlanBlockMemory()(Before))) == [(0, "global"), (0, "global")]
 
 
@@ -129,7 +129,7 @@ def test_branches_share_no_storage():
         np.testing.assert_allclose(vm["main"](np.array(False), x).numpy(), np.exp(np.exp(x) ** 2), rtol=1e-4)
 
 
-def test_what_a_packed_function_reads_is_not_reused():
+def test_operands_of_packed_functions_are_not_reused():
     """A packed function may return an operand; stock TVM takes operands for free after the call."""
     tvm.register_global_func("test.plan.same", lambda x: x, override=True)
 
@@ -150,7 +150,7 @@ def test_what_a_packed_function_reads_is_not_reused():
     np.testing.assert_allclose(vm["main"](x).numpy(), np.exp(x) + 9 * x, rtol=1e-5)
 
 
-def test_what_a_transfer_between_cpus_reads_is_there_as_long_as_its_result():
+def test_the_source_of_a_transfer_between_cpus_outlives_its_result():
     """The result is the operand by another device's name: nothing on either device may take its storage."""
 
     @ir_module(V4, (V2, 1))
@@ -175,11 +175,11 @@ def test_what_a_transfer_between_cpus_reads_is_there_as_long_as_its_result():
             cls.kernel(c, e)
             return R.tuple()
 
-    # c cannot take the place of a, which b is until d is made; e can.
+    # c cannot reuse the storage of a, which b aliases until d is computed; e can.
     assert _storages(PlanMemoryPerDevice()(Mod)) == [(0, "global"), (0, "global"), (1, "global")]
 
 
-def test_rooms_of_transfers_share_storage_with_what_the_device_computes():
+def test_buffers_of_transfers_share_storage_with_values_of_the_device():
     @ir_module(V4, "cuda")
     class Mod:
         @T.prim_func(private=True, s_tir=True)
@@ -207,11 +207,11 @@ def test_rooms_of_transfers_share_storage_with_what_the_device_computes():
             cls.kernel(d, e)
             return R.tuple()
 
-    # r and t share, b and e do, s is alone.
+    # r and t share storage, so do b and e; s shares with none.
     assert sorted(_storages(PlanMemoryPerDevice()(Mod))) == [(0, "global"), (0, "global"), (1, "global")]
 
 
-def test_what_leaves_the_function_has_no_storage_of_the_plan():
+def test_results_have_storage_outside_of_the_plan():
     @ir_module(V4)
     class Mod:
         @T.prim_func(private=True, s_tir=True)

@@ -1,4 +1,4 @@
-"""plan_storages: tensors that meet lie in different storages, and none is larger than what it holds."""
+"""plan_storages: tensors alive at once have different storages, and no storage is larger than its tensors."""
 
 from itertools import combinations
 
@@ -49,14 +49,14 @@ def number(expr, n, s):
     """An expression over N and S where these are numbers."""
     if isinstance(expr, int):
         return expr
-    given = {N: tirx.const(n, "int64"), S: tirx.const(s, "int64")}
-    return int(tvm.sym.Analyzer().simplify(structural_map(expr, (tvm.ir.Var, given.get))))
+    sizes = {N: tirx.const(n, "int64"), S: tirx.const(s, "int64")}
+    return int(tvm.sym.Analyzer().simplify(structural_map(expr, (tvm.ir.Var, sizes.get))))
 
 
 @given(st.lists(st.tuples(st.sampled_from([64, 128, 640, 4096]), st.integers(0, 20), st.integers(0, 6)), max_size=25))
 @settings(max_examples=150, deadline=None)
-def test_storages_are_no_larger_than_what_was_there_at_one_time_of_one_size(values):
-    """Never more than a pool takes that hands memory on by exact size."""
+def test_storages_are_at_most_those_of_an_exact_size_pool(values):
+    """Total size is at most that of a pool that reuses memory of exactly equal size."""
     plan = plan_storages([Lifetime(size, begin, begin + length) for size, begin, length in values])
     by_size = [
         min_bytes([Lifetime(size, begin, begin + length) for size, begin, length in values if size == only])

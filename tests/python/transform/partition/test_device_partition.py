@@ -1,4 +1,4 @@
-"""How a function's work is cut into parts: random graphs against what the cut promises, and small cases."""
+"""The partition of a function's work: random graphs against the promises of the partition, and small cases."""
 
 from unittest import mock
 
@@ -51,13 +51,13 @@ def graphs(draw):
 
 
 def parts_of(mod, small=-1):
-    """The parts of `main`; none are small unless told."""
+    """The parts of `main`; by default none counts as small."""
     with mock.patch.object(device_partition, "SMALL_PART_BYTES", small):
         return DevicePartition(list(walk_bindings(mod["main"].body)), BindingDevices(mod))
 
 
 class Dependence:
-    """Which bindings each binding depends on, found again by walking what each reads."""
+    """Dependences of each binding, recomputed by walking its reads."""
 
     def __init__(self, bindings, places):
         self.bindings, self.places = bindings, places
@@ -68,11 +68,11 @@ class Dependence:
             self.before[index] = read.union(*(self.before[other] for other in read))
 
     def makers(self, index):
-        """What a binding reads, without what costs nothing."""
-        found = set()
+        """Bindings that a binding reads, looking through those that cost nothing."""
+        sources = set()
         for read in self.reads[index]:
-            found |= self.makers(read) if self.places.is_free(self.bindings[read]) else {read}
-        return found
+            sources |= self.makers(read) if self.places.is_free(self.bindings[read]) else {read}
+        return sources
 
     def transfers_before(self, index):
         return {other for other in self.before[index] if is_transfer(self.bindings[other])}
@@ -85,14 +85,14 @@ class Dependence:
         return [reader for reader in work if index in self.makers(reader)]
 
     def comes_no_later(self, transfer, others):
-        """Whether the source of a transfer is there when that of one of the others is."""
+        """True if the source of a transfer is ready when that of one of the others is."""
         needed = self.makers(transfer)
         return not needed or any(needed <= self.makers(o) | self.before[o] for o in others)
 
 
 @given(graphs(), st.sampled_from([-1, 50, 1 << 20]))
 @SETTINGS
-def test_parts_in_order_read_what_is_made(mod, small):
+def test_parts_read_values_of_earlier_parts(mod, small):
     parts = parts_of(mod, small)
     order = parts.in_order()
     assert sorted(order) == sorted(parts.parts)
@@ -101,8 +101,8 @@ def test_parts_in_order_read_what_is_made(mod, small):
     for number in order:
         members = set(parts.parts[number].members)
         for index in members:
-            made = {other for other in dependence.before[index] if other in parts.part_of}
-            assert made <= done | members
+            earlier = {other for other in dependence.before[index] if other in parts.part_of}
+            assert earlier <= done | members
         done |= members
     work = {i for i, b in enumerate(parts.bindings) if not BindingDevices(mod).is_free(b)}
     assert work <= done == set(parts.part_of)
@@ -110,7 +110,7 @@ def test_parts_in_order_read_what_is_made(mod, small):
 
 @given(graphs())
 @SETTINGS
-def test_no_part_waits_for_what_its_first_kernel_does_not_need(mod):
+def test_a_part_waits_only_for_operands_of_its_first_kernel(mod):
     parts = parts_of(mod)
     places = BindingDevices(mod)
     dependence = Dependence(parts.bindings, places)
@@ -133,14 +133,14 @@ def test_work_with_the_same_transfers_around_it_is_one_part(mod):
     parts = parts_of(mod)
     places = BindingDevices(mod)
     dependence = Dependence(parts.bindings, places)
-    found = {}
+    numbers = {}
     for number, part in parts.parts.items():
         for index in part.members:
             binding = parts.bindings[index]
             if not part.is_isolated and not places.is_free(binding):
                 around = dependence.transfers_before(index), dependence.transfers_after(index)
                 kind = (places.device(binding.value), *map(frozenset, around))
-                assert found.setdefault(kind, number) == number
+                assert numbers.setdefault(kind, number) == number
 
 
 def members(mod, small=-1):
@@ -223,7 +223,7 @@ def test_shapes_of_one_device_that_another_one_needs_cut_too():
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_calls_on_one_device_is_work_like_any_other(count):
+def test_calls_on_one_device_are_work_like_any_other(count):
     @R.function(check_well_formed=False)
     def main(x: FIRST, choice: R.Tensor((), "bool", D0)):
         a = R.call_tir(ONE, (x,), out_ty=FIRST)

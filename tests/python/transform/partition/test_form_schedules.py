@@ -11,10 +11,10 @@ from relax_hetero.transform.partition.form_schedules import FormSchedules, sched
 from transform.outlines import BUMP, CALLEE, D0, D1, FIRST, ONE, SECOND, TWO, V2, V4, Kernels, with_main
 
 
-def after(main, **others):
+def after(main, **functions):
     """The module that the pass makes of some public functions, which it leaves as they are."""
     mod = with_main(main.with_attr("global_symbol", "main"))
-    for name, func in others.items():
+    for name, func in functions.items():
         mod[name] = relax.utils.copy_with_new_vars(func).with_attr("global_symbol", name)
     result = FormSchedules()(mod)
     assert FormSchedules()(result).same_as(result)
@@ -26,8 +26,8 @@ def after(main, **others):
 
 def schedule(mod, function="main"):
     """The schedule of a function, None where it has none."""
-    found = {schedule.function: schedule for schedule in schedules_of(mod)}
-    return found.get(function)
+    schedules = {schedule.function: schedule for schedule in schedules_of(mod)}
+    return schedules.get(function)
 
 
 def steps(mod, function="main"):
@@ -194,7 +194,7 @@ def test_names_do_not_clash():
     assert steps(after(main, main_step=main_step))[0] == "0: main_step_1 [0] -> [1]"
 
 
-def test_what_nobody_needs_is_no_step():
+def test_unused_work_is_not_a_step():
     @R.function(check_well_formed=False)
     def main(x: FIRST):
         a = R.call_tir(ONE, (x,), out_ty=FIRST)
@@ -206,7 +206,7 @@ def test_what_nobody_needs_is_no_step():
     assert steps(after(main)) == ["0: main_step [0] -> [1]", 1]
 
 
-def test_what_overwrites_its_own_may_be_cut():
+def test_functions_that_overwrite_their_own_values_may_be_cut():
     @R.function(check_well_formed=False)
     def main(x: FIRST, cache: SECOND):
         with R.dataflow():

@@ -25,7 +25,7 @@ def refused(before: tvm.IRModule) -> str:
     return str(error.value)
 
 
-def test_what_crosses_is_sent_and_received():
+def test_crossing_values_are_sent_and_received():
     @ir_module(A, B)
     def Before(x: R.Tensor((4,), "float32", "a/llvm:0")) -> R.Tensor((4,), "float32", "b/llvm:0"):
         with R.dataflow():
@@ -146,20 +146,20 @@ def test_a_constant_is_on_its_host_alone():
 
     result = PartitionByHost()(rh.transform.RealizeVDevice()(Before))
     relax.analysis.well_formed(result)  # raises
-    # What nothing places is on the first device.
-    assert held(result["main_a"]) == [1.0, 3.0] and held(result["main_b"]) == [2.0]
+    # Values that nothing places are on the first device.
+    assert constant_values(result["main_a"]) == [1.0, 3.0] and constant_values(result["main_b"]) == [2.0]
 
 
-def held(func: relax.Function) -> list[float]:
+def constant_values(func: relax.Function) -> list[float]:
     """The first elements of a function's constants."""
-    found: list[float] = []
+    values: list[float] = []
 
     def visit(expr: relax.Expr) -> None:
         if isinstance(expr, tvm.ir.GenericConst) and isinstance(expr.value, tvm.runtime.Tensor):
-            found.append(float(expr.value.numpy().flat[0]))
+            values.append(float(expr.value.numpy().flat[0]))
 
     relax.analysis.post_order_visit(func, visit)
-    return found
+    return values
 
 
 def test_sizes_that_a_host_lacks_are_its_first_parameter():
@@ -332,7 +332,7 @@ def test_a_call_is_made_by_each_host_of_the_function():
     check(Before, Expected)
 
 
-def test_a_requirement_is_checked_by_each_host_that_works_behind_it():
+def test_a_requirement_is_checked_by_each_host_that_works_after_it():
     @ir_module(A, B)
     def Before(x: R.Tensor(("n",), "float32", "a/llvm:0"), y: R.Tensor(("n",), "float32", "b/llvm:0")) -> R.Tuple(
         R.Tensor(("n",), "float32", "a/llvm:0"), R.Tensor(("n",), "float32", "b/llvm:0")

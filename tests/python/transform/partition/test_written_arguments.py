@@ -1,4 +1,4 @@
-"""Which arguments ops in place may write to, whatever shows them."""
+"""Arguments that in-place ops may write to, through any aliases."""
 
 from tvm.script import ir as I
 from tvm.script import relax as R

@@ -1,4 +1,4 @@
-"""AnnotateGraph: which op reads what, with shapes and devices; tuples and branches are looked through."""
+"""AnnotateGraph: edges between ops, with shapes and devices; tuples and branches are looked through."""
 
 from __future__ import annotations
 

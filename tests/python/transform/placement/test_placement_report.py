@@ -1,4 +1,4 @@
-"""What a placement report says."""
+"""Contents of placement reports."""
 
 import json
 
@@ -102,8 +102,8 @@ def test_callees_and_clones():
             return (a, b)
 
     _, report = realize_vdevice(Mod)
-    found = {entry.function: (entry.device, entry.reason) for entry in report.entries if entry.kind == "op"}
-    assert found == {
+    entries = {entry.function: (entry.device, entry.reason) for entry in report.entries if entry.kind == "op"}
+    assert entries == {
         "f": ("llvm:0", "called by 'main' on llvm:0"),
         "f_llvm_1": ("llvm:1", "called by 'main' on llvm:1"),
     }

@@ -17,7 +17,7 @@ from relax_hetero.transform.placement.realize_vdevice import realize_vdevice
 
 
 def check(before: tvm.IRModule, expected: tvm.IRModule) -> None:
-    """The pass gives what is expected, which is placed, well-formed and left alone by a second run."""
+    """Check that the pass gives `expected`, which is placed, well-formed and left alone by a second run."""
     verify_placement(check_pass(RealizeVDevice(), before, expected))
 
 
@@ -46,7 +46,7 @@ def test_rfc_return_annotation():
 
 
 def test_rfc_hint_on_result():
-    """What precedes s3 has the same vdevice: the hint disappears."""
+    """Values before s3 have the same vdevice: the hint disappears."""
 
     @ir_module("cuda", "llvm")
     class ModBefore:
@@ -362,7 +362,7 @@ def test_match_cast():
 
 
 def test_match_cast_of_a_packed_result_is_on_its_call():
-    """An R.Object result has no device; once it is known to be a tensor, it is where the call's tensors are."""
+    """An R.Object result lacks a device; once it is known to be a tensor, it is where the call's tensors are."""
 
     @ir_module("llvm", "llvm:1")
     def Before(x: R.Tensor((2,), "float32", "llvm:1")):
@@ -492,8 +492,8 @@ def test_one_constant_object_per_device():
     x, y = relax.Var("x", ty[0]), relax.Var("y", ty[1])
     builder = relax.BlockBuilder()
     with builder.function("main", [x, y]):
-        made = [builder.emit(relax.op.add(var, constant)) for var in (x, y, x, y)]
-        builder.emit_func_output(relax.Tuple(made))
+        sums = [builder.emit(relax.op.add(var, constant)) for var in (x, y, x, y)]
+        builder.emit_func_output(relax.Tuple(sums))
     mod = builder.get()
     mod.update_global_info("vdevice", devices)
     after = RealizeVDevice()(mod)
@@ -533,7 +533,7 @@ def test_ops_without_operands_go_with_their_use():
     assert where == {"z": 1, "o": 0, "r": 0, "a": 1, "b": 0}
 
 
-def test_unknown_shapes_and_dtypes_keep_what_is_known():
+def test_partly_unknown_types_keep_their_known_fields():
     @ir_module("llvm", "llvm:1")
     def Before(x: R.Tensor, y: R.Tensor(ndim=3, dtype="float32"), s: R.Shape(ndim=2), i: R.Prim("int64")):
         a = R.exp(x)

@@ -234,7 +234,7 @@ def test_a_dataflow_variable_is_copied_inside_its_block():
 
 
 def test_a_local_function_cannot_see_dataflow_variables():
-    """A copy that a function inside a dataflow block uses is no dataflow variable."""
+    """A copy that a function inside a dataflow block uses is not a dataflow variable."""
     devices = [VDevice("llvm"), VDevice("llvm", 1)]
     here, there = (relax.TensorType([2], "float32", device) for device in devices)
     x, y, z = relax.Var("x", here), relax.Var("y", there), relax.Var("z", there)

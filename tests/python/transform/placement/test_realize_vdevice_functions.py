@@ -66,7 +66,7 @@ def test_callee_places_its_caller():
 
 
 def test_one_function_on_two_devices_is_cloned():
-    """The first call in module order keeps the name, whatever it is on; the clone is private."""
+    """The first call in module order keeps the name, on any device; the clone is private."""
 
     @ir_module("llvm", "llvm:1")
     class Before:
@@ -398,7 +398,7 @@ def test_function_as_an_argument():
 
 
 def test_closures():
-    """What make_closure binds are the last parameters."""
+    """Arguments that make_closure binds are the last parameters."""
 
     @ir_module("llvm", "llvm:1")
     class Before:
@@ -499,7 +499,7 @@ def test_the_order_of_functions_does_not_matter():
         assert_structural_equal(place(mod), expected)
 
 
-def test_what_tvm_infers_from_a_hint_is_no_annotation():
+def test_types_that_tvm_infers_from_hints_are_not_annotations():
     """Stock inference types the result of a hint like its operand, here llvm:0, and so all that follows from it."""
 
     @ir_module("llvm", "llvm:1")
@@ -523,6 +523,6 @@ def test_what_tvm_infers_from_a_hint_is_no_annotation():
             v = R.add(u, y)
             return (v, x)
 
-    assert Before["f"].ret_ty.vdevice.vdevice_id == 0  # what makes this hard
+    assert Before["f"].ret_ty.vdevice.vdevice_id == 0  # inferred by TVM from the hint's operand
     after = place(Before)
     assert devices(after["f"]) == [0, 1] and devices(after["main"]) == [0, 1, 1, 0]

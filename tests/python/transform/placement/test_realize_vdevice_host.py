@@ -110,7 +110,7 @@ def test_shape_to_tensor_is_made_by_the_host():
     assert_structural_equal(place(Before), Expected)
 
 
-def test_shape_to_tensor_that_the_host_reads_stays_there():
+def test_shape_to_tensor_that_the_host_reads_stays_on_the_host():
     @ir_module("cuda", "llvm")
     def Before(n: R.Shape(ndim=2)):
         t = R.shape_to_tensor(n)

@@ -32,9 +32,9 @@ def test_programs_with_copies(mod):
     check_placed(mod, placed)
     assert realize_vdevice(placed, insert_copies=True)[0].same_as(placed)
     assert tvm.ir.save_json(mod) == before
-    made = [entry.variable for entry in report.entries if entry.kind == "transfer"]
+    transferred = [entry.variable for entry in report.entries if entry.kind == "transfer"]
     written = [binding.var.name for _, func in placed.functions.items() for binding in transfers(func)]
-    assert len(made) == len(written)
+    assert len(transferred) == len(written)
 
 
 @settings(max_examples=60)
@@ -61,7 +61,7 @@ def test_programs_in_dataflow_blocks(mod):
 @settings(max_examples=60)
 @given(modules(size=5))
 def test_programs_without_copies(mod):
-    """Placed without a transfer the program did not ask for, or refused; what is placed is the same with copies."""
+    """Placed without new transfers, or refused; a placed program is the same with copies allowed."""
     try:
         placed, _ = realize_vdevice(mod)
     except PlacementError as error:
@@ -74,11 +74,11 @@ def test_programs_without_copies(mod):
 @settings(max_examples=60)
 @given(modules())
 def test_one_transfer_per_value_and_destination(mod):
-    """What the pass inserts is named after the value and the device; a value has one copy per device."""
+    """Inserted copies are named after the value and the device; a value has one copy per device."""
     placed, _ = realize_vdevice(mod, insert_copies=True)
     for _, func in placed.functions.items():
-        made = [(binding.value.args[0], binding.var.name) for binding in transfers(func)]
-        inserted = [(handle(source), name) for source, name in made if re.search("_(llvm|c)_[0-9]$", str(name))]
+        pairs = [(binding.value.args[0], binding.var.name) for binding in transfers(func)]
+        inserted = [(handle(source), name) for source, name in pairs if re.search("_(llvm|c)_[0-9]$", str(name))]
         assert len(inserted) == len(set(inserted))
 
 
@@ -100,7 +100,7 @@ def test_order_of_functions(mod, random):
 
 @settings(max_examples=60)
 @given(modules(functions=1, fixed=False), st.sets(st.integers(0, 40)))
-def test_erasing_what_the_pass_derived_changes_nothing(mod, kept):
+def test_erasing_what_the_pass_derived_changes_nothing(mod, annotated):
     """The result follows from hints and transfers alone, however many of the annotations it wrote are left."""
     try:
         placed, _ = realize_vdevice(mod)
@@ -109,6 +109,6 @@ def test_erasing_what_the_pass_derived_changes_nothing(mod, kept):
     # Hints, and transfers that went away, leave no trace but the device of their variable.
     named = (*hints(mod["main"]), *transfers(mod["main"]), *constants(placed["main"]))
     fixed = {binding.var.name for binding in named}
-    fixed |= {f"v{number}" for number in kept}
+    fixed |= {f"v{number}" for number in annotated}
     again, _ = realize_vdevice(erased(placed, lambda name: name not in fixed))
     assert_structural_equal(again, placed)

@@ -1,4 +1,4 @@
-"""What stock TVM 0.27 does wrong about placement, and what happens here (rows 6, 7, 10 and 15 of the known defects).
+"""Defects of stock TVM 0.27's placement, and the behaviour here (rows 6, 7, 10 and 15 of the known defects).
 
 Where stock behaviour is asserted, a newer TVM that mends it fails the test, so that the workaround can go.
 """
@@ -51,9 +51,9 @@ def test_row_6_stock_rules_differ(op):
                 builder.emit(nary_ops(here, there)[op])
             builder.emit_func_output(here)
             return
-        made = builder.emit(nary_ops(here, there)[op])
-        builder.emit_func_output(made)
-    assert (made.ty.vdevice is None) == (STOCK_RULE[op] == "loses")
+        result = builder.emit(nary_ops(here, there)[op])
+        builder.emit_func_output(result)
+    assert (result.ty.vdevice is None) == (STOCK_RULE[op] == "loses")
 
 
 @pytest.mark.parametrize("op", STOCK_RULE)
@@ -65,8 +65,8 @@ def test_row_6_one_rule_for_all_ops(op):
     with builder.function("main", [x, y]):
         here = builder.emit(encode_hint(x, devices[0], devices))
         there = builder.emit(encode_hint(y, devices[1], devices))
-        made = builder.emit(nary_ops(here, there)[op])
-        builder.emit_func_output(made)
+        result = builder.emit(nary_ops(here, there)[op])
+        builder.emit_func_output(result)
     mod = builder.get()
     mod.update_global_info("vdevice", devices)
     with pytest.raises(rh.PlacementError, match=f"relax.*{op}.*llvm:0.*llvm:1"):

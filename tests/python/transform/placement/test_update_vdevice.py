@@ -26,17 +26,17 @@ SM80 = {"kind": "cuda", "arch": "sm_80"}
 
 def used_vdevices(mod: tvm.IRModule) -> Iterator[relax.VDevice]:
     """Every reference to a vdevice below the functions of the module, except in hints (which hold none)."""
-    found: list[relax.VDevice] = []
+    vdevices: list[relax.VDevice] = []
     in_call = (
         relax.Call,
-        lambda call: call.attrs and tvm_ffi.structural_walk(call.attrs, (relax.VDevice, found.append)),
+        lambda call: call.attrs and tvm_ffi.structural_walk(call.attrs, (relax.VDevice, vdevices.append)),
     )
     for _, func in relax_functions(mod):
-        tvm_ffi.structural_walk(func, [(relax.VDevice, found.append), in_call])
-        tvm_ffi.structural_walk(func.ty, (relax.VDevice, found.append))
+        tvm_ffi.structural_walk(func, [(relax.VDevice, vdevices.append), in_call])
+        tvm_ffi.structural_walk(func.ty, (relax.VDevice, vdevices.append))
     for gvar in mod.get_global_vars():
-        tvm_ffi.structural_walk(gvar.ty, (relax.VDevice, found.append))
-    yield from found
+        tvm_ffi.structural_walk(gvar.ty, (relax.VDevice, vdevices.append))
+    yield from vdevices
 
 
 def assert_shares_one_list(mod: tvm.IRModule) -> None:

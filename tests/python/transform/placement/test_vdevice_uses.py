@@ -88,7 +88,7 @@ class Module:
     ("first", "second", "target"), [("c:0", "c:0", "c"), ("c:1", "c:1", "llvm"), ("c:0", "c:1", "c")]
 )
 def test_vdevices_that_shared_a_target(first, second, target):
-    """A PrimFunc follows the vdevices it is called on; where those part, it stays."""
+    """A PrimFunc follows the vdevices it is called on; if those diverge, it stays."""
     after = UpdateVDevice(rh.VDevice("llvm", 1), 1)(two_of_one_target(first, second))
     assert after["kernel"].attrs["target"].kind.name == target
 

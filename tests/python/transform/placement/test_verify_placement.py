@@ -1,4 +1,4 @@
-"""verify_placement: what a placed module may not hold."""
+"""verify_placement: errors in placed modules."""
 
 import re
 
@@ -194,7 +194,7 @@ def test_free_modules_have_nothing_to_check():
     verify_placement(Mod)
 
 
-def test_what_the_pass_writes_holds_up():
+def test_the_passs_results_verify():
     @ir_module("llvm", "llvm:1")
     def Mod(c: R.Tensor((), "bool"), x: R.Tensor((2,), "float32")):
         if c:

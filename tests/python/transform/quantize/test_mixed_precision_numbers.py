@@ -61,12 +61,12 @@ def inputs_of(mod, rng):
 def test_an_encoder_computes_nearly_the_same(dtype, tolerance):
     mod = relax.transform.Normalize()(Encoder)
     inputs = inputs_of(mod, fresh_rng())
-    wanted = run(mod, *inputs)
+    expected = run(mod, *inputs)
     low = ToMixedPrecision(dtype)(mod)
     exe = rh.compile(low)
-    found = rh.vm.VirtualMachine(exe)["main"](*inputs).numpy()
-    assert np.linalg.norm(found - wanted) < tolerance * np.linalg.norm(wanted)
-    assert not np.array_equal(found, wanted)
+    actual = rh.vm.VirtualMachine(exe)["main"](*inputs).numpy()
+    assert np.linalg.norm(actual - expected) < tolerance * np.linalg.norm(expected)
+    assert not np.array_equal(actual, expected)
     dispatches = [call["ops"] for call in exe.metadata.fusions["dispatches"]]
     assert any(call.count("softmax") and call.count("matmul") == 2 for call in dispatches), dispatches
 
@@ -80,8 +80,8 @@ def test_weights_that_are_bound_later():
     low = ToMixedPrecision("bfloat16")
     later = rh.compile(low(mod), params=weights)
     before = rh.compile(low(relax.transform.BindParams("main", weights)(mod)))
-    found, wanted = (rh.vm.VirtualMachine(exe)["main"](*rest).numpy() for exe in (later, before))
-    np.testing.assert_array_equal(found, wanted)
+    actual, expected = (rh.vm.VirtualMachine(exe)["main"](*rest).numpy() for exe in (later, before))
+    np.testing.assert_array_equal(actual, expected)
     assert [call["ops"] for call in later.metadata.fusions["dispatches"]] == [
         call["ops"] for call in before.metadata.fusions["dispatches"]
     ]
@@ -130,8 +130,8 @@ def test_any_graph_keeps_its_signature_and_its_numbers(steps, seed):
     assert to_mixed_precision(low, "bfloat16") is low
     rng = np.random.default_rng(seed)
     inputs = [rng.standard_normal((16, 16)).astype("float32") / 2 for _ in range(2)]
-    wanted, found = interpreted(mod, *inputs), interpreted(low, *inputs)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=0.1 * np.abs(wanted).max() + 1e-3)
+    expected, actual = interpreted(mod, *inputs), interpreted(low, *inputs)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=0.1 * np.abs(expected).max() + 1e-3)
 
 
 @pytest.mark.sampled(2)
@@ -154,8 +154,8 @@ def test_attention_as_an_op(has_kernel, biased):
     low = ToMixedPrecision("bfloat16")(mod)
     assert "relax.astype" in ops_of(low["main"])
     inputs = [fresh_rng().standard_normal([int(e) for e in p.ty.shape.values]).astype("float32") for p in params]
-    wanted, found = run(mod, *inputs), run(low, *inputs)
-    assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
+    expected, actual = run(mod, *inputs), run(low, *inputs)
+    assert np.linalg.norm(actual - expected) < 2e-2 * np.linalg.norm(expected)
 
 
 def test_rounded_values_cross_devices():
@@ -172,5 +172,5 @@ def test_rounded_values_cross_devices():
     (moved,) = (b.var.ty for b in walk_bindings(low["main"]) if op_name(b.value) == "relax.to_vdevice")
     assert (str(moved.dtype), int(moved.vdevice.vdevice_id)) == ("bfloat16", 1)
     inputs = inputs_of(Model, fresh_rng())
-    wanted, found = run(Model, *inputs), run(low, *inputs)
-    assert np.linalg.norm(found - wanted) < 2e-2 * np.linalg.norm(wanted)
+    expected, actual = run(Model, *inputs), run(low, *inputs)
+    assert np.linalg.norm(actual - expected) < 2e-2 * np.linalg.norm(expected)

@@ -1,4 +1,4 @@
-"""ToMixedPrecision: what a user keeps in float32, by the names of ops, variables and functions."""
+"""ToMixedPrecision: values that a user keeps in float32, by the names of ops, variables and functions."""
 
 import numpy as np
 import pytest
@@ -98,5 +98,5 @@ def test_tfloat32_is_exact_on_cpus():
     random = np.random.default_rng(0)
     args = random.random((8, 16), "float32"), random.random((16, 16), "float32")
     modules = Chain, ToMixedPrecision("tfloat32")(Chain)
-    found = [rh.vm.VirtualMachine(rh.compile(mod))["main"](*args).numpy() for mod in modules]
-    np.testing.assert_array_equal(*found)
+    results = [rh.vm.VirtualMachine(rh.compile(mod))["main"](*args).numpy() for mod in modules]
+    np.testing.assert_array_equal(*results)

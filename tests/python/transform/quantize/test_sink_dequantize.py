@@ -162,7 +162,7 @@ def test_scales_per_channel_and_results_stay():
         ("cast(clip(round(divide(x0, 0.25)), 0.0, 255.0), 'uint8')", False),
     ],
 )
-def test_what_gives_back_the_bytes(quantize, is_same):
+def test_expressions_that_undo_dequantization(quantize, is_same):
     dequantize = Expression.parse("multiply(cast(subtract(cast(x0, 'int32'), 3), 'float32'), 0.25)")
     assert is_inverse(Expression.parse(quantize), dequantize, "uint8") == is_same
     without = Expression.parse("multiply(cast(x0, 'float32'), 0.25)")
@@ -185,7 +185,7 @@ def test_numbers_that_went_through_more_are_other_bytes(dequantize, moved):
 
 
 def test_every_byte_comes_back():
-    """What `is_inverse` relies on: (q - z) * s / s rounds to q - z in single precision, whatever the scale."""
+    """Assumption of `is_inverse`: (q - z) * s / s rounds to q - z in single precision, whatever the scale."""
     random = fresh_rng()
     codes = np.arange(-255, 256, dtype="float32")
     for scale in np.exp(random.uniform(-20, 20, 2000)).astype("float32"):

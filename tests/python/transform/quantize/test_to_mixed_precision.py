@@ -1,4 +1,4 @@
-"""ToMixedPrecision: what is rounded, and where."""
+"""ToMixedPrecision: values that are rounded, and where."""
 
 import ml_dtypes
 import numpy as np
@@ -30,8 +30,8 @@ def dtypes(mod, op):
     return [str(b.value.args[0].ty.dtype) for b in walk_bindings(mod["main"]) if op_name(b.value) == op]
 
 
-def test_products_and_what_is_between():
-    """Bias and activation see unrounded sums; what products read too is read rounded, but for results of norms."""
+def test_products_and_the_ops_between_them():
+    """Bias and activation see unrounded sums; values that products read are rounded, except results of norms."""
 
     @ir_module()
     def Before(
@@ -90,7 +90,7 @@ def test_products_and_what_is_between():
     check(relax.transform.Normalize()(Before), Expected)
 
 
-def test_what_only_moves_elements_moves_rounded_ones():
+def test_ops_that_move_elements_move_rounded_ones():
     @ir_module()
     def Before(x: R.Tensor((4, 8, 16), "float32"), w: R.Tensor((32, 16), "float32")):
         with R.dataflow():
@@ -166,7 +166,7 @@ def test_convolutions_and_pooling():
 
 
 def test_returned_values_keep_their_type_and_number():
-    """Also of what is moved, and of tuples; branches end with values of float32 too."""
+    """Also after moves and in tuples; branches end with float32 values, too."""
 
     @ir_module()
     def Before(p: R.Tensor((), "bool"), x: R.Tensor((8, 16), "float32"), w: R.Tensor((16, 16), "float32")) -> R.Tuple(
@@ -214,14 +214,14 @@ def test_constants_are_rounded_once():
 
     bound = relax.transform.BindParams("main", {"w": weight})(relax.transform.Normalize()(Model))
     after = ToMixedPrecision("bfloat16")(bound)
-    found = [arg for b in walk_bindings(after["main"]) for arg in getattr(b.value, "args", [])]
-    constants = [arg for arg in found if isinstance(arg, tvm.ir.GenericConst)]
+    arguments = [arg for b in walk_bindings(after["main"]) for arg in getattr(b.value, "args", [])]
+    constants = [arg for arg in arguments if isinstance(arg, tvm.ir.GenericConst)]
     assert len(constants) == 2
     assert constants[0].same_as(constants[1])
     np.testing.assert_array_equal(constants[0].value.numpy(), weight.astype(ml_dtypes.bfloat16))
 
 
-def test_what_stays_in_float32():
+def test_values_that_stay_in_float32():
     """Outer products, weights beyond the range of float16, dequantized weights, and the symbolic extents around."""
 
     @ir_module()
@@ -268,8 +268,8 @@ def PostNorm(
 
 
 def products_of(mod):
-    found = [binding for binding in walk_bindings(mod["main"]) if op_name(binding.value) == "relax.matmul"]
-    return {binding.var.name: str(binding.value.args[0].ty.dtype) for binding in found}
+    products = [binding for binding in walk_bindings(mod["main"]) if op_name(binding.value) == "relax.matmul"]
+    return {binding.var.name: str(binding.value.args[0].ty.dtype) for binding in products}
 
 
 def test_norms_are_read_rounded_in_float16_on_gpus():
@@ -285,7 +285,7 @@ def test_each_device_has_its_own_precision():
     assert products_of(low) == {"a": "float16", "c": "float16", "y": "float32"}
     both = ToMixedPrecision("bfloat16", devices="llvm:0")(low)
     assert products_of(both) == {"a": "float16", "c": "float16", "y": "bfloat16"}
-    # What only the CPU reads rounded crosses rounded.
+    # A value that only the CPU reads, rounded, is rounded before it crosses.
     (transfer,) = calls_of("relax.to_vdevice", both["main"])
     assert str(transfer.ty.dtype) == "bfloat16"
     assert to_mixed_precision(both, "bfloat16", devices=["llvm:0"]).same_as(both)
@@ -307,7 +307,7 @@ def test_devices_for_tfloat32_keep_the_products_of_others():
     assert list(low["main"].attrs[WITHOUT_TF32]) == ["y"]
 
 
-def test_a_device_that_is_not_there():
+def test_an_absent_device_is_refused():
     with pytest.raises(rh.VDeviceError, match="cuda:1"):
         ToMixedPrecision("float16", devices=["cuda:1"])(PostNorm)
 
@@ -350,19 +350,19 @@ def test_of_two_products_that_are_added_the_first_is_stored_rounded_in_float16_o
 
     def added(dtype):
         mod = ToMixedPrecision(dtype)(relax.transform.Normalize()(Shortcut))
-        (found,) = [
+        (product,) = [
             [arg.name for arg in b.value.args]
             for b in walk_bindings(mod["main"])
             if op_name(b.value) == "relax.add" and all(isinstance(arg, relax.Var) for arg in b.value.args)
         ]
-        return found
+        return product
 
     assert added("float16") == ["a_float32", "b"]
     assert added("bfloat16") == ["a", "b"]
 
 
 def _on(*targets):
-    """A product on each device, of what the one before made."""
+    """A chain of products, one on each device."""
 
     @ir_module()
     def Chain(x: R.Tensor((16, 32), "float32"), w: R.Tensor((32, 32), "float32")):
@@ -391,8 +391,8 @@ HOPPER = {"kind": "cuda", "arch": "sm_90a"}
     ids=["zen", "xeon", "arm", "xeon without tiles", "plain"],
 )
 def test_bfloat16_only_where_it_is_no_slower_than_float32(target, expected):
-    for asked in ("bfloat16", "auto"):
-        assert dtypes(ToMixedPrecision(asked)(_on(target)), "relax.matmul") == [expected] * 2
+    for dtype in ("bfloat16", "auto"):
+        assert dtypes(ToMixedPrecision(dtype)(_on(target)), "relax.matmul") == [expected] * 2
 
 
 def test_auto_takes_the_fastest_type_whose_error_is_allowed():
@@ -427,13 +427,13 @@ def test_each_device_gets_its_own_type():
             R.output(second)
         return second
 
-    for asked in ("bfloat16", "auto"):
-        low = ToMixedPrecision(asked)(relax.transform.Normalize()(Chain))
+    for dtype in ("bfloat16", "auto"):
+        low = ToMixedPrecision(dtype)(relax.transform.Normalize()(Chain))
         assert relax.analysis.check_well_formed(low)
         assert dtypes(low, "relax.matmul") == ["float32", "bfloat16"]
 
 
-def test_no_devices_are_none():
+def test_an_empty_list_of_devices_changes_nothing():
     mod = _on(ZEN)
     for dtype in ("bfloat16", "auto"):
         assert to_mixed_precision(mod, dtype, devices=[]) is mod

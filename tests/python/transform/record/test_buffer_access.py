@@ -37,8 +37,8 @@ class Kernels:
 
 def access(name):
     func = Kernels[name]
-    found = buffer_access(func)
-    return {param.name: found[param] for param in func.params if param.name != "s"}
+    accesses = buffer_access(func)
+    return {param.name: accesses[param] for param in func.params if param.name != "s"}
 
 
 def test_elements_read_and_written():
@@ -49,5 +49,5 @@ def test_memory_that_is_handed_on_counts_as_both():
     assert access("handed_on") == {"A": "read", "B": "read-write", "C": "write"}
 
 
-def test_what_a_block_declares_is_no_access_of_its_own():
+def test_declared_accesses_of_a_block_are_not_accesses():
     assert access("blocks") == {"A": "read", "B": "write", "C": "read-write"}

@@ -1,4 +1,4 @@
-"""What ends a command buffer: control flow, effects, work in place, and calls that must be checked as they run."""
+"""Ends of command buffers: control flow, effects, work in place, and calls that must be checked as they run."""
 
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -43,7 +43,7 @@ def test_branches_have_runs_of_their_own():
     ]
 
 
-def test_a_match_cast_of_what_a_run_made_ends_it():
+def test_a_match_cast_of_a_runs_result_ends_it():
     @R.function(check_well_formed=False)
     def main(x: FIRST, y: R.Tensor("float32", ndim=1)):
         n = T.int64()
@@ -68,7 +68,7 @@ def test_a_match_cast_of_what_a_run_made_ends_it():
 
 
 def test_a_view_waits_for_the_sizes_in_it():
-    """`m` is named after the run that made what is viewed."""
+    """`m` becomes known after the run that made the viewed tensor."""
 
     @R.function(check_well_formed=False)
     def main(x: FIRST):
@@ -139,7 +139,7 @@ def test_calls_of_relax_functions_end_a_run():
     assert outline(with_main(main)) == ["main_commands: one one", "callee", "main_commands_1: two two"]
 
 
-def test_work_in_place_joins_where_nothing_reads_what_it_writes_later():
+def test_work_in_place_joins_if_its_operand_has_no_later_reader():
     @R.function(check_well_formed=False)
     def main(x: FIRST):
         with R.dataflow():
@@ -155,7 +155,7 @@ def test_work_in_place_joins_where_nothing_reads_what_it_writes_later():
 
 
 def test_work_in_place_ends_a_run():
-    """An argument may not be written to in a run, nor what is read afterwards, or elsewhere; nothing moves across."""
+    """A run may not write to an argument, nor to a value that is read later or elsewhere; nothing moves across."""
 
     @R.function(check_well_formed=False)
     def argument(x: FIRST):

@@ -1,4 +1,4 @@
-"""What joins a command buffer: the order of a function's bindings after FormCommandBuffers."""
+"""Bindings that join a command buffer: their order in a function after FormCommandBuffers."""
 
 import tvm
 from tvm import relax
@@ -19,7 +19,7 @@ from transform.outlines import (
 )
 
 
-def test_transfers_of_what_a_run_made_end_it():
+def test_transfers_of_a_runs_results_end_it():
     @R.function(check_well_formed=False)
     def main(x: FIRST):
         with R.dataflow():
@@ -34,7 +34,7 @@ def test_transfers_of_what_a_run_made_end_it():
     assert outline(with_main(main)) == ["main_commands: one two", "to_vdevice", "main_commands_1: one two"]
 
 
-def test_a_run_does_not_wait_for_what_its_first_kernel_does_not_need():
+def test_a_run_waits_only_for_operands_of_its_first_kernel():
     """The transfer and the first kernel do not wait for each other."""
 
     @R.function(check_well_formed=False)
@@ -96,7 +96,7 @@ def test_a_transfer_waits_for_no_work_after_it():
     assert outline(with_main(main)) == ["main_commands: one one", "to_vdevice", "main_commands_1: two two"]
 
 
-def test_what_reads_a_later_value_starts_a_run():
+def test_readers_of_a_later_value_start_a_run():
     """The last kernel cannot join the first run: what it reads comes back from a device that waited for that run."""
 
     @R.function(check_well_formed=False)

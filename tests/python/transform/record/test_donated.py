@@ -1,4 +1,4 @@
-"""Donated parameters: who may be one, and the only work that uses it writes over it."""
+"""Donated parameters: valid ones, and in-place work by their only user."""
 
 import pytest
 import tvm
@@ -71,7 +71,7 @@ def test_a_kernel_by_itself():
 
 
 def test_a_command_buffer():
-    """Both kernels write over the cache; what is read of it elsewhere must be what it was."""
+    """Both kernels write over the cache; other readers must see its old content."""
 
     @ir_module(V4)
     class Before:
@@ -123,7 +123,7 @@ def test_a_command_buffer():
     assert called(after, "main_commands") == ["add_in_place", "add_in_place", "add"]
 
 
-def test_what_others_read_is_left_alone():
+def test_parameters_with_other_readers_are_left_alone():
     """The cache is returned too, so neither the command buffer nor a kernel may write to it."""
 
     @ir_module(V4)
@@ -147,7 +147,7 @@ def test_what_others_read_is_left_alone():
     assert form_command_buffers(Before).same_as(Before)
 
 
-def test_what_is_shown_in_another_shape_is_left_alone():
+def test_parameters_with_reshaped_views_are_left_alone():
     @ir_module(V4)
     class Before:
         @T.prim_func(private=True, s_tir=True)
@@ -224,7 +224,7 @@ def test_names_of_callers_and_functions():
         ({"inner": ["x"]}, r"inputs of function 'inner', which \['outer'\] call"),
     ],
 )
-def test_what_cannot_be_donated(donate, message):
+def test_parameters_that_cannot_be_donated(donate, message):
     with pytest.raises(rh.HeteroError, match=message):
         rh.compile(Named, donate=donate)
 

@@ -1,4 +1,4 @@
-"""FormCommandBuffers: what a run reads becomes operands, what others read of it results, the rest lies in an arena.
+"""FormCommandBuffers: values that a run reads are operands, values read by others results, the rest in an arena.
 
 The expected modules show functions of Relax; the host functions in them only have the right parameters.
 """

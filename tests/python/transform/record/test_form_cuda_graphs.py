@@ -70,16 +70,16 @@ def functions(mod):
 
 
 def sources(module):
-    found = [module.inspect_source()] if module.kind == "cuda" else []
-    return "".join([*found, *(sources(part) for part in module.imports)])
+    texts = [module.inspect_source()] if module.kind == "cuda" else []
+    return "".join([*texts, *(sources(part) for part in module.imports)])
 
 
 def host_code(module):
-    found = [module.inspect_source("ll")] if module.kind == "llvm" else []
-    return "".join([*found, *(host_code(part) for part in module.imports)])
+    texts = [module.inspect_source("ll")] if module.kind == "llvm" else []
+    return "".join([*texts, *(host_code(part) for part in module.imports)])
 
 
-# What each machine replaces by memory of its own.
+# Placeholder that each machine replaces by memory of its own.
 STATE = tvm.ir.GenericConst(
     tvm.runtime.tensor(np.zeros(Layout(4).state, "int64")),
     relax.TensorType((Layout(4).state,), "int64", Steps.global_infos["vdevice"][0]),
@@ -114,7 +114,7 @@ def test_calls_of_command_buffers_become_calls_of_graphs():
     assert_structural_equal(mod["main"], Expected["main"], map_free_vars=True)
 
 
-def test_what_the_module_becomes():
+def test_the_functions_of_the_module_after_the_pass():
     before = recorded(Steps)
     mod = FormCudaGraphs()(before)
     main = functions(mod)["main"]
@@ -139,13 +139,13 @@ def test_constants_of_a_graph_travel_with_it_until_the_module_is_linked():
 
 
 def test_kernels_read_the_table_only_for_bindings():
-    found = functions(form_cuda_graphs(recorded(Steps)))
-    assert {"step_table", *EARLY} <= set(found)
+    by_name = functions(form_cuda_graphs(recorded(Steps)))
+    assert {"step_table", *EARLY} <= set(by_name)
     # Each call of `join` has a binding; variants that no launch uses are not compiled.
-    assert not {"join", "step", "join_table", "step_table_1"} & set(found)
+    assert not {"join", "step", "join_table", "step_table_1"} & set(by_name)
     names = ("fill_table", "step_table_2", "step_table", *EARLY)
-    assert [name for name in callees(found["main_commands_record"].body) if name in names] == list(names)
-    assert COMMANDS not in found["main_commands_record"].attrs
+    assert [name for name in callees(by_name["main_commands_record"].body) if name in names] == list(names)
+    assert COMMANDS not in by_name["main_commands_record"].attrs
 
 
 def marked(mod, **reads):
@@ -157,9 +157,9 @@ def marked(mod, **reads):
     return tvm.IRModule(functions, global_infos=mod.global_infos)
 
 
-def early(found):
+def early(by_name):
     """Kernels that begin early, and whether they wait before all else."""
-    tagged = {name: func for name, func in found.items() if "tirx.kernel_launch_params" in func.attrs}
+    tagged = {name: func for name, func in by_name.items() if "tirx.kernel_launch_params" in func.attrs}
     # The CUDA compiler must not take operands for constant.
     assert not any(func.attrs["tirx.noalias"] for func in tagged.values())
     texts = {name: func.script() for name, func in tagged.items()}
@@ -170,32 +170,32 @@ EARLY = ("step_early", "step_table_1_early", "join_table_early", "join_table_1_e
 
 
 def test_every_kernel_but_the_first_begins_early_and_waits():
-    found = functions(form_cuda_graphs(recorded(Steps)))
+    by_name = functions(form_cuda_graphs(recorded(Steps)))
     # The first step brings the table; the others wait before they read addresses there.
-    assert early(found) == dict.fromkeys(EARLY, True)
-    assert [name for name in callees(found["main_commands_record"].body) if name in EARLY] == list(EARLY)
-    text = found["step_table_1_early"].script()
+    assert early(by_name) == dict.fromkeys(EARLY, True)
+    assert [name for name in callees(by_name["main_commands_record"].body) if name in EARLY] == list(EARLY)
+    text = by_name["step_table_1_early"].script()
     assert 0 < text.find("launch_dependents") < text.index("words"), text
     # Others may come before they wait, but none before the table is there.
-    lets_first = [f.find("launch_dependents") < f.find("wait") for f in (found[name].script() for name in EARLY)]
+    lets_first = [f.find("launch_dependents") < f.find("wait") for f in (by_name[name].script() for name in EARLY)]
     assert lets_first == [False, True, True, True]
 
 
 def test_kernels_wait_where_they_were_written_to_if_nothing_they_read_is_fresh():
-    """What comes before their wait: addresses in the table, which the first launch brings, constants and inputs."""
+    """Reads before the wait: addresses in the table, which the first launch brings, constants and inputs."""
     mod = recorded(Steps)
-    found = early(functions(form_cuda_graphs(marked(mod, join=[1]))))
-    assert found == dict(zip(EARLY, (True, True, False, False), strict=True)), "operand 1 is an input, or a constant"
-    found = early(functions(form_cuda_graphs(marked(mod, join=[0]))))
-    assert found == dict.fromkeys(EARLY, True), "launches before write operand 0: a result, or the arena"
-    found = early(functions(form_cuda_graphs(marked(mod, join=[], step=[]))))
-    assert found == dict(zip(EARLY, (True, False, False, False), strict=True)), "the next would read a fresh table"
+    flags = early(functions(form_cuda_graphs(marked(mod, join=[1]))))
+    assert flags == dict(zip(EARLY, (True, True, False, False), strict=True)), "operand 1 is an input, or a constant"
+    flags = early(functions(form_cuda_graphs(marked(mod, join=[0]))))
+    assert flags == dict.fromkeys(EARLY, True), "launches before write operand 0: a result, or the arena"
+    flags = early(functions(form_cuda_graphs(marked(mod, join=[], step=[]))))
+    assert flags == dict(zip(EARLY, (True, False, False, False), strict=True)), "the next would read a fresh table"
 
 
 def test_gpus_that_cannot_begin_early_do_not():
     older = rh.VDevice({"kind": "cuda", "arch": "sm_89"})
-    found = functions(form_cuda_graphs(recorded(rh.transform.UpdateVDevice(older, 0)(Steps))))
-    assert not early(found) and "main_commands_record" in found
+    by_name = functions(form_cuda_graphs(recorded(rh.transform.UpdateVDevice(older, 0)(Steps))))
+    assert not early(by_name) and "main_commands_record" in by_name
 
 
 def test_memory_of_a_graph_with_several_constants():
@@ -240,9 +240,9 @@ def test_bindings_are_fetched_by_a_kernel_of_its_own_before_many_blocks():
         builder.emit_func_output(y)
     mod = builder.get()
     mod.update_global_info("vdevice", [device])
-    found = functions(form_cuda_graphs(recorded(mod)))
+    by_name = functions(form_cuda_graphs(recorded(mod)))
     names = ["fetch_table", "fill_table", "softmax_64x1000_cuda_0_table_early", "transpose_table_early"]
-    assert callees(found["main_commands_record"].body) == names
+    assert callees(by_name["main_commands_record"].body) == names
 
 
 def test_more_slots_than_one_kernel_fills():
@@ -259,12 +259,12 @@ def test_more_slots_than_one_kernel_fills():
         builder.emit_func_output(total)
     mod = builder.get()
     mod.update_global_info("vdevice", [device])
-    made = form_cuda_graphs(recorded(mod))
-    (region,) = regions_of(made)
+    formed = form_cuda_graphs(recorded(mod))
+    (region,) = regions_of(formed)
     assert len(region.slots) > FILLED_AT_ONCE
-    found = functions(made)
-    assert callees(found["main_commands_record"].body).count("fill_table") == 2
-    assert "fetch_table" in found
+    by_name = functions(formed)
+    assert callees(by_name["main_commands_record"].body).count("fill_table") == 2
+    assert "fetch_table" in by_name
 
 
 def symbolic():
@@ -286,7 +286,7 @@ def symbolic():
 
 
 def test_symbolic_extents_are_parameters_of_graphs():
-    """What is submitted finds a graph by them; what is recorded takes them."""
+    """Submitting finds a graph by its extents; recording takes them."""
     mod = form_cuda_graphs(recorded(symbolic()))
     (region,) = regions_of(mod)
     assert region.runs == "CUDA graph" and region.parameters == ("n",) and isinstance(region.arena, str)
@@ -301,7 +301,7 @@ def test_symbolic_extents_are_parameters_of_graphs():
     assert "AllocWorkspace" not in host_code(exe.module), "the host cannot use what it allocates for a GPU"
 
 
-def test_numbers_that_no_extent_says_are_given_to_graphs():
+def test_symbols_without_an_extent_are_passed_to_graphs():
     """Here 2 * n stands in the types, and n in none of them."""
     n, device = tvm.tirx.Var("n", "int64"), rh.VDevice(CUDA)
     builder = relax.BlockBuilder()
@@ -332,10 +332,10 @@ def test_donated_arguments_stay_results_of_graphs():
     with builder.function("main", [x, y]):
         with builder.dataflow():
             a = builder.emit(relax.op.nn.softmax(builder.emit(relax.op.matmul(y, weight))))
-            kept = builder.emit(relax.op.add(x, builder.emit(relax.op.matmul(a, weight))))
-            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(kept, weight))))
-            kept = builder.emit_output(kept)
-        builder.emit_func_output(relax.Tuple([kept, out]))
+            total = builder.emit(relax.op.add(x, builder.emit(relax.op.matmul(a, weight))))
+            out = builder.emit_output(relax.op.nn.softmax(builder.emit(relax.op.matmul(total, weight))))
+            total = builder.emit_output(total)
+        builder.emit_func_output(relax.Tuple([total, out]))
     mod = with_vdevices(builder.get(), [device])
     exe = rh.compile(mod, donate=["x"])
     (region,) = exe.metadata.regions
@@ -366,7 +366,7 @@ def test_stock_tvm_builds_the_pipelines_module():
     assert " step(" in sources(built.mod)
 
 
-def test_a_driver_is_found_or_it_is_said_why_not(monkeypatch):
+def test_a_driver_is_found_or_the_reason_is_reported(monkeypatch):
     import builtins
 
     real = builtins.__import__

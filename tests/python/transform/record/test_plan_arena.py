@@ -66,8 +66,8 @@ def number(expr, n, s):
     """An expression over N and S where these are numbers."""
     if isinstance(expr, int):
         return expr
-    given = {N: tirx.const(n, "int64"), S: tirx.const(s, "int64")}
-    return int(tvm.sym.Analyzer().simplify(structural_map(expr, (tvm.ir.Var, given.get))))
+    sizes = {N: tirx.const(n, "int64"), S: tirx.const(s, "int64")}
+    return int(tvm.sym.Analyzer().simplify(structural_map(expr, (tvm.ir.Var, sizes.get))))
 
 
 def test_a_chain_takes_the_bytes_of_two():
@@ -76,7 +76,7 @@ def test_a_chain_takes_the_bytes_of_two():
     assert sorted(set(arena.offsets)) == [0, 1024]
 
 
-def test_what_ends_where_another_begins_does_not_share():
+def test_values_of_one_command_do_not_share_bytes():
     """One command reads the first and writes the second."""
     assert plan_arena([Lifetime(64, 0, 1), Lifetime(64, 1, 1)]).nbytes == 128
     assert plan_arena([Lifetime(64, 0, 0), Lifetime(64, 1, 1)]).nbytes == 64

@@ -1,4 +1,4 @@
-"""What command buffers say of themselves: references, requirements, kernels, and where runs ended."""
+"""Attributes of command buffers: references, requirements, kernels, and where runs ended."""
 
 import pytest
 import tvm
@@ -79,11 +79,11 @@ def test_regions_say_what_their_commands_touch():
     kernels = kernels_of(mod)
     assert [tensor.access for tensor in kernels["both"].tensors] == ["read", "write", "write"]
     assert [tensor.alignment for tensor in kernels["both"].tensors] == [2, 2, 1]
-    (alone,) = remarks_of(mod).single_calls
-    assert (alone.function, alone.variable, alone.why) == ("main", "f", "no other kernel to run with")
+    (single,) = remarks_of(mod).single_calls
+    assert (single.function, single.variable, single.why) == ("main", "f", "no other kernel to run with")
 
 
-def test_symbols_of_one_name_are_told_apart():
+def test_symbols_of_one_name_are_distinguished():
     n, other, keyword = (tirx.Var(name, "int64") for name in ("n", "n", "min"))
     device = rh.VDevice("llvm")
 

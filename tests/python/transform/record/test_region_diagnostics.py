@@ -1,4 +1,4 @@
-"""Why a run ended, in words."""
+"""Reasons why runs ended, in words."""
 
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -58,7 +58,7 @@ class Ends:
         return b
 
 
-def test_what_came_after_a_run():
+def test_the_reasons_for_the_ends_of_runs():
     mod = form_command_buffers(rh.transform.FormDispatches()(rh.transform.RealizeVDevice()(Ends)))
     assert {region.function: region.ended_by for region in regions_of(mod)} == {
         "packed": "call of f (c)",
@@ -66,8 +66,8 @@ def test_what_came_after_a_run():
         "checked": "kernel every_other (c)",
         "whole": "end of block",
     }
-    (alone,) = remarks_of(mod).single_calls
-    assert (alone.function, alone.kernel, alone.why) == (
+    (single,) = remarks_of(mod).single_calls
+    assert (single.function, single.kernel, single.why) == (
         "checked",
         "every_other",
         "it cannot be called as a plain function",

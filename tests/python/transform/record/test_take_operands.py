@@ -1,4 +1,4 @@
-"""Results take the memory of operands that nothing else reads, and of nothing else."""
+"""Results reuse the memory of operands that nothing else reads, and only of these."""
 
 import tvm
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from relax_hetero.transform.record.region_ir import RegionValue
 from transform.outlines import V4, called, check
 
 
-def test_a_chain_lies_where_its_last_result_does():
+def test_a_chain_uses_the_memory_of_its_last_result():
     """`a` and `b` are transient and read once; `x` is the caller's."""
 
     @ir_module(V4)
@@ -66,7 +66,7 @@ def test_a_chain_lies_where_its_last_result_does():
     assert [slot.access for slot in region.slots] == ["read", "write"]
 
 
-def test_what_is_read_again_keeps_its_memory():
+def test_values_that_are_read_again_keep_their_memory():
     """`a` is read by a later kernel, `b` by another operand of the same kernel, `c` after the run, `k` is constant."""
 
     @ir_module(V4)
@@ -138,13 +138,13 @@ def programs(draw):
     drafts, ties = [], {}
     for now in range(draw(st.integers(1, 12))):
         reads = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
-        made = RegionValue(relax.TensorType([4], "float32", VDEVICE), f"v{now}", now, now)
+        result = RegionValue(relax.TensorType([4], "float32", VDEVICE), f"v{now}", now, now)
         for value in reads:
             value.end = now
         kernel = tvm.ir.GlobalVar(f"k{now}")
         ties[kernel] = [(i, len(reads)) for i in range(len(reads)) if draw(st.booleans())]
-        drafts.append(Draft(kernel, reads, [made], (), made.name))
-        values.append(made)
+        drafts.append(Draft(kernel, reads, [result], (), result.name))
+        values.append(result)
     for draft in drafts:
         draft.makes[0].is_result = draw(st.booleans())
     return values[:count], free, drafts, ties
@@ -152,22 +152,22 @@ def programs(draw):
 
 @given(programs())
 @settings(max_examples=200, deadline=None)
-def test_every_kernel_finds_what_was_made(program):
+def test_every_kernel_reads_the_right_values(program):
     inputs, free, drafts, ties = program
-    made = [draft.makes[0] for draft in drafts]
-    taken = take_operands(drafts, ties.__getitem__, made, free)
+    results = [draft.makes[0] for draft in drafts]
+    reused = take_operands(drafts, ties.__getitem__, results, free)
     memory = {value: value for value in inputs}
     for draft in drafts:
-        assert all(memory[value.home] is value for value in draft.reads)
+        assert all(memory[value.root] is value for value in draft.reads)
         result = draft.makes[0]
-        assert (draft in taken) == bool(draft.over) == (result.home is not result)
-        if draft in taken:
-            ((_, operand),) = draft.over.items()
+        assert (draft in reused) == bool(draft.stored_over) == (result.root is not result)
+        if draft in reused:
+            ((_, operand),) = draft.stored_over.items()
             tied = [number for number, _ in ties[draft.kernel]]
             assert operand in tied
-            assert all(i in tied for i, value in enumerate(draft.reads) if value.home is result.home)
-        memory[result.home] = result
-    assert all(memory[value.home] is value for value in made if value.is_result)
+            assert all(i in tied for i, value in enumerate(draft.reads) if value.root is result.root)
+        memory[result.root] = result
+    assert all(memory[value.root] is value for value in results if value.is_result)
     overwritten = [value for value in inputs if memory[value] is not value]
     assert all(value in free and memory[value].is_result for value in overwritten)
 
@@ -178,4 +178,4 @@ def test_the_last_reader_is_always_taken():
     x.end, a.begin, a.end, b.begin, b.end, b.is_result = 0, 0, 1, 1, 1, True
     first, second = Draft(tvm.ir.GlobalVar("f"), [x], [a], (), "a"), Draft(tvm.ir.GlobalVar("g"), [a], [b], (), "b")
     assert take_operands([first, second], lambda _: [(0, 1)], [a, b], [x]) == [first, second]
-    assert b.home is x
+    assert b.root is x

@@ -1,4 +1,4 @@
-"""What a kernel in place overwrites is its own: random programs of names, copies and writes against numpy."""
+"""Memory that a kernel overwrites in place is its own: random programs of names, copies and writes against numpy."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ def test_a_shared_value_is_copied_and_a_write_does_not_pass_a_read():
                 R.output(result)
             return (z, result)
 
-    found = IsolateWrites()(Before)
-    tvm.ir.assert_structural_equal(found, Expected)
-    assert IsolateWrites()(found).same_as(found)
+    after = IsolateWrites()(Before)
+    tvm.ir.assert_structural_equal(after, Expected)
+    assert IsolateWrites()(after).same_as(after)
 
 
-def test_a_value_that_nothing_else_needs_is_overwritten_where_it_is():
+def test_a_value_without_other_readers_is_overwritten_in_place():
     @I.ir_module
     class Own:
         @T.prim_func(private=True, s_tir=True)
@@ -225,8 +225,8 @@ class Program:
         if kind == "field":
             return emit(relax.TupleGetItem(emit(relax.Tuple([var, other])), 0))
         if kind in ("constant", "zeros"):
-            made = relax.const(np.full(SHAPE, 7, "float32")) if kind == "constant" else op.zeros(SHAPE, "float32")
-            return emit(op.to_vdevice(emit(made), self.devices[device]))
+            source = relax.const(np.full(SHAPE, 7, "float32")) if kind == "constant" else op.zeros(SHAPE, "float32")
+            return emit(op.to_vdevice(emit(source), self.devices[device]))
         return emit(
             {
                 "bump": lambda: op.call_tir_inplace(kernel, (var,), [0], ty),
@@ -245,23 +245,23 @@ class Program:
         )
 
     def meaning(self, x: np.ndarray, y: np.ndarray, condition: bool) -> list[np.ndarray]:
-        """What the program returns; `x` and `y` are overwritten where it writes to its arguments."""
-        known = [x, y]
+        """Results of the program; `x` and `y` are overwritten where it writes to its arguments."""
+        values = [x, y]
         for kind, number, other in self.steps:
-            value = known[number]
+            value = values[number]
             if kind == "bump":
                 value += 100
             elif kind == "plus":
-                value += known[other]
+                value += values[other]
             elif kind in ("constant", "zeros"):
                 value = np.full(SHAPE, 7 if kind == "constant" else 0, "float32")
             elif kind == "branch":
-                value = value if condition else known[other]
+                value = value if condition else values[other]
             elif kind not in ("name", "field", "view"):
-                make = {"turned": np.transpose, "negative": np.negative, "add": lambda a, b=known[other]: a + b}
+                make = {"turned": np.transpose, "negative": np.negative, "add": lambda a, b=values[other]: a + b}
                 value = make.get(kind, np.copy)(value).copy()
-            known.append(value)
-        return [known[number] for number in self.results]
+            values.append(value)
+        return [values[number] for number in self.results]
 
 
 def branch(condition: relax.Var, *values: relax.Var) -> relax.If:
@@ -280,14 +280,14 @@ def check_program(seed: int) -> None:
     program = Program(seed)
     machine = rh.vm.VirtualMachine(rh.compile(program.module))
     for condition in (True, False, True):
-        given = [np.arange(1, 5, dtype="float32").reshape(SHAPE) * factor for factor in (1, 10)]
-        tensors = [tvm.runtime.tensor(array) for array in given]
-        found = machine["main"](*tensors, tvm.runtime.tensor(np.array(condition)))
-        after = [array.copy() for array in given]
+        arrays = [np.arange(1, 5, dtype="float32").reshape(SHAPE) * factor for factor in (1, 10)]
+        tensors = [tvm.runtime.tensor(array) for array in arrays]
+        actual = machine["main"](*tensors, tvm.runtime.tensor(np.array(condition)))
+        after = [array.copy() for array in arrays]
         expected = program.meaning(*after, condition)
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
             np.testing.assert_array_equal(one.numpy(), other, f"seed {seed}, result {number} of {program.steps}")
-        for array, tensor, written in zip(given, tensors, after, strict=True):
+        for array, tensor, written in zip(arrays, tensors, after, strict=True):
             if np.array_equal(array, written):
                 np.testing.assert_array_equal(tensor.numpy(), array, f"an argument, seed {seed}, {program.steps}")
 

@@ -56,11 +56,11 @@ def test_groups_join_up_to_the_columns_of_a_tile(outs, channels, groups, count):
 def test_the_numbers_stay():
     before = convolution(weights(128, 8), 8, 64)
     x = tvm.runtime.tensor(fresh_rng().standard_normal((2, 64, 5, 4)).astype("float16"))
-    wanted, found = (
+    expected, actual = (
         relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](x).numpy().astype("float32")
         for mod in (before, simplified(before))
     )
-    np.testing.assert_allclose(found, wanted, rtol=2e-2, atol=2e-2 * np.abs(wanted).max())
+    np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=2e-2 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(

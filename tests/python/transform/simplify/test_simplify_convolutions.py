@@ -55,10 +55,10 @@ def check(shape, compute, ops):
     assert short_names(after) == ops
     assert SimplifyConvolutions()(after).same_as(after)
     x = tvm.runtime.tensor(array(*shape))
-    wanted, found = (
+    expected, actual = (
         relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](x).numpy() for mod in (before, after)
     )
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_a_batch_norm_becomes_the_weights_of_the_convolution_before_it():
@@ -109,8 +109,8 @@ def test_a_batch_norm_becomes_the_weights_of_the_convolution_before_it():
         for bound, mod in (({**weights, "variance": variance}, Before), (folded, Expected))
     )
     after = SimplifyConvolutions()(before)
-    found, wanted = ([b.value.args[1] for b in walk_bindings(m["main"]) if op_name(b.value)] for m in (after, expected))
-    for ours, theirs in zip(found, wanted, strict=True):
+    actual, want = ([b.value.args[1] for b in walk_bindings(m["main"]) if op_name(b.value)] for m in (after, expected))
+    for ours, theirs in zip(actual, want, strict=True):
         np.testing.assert_allclose(ours.value.numpy(), theirs.value.numpy(), rtol=1e-6)
         assert_structural_equal(ours.ty, theirs.ty)
     assert short_names(after) == ["conv2d", "add"]
@@ -212,7 +212,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_what_is_taken_into_weights_and_what_is_not(name):
+def test_ops_that_are_folded_into_weights_and_others(name):
     check(*CHAINS[name])
 
 
@@ -239,7 +239,7 @@ _TRANSPOSED = {1: op.nn.conv1d_transpose, 2: op.nn.conv2d_transpose, 3: op.nn.co
 
 
 def transposed(rank, kernel, groups, **options):
-    """A transposed convolution with what a model has behind it, and what the pass leaves of it for `parts` phases."""
+    """A transposed convolution with the ops after it in a model, and the pass's result for `parts` phases."""
 
     def compute(builder, x):
         weight = constant(4, 3, *[kernel] * rank)
@@ -292,9 +292,9 @@ def test_weights_that_are_not_known_stay_transposed():
 
 
 def test_images_of_symbolic_sizes():
-    """Those of whose result the stride is a divisor; a slice of symbolic size would have to make any other."""
-    kept = {"odd": (3, 2, 0, 0), "cut": (1, 2, 1, 1)}
-    cases = {"vocoder": (8, 4, 2, 0), "doubled": (2, 2, 0, 0), "turned": (3, 1, 1, 0), "longer": (3, 2, 1, 1), **kept}
+    """Only results that the stride divides: others would need a slice of symbolic size."""
+    stock = {"odd": (3, 2, 0, 0), "cut": (1, 2, 1, 1)}
+    cases = {"vocoder": (8, 4, 2, 0), "doubled": (2, 2, 0, 0), "turned": (3, 1, 1, 0), "longer": (3, 2, 1, 1), **stock}
     builder = relax.BlockBuilder()
     for name, (kernel, stride, padding, extra) in cases.items():
         x = relax.Var("x", relax.TensorType((1, 2, tirx.Var("s", "int64")), "float32"))
@@ -307,15 +307,15 @@ def test_images_of_symbolic_sizes():
     after = SimplifyConvolutions()(before)
     for name in cases:
         ops = set(ops_of(after[name]))
-        assert ("relax.nn.conv1d_transpose" in ops) == (name in kept), name
+        assert ("relax.nn.conv1d_transpose" in ops) == (name in stock), name
     machines = [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in (before, after)]
     for name, size in itertools.product(cases, (2, 5)):
         x = tvm.runtime.tensor(array(1, 2, size))
-        wanted, found = (vm[name](x).numpy() for vm in machines)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+        expected, actual = (vm[name](x).numpy() for vm in machines)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-# A fifth of the combinations by default; five has no factor in common with any of their counts.
+# A fifth of the combinations by default; five shares no factor with any of their counts.
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_small_transposed_convolution_of_one_axis(step):
     """All of the combinations in one module: a function each."""
@@ -341,5 +341,5 @@ def test_every_small_transposed_convolution_of_one_axis(step):
     machines = [relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu()) for mod in (before, after)]
     for name in names:
         x = tvm.runtime.tensor(array(1, 2, 5))
-        wanted, found = (vm[name](x).numpy() for vm in machines)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5, err_msg=name)
+        expected, actual = (vm[name](x).numpy() for vm in machines)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5, err_msg=name)

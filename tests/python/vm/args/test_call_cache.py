@@ -1,4 +1,4 @@
-"""Repeated calls: whatever changes between two of them is noticed, and nothing is copied that could be lent."""
+"""Repeated calls: any change between two of them is noticed, and nothing is copied that could be borrowed."""
 
 import gc
 import weakref
@@ -35,7 +35,7 @@ def array_at(address, data):
 
 
 @pytest.mark.parametrize("convert", [lambda a: a, tvm.runtime.tensor, from_array], ids=["numpy", "tvm", "dlpack"])
-def test_a_known_call_reads_what_is_there_now(plumber, convert):
+def test_a_cached_call_reads_current_values(plumber, convert):
     for value in range(3):
         a, b = np.full(5, value, "float32"), np.full(5, 10, "float32")
         np.testing.assert_array_equal(plumber["same_extent"](convert(a), convert(b)).numpy(), a + b)
@@ -173,7 +173,7 @@ def test_few_calls_are_remembered(plumber):
     assert len(plumber._arguments.caches["same_extent"]._calls) <= MANY_CALLS
 
 
-def test_a_look_tells_device_element_type_and_shape_apart():
+def test_signatures_differ_by_device_element_type_and_shape():
     cache = CallCache(64, True)
     looks = [
         cache._fingerprint(tensor)
@@ -187,7 +187,7 @@ def test_a_look_tells_device_element_type_and_shape_apart():
         )
     ]
     assert None not in looks and len(set(looks)) == len(looks)
-    whole = tvm.runtime.tensor(np.zeros(64, "float32"))
-    assert cache._fingerprint(whole._create_view((3,), "float32", 64)) is None  # kernels refuse offsets
+    array = tvm.runtime.tensor(np.zeros(64, "float32"))
+    assert cache._fingerprint(array._create_view((3,), "float32", 64)) is None  # kernels refuse offsets
     assert cache._fingerprint(from_array(array_at(4, X))) is None
     assert cache._fingerprint(from_array(np.zeros((4, 4), "float32")[:, :2])) is None

@@ -52,8 +52,8 @@ def expected(cache, row, place, query):
     return new, np.exp(np.maximum(new @ query, 0))
 
 
-def check(found, want):
-    for one, other in zip(found, want, strict=True):
+def check(actual, want):
+    for one, other in zip(actual, want, strict=True):
         np.testing.assert_allclose(one.numpy(), other, rtol=1e-5)
 
 
@@ -67,7 +67,7 @@ def vm(executable):
     return rh.vm.VirtualMachine(executable)
 
 
-def test_results_lie_in_the_memory_of_what_was_donated(vm):
+def test_results_reuse_the_memory_of_donated_arguments(vm):
     rng = fresh_rng()
     assert vm["main"].signature.donated == ("cache",)
     for n in (6, 3, 6):
@@ -77,12 +77,12 @@ def test_results_lie_in_the_memory_of_what_was_donated(vm):
         new, result = vm["main"](tensor, *args[1:])
         check((new, result), want)
         assert new.data_ptr() == tensor.data_ptr()
-        others = [array.copy() for array in args[1:]]
+        before = [array.copy() for array in args[1:]]
         new, result = vm["main"](args[0], *args[1:])
         check((new, result), want)
         np.testing.assert_array_equal(args[0], want[0])
         assert new.data_ptr() == args[0].ctypes.data
-        assert all((one == other).all() for one, other in zip(args[1:], others, strict=True))
+        assert all((one == other).all() for one, other in zip(args[1:], before, strict=True))
 
 
 def test_a_cache_goes_from_call_to_call(vm):
@@ -114,7 +114,7 @@ def test_after_export_and_load(executable, tmp_path):
     assert new.data_ptr() == args[0].ctypes.data
 
 
-def test_what_cannot_be_overwritten_where_it_is_is_copied(vm):
+def test_arguments_that_cannot_be_overwritten_in_place_are_copied(vm):
     args = arguments(fresh_rng())
     want = expected(*args)
     for cache in (np.asfortranarray(args[0]), np.concatenate([args[0]] * 2, 1)[:, :8]):
@@ -131,11 +131,11 @@ def test_memory_that_must_not_be_overwritten_is_refused(vm, is_known):
     args[0].flags.writeable = False
     with pytest.raises(rh.BindingError, match="'cache' of 'main' is donated, found a read-only numpy array"):
         vm["main"](*args)
-    room = np.zeros((7, 8), "float32")
+    out = np.zeros((7, 8), "float32")
     with pytest.raises(rh.BindingError, match="'cache' of 'main' is donated, and argument 'row' shares memory with it"):
-        vm["main"](room[:6], room[5:6], *args[2:])
-    both = tvm.runtime.tensor(room)
-    check(vm["main"](both, *args[1:]), expected(room, *args[1:]))  # the machine is usable
+        vm["main"](out[:6], out[5:6], *args[2:])
+    both = tvm.runtime.tensor(out)
+    check(vm["main"](both, *args[1:]), expected(out, *args[1:]))  # the machine is usable
 
 
 def test_inputs_set_before_are_consumed_by_one_run(vm):
@@ -246,19 +246,19 @@ def test_memory_that_a_call_has_given_back_is_free():
     """A call drops an argument after its last reader; the address is another array's then."""
     executable = rh.compile(Early, donate=["x"])
     vm, other = (rh.vm.VirtualMachine(executable, max_in_flight=32) for _ in range(2))
-    is_open, execute, taken = threading.Event(), QueuePlan.execute, []
+    is_open, execute, calls = threading.Event(), QueuePlan.execute, []
 
     def late(plan, index, call):
         if plan.steps[index].device == 1:
-            taken.append(call)
+            calls.append(call)
             assert is_open.wait(60)
         return execute(plan, index, call)
 
     def submit(*args):
         """A call whose first step is over."""
-        count = len(taken)
+        count = len(calls)
         fences.append(vm.submit("main", *args))
-        while len(taken) == count or taken[-1].values[0] is not None:
+        while len(calls) == count or calls[-1].values[0] is not None:
             time.sleep(1e-4)
 
     fences = []

@@ -1,4 +1,4 @@
-"""Whatever a caller hands in: the right numbers, or an error that names the argument; never a crash."""
+"""Arguments of any kind: the right numbers, or an error that names the argument; never a crash."""
 
 import ctypes
 import signal
@@ -31,7 +31,7 @@ def plumber(plumbing):
 
 
 class Producer:
-    """An object with ``__dlpack__``, over an array or a capsule, that misbehaves as told."""
+    """An object with ``__dlpack__``, over an array or a capsule, that misbehaves as configured."""
 
     def __init__(self, array=None, capsule=None, error=None, device=(1, 0)):
         self.array, self.capsule, self.error, self.device = array, capsule, error, device
@@ -57,7 +57,7 @@ class Header(ctypes.Structure):
 
 
 def forged(shape=None, strides=None, **fields):
-    """A tensor of TVM over X, with other facts about it."""
+    """A TVM tensor over X with forged fields."""
     owner = tvm.runtime.tensor(X)
     capsule = owner._to_dlpack()
     header = Header.from_address(capsule_pointer(capsule, b"dltensor"))
@@ -176,7 +176,7 @@ def test_producers_of_read_only_memory(vm):
         vm["main"](X, W, out=(np.empty_like(X), Producer(frozen)))
 
 
-def test_capsules_that_are_given_once(vm):
+def test_capsules_that_can_be_consumed_once(vm):
     np.testing.assert_allclose(vm["main"](Producer(capsule=X.copy().__dlpack__()), W)[1], np.exp(X), rtol=1e-6)
     used = Producer(capsule=X.copy().__dlpack__())
     vm["main"](used, W)
@@ -185,7 +185,7 @@ def test_capsules_that_are_given_once(vm):
 
 
 class Torch(Producer):
-    """As a tensor of PyTorch that is a view with the other sign, which its memory does not show."""
+    """Tensor like PyTorch's negated views, whose memory does not show the sign."""
 
     layout = "torch.strided"
 
@@ -260,13 +260,13 @@ def test_arguments_in_no_sequence(vm, args):
 
 
 @pytest.mark.parametrize("name", [["main"], None, 0, ("main",)])
-def test_names_that_are_no_text(vm, name):
+def test_names_that_are_not_text(vm, name):
     for refused in (lambda: vm[name], lambda: vm.call(name, (X, W)), lambda: vm.submit(name, X, W)):
         with pytest.raises(rh.BindingError, match="the executable has no function"):
             refused()
 
 
-def test_memory_that_there_is_not(plumber):
+def test_impossible_amounts_of_memory(plumber):
     with pytest.raises(rh.BindingError, match=r"argument 'a' of 'same_extent' .*cannot be taken as float32\[n\]"):
         plumber["same_extent"](np.broadcast_to(np.float32(1), (2**52,)), np.ones(2, "f4"))
 

@@ -57,8 +57,8 @@ def test_direct_and_indirect_references_in_one_dispatch(vm, compiled):
     w, x, out = floats(32, 3), floats(20, 4), np.full(64, 7, "float32")
     cb = rh.vm.CommandBuffer(vm, slots=2)
     cb.begin()
-    kept = cb.buffer(w.copy(), offset=64)
-    cb.dispatch("add", 1, [cb.slot(0, offset=16), kept, cb.slot(1, offset=32, length=64)])
+    buffer = cb.buffer(w.copy(), offset=64)
+    cb.dispatch("add", 1, [cb.slot(0, offset=16), buffer, cb.slot(1, offset=32, length=64)])
     cb.copy(cb.buffer(w, length=8), cb.slot(1))
     cb.end(compiled)
     cb.submit([x, (out, 128)])  # the recording's offset counts from the binding's
@@ -245,10 +245,10 @@ def test_kept_buffers_outlive_their_names(vm):
     cb.begin()
     cb.copy(cb.buffer(np.arange(1000.0)), cb.slot(0))
     cb.end()
-    others = [np.full(1000, i) for i in range(20)]
+    arrays = [np.full(1000, i) for i in range(20)]
     cb.submit([out := np.zeros(1000)])
     np.testing.assert_array_equal(out, np.arange(1000.0))
-    assert len(others) == 20
+    assert len(arrays) == 20
 
 
 def test_the_recording_as_data(vm):

@@ -1,4 +1,4 @@
-"""What command buffers refuse: bindings that do not fit what commands require, and recordings that cannot be right."""
+"""Refusals of command buffers: bindings that do not fit what commands require, and recordings that cannot be right."""
 
 import numpy as np
 import pytest
@@ -115,7 +115,7 @@ def test_read_only_memory_may_be_read(adding):
 
 
 @pytest.mark.parametrize("bindings", [5, None, "abc", {7: np.zeros(3)}, {"0": np.zeros(3)}, [None] * 5])
-def test_what_is_no_set_of_bindings(adding, bindings):
+def test_malformed_sets_of_bindings(adding, bindings):
     with pytest.raises(rh.BindingError, match="bindings (are a|name slot)"):
         adding.bind(bindings)
 
@@ -144,16 +144,16 @@ def test_overlapping_bindings_of_which_one_is_written(adding, vm):
 
 
 def test_bindings_over_memory_that_the_buffer_keeps(vm):
-    kept = np.zeros(16, "float32")
+    array = np.zeros(16, "float32")
     for written in (True, False):
         cb = rh.vm.CommandBuffer(vm, slots=1)
         cb.begin()
-        pair = [cb.slot(0), cb.buffer(kept)]
+        pair = [cb.slot(0), cb.buffer(array)]
         cb.dispatch("shift", 1, pair if written else pair[::-1])
         cb.end()
         name = "buffer 0" if written else "slot 0"
         with pytest.raises(rh.BindingError, match=f"slot 0 and buffer 0 share bytes, and commands write {name}"):
-            cb.bind([kept])
+            cb.bind([array])
 
 
 def test_one_slot_for_two_operands_of_which_one_is_written(vm, recording):
@@ -171,9 +171,9 @@ def test_one_slot_for_two_operands_of_which_one_is_written(vm, recording):
 
 
 def test_a_kept_buffer_given_twice(recording):
-    kept = np.zeros(20, "float32")
+    array = np.zeros(20, "float32")
     with pytest.raises(rh.BindingError, match="A and B share bytes of buffer 0 and buffer 1, and one is written"):
-        recording.dispatch("shift", 1, [recording.buffer(kept[4:]), recording.buffer(kept[:16])])
+        recording.dispatch("shift", 1, [recording.buffer(array[4:]), recording.buffer(array[:16])])
 
 
 def test_a_slot_that_kernels_use_as_two_element_types(vm):
@@ -196,8 +196,8 @@ def test_parameters_that_do_not_fit(recording, parameters):
 
 
 def test_numbers_of_a_submission_that_would_reach_beyond_memory(recording, vm):
-    kept = recording.buffer(np.zeros(8, "uint8"), offset=recording.parameter(0), length=4)
-    recording.fill(kept, np.int16(1))
+    buffer = recording.buffer(np.zeros(8, "uint8"), offset=recording.parameter(0), length=4)
+    recording.fill(buffer, np.int16(1))
     recording.end()
     recording.submit([], [4])
     with pytest.raises(

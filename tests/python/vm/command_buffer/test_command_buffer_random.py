@@ -30,11 +30,11 @@ class Place:
     offset: int
     moves: bool = False
 
-    def recorded(self, cb, kept, length=None):
+    def recorded(self, cb, buffers, length=None):
         """The reference."""
         offset = self.offset + cb.parameter(1) * 8 if self.moves else self.offset
-        if self.pool in kept:
-            return cb.buffer(kept[self.pool], offset, length)
+        if self.pool in buffers:
+            return cb.buffer(buffers[self.pool], offset, length)
         return cb.slot(int(self.pool[-1]), offset, length)
 
     def bytes(self, memory, row, length):
@@ -73,23 +73,23 @@ commands = st.one_of(
 )
 
 
-def record(cb, kept, kind, operands, *rest):
+def record(cb, buffers, kind, operands, *rest):
     if kind == "fill":
-        cb.fill(operands[0].recorded(cb, kept, 32), rest[0])
+        cb.fill(operands[0].recorded(cb, buffers, 32), rest[0])
     elif kind == "copy":
         source, target = operands
-        cb.copy(source.recorded(cb, kept, rest[0]), target.recorded(cb, kept))
+        cb.copy(source.recorded(cb, buffers, rest[0]), target.recorded(cb, buffers))
     elif kind in ("above", "count_positive"):
         scalars = {"limit": rest[1] + cb.parameter(1) % 3} if kind == "above" else {}
-        cb.dispatch(kind, 1, [operands[0].recorded(cb, kept), rest[0].recorded(cb, kept)], scalars)
+        cb.dispatch(kind, 1, [operands[0].recorded(cb, buffers), rest[0].recorded(cb, buffers)], scalars)
     else:
         grid, guard = (operands, rest[0]) if kind == "mark" else rest
-        memory = [cb.slot(3)] if kind == "mark" else [place.recorded(cb, kept) for place in operands]
+        memory = [cb.slot(3)] if kind == "mark" else [place.recorded(cb, buffers) for place in operands]
         scalars = {"n": cb.parameter(1) + 2, "factor": cb.parameter(0)} if kind == "scale" else {}
-        guards = {guard[0]: guard[1].recorded(cb, kept)} if guard else {}
+        guards = {guard[0]: guard[1].recorded(cb, buffers)} if guard else {}
         if isinstance(grid, Place):
             cb.dispatch_indirect(
-                kind, grid.recorded(cb, kept, None if kind == "mark" else 8), memory, scalars, **guards
+                kind, grid.recorded(cb, buffers, None if kind == "mark" else 8), memory, scalars, **guards
             )
         else:
             cb.dispatch(kind, grid, memory, scalars, **guards)
@@ -154,23 +154,23 @@ def test_random_recordings(vm, recorded, seed, begin):
         expected["kept 0"] = memory["kept 0"]
         eager.append({name: array.copy() for name, array in memory.items()})
     for compiled in (True, False):
-        kept = {name: array for name, array in fresh(seed).items() if name.startswith("kept")}
+        buffers = {name: array for name, array in fresh(seed).items() if name.startswith("kept")}
         cb = rh.vm.CommandBuffer(vm, slots=4, parameters=2)
         cb.begin()
         for command in recorded:
-            record(cb, kept, *command)
+            record(cb, buffers, *command)
         cb.end(compiled)
         for number, (factor, row) in enumerate(submissions):
             bindings = []
             for name, array in list(fresh(seed + number).items()):
                 if name.startswith("slot"):
-                    whole = np.full(array.nbytes + 8 * begin + 24, 0x55, "uint8")
-                    whole[8 * begin : 8 * begin + array.nbytes] = array.view("uint8")
-                    bindings.append((whole, 8 * begin, array.nbytes))
+                    storage = np.full(array.nbytes + 8 * begin + 24, 0x55, "uint8")
+                    storage[8 * begin : 8 * begin + array.nbytes] = array.view("uint8")
+                    bindings.append((storage, 8 * begin, array.nbytes))
             cb.submit(bindings, [factor, row])
-            found = {f"slot {slot}": whole[start : start + size] for slot, (whole, start, size) in enumerate(bindings)}
+            slots = {f"slot {slot}": whole[start : start + size] for slot, (whole, start, size) in enumerate(bindings)}
             for name, array in eager[number].items():
-                bytes_found = found[name] if name in found else kept[name].copy()
+                bytes_found = slots[name] if name in slots else buffers[name].copy()
                 np.testing.assert_array_equal(bytes_found.view(array.dtype), array, err_msg=name)
-            for whole, start, size in bindings:
-                assert (whole[:start] == 0x55).all() and (whole[start + size :] == 0x55).all()
+            for storage, start, size in bindings:
+                assert (storage[:start] == 0x55).all() and (storage[start + size :] == 0x55).all()

@@ -1,4 +1,4 @@
-"""What a command buffer refuses while it is recorded: commands that cannot be right, and calls out of turn."""
+"""Refusals while a command buffer is recorded: commands that cannot be right, and calls in the wrong state."""
 
 import numpy as np
 import pytest
@@ -121,7 +121,7 @@ def read_only(array):
         ),
     ],
 )
-def test_what_cannot_be_recorded(recording, record, message):
+def test_commands_that_cannot_be_recorded(recording, record, message):
     with pytest.raises(rh.BindingError, match=message):
         record(recording, recording.slot(0), recording.slot(1))
 

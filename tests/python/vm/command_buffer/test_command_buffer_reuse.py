@@ -91,12 +91,12 @@ def test_four_thousand_submissions_hold_no_memory(vm):
     submit(1000)
     gc.collect()
     tracemalloc.start()
-    held = tracemalloc.get_traced_memory()[0]
+    used = tracemalloc.get_traced_memory()[0]
     submit(4000)
     gc.collect()
-    held = tracemalloc.get_traced_memory()[0] - held
+    used = tracemalloc.get_traced_memory()[0] - used
     tracemalloc.stop()
-    assert held < 20_000, f"{held} bytes are held after 4,000 submissions"
+    assert used < 20_000, f"{used} bytes are held after 4,000 submissions"
 
 
 def test_no_array_outlives_the_table_that_held_it(vm):
@@ -133,7 +133,7 @@ def test_twelve_thousand_submissions_take_no_memory(vm):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10
 
 
-def test_what_a_table_holds_goes_with_it(vm):
+def test_a_table_frees_its_bindings(vm):
     cb, freed = chain(vm), threading.Event()
 
     class Memory(np.ndarray):

@@ -163,9 +163,9 @@ def test_commands_in_order():
         work = commands.submit(bench.table(x, y, z), (count,))
         assert work.done() is True
         work.wait()
-        wanted = np.where(np.arange(4) < count, x * 2.5, 0)
-        np.testing.assert_array_equal(y, wanted)
-        np.testing.assert_array_equal(z[2:4], wanted[:2])
+        expected = np.where(np.arange(4) < count, x * 2.5, 0)
+        np.testing.assert_array_equal(y, expected)
+        np.testing.assert_array_equal(z[2:4], expected[:2])
         filled = b"\x07" * 4 + b"\x01\x02" * 2 + b"\x01\x02\x03\x04" + bytes(4) + bytes(range(8)) * 2
         assert z.tobytes()[16:] == filled
 
@@ -176,10 +176,10 @@ def test_a_table_that_comes_again_is_a_graph():
     commands = bench.commands()
     x, y = np.zeros(4, "float32"), np.zeros(4, "float32")
     table = bench.table(x, y)
-    for turn in range(5):
-        x[:] = turn
+    for iteration in range(5):
+        x[:] = iteration
         commands.submit(table, ())
-        np.testing.assert_array_equal(y, 2.0 * turn + np.zeros(4))
+        np.testing.assert_array_equal(y, 2.0 * iteration + np.zeros(4))
     assert (len(bench.driver.graphs), bench.driver.launches) == (1, 4)
     commands.submit(bench.table(x, y), ())  # another table, which may be gone when it is over
     assert (len(bench.driver.graphs), bench.driver.launches) == (1, 4)
@@ -199,7 +199,7 @@ def test_graphs_that_were_not_used_are_given_back(monkeypatch):
     assert [number for number, calls in bench.driver.graphs.items() if calls] == [2, 3]
 
 
-def test_what_cannot_be_recorded_is_launched(caplog):
+def test_submissions_that_cannot_be_recorded_are_launched(caplog):
     bench = Bench()
     bench.driver.fails = True
     bench.dispatch("scale", [bench.slot(0), bench.slot(1)], (4, 2.0))
@@ -229,12 +229,12 @@ def test_counts_and_predicates_in_memory(driver):
         values = np.where(np.arange(8) < positive, 1, -1).astype("float32")
         marks, table = np.zeros(8, "float32"), None
         table = bench.table(values, np.zeros(1, "int32"), marks)
-        for turn in (1, 2):
+        for iteration in (1, 2):
             commands.submit(table, ())
-            wanted = np.zeros(8)
-            wanted[:positive] += 1
-            wanted[[0, 4] if positive else [0, 1, 2]] += 1
-            np.testing.assert_array_equal(marks, wanted * turn)
+            expected = np.zeros(8)
+            expected[:positive] += 1
+            expected[[0, 4] if positive else [0, 1, 2]] += 1
+            np.testing.assert_array_equal(marks, expected * iteration)
 
 
 def test_work_keeps_its_memory_until_it_has_ended():

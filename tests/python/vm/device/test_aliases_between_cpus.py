@@ -89,11 +89,11 @@ def test_results_go_into_buffers(vm, copies):
 @pytest.mark.parametrize("kind", ["numpy", "tensor"])
 def test_arguments_and_results_do_not_share_memory(vm, copies, kind):
     x = random(4, 6)
-    given = x.copy() if kind == "numpy" else tvm.runtime.tensor(x)
+    argument = x.copy() if kind == "numpy" else tvm.runtime.tensor(x)
     for _ in range(2):  # known calls too
-        y = vm["argument"](given)
+        y = vm["argument"](argument)
         y.copyfrom(np.zeros((4, 6), "float32"))
-        np.testing.assert_array_equal(given if kind == "numpy" else given.numpy(), x)
+        np.testing.assert_array_equal(argument if kind == "numpy" else argument.numpy(), x)
     assert str(y.device) == "cpu:1" and not copies
 
 
@@ -128,10 +128,10 @@ def test_who_writes_in_place_gets_a_copy(copies):
             return y
 
     x = random(4)
-    given = tvm.runtime.tensor(x)
-    y = rh.vm.VirtualMachine(rh.compile(Writes))["main"](given)
+    argument = tvm.runtime.tensor(x)
+    y = rh.vm.VirtualMachine(rh.compile(Writes))["main"](argument)
     np.testing.assert_allclose(y.numpy(), x + 1, rtol=1e-6)
-    np.testing.assert_array_equal(given.numpy(), x)
+    np.testing.assert_array_equal(argument.numpy(), x)
     assert 16 in copies
 
 
@@ -145,8 +145,8 @@ def program(steps):
             values = [(x, 0)]
             for first, second, device in steps:
                 operands = []
-                for at in (first, second):
-                    value, here = values[at % len(values)]
+                for index in (first, second):
+                    value, here = values[index % len(values)]
                     operands.append(value if here == device else bb.emit(relax.op.to_vdevice(value, devices[device])))
                 values.append((bb.emit(relax.op.tanh(relax.op.subtract(*operands))), device))
                 values.append((bb.emit(relax.op.to_vdevice(values[-1][0], devices[1 - device])), 1 - device))
@@ -168,8 +168,8 @@ def test_values_live_as_long_as_someone_sees_them(steps, one_device):
         x = random(3, 5)
         values = [x]
         for first, second, _ in steps:
-            made = np.tanh(values[first % len(values)] - values[second % len(values)])
-            values += [made, made]
+            value = np.tanh(values[first % len(values)] - values[second % len(values)])
+            values += [value, value]
         results = vm["main"](x)
         for result, expected in zip(results, values[-4:], strict=True):
             np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""`to_device`: manifest index to whatever device the running machine has there."""
+"""`to_device`: from a manifest index to the device that the running machine has for it."""
 
 import gc
 
@@ -44,7 +44,7 @@ def test_a_copy_can_be_demanded():
 def test_special_memory_scopes_are_always_copied():
     x = tvm.runtime.tensor(DATA)
     with running_on((tvm.cpu(0), tvm.cpu(0)), ("global.texture", "global")):
-        with pytest.raises(Exception, match="texture"):  # the CPU has no such memory; it was asked for
+        with pytest.raises(Exception, match="texture"):  # the CPU lacks such memory; it was asked for
             to_device(x, 0)
 
 
@@ -71,11 +71,11 @@ def test_outside_of_a_machine():
 
 def test_a_copy_goes_where_there_is_room():
     x = tvm.runtime.tensor(DATA)
-    room = tvm.runtime.tensor(np.full((2, 3), np.nan, "float32"), tvm.cpu(4))
+    target = tvm.runtime.tensor(np.full((2, 3), np.nan, "float32"), tvm.cpu(4))
     with running_on(DEVICES, SCOPES):
-        assert to_device(x, 0, 0, room).same_as(x)
-        assert to_device(x, 1, 0, room).data_ptr() == x.data_ptr()
-        assert np.isnan(room.numpy()).all()  # nothing was copied
-        moved = to_device(x, 1, 1, room)
-    assert moved.data_ptr() == room.data_ptr()
+        assert to_device(x, 0, 0, target).same_as(x)
+        assert to_device(x, 1, 0, target).data_ptr() == x.data_ptr()
+        assert np.isnan(target.numpy()).all()  # nothing was copied
+        moved = to_device(x, 1, 1, target)
+    assert moved.data_ptr() == target.data_ptr()
     np.testing.assert_array_equal(moved.numpy(), DATA)

@@ -40,8 +40,8 @@ def test_the_file_remembers_them(chain, tmp_path, monkeypatch):
     assert exe.devices[0].cpu_features is not None
     rh.vm.VirtualMachine(exe)["twice"](np.ones(4, "float32"))
     monkeypatch.setattr(cpu_features, "linux_features", lambda: frozenset({"fpu"}))
-    wanted = set(exe.devices[0].cpu_features) & cpu_features._LINUX_NAMES.keys()
-    if wanted:
+    expected = set(exe.devices[0].cpu_features) & cpu_features._LINUX_NAMES.keys()
+    if expected:
         with pytest.raises(rh.BindingError, match="llvm:0 was compiled for a CPU with"):
             rh.vm.VirtualMachine(exe)
 

@@ -12,7 +12,7 @@ from relax_hetero.vm.device import cuda_driver, devices
 
 
 class Gpu:
-    """What TVM says of a GPU."""
+    """Properties of a GPU as TVM reports them."""
 
     device_name = "NVIDIA A100"
     compute_version = "8.0"
@@ -87,7 +87,7 @@ class Runtime:
         (Driver(13050, 4), "", "it has 4 GPUs$"),
     ],
 )
-def test_why_a_gpu_is_not_there(monkeypatch, driver, failure, message):
+def test_reasons_for_a_missing_gpu(monkeypatch, driver, failure, message):
     def library(name):
         if name == "libtvm_runtime_cuda.so":
             return Runtime()

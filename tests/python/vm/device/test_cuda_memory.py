@@ -86,15 +86,15 @@ class Foreign:
 
 
 @pytest.mark.parametrize("kind", [pinned, Foreign])
-def test_a_cpu_takes_it_where_it_lies(chain, weighted, kind):
+def test_a_cpu_reads_pinned_memory_in_place(chain, weighted, kind):
     vm = rh.vm.VirtualMachine(chain)
     x = fresh_rng().random((256, 4), "float32")
-    given, w = kind(x), np.ones(4, "float32")
+    argument, w = kind(x), np.ones(4, "float32")
     for _ in range(2):  # the second call is a known one
-        z, y = vm["main"](given, w)
+        z, y = vm["main"](argument, w)
         assert [str(z.device), str(y.device)] == ["cpu:1", "cpu:0"]
         np.testing.assert_allclose(z.numpy(), np.exp(x) + 1, rtol=1e-6)
-    np.testing.assert_array_equal(vm.submit("main", given, w).result()[0].numpy(), z.numpy())
+    np.testing.assert_array_equal(vm.submit("main", argument, w).result()[0].numpy(), z.numpy())
     vm = rh.vm.VirtualMachine(weighted)
     x = x.reshape(-1)
     vm.set_params({"w": kind(x), "b": kind(np.ones(1, "float32"))})
@@ -120,6 +120,6 @@ def test_command_buffers_take_it():
     cb.dispatch("add", 1, [cb.slot(0), cb.slot(1), cb.slot(2)])
     cb.end()
     x, y, out = floats(16, 0), floats(16, 1), np.zeros(16, "float32")
-    given = pinned(out)
-    cb.submit([pinned(x), Foreign(y), given])
-    np.testing.assert_array_equal(alias(given, tvm.cpu(0)).numpy(), x + y)
+    argument = pinned(out)
+    cb.submit([pinned(x), Foreign(y), argument])
+    np.testing.assert_array_equal(alias(argument, tvm.cpu(0)).numpy(), x + y)

@@ -38,7 +38,7 @@ def library(cuda, monkeypatch):
 
 
 def on_gpu(array, gpu=0):
-    """What the fake driver takes for a tensor of a GPU."""
+    """Tensor that the fake driver takes for one of a GPU."""
     return alias(tvm.runtime.tensor(array), tvm.cuda(gpu))
 
 
@@ -87,7 +87,7 @@ def test_failures_name_the_call(cuda, library):
         cuda.failing[function] = LOST
         with pytest.raises(CudaError, match=f"{function} failed: CUDA_ERROR_LAUNCH_FAILED"):
             call()
-    cuda.failing["cuEventQuery"] = 12345  # a code that the driver has no name for
+    cuda.failing["cuEventQuery"] = 12345  # a code without a name in the driver
     with pytest.raises(CudaError, match="cuEventQuery failed: 12345"):
         event.done()
 
@@ -131,14 +131,14 @@ def test_small_copies_to_a_gpu_need_not_end_but_have_read_their_source(cuda, lib
 
 
 def test_copies_come_after_the_streams_of_both_gpus(cuda, library):
-    """What a GPU still reads is not overwritten by another one."""
+    """Memory that a GPU still reads is not overwritten by another one."""
     source, target = on_gpu(random(100), 0), on_gpu(np.zeros(100, "uint8"), 1)
-    seen = []
+    copies = []
     cuda.streams[0] = []
     with tvm_stream(tvm.cuda(1), 55, cuda):
-        cuda.streams[55].append(lambda: seen.append(values(target).copy()))
+        cuda.streams[55].append(lambda: copies.append(values(target).copy()))
         copy_into(source, target)
-    np.testing.assert_array_equal(seen, np.zeros((1, 100)))
+    np.testing.assert_array_equal(copies, np.zeros((1, 100)))
     np.testing.assert_array_equal(values(target), values(source))
     assert ((100, 101), 100) in cuda.copies
 

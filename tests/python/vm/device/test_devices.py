@@ -70,7 +70,7 @@ def test_vdevices_as_keys(chain):
         (["cpu", "cpu:-1"], "llvm:1 is to run on cpu:-1, which this machine does not have"),
     ],
 )
-def test_what_does_not_fit_is_refused(devices, message):
+def test_mappings_that_do_not_fit_are_refused(devices, message):
     with pytest.raises(rh.BindingError, match=message):
         bind_devices(manifest("llvm", "llvm"), devices)
 

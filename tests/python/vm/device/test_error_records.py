@@ -22,16 +22,16 @@ GPU = 7
 @pytest.fixture
 def record(monkeypatch):
     memory = (ctypes.c_int32 * WORDS)(*range(1, WORDS + 1))
-    made = ErrorRecord(ctypes.addressof(memory), memory)
-    monkeypatch.setattr(error_records, "_records", {GPU: made})
-    return made
+    instance = ErrorRecord(ctypes.addressof(memory), memory)
+    monkeypatch.setattr(error_records, "_records", {GPU: instance})
+    return instance
 
 
 def report(record, *numbers, is_ready=True):
-    """What the first thread of a kernel writes that finds a value out of range."""
+    """Write what the first thread of a kernel writes that finds a value out of range."""
     record.words[CLAIMED] = 1
-    for at, number in zip((KEY, FOUND, FIRST, END), numbers, strict=True):
-        record.words[at], record.words[at + 1] = (ctypes.c_int32(number >> shift).value for shift in (0, 32))
+    for word, number in zip((KEY, FOUND, FIRST, END), numbers, strict=True):
+        record.words[word], record.words[word + 1] = (ctypes.c_int32(number >> shift).value for shift in (0, 32))
     record.words[READY] = is_ready
 
 
@@ -42,7 +42,7 @@ def test_a_new_record_says_nothing(record):
 
 
 @pytest.mark.parametrize("index", [10, -11, 2**31, -(2**31) - 1, 2**32 - 1, 2**63 - 1, -(2**63), -1])
-def test_what_is_reported_is_raised_once(record, index):
+def test_reported_errors_are_raised_once(record, index):
     know_checks([CHECK])
     report(record, CHECK.key, index, -10, 10)
     with pytest.raises(HeteroError) as raised:
@@ -58,23 +58,23 @@ def test_half_of_a_report_is_left_alone(record):
     assert record.words[CLAIMED] == 1
 
 
-def test_one_thread_is_told(record):
+def test_one_thread_gets_the_error(record):
     know_checks([CHECK])
     report(record, CHECK.key, 10, -10, 10)
-    told = []
+    errors = []
 
     def look():
         try:
             raise_reported(GPU)
         except HeteroError as error:
-            told.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=look) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(told) == 1
+    assert len(errors) == 1
 
 
 def test_a_check_that_nobody_knows(record):

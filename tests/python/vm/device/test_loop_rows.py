@@ -16,15 +16,15 @@ def scalar(value):
 @pytest.mark.parametrize("dtype", ["float32", "bool", "float64"])
 @pytest.mark.parametrize("limit", [100, 2**62])
 def test_rows_grow(dtype, limit):
-    """Where the limit is no bound for memory, room doubles; what the first trip is given is not written to."""
+    """Capacity doubles if the limit does not bound memory; the first trip's rows are not written to."""
     rng = np.random.default_rng(0)
     expected = rng.integers(0, 2, (37, 3)).astype(dtype)
-    given = tensor(np.ones((1, 3), dtype))
-    rows = given
+    first = tensor(np.ones((1, 3), dtype))
+    rows = first
     for trip, row in enumerate(expected):
         rows = append_row(rows, tensor(row), scalar(trip), scalar(limit))
     np.testing.assert_array_equal(taken_rows(rows, scalar(len(expected))).numpy(), expected)
-    np.testing.assert_array_equal(given.numpy(), np.ones((1, 3), dtype))
+    np.testing.assert_array_equal(first.numpy(), np.ones((1, 3), dtype))
 
 
 def test_no_rows():

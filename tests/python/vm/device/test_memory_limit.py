@@ -1,4 +1,4 @@
-"""memory_limit=: what would take more than it may is refused by name, before anything runs."""
+"""memory_limit=: calls that would exceed it are refused by name, before anything runs."""
 
 from functools import partial
 
@@ -98,7 +98,7 @@ def test_numbers_of_bytes(text, nbytes):
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 1.5, "", "MB", "5 apples", "-3MB", "1e9", None])
-def test_what_is_no_number_of_bytes(exe, bad):
+def test_malformed_numbers_of_bytes(exe, bad):
     with pytest.raises(rh.BindingError, match="is .*, expected a positive number of bytes, or text like '512MB'"):
         bytes_of_text(bad, "memory_limit")
     if bad is not None:
@@ -106,7 +106,7 @@ def test_what_is_no_number_of_bytes(exe, bad):
             rh.vm.VirtualMachine(exe, memory_limit={"llvm": bad})
 
 
-def test_a_device_that_is_not_there(exe):
+def test_an_absent_device_is_refused(exe):
     with pytest.raises(rh.BindingError, match="the manifest has no device 'cuda'"):
         rh.vm.VirtualMachine(exe, memory_limit={"cuda": "1GB"})
 

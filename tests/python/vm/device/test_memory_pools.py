@@ -60,7 +60,7 @@ def test_beyond_the_limit_nothing_is_pinned(cuda, library):
     large.copyfrom(np.arange(8192, dtype="uint8"))
     np.testing.assert_array_equal(large.numpy(), np.arange(8192, dtype="uint8"))
     del first
-    large = pool.tensor((8192,), "uint8", CPU)  # what is kept makes room
+    large = pool.tensor((8192,), "uint8", CPU)  # kept memory is freed
     assert library.is_pinned(large.data_ptr()) and pool.nbytes == 3 * 4096 and len(cuda.pinned) == 2
     assert library.is_pinned(second.data_ptr())
 
@@ -72,8 +72,8 @@ def test_no_elements_need_no_memory(cuda, library):
 
 def test_tensors_outlive_the_pool(cuda, library):
     pool = PinnedPool(library, 0, 1 << 20)
-    tensor, kept = pool.tensor((10,), "float32", CPU), pool.tensor((10,), "float32", CPU)
-    del kept
+    tensor, other = pool.tensor((10,), "float32", CPU), pool.tensor((10,), "float32", CPU)
+    del other
     assert len(cuda.pinned) == 2
     tensor.copyfrom(np.arange(10, dtype="float32"))
     del pool
@@ -85,7 +85,7 @@ def test_tensors_outlive_the_pool(cuda, library):
 
 
 def test_tensors_are_made_without_touching_their_memory():
-    """A GPU's memory is no memory of the host: reading it there ends the process."""
+    """A GPU's memory is not the CPU's: reading it there ends the process."""
     libc = ctypes.CDLL(None)
     libc.mmap.restype, libc.mmap.argtypes = ctypes.c_size_t, [ctypes.c_size_t] * 6
     address = libc.mmap(0, 1 << 16, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, ctypes.c_size_t(-1).value, 0)
@@ -116,34 +116,34 @@ def test_many_threads(cuda, library):
     assert not failures and pool.nbytes <= 1 << 22
 
 
-def test_what_comes_from_a_gpu_arrives_in_pinned_memory(cuda, library, monkeypatch):
+def test_values_from_a_gpu_arrive_in_pinned_memory(cuda, library, monkeypatch):
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
     monkeypatch.setattr(memory_pools, "TRANSFER_BYTES", 3 * memory_pools.PINNED_BYTES)
     for rows, pinned in ((1, False), (2, True), (8, False)):  # too small, fits, beyond the limit
         array = fresh_rng().random((rows, memory_pools.PINNED_BYTES // 8), "float32")
-        there, room = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
+        there, target = alias(tvm.runtime.tensor(array), tvm.cuda(0)), tvm.runtime.tensor(np.zeros_like(array))
         with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
-            for given in (None, room):
+            for given in (None, target):
                 here = to_device(there, 0, 0, given)
                 np.testing.assert_array_equal(here.numpy(), array)
                 assert library.is_pinned(here.data_ptr()) == pinned
-                assert (here.data_ptr() == room.data_ptr()) == (given is room and not pinned)
+                assert (here.data_ptr() == target.data_ptr()) == (given is target and not pinned)
     assert cuda.copies == [("to the host", 4 * n * memory_pools.PINNED_BYTES // 8) for n in (1, 1, 2, 2, 8, 8)]
     array = fresh_rng().random(memory_pools.PINNED_BYTES // 4, "float32")
-    room = PinnedPool(library, 0, 1 << 20).tensor(array.shape, "float32", tvm.cpu(0))
+    target = PinnedPool(library, 0, 1 << 20).tensor(array.shape, "float32", tvm.cpu(0))
     with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):  # room that is pinned already
-        here = to_device(alias(tvm.runtime.tensor(array), tvm.cuda(0)), 0, 0, room)
+        here = to_device(alias(tvm.runtime.tensor(array), tvm.cuda(0)), 0, 0, target)
     np.testing.assert_array_equal(here.numpy(), array)
-    assert here.data_ptr() == room.data_ptr()
+    assert here.data_ptr() == target.data_ptr()
 
 
-def test_what_no_tensor_uses_can_be_given_back(cuda, library, monkeypatch):
+def test_unused_memory_can_be_released(cuda, library, monkeypatch):
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
-    kept, used = (memory_pools.send_buffer(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
+    second, used = (memory_pools.send_buffer(nbytes * memory_pools.PINNED_BYTES, CPU, 0) for nbytes in (1, 2))
     assert len(cuda.pinned) == 2
-    del kept
+    del second
     release_pinned()
     assert list(cuda.pinned) == [used.data_ptr()] and memory_pools._pools[0].nbytes == 2 * memory_pools.PINNED_BYTES

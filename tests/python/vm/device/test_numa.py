@@ -1,4 +1,4 @@
-"""Devices that are the CPUs of a NUMA node: where their threads run, where their memory is, and what is refused."""
+"""Devices that are the CPUs of a NUMA node: affinity of their threads, their memory, and refusals."""
 
 import json
 import os
@@ -40,15 +40,15 @@ def executable(weight):
 
 
 def test_calls_run_on_the_node_and_leave_the_caller_where_it_is(executable, weight, monkeypatch):
-    seen, settle_in = [], numa.prefer_node
+    calls, settle_in = [], numa.prefer_node
     monkeypatch.setattr(
         "relax_hetero.vm.queue.device_queue.prefer_node",
-        lambda node: seen.append((node, os.sched_getaffinity(0), threading.get_ident(), settle_in(node))),
+        lambda node: calls.append((node, os.sched_getaffinity(0), threading.get_ident(), settle_in(node))),
     )
     before = os.sched_getaffinity(0)
-    found = rh.vm.VirtualMachine(executable)["main"](X).numpy()
-    np.testing.assert_allclose(found, np.maximum(X @ weight, 0), atol=1e-4)
-    ((node, cpus, thread, _),) = seen
+    actual = rh.vm.VirtualMachine(executable)["main"](X).numpy()
+    np.testing.assert_allclose(actual, np.maximum(X @ weight, 0), atol=1e-4)
+    ((node, cpus, thread, _),) = calls
     assert node == NODE and cpus == set(sum(cpus_of_nodes()[NODE], []))
     assert thread != threading.get_ident()
     assert os.sched_getaffinity(0) == before
@@ -58,22 +58,22 @@ def test_a_file_keeps_its_node(executable, weight, tmp_path):
     executable.export_library(tmp_path / "model.so")
     loaded = rh.load(tmp_path / "model.so")
     assert loaded.devices[0].numa_node == NODE
-    found = rh.vm.VirtualMachine(loaded)["main"](X).numpy()
-    np.testing.assert_allclose(found, np.maximum(X @ weight, 0), atol=1e-4)
+    actual = rh.vm.VirtualMachine(loaded)["main"](X).numpy()
+    np.testing.assert_allclose(actual, np.maximum(X @ weight, 0), atol=1e-4)
 
 
 def test_memory_of_a_node():
     array = np.ones(1 << 20, "float32")
-    at = array.ctypes.data
-    if numa.node_of(at) is None:
+    address = array.ctypes.data
+    if numa.node_of(address) is None:
         pytest.skip("the system does not tell where memory is")
-    numa.move_to_node([(at, at + array.nbytes)], NODE)
-    middle = at + array.nbytes // 2
+    numa.move_to_node([(address, address + array.nbytes)], NODE)
+    middle = address + array.nbytes // 2
     assert numa.node_of(middle) == NODE and array.sum() == 1 << 20
-    numa.move_to_node([(at + 8, at + 16)], NODE)  # no whole page: nothing to do
+    numa.move_to_node([(address + 8, address + 16)], NODE)  # no whole page: nothing to do
 
 
-def test_devices_beside_a_node_are_not_kept_to_its_cpus(monkeypatch):
+def test_other_devices_are_not_kept_to_a_nodes_cpus(monkeypatch):
     cores = [[0, 4], [1, 5], [2, 6], [3, 7]]
     monkeypatch.setattr(queues, "cpus_of_cores", lambda: cores)
     monkeypatch.setattr(queues, "num_cores", lambda: 4)
@@ -106,7 +106,7 @@ def test_a_device_is_of_one_node():
 
 
 @pytest.mark.parametrize(("kind", "node"), [("llvm", 999), ("llvm", -1), ("llvm", "0"), ("llvm", True), ("cuda", 0)])
-def test_targets_of_nodes_that_there_are_not(kind, node):
+def test_targets_of_missing_nodes(kind, node):
     with pytest.raises(rh.VDeviceError, match=f"numa=.*expected 'llvm' and a node .*: {NODE}"):
         rh.native(kind, numa=node)
 

@@ -44,14 +44,14 @@ print(threads() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the operating system does not list threads here")
 @pytest.mark.parametrize(
-    "cores, given, started", [(1, None, 0), pytest.param(2, "1", 0, marks=pytest.mark.slow), (2, "2", 1)]
+    "cores, settings, started", [(1, None, 0), pytest.param(2, "1", 0, marks=pytest.mark.slow), (2, "2", 1)]
 )
-def test_threads_started_by_calls(cores, given, started):
+def test_threads_started_by_calls(cores, settings, started):
     environment = {
         name: value for name, value in os.environ.items() if name not in ("TVM_NUM_THREADS", "OMP_NUM_THREADS")
     }
-    if given is not None:
-        environment["TVM_NUM_THREADS"] = given
+    if settings is not None:
+        environment["TVM_NUM_THREADS"] = settings
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(cores=cores)], env=environment, capture_output=True, text=True, check=True
     )

@@ -23,7 +23,7 @@ def random_bytes(nbytes):
     return fresh_rng().integers(0, 256, nbytes, "uint8")
 
 
-def made(seed=None, threads=2, part=PART):
+def fake_staging(seed=None, threads=2, part=PART):
     cuda = FakeCuda(seed)
     library = FakeLibrary(cuda)
     return cuda, library, Staging(library, 0, threads, staging_loop(), part)
@@ -44,36 +44,36 @@ def test_parts_cover_everything_once(nbytes):
     nbytes=st.integers(1, 40 * PART),
     threads=st.integers(1, 4),
     seed=st.none() | st.integers(0, 99),
-    at=st.integers(0, 3),
+    misalignment=st.integers(0, 3),
 )
-def test_what_is_sent_was_read_when_it_returns(nbytes, threads, seed, at):
-    cuda, library, staging = made(seed, threads)
+def test_sent_data_were_read_at_return(nbytes, threads, seed, misalignment):
+    cuda, library, staging = fake_staging(seed, threads)
     stream = Stream(library, 0)
-    source, target = random_bytes(nbytes + at), np.full(nbytes + at + 1, 7, "uint8")
-    expected = source[at:].copy()
-    staging.send(source.ctypes.data + at, target.ctypes.data + at, nbytes, stream)
+    source, target = random_bytes(nbytes + misalignment), np.full(nbytes + misalignment + 1, 7, "uint8")
+    expected = source[misalignment:].copy()
+    staging.send(source.ctypes.data + misalignment, target.ctypes.data + misalignment, nbytes, stream)
     source[:] = 0
     stream.synchronize()
-    np.testing.assert_array_equal(target[at:-1], expected)
-    assert target[-1] == 7 and set(target[:at]) <= {7}
+    np.testing.assert_array_equal(target[misalignment:-1], expected)
+    assert target[-1] == 7 and set(target[:misalignment]) <= {7}
 
 
 @given(nbytes=st.integers(1, 20 * PART), seed=st.none() | st.integers(0, 99))
-def test_what_is_sent_comes_in_the_order_of_the_stream(nbytes, seed):
-    cuda, library, staging = made(seed, threads=3)
+def test_sends_follow_the_order_of_the_stream(nbytes, seed):
+    cuda, library, staging = fake_staging(seed, threads=3)
     stream = Stream(library, 0)
     source, target, later = random_bytes(nbytes), np.zeros(nbytes, "uint8"), np.zeros(nbytes, "uint8")
     address = target.ctypes.data
     cuda._push(stream.handle, lambda: ctypes.memset(address, 7, nbytes))  # a kernel before
     staging.send(source.ctypes.data, address, nbytes, stream)
-    cuda._push(stream.handle, lambda: ctypes.memmove(later.ctypes.data, address, nbytes))  # and one behind
+    cuda._push(stream.handle, lambda: ctypes.memmove(later.ctypes.data, address, nbytes))  # and one after
     stream.synchronize()
     np.testing.assert_array_equal(later, source)
 
 
 @given(nbytes=st.integers(1, 40 * PART), threads=st.integers(1, 4), seed=st.none() | st.integers(0, 99))
-def test_what_is_received_is_there_when_it_returns(nbytes, threads, seed):
-    cuda, library, staging = made(seed, threads)
+def test_received_data_are_complete_at_return(nbytes, threads, seed):
+    cuda, library, staging = fake_staging(seed, threads)
     stream = Stream(library, 0)
     expected, source, target = random_bytes(nbytes), np.zeros(nbytes, "uint8"), np.full(nbytes + 1, 7, "uint8")
     cuda._push(stream.handle, lambda: ctypes.memmove(source.ctypes.data, expected.ctypes.data, nbytes))  # a kernel
@@ -84,7 +84,7 @@ def test_what_is_received_is_there_when_it_returns(nbytes, threads, seed):
 
 @given(seed=st.none() | st.integers(0, 99))
 def test_copies_of_several_threads_share_the_buffers(seed):
-    cuda, library, staging = made(seed, threads=2)
+    cuda, library, staging = fake_staging(seed, threads=2)
 
     def there_and_back(_):
         stream = Stream(library, 0)
@@ -101,7 +101,7 @@ def test_copies_of_several_threads_share_the_buffers(seed):
 
 @pytest.mark.parametrize("way, function", [("send", "cuMemcpyHtoDAsync_v2"), ("receive", "cuEventSynchronize")])
 def test_a_copy_that_fails_leaves_the_buffers_usable(way, function):
-    cuda, library, staging = made()
+    cuda, library, staging = fake_staging()
     stream = Stream(library, 0)
     source, target = random_bytes(1000), np.empty(1000, "uint8")
     cuda.failing[function] = LOST
@@ -115,7 +115,7 @@ def test_a_copy_that_fails_leaves_the_buffers_usable(way, function):
 
 def test_threads_end_with_their_buffers():
     before = set(threading.enumerate())
-    cuda, library, staging = made(threads=4)
+    cuda, library, staging = fake_staging(threads=4)
     helpers = set(threading.enumerate()) - before
     assert len(helpers) == 3
     del staging
@@ -127,7 +127,7 @@ def test_threads_end_with_their_buffers():
 
 def test_a_second_copy_does_not_wait_for_the_first():
     """The first may wait for a stream that waits for the second."""
-    cuda, library, staging = made(threads=1)
+    cuda, library, staging = fake_staging(threads=1)
     begun, go_on = threading.Event(), threading.Event()
     copy = cuda.library.cuMemcpyHtoDAsync_v2
 

@@ -73,10 +73,10 @@ def test_views_outlive_the_machine_and_its_later_calls(chain, tmp_path):
     del vm
     gc.collect()
     other = rh.vm.VirtualMachine(chain)
-    kept = [other["main"](X * -i, W)[0] for i in range(20)]
+    results = [other["main"](X * -i, W)[0] for i in range(20)]
     for i, view in enumerate(views):
         np.testing.assert_allclose(view, np.exp(X * i) + W, rtol=1e-5)
-    assert len(kept) == 20
+    assert len(results) == 20
 
 
 def test_elements_and_operators(result):
@@ -111,10 +111,10 @@ def test_scalars(scalar):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16", "bool", "uint8", "int64"])
 def test_element_types(dtype):
-    wanted = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    array = np.array([[0, 1, 2], [1, 0, 1]]).astype(wanted)
+    expected = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    array = np.array([[0, 1, 2], [1, 0, 1]]).astype(expected)
     tensor = tvm.runtime.tensor(array)
-    assert np.asarray(tensor).dtype == wanted and np.asarray(tensor).ctypes.data == tensor.data_ptr()
+    assert np.asarray(tensor).dtype == expected and np.asarray(tensor).ctypes.data == tensor.data_ptr()
     for copied in (tensor.numpy(), np.array(tensor), pickle.loads(pickle.dumps(tensor)), copy.deepcopy(tensor)):
         np.testing.assert_array_equal(np.asarray(copied).astype("float32"), array.astype("float32"))
 

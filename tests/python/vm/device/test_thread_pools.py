@@ -1,4 +1,4 @@
-"""How many threads kernels run on: alone, beside other callers, and where the environment says something else."""
+"""Number of threads of kernels: alone, alongside other callers, and set by the environment."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def cpu(**attrs):
     return rh.vm.DeviceSpec(json.dumps({"kind": "llvm", **attrs}))
 
 
-def test_width_is_what_the_code_was_cut_for(monkeypatch):
+def test_width_is_that_of_the_compiled_code(monkeypatch):
     for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     assert threads_for([]) == threads_for([cpu()]) == num_cores()
@@ -46,15 +46,15 @@ def test_the_environment_overrules(monkeypatch):
 
 @pytest.fixture
 def seen(failing, monkeypatch):
-    """Calls of a kernel that tells its thread's pool width; `hold` keeps a call in its kernel while it is set."""
+    """Calls of a kernel that records its thread's pool width; an entry of `held` keeps a call in its kernel."""
     monkeypatch.setenv("TVM_NUM_THREADS", "4")
     name = "relax_hetero.test.refuse_negative"
     before = tvm.get_global_func(name)
-    held, widths = {}, []
+    events, widths = {}, []
 
     def look(x):
         widths.append(pool_width())
-        event = held.get(threading.get_ident())
+        event = events.get(threading.get_ident())
         if event is not None:
             event[0].set()
             event[1].wait(30)
@@ -62,17 +62,17 @@ def seen(failing, monkeypatch):
 
     tvm.register_global_func(name, look, override=True)
     try:
-        yield rh.vm.VirtualMachine(failing), held, widths
+        yield rh.vm.VirtualMachine(failing), events, widths
     finally:
         tvm.register_global_func(name, before, override=True)
 
 
 def test_callers_at_the_same_time_share_the_threads(failing, seen):
-    vm, held, widths = seen
+    vm, events, widths = seen
     inside, go_on = threading.Event(), threading.Event()
 
     def stay():
-        held[threading.get_ident()] = (inside, go_on)
+        events[threading.get_ident()] = (inside, go_on)
         rh.vm.VirtualMachine(failing)["main"](X)
 
     def visit():
@@ -88,8 +88,8 @@ def test_callers_at_the_same_time_share_the_threads(failing, seen):
 
     with ThreadPoolExecutor(1) as pool:  # a thread without a pool from other tests
         pool.submit(visit).result()
-    alone, visitor, guest, *later = widths
-    assert (alone, visitor, guest) == (4, 4, 2)
+    single, visitor, guest, *later = widths
+    assert (single, visitor, guest) == (4, 4, 2)
     assert later[:PATIENCE] == [2] * PATIENCE  # no change for every moment without company
     assert later[PATIENCE:] == [4]
     assert not threads._calling

@@ -1,4 +1,4 @@
-"""Worker threads: who runs which task, whoever is late, and what becomes of errors, nested loops, threads and forks."""
+"""Worker threads: distribution of tasks, late workers, errors, nested loops, threads and forks."""
 
 import ctypes
 import os
@@ -49,11 +49,11 @@ def launch(vm):
     function = LAUNCH(workers._functions[names.LAUNCH]())
 
     def run(used, body=lambda task: 0, room=None, times=1):
-        seen, status = [], []
+        tasks, status = [], []
 
         def task(number, env, data):
             count = ctypes.cast(env + 8, ctypes.POINTER(ctypes.c_int))[0]
-            seen.append((number, count, threading.get_native_id()))
+            tasks.append((number, count, threading.get_native_id()))
             return body(number)
 
         def call():
@@ -65,17 +65,17 @@ def launch(vm):
         caller.start()
         caller.join(60)
         assert not caller.is_alive()
-        return status, seen
+        return status, tasks
 
     return run
 
 
 def test_every_task_runs_once_at_any_width(launch):
     for used in (1, 2, 3, 9, 40):
-        status, seen = launch(used, times=20)
+        status, tasks = launch(used, times=20)
         assert status == [0] * 20
-        assert sorted(task for task, _, _ in seen) == sorted(list(range(used)) * 20)
-        assert {count for _, count, _ in seen} == {used}
+        assert sorted(task for task, _, _ in tasks) == sorted(list(range(used)) * 20)
+        assert {count for _, count, _ in tasks} == {used}
 
 
 def test_the_caller_takes_tasks_that_nobody_began(launch):
@@ -87,9 +87,9 @@ def test_the_caller_takes_tasks_that_nobody_began(launch):
             began.set()
         return 0
 
-    status, seen = launch(16, body, times=3)
+    status, tasks = launch(16, body, times=3)
     assert status == [0] * 3
-    assert sorted(task for task, _, _ in seen) == sorted(list(range(16)) * 3)
+    assert sorted(task for task, _, _ in tasks) == sorted(list(range(16)) * 3)
 
 
 def test_a_late_worker_is_waited_for_asleep(vm):
@@ -129,7 +129,7 @@ def test_code_that_is_loaded_later_sets_how_long_running_workers_spin(vm, monkey
 @pytest.mark.skipif(len(cpus_of_cores()) < 2, reason="one core: nowhere to go")
 @pytest.mark.parametrize("core", [0, -1])
 def test_a_worker_on_its_callers_cpu_is_sent_away(vm, core):
-    """Again, too, where somebody else put it back: ``taskset``, or a control group that changes."""
+    """Also again after something else moves it back: ``taskset``, or a control group that changes."""
     function = LAUNCH(workers._functions[names.LAUNCH]())
     allowed = os.sched_getaffinity(0)
     shared = cpus_of_cores()[core]
@@ -186,8 +186,8 @@ def test_loops_within_loops_run_in_one_thread(launch):
 def test_a_machine_keeps_its_numbers_at_any_width(vm, monkeypatch):
     for width in (1, 2, 3, 7, 2):
         monkeypatch.setenv("TVM_NUM_THREADS", str(width))
-        found = rh.vm.VirtualMachine(vm.executable)["main"](X, W).numpy()
-        np.testing.assert_allclose(found, X @ W, atol=1e-4)
+        actual = rh.vm.VirtualMachine(vm.executable)["main"](X, W).numpy()
+        np.testing.assert_allclose(actual, X @ W, atol=1e-4)
 
 
 def test_threads_end_with_their_caller(vm):

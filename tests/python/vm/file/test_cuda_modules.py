@@ -60,9 +60,9 @@ def test_a_module_is_read():
 
 
 def test_sources_in_a_block_become_machine_code():
-    found = with_machine_code(BLOCK, {source_key(SOURCE): b"\x7fELF code"})
+    actual = with_machine_code(BLOCK, {source_key(SOURCE): b"\x7fELF code"})
     compiled = text(b"cubin") + KERNELS + text(b"\x7fELF code")
-    assert found == block(
+    assert actual == block(
         text(b"relax.VMExecutable") + text(b"bytecode"),
         text(b"_lib"),
         text(b"cuda") + text(compiled),
@@ -81,7 +81,7 @@ def test_bytes_that_end_too_early(end):
         read_module(MODULE[:end])
 
 
-def test_bytes_that_are_something_else():
+def test_bytes_of_other_modules():
     with pytest.raises(ValueError):
         read_module(MODULE + b"x")
     with pytest.raises(ValueError):
@@ -90,7 +90,7 @@ def test_bytes_that_are_something_else():
         read_only_module(block(text(b"llvm") + text(b"")))
 
 
-def test_assembly_names_the_data_whatever_the_folder_is_called(tmp_path):
+def test_assembly_names_the_data_in_any_folder(tmp_path):
     folder = tmp_path / 'a "b" c\\d'
     folder.mkdir()
     assembly = write_block(BLOCK, folder)

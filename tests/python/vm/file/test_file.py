@@ -106,7 +106,7 @@ def test_loading_leaves_weights_out_of_memory(heavy):
 
 
 def bytes_read():
-    """What this process has read from files so far; pages of mapped files do not count."""
+    """Bytes that this process has read from files so far; pages of mapped files do not count."""
     with open("/proc/self/io") as counters:
         return int(counters.readline().removeprefix("rchar: "))
 
@@ -184,7 +184,7 @@ def test_code_for_absent_devices_can_be_loaded_and_looked_at(tmp_path, monkeypat
     exe.export_library(tmp_path / "again.so")
 
 
-# What is no executable.
+# Files that are not executables.
 
 
 def refused(path, message):
@@ -316,7 +316,7 @@ def test_code_for_another_machine(exported, tmp_path):
     refused(path, "its code cannot be loaded")
 
 
-# What cannot be exported.
+# Exports that fail.
 
 
 def test_a_link_keeps_leading_to_its_file(exported, copy, tmp_path):
@@ -334,15 +334,15 @@ def test_paths_that_cannot_be_written(lifted, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("environment", "found"),
+    ("environment", "message"),
     [({"PATH": "/nowhere"}, "none on PATH"), ({"CXX": "/nowhere/cxx"}, "'/nowhere/cxx', which is no program")],
 )
-def test_exporting_without_a_c_compiler(lifted, tmp_path, monkeypatch, environment, found):
+def test_exporting_without_a_c_compiler(lifted, tmp_path, monkeypatch, environment, message):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(rh.BuildError, match=f"needs a C compiler: found {found}"):
+    with pytest.raises(rh.BuildError, match=f"needs a C compiler: found {message}"):
         lifted.export_library(tmp_path / "model.so")
     assert not os.listdir(tmp_path)
     check(lifted)  # running needs none

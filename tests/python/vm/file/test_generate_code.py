@@ -11,7 +11,7 @@ from relax_hetero.vm.file.export import generate_code
 
 
 class Module:
-    """As much of TVM's as is looked at."""
+    """Members of a TVM module that are looked at."""
 
     def __init__(self, kind: str, names: list[str], imports: list[Module] | None = None, meet=lambda: None):
         self.kind, self.imports, self.asked = kind, imports or [], []

@@ -66,7 +66,7 @@ def test_every_byte_is_signed(signed, tmp_path, place, monkeypatch):
     refused(path, "its signature is not by the key given", key=KEY)
 
 
-def test_what_was_verified_is_what_is_loaded(signed, tmp_path):
+def test_the_verified_bytes_are_loaded(signed, tmp_path):
     path = tmp_path / "model.so"
     shutil.copy(signed, path)
     exe = rh.load(path, key=KEY)
@@ -88,7 +88,7 @@ def test_a_copy_outlives_its_file(lifted, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["text of sixteen letters", b"", b"short", 5, None])
-def test_keys_that_are_none(lifted, signed, tmp_path, key):
+def test_malformed_keys(lifted, signed, tmp_path, key):
     if key is None:
         return
     with pytest.raises(rh.BuildError, match="a key (is|has)"):
@@ -139,7 +139,7 @@ def test_a_large_foreign_file_is_not_copied(tmp_path, begin, options):
         rh.load(path, **options)
 
 
-def test_a_compiler_that_is_no_command(lifted, tmp_path, monkeypatch):
+def test_a_compiler_that_is_not_a_command(lifted, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'unended")
     with pytest.raises(rh.BuildError, match="which is no command"):
         lifted.export_library(tmp_path / "model.so")

@@ -1,4 +1,4 @@
-"""What goes wrong in a queue: errors arrive at the right fences, and the queue goes on."""
+"""Faults in a queue: errors arrive at the right fences, and the queue goes on."""
 
 import os
 import signal
@@ -122,7 +122,7 @@ def test_a_long_line_of_dependent_calls_fails_in_the_end(exe):
 
 
 def test_nobody_waits_in_a_queues_own_thread(vm):
-    told, gate, x = [], Gate(), numbers()
+    outcomes, gate, x = [], Gate(), numbers()
     later = []
 
     def wait(fence):
@@ -130,8 +130,8 @@ def test_nobody_waits_in_a_queues_own_thread(vm):
             try:
                 action()
             except rh.HeteroError as error:
-                told.append(str(error))
-        told.append(vm["one"](x))  # this does not wait for the queue
+                outcomes.append(str(error))
+        outcomes.append(vm["one"](x))  # this does not wait for the queue
 
     with kernels(second=gate):
         fence = vm.submit("main", x)
@@ -139,10 +139,10 @@ def test_nobody_waits_in_a_queues_own_thread(vm):
         later.append(vm.submit("main", x))
         gate.open()
         assert vm.synchronize(30)
-    while len(told) < 5:
+    while len(outcomes) < 5:
         time.sleep(0.001)
-    assert all("in a thread that runs queues" in text for text in told[:-1])
-    np.testing.assert_array_equal(told[-1].numpy(), x * x)
+    assert all("in a thread that runs queues" in text for text in outcomes[:-1])
+    np.testing.assert_array_equal(outcomes[-1].numpy(), x * x)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals go to the main thread")

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 def run(script, folder, status=0):
-    """A script's output, or what it says of an error, after it has ended by itself with that status."""
+    """A script's output, or its error, after it has ended by itself with that status."""
     path = folder / "script.py"  # functions of a module are read again from its file
     path.write_text(HEAD + script)
     paths = [os.path.dirname(os.path.dirname(__file__)), *filter(None, sys.path)]
@@ -67,7 +67,7 @@ def queue_threads():
 def use_machines(exe, count):
     """Make machines, submit two calls to each and drop it; returns weak references to machines and fences."""
     x = fresh_rng().random(1000, dtype="float32")
-    of_others, made = queue_threads(), []
+    of_others, references = queue_threads(), []
 
     def wait_until_there_are(most):
         limit = time.monotonic() + 30
@@ -78,13 +78,13 @@ def use_machines(exe, count):
     for _ in range(count):
         vm = rh.vm.VirtualMachine(exe)
         fences = [vm.submit("main", x) for _ in range(2)]
-        made += map(weakref.ref, [vm, *fences])
+        references += map(weakref.ref, [vm, *fences])
         del vm
         for fence in fences:
             np.testing.assert_array_equal(fence.result(30).numpy(), expected(x))
         wait_until_there_are(20)
     wait_until_there_are(0)
-    return made
+    return references
 
 
 @pytest.fixture
@@ -100,11 +100,11 @@ def test_machines_leave_nothing_behind(no_collections):
     exe = rh.compile(Pipeline)
     use_machines(exe, 20)
     before = len(gc.get_objects())
-    made = use_machines(exe, 150)
-    assert not any(reference() for reference in made)
-    del made
+    references = use_machines(exe, 150)
+    assert not any(reference() for reference in references)
+    del references
     gc.collect()
-    # One object that each machine, or each call, left behind would be 150 of them.
+    # A leak of one object per machine, or per call, would be 150 of them.
     assert len(gc.get_objects()) - before < 100
 
 
@@ -222,7 +222,7 @@ print(total(vm["main"](x)))
 
 @pytest.mark.parametrize("threads", ["workers", "stock"])
 def test_plain_calls_after_a_fork(folder, monkeypatch, threads):
-    """Where TVM's helper threads stayed behind, kernels that several threads share would wait for them for ever."""
+    """A fork leaves TVM's helper threads behind; kernels shared by several threads would wait for them for ever."""
     if threads == "stock":
         monkeypatch.setenv("TVM_BIND_THREADS", "1")
     script = """

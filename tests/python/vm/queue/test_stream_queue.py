@@ -47,7 +47,7 @@ def memory_of(address):
 
 
 def combined(number, output, *arrays):
-    """What the kernel of a step makes of its operands."""
+    """Result of a step's kernel for its operands."""
     return sum((position + 2) * array for position, array in enumerate(arrays)) * 3 + 10 * number + output
 
 
@@ -89,8 +89,8 @@ class Machine:
             if self.holding is not None and step.device == CPU:
                 assert self.holding.wait(SECONDS)
             assert all(str(operand.device) == str(DEVICES[step.device]) for operand in operands)
-            made = [self.tensor(step.device) for _ in step.makes]
-            reads, writes = ([tensor.data_ptr() for tensor in group] for group in (operands, made))
+            outputs = [self.tensor(step.device) for _ in step.makes]
+            reads, writes = ([tensor.data_ptr() for tensor in group] for group in (operands, outputs))
 
             def work():
                 arrays = [memory_of(address).copy() for address in reads]
@@ -106,13 +106,13 @@ class Machine:
             if number in self.failing or self.chance.random() < self.failures:
                 self.failed += 1
                 raise ValueError("kernel of bad luck")
-            return made[0] if len(made) == 1 else tvm_ffi.convert(tuple(made))
+            return outputs[0] if len(outputs) == 1 else tvm_ffi.convert(tuple(outputs))
 
         return run
 
     def submit(self, *arrays, inputs=None):
-        def plan(made):
-            self.plan = self.plan or QueuePlan(self.schedule, made)
+        def plan(values):
+            self.plan = self.plan or QueuePlan(self.schedule, values)
             return self.plan
 
         def prepare(args, _kwargs):
@@ -130,8 +130,8 @@ class Machine:
         return [values[value] for value in self.schedule.results]
 
     def check(self, fence, *arrays):
-        for found, expected in zip(fence.result(SECONDS), self.expected(*arrays), strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for actual, expected in zip(fence.result(SECONDS), self.expected(*arrays), strict=True):
+            np.testing.assert_array_equal(actual, expected)
 
 
 INPUTS = [CPU, GPU]
@@ -193,7 +193,7 @@ def test_random_schedules(monkeypatch, seed):
 
 @pytest.mark.parametrize("seed", range(100, 115))
 def test_calls_that_fail_leave_the_others(monkeypatch, seed):
-    """What a failed call has launched writes to nobody's memory."""
+    """Kernels that a failed call has launched write to nobody's memory."""
     chance = random.Random(seed)
     machine = Machine(monkeypatch, random_schedule(chance, 20), seed, 4)
     machine.failures = 0.04
@@ -248,7 +248,7 @@ def wait_until(condition):
 
 
 def test_work_on_gpus_is_issued_before_it_ends(monkeypatch):
-    """Of two calls all kernels and copies up to the CPU's step are in streams while nothing has ended."""
+    """Kernels and copies of two calls up to the CPU's step are in streams while nothing has ended."""
     machine = Machine(monkeypatch, THERE_AND_BACK)
     gate = hold_ends(machine)
     inputs = [numbers() for _ in range(2)]
@@ -282,12 +282,12 @@ def test_copies_have_streams_of_their_own_and_kernels_one(monkeypatch):
 def test_results_that_were_copied_to_a_gpu_have_memory_of_their_own(monkeypatch):
     """Whoever takes such a result may have the GPU work on it when the last reference goes."""
     machine = Machine(monkeypatch, schedule_of([Step(GPU_1, (1,), (2,), source=GPU)], (2,)))
-    made = []
-    monkeypatch.setattr(stream_queue, "empty", lambda *args: made.append(args) or machine.fresh(*args))
+    allocations = []
+    monkeypatch.setattr(stream_queue, "empty", lambda *args: allocations.append(args) or machine.fresh(*args))
     for count in (1, 2):
         arrays = numbers()
         machine.check(machine.submit(*arrays), *arrays)
-        assert made == [((LENGTH,), "int64", DEVICES[GPU_1])] * count
+        assert allocations == [((LENGTH,), "int64", DEVICES[GPU_1])] * count
 
 
 def test_a_kernel_that_fails_after_it_launched(monkeypatch):
@@ -323,7 +323,7 @@ def test_a_failed_call_keeps_its_memory_until_gpus_are_done_with_it(monkeypatch)
 
 
 def test_a_gpu_that_fails(monkeypatch):
-    """What the driver says when work ends reaches every call that is under way, by the function's name."""
+    """An error that the driver reports when work ends reaches every call under way, by the function's name."""
     machine = Machine(monkeypatch, THERE_AND_BACK)
     gate = hold_ends(machine)
     fences = [machine.submit(*numbers()) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Calls that are submitted: what they give, how many are under way, and all that futures do."""
+"""Submitted calls: their results, the limit of calls in flight, and the interface of futures."""
 
 import asyncio
 import concurrent.futures
@@ -54,8 +54,8 @@ def test_waiting_ends_after_the_timeout(vm):
         assert fence.exception(30) is None and vm.synchronize()
 
 
-def test_callbacks_are_all_called_whatever_they_raise(vm, caplog):
-    gate, seen, again, all_told = Gate(), [], [], threading.Event()
+def test_callbacks_are_all_called_even_if_they_raise(vm, caplog):
+    gate, fences, again, all_told = Gate(), [], [], threading.Event()
     x = numbers()
 
     def refuse(fence):
@@ -67,12 +67,12 @@ def test_callbacks_are_all_called_whatever_they_raise(vm, caplog):
     with kernels(gate):
         fence = vm.submit("main", x)
         submit_again = lambda _: again.append(vm.submit("main", x))  # noqa: E731
-        for callback in (refuse, exit_thread, submit_again, seen.append, lambda _: all_told.set()):
+        for callback in (refuse, exit_thread, submit_again, fences.append, lambda _: all_told.set()):
             fence.add_done_callback(callback)
         gate.open()
         assert all_told.wait(30)
-    fence.add_done_callback(seen.append)  # at once
-    assert seen == [fence, fence]
+    fence.add_done_callback(fences.append)  # at once
+    assert fences == [fence, fence]
     np.testing.assert_array_equal(again[0].result(30).numpy(), expected(x))
     assert "a callback that raises" in caplog.text
 
@@ -87,7 +87,7 @@ def test_a_machine_dropped_by_a_callback(exe):
 
 
 def test_a_machine_dropped_while_calls_are_under_way(exe):
-    gate, x, others = Gate(), numbers(), set(threading.enumerate())
+    gate, x, threads = Gate(), numbers(), set(threading.enumerate())
     with kernels(gate):
         machine = rh.vm.VirtualMachine(exe)
         fences = [machine.submit("main", x) for _ in range(4)]
@@ -97,20 +97,20 @@ def test_a_machine_dropped_while_calls_are_under_way(exe):
         for fence in fences:
             np.testing.assert_array_equal(fence.result(30).numpy(), expected(x))
     limit = time.monotonic() + 30
-    while set(threading.enumerate()) - others:
+    while set(threading.enumerate()) - threads:
         assert time.monotonic() < limit, threading.enumerate()
         time.sleep(0.005)
 
 
 def test_cancelled_before_and_after_the_start(exe):
     vm, gate, x = rh.vm.VirtualMachine(exe, max_in_flight=3), Gate(), numbers()
-    told = []
+    fences = []
     with kernels(gate):
         first, second, third = (vm.submit("main", x) for _ in range(3))
         gate.wait()
         assert not first.cancel()
-        second.add_done_callback(told.append)
-        assert second.cancel() and second.cancel() and second.cancelled() and told == [second]
+        second.add_done_callback(fences.append)
+        assert second.cancel() and second.cancel() and second.cancelled() and fences == [second]
         fourth = vm.submit("main", x)  # has the room of the cancelled one
         done, left = concurrent.futures.wait([second, third], timeout=0)
         assert done == {second} and left == {third}
@@ -186,7 +186,7 @@ def test_calls_in_flight_are_at_different_stages(exe):
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "2", None])
-def test_limits_that_are_none(exe, limit):
+def test_malformed_limits(exe, limit):
     with pytest.raises(rh.BindingError, match=r"max_in_flight is .*, expected a positive integer"):
         rh.vm.VirtualMachine(exe, max_in_flight=limit)
 
@@ -274,10 +274,10 @@ def test_sixty_four_threads(exe):
 
 
 def test_a_queue_alone_uses_the_cores_that_a_call_uses(failing):
-    seen, name = [], "relax_hetero.test.refuse_negative"
+    counts, name = [], "relax_hetero.test.refuse_negative"
 
     def note_threads(x):
-        seen.append(tvm.get_global_func("runtime.NumThreads")())
+        counts.append(tvm.get_global_func("runtime.NumThreads")())
         return x
 
     before = tvm.get_global_func(name)
@@ -289,7 +289,7 @@ def test_a_queue_alone_uses_the_cores_that_a_call_uses(failing):
         vm.submit("main", np.ones(2, "float32")).result(30)
     finally:
         tvm.register_global_func(name, before, override=True)
-    assert seen[0] == seen[1] > 0
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Submissions in event loops, which never stand still for room, and arrays that change after they were submitted."""
+"""Submissions in event loops, which never block on a full queue, and arrays that change after they were submitted."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ def machine(exe, max_in_flight=2):
 
 
 async def beside_ticks(gate, *works):
-    """Open the gate after the loop has gone round a hundred times beside works: this hangs if the loop stands still."""
+    """Open the gate after a hundred iterations of the loop while works run: this hangs if the loop blocks."""
     task = asyncio.gather(*works)
     for _ in range(100):
         await asyncio.sleep(0)
@@ -75,7 +75,7 @@ def test_cancelled_while_they_wait(exe):
         first = await vm.submit_async("main", X)
         waiting = asyncio.ensure_future(vm.submit_async("main", X))
         lined = vm.submit("main", X)
-        kept = asyncio.ensure_future(vm.submit_async("main", X * 3))
+        task = asyncio.ensure_future(vm.submit_async("main", X * 3))
         await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -83,7 +83,7 @@ def test_cancelled_while_they_wait(exe):
         assert lined.cancel() and lined.cancelled()
         gate.open()
         await first
-        return await (await kept)
+        return await (await task)
 
     with kernels(gate):
         np.testing.assert_array_equal(asyncio.run(run()), expected(X * 3))
@@ -164,16 +164,16 @@ class Producer:
 @pytest.mark.parametrize("wrap", [lambda x: x, Producer, lambda x: np.ascontiguousarray(x[::-1])[::-1]])
 @pytest.mark.parametrize("awaits", [False, True])
 def test_writes_after_a_submission_are_not_seen(exe, wrap, awaits):
-    """Also where the call waits: for another call's result, or for room."""
+    """Also if the call waits for another call's result, or for capacity."""
     vm, gate = machine(exe, 1 if awaits else 4), Gate()
 
     async def run():
         first = vm.submit("main", X)
         gate.wait()
         x = X.copy()
-        given = wrap(x)
-        fences = [vm.submit("main", given), vm.submit("main", x=given), vm["main"].submit(given)]
-        getattr(given, "array", given)[:] = 100
+        argument = wrap(x)
+        fences = [vm.submit("main", argument), vm.submit("main", x=argument), vm["main"].submit(argument)]
+        getattr(argument, "array", argument)[:] = 100
         gate.open()
         return [await first, *[await fence for fence in fences]]
 
@@ -195,7 +195,7 @@ def test_lent_when_asked_for(exe):
         np.testing.assert_array_equal(copied.result(30), expected(X))
 
 
-def test_what_is_not_copied(exe, weighted):
+def test_arguments_that_are_not_copied(exe, weighted):
     vm = machine(exe)
     result = vm.submit("main", X).result()
     seen = []

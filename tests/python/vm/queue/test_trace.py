@@ -1,4 +1,4 @@
-"""Traces: what the Trace Event Format asks for, and that they say what happened."""
+"""Traces: valid in the Trace Event Format, and true to what happened."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Pipeline:
 
 @I.ir_module
 class Gated:
-    """A kernel in Python behind a stage."""
+    """A kernel in Python after a stage."""
 
     I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 
@@ -90,11 +90,11 @@ def span(event):
 
 
 def slices_by_track(events):
-    found = defaultdict(list)
+    by_track = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
-            found[event["tid"]].append(event)
-    return {track: sorted(slices, key=span) for track, slices in found.items()}
+            by_track[event["tid"]].append(event)
+    return {track: sorted(slices, key=span) for track, slices in by_track.items()}
 
 
 def enclosing(slices, event):
@@ -123,7 +123,7 @@ def arrows(events):
 
 
 def check(events):
-    """What every trace must satisfy."""
+    """Check the rules that every trace follows."""
     assert json.loads(json.dumps(events)) == events
     assert {event["ph"] for event in events} <= set("MXsfC")
     assert len({event["pid"] for event in events}) == 1
@@ -139,9 +139,9 @@ def check(events):
         if event["ph"] == "C":
             counters[event["name"]].append(event)
             assert all(value >= 0 for value in event["args"].values())
-    for found in counters.values():
-        assert [event["ts"] for event in found] == sorted(event["ts"] for event in found)
-        assert set(found[-1]["args"].values()) == {0}
+    for samples in counters.values():
+        assert [event["ts"] for event in samples] == sorted(event["ts"] for event in samples)
+        assert set(samples[-1]["args"].values()) == {0}
     for source, target in arrows(events):
         assert source["args"]["call"] == target["args"]["call"]
 
@@ -178,9 +178,9 @@ def test_flows_follow_what_each_call_reads(pipeline):
     with vm.trace() as trace:
         for x in inputs(4):
             vm.submit("main", x)
-    found = Counter((source["name"], target["name"]) for source, target in arrows(trace.events()))
+    actual = Counter((source["name"], target["name"]) for source, target in arrows(trace.events()))
     # The transfer is another name of the same memory: it is made where the first stage ran.
-    assert found == {("main", "main_step"): 4, ("llvm:0 to llvm:1", "main_step_1"): 4, ("result", "main"): 4}
+    assert actual == {("main", "main_step"): 4, ("llvm:0 to llvm:1", "main_step_1"): 4, ("result", "main"): 4}
 
 
 def test_bytes_between_steps_are_those_of_the_values_there(pipeline):
@@ -215,7 +215,7 @@ def test_plain_calls_are_seen_and_give_the_same(pipeline, plumbing):
     assert len(trace.calls) == 1
     np.testing.assert_array_equal(vm["main"](x).numpy(), expected)
     assert len(trace.calls) == 1  # the trace is over
-    one = rh.vm.VirtualMachine(plumbing)  # has no schedule
+    one = rh.vm.VirtualMachine(plumbing)  # without a schedule
     with one.trace() as trace:
         one["same_extent"](x[0], x[1])
     check(trace.events())
@@ -274,7 +274,7 @@ class Square:
         return y
 
 
-def test_a_long_run_says_what_it_left_out(pipeline, tmp_path):
+def test_a_long_trace_reports_dropped_events(pipeline, tmp_path):
     vm = rh.vm.VirtualMachine(pipeline)
     with vm.trace(limit=2) as trace:
         for x in inputs(5):
@@ -323,13 +323,13 @@ def test_work_of_gpus_is_in_line_however_it_was_issued(data):
     for number in range(1, data.draw(st.integers(1, 6)) + 1):
         now += data.draw(st.integers(0, 20))
         call = TracedCall(number, now, plan=plan, outcome="done")
-        made = 0
+        ready = 0
         for index in (0, 1):
-            began = max(now, ends[index], made)
-            made = ends[index] = began + data.draw(st.integers(2, 50))
-            call.ran.append(RanStep(index, names[index], now, made))
-        call.ran.append(RanStep(RESULT, "ends", made, made + 1))
-        call.ended = made + 2
+            began = max(now, ends[index], ready)
+            ready = ends[index] = began + data.draw(st.integers(2, 50))
+            call.ran.append(RanStep(index, names[index], now, ready))
+        call.ran.append(RanStep(RESULT, "ends", ready, ready + 1))
+        call.ended = ready + 2
         call.nbytes = {1: 4, 2: 8}
         calls.append(call)
     for call in in_line(calls):

@@ -70,7 +70,7 @@ class Device:
         )
 
     def record(self, plan):
-        """What the compiled function that launches all kernels would do."""
+        """Stand-in for the compiled function that launches all kernels."""
         words = words_at(plan.value, LAYOUT.directs + 2)
         self.constant = floats_at(words[LAYOUT.directs])
         if words[graph_layout.RING]:
@@ -82,7 +82,7 @@ class Device:
             self._run(words[graph_layout.BINDINGS :][:2])
 
     def proceed(self):
-        """Begin, and end, one of the launches that wait."""
+        """Begin and end one of the pending launches."""
         self.waiting.pop(0)
         words_at(self.consumed, 1)[0] = (
             self.done // REPORT_INTERVAL * REPORT_INTERVAL
@@ -141,7 +141,7 @@ def tensor(values=0.0):
     return tvm.runtime.tensor(np.full(EXTENT, values, "float32"))
 
 
-def made(submit, device, driver=None):
+def graph_of(submit, device, driver=None):
     slots = tuple(SlotSpec(name, 0, 4 * EXTENT, 64, access) for name, access in (("x", "read"), ("y", "write")))
     region = RegionSpec("main_commands", "main", 0, slots, (), (0,), 0, ())
     constant = tensor(10.0)
@@ -159,33 +159,33 @@ def call(graph, value):
 
 def test_first_submission_records_and_later_ones_launch(submit):
     device = Device()
-    graph = made(submit, device)
-    for turn in range(3 * ROWS):
-        _, y = call(graph, turn)
-        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    graph = graph_of(submit, device)
+    for iteration in range(3 * ROWS):
+        _, y = call(graph, iteration)
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
     assert (device.filled, device.recordings, device.launches) == (1, 1, 3 * ROWS - 1)
 
 
 def test_submissions_in_flight_keep_their_bindings(submit):
     device = Device()
-    graph = made(submit, device)
+    graph = graph_of(submit, device)
     call(graph, 0.0)
     device.is_lazy = True
     calls = [call(graph, turn) for turn in range(3 * ROWS)]  # the device begins with one when a row is needed
     assert ROWS - REPORT_INTERVAL <= len(device.waiting) < ROWS and device.launches == 3 * ROWS
     while device.waiting:
         device.proceed()
-    for turn, (_, y) in enumerate(calls):
-        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    for iteration, (_, y) in enumerate(calls):
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
 
 
 def test_waiting_ends_where_the_device_has_failed(submit):
     device = Device()
-    graph = made(submit, device)
+    graph = graph_of(submit, device)
     call(graph, 0.0)
     device.is_lazy = True
-    for turn in range(ROWS):
-        call(graph, turn)
+    for iteration in range(ROWS):
+        call(graph, iteration)
     device.query_code = DEVICE_IS_LOST
     with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
         call(graph, 1.0)
@@ -193,26 +193,26 @@ def test_waiting_ends_where_the_device_has_failed(submit):
 
 def test_a_launch_that_fails_raises_and_takes_no_row(submit):
     device = Device()
-    graph = made(submit, device)
+    graph = graph_of(submit, device)
     call(graph, 0.0)
     device.code = DEVICE_IS_LOST
     for _ in range(2 * ROWS):
         with pytest.raises(CudaError, match="'main_commands'.*CUDA_ERROR_LAUNCH_FAILED"):
             call(graph, 1.0)
     device.code = 0
-    for turn in range(3):
-        _, y = call(graph, turn)
-        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+    for iteration in range(3):
+        _, y = call(graph, iteration)
+        np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
 
 
-def test_what_cannot_be_recorded_is_launched_each_time(submit, caplog):
+def test_graphs_that_cannot_be_recorded_are_launched_each_time(submit, caplog):
     device = Device()
     device.end_code = DEVICE_IS_LOST
-    graph = made(submit, device)
+    graph = graph_of(submit, device)
     with caplog.at_level(logging.WARNING, "relax_hetero"):
-        for turn in range(3):
-            _, y = call(graph, turn)
-            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+        for iteration in range(3):
+            _, y = call(graph, iteration)
+            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
     assert (device.filled, device.recordings, device.launches) == (3, 1, 0)
     (record,) = caplog.records
     assert "'main_commands'" in record.message and "cuStreamEndCapture failed" in record.message
@@ -221,10 +221,10 @@ def test_what_cannot_be_recorded_is_launched_each_time(submit, caplog):
 def test_without_a_driver_each_submission_is_launched(submit, caplog):
     device = Device()
     with caplog.at_level(logging.WARNING, "relax_hetero"):
-        graph = made(submit, device, driver="cuda-bindings is not installed")
-        for turn in range(3):
-            _, y = call(graph, turn)
-            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, turn + 10.0))
+        graph = graph_of(submit, device, driver="cuda-bindings is not installed")
+        for iteration in range(3):
+            _, y = call(graph, iteration)
+            np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
     assert (device.filled, device.recordings) == (3, 0) and not device.pinned
     (record,) = caplog.records
     assert "cuda-bindings is not installed" in record.message
@@ -233,7 +233,7 @@ def test_without_a_driver_each_submission_is_launched(submit, caplog):
 @pytest.mark.parametrize("shape, dtype", [((EXTENT + 1,), "float32"), ((EXTENT,), "float64"), ((1, EXTENT), "float32")])
 def test_bad_bindings_are_refused_before_anything_runs(submit, shape, dtype):
     device = Device()
-    graph = made(submit, device)
+    graph = graph_of(submit, device)
     for place in (0, 2):
         args = [tensor(), graph.state, tensor()]
         args[place] = tvm.runtime.empty(shape, dtype)
@@ -244,7 +244,7 @@ def test_bad_bindings_are_refused_before_anything_runs(submit, shape, dtype):
 
 def test_memory_is_given_back(submit):
     device = Device()
-    graph = made(submit, device)
+    graph = graph_of(submit, device)
     call(graph, 0.0)
     assert len(device.pinned) == 1
     address = graph.state.data_ptr()
@@ -254,7 +254,7 @@ def test_memory_is_given_back(submit):
 
 
 def test_graphs_of_a_device_share_their_arena(submit, monkeypatch):
-    """Of the machine's four regions on two devices, one has symbolic extents."""
+    """One of the machine's four regions on two devices has symbolic extents."""
     device = Device()
     plans = {}
 
@@ -331,7 +331,7 @@ def submit_symbolic():
     return tvm.tirx.build(tvm.IRModule({"main_commands": function}), rh.native("llvm"))["main_commands"]
 
 
-def made_symbolic(submit, device):
+def symbolic_graph_of(submit, device):
     slots = tuple(SlotSpec(name, 0, "4*n", 64, access) for name, access in (("x", "read"), ("y", "write")))
     region = RegionSpec("main_commands", "main", 0, slots, ("n",), (), "64*n", ())
     return CudaGraph(region, tvm.cpu(0), [], submit, device.record, CudaDriver(device.api))
@@ -346,7 +346,7 @@ def call_symbolic(graph, extent):
 
 def test_extents_that_come_again_have_a_graph_each(submit_symbolic):
     device = SymbolicDevice()
-    graph = made_symbolic(submit_symbolic, device)
+    graph = symbolic_graph_of(submit_symbolic, device)
     for _ in range(4):
         for extent in (9, 3, 5):
             call_symbolic(graph, extent)
@@ -356,7 +356,7 @@ def test_extents_that_come_again_have_a_graph_each(submit_symbolic):
 
 def test_extents_that_grow_call_by_call_leave_no_graphs(submit_symbolic):
     device = SymbolicDevice()
-    graph = made_symbolic(submit_symbolic, device)
+    graph = symbolic_graph_of(submit_symbolic, device)
     for extent in range(1, 100):
         call_symbolic(graph, extent)
     assert (device.filled, device.recordings) == (99, 0) and len(set(device.arenas)) < 30
@@ -364,16 +364,16 @@ def test_extents_that_grow_call_by_call_leave_no_graphs(submit_symbolic):
 
 def test_graphs_go_where_the_arena_must_grow(submit_symbolic):
     device = SymbolicDevice()
-    graph = made_symbolic(submit_symbolic, device)
+    graph = symbolic_graph_of(submit_symbolic, device)
     for extent in (4, 4, 4, 400, 4, 4, 4):
         call_symbolic(graph, extent)
     assert (device.recordings, device.destroyed, device.launches) == (2, 1, 2)
 
 
-def test_more_graphs_than_the_code_looks_at_and_than_are_kept(submit_symbolic, monkeypatch):
+def test_more_graphs_than_are_searched_and_kept(submit_symbolic, monkeypatch):
     monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 12)
     device = SymbolicDevice()
-    graph = made_symbolic(submit_symbolic, device)
+    graph = symbolic_graph_of(submit_symbolic, device)
     extents = [200, *range(1, 12)]
     for extent in extents * 3:
         call_symbolic(graph, extent)

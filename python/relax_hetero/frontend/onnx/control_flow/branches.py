@@ -1,4 +1,4 @@
-"""`If`: both branches become a Relax `If`, whose result has the shape that both have, or sizes found at each call."""
+"""`If`: both branches become a Relax `If`. Sizes in which their results differ become symbolic variables."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _BRANCHES = ("then_branch", "else_branch")
 
 
 def convert_if(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, condition: Any) -> list[Any]:
-    """The outputs of an `If`: of the branch that is taken, where that is known at import.
+    """Convert an `If`; if its condition is constant, only the chosen branch.
 
     Raises
     ------
     FrontendError
-        The branches give different element types, ranks, numbers of outputs, or sequences of other lengths.
+        If the branches differ in element types, ranks, numbers of outputs, or lengths of sequences.
     """
     graphs = {name: inner_graph(node, name, info) for name in _BRANCHES}
     if condition is None:
         raise FrontendError(f"node {info} has no condition")
-    known = known_number(condition)
-    if known is not None:
-        taken = "then_branch" if known else "else_branch"
-        return importer.graph_values(graphs[taken], info.subgraphs[taken], {})
+    static_condition = known_number(condition)
+    if static_condition is not None:
+        branch = "then_branch" if static_condition else "else_branch"
+        return importer.graph_values(graphs[branch], info.subgraphs[branch], {})
     condition = scalar(importer, condition, "bool", f"node {info}: its condition")
-    found: list[tuple[list[relax.Binding], list[Any]]] = []
+    branches: list[tuple[list[relax.Binding], list[Any]]] = []
     for name in _BRANCHES:
         with importer.block(info) as bindings:
             values = [importer.as_tensor(v) for v in importer.graph_values(graphs[name], info.subgraphs[name], {})]
-        found.append((bindings, values))
-    if any(len(values) != len(node.output) for _, values in found):
-        counts = " and ".join(str(len(values)) for _, values in found)
+        branches.append((bindings, values))
+    if any(len(values) != len(node.output) for _, values in branches):
+        counts = " and ".join(str(len(values)) for _, values in branches)
         raise FrontendError(f"node {info} has {len(node.output)} outputs, but its branches give {counts}")
     titles = [f"output {index} ({name!r}) of node {info}" for index, name in enumerate(node.output)]
-    return join_branches(importer, condition, found, titles)
+    return join_branches(importer, condition, branches, titles)
 
 
 def join_branches(
@@ -51,19 +51,19 @@ def join_branches(
     branches: Sequence[tuple[list[relax.Binding], list[Any]]],
     titles: Sequence[str],
 ) -> list[relax.Expr]:
-    """The results of an `If`: those of its first branch where a scalar of bool is true, else of its second.
+    """Emit an `If` on a boolean scalar, the first branch being the true one, and return its results.
 
     Parameters
     ----------
     branches : sequence of (list of relax.Binding, list of object)
-        Bindings and results of both, collected where the builder stands.
+        Bindings and results of both, collected at the builder's position.
     titles : sequence of str
-        How messages call each result.
+        Name of each result in messages.
 
     Raises
     ------
     FrontendError
-        The branches give different element types, ranks, or sequences of other lengths.
+        If the branches differ in element types, ranks, or lengths of sequences.
     """
     (_, then_values), (_, other_values) = branches
     pairs = list(zip(then_values, other_values, strict=True))
@@ -75,33 +75,33 @@ def join_branches(
     )
     result = importer.bb.emit(relax.If(condition, *parts))
     fields = [result] if len(pairs) == 1 else [relax.TupleGetItem(result, i) for i in range(len(pairs))]
-    return [_named_sizes(importer, field, a.ty, b.ty) for field, (a, b) in zip(fields, pairs, strict=True)]
+    return [_name_sizes(importer, field, a.ty, b.ty) for field, (a, b) in zip(fields, pairs, strict=True)]
 
 
-def _check_pair(then: Any, other: Any, what: str) -> None:
-    """FrontendError unless the results of two branches can be one value."""
+def _check_pair(then: Any, other: Any, title: str) -> None:
+    """Raise FrontendError unless the results of two branches can be one value."""
     if not isinstance(then, relax.Expr) or not isinstance(other, relax.Expr):
-        raise FrontendError(f"{what} is an empty optional, or a sequence whose length only a call knows, in a branch")
-    _check_types(then.ty, other.ty, what)
+        raise FrontendError(f"{title} is an empty optional, or a sequence of dynamic length, in a branch")
+    _check_types(then.ty, other.ty, title)
 
 
-def _check_types(then: tvm.ir.Type, other: tvm.ir.Type, what: str) -> None:
+def _check_types(then: tvm.ir.Type, other: tvm.ir.Type, title: str) -> None:
     if isinstance(then, tvm.ir.TupleType) and isinstance(other, tvm.ir.TupleType):
         if len(then.fields) != len(other.fields):
             raise FrontendError(
-                f"{what} is a sequence of {len(then.fields)} tensors in one branch and of {len(other.fields)} in the "
+                f"{title} is a sequence of {len(then.fields)} tensors in one branch and of {len(other.fields)} in the "
                 "other; expected sequences of one length"
             )
         for index, (a, b) in enumerate(zip(then.fields, other.fields, strict=True)):
-            _check_types(a, b, f"element {index} of {what}")
+            _check_types(a, b, f"element {index} of {title}")
         return
     if not isinstance(then, relax.TensorType) or not isinstance(other, relax.TensorType):
-        raise FrontendError(f"{what} is {then} in one branch and {other} in the other, expected two tensors")
+        raise FrontendError(f"{title} is {then} in one branch and {other} in the other, expected two tensors")
     if str(then.dtype) != str(other.dtype):
-        raise FrontendError(f"{what} is of {then.dtype} in one branch and of {other.dtype} in the other")
+        raise FrontendError(f"{title} is of {then.dtype} in one branch and of {other.dtype} in the other")
     if then.ndim != other.ndim or then.ndim < 0:
         raise FrontendError(
-            f"{what} has {_rank(then)} dimensions in one branch and {_rank(other)} in the other; expected one rank in "
+            f"{title} has {_rank(then)} dimensions in one branch and {_rank(other)} in the other; expected one rank in "
             "both"
         )
 
@@ -110,13 +110,13 @@ def _rank(ty: relax.TensorType) -> str:
     return str(ty.ndim) if ty.ndim >= 0 else "an unknown number of"
 
 
-def _named_sizes(importer: Importer, value: relax.Expr, then: Any, other: Any) -> relax.Expr:
-    """A result of an `If` with a name for each size that only the branch knows."""
+def _name_sizes(importer: Importer, value: relax.Expr, then: Any, other: Any) -> relax.Expr:
+    """Give a result of an `If` a symbolic variable for each size that depends on the branch."""
     value = importer.bb.normalize(value)
     if isinstance(value.ty, tvm.ir.TupleType):
         fields = zip(then.fields, other.fields, strict=True)
         return relax.Tuple(
-            [_named_sizes(importer, relax.TupleGetItem(value, index), a, b) for index, (a, b) in enumerate(fields)]
+            [_name_sizes(importer, relax.TupleGetItem(value, index), a, b) for index, (a, b) in enumerate(fields)]
         )
     if isinstance(value.ty.shape, relax.ShapeExpr):
         return value

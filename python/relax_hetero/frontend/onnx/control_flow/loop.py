@@ -1,4 +1,4 @@
-"""A loop of a model as data: the values that trips hand on, and the rows that trips collect."""
+"""A loop of a model as data: loop-carried values (its state), and rows that each trip appends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..node_names import NodeInfo
 
 
 class Trip(NamedTuple):
-    """The results of one trip: whether there is another, the values handed on, and the rows it adds."""
+    """Results of one trip: the condition of the next one, the state, and the appended rows."""
 
     condition: Any
     state: list[Any]
@@ -19,24 +19,24 @@ class Trip(NamedTuple):
 
 @dataclass
 class Loop:
-    """A loop to be imported.
+    """A loop to import.
 
     Attributes
     ----------
     title : str
-        How messages call its node.
+        Name of its node in messages.
     trips : object
-        How many there are at most: a number, a scalar of int64, or None where only the condition ends it.
+        Maximum number of trips: an int, an int64 scalar, or None if only the condition ends the loop.
     condition : object
-        Whether there is a first trip, a scalar of bool; None where only the count matters.
+        Boolean scalar, the condition of the first trip; None if only the count matters.
     state : list of object
-        The values that the first trip takes.
+        Initial loop-carried values.
     rows : int
-        How many tensors the trips collect.
+        Number of tensors that collect rows.
     trip : callable
-        Converts the body, from the number of the trip (or a scalar of int64), the condition and the state.
+        Converts the body, given the trip's number (or an int64 scalar), the condition and the state.
     joins : list of int or None
-        Axes along which all that read the last value of the state join it, if it is a sequence.
+        For each state value that is a sequence, the axis along which all readers concatenate it afterwards.
     """
 
     info: NodeInfo

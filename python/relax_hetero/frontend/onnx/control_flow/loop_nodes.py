@@ -1,6 +1,23 @@
-"""`Loop` and `Scan` as one kind of loop: values that trips hand on, and rows that trips collect.
+"""`Loop` and `Scan`: both become a `Loop` with loop-carried values and collected rows.
 
-A loop of known trips and few nodes is unrolled (`unrolled`), any other becomes a function (`rolled`).
+A loop with a static trip count and few nodes is unrolled (`unroll`), any other becomes a function (`roll`).
+
+The function is private and calls itself last, which the executable runs as a loop (`driver.link.tail_calls`). With at
+most `trips` trips, a condition, one loop-carried value and one tensor of rows it is::
+
+    @R.function(private=True)
+    def loop(trip, trips, condition, x, rows, captured, sizes):
+        if trip < trips and condition:
+            condition1, x1, row = <the body>
+            rows1 = relax_hetero.append_row(rows, row, trip, trips)
+            r = loop(trip + 1, trips, condition1, x1, rows1, captured, sizes)
+        else:
+            r = trip, x, rows
+        return r
+
+Outer values that the body reads are passed as parameters after its own, outer symbolic sizes as one shape. A value
+whose shape changes between trips has symbolic sizes in the function, and only its rank in the function's result: a
+`match_cast` after the call defines new names for its sizes.
 """
 
 from __future__ import annotations
@@ -39,88 +56,70 @@ from .subgraphs import (
     tensor_of,
 )
 
-# Loops as private functions that call themselves last, which the executable runs as loops (`driver.link.tail_calls`).
-#
-# A loop of `trips` at most, with a condition, one value handed on and one tensor of rows becomes::
-#
-#     @R.function(private=True)
-#     def loop(trip, trips, condition, x, rows, captured, sizes):
-#         if trip < trips and condition:
-#             condition1, x1, row = <the body>
-#             rows1 = relax_hetero.append_row(rows, row, trip, trips)
-#             r = loop(trip + 1, trips, condition1, x1, rows1, captured, sizes)
-#         else:
-#             r = trip, x, rows
-#         return r
-#
-# Values around the loop that the body reads are parameters behind its own, and symbolic sizes that it mentions come
-# as a shape. A value whose shape one trip changes has symbolic sizes in the function, and the function's result tells
-# only its rank: behind the call a `match_cast` names its sizes anew.
-
 _NEW, _WRITE = "relax_hetero.new_rows", "relax_hetero.write_row"
 _APPEND, _TAKE = "relax_hetero.append_row", "relax_hetero.taken_rows"
-_FIRST_CAPACITY = 64 << 20
-"""Bytes of rows up to which room is made for all trips of a loop that its body may end earlier."""
+_MAX_PREALLOCATED_BYTES = 64 << 20
+"""A loop that may end early preallocates the rows of all trips only up to this size."""
 
-_ENDLESS = 2**63 - 1
+_MAX_TRIPS = 2**63 - 1
 _MAX_ATTEMPTS = 8
-"""Times that a body is converted again because a trip changes a size that was taken for fixed."""
+"""Maximum number of conversions of a body; each one learns of sizes that change between trips."""
 
 
 def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
-    """The last state and the rows of a loop, by a function of the module.
+    """Convert a loop to a function of the module and return its last state and its rows.
 
     Raises
     ------
     FrontendError
-        A trip changes the element type or the rank of a value, or the shape of one is unknown.
+        If a trip changes the element type or rank of a value, or a shape is unknown.
     """
     bb = importer.bb
     initial = [tensor_of(importer, value, loop.title) for value in loop.state]
-    max_trips = _ENDLESS if loop.trips is None else loop.trips
-    limit = number(max_trips, "int64") if isinstance(max_trips, int) else importer.as_tensor(max_trips)
-    attempt = _Attempt(importer, loop, [_known_type(loop, i, value) for i, value in enumerate(initial)])
+    bound = _MAX_TRIPS if loop.trips is None else loop.trips
+    limit = number(bound, "int64") if isinstance(bound, int) else importer.as_tensor(bound)
+    attempt = _Attempt(importer, loop, [_static_type(loop, i, value) for i, value in enumerate(initial)])
     for _ in range(_MAX_ATTEMPTS):
-        made = attempt.function()
-        if isinstance(made, _LoopFunction):
+        function = attempt.function()
+        if isinstance(function, _LoopFunction):
             break
-        attempt = made
+        attempt = function
     else:
         raise FrontendError(f"{loop.title} changes the sizes of its values in more than {_MAX_ATTEMPTS} steps")
-    importer.loops.append(made.loop)
+    importer.loops.append(function.loop)
     start = [] if not attempt.has_condition else [number(True, "bool") if loop.condition is None else loop.condition]
     rows = [
-        _first_rows(importer, ty, limit, number) if has_room else _empty_rows(importer, ty, made.outer)
-        for number, (ty, has_room) in enumerate(zip(made.rows, made.is_preallocated, strict=True))
+        _preallocate_rows(importer, ty, limit, number) if is_preallocated else _empty_rows(importer, ty, function.outer)
+        for number, (ty, is_preallocated) in enumerate(zip(function.rows, function.is_preallocated, strict=True))
     ]
-    sizes = [relax.ShapeExpr(made.loop.sizes)] if made.loop.sizes else []
-    arguments = [number(0, "int64"), limit, *start, *initial, *rows, *made.loop.captured, *sizes]
-    result = bb.emit(relax.Call(made.loop.gv, arguments))
-    count, *left = (bb.emit(relax.TupleGetItem(result, i)) for i in range(1 + len(initial) + len(rows)))
+    sizes = [relax.ShapeExpr(function.loop.sizes)] if function.loop.sizes else []
+    arguments = [number(0, "int64"), limit, *start, *initial, *rows, *function.loop.captured, *sizes]
+    result = bb.emit(relax.Call(function.loop.gv, arguments))
+    count, *fields = (bb.emit(relax.TupleGetItem(result, i)) for i in range(1 + len(initial) + len(rows)))
     state = [
-        _with_sizes(importer, value, ty.dtype, _sizes_of(ty, made.outer))
-        for value, ty in zip(left, attempt.types, strict=False)
+        _with_sizes(importer, value, ty.dtype, _sizes_of(ty, function.outer))
+        for value, ty in zip(fields, attempt.types, strict=False)
     ]
-    length = _length(loop, attempt.has_condition)
-    collected = [
-        _with_sizes(importer, _used_rows(importer, value, count), ty.dtype, [length, *_sizes_of(ty, made.outer)])
-        for value, ty in zip(left[len(initial) :], made.rows, strict=True)
+    num_rows = _length(loop, attempt.has_condition)
+    stacked = [
+        _with_sizes(importer, _take_rows(importer, value, count), ty.dtype, [num_rows, *_sizes_of(ty, function.outer)])
+        for value, ty in zip(fields[len(initial) :], function.rows, strict=True)
     ]
-    return state, collected
+    return state, stacked
 
 
 @dataclass
 class _LoopFunction:
-    """A function, and what is around the loop.
+    """Function of a loop.
 
     Attributes
     ----------
     rows : list of relax.TensorType
-        The types of the tensors that a trip collects.
+        The type of one row of each collected tensor.
     outer : set of tirx.Var
-        The symbolic sizes in these that mean something around the loop.
+        Symbolic sizes in `rows` that are defined outside of the loop.
     is_preallocated : list of bool
-        Whether each is written to a tensor with room for all trips, not to one that grows.
+        True if a collected tensor is allocated for all trips, False if it grows.
     """
 
     loop: ImportedLoop
@@ -131,16 +130,16 @@ class _LoopFunction:
 
 @dataclass
 class _Attempt:
-    """A conversion of a loop's body that takes some sizes for fixed.
+    """Conversion of a loop's body under assumptions about which sizes change between trips.
 
     Attributes
     ----------
     types : list of relax.TensorType
         Types of the state in each trip.
     has_condition : bool
-        Whether trips compute if there is another one.
+        True if trips compute the condition of the next one.
     open : set of tirx.Var
-        Sizes in these types that each trip may change.
+        Sizes in `types` that each trip may change.
     """
 
     importer: Importer
@@ -150,28 +149,28 @@ class _Attempt:
     open: set[tirx.Var] = field(default_factory=set)
 
     def function(self) -> _LoopFunction | _Attempt:
-        """The function, or the attempt to make next where a trip does not give what it takes."""
+        """The function, or the next attempt if the types of a trip's results differ from those of its operands."""
         importer, loop, bb = self.importer, self.loop, self.importer.bb
         has_condition = self.has_condition or loop.condition is not None
         trip, limit = (relax.Var(name, relax.TensorType((), "int64")) for name in ("trip", "trips"))
         condition = [relax.Var("condition", relax.TensorType((), "bool"))] if has_condition else []
         state = [relax.Var(f"value{i}", ty) for i, ty in enumerate(self.types)]
-        own = [trip, limit, *condition, *state]
-        bb.begin_scope(own)
+        params = [trip, limit, *condition, *state]
+        bb.begin_scope(params)
         try:
             with importer.trial() as keep:
                 with importer.block(loop.info) as body:
-                    found = loop.trip(trip, condition[0] if condition else number(True, "bool"), list(state))
-                    again = [] if not has_condition else [self._condition(found.condition)]
-                    values = [tensor_of(importer, value, loop.title) for value in found.state]
-                    rows = [tensor_of(importer, value, loop.title) for value in found.rows]
-                is_fixed = found.condition is None or known_number(found.condition) == 1
-                types = [self._changed(i, value.ty) for i, value in enumerate(values)]
-                if not (has_condition or is_fixed) or any(a is not b for a, b in zip(types, self.types, strict=True)):
-                    return _Attempt(importer, loop, types, has_condition or not is_fixed, self.open)
+                    results = loop.trip(trip, condition[0] if condition else number(True, "bool"), list(state))
+                    next_condition = [] if not has_condition else [self._condition(results.condition)]
+                    values = [tensor_of(importer, value, loop.title) for value in results.state]
+                    rows = [tensor_of(importer, value, loop.title) for value in results.rows]
+                is_endless = results.condition is None or known_number(results.condition) == 1
+                types = [self._joined_type(i, value.ty) for i, value in enumerate(values)]
+                if not (has_condition or is_endless) or any(a is not b for a, b in zip(types, self.types, strict=True)):
+                    return _Attempt(importer, loop, types, has_condition or not is_endless, self.open)
                 keep()
             self.has_condition = has_condition
-            return self._written(own, body, [*again, *values], rows)
+            return self._build(params, body, [*next_condition, *values], rows)
         finally:
             bb.end_scope()
 
@@ -180,8 +179,8 @@ class _Attempt:
             return number(True, "bool")
         return scalar(self.importer, value, "bool", f"{self.loop.title}: the condition of its body")
 
-    def _changed(self, index: int, new: relax.TensorType) -> relax.TensorType:
-        """The type of a value in each trip, if a trip makes this one of it: the very type where both agree."""
+    def _joined_type(self, index: int, new: relax.TensorType) -> relax.TensorType:
+        """The type that fits a value before and after a trip; the same type object if nothing changes."""
         old, what = self.types[index], _title(self.loop, index)
         if str(new.dtype) != str(old.dtype):
             raise FrontendError(f"{what} is of {old.dtype}, but its body gives {new.dtype}")
@@ -192,7 +191,7 @@ class _Attempt:
             )
         dims = list(old.shape.values)
         shape = common_shape(old, new, f"value{index}")
-        changing = [axis for axis, dim in enumerate(shape) if not (dim in self.open or _is_one(dim, dims[axis]))]
+        changing = [axis for axis, dim in enumerate(shape) if not (dim in self.open or _is_same_size(dim, dims[axis]))]
         if all(dims[axis] in self.open for axis in changing):
             return old
         self.open |= {shape[axis] for axis in changing}
@@ -200,94 +199,99 @@ class _Attempt:
             [dims[i] if dims[i] in self.open else dim for i, dim in enumerate(shape)], old.dtype.dtype
         )
 
-    def _written(
-        self, own: list[relax.Var], body: list[relax.Binding], values: list[relax.Expr], rows: list[relax.Expr]
+    def _build(
+        self, body_params: list[relax.Var], body: list[relax.Binding], values: list[relax.Expr], rows: list[relax.Expr]
     ) -> _LoopFunction:
         importer, loop, bb = self.importer, self.loop, self.importer.bb
-        trip, limit = own[:2]
-        state = own[len(own) - len(self.types) :]
-        kept = [relax.Var(f"rows{i}", _of_rank(row.ty, row.ty.ndim + 1)) for i, row in enumerate(rows)]
-        known, captured = _captured(importer, body, [*values, *rows], {*own})
-        ends = relax.Tuple([*values, *rows])
-        inside = typed(relax.SeqExpr([relax.BindingBlock(body)], ends), ends.ty)
-        whole = relax.Function([*own, *captured], inside, None, True)
-        sizes = sorted(relax.analysis.free_symbolic_vars(whole), key=lambda size: str(size.name))
-        params = [*own, *kept]
-        passed = [*captured, *([relax.Var("sizes", relax.ShapeType(sizes))] if sizes else [])]
-        around = sizes_in(var.ty for var in (*own, *captured)) - self.open
-        inner = set(relax.analysis.defined_symbolic_vars(whole)) - around
-        ret = tvm.ir.TupleType([trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in kept)])
+        trip, limit = body_params[:2]
+        state = body_params[len(body_params) - len(self.types) :]
+        row_vars = [relax.Var(f"rows{i}", _of_rank(row.ty, row.ty.ndim + 1)) for i, row in enumerate(rows)]
+        repeated, captured = _captured(importer, body, [*values, *rows], {*body_params})
+        body_results = relax.Tuple([*values, *rows])
+        body_seq = typed(relax.SeqExpr([relax.BindingBlock(body)], body_results), body_results.ty)
+        body_func = relax.Function([*body_params, *captured], body_seq, None, True)
+        sizes = sorted(relax.analysis.free_symbolic_vars(body_func), key=lambda size: str(size.name))
+        params = [*body_params, *row_vars]
+        call_args = [*captured, *([relax.Var("sizes", relax.ShapeType(sizes))] if sizes else [])]
+        outer_sizes = sizes_in(var.ty for var in (*body_params, *captured)) - self.open
+        inner = set(relax.analysis.defined_symbolic_vars(body_func)) - outer_sizes
+        ret = tvm.ir.TupleType(
+            [trip.ty, *(_result_type(ty, inner) for ty in self.types), *(row.ty for row in row_vars)]
+        )
         outer = sizes_in(row.ty for row in rows) - inner
-        has_room = [self._can_preallocate(row.ty, outer) for row in rows]
-        name = _free_name(importer, f"loop_{variable_name(loop.info.name)}")
-        gv = typed(tvm.ir.GlobalVar(name), relax.FuncType([var.ty for var in (*params, *passed)], ret, True))
-        bb.begin_scope(kept)
+        is_preallocated = [self._can_preallocate(row.ty, outer) for row in rows]
+        name = _unique_name(importer, f"loop_{variable_name(loop.info.name)}")
+        gv = typed(tvm.ir.GlobalVar(name), relax.FuncType([var.ty for var in (*params, *call_args)], ret, True))
+        bb.begin_scope(row_vars)
         try:
             with importer.block(loop.info) as bindings:
-                going = bb.emit(relax.op.less(trip, limit))
+                proceeds = bb.emit(relax.op.less(trip, limit))
                 if self.has_condition:
-                    going = bb.emit(relax.op.logical_and(going, own[2]))
-                with importer.block(loop.info) as then:
+                    proceeds = bb.emit(relax.op.logical_and(proceeds, body_params[2]))
+                with importer.block(loop.info) as then_bindings:
                     importer.adopt([*body], loop.info)
-                    following = bb.emit(relax.op.add(trip, number(1, "int64")))
-                    grown = [
-                        self._appended(old, row, trip, limit, fits)
-                        for old, row, fits in zip(kept, rows, has_room, strict=True)
+                    next_trip = bb.emit(relax.op.add(trip, number(1, "int64")))
+                    grown_rows = [
+                        self._append(old, row, trip, limit, is_fixed)
+                        for old, row, is_fixed in zip(row_vars, rows, is_preallocated, strict=True)
                     ]
                     shape = [relax.ShapeExpr(sizes)] if sizes else []
-                    last = bb.emit(relax.Call(gv, [following, limit, *values, *grown, *captured, *shape]))
-                taken = relax.SeqExpr([relax.BindingBlock(then)], last)
-                choice = bb.emit(relax.If(going, taken, relax.SeqExpr([], relax.Tuple([trip, *state, *kept]))))
+                    call = bb.emit(relax.Call(gv, [next_trip, limit, *values, *grown_rows, *captured, *shape]))
+                branch = relax.SeqExpr([relax.BindingBlock(then_bindings)], call)
+                result = bb.emit(relax.If(proceeds, branch, relax.SeqExpr([], relax.Tuple([trip, *state, *row_vars]))))
         finally:
             bb.end_scope()
-        made = ImportedLoop(gv, params, captured, sizes, [*known, *bindings], choice)
-        return _LoopFunction(made, [row.ty for row in rows], outer, has_room)
+        imported = ImportedLoop(gv, params, captured, sizes, [*repeated, *bindings], result)
+        return _LoopFunction(imported, [row.ty for row in rows], outer, is_preallocated)
 
     def _can_preallocate(self, row: relax.TensorType, outer: set[tirx.Var]) -> bool:
-        """Return whether the trips' rows have a shape that is known before them, and not too many come to nothing."""
+        """Return whether the rows' shape is known before the loop, and an early end wastes little memory."""
         if not isinstance(row.shape, relax.ShapeExpr) or not sizes_in([row]) <= outer or self.loop.trips is None:
             return False
         if not self.has_condition:
             return True
         sizes = [self.loop.trips, *(int(dim) if isinstance(dim, tirx.IntImm) else dim for dim in row.shape.values)]
         return (
-            all(isinstance(size, int) for size in sizes) and bytes_for(tuple(sizes), str(row.dtype)) <= _FIRST_CAPACITY
+            all(isinstance(size, int) for size in sizes)
+            and bytes_for(tuple(sizes), str(row.dtype)) <= _MAX_PREALLOCATED_BYTES
         )
 
-    def _appended(
-        self, rows: relax.Var, row: relax.Expr, trip: relax.Var, limit: relax.Var, has_room: bool
+    def _append(
+        self, rows: relax.Var, row: relax.Expr, trip: relax.Var, limit: relax.Var, is_preallocated: bool
     ) -> relax.Var:
-        arguments = [rows, row, trip] if has_room else [rows, row, trip, limit]
-        call = relax.op.call_pure_packed(_WRITE if has_room else _APPEND, *arguments, ty_args=[rows.ty])
+        arguments = [rows, row, trip] if is_preallocated else [rows, row, trip, limit]
+        call = relax.op.call_pure_packed(_WRITE if is_preallocated else _APPEND, *arguments, ty_args=[rows.ty])
         return self.importer.bb.emit(call)
 
 
-def _free_name(importer: Importer, name: str) -> str:
-    """The name, numbered where the node has loops before: a bidirectional recurrent layer has two."""
-    taken = {str(loop.gv.name_hint) for loop in importer.loops}
-    numbered = (f"{name}_{i}" for i in itertools.count(1))
-    return next(free for free in itertools.chain([name], numbered) if free not in taken)
+def _unique_name(importer: Importer, name: str) -> str:
+    """The name, with a number if it is in use: a bidirectional recurrent layer has two loops."""
+    used = {str(loop.gv.name_hint) for loop in importer.loops}
+    candidates = (f"{name}_{i}" for i in itertools.count(1))
+    return next(free for free in itertools.chain([name], candidates) if free not in used)
 
 
 def _captured(
-    importer: Importer, body: list[relax.Binding], results: list[relax.Expr], own: set[relax.Var]
+    importer: Importer, body: list[relax.Binding], results: list[relax.Expr], body_params: set[relax.Var]
 ) -> tuple[list[relax.Binding], list[relax.Var]]:
-    """Values that a body reads from around the loop: bindings computed from constants, to repeat, and variables."""
-    inside = relax.SeqExpr([relax.BindingBlock(body)], relax.Tuple(results))
-    # Symbolic sizes, which kernels take as numbers, come as a shape.
-    free = [v for v in relax.analysis.free_vars(inside) if v not in own and not isinstance(v.ty, tvm.ir.PrimType)]
-    wanted: set[relax.Var] = set()
-    pending = [var for var in free if var in importer.known]
+    """Outer values that a body reads: bindings computed from constants, to repeat in it, and other variables."""
+    body_seq = relax.SeqExpr([relax.BindingBlock(body)], relax.Tuple(results))
+    # Symbolic sizes are passed as a shape.
+    free = [
+        v for v in relax.analysis.free_vars(body_seq) if v not in body_params and not isinstance(v.ty, tvm.ir.PrimType)
+    ]
+    repeated_vars: set[relax.Var] = set()
+    pending = [var for var in free if var in importer.constant_bindings]
     while pending:
         var = pending.pop()
-        if var in importer.known and var not in wanted:
-            wanted.add(var)
-            pending.extend(relax.analysis.free_vars(importer.known[var].value))
-    known = [binding for var, binding in importer.known.items() if var in wanted]
-    return known, [var for var in free if var not in wanted]
+        if var in importer.constant_bindings and var not in repeated_vars:
+            repeated_vars.add(var)
+            pending.extend(relax.analysis.free_vars(importer.constant_bindings[var].value))
+    repeated = [binding for var, binding in importer.constant_bindings.items() if var in repeated_vars]
+    return repeated, [var for var in free if var not in repeated_vars]
 
 
-def _known_type(loop: Loop, index: int, value: relax.Expr) -> relax.TensorType:
+def _static_type(loop: Loop, index: int, value: relax.Expr) -> relax.TensorType:
     if not isinstance(value.ty.shape, relax.ShapeExpr):
         raise FrontendError(f"{_title(loop, index)} has an unknown shape; give the shapes of inputs with shapes=")
     return relax.TensorType(value.ty.shape, value.ty.dtype.dtype)
@@ -297,77 +301,74 @@ def _title(loop: Loop, index: int) -> str:
     return f"{loop.title}: its value {loop.names[index]!r}"
 
 
-def _is_one(a: Any, b: Any) -> bool:
+def _is_same_size(a: Any, b: Any) -> bool:
     """Return whether two sizes are one expression, or one number."""
     return bool(a.same_as(b)) or (isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm) and int(a) == int(b))
 
 
 def _result_type(ty: relax.TensorType, inner: set[tirx.Var]) -> relax.TensorType:
-    """A type by which a function gives a value: no sizes that only a trip knows."""
+    """Type of a value in the function's result, without sizes that are defined in a trip."""
     return ty if not sizes_in([ty]) & inner else _of_rank(ty, ty.ndim)
 
 
 def _of_rank(ty: relax.TensorType, rank: int) -> relax.TensorType:
-    """The type of a tensor of which only the rank is known."""
+    """Tensor type without a shape."""
     return relax.TensorType(None, ty.dtype.dtype, ndim=rank)
 
 
 def _sizes_of(row: relax.TensorType, outer: set[tirx.Var]) -> list[Any]:
-    """The sizes of a row around the loop."""
+    """The sizes of a row outside of the loop, with new variables for sizes defined in it."""
     dims = row.shape.values if isinstance(row.shape, relax.ShapeExpr) else [None] * row.ndim
-    return [_outer_or_new(dim, outer, f"row_d{axis}") for axis, dim in enumerate(dims)]
+    return [_outer_size_or_new(dim, outer, f"row_d{axis}") for axis, dim in enumerate(dims)]
 
 
-def _outer_or_new(dim: Any, outer: set[tirx.Var], name: str) -> Any:
+def _outer_size_or_new(dim: Any, outer: set[tirx.Var], name: str) -> Any:
     if dim is not None and set(tirx.analysis.undefined_vars(tirx.Evaluate(dim), [])) <= outer:
         return dim
     return tirx.Var(name, "int64")
 
 
 def _length(loop: Loop, has_condition: bool) -> Any:
-    """How many rows there are: known at import, an expression of symbolic sizes, or found when the model runs."""
+    """Number of rows: an int, an expression of symbolic sizes, or a new variable that each call determines."""
     is_size = isinstance(loop.trips, int) or tvm.ir.is_prim_expr(loop.trips)
     return loop.trips if is_size and not has_condition else tirx.Var("rows", "int64")
 
 
 def _empty_rows(importer: Importer, row: relax.TensorType, outer: set[tirx.Var]) -> relax.Expr:
-    """Tensor that the first trip appends to: no rows, of the shape that is the result where there is no trip."""
+    """Tensor without rows that the first trip appends to; the result if there is no trip."""
     sizes = [0 if isinstance(size, tirx.Var) and size not in outer else size for size in _sizes_of(row, outer)]
     return importer.bb.emit(relax.op.zeros(relax.ShapeExpr([0, *sizes]), row.dtype.dtype))
 
 
-def _first_rows(importer: Importer, row: relax.TensorType, limit: relax.Expr, index: int) -> relax.Expr:
-    """A tensor that trips write their rows to."""
+def _preallocate_rows(importer: Importer, row: relax.TensorType, limit: relax.Expr, index: int) -> relax.Expr:
+    """Tensor for the rows of all trips."""
     arguments = [row.shape, tvm.ir.StringImm(str(row.dtype)), limit, relax.prim_value(index)]
     call = relax.op.call_pure_packed(_NEW, *arguments, ty_args=[_of_rank(row, row.ndim + 1)])
     return importer.bb.emit(call)
 
 
-def _used_rows(importer: Importer, rows: relax.Expr, count: relax.Expr) -> relax.Expr:
+def _take_rows(importer: Importer, rows: relax.Expr, count: relax.Expr) -> relax.Expr:
     return importer.bb.emit(relax.op.call_pure_packed(_TAKE, rows, count, ty_args=[_of_rank(rows.ty, rows.ty.ndim)]))
 
 
 def _with_sizes(importer: Importer, value: relax.Expr, dtype: Any, sizes: list[Any]) -> relax.Expr:
-    """A value with names for its sizes, where its type does not tell them."""
+    """Match a value of unknown shape with sizes."""
     if isinstance(value.ty.shape, relax.ShapeExpr):
         return value
     return importer.bb.match_cast(value, relax.TensorType(sizes, dtype.dtype))
 
 
-# Loops whose trips are known at import and few: their bodies one after the other.
-
-
 class NotUnrolledError(Exception):
-    """The body computes its condition when the model runs."""
+    """The condition of the next trip is not constant."""
 
 
 def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[relax.Expr]]:
-    """The last state and the rows of a loop of at most `count` trips.
+    """Convert the bodies of at most `count` trips one after the other; return the last state and the rows.
 
     Raises
     ------
     NotUnrolledError
-        Whether there is another trip is computed when the model runs.
+        If the condition of the next trip is not constant.
     """
     if loop.condition is not None and known_number(loop.condition) is None:
         raise NotUnrolledError
@@ -377,27 +378,28 @@ def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[
         for index in range(count):
             trip = loop.trip(number(index, "int64"), number(True, "bool"), state)
             state = trip.state
-            for row, one in zip(rows, trip.rows, strict=True):
-                row.append(tensor_of(importer, one, loop.title))
-            goes_on = 1 if trip.condition is None else known_number(trip.condition)
-            if goes_on is None and index < count - 1:
+            for row, value in zip(rows, trip.rows, strict=True):
+                row.append(tensor_of(importer, value, loop.title))
+            proceeds = 1 if trip.condition is None else known_number(trip.condition)
+            if proceeds is None and index < count - 1:
                 raise NotUnrolledError
-            if not goes_on:
+            if not proceeds:
                 break
-        made = [
-            _stacked(importer, own) if own else _no_rows(importer, loop, position) for position, own in enumerate(rows)
+        results = [
+            _stack_rows(importer, values) if values else _no_rows(importer, loop, position)
+            for position, values in enumerate(rows)
         ]
         keep()
     importer.adopt(bindings, loop.info)
-    return state, made
+    return state, results
 
 
-def _stacked(importer: Importer, rows: list[relax.Expr]) -> relax.Expr:
+def _stack_rows(importer: Importer, rows: list[relax.Expr]) -> relax.Expr:
     return importer.bb.emit(relax.op.stack(rows, 0))
 
 
 def _no_rows(importer: Importer, loop: Loop, position: int) -> relax.Expr:
-    """The rows of no trip: none, of the shape that a trip would have given."""
+    """Tensor without rows, of the shape that a trip would produce."""
     with importer.trial(), importer.block(loop.info):
         trip = loop.trip(number(0, "int64"), number(True, "bool"), list(loop.state))
         ty = tensor_of(importer, trip.rows[position], loop.title).ty
@@ -406,15 +408,9 @@ def _no_rows(importer: Importer, loop: Loop, position: int) -> relax.Expr:
     return relax.op.zeros(relax.ShapeExpr(sizes), ty.dtype.dtype)
 
 
-# Products of a `Scan`'s slices with weights: computed for all trips at once, in front of the loop.
-#
-# ``xt @ W`` of each slice is a slice of ``x @ W``. One product of many rows takes less time than many products of a
-# row, and recurrent layers spend half of theirs on these.
-
-
 @dataclass(frozen=True)
 class Product:
-    """A node ``xt @ W`` of a body, by its position; `scanned` is the number of the input that it reads a slice of."""
+    """A node ``xt @ W`` of a body, by its position; `scanned` is the index of the scanned input that ``xt`` slices."""
 
     position: int
     scanned: int
@@ -423,20 +419,20 @@ class Product:
 
 
 def products_of_slices(importer: OnnxImporter, body: onnx.GraphProto, names: list[str]) -> list[Product]:
-    """The products of slices, called `names`, with matrices that are known around the loop."""
-    own = {value.name for value in body.input} | {name for node in body.node for name in node.output}
-    own |= {tensor.name for tensor in body.initializer}
-    found = []
+    """The products of slices (`names`) with constant matrices of the outer scope."""
+    inner_names = {value.name for value in body.input} | {name for node in body.node for name in node.output}
+    inner_names |= {tensor.name for tensor in body.initializer}
+    products = []
     for position, node in enumerate(body.node):
         if node.op_type != "MatMul" or node.domain not in STANDARD_DOMAINS or node.input[0] not in names:
             continue
-        weight: Any = None if node.input[1] in own else importer.value(node.input[1])
-        is_computed = isinstance(weight, relax.Var) and weight in importer.known
+        weight: Any = None if node.input[1] in inner_names else importer.value(node.input[1])
+        is_computed = isinstance(weight, relax.Var) and weight in importer.constant_bindings
         if not is_computed and not isinstance(weight, tvm.ir.GenericConst):
             continue
         if isinstance(weight.ty, relax.TensorType) and weight.ty.ndim == 2:
-            found.append(Product(position, names.index(node.input[0]), weight, node.output[0]))
-    return found
+            products.append(Product(position, names.index(node.input[0]), weight, node.output[0]))
+    return products
 
 
 def with_products_in_front(
@@ -446,51 +442,56 @@ def with_products_in_front(
     products: list[Product],
     inputs: list[relax.Expr],
 ) -> tuple[onnx.GraphProto, list[NodeInfo], list[relax.Expr]]:
-    """A body without products, its nodes' names, and the products: what it scans besides, along the first axis.
+    """Hoist products of slices out of a `Scan`: ``xt @ W`` of each slice is a slice of one product ``x @ W``.
 
     Parameters
     ----------
     inputs : list of relax.Expr
-        Tensors that the body scans, their axis first.
+        Scanned tensors, the scanned axis first.
+
+    Returns
+    -------
+    body, infos, products
+        The body without the products, the names of its nodes, and the products as scanned tensors.
     """
-    left_out = {product.position for product in products}
-    rest = onnx.GraphProto()
-    rest.CopyFrom(body)
-    del rest.node[:]
-    rest.node.extend(node for position, node in enumerate(body.node) if position not in left_out)
-    made = []
+    positions = {product.position for product in products}
+    remainder = onnx.GraphProto()
+    remainder.CopyFrom(body)
+    del remainder.node[:]
+    remainder.node.extend(node for position, node in enumerate(body.node) if position not in positions)
+    results = []
     for product in products:
-        rest.input.add(name=product.result)
+        remainder.input.add(name=product.result)
         with importer.block(infos[product.position]) as bindings:
             result = importer.bb.emit(relax.op.matmul(inputs[product.scanned], product.weight))
         importer.adopt(bindings, infos[product.position])
-        made.append(result)
-    return rest, [info for position, info in enumerate(infos) if position not in left_out], made
+        results.append(result)
+    return remainder, [info for position, info in enumerate(infos) if position not in positions], results
 
 
 _UNROLLED_NODES = 256
-"""Nodes that an unrolled loop becomes: about as many as take a second to compile."""
+"""Maximum number of nodes of an unrolled loop; about what compiles in a second."""
 _UNROLLED_TRIPS = 4
-"""Loops of so few trips are unrolled whatever their size: one that runs once is no loop."""
+"""Loops of at most this number of trips are unrolled regardless of their nodes."""
 
 
 class Results(NamedTuple):
-    """Results of a loop: its last state, and the rows of all trips, laid along a new first axis."""
+    """Results of a loop: its last state, and the rows of all trips, stacked along a new first axis."""
 
     state: list[Any]
     rows: list[relax.Expr]
 
 
 def run(importer: Importer, loop: Loop) -> Results:
-    """The results of a loop, unrolled or as a function.
+    """Convert a loop, unrolled or as a function.
 
     Raises
     ------
     FrontendError
-        It carries an optional, or a sequence of which its body does more than append to it, and its number of trips is
-        computed when the model runs.
+        If its number of trips is not static, and it carries an optional, or a sequence that its body does more with
+        than append to it.
     """
-    count = _known_trips(loop)
+    count = _max_trips(loop)
     has_sequences = any(map(is_sequence, loop.state))
     if count is not None and (_is_short(loop, count) or has_sequences):
         budget().check_nodes(count * loop.nodes, loop.title)
@@ -512,20 +513,20 @@ def _is_short(loop: Loop, count: int) -> bool:
     return count <= _UNROLLED_TRIPS or count * loop.nodes <= _UNROLLED_NODES
 
 
-def _known_trips(loop: Loop) -> int | None:
-    """The trips that there are unless the body ends the loop earlier."""
+def _max_trips(loop: Loop) -> int | None:
+    """Static number of trips unless the body ends the loop early, or None."""
     if loop.condition is not None and known_number(loop.condition) == 0:
         return 0
     return loop.trips if isinstance(loop.trips, int) else None
 
 
 def convert_loop(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]) -> list[Any]:
-    """The outputs of a `Loop`: its state, and its rows behind it.
+    """Convert a `Loop`; its outputs are the last state, then the rows.
 
     Raises
     ------
     FrontendError
-        Its graph has other inputs and outputs than the node, or it cannot be imported.
+        If its graph's inputs and outputs do not fit the node, or it cannot be imported.
     """
     title, body, nodes = f"node {info}", inner_graph(node, "body", info), info.subgraphs["body"]
     limit, condition, *state = [*operands, None, None][: max(2, len(operands))]
@@ -535,25 +536,25 @@ def convert_loop(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, o
             f"{len(body.output)} outputs; expected {2 + len(state)} and {1 + len(state)} or more"
         )
     trips = None if limit is None else _trips(importer, limit, f"{title}: its number of trips")
-    first = None if condition is None else scalar(importer, condition, "bool", f"{title}: its condition")
-    if first is not None and known_number(first):
-        first = None
+    initial_condition = None if condition is None else scalar(importer, condition, "bool", f"{title}: its condition")
+    if initial_condition is not None and known_number(initial_condition):
+        initial_condition = None
     names = [value.name for value in body.input]
 
-    def trip(index: Any, going_on: Any, values: list[Any]) -> Trip:
-        given = dict(zip(names, [index, going_on, *values], strict=True))
-        ends, *results = importer.graph_values(body, nodes, given)
-        return Trip(ends, results[: len(values)], results[len(values) :])
+    def trip(index: Any, proceeds: Any, values: list[Any]) -> Trip:
+        arguments = dict(zip(names, [index, proceeds, *values], strict=True))
+        next_condition, *results = importer.graph_values(body, nodes, arguments)
+        return Trip(next_condition, results[: len(values)], results[len(values) :])
 
     rows = len(body.output) - 1 - len(state)
     joins = [_joining_axis(importer, name) for name in node.output[: len(state)]]
-    loop = Loop(info, title, len(body.node), trips, first, state, rows, trip, names[2:], joins)
+    loop = Loop(info, title, len(body.node), trips, initial_condition, state, rows, trip, names[2:], joins)
     results = run(importer, loop)
     return [*results.state, *results.rows]
 
 
 def _joining_axis(importer: OnnxImporter, name: str) -> int | None:
-    """The axis along which every node that reads a sequence joins it; None where one does something else."""
+    """The axis along which all readers concatenate a sequence; None if one reads it otherwise."""
     readers = importer.readers(name) if name else []
     joining = [node for node in readers if node.op_type == "ConcatFromSequence"]
     if len(joining) < len(readers) or any(attribute_of(node, "new_axis", 0) for node in joining):
@@ -563,10 +564,10 @@ def _joining_axis(importer: OnnxImporter, name: str) -> int | None:
 
 
 def _trips(importer: Importer, limit: Any, what: str) -> Any:
-    """A number of trips: an integer, an expression of symbolic sizes that is not negative, or a scalar of int64."""
-    known = known_number(limit)
-    if known is not None:
-        return max(known, 0)
+    """Number of trips as a non-negative int or expression of symbolic sizes, or as an int64 scalar."""
+    static = known_number(limit)
+    if static is not None:
+        return max(static, 0)
     size = limit.values[0] if isinstance(limit, relax.ShapeExpr) and len(limit.values) == 1 else limit
     if tvm.ir.is_prim_expr(size):
         return size if analyzer_for(size).can_prove(size >= 0) else tirx.max(size, tirx.IntImm("int64", 0))
@@ -576,12 +577,12 @@ def _trips(importer: Importer, limit: Any, what: str) -> Any:
 def convert_scan(
     importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], opset: int
 ) -> list[Any]:
-    """The outputs of a `Scan`: its state, and its rows behind it, along the axes and in the directions asked for.
+    """Convert a `Scan`; its outputs are the last state, then the rows in the requested axes and directions.
 
     Raises
     ------
     FrontendError
-        Its graph does not fit the node, or the inputs that it goes along differ in length.
+        If its graph does not fit the node, or its scanned inputs differ in length.
     """
     title, count = f"node {info}", int(attribute_of(node, "num_scan_inputs", 0))
     if opset < 9:
@@ -592,16 +593,16 @@ def convert_scan(
 
 @dataclass
 class _Scan:
-    """A `Scan`, of no batch.
+    """A `Scan` without a batch axis.
 
     Attributes
     ----------
     inputs : list of object
-        Tensors that it goes along, a slice a trip.
-    axes, backwards
-        Axis of each input along which it goes, and whether from its end.
+        Scanned tensors; each trip reads a slice.
+    axes, reversed_inputs
+        Scanned axis of each input, and True if it is scanned from its end.
     row_axes, rows_backwards
-        The same for each output of rows.
+        The same for each tensor of rows.
     """
 
     node: onnx.NodeProto
@@ -629,48 +630,51 @@ class _Scan:
             if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType) or value.ty.ndim < 1:
                 raise FrontendError(f"{title} goes along input {states + index}, expected a tensor of known rank >= 1")
 
-        def listed(name: str, length: int) -> list[int]:
-            found = list(attribute_of(node, name, [0] * length))
-            if len(found) != length:
-                raise FrontendError(f"{title}: attribute {name} has {len(found)} entries, expected {length}")
-            return found
+        def list_attribute(name: str, length: int) -> list[int]:
+            entries = list(attribute_of(node, name, [0] * length))
+            if len(entries) != length:
+                raise FrontendError(f"{title}: attribute {name} has {len(entries)} entries, expected {length}")
+            return entries
 
         axes = [
             _axis(axis, value.ty.ndim, title)
-            for axis, value in zip(listed("scan_input_axes", count), inputs, strict=True)
+            for axis, value in zip(list_attribute("scan_input_axes", count), inputs, strict=True)
         ]
         return _Scan(
             node, info, body, list(operands[:states]), inputs, axes,
-            [bool(entry) for entry in listed("scan_input_directions", count)],
-            listed("scan_output_axes", rows),
-            [bool(entry) for entry in listed("scan_output_directions", rows)],
+            [bool(entry) for entry in list_attribute("scan_input_directions", count)],
+            list_attribute("scan_output_axes", rows),
+            [bool(entry) for entry in list_attribute("scan_output_directions", rows)],
         )  # fmt: skip
 
     def results(self, importer: OnnxImporter, title: str, trips: int | None = None) -> list[Any]:
         lengths = [_extent(value, axis, title) for value, axis in zip(self.inputs, self.axes, strict=True)]
         length = next((size for size in lengths if isinstance(size, int)), lengths[0])
-        for index, other in enumerate(lengths):
-            _require_length(importer, self.info, length, other, index)
+        for index, input_length in enumerate(lengths):
+            _require_length(importer, self.info, length, input_length, index)
         if trips is not None:
             length = min(trips, length) if isinstance(length, int) else trips
-        body, nodes, added = self._with_products_in_front(importer)
+        body, nodes, added_inputs = self._with_products_in_front(importer)
         names = [value.name for value in body.input]
-        scanned = [*zip(self.inputs, self.axes, self.reversed_inputs, strict=True), *added]
+        scanned = [*zip(self.inputs, self.axes, self.reversed_inputs, strict=True), *added_inputs]
 
-        def trip(index: Any, going_on: Any, values: list[Any]) -> Trip:
+        def trip(index: Any, proceeds: Any, values: list[Any]) -> Trip:
             slices = [slice_at(importer, value, axis, index, is_backwards) for value, axis, is_backwards in scanned]
             results = importer.graph_values(body, nodes, dict(zip(names, [*values, *slices], strict=True)))
             return Trip(None, results[: len(values)], results[len(values) :])
 
         rows = len(self.row_axes)
         loop = Loop(self.info, title, len(body.node), length, None, self.state, rows, trip, names)
-        found = run(importer, loop)
-        return [*found.state, *(self._turned(importer, row, i, title) for i, row in enumerate(found.rows))]
+        loop_results = run(importer, loop)
+        return [
+            *loop_results.state,
+            *(self._arrange_rows(importer, row, i, title) for i, row in enumerate(loop_results.rows)),
+        ]
 
     def _with_products_in_front(
         self, importer: OnnxImporter
     ) -> tuple[onnx.GraphProto, list[NodeInfo], list[tuple[relax.Expr, int, bool]]]:
-        """The body without products of slices with weights, its nodes' names, and what it goes along instead."""
+        """The body without products of slices with weights, its nodes' names, and the products as scanned inputs."""
         nodes = self.info.subgraphs["body"]
         names = [value.name for value in self.body.input][len(self.state) :]
         products = products_of_slices(importer, self.body, names)
@@ -680,14 +684,14 @@ class _Scan:
             _axis_first(importer, value, axis) if any(product.scanned == i for product in products) else value
             for i, (value, axis) in enumerate(zip(self.inputs, self.axes, strict=True))
         ]
-        body, nodes, made = with_products_in_front(importer, self.body, nodes, products, inputs)
-        added = [
-            (value, 0, self.reversed_inputs[product.scanned]) for value, product in zip(made, products, strict=True)
+        body, nodes, results = with_products_in_front(importer, self.body, nodes, products, inputs)
+        added_inputs = [
+            (value, 0, self.reversed_inputs[product.scanned]) for value, product in zip(results, products, strict=True)
         ]
-        return body, nodes, added
+        return body, nodes, added_inputs
 
-    def _turned(self, importer: Importer, rows: relax.Expr, index: int, title: str) -> relax.Expr:
-        """Rows in the order and along the axis that are asked for."""
+    def _arrange_rows(self, importer: Importer, rows: relax.Expr, index: int, title: str) -> relax.Expr:
+        """Rows in the requested direction and along the requested axis."""
         if self.rows_backwards[index]:
             rows = importer.bb.emit(relax.op.flip(rows, 0))
         rank = rows.ty.ndim
@@ -701,7 +705,7 @@ class _Scan:
 def _batched_scan(
     importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any], count: int
 ) -> list[Any]:
-    """A `Scan` of opset 8: first axes are the batch, of which each entry is scanned alone."""
+    """Convert a `Scan` of opset 8, whose first axes are the batch; each entry becomes a scan."""
     title = f"node {info}"
     lengths, *values = operands
     values = [importer.as_tensor(value) for value in values]
@@ -715,14 +719,14 @@ def _batched_scan(
     budget().check_nodes(batch * len(info.subgraphs["body"]), title)
     entries = []
     for entry in range(batch):
-        own = [slice_at(importer, value, 0, entry, False) for value in values]
-        scan = _Scan.of(importer, _with_directions(node), info, own, count)
+        slices = [slice_at(importer, value, 0, entry, False) for value in values]
+        scan = _Scan.of(importer, _with_directions(node), info, slices, count)
         entries.append(scan.results(importer, title))
     return [importer.bb.emit(relax.op.stack([entry[i] for entry in entries], 0)) for i in range(len(entries[0]))]
 
 
 def _with_directions(node: onnx.NodeProto) -> onnx.NodeProto:
-    """The node with its attribute `directions` as later opsets call it."""
+    """Copy of a node with its attribute `directions` renamed as in later opsets."""
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
     for attribute in copy.attribute:
@@ -751,7 +755,7 @@ def _extent(value: relax.Expr, axis: int, title: str) -> Any:
 
 
 def _require_length(importer: Importer, info: NodeInfo, length: Any, other: Any, index: int) -> None:
-    """Require that input `index` of a scan has as many slices as others."""
+    """Require that scanned input `index` has as many slices as the others."""
     scan = Node("Scan", info.name, 0, importer.bb, [], {}, 0)
     message = f"goes along inputs of different lengths, {length} and, input {index}, {other}"
     scan.require(tirx.EQ(_as_expr(length), _as_expr(other)), message)
@@ -762,7 +766,7 @@ def _as_expr(size: Any) -> tirx.Expr:
 
 
 def slice_at(importer: Importer, value: relax.Expr, axis: int, index: Any, is_backwards: bool) -> relax.Expr:
-    """Entry `index` of an axis, counted from its end if it goes backwards; the axis is gone."""
+    """Slice `index` of an axis, counted from the end if `is_backwards`; the axis is removed."""
     size = value.ty.shape.values[axis]
     if isinstance(index, (relax.Var, tvm.ir.GenericConst)) and known_number(index) is None:
 
@@ -779,5 +783,5 @@ def slice_at(importer: Importer, value: relax.Expr, axis: int, index: Any, is_ba
         return importer.bb.emit_te(element, value, index, primfunc_name_hint="slice")
     place: Any = index if isinstance(index, int) else known_number(index)
     start = size - 1 - place if is_backwards else place
-    part = relax.op.strided_slice(value, [axis], [start], [start + 1])
-    return importer.bb.emit(relax.op.squeeze(importer.bb.emit(part), [axis]))
+    piece = relax.op.strided_slice(value, [axis], [start], [start + 1])
+    return importer.bb.emit(relax.op.squeeze(importer.bb.emit(piece), [axis]))

@@ -1,7 +1,7 @@
-"""Sequences that a loop appends to, while only a call knows its trips: what each trip appends becomes a row.
+"""Sequences in loops with a dynamic number of trips: tensors that a trip appends become rows of a tensor.
 
-TorchScript writes lists so: a loop that inserts at the end of a sequence, and `ConcatFromSequence` behind it.
-Where trips append tensors of different sizes, as `repeat_interleave` is exported, the loop carries them joined.
+TorchScript exports lists this way: a loop that inserts at the end of a sequence, followed by `ConcatFromSequence`. If
+trips append tensors of different sizes, as in an exported `repeat_interleave`, the loop carries their concatenation.
 """
 
 from __future__ import annotations
@@ -22,120 +22,126 @@ from .loop import Loop, Trip
 from .subgraphs import Importer, OnnxImporter, inner_graph, number, sizes_in, tensor_of
 
 Finish = Callable[[list[Any], list[relax.Expr]], tuple[list[Any], list[relax.Expr]]]
-"""From the state and rows of a loop of tensors to those of the loop with sequences."""
+"""Function from state and rows of a loop of tensors to those of the loop with sequences."""
 
 
 def is_sequence(value: Any) -> bool:
-    """Return whether a value is a sequence, of known length or not."""
+    """Return whether a value is a sequence, of static or dynamic length."""
     if isinstance(value, (LongSequence, JoinedSequence)):
         return True
     return isinstance(value, relax.Expr) and isinstance(value.ty, tvm.ir.TupleType)
 
 
 def with_rows_for_sequences(importer: Importer, loop: Loop) -> tuple[Loop, Finish]:
-    """The loop without the sequences of its state, rows in their place, and how to make its results of the other's.
+    """Replace the sequences in a loop's state by rows; return the new loop and the conversion of its results.
 
     Raises
     ------
     FrontendError
-        When a body is converted that does more with a sequence than append to it.
+        During conversion of the body, if it does more with a sequence than append to it.
     """
-    places = [index for index, value in enumerate(loop.state) if is_sequence(value)]
-    joined = _joined_from_the_start(importer, loop, places)
-    others = [index for index in range(len(loop.state)) if index in joined or index not in places]
+    sequences = [index for index, value in enumerate(loop.state) if is_sequence(value)]
+    joined = _sequences_to_join(importer, loop, sequences)
+    tensor_indices = [index for index in range(len(loop.state)) if index in joined or index not in sequences]
     counts: dict[int, int] = {}
 
     def trip(index: Any, going_on: Any, values: list[Any]) -> Trip:
-        given = dict(zip(others, values, strict=True))
-        begun = {place: GrowingSequence() for place in places}
-        found = loop.trip(index, going_on, [begun[i] if i in begun else given[i] for i in range(len(loop.state))])
+        values_by_index = dict(zip(tensor_indices, values, strict=True))
+        initial_sequences = {place: GrowingSequence() for place in sequences}
+        trip_results = loop.trip(
+            index,
+            going_on,
+            [initial_sequences[i] if i in initial_sequences else values_by_index[i] for i in range(len(loop.state))],
+        )
         rows = []
-        for place, begin in begun.items():
-            items = _appended(importer, loop, place, begin, found.state[place])
+        for place, sequence in initial_sequences.items():
+            items = _appended(importer, loop, place, sequence, trip_results.state[place])
             counts[place] = len(items)
             if place in joined:
-                given[place] = importer.bb.emit(relax.op.concat([given[place], *items], joined[place].axis))
+                values_by_index[place] = importer.bb.emit(
+                    relax.op.concat([values_by_index[place], *items], joined[place].axis)
+                )
             elif items:
                 rows.append(items[0] if len(items) == 1 else importer.bb.emit(relax.op.stack(items, 0)))
-        state = [given[i] if i in joined else found.state[i] for i in others]
-        return Trip(found.condition, state, [*found.rows, *rows])
+        state = [values_by_index[i] if i in joined else trip_results.state[i] for i in tensor_indices]
+        return Trip(trip_results.condition, state, [*trip_results.rows, *rows])
 
     def finish(state: list[Any], rows: list[relax.Expr]) -> tuple[list[Any], list[relax.Expr]]:
-        left, more = dict(zip(others, state, strict=True)), iter(rows[loop.rows :])
+        values_left, sequence_rows = dict(zip(tensor_indices, state, strict=True)), iter(rows[loop.rows :])
         results: list[Any] = []
         for index, initial in enumerate(loop.state):
             if index in joined:
-                results.append(JoinedSequence(left[index], joined[index].axis))
-            elif index in left:
-                results.append(left[index])
+                results.append(JoinedSequence(values_left[index], joined[index].axis))
+            elif index in values_left:
+                results.append(values_left[index])
             elif not counts[index]:
                 results.append(initial)
             else:
-                results.append(_joined(importer, initial, next(more), counts[index], loop.title))
+                results.append(_append_rows(importer, initial, next(sequence_rows), counts[index], loop.title))
         return results, rows[: loop.rows]
 
-    names = [loop.names[i] for i in others]
-    tensors = [joined[i].joined if i in joined else loop.state[i] for i in others]
+    names = [loop.names[i] for i in tensor_indices]
+    tensors = [joined[i].joined if i in joined else loop.state[i] for i in tensor_indices]
     return replace(loop, state=tensors, names=names, trip=trip), finish
 
 
-def _appended(importer: Importer, loop: Loop, place: int, begin: GrowingSequence, grown: Any) -> list[relax.Expr]:
+def _appended(importer: Importer, loop: Loop, index: int, sequence: GrowingSequence, grown: Any) -> list[relax.Expr]:
     """The tensors that a trip appended to a sequence."""
-    if not isinstance(grown, GrowingSequence) or grown.begin is not begin.begin:
+    if not isinstance(grown, GrowingSequence) or grown.begin is not sequence.begin:
         raise FrontendError(
-            f"{loop.title}: its body does more with the sequence {loop.names[place]!r} than append to it; "
+            f"{loop.title}: its body does more with the sequence {loop.names[index]!r} than append to it; "
             "expected a number of trips that is known at import"
         )
     return [tensor_of(importer, item, loop.title) for item in grown.appended]
 
 
-def _joined_from_the_start(importer: Importer, loop: Loop, places: list[int]) -> dict[int, JoinedSequence]:
-    """The sequences to which trips append tensors of sizes of their own, along the axis by which they are joined later.
+def _sequences_to_join(importer: Importer, loop: Loop, sequences: list[int]) -> dict[int, JoinedSequence]:
+    """The sequences that the loop carries concatenated, because trips append tensors of different sizes.
 
-    They are found by a trip that is converted for its types only.
+    A trial conversion of a trip tells the types.
     """
-    wanted = [place for place in places if place < len(loop.joins) and loop.joins[place] is not None]
-    if not wanted:
+    candidates = [place for place in sequences if place < len(loop.joins) and loop.joins[place] is not None]
+    if not candidates:
         return {}
-    begun = {place: GrowingSequence() for place in places}
+    initial = {place: GrowingSequence() for place in sequences}
     state = [
-        begun[i] if i in begun else relax.Var(f"value{i}", tensor_of(importer, value, loop.title).ty)
+        initial[i] if i in initial else relax.Var(f"value{i}", tensor_of(importer, value, loop.title).ty)
         for i, value in enumerate(loop.state)
     ]
     index = relax.Var("trip", relax.TensorType((), "int64"))
     importer.bb.begin_scope([index, *(value for value in state if isinstance(value, relax.Var))])
     try:
         with importer.trial(), importer.block(loop.info) as body:
-            found = loop.trip(index, number(True, "bool"), state)
-            items = {i: _appended(importer, loop, i, begun[i], found.state[i]) for i in wanted}
+            results = loop.trip(index, number(True, "bool"), state)
+            items = {i: _appended(importer, loop, i, initial[i], results.state[i]) for i in candidates}
     finally:
         importer.bb.end_scope()
     casts = [binding.ty for binding in body if isinstance(binding, relax.MatchCast)]
     read = relax.analysis.free_vars(relax.SeqExpr([relax.BindingBlock(body)], relax.Tuple(sum(items.values(), []))))
-    own = sizes_in(casts) - sizes_in(var.ty for var in read)
-    starts = {i: _empty_start(importer, loop.state[i], items[i], loop.joins[i], own) for i in wanted}
-    return {place: start for place, start in starts.items() if start is not None}
+    inner = sizes_in(casts) - sizes_in(var.ty for var in read)
+    joined = {i: _empty_joined(importer, loop.state[i], items[i], loop.joins[i], inner) for i in candidates}
+    return {place: start for place, start in joined.items() if start is not None}
 
 
-def _empty_start(
-    importer: Importer, initial: Any, items: list[relax.Expr], axis: Any, own: set[tvm.tirx.Var]
+def _empty_joined(
+    importer: Importer, initial: Any, items: list[relax.Expr], axis: Any, inner_sizes: set[tvm.tirx.Var]
 ) -> JoinedSequence | None:
-    """No tensors, to be joined along an axis; None unless it is the axis, and the only one, whose size a trip finds."""
+    """Empty concatenation along an axis; None unless exactly that axis has a size that is defined in a trip."""
     types = [item.ty for item in items]
     if not types or isinstance(initial, LongSequence) or initial.ty.fields or len({ty.ndim for ty in types}) != 1:
         return None
     if not all(isinstance(ty.shape, relax.ShapeExpr) and -ty.ndim <= axis < ty.ndim for ty in types):
         return None
     axis %= types[0].ndim
-    found = [[bool(sizes_in([relax.ShapeType([dim])]) & own) for dim in ty.shape.values] for ty in types]
-    if not any(any(each) for each in found) or any(any([*each[:axis], *each[axis + 1 :]]) for each in found):
+    is_dynamic = [[bool(sizes_in([relax.ShapeType([dim])]) & inner_sizes) for dim in ty.shape.values] for ty in types]
+    if not any(any(axes) for axes in is_dynamic) or any(any([*axes[:axis], *axes[axis + 1 :]]) for axes in is_dynamic):
         return None
     dims = [0 if i == axis else dim for i, dim in enumerate(types[0].shape.values)]
     return JoinedSequence(importer.bb.emit(relax.op.zeros(relax.ShapeExpr(dims), types[0].dtype.dtype)), axis)
 
 
-def _joined(importer: Importer, initial: Any, rows: relax.Expr, count: int, title: str) -> LongSequence:
-    """A sequence, and behind it the rows of trips that appended `count` tensors each."""
+def _append_rows(importer: Importer, initial: Any, rows: relax.Expr, count: int, title: str) -> LongSequence:
+    """Append the rows of trips, each of `count` tensors, to a sequence."""
     bb = importer.bb
     if count > 1:
         dims = rows.ty.shape.values
@@ -150,18 +156,17 @@ def _joined(importer: Importer, initial: Any, rows: relax.Expr, count: int, titl
     return LongSequence(bb.emit(relax.op.concat([bb.emit(relax.op.stack(fields, 0)), rows], 0)))
 
 
-# `SequenceMap`: a graph is converted once for each element of a sequence, whose length is known at import.
-
-
 def convert_sequence_map(
     importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]
 ) -> list[Any]:
-    """The outputs of a `SequenceMap`: sequences. Inputs behind the first may be tensors, which every element gets.
+    """Convert the graph of a `SequenceMap` for each element of a sequence of static length.
+
+    Inputs after the first one may be tensors, which are passed with every element.
 
     Raises
     ------
     FrontendError
-        The first input is no sequence, or sequences differ in length.
+        If the first input is not a sequence, or sequences differ in length.
     """
     title, body = f"node {info}", inner_graph(node, "body", info)
     inputs = [elements_of(importer, value) for value in operands]
@@ -177,19 +182,19 @@ def convert_sequence_map(
             f"{len(body.output)}"
         )
     budget().check_nodes(count * len(body.node), title)
-    found: list[list[Any]] = [[] for _ in body.output]
+    outputs: list[list[Any]] = [[] for _ in body.output]
     for index in range(count):
-        given = {
+        arguments = {
             value.name: operand if elements is None else elements[index]
             for value, operand, elements in zip(body.input, operands, inputs, strict=True)
         }
-        for values, value in zip(found, importer.graph_values(body, info.subgraphs["body"], given), strict=True):
+        for values, value in zip(outputs, importer.graph_values(body, info.subgraphs["body"], arguments), strict=True):
             values.append(importer.as_tensor(value))
-    return [relax.Tuple(values) for values in found]
+    return [relax.Tuple(values) for values in outputs]
 
 
 def elements_of(importer: OnnxImporter, value: Any) -> list[Any] | None:
-    """The tensors of a sequence; None for any other value."""
+    """The tensors of a sequence of static length, or None for any other value."""
     if isinstance(value, relax.Tuple):
         return list(value.fields)
     if isinstance(value, relax.Expr) and isinstance(value.ty, tvm.ir.TupleType):

@@ -1,4 +1,4 @@
-"""Conversion of the graphs inside a node, where the builder stands: what control flow needs of the importer."""
+"""Interfaces of the importer for the conversion of control flow, and helpers for nodes with subgraphs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..node_names import NodeInfo
 
 @dataclass
 class ImportedLoop:
-    """A private function that repeats the body of a loop, before names and devices are written into it.
+    """Private function of a loop, before names and devices are written into it.
 
     Attributes
     ----------
     gv : tvm.ir.GlobalVar
-        Variable by which it is called.
+        Its global variable.
     params : list of relax.Var
         Its own parameters.
     captured : list of relax.Var
-        Variables around the loop that its body reads: further parameters, behind its own.
+        Outer variables that its body reads; they become parameters after its own.
     sizes : list of tvm.tirx.Var
-        Symbolic sizes around the loop that its body mentions: its last parameter is a shape of them.
+        Outer symbolic sizes that its body uses; its last parameter is a shape of them.
     bindings : list of relax.Binding
         In program order.
     result : relax.Expr
@@ -46,51 +46,48 @@ class ImportedLoop:
 
 
 class Importer(Protocol):
-    """The walk over a model's nodes, as far as loops and branches need it.
+    """Importer as loops and branches see it.
 
     Attributes
     ----------
     loops : list of ImportedLoop
-        The functions that loops became, inner ones first.
-    known : dict of relax.Var to relax.Binding
+        The functions of loops, inner ones first.
+    constant_bindings : dict of relax.Var to relax.Binding
         The bindings of variables that are computed from constants only, in program order.
     """
 
     bb: relax.BlockBuilder
     loops: list[ImportedLoop]
-    known: dict[relax.Var, relax.Binding]
+    constant_bindings: dict[relax.Var, relax.Binding]
 
     def block(self, info: NodeInfo) -> AbstractContextManager[list[relax.Binding]]:
-        """Collect what is emitted inside into the list this yields, complete once the block is left.
-
-        A node owns the bindings, unless a node inside it does.
-        """
+        """Collect emitted bindings, owned by `info` or inner nodes, into the yielded list, complete on exit."""
 
     def adopt(self, bindings: list[relax.Binding], info: NodeInfo) -> None:
-        """Emit collected bindings where the builder stands; a node owns them unless an inner node does."""
+        """Emit collected bindings at the builder's position; `info` owns those that no inner node owns."""
 
     def trial(self) -> AbstractContextManager[Callable[[], None]]:
-        """Forget, when left, the loops and owners of bindings made inside, unless what it yields was called."""
+        """Roll back loops and owners of bindings on exit, unless the yielded function was called."""
 
     def as_tensor(self, value: Any) -> Any:
-        """A shape or a symbolic number as the int64 tensor it stands for; other values as they are."""
+        """Convert a shape or symbolic number to an int64 tensor; other values are unchanged."""
 
 
 class OnnxImporter(Importer, Protocol):
-    """The walk over the nodes of ONNX graphs, which have graphs in them."""
+    """Importer of ONNX graphs, with access to subgraphs and values by name."""
 
-    def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], given: Mapping[str, Any]) -> list[Any]:
-        """Convert a graph inside a node; values around it stay visible, and it is given those of its inputs."""
+    def graph_values(self, graph: onnx.GraphProto, nodes: list[NodeInfo], arguments: Mapping[str, Any]) -> list[Any]:
+        """Convert a subgraph with these arguments, the outer values in scope; return its outputs."""
 
     def readers(self, name: str) -> list[onnx.NodeProto]:
-        """The nodes of the model that read a value of that name; none if it is an output of a graph, too."""
+        """The nodes of the model that read a value; an empty list if it is also an output of a graph."""
 
     def value(self, name: str) -> Any:
-        """The value of that name where the walk stands; None if there is none."""
+        """The value of a name in the current scope, or None."""
 
 
 def inner_graph(node: onnx.NodeProto, name: str, info: NodeInfo) -> onnx.GraphProto:
-    """The graph in an attribute; FrontendError where the node has none."""
+    """The graph in an attribute; FrontendError if it is absent."""
     for attribute in node.attribute:
         if attribute.name == name and attribute.HasField("g"):
             return attribute.g
@@ -98,27 +95,27 @@ def inner_graph(node: onnx.NodeProto, name: str, info: NodeInfo) -> onnx.GraphPr
 
 
 def readers_of(graph: onnx.GraphProto, functions: Iterable[onnx.FunctionProto]) -> dict[str, list[onnx.NodeProto]]:
-    """The nodes that read each value, in all graphs and functions of a model; no outputs of graphs are among them."""
-    found: dict[str, list[onnx.NodeProto]] = {}
+    """Value -> the nodes that read it, in all graphs and functions; outputs of graphs are omitted."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
     outputs: set[str] = set()
 
-    def look(nodes: Iterable[onnx.NodeProto], results: Iterable[str]) -> None:
+    def visit(nodes: Iterable[onnx.NodeProto], results: Iterable[str]) -> None:
         outputs.update(results)
         for node in nodes:
             for name in node.input:
-                found.setdefault(name, []).append(node)
+                readers.setdefault(name, []).append(node)
             for attribute in node.attribute:
                 if attribute.HasField("g"):
-                    look(attribute.g.node, (value.name for value in attribute.g.output))
+                    visit(attribute.g.node, (value.name for value in attribute.g.output))
 
-    look(graph.node, (value.name for value in graph.output))
+    visit(graph.node, (value.name for value in graph.output))
     for function in functions:
-        look(function.node, function.output)
-    return {name: nodes for name, nodes in found.items() if name not in outputs}
+        visit(function.node, function.output)
+    return {name: nodes for name, nodes in readers.items() if name not in outputs}
 
 
 def attribute_of(node: onnx.NodeProto, name: str, default: Any) -> Any:
-    """An attribute's value, or `default` if it is not given."""
+    """An attribute's value, or `default` if it is absent."""
     for attribute in node.attribute:
         if attribute.name == name:
             return onnx.helper.get_attribute_value(attribute)
@@ -126,7 +123,7 @@ def attribute_of(node: onnx.NodeProto, name: str, default: Any) -> Any:
 
 
 def known_number(value: Any) -> int | None:
-    """The value of an integer or a truth value that is known at import, else None; also of a tensor of one element."""
+    """The value of a constant integer, boolean or tensor of one element; None for any other value."""
     if isinstance(value, tvm.tirx.IntImm):
         return int(value)
     if isinstance(value, relax.ShapeExpr) and len(value.values) == 1:
@@ -143,21 +140,21 @@ def number(value: int | bool, dtype: str) -> relax.Expr:
 
 
 def scalar(importer: Importer, value: Any, dtype: str, what: str) -> relax.Expr:
-    """A value of one element as a scalar tensor.
+    """Convert a value of one element to a scalar tensor.
 
     Raises
     ------
     FrontendError
-        Beginning with `what`: it is no tensor, of another element type, or of more elements.
+        If it is not a tensor, or has another element type or more elements; the text begins with `what`.
     """
     value = importer.as_tensor(value)
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
-        raise FrontendError(f"{what} is no tensor, expected a scalar of {dtype}")
+        raise FrontendError(f"{what} is not a tensor, expected a scalar of {dtype}")
     if str(value.ty.dtype) != dtype:
         raise FrontendError(f"{what} is of {value.ty.dtype}, expected {dtype}")
-    known = known_number(value)
-    if known is not None:
-        return number(known, dtype)
+    static = known_number(value)
+    if static is not None:
+        return number(static, dtype)
     if value.ty.ndim == 0:
         return value
     dims = value.ty.shape.values if isinstance(value.ty.shape, relax.ShapeExpr) else None
@@ -168,7 +165,7 @@ def scalar(importer: Importer, value: Any, dtype: str, what: str) -> relax.Expr:
 
 
 def tensor_of(importer: Importer, value: Any, title: str) -> relax.Expr:
-    """A value as a tensor; FrontendError for sequences and optionals."""
+    """Convert a value to a tensor; FrontendError for sequences and optionals."""
     value = importer.as_tensor(value)
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):
         raise FrontendError(f"{title} hands on a sequence or an optional where a tensor is expected")
@@ -176,11 +173,11 @@ def tensor_of(importer: Importer, value: Any, title: str) -> relax.Expr:
 
 
 def sizes_in(types: Any) -> set[tvm.tirx.Var]:
-    """The symbolic sizes that tensor types mention."""
+    """The symbolic variables in tensor and shape types."""
     shapes = [ty.shape for ty in types if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)]
     shapes += [ty.values for ty in types if isinstance(ty, relax.ShapeType) and ty.values is not None]
-    found: set[tvm.tirx.Var] = set()
+    sizes: set[tvm.tirx.Var] = set()
     for shape in shapes:
         for dim in shape if not isinstance(shape, relax.ShapeExpr) else shape.values:
-            found |= set(tvm.tirx.analysis.undefined_vars(tvm.tirx.Evaluate(dim), []))
-    return found
+            sizes |= set(tvm.tirx.analysis.undefined_vars(tvm.tirx.Evaluate(dim), []))
+    return sizes

@@ -1,4 +1,4 @@
-"""Numbers prepared for a model: scaled, normalized, filled in, chosen."""
+"""Feature preprocessing: scaling, normalization, imputation, selection, encoding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..table import CLASSICAL, convert_node, converts
 
 _log = logging.getLogger("relax_hetero")
 
-_SHOWN = 10
-"""Labels that a warning lists."""
+_MAX_SHOWN = 10
+"""Maximum number of labels in a warning."""
 
 
 def vector(node: Node, name: str, default: float, dtype: str = "float32") -> relax.Expr:
-    """An attribute of a number, or a number for each feature, laid along the last axis."""
+    """Read an attribute with one number, or one per feature along the last axis."""
     numbers = np.array([float(number) for number in node.attribute(name, ())] or [default])
     data = node.tensor(0)
     width = node.shape(data)[-1] if node.rank(data) else 1
@@ -33,13 +33,13 @@ def vector(node: Node, name: str, default: float, dtype: str = "float32") -> rel
 def scaler(node: Node) -> relax.Expr:
     """(x - offset) * scale in float32, by feature."""
     data = cast(node, node.tensor(0), "float32")
-    moved = node.emit(relax.op.subtract(data, vector(node, "offset", 0.0)))
-    return node.emit(relax.op.multiply(moved, vector(node, "scale", 1.0)))
+    shifted = node.emit(relax.op.subtract(data, vector(node, "offset", 0.0)))
+    return node.emit(relax.op.multiply(shifted, vector(node, "scale", 1.0)))
 
 
 @converts("Normalizer", domain=CLASSICAL)
 def normalizer(node: Node) -> relax.Expr:
-    """Rows divided by their greatest element, sum of magnitudes or length; rows where that is 0 stay."""
+    """Divide rows by their maximum, 1-norm or 2-norm; rows with a norm of 0 are unchanged."""
     data = cast(node, node.tensor(0), "float32")
     norm = node.attribute("norm", "MAX")
     if norm == "MAX":
@@ -57,12 +57,12 @@ def normalizer(node: Node) -> relax.Expr:
 
 @converts("Imputer", domain=CLASSICAL)
 def imputer(node: Node) -> relax.Expr:
-    """Elements that are missing (a number, or NaN) replaced, by feature."""
+    """Replace missing elements (a number, or NaN), by feature."""
     data = node.tensor(0)
     dtype = dtype_of(data)
-    is_whole = "imputed_value_int64s" in node.attributes
-    missing = node.attribute("replaced_value_int64" if is_whole else "replaced_value_float", 0)
-    value = vector(node, "imputed_value_int64s" if is_whole else "imputed_value_floats", 0.0, dtype)
+    is_integer = "imputed_value_int64s" in node.attributes
+    missing = node.attribute("replaced_value_int64" if is_integer else "replaced_value_float", 0)
+    value = vector(node, "imputed_value_int64s" if is_integer else "imputed_value_floats", 0.0, dtype)
     is_missing = relax.op.isnan(data) if np.isnan(missing) else relax.op.equal(data, const(missing, dtype))
     return node.emit(relax.op.where(node.emit(is_missing), value, data))
 
@@ -81,14 +81,14 @@ def array_feature_extractor(node: Node) -> relax.Expr:
     """Columns of the last axis."""
     data, indices = node.tensor(0), node.tensor(1)
     flat = node.emit(relax.op.reshape(indices, (-1,)))
-    taken = node.builder.normalize(convert_node(node.as_op("Gather", [data, flat], axis=-1)))
-    return taken if node.rank(data) > 1 else node.emit(relax.op.expand_dims(taken, [0]))
+    columns = node.builder.normalize(convert_node(node.as_op("Gather", [data, flat], axis=-1)))
+    return columns if node.rank(data) > 1 else node.emit(relax.op.expand_dims(columns, [0]))
 
 
 @converts("LabelEncoder", domain=CLASSICAL)
 def label_encoder(node: Node) -> relax.Expr:
-    """Numbers replaced by others, by a table."""
-    keys, values = _column(node, "keys"), _column(node, "values")
+    """Replace numbers by a table."""
+    keys, values = _key_or_value_array(node, "keys"), _key_or_value_array(node, "values")
     if keys.shape != values.shape or not keys.size:
         raise node.refusal(f"found {keys.size} keys and {values.size} values, expected as many, and at least one")
     data = node.tensor(0)
@@ -100,19 +100,19 @@ def label_encoder(node: Node) -> relax.Expr:
     else:
         missing = node.attribute("default_int64", -1)
     dtype = dtype_of(data)
-    return _looked_up(node, data, _keys_as(node, keys, dtype), values, missing)
+    return _look_up(node, data, _cast_keys(node, keys, dtype), values, missing)
 
 
-def _keys_as(node: Node, keys: np.ndarray, dtype: str) -> relax.Expr:
+def _cast_keys(node: Node, keys: np.ndarray, dtype: str) -> relax.Expr:
     with np.errstate(invalid="ignore"):
-        same = keys.astype(dtype)
-    if not np.array_equal(same, keys, equal_nan=keys.dtype.kind == "f"):
-        raise node.refusal(f"some of its keys are no numbers of its input's type, {dtype}")
-    return const(same)
+        cast_keys = keys.astype(dtype)
+    if not np.array_equal(cast_keys, keys, equal_nan=keys.dtype.kind == "f"):
+        raise node.refusal(f"some of its keys are not numbers of its input's type, {dtype}")
+    return const(cast_keys)
 
 
-def _looked_up(node: Node, data: relax.Expr, keys: relax.Expr, values: np.ndarray, missing: float) -> relax.Expr:
-    """Elements replaced by the value at the last key that is equal, NaN being equal to NaN."""
+def _look_up(node: Node, data: relax.Expr, keys: relax.Expr, values: np.ndarray, missing: float) -> relax.Expr:
+    """Replace elements by the value of the last equal key, where NaN equals NaN."""
     dtype = dtype_of(data)
 
     def search(x: te.Tensor, keys: te.Tensor) -> te.Tensor:
@@ -122,32 +122,32 @@ def _looked_up(node: Node, data: relax.Expr, keys: relax.Expr, values: np.ndarra
             is_same = x[position] == keys[key]
             if is_float(dtype):
                 is_same = tirx.any(is_same, tirx.all(tirx.isnan(x[position]), tirx.isnan(keys[key])))
-            found = tirx.Select(is_same, tirx.Cast("int32", key + 1), tirx.const(0, "int32"))
-            return te.max(found, axis=key)
+            candidate = tirx.Select(is_same, tirx.Cast("int32", key + 1), tirx.const(0, "int32"))
+            return te.max(candidate, axis=key)
 
         return te.compute(x.shape, element, name="label")
 
-    at = node.builder.emit_te(search, data, keys, primfunc_name_hint="label")
+    table_index = node.builder.emit_te(search, data, keys, primfunc_name_hint="label")
     table = const(np.concatenate([[missing], values]), str(values.dtype))
-    return node.emit(relax.op.take(table, at, 0, "fast"))
+    return node.emit(relax.op.take(table, table_index, 0, "fast"))
 
 
 @converts("OneHotEncoder", domain=CLASSICAL)
 def one_hot_encoder(node: Node) -> relax.Expr:
-    """1 where the element is the category, along a new last axis; 0 everywhere for an element that is none."""
+    """One-hot encoding along a new last axis; all zeros for an unknown category."""
     categories = np.array(node.attribute("cats_int64s", ()), "int64")
     if not categories.size:
         raise node.refusal("its categories are strings, which no tensor holds; give them as numbers")
     data = cast(node, node.tensor(0), "int64")
     if not node.attribute("zeros", 1):
-        _log.warning("%s: an element that is none of its categories gives zeros, and no error", node.title)
+        _log.warning("%s: an element that is not one of its categories gives zeros, and no error", node.title)
     column = node.emit(relax.op.expand_dims(data, [-1]))
     return cast(node, node.emit(relax.op.equal(column, const(categories))), "float32")
 
 
 @converts("FeatureVectorizer", domain=CLASSICAL)
 def feature_vectorizer(node: Node) -> relax.Expr:
-    """Features of all inputs, side by side, in float32."""
+    """Concatenate the features of all inputs in float32."""
     widths = list(node.attribute("inputdimensions", ()))
     if len(widths) != len(node.inputs):
         raise node.refusal(f"inputdimensions has {len(widths)} entries for {len(node.inputs)} inputs")
@@ -165,11 +165,11 @@ def feature_vectorizer(node: Node) -> relax.Expr:
 
 @converts("ZipMap", domain=CLASSICAL)
 def zip_map(node: Node) -> relax.Expr:
-    """Scores as they come: a list of dictionaries by label is no tensor, so columns stay in the order of the labels."""
+    """Scores with a column per label, since a list of dictionaries is not a tensor."""
     labels = node.attribute("classlabels_int64s", ()) or node.attribute("classlabels_strings", ())
-    names = ", ".join(label.decode() if isinstance(label, bytes) else str(label) for label in labels[:_SHOWN])
-    more = ", ..." if len(labels) > _SHOWN else ""
-    _log.warning("%s: its output is a tensor with a column for each of the labels %s%s", node.title, names, more)
+    names = ", ".join(label.decode() if isinstance(label, bytes) else str(label) for label in labels[:_MAX_SHOWN])
+    ellipsis = ", ..." if len(labels) > _MAX_SHOWN else ""
+    _log.warning("%s: its output is a tensor with a column for each of the labels %s%s", node.title, names, ellipsis)
     data = node.tensor(0)
     return data if node.rank(data) > 1 else node.emit(relax.op.expand_dims(data, [0]))
 
@@ -178,20 +178,20 @@ def _array(tensor: object) -> np.ndarray:
     return numpy_helper.to_array(tensor)  # type: ignore[arg-type]
 
 
-def _column(node: Node, name: str) -> np.ndarray:
-    """Keys or values, whichever attribute carries them.
+def _key_or_value_array(node: Node, name: str) -> np.ndarray:
+    """Keys or values from one of the attributes that can hold them.
 
     Raises
     ------
     FrontendError
-        If they are strings, which no tensor holds.
+        If they are strings.
     """
     if f"{name}_int64s" in node.attributes:
         return np.array(node.attributes[f"{name}_int64s"], "int64")
     if f"{name}_floats" in node.attributes:
         return np.array(node.attributes[f"{name}_floats"], "float32")
     tensor = node.attributes.get(f"{name}_tensor")
-    found = None if tensor is None else _array(tensor)
-    if found is None or found.dtype.kind not in "fi":
+    array = None if tensor is None else _array(tensor)
+    if array is None or array.dtype.kind not in "fi":
         raise node.refusal(f"its {name} are strings, which no tensor holds; train the model with numbers as labels")
-    return found.reshape(-1)
+    return array.reshape(-1)

@@ -9,12 +9,12 @@ from ..elementwise import cast
 from ..node import Node, const
 from ..products import matmul
 from ..required_sizes import require_equal
-from ..table import CLASSICAL, convert_node, converts
-from .scores import labels_from, labels_of, transformed
+from ..table import CLASSICAL, converts
+from .scores import labels_from, labels_of, largest, transformed, two_columns
 
 
 def _scores(node: Node, count: int) -> relax.Expr:
-    """x @ coefficients' + intercepts, a column for each target."""
+    """x @ coefficients' + intercepts, with a column for each target."""
     data = cast(node, node.tensor(0), "float32")
     if node.rank(data) != 2:
         raise node.refusal(f"found an input of rank {node.rank(data)}, expected rows of features")
@@ -33,33 +33,26 @@ def _scores(node: Node, count: int) -> relax.Expr:
 
 @converts("LinearRegressor", domain=CLASSICAL)
 def linear_regressor(node: Node) -> relax.Expr:
-    """A sum of products for each target."""
+    """Linear regression."""
     return transformed(node, _scores(node, int(node.attribute("targets", 1))))
 
 
 @converts("LinearClassifier", domain=CLASSICAL)
 def linear_classifier(node: Node) -> relax.Expr:
-    """The label with the largest score, and the scores."""
+    """Linear classification: the label with the largest score, and the scores."""
     labels = labels_of(node, "classlabels_ints")
     count = len(node.attribute("intercepts", ())) or labels.size
     if count == 1 and labels.size == 2:
-        return _of_one_score(node, labels)
+        return _classify_by_one_score(node, labels)
     if count != labels.size or count < 2:
         raise node.refusal(f"has {count} scores for {labels.size} classes, expected a score for each")
     scores = _scores(node, count)
-    index = node.builder.normalize(convert_node(node.as_op("ArgMax", [scores], 13, axis=1, keepdims=0)))
-    return node.outputs([labels_from(node, index, labels), transformed(node, scores)])
+    return node.outputs([labels_from(node, largest(node, scores), labels), transformed(node, scores)])
 
 
-def _of_one_score(node: Node, labels: np.ndarray) -> relax.Expr:
-    """Two classes by one score, which is positive for the second; columns as ONNX Runtime has them."""
+def _classify_by_one_score(node: Node, labels: np.ndarray) -> relax.Expr:
+    """Two classes by one score, positive for the second."""
     score = _scores(node, 1)
-    name = node.attribute("post_transform", "NONE")
-    if name == "PROBIT":
-        raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
     above = node.emit(relax.op.greater(node.emit(relax.op.squeeze(score, [1])), const(0, "float32")))
-    is_logistic = name == "LOGISTIC"
-    other = relax.op.negative(score) if is_logistic else relax.op.subtract(const(1, "float32"), score)
-    scores = node.emit(relax.op.concat([node.emit(other), score], axis=1))
-    scores = node.emit(relax.op.sigmoid(scores)) if is_logistic else scores
-    return node.outputs([labels_from(node, cast(node, above, "int64"), labels), scores])
+    columns = two_columns(node, score, ("LOGISTIC",))
+    return node.outputs([labels_from(node, cast(node, above, "int64"), labels), columns])

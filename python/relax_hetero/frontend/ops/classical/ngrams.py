@@ -14,27 +14,27 @@ _MODES = ("TF", "IDF", "TFIDF")
 
 
 def _pool(node: Node) -> list[np.ndarray]:
-    """The n-grams of each length from 1 on, a row each.
+    """The n-grams of each length from 1 on, as rows.
 
     Raises
     ------
     FrontendError
-        If they are strings, or do not fit their counts.
+        If they are strings, or do not match their counts.
     """
     if node.attribute("pool_strings"):
         raise node.refusal("its n-grams are strings, which no tensor holds; give words as numbers")
     tokens, starts = np.array(node.attribute("pool_int64s", ()), "int64"), list(node.attribute("ngram_counts", ()))
-    found = []
+    ngrams = []
     for length, (start, end) in enumerate(pairwise([*starts, tokens.size]), 1):
         if not 0 <= start <= end or (end - start) % length:
-            raise node.refusal(f"ngram_counts {starts} do not part {tokens.size} numbers into n-grams")
-        found.append(tokens[start:end].reshape(-1, length))
-    return found
+            raise node.refusal(f"ngram_counts {starts} do not divide {tokens.size} numbers into n-grams")
+        ngrams.append(tokens[start:end].reshape(-1, length))
+    return ngrams
 
 
 @converts("TfIdfVectorizer")
 def tfidf_vectorizer(node: Node) -> relax.Expr:
-    """How often each n-gram of a pool occurs in a row, with up to `max_skip_count` left out between its elements."""
+    """Number of occurrences of each n-gram in a row, with up to `max_skip_count` tokens between its elements."""
     min_length, max_length, skips = (
         int(node.attribute(name)) for name in ("min_gram_length", "max_gram_length", "max_skip_count")
     )
@@ -55,36 +55,37 @@ def tfidf_vectorizer(node: Node) -> relax.Expr:
     rows = data if node.rank(data) == 2 else node.emit(relax.op.expand_dims(data, [0]))
     node.check_table(size, max_length)
     parts: list[relax.Expr] = []
-    total, place = 0, np.full(size, indexes.size, "int64")
+    total, column_of = 0, np.full(size, indexes.size, "int64")
     for length, ngrams in enumerate(pool, 1):
         start = sum(len(shorter) for shorter in pool[: length - 1])
         if min_length <= length <= max_length and len(ngrams):
-            place[indexes[start : start + len(ngrams)]] = sum(
+            column_of[indexes[start : start + len(ngrams)]] = sum(
                 int(part.ty.shape.values[1]) for part in parts
             ) + np.arange(len(ngrams))
             parts.append(_counts(node, rows, ngrams, skips if length > 1 else 0))
     total = sum(int(part.ty.shape.values[1]) for part in parts)
-    parts.append(node.filled([node.shape(rows)[0], 1], 0, "float32"))  # what is never counted
+    parts.append(node.filled([node.shape(rows)[0], 1], 0, "float32"))  # column of n-grams that are not counted
     counts = node.emit(relax.op.concat(parts, axis=1)) if len(parts) > 1 else parts[0]
-    result = node.emit(relax.op.take(counts, const(np.minimum(place, total), "int64"), 1, "fast"))
+    result = node.emit(relax.op.take(counts, const(np.minimum(column_of, total), "int64"), 1, "fast"))
     if mode == "IDF":
         result = node.emit(relax.op.astype(relax.op.greater(result, const(0, "float32")), "float32"))
     if mode != "TF" and weights.size:
-        by_index = np.zeros(size, "float32")  # by the place in the output, as ONNX's reference has them
-        by_index[: weights.size] = weights[:size]
-        result = node.emit(relax.op.multiply(result, const(by_index)))
+        output_weights = np.zeros(size, "float32")  # by output index, as in ONNX's reference
+        output_weights[: weights.size] = weights[:size]
+        result = node.emit(relax.op.multiply(result, const(output_weights)))
     return result if node.rank(data) == 2 else node.emit(relax.op.squeeze(result, [0]))
 
 
 def _counts(node: Node, rows: relax.Expr, ngrams: np.ndarray, skips: int) -> relax.Expr:
-    """(rows, n-grams), how often each occurs, its elements at equal distances of 1 to `skips` + 1."""
+    """Occurrences of n-grams, (rows, n-grams), with elements at equal distances of 1 to `skips` + 1."""
     count, length = node.shape(rows)[0], ngrams.shape[1]
 
     def element(i: Position, x: te.Tensor, tokens: te.Tensor) -> tirx.Expr:
         first, skip = te.reduce_axis((0, x.shape[1]), "first"), te.reduce_axis((0, skips + 1), "skip")
         last = first + (length - 1) * (skip + 1)
-        same = [x(i[0], first + at * (skip + 1)).astype("int64").equal(tokens(i[1], at)) for at in range(length)]
-        found = tirx.Cast("float32", tirx.Cast("int32", tirx.all(*same)))
-        return te.sum(tirx.if_then_else(last < x.shape[1], found, tirx.const(0, "float32")), axis=[first, skip])
+        row = [x(i[0], first + offset * (skip + 1)).astype("int64") for offset in range(length)]
+        matches = [value.equal(tokens(i[1], offset)) for offset, value in enumerate(row)]
+        match = tirx.Cast("float32", tirx.Cast("int32", tirx.all(*matches)))
+        return te.sum(tirx.if_then_else(last < x.shape[1], match, tirx.const(0, "float32")), axis=[first, skip])
 
     return node.kernel("count_ngrams", element, rows, const(ngrams), shape=[count, len(ngrams)])

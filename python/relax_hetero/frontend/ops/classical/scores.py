@@ -1,4 +1,4 @@
-"""Scores of classes: labels, and the functions that make probabilities of scores."""
+"""Labels of classes, and transforms of scores to probabilities."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..table import convert_node
 
 TRANSFORMS = ("NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT")
 
-_TINY = 1e-7
-"""Scores of at most this magnitude count as 0 where those are left out of a softmax."""
+_ZERO_BOUND = 1e-7
+"""Scores of at most this magnitude count as 0 in SOFTMAX_ZERO."""
 
 
 def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> relax.Expr:
-    """Scores, (rows, classes), after the node's `post_transform`, or the one of that name.
+    """Apply `post_transform`, by default the node's, to scores (rows, classes).
 
     Raises
     ------
     FrontendError
-        For a name that is none.
+        If the name is unknown.
     """
     name = node.attribute("post_transform", "NONE") if name is None else name
     if name not in TRANSFORMS:
@@ -30,15 +30,15 @@ def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> rela
     if name == "SOFTMAX":
         return node.builder.normalize(convert_node(node.as_op("Softmax", [scores], 13, axis=-1)))
     if name == "SOFTMAX_ZERO":
-        return _softmax_of_others(node, scores)
+        return _softmax_of_nonzero(node, scores)
     return _probit(node, scores) if name == "PROBIT" else scores
 
 
-def _softmax_of_others(node: Node, scores: relax.Expr) -> relax.Expr:
-    """Softmax of the scores that are not 0; those stay next to it."""
+def _softmax_of_nonzero(node: Node, scores: relax.Expr) -> relax.Expr:
+    """Softmax over nonzero scores; zeros stay near 0."""
     dtype = dtype_of(scores)
     maximum = node.emit(relax.op.max(scores, [-1], keepdims=True))
-    is_scored = node.emit(relax.op.greater(node.emit(relax.op.abs(scores)), const(_TINY, dtype)))
+    is_scored = node.emit(relax.op.greater(node.emit(relax.op.abs(scores)), const(_ZERO_BOUND, dtype)))
     power = node.emit(relax.op.exp(node.emit(relax.op.subtract(scores, maximum))))
     total = node.emit(relax.op.sum(relax.op.where(is_scored, power, const(0, dtype)), [-1], keepdims=True))
     small = node.emit(relax.op.multiply(scores, node.emit(relax.op.exp(node.emit(relax.op.negative(maximum))))))
@@ -46,7 +46,7 @@ def _softmax_of_others(node: Node, scores: relax.Expr) -> relax.Expr:
 
 
 def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
-    """The normal distribution's quantile, by the approximation of the inverse error function that ONNX Runtime has."""
+    """Normal quantile, by ONNX Runtime's approximation of the inverse error function."""
     dtype = dtype_of(scores)
 
     def number(value: float) -> relax.Expr:
@@ -62,8 +62,34 @@ def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
     return node.emit(relax.op.multiply(relax.op.multiply(number(1.41421356), sign), root))
 
 
+def two_columns(node: Node, score: relax.Expr, mirrored: tuple[str, ...]) -> relax.Expr:
+    """Scores of two classes by one score of the second, (rows, 1), as in ONNX Runtime, which omits a softmax.
+
+    Parameters
+    ----------
+    mirrored : tuple of str
+        Transforms with which the first class has minus the score; with others it has one minus the score.
+
+    Raises
+    ------
+    FrontendError
+        If the transform is PROBIT.
+    """
+    name = node.attribute("post_transform", "NONE")
+    if name == "PROBIT":
+        raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
+    first = relax.op.negative(score) if name in mirrored else relax.op.subtract(const(1, "float32"), score)
+    columns = node.emit(relax.op.concat([node.emit(first), score], axis=1))
+    return node.emit(relax.op.sigmoid(columns)) if name == "LOGISTIC" else columns
+
+
+def largest(node: Node, scores: relax.Expr) -> relax.Expr:
+    """Index of the first class with the largest score of each row."""
+    return node.builder.normalize(convert_node(node.as_op("ArgMax", [scores], 13, axis=1, keepdims=0)))
+
+
 def labels_of(node: Node, *names: str) -> np.ndarray:
-    """The classes, whole numbers.
+    """Integer labels of the classes.
 
     Raises
     ------
@@ -77,7 +103,7 @@ def labels_of(node: Node, *names: str) -> np.ndarray:
 
 
 def labels_from(node: Node, index: relax.Expr, labels: np.ndarray) -> relax.Expr:
-    """The label of each row, by the index of its class."""
+    """Map class indices to labels."""
     if (labels == np.arange(labels.size)).all():
         return index
     return node.emit(relax.op.take(const(labels, "int64"), index, 0, "fast"))

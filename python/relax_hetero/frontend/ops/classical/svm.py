@@ -1,4 +1,4 @@
-"""Support vector machines: classifiers of pairs of classes, regressors, and their linear forms."""
+"""Support vector machines: pairwise classifiers, regressors, and their linear forms."""
 # mypy: disable-error-code="valid-type, no-untyped-def"
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ..elementwise import cast
 from ..node import Dim, Node, Position, const
 from ..products import matmul, squared_distances
 from ..required_sizes import require_equal
-from ..table import CLASSICAL, convert_node, converts
-from .scores import labels_from, labels_of, transformed
+from ..table import CLASSICAL, converts
+from .scores import labels_from, labels_of, largest, transformed, two_columns
 
 _KERNELS = ("POLY", "RBF", "SIGMOID")
-_STEPS = 100
-"""Steps of the search for probabilities of classes, as LIBSVM and ONNX Runtime have it."""
+_MAX_COUPLING_STEPS = 100
+"""Maximum number of iterations of pairwise coupling, as in LIBSVM and ONNX Runtime."""
 _MIN_PROBABILITY = 1e-7
-"""The least probability of a pair."""
+"""Minimum probability of a pair."""
 
 
 def _floats(node: Node, name: str) -> np.ndarray:
@@ -39,17 +39,17 @@ def _rows(node: Node, width: int) -> relax.Expr:
 
 
 def _matrix(node: Node, name: str, rows: int) -> np.ndarray:
-    """An attribute as a matrix of that many rows."""
+    """Read an attribute as a matrix."""
     numbers = _floats(node, name)
     if rows < 1 or not numbers.size or numbers.size % rows:
         raise node.refusal(f"{name} has {numbers.size} entries, expected a multiple of {rows}")
     return numbers.reshape(rows, -1)
 
 
-def _weighted(node: Node, vectors: np.ndarray, weights: np.ndarray, offsets: np.ndarray) -> relax.Expr:
-    """(rows, sums), similarities to support vectors weighted and added up, plus offsets.
+def _weighted_similarities(node: Node, vectors: np.ndarray, weights: np.ndarray, offsets: np.ndarray) -> relax.Expr:
+    """Weighted sums of similarities to support vectors, plus offsets, (rows, sums).
 
-    Weights of both signs cancel, so sums are taken in float64; linear similarities are summed at import.
+    Sums are in float64 because of cancellation; linear kernels are folded into one matrix at import.
     """
     data, wide = _rows(node, vectors.shape[1]), weights.astype("float64")
     if node.attribute("kernel_type", "LINEAR") == "LINEAR":
@@ -60,7 +60,7 @@ def _weighted(node: Node, vectors: np.ndarray, weights: np.ndarray, offsets: np.
 
 
 def _similarities(node: Node, data: relax.Expr, vectors: np.ndarray) -> relax.Expr:
-    """(rows, vectors), the kernel function of each row and each support vector."""
+    """Kernel function of each row and support vector, (rows, vectors)."""
     kind, parameters = node.attribute("kernel_type", "LINEAR"), list(node.attribute("kernel_params", ()))
     if kind not in _KERNELS:
         raise node.refusal(f"kernel_type {kind!r} is unknown; expected LINEAR or one of {', '.join(_KERNELS)}")
@@ -82,7 +82,7 @@ def _similarities(node: Node, data: relax.Expr, vectors: np.ndarray) -> relax.Ex
 
 
 def _linear_scores(node: Node, count: int) -> relax.Expr:
-    """A score for each of `count` targets, where there are no support vectors."""
+    """Scores of `count` targets without support vectors."""
     coefficients, offset = _matrix(node, "coefficients", count), _floats(node, "rho")
     if not offset.size:
         raise node.refusal("has no rho")
@@ -92,7 +92,7 @@ def _linear_scores(node: Node, count: int) -> relax.Expr:
 
 @converts("SVMRegressor", domain=CLASSICAL)
 def svm_regressor(node: Node) -> relax.Expr:
-    """A sum of similarities to support vectors; its sign, where the node tells outliers from one class."""
+    """SVM regression, or the sign of the result for a one-class SVM."""
     count = int(node.attribute("n_supports", 0))
     if node.attribute("post_transform", "NONE") != "NONE":
         raise node.refusal(f"found post_transform {node.attribute('post_transform')!r}, expected NONE")
@@ -101,7 +101,7 @@ def svm_regressor(node: Node) -> relax.Expr:
         coefficients, offset = _matrix(node, "coefficients", count), _floats(node, "rho")
         if coefficients.shape[1] != 1 or not offset.size:
             raise node.refusal(f"has {coefficients.size} coefficients and {offset.size} rho for {count} vectors")
-        value = _weighted(node, vectors, coefficients, offset[:1])
+        value = _weighted_similarities(node, vectors, coefficients, offset[:1])
     else:
         value = _linear_scores(node, 1)
     if not node.attribute("one_class", 0):
@@ -112,47 +112,36 @@ def svm_regressor(node: Node) -> relax.Expr:
 
 @converts("SVMClassifier", domain=CLASSICAL)
 def svm_classifier(node: Node) -> relax.Expr:
-    """The label that most pairs vote for, and scores: of pairs, or probabilities of classes where these are trained."""
+    """SVM classification: the label with the most votes of pairs, and pair scores or class probabilities."""
     labels = labels_of(node, "classlabels_ints")
     counts = [int(count) for count in node.attribute("vectors_per_class", ())]
     if labels.size < 2:
         raise node.refusal(f"has {labels.size} classes, expected two or more")
     if not sum(counts):
-        return _by_linear_scores(node, labels)
+        return _classify_by_linear_scores(node, labels)
     pairs = list(itertools.combinations(range(labels.size), 2))
-    scores = _scores_of_pairs(node, counts, pairs, labels.size)
+    scores = _pair_scores(node, counts, pairs, labels.size)
     is_won = node.emit(relax.op.astype(relax.op.greater(scores, const(0, "float32")), "float32"))
-    gain, given = np.zeros((len(pairs), labels.size), "float32"), np.zeros(labels.size, "float32")
-    for at, (first, second) in enumerate(pairs):
-        gain[at, first], gain[at, second] = 1, -1
-        given[second] += 1
-    votes = node.emit(relax.op.add(matmul(node, is_won, const(gain)), const(given)))
-    label = labels_from(node, _largest(node, votes), labels)
+    gain, base_votes = np.zeros((len(pairs), labels.size), "float32"), np.zeros(labels.size, "float32")
+    for pair, (first, second) in enumerate(pairs):
+        gain[pair, first], gain[pair, second] = 1, -1
+        base_votes[second] += 1
+    votes = node.emit(relax.op.add(matmul(node, is_won, const(gain)), const(base_votes)))
+    label = labels_from(node, largest(node, votes), labels)
     if node.attribute("prob_a"):
         return node.outputs([label, transformed(node, _probabilities(node, scores, pairs, labels.size))])
     if len(pairs) > 1:
         return node.outputs([label, transformed(node, scores)])
-    after = node.attribute("post_transform", "NONE")
-    if after == "PROBIT":
-        raise node.refusal("post_transform 'PROBIT' of one score for two classes has no meaning")
-    # Columns as ONNX Runtime has them; a softmax it leaves out where there is one score.
-    is_mirrored = after in ("NONE", "LOGISTIC")
-    other = relax.op.negative(scores) if is_mirrored else relax.op.subtract(const(1, "float32"), scores)
-    columns = node.emit(relax.op.concat([node.emit(other), scores], axis=1))
-    return node.outputs([label, node.emit(relax.op.sigmoid(columns)) if after == "LOGISTIC" else columns])
+    return node.outputs([label, two_columns(node, scores, ("NONE", "LOGISTIC"))])
 
 
-def _largest(node: Node, scores: relax.Expr) -> relax.Expr:
-    return node.builder.normalize(convert_node(node.as_op("ArgMax", [scores], 13, axis=1, keepdims=0)))
+def _classify_by_linear_scores(node: Node, labels: np.ndarray) -> relax.Expr:
+    """Classification without support vectors; of two classes, the second if any score is positive.
 
-
-def _by_linear_scores(node: Node, labels: np.ndarray) -> relax.Expr:
-    """Scores of classes without support vectors; of two classes the second where any score is positive.
-
-    That is what ONNX Runtime does: it takes two columns for the one score that trainers give two classes.
+    As in ONNX Runtime, which reads two columns for the one score that trainers write for two classes.
     """
     scores = _linear_scores(node, labels.size)
-    index = _largest(node, scores)
+    index = largest(node, scores)
     if labels.size == 2 and not node.attribute("prob_a"):
         are_positive = bool((_floats(node, "coefficients") >= 0).all())
         maximum = node.emit(relax.op.max(scores, [1]))
@@ -162,8 +151,8 @@ def _by_linear_scores(node: Node, labels: np.ndarray) -> relax.Expr:
     return node.outputs([labels_from(node, index, labels), transformed(node, scores)])
 
 
-def _scores_of_pairs(node: Node, counts: list[int], pairs: list[tuple[int, int]], classes: int) -> relax.Expr:
-    """(rows, pairs): above 0 where the first class of a pair is likelier than the second."""
+def _pair_scores(node: Node, counts: list[int], pairs: list[tuple[int, int]], classes: int) -> relax.Expr:
+    """Scores (rows, pairs), positive if the first class of a pair is more likely."""
     total = sum(counts)
     if len(counts) != classes or min(counts) < 0:
         raise node.refusal(f"vectors_per_class has {len(counts)} entries, expected {classes}")
@@ -177,29 +166,29 @@ def _scores_of_pairs(node: Node, counts: list[int], pairs: list[tuple[int, int]]
     node.check_table(total, len(pairs))
     rows, starts = coefficients.reshape(classes - 1, total), np.cumsum([0, *counts])
     weights = np.zeros((total, len(pairs)), "float32")
-    for at, (first, second) in enumerate(pairs):
-        for own, other in ((first, second - 1), (second, first)):  # a row has no entry for a class and itself
-            weights[starts[own] : starts[own + 1], at] = rows[other, starts[own] : starts[own + 1]]
-    return _weighted(node, vectors, weights, offsets[: len(pairs)])
+    for pair, (first, second) in enumerate(pairs):
+        for class_, row in ((first, second - 1), (second, first)):  # rows omit the class itself
+            weights[starts[class_] : starts[class_ + 1], pair] = rows[row, starts[class_] : starts[class_ + 1]]
+    return _weighted_similarities(node, vectors, weights, offsets[: len(pairs)])
 
 
 def _probabilities(node: Node, scores: relax.Expr, pairs: list[tuple[int, int]], classes: int) -> relax.Expr:
-    """(rows, classes), probabilities that agree best with those of the pairs (Wu, Lin, Weng: pairwise coupling)."""
+    """Class probabilities (rows, classes) by pairwise coupling (Wu, Lin, Weng)."""
     slopes, offsets = _floats(node, "prob_a"), _floats(node, "prob_b")
     if slopes.size < len(pairs) or offsets.size != slopes.size:
         raise node.refusal(f"has {slopes.size} prob_a and {offsets.size} prob_b, expected {len(pairs)} of each")
     scaled = relax.op.multiply(scores, const(slopes[: len(pairs)]))
-    place = node.emit(relax.op.negative(relax.op.add(scaled, const(offsets[: len(pairs)]))))
-    first = node.emit(relax.op.clip(relax.op.sigmoid(place), _MIN_PROBABILITY, 1 - _MIN_PROBABILITY))
+    negative_score = node.emit(relax.op.negative(relax.op.add(scaled, const(offsets[: len(pairs)]))))
+    first = node.emit(relax.op.clip(relax.op.sigmoid(negative_score), _MIN_PROBABILITY, 1 - _MIN_PROBABILITY))
     pair_of = np.zeros((classes, classes), "int32")
-    for at, (one, other) in enumerate(pairs):
-        pair_of[one, other] = pair_of[other, one] = at
+    for index, (a, other) in enumerate(pairs):
+        pair_of[a, other] = pair_of[other, a] = index
     rows = node.shape(scores)[0]
 
-    def likelier(x: te.Tensor, pair: te.Tensor, row: tirx.Expr, one: tirx.Expr, other: tirx.Expr) -> tirx.Expr:
-        """The probability of one class against another; 0 of a class against itself."""
-        of_pair = x(row, pair(one, other))
-        return tirx.Select(one < other, of_pair, tirx.Select(one > other, tirx.const(1.0, "float32") - of_pair, 0.0))
+    def likelier(x: te.Tensor, pair: te.Tensor, row: tirx.Expr, a: tirx.Expr, other: tirx.Expr) -> tirx.Expr:
+        """Probability of one class against another; 0 against itself."""
+        of_pair = x(row, pair(a, other))
+        return tirx.Select(a < other, of_pair, tirx.Select(a > other, tirx.const(1.0, "float32") - of_pair, 0.0))
 
     other = te.reduce_axis((0, classes), "other")
 
@@ -207,17 +196,17 @@ def _probabilities(node: Node, scores: relax.Expr, pairs: list[tuple[int, int]],
         against = likelier(x, pair, i[0], other, i[1])
         return te.sum(against * against, axis=other)
 
-    def element(i: Position, x: te.Tensor, pair: te.Tensor, own: te.Tensor) -> tirx.Expr:
+    def element(i: Position, x: te.Tensor, pair: te.Tensor, diagonal: te.Tensor) -> tirx.Expr:
         product = likelier(x, pair, i[0], i[2], i[1]) * likelier(x, pair, i[0], i[1], i[2])
-        return tirx.Select(i[1].equal(i[2]), own(i[0], i[1]), -product)
+        return tirx.Select(i[1].equal(i[2]), diagonal(i[0], i[1]), -product)
 
     table = const(pair_of)
-    own = node.kernel("lost_squares", squares, first, table, shape=[rows, classes])
-    form = node.kernel("coupling", element, first, table, own, shape=[rows, classes, classes])
-    return _coupled(node, form, rows, classes)
+    diagonal = node.kernel("lost_squares", squares, first, table, shape=[rows, classes])
+    form = node.kernel("coupling", element, first, table, diagonal, shape=[rows, classes, classes])
+    return _couple(node, form, rows, classes)
 
 
-def _coupled(node: Node, form: relax.Expr, rows: Dim, classes: int) -> relax.Expr:
+def _couple(node: Node, form: relax.Expr, rows: Dim, classes: int) -> relax.Expr:
     symbol = node.builder.add_func(_coupling_kernel(classes), "class_probabilities")
     sizes = ((rows, classes), (rows, classes), (rows, 3))
     types = [relax.TensorType(size, "float32") for size in sizes]
@@ -225,10 +214,10 @@ def _coupled(node: Node, form: relax.Expr, rows: Dim, classes: int) -> relax.Exp
 
 
 def _coupling_kernel(classes: int) -> tirx.PrimFunc:
-    """Probabilities p of each row that make p' Q p least, by steps in one of them at a time.
+    """Minimize p' Q p over the probabilities p of each row by coordinate descent.
 
-    The search ends where all entries of Q p are nearly the same; later steps change nothing. The other results hold
-    Q p, and the value, the error and the difference of a step.
+    It has converged when all entries of Q p are nearly equal. The other results are work space: Q p, and the value, the
+    error and the change of an iteration.
     """
 
     @T.prim_func(private=True, s_tir=True)
@@ -242,7 +231,7 @@ def _coupling_kernel(classes: int) -> tirx.PrimFunc:
         for n in T.parallel(rows):
             for i in T.serial(classes):
                 p[n, i] = T.float32(1.0 / classes)
-            for _ in T.serial(_STEPS):
+            for _ in T.serial(_MAX_COUPLING_STEPS):
                 state[n, 0] = T.float32(0)
                 state[n, 1] = T.float32(0)
                 for i in T.serial(classes):

@@ -1,8 +1,8 @@
-"""Converters of ops of ONNX Runtime's own domain, ``com.microsoft``."""
+"""Converters of ops of ONNX Runtime's domain, ``com.microsoft``."""
 
 from __future__ import annotations
 
-# Each of these registers the converters it defines.
+# Importing a module registers its converters.
 from . import (  # noqa: F401
     activations,
     attention,

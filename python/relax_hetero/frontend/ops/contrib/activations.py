@@ -1,4 +1,4 @@
-"""Gelus and sums with a bias, as ONNX Runtime's optimizer joins them."""
+"""Activations fused with a bias by ONNX Runtime's optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..table import MICROSOFT, convert_node, converts
 
 
 def _with_bias(node: Node, index: int) -> relax.Expr:
-    """Input 0, plus a vector along its last axis where input `index` is given; in float32 for half precision."""
+    """Add input `index`, if present, along the last axis of input 0; half precision becomes float32."""
     data = node.tensor(0)
     wide = widened(node, data)
     if not node.has(index):
@@ -29,7 +29,7 @@ def gelu(node: Node) -> relax.Expr:
 
 @converts("FastGelu", domain=MICROSOFT)
 def fast_gelu(node: Node) -> relax.Expr:
-    """The approximation of gelu by tanh, of x + bias."""
+    """Tanh approximation of GELU of x + bias."""
     return cast(node, node.emit(relax.op.nn.gelu_tanh(_with_bias(node, 1))), dtype_of(node.tensor(0)))
 
 
@@ -45,7 +45,7 @@ def quick_gelu(node: Node) -> relax.Expr:
 
 @converts("BiasSplitGelu", domain=MICROSOFT)
 def bias_split_gelu(node: Node) -> relax.Expr:
-    """The first half of the channels of x + bias, times the gelu of the second half."""
+    """First half of the channels of x + bias, times the GELU of the second half."""
     wide = _with_bias(node, 1)
     channels = node.shape(wide)[-1]
     if not isinstance(channels, int) or channels % 2:
@@ -78,7 +78,7 @@ def scaled_silu(node: Node) -> relax.Expr:
 
 @converts("SwiGLU", domain=MICROSOFT)
 def swiglu(node: Node) -> relax.Expr:
-    """g * sigmoid(alpha * g) * (u + beta), both held within a limit where that is above 0."""
+    """g * sigmoid(alpha * g) * (u + beta), with both clamped if the limit is above 0."""
     gate, dtype = node.tensor(0), dtype_of(node.tensor(0))
     if node.has(1):
         up = require_shape(node, node.tensor(1), node.shape(gate), "its second half")
@@ -102,7 +102,7 @@ def swiglu(node: Node) -> relax.Expr:
 
 @converts("GatedAdd", domain=MICROSOFT)
 def gated_add(node: Node) -> relax.Expr:
-    """x + y * gate, which has a number for each row."""
+    """x + y * gate, with a gate per row."""
     data = node.tensor(0)
     dims = node.shape(data)
     if node.has(3):
@@ -114,11 +114,11 @@ def gated_add(node: Node) -> relax.Expr:
 
 @converts("BiasDropout", "BitmaskBiasDropout", "BitmaskDropout", domain=MICROSOFT)
 def bias_dropout(node: Node) -> relax.Expr:
-    """x + bias + residual: nothing is dropped outside of training."""
+    """x + bias + residual, without dropout."""
     has_bias = node.op_type != "BitmaskDropout"
     training = 4 if has_bias else 2
-    known = node.constant(training)
-    if node.has(training) and (known is None or known.any()):
+    training_value = node.constant(training)
+    if node.has(training) and (training_value is None or training_value.any()):
         raise node.refusal("asks for training (training_mode), expected false")
     data = node.tensor(0)
     if has_bias:
@@ -134,7 +134,7 @@ def bias_dropout(node: Node) -> relax.Expr:
 
 @converts("BiasSoftmax", domain=MICROSOFT)
 def bias_softmax(node: Node) -> relax.Expr:
-    """softmax(x + bias) over all axes from `axis` on; the bias lacks axes in front, or has some of size 1 before."""
+    """softmax(x + bias) over all axes from `axis` on."""
     data = node.tensor(0)
     wide = widened(node, data)
     bias = require_broadcast(node, widened(node, node.tensor(1)), node.shape(data), "its bias")
@@ -146,23 +146,23 @@ def bias_softmax(node: Node) -> relax.Expr:
 
 @converts("IsAllFinite", domain=MICROSOFT)
 def is_all_finite(node: Node) -> relax.Expr:
-    """Return whether no element of any input is NaN or infinite, or is one of both."""
+    """Return whether all elements of all inputs are finite, or not NaN, or not infinite."""
     ops = {"isnan_only": relax.op.isnan, "isinf_only": relax.op.isinf}
-    asked = [op for name, op in ops.items() if node.attribute(name, 0)] or list(ops.values())
-    found: relax.Expr | None = None
+    tests = [op for name, op in ops.items() if node.attribute(name, 0)] or list(ops.values())
+    maximum_so_far: relax.Expr | None = None
     for index in range(len(node.inputs)):
-        for op in asked:
-            odd = cast(node, node.emit(op(widened(node, node.tensor(index)))), "int32")
-            maximum = node.emit(relax.op.max(relax.op.reshape(odd, (-1,))))
-            found = maximum if found is None else node.emit(relax.op.maximum(found, maximum))
-    if found is None:
+        for op in tests:
+            flags = cast(node, node.emit(op(widened(node, node.tensor(index)))), "int32")
+            maximum = node.emit(relax.op.max(relax.op.reshape(flags, (-1,))))
+            maximum_so_far = maximum if maximum_so_far is None else node.emit(relax.op.maximum(maximum_so_far, maximum))
+    if maximum_so_far is None:
         raise node.refusal("has no inputs")
-    return node.emit(relax.op.equal(found, const(0, "int32")))
+    return node.emit(relax.op.equal(maximum_so_far, const(0, "int32")))
 
 
 @converts("ComplexMul", "ComplexMulConj", domain=MICROSOFT)
 def complex_product(node: Node) -> relax.Expr:
-    """The product of complex numbers, real and imaginary parts on the last axis; the second conjugated where asked."""
+    """Product of complex numbers with parts on the last axis, optionally with the second conjugated."""
     parts = []
     for index in (0, 1):
         value = node.tensor(index)

@@ -1,4 +1,4 @@
-"""Attention as ONNX Runtime's optimizer writes it: with projections, packed operands, several forms of masks."""
+"""Attention ops of ONNX Runtime's optimizer, with projections, packed operands and several forms of masks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Heads:
 
 
 def _split_heads(node: Node, data: relax.Expr, heads: int) -> relax.Expr:
-    """[batch, positions, heads * size] as [batch, heads, positions, size]."""
+    """Convert [batch, positions, heads * size] to [batch, heads, positions, size]."""
     batch, positions, width = node.shape(data)
     if not isinstance(width, int) or width % heads:
         raise node.refusal(f"found a width of {width}, expected a known multiple of its {heads} heads")
@@ -35,7 +35,7 @@ def _split_heads(node: Node, data: relax.Expr, heads: int) -> relax.Expr:
     return node.emit(relax.op.permute_dims(parts, [0, 2, 1, 3]))
 
 
-def _attended(node: Node, heads: Heads, mask: int, bias: int) -> relax.Expr:
+def _attend(node: Node, heads: Heads, mask: int, bias: int) -> relax.Expr:
     """softmax(Q K' * scale + masks) V, [batch, positions, heads * size]; inputs `mask` and `bias` are optional."""
     batch, count, length, size = node.shape(heads.query)
     total, value_size = node.shape(heads.key)[2], node.shape(heads.value)[3]
@@ -51,8 +51,8 @@ def _attended(node: Node, heads: Heads, mask: int, bias: int) -> relax.Expr:
     if node.attribute("unidirectional", 0):
         scores = node.emit(relax.op.add(scores, _causal(node, length, total, dtype)))
     if node.has(bias):
-        added = require_broadcast(node, node.tensor(bias), dims, "its attention bias")
-        scores = node.emit(relax.op.add(scores, added))
+        bias_tensor = require_broadcast(node, node.tensor(bias), dims, "its attention bias")
+        scores = node.emit(relax.op.add(scores, bias_tensor))
     weights = convert_node(node.as_op("Softmax", [scores], 13, axis=-1))
     result = matmul(node, node.builder.normalize(weights), heads.value)
     ordered = node.emit(relax.op.permute_dims(result, [0, 2, 1, 3]))
@@ -60,54 +60,54 @@ def _attended(node: Node, heads: Heads, mask: int, bias: int) -> relax.Expr:
 
 
 def _mask(node: Node, index: int, dims: list[Dim], dtype: str) -> relax.Expr:
-    """Mask for scores of shape `dims`: 0 for keys that count, `mask_filter_value` for others."""
+    """Additive mask for scores of shape `dims`: 0 for visible keys, `mask_filter_value` for others."""
     batch, _, length, total = dims
-    given = node.tensor(index)
-    shape = node.shape(given)
+    mask = node.tensor(index)
+    shape = node.shape(mask)
     if len(shape) == 2:
-        require_shape(node, given, [batch, total], "its mask")
-        counts = node.emit(relax.op.greater(given, const(0, dtype_of(given))))
-        counts = node.emit(relax.op.reshape(counts, [batch, 1, 1, total]))
+        require_shape(node, mask, [batch, total], "its mask")
+        is_visible = node.emit(relax.op.greater(mask, const(0, dtype_of(mask))))
+        is_visible = node.emit(relax.op.reshape(is_visible, [batch, 1, 1, total]))
     elif len(shape) == 3:
-        require_shape(node, given, [batch, length, total], "its mask")
-        counts = node.emit(relax.op.greater(given, const(0, dtype_of(given))))
-        counts = node.emit(relax.op.reshape(counts, [batch, 1, length, total]))
+        require_shape(node, mask, [batch, length, total], "its mask")
+        is_visible = node.emit(relax.op.greater(mask, const(0, dtype_of(mask))))
+        is_visible = node.emit(relax.op.reshape(is_visible, [batch, 1, length, total]))
     elif len(shape) == 1 and isinstance(shape[0], int) and isinstance(batch, int) and shape[0] in (batch, 2 * batch):
-        counts = _within(node, given, batch, total, has_starts=shape[0] == 2 * batch)
+        is_visible = _within_lengths(node, mask, batch, total, has_starts=shape[0] == 2 * batch)
     else:
         raise node.refusal(
             f"found a mask of shape {shown(shape)}, expected {shown([batch])}, {shown([batch, total])} or "
             f"{shown([batch, length, total])}"
         )
-    filled = const(node.attribute("mask_filter_value", -10000.0), dtype)
-    return node.emit(relax.op.where(counts, const(0, dtype), filled))
+    hidden = const(node.attribute("mask_filter_value", -10000.0), dtype)
+    return node.emit(relax.op.where(is_visible, const(0, dtype), hidden))
 
 
-def _within(node: Node, ends: relax.Expr, batch: int, total: Dim, has_starts: bool) -> relax.Expr:
-    """True if positions are before the end of their sequence, and not before its start where starts follow the ends."""
+def _within_lengths(node: Node, ends: relax.Expr, batch: int, total: Dim, has_starts: bool) -> relax.Expr:
+    """Mask of positions before the end of their sequence, and from its start on if starts follow the ends."""
     positions = node.emit(relax.op.arange(0, total, 1, "int64"))
     ends = cast(node, ends, "int64")
 
     def column(first: int) -> relax.Expr:
         return node.emit(relax.op.reshape(cut(node, ends, {0: (first, batch, 1)}), [batch, 1, 1, 1]))
 
-    counts = node.emit(relax.op.less(positions, column(0)))
+    is_visible = node.emit(relax.op.less(positions, column(0)))
     if has_starts:
-        counts = node.emit(relax.op.logical_and(counts, relax.op.greater_equal(positions, column(batch))))
-    return counts
+        is_visible = node.emit(relax.op.logical_and(is_visible, relax.op.greater_equal(positions, column(batch))))
+    return is_visible
 
 
 def _causal(node: Node, length: Dim, total: Dim, dtype: str) -> relax.Expr:
-    """The least number where a key is behind its query, the last query being at the last key; 0 elsewhere."""
+    """Additive causal mask, with the last query at the last key."""
     lowest = float(np.finfo("float32" if dtype == "bfloat16" else dtype).min)
     if isinstance(length, int) and isinstance(total, int):
         node.check_table(length, total)
-        places = np.arange(length)[:, None] + (total - length)
-        return const(np.where(np.arange(total) <= places, 0.0, lowest), dtype)
+        last_keys = np.arange(length)[:, None] + (total - length)
+        return const(np.where(np.arange(total) <= last_keys, 0.0, lowest), dtype)
     queries = node.emit(relax.op.arange(total - length, total, 1, "int64"))
     keys = node.emit(relax.op.arange(0, total, 1, "int64"))
-    counts = node.emit(relax.op.less_equal(keys, relax.op.expand_dims(queries, [1])))
-    return node.emit(relax.op.where(counts, const(0, dtype), const(lowest, dtype)))
+    is_visible = node.emit(relax.op.less_equal(keys, relax.op.expand_dims(queries, [1])))
+    return node.emit(relax.op.where(is_visible, const(0, dtype), const(lowest, dtype)))
 
 
 def _refuse_decoding(node: Node, *inputs: int) -> None:
@@ -118,20 +118,20 @@ def _refuse_decoding(node: Node, *inputs: int) -> None:
         raise node.refusal("found a cache that is shared or reordered (past_sequence_length, cache_indirection)")
 
 
-def _with_past(node: Node, past: relax.Expr, heads: Heads) -> Heads:
-    """Keys and values behind those of the past, [2, batch, heads, positions, size]."""
-    before = [node.emit(relax.op.squeeze(cut(node, past, {0: (place, 1, 1)}), [0])) for place in range(2)]
-    pairs = zip(before, (heads.key, heads.value), strict=True)
+def _append_past(node: Node, past: relax.Expr, heads: Heads) -> Heads:
+    """Append keys and values to the past, [2, batch, heads, positions, size]."""
+    past_parts = [node.emit(relax.op.squeeze(cut(node, past, {0: (index, 1, 1)}), [0])) for index in range(2)]
+    pairs = zip(past_parts, (heads.key, heads.value), strict=True)
     return Heads(heads.query, *(node.emit(relax.op.concat([old, new], axis=2)) for old, new in pairs))
 
 
-def _projected(node: Node, product: relax.Expr, mask: int, past: int, bias: int) -> relax.Expr:
-    """The outputs of Attention, from queries, keys and values side by side: [batch, positions, 3 * width]."""
+def _attend_packed(node: Node, product: relax.Expr, mask: int, past: int, bias: int) -> relax.Expr:
+    """Outputs of Attention from concatenated queries, keys and values, [batch, positions, 3 * width]."""
     count, width = node.attribute("num_heads"), node.shape(product)[2]
-    given = node.attribute("qkv_hidden_sizes")
-    if not isinstance(width, int) or (given is None and width % 3):
+    hidden_sizes = node.attribute("qkv_hidden_sizes")
+    if not isinstance(width, int) or (hidden_sizes is None and width % 3):
         raise node.refusal(f"found weights of {width} columns, expected a known multiple of 3")
-    sizes = [width // 3] * 3 if given is None else [int(size) for size in given]
+    sizes = [width // 3] * 3 if hidden_sizes is None else [int(size) for size in hidden_sizes]
     if len(sizes) != 3 or sum(sizes) != width or sizes[0] != sizes[1]:
         raise node.refusal(f"found qkv_hidden_sizes {sizes} for weights of {width} columns")
     starts = np.cumsum([0, *sizes])[:3]
@@ -140,8 +140,8 @@ def _projected(node: Node, product: relax.Expr, mask: int, past: int, bias: int)
     if node.has(past):
         batch, _, _, size = node.shape(heads.key)
         expected = [2, batch, count, node.shape(node.tensor(past))[3], size]
-        heads = _with_past(node, require_shape(node, node.tensor(past), expected, "its past"), heads)
-    result = _attended(node, heads, mask, bias)
+        heads = _append_past(node, require_shape(node, node.tensor(past), expected, "its past"), heads)
+    result = _attend(node, heads, mask, bias)
     if node.num_outputs == 1:
         return result
     return node.outputs([result, node.emit(relax.op.stack([heads.key, heads.value], axis=0))])
@@ -149,118 +149,120 @@ def _projected(node: Node, product: relax.Expr, mask: int, past: int, bias: int)
 
 @converts("Attention", domain=MICROSOFT)
 def attention(node: Node) -> relax.Expr:
-    """Attention of an input to itself, projected by weights that stand side by side."""
+    """Self-attention with concatenated projection weights."""
     _refuse_decoding(node, 6)
     product = matmul(node, node.tensor(0), node.tensor(1))
     if node.has(2):
         bias = require_shape(node, node.tensor(2), [node.shape(product)[2]], "its bias")
         product = node.emit(relax.op.add(product, bias))
-    return _projected(node, product, mask=3, past=4, bias=5)
+    return _attend_packed(node, product, mask=3, past=4, bias=5)
 
 
 @converts("QAttention", domain=MICROSOFT)
 def quantized_attention(node: Node) -> relax.Expr:
-    """Attention whose projection is a product of integers less their zero points, times both scales."""
+    """Self-attention with a quantized projection."""
     _refuse_decoding(node)
     points = [node.tensor(index) if node.has(index) else None for index in (6, 7)]
     inputs = [node.tensor(0), node.tensor(1), node.tensor(3), node.tensor(4), *points, node.tensor(2)]
     projection = node.as_op("MatMulIntegerToFloat", inputs)
     projection.domain = MICROSOFT
-    return _projected(node, node.builder.normalize(convert_node(projection)), mask=5, past=8, bias=9)
+    return _attend_packed(node, node.builder.normalize(convert_node(projection)), mask=5, past=8, bias=9)
 
 
 @converts("MultiHeadAttention", domain=MICROSOFT)
 def multi_head_attention(node: Node) -> relax.Expr:
-    """Attention of queries to keys and values, apart or packed, with a bias of their projections and a cache."""
+    """Attention with separate or packed operands, projection biases and a cache."""
     _refuse_decoding(node, 9)
     if node.num_outputs > 3:
         raise node.refusal("asks for its weights (output 3), expected at most 3 outputs")
-    heads = _operands(node, node.attribute("num_heads"))
+    heads = _split_operands(node, node.attribute("num_heads"))
     if node.has(6) != node.has(7):
         raise node.refusal("found a past of keys or of values alone, expected both")
     if node.has(8):
-        return _with_shared_cache(node, heads)
+        return _attend_shared_cache(node, heads)
     if node.has(6):
         pairs = ((node.tensor(6), heads.key), (node.tensor(7), heads.value))
         heads = Heads(heads.query, *(node.emit(relax.op.concat([old, new], axis=2)) for old, new in pairs))
-    return node.outputs([_attended(node, heads, 4, 5), heads.key, heads.value])
+    return node.outputs([_attend(node, heads, 4, 5), heads.key, heads.value])
 
 
-def _with_shared_cache(node: Node, heads: Heads) -> relax.Expr:
-    """Attention to a cache with room for all positions, of which `past_sequence_length` are there already."""
+def _attend_shared_cache(node: Node, heads: Heads) -> relax.Expr:
+    """Attention to a preallocated cache with `past_sequence_length` valid positions."""
     if not node.has(6):
         raise node.refusal("found a past_sequence_length without a past")
     batch, count, length, size = node.shape(heads.key)
-    given = cast(node, node.emit(relax.op.reshape(node.tensor(8), [1])), "int64")
+    past_length = cast(node, node.emit(relax.op.reshape(node.tensor(8), [1])), "int64")
     lengths = node.emit(relax.op.shape_to_tensor(relax.ShapeExpr([as_expr(length)])))
-    (whole,) = numbers_of(node, node.emit(relax.op.add(given, lengths)), "positions")  # one name: sums do not divide
-    total, before = as_expr(whole), as_expr(whole) - as_expr(length)
+    # One symbol, because sums do not simplify in divisions.
+    (total_size,) = numbers_of(node, node.emit(relax.op.add(past_length, lengths)), "positions")
+    total, past_size = as_expr(total_size), as_expr(total_size) - as_expr(length)
     caches = []
     for index, new in ((6, heads.key), (7, heads.value)):
-        room = node.shape(node.tensor(index))[2]
+        capacity = node.shape(node.tensor(index))[2]
         width = node.shape(new)[3]
-        old = require_shape(node, node.tensor(index), [batch, count, room, width], "its past")
-        node.require(total <= as_expr(room), f"found {total} positions, expected at most the {room} of its cache")
+        old = require_shape(node, node.tensor(index), [batch, count, capacity, width], "its past")
+        is_fitting = total <= as_expr(capacity)
+        node.require(is_fitting, f"found {total} positions, expected at most the {capacity} of its cache")
 
-        # Written as a scatter, which can update a donated cache in place.
-        def place(i: Position, _: te.Tensor, first: list[tirx.Expr]) -> tirx.Expr:
+        # A scatter can update a donated cache in place.
+        def position_of(i: Position, _: te.Tensor, first: list[tirx.Expr]) -> tirx.Expr:
             return i[2] + first[0]
 
-        places = node.kernel("places", place, new, [before])
-        caches.append(node.emit(relax.op.scatter_elements(old, places, new, 2)))
-    seen = [cut(node, cache, {2: (0, whole, 1)}) for cache in caches]
-    return node.outputs([_attended(node, Heads(heads.query, *seen), 4, 5), *caches])
+        positions = node.kernel("places", position_of, new, [past_size])
+        caches.append(node.emit(relax.op.scatter_elements(old, positions, new, 2)))
+    visible = [cut(node, cache, {2: (0, total_size, 1)}) for cache in caches]
+    return node.outputs([_attend(node, Heads(heads.query, *visible), 4, 5), *caches])
 
 
 @converts("DecoderMaskedMultiHeadAttention", domain=MICROSOFT)
 def decoder_masked_attention(node: Node) -> relax.Expr:
-    """MultiHeadAttention of one new position to a cache, its inputs in another order."""
+    """MultiHeadAttention of one new position with a cache; the inputs have another order."""
     if node.attribute("output_qk", 0) or node.num_outputs > 3:
         raise node.refusal("asks for its scores (output_qk), expected at most 3 outputs")
-    given = {index: node.inputs[index] for index in range(len(node.inputs)) if node.has(index)}
+    inputs = {index: node.inputs[index] for index in range(len(node.inputs)) if node.has(index)}
     is_shared = bool(node.attribute("past_present_share_buffer", 0))
-    if not node.has(1):  # queries, keys and values side by side
+    if not node.has(1):  # concatenated queries, keys and values
         query = node.tensor(0)
         width = node.shape(query)[2]
         if not isinstance(width, int) or width % 3:
             raise node.refusal(f"found packed operands of width {width}, expected a known multiple of 3")
         for place in range(3):
-            given[place] = cut(node, query, {2: (place * width // 3, width // 3, 1)})
+            inputs[place] = cut(node, query, {2: (place * width // 3, width // 3, 1)})
     order = (0, 1, 2, 10, 3, 4, 5, 6, 7 if is_shared else -1, 9)
     attributes = {
         name: node.attributes[name] for name in ("num_heads", "scale", "mask_filter_value") if name in node.attributes
     }
-    same = node.as_op("MultiHeadAttention", [given.get(index) for index in order], **attributes)
-    same.domain, same.num_outputs = MICROSOFT, node.num_outputs
-    return multi_head_attention(same)
+    multi_head = node.as_op("MultiHeadAttention", [inputs.get(index) for index in order], **attributes)
+    multi_head.domain, multi_head.num_outputs = MICROSOFT, node.num_outputs
+    return multi_head_attention(multi_head)
 
 
-def _operands(node: Node, count: int) -> Heads:
+def _split_operands(node: Node, count: int) -> Heads:
     query = node.tensor(0)
     if node.rank(query) == 5 or (node.has(1) and node.rank(node.tensor(1)) == 5):
         if node.has(3):
             raise node.refusal("found packed operands and a bias, expected one of them")
         if node.rank(query) == 5:
-            return Heads(*(_unpacked(node, query, place, 3) for place in range(3)))
-        pair = (_unpacked(node, node.tensor(1), place, 2) for place in range(2))
+            return Heads(*(_unpack(node, query, index, 3) for index in range(3)))
+        pair = (_unpack(node, node.tensor(1), index, 2) for index in range(2))
         return Heads(_split_heads(node, query, count), *pair)
     parts = [query, node.tensor(1), node.tensor(2)]
     if node.has(3):
         start = 0
-        for place, part in enumerate(parts):
+        for index, part in enumerate(parts):
             width = node.shape(query)[2] if node.rank(part) == 4 else node.shape(part)[2]
             if not isinstance(width, int):
                 raise node.refusal("found projections of unknown width; give it with shapes=")
             if node.rank(part) == 3:
                 vector = cut(node, node.tensor(3), {0: (start, width, 1)})
-                parts[place] = node.emit(relax.op.add(part, vector))
+                parts[index] = node.emit(relax.op.add(part, vector))
             start += width
     return Heads(*(part if node.rank(part) == 4 else _split_heads(node, part, count) for part in parts))
 
 
-def _unpacked(node: Node, packed: relax.Expr, place: int, parts: int) -> relax.Expr:
-    """One of the parts of [batch, positions, heads, parts, size], as [batch, heads, positions, size]."""
+def _unpack(node: Node, packed: relax.Expr, index: int, parts: int) -> relax.Expr:
+    """Convert part `index` of [batch, positions, heads, parts, size] to [batch, heads, positions, size]."""
     if node.shape(packed)[3] != parts:
         raise node.refusal(f"found packed operands of shape {shown(node.shape(packed))}, expected {parts} on axis 3")
-    taken = node.emit(relax.op.squeeze(cut(node, packed, {3: (place, 1, 1)}), [3]))
-    return node.emit(relax.op.permute_dims(taken, [0, 2, 1, 3]))
+    part = node.emit(relax.op.squeeze(cut(node, packed, {3: (index, 1, 1)}), [3]))
+    return node.emit(relax.op.permute_dims(part, [0, 2, 1, 3]))

@@ -1,4 +1,4 @@
-"""Weights in blocks that share a scale, in the forms that only ONNX Runtime has."""
+"""Block-quantized weights in formats of ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..products import matmul
 from ..storage_types import with_bytes
 from ..table import MICROSOFT, convert_node, converts
 
-# Numbers of 4 bits as bitsandbytes has them: floats of 4 bits, and quantiles of the normal distribution (NF4).
+# 4-bit types of bitsandbytes: FP4, and quantiles of the normal distribution (NF4).
 _POSITIVE = (0.0, 0.005208333333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 _FP4 = np.array([*_POSITIVE, *(-number for number in _POSITIVE)], "float32")
 _NF4 = np.array(
@@ -24,7 +24,7 @@ _NF4 = np.array(
 
 @converts("MatMulBnb4", domain=MICROSOFT)
 def matmul_bnb4(node: Node) -> relax.Expr:
-    """A @ B', where B is [N, K] in codes of 4 bits, blocks of it with a scale each."""
+    """A @ B', where B is [N, K] in 4-bit codes with a scale per block."""
     rows, depth, block = (int(node.attribute(name, 0)) for name in ("N", "K", "block_size"))
     kind = node.attribute("quant_type", 0)
     codes, scales = node.constant(1), node.constant(2)
@@ -49,7 +49,7 @@ def matmul_bnb4(node: Node) -> relax.Expr:
 
 @converts("GatherBlockQuantized", domain=MICROSOFT)
 def gather_block_quantized(node: Node) -> relax.Expr:
-    """Rows of a table of small integers, times the scale of their block, less its zero point."""
+    """Gather rows of a block-quantized table and dequantize them."""
     is_bytes = dtype_of(node.tensor(0)) == "uint8"
     if not is_bytes and dtype_of(node.tensor(0)) not in ("int4", "uint4"):
         raise node.refusal(f"found data of type {dtype_of(node.tensor(0))}, expected uint8, int4 or uint4")
@@ -57,36 +57,36 @@ def gather_block_quantized(node: Node) -> relax.Expr:
     node = with_bytes(node)
     data, scales = node.tensor(0), node.tensor(2)
     rank = node.rank(data)
-    along = node.axis(node.attribute("gather_axis", 0), rank)
+    gather_axis = node.axis(node.attribute("gather_axis", 0), rank)
     axis = node.axis(node.attribute("quantize_axis", 1), rank)
     block = int(node.attribute("block_size", 128))
-    is_apart = axis != along  # else an index takes a number of a block and not a row of blocks
-    if (is_bytes and not is_apart) or block < 1 or bits not in (2, 4, 8):
+    has_two_axes = axis != gather_axis  # else an index selects an element of a block, not a row of blocks
+    if (is_bytes and not has_two_axes) or block < 1 or bits not in (2, 4, 8):
         raise node.refusal(
-            f"found gather_axis {along}, quantize_axis {axis}, block_size {block} and bits {bits}; expected blocks of "
-            "16 or more of 2, 4 or 8 bits, and two axes for bytes"
+            f"found gather_axis {gather_axis}, quantize_axis {axis}, block_size {block} and bits {bits}; expected "
+            "blocks of 16 or more of 2, 4 or 8 bits, and two axes for bytes"
         )
     parts = [node.tensor(0), scales] + ([node.tensor(3)] if node.has(3) else [])
     indices = node.tensor(1)
-    places = indices if is_apart else _block_places(node, indices, node.shape(data)[along], block)
+    block_indices = indices if has_two_axes else _block_indices(node, indices, node.shape(data)[gather_axis], block)
     gathered = [
-        node.builder.normalize(convert_node(node.as_op("Gather", [part, place], axis=along)))
-        for part, place in zip(parts, [indices, places, places], strict=False)
+        node.builder.normalize(convert_node(node.as_op("Gather", [part, place], axis=gather_axis)))
+        for part, place in zip(parts, [indices, block_indices, block_indices], strict=False)
     ]
-    moved = axis + node.rank(indices) - 1 if axis > along else axis
+    result_axis = axis + node.rank(indices) - 1 if axis > gather_axis else axis
     per_byte = 8 // bits
     packed, last = node.shape(gathered[0]), node.rank(gathered[0]) - 1
     shape = [size * per_byte if place == last else size for place, size in enumerate(packed)]
-    middle = (1 << (bits - 1)) if is_bytes else 0
+    zero_offset = (1 << (bits - 1)) if is_bytes else 0
 
     def element(i: Position, x: te.Tensor, scale: te.Tensor, *points: te.Tensor) -> tirx.Expr:
-        of_block = (*i[:moved], i[moved] // block, *i[moved + 1 :]) if is_apart else i
-        zero = code(points[0], of_block) if points else tirx.const(middle, "int32")
-        factor = scale(*of_block)
+        block_position = (*i[:result_axis], i[result_axis] // block, *i[result_axis + 1 :]) if has_two_axes else i
+        zero = code(points[0], block_position) if points else tirx.const(zero_offset, "int32")
+        factor = scale(*block_position)
         return (tirx.Cast("float32", code(x, i) - zero) * tirx.Cast("float32", factor)).astype(dtype_of(scales))
 
     def code(x: te.Tensor, i: Position) -> tirx.Expr:
-        """The number at a place, some of which share a byte of the last axis."""
+        """Unpack the number at a position."""
         if per_byte == 1:
             return tirx.Cast("int32", x(*i))
         byte = tirx.Cast("int32", x(*i[:-1], i[-1] // per_byte))
@@ -96,8 +96,8 @@ def gather_block_quantized(node: Node) -> relax.Expr:
     return node.kernel("gather_blocks", element, *gathered, shape=shape)
 
 
-def _block_places(node: Node, indices: relax.Expr, size: Dim, block: int) -> relax.Expr:
-    """The blocks that indices along an axis are in; negative ones count from its end."""
+def _block_indices(node: Node, indices: relax.Expr, size: Dim, block: int) -> relax.Expr:
+    """The blocks of (possibly negative) indices along an axis."""
     if not isinstance(size, int):
         raise node.refusal(f"found data of {size} elements along its axis, expected a known number")
 

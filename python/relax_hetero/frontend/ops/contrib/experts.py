@@ -1,8 +1,8 @@
 """Mixtures of experts, ``com.microsoft.MoE`` and ``QMoE``: each row goes through a few of many feed-forward networks.
 
-Where all devices multiply rows by matrices that an index chooses, experts of a few bits compute the rows that chose
-them. Elsewhere every expert computes every row, and a row's sum takes those that its router chose. Weights of a few
-bits stay in their bits wherever the device has a kernel for products with them.
+If all devices have kernels that multiply rows by indexed matrices, quantized experts compute only the rows that chose
+them. Otherwise every expert computes every row, and the sum is weighted by the router. Quantized weights are kept if
+the device has a kernel for products with them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..required_sizes import require_shape, shown
 from ..slicing import cut
 from ..table import MICROSOFT, converts
 
-_JITTER = 0.01
-"""How much less than the largest a logit may be, for the sparse mixer to weigh it, by parts of its size."""
+_SPARSE_MIXER_JITTER = 0.01
+"""The sparse mixer masks logits that are less than the largest by more than twice this fraction of their magnitude."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class _Layer:
     Attributes
     ----------
     weights : list of relax.Expr
-        (depth, columns) of each expert, or (experts, depth, columns) of all; none where there is a table.
+        (depth, columns) of each expert, or (experts, depth, columns) of all; empty if there is a table.
     bias : relax.Expr or None
         (experts, columns).
     columns : int
     table : relax.Expr or None
-        (experts, columns, depth), of which rows take the matrices that they choose.
+        (experts, columns, depth), from which rows gather their matrices.
     """
 
     weights: list[relax.Expr]
@@ -52,26 +52,26 @@ class _Layer:
 
 @converts("MoE", domain=MICROSOFT)
 def mixture_of_experts(node: Node) -> relax.Expr:
-    """Experts whose weights are floats."""
+    """Experts with float weights."""
     width = _width(node)
     first = _float_layer(node, 2, 3, width)
-    inner = first.columns // _fused_parts(node)
+    inner = first.columns // _num_fused_parts(node)
     third = _float_layer(node, 6, 7, width) if node.has(6) else None
-    return _mixture(node, first, _float_layer(node, 4, 5, inner), third)
+    return _mix(node, first, _float_layer(node, 4, 5, inner), third)
 
 
 @converts("QMoE", domain=MICROSOFT)
 def quantized_mixture_of_experts(node: Node) -> relax.Expr:
-    """Experts whose weights have 2, 4 or 8 bits, with scales by columns or by blocks."""
+    """Experts with weights of 2, 4 or 8 bits, with scales per column or block."""
     if node.attribute("quant_type", "int") != "int":
         raise node.refusal(f"found weights of quant_type {node.attribute('quant_type')!r}, expected 'int'")
     if node.attribute("weights_prepacked", -1) == 1:
         raise node.refusal("found weights in the order of a GPU's kernel (weights_prepacked=1), expected rows of bytes")
     width = _width(node)
-    first = _bits_layer(node, 1, (2, 3, 4, 11), width)
-    inner = first.columns // _fused_parts(node)
-    third = _bits_layer(node, 3, (8, 9, 10, 13), width) if node.has(8) else None
-    return _mixture(node, first, _bits_layer(node, 2, (5, 6, 7, 12), inner), third, 14)
+    first = _quantized_layer(node, 1, (2, 3, 4, 11), width)
+    inner = first.columns // _num_fused_parts(node)
+    third = _quantized_layer(node, 3, (8, 9, 10, 13), width) if node.has(8) else None
+    return _mix(node, first, _quantized_layer(node, 2, (5, 6, 7, 12), inner), third, 14)
 
 
 def _width(node: Node) -> int:
@@ -82,17 +82,17 @@ def _width(node: Node) -> int:
     return width
 
 
-def _fused_parts(node: Node) -> int:
-    """Into how many parts the columns of the first layer fall: gate and linear part, or none."""
+def _num_fused_parts(node: Node) -> int:
+    """2 if the columns of the first layer contain gate and linear part, else 1."""
     is_gated = node.attribute("activation_type", "relu") in ("swiglu", "geglu")
     return 2 if is_gated and node.attribute("swiglu_fusion", 0) else 1
 
 
 def _float_layer(node: Node, weight: int, bias: int, depth: int) -> _Layer:
     data = widened(node, node.tensor(weight))
-    experts, columns, found = node.static_shape(data)
-    if found != depth:
-        raise node.refusal(f"input {weight} has the shape {[experts, columns, found]}, expected rows of {depth}")
+    experts, columns, actual_depth = node.static_shape(data)
+    if actual_depth != depth:
+        raise node.refusal(f"input {weight} has the shape {[experts, columns, actual_depth]}, expected rows of {depth}")
     return _Layer([node.emit(relax.op.permute_dims(data, [0, 2, 1]))], _bias(node, bias, experts, columns), columns)
 
 
@@ -102,14 +102,15 @@ def _bias(node: Node, index: int, experts: int, columns: int) -> relax.Expr | No
     return widened(node, require_shape(node, node.tensor(index), [experts, columns], f"input {index}, a bias,"))
 
 
-def _bits_layer(node: Node, number: int, places: tuple[int, int, int, int], depth: int) -> _Layer:
-    """A layer whose inputs (weights, scales, bias, zero points) have these numbers."""
-    weight, scale, bias, point = places
+def _quantized_layer(node: Node, number: int, indices: tuple[int, int, int, int], depth: int) -> _Layer:
+    """A quantized layer; `indices` are those of the inputs weights, scales, bias and zero points."""
+    weight, scale, bias, point = indices
     bits = int(node.attribute(f"fc{number}_expert_weight_bits", node.attribute("expert_weight_bits", 4)))
     block = int(node.attribute("block_size", 0))
     if bits not in (2, 4, 8) or (block > 0 and (block < 16 or block & (block - 1))):
         raise node.refusal(f"found weights of {bits} bits in blocks of {block}, expected 2, 4 or 8, and 16 or more")
-    codes, scales = _known(node, weight, "weights"), _known(node, scale, "scales").astype("float32", copy=False)
+    codes = _constant(node, weight, "weights")
+    scales = _constant(node, scale, "scales").astype("float32", copy=False)
     experts, columns = codes.shape[:2]
     blocks = -(-depth // block) if block > 0 else 1
     if codes.shape[2:] != (bytes_of_row(depth, bits),) or scales.size != experts * columns * blocks:
@@ -117,11 +118,11 @@ def _bits_layer(node: Node, number: int, places: tuple[int, int, int, int], dept
             f"found weights of shape {list(codes.shape)} and {scales.size} scales, expected rows of "
             f"{bytes_of_row(depth, bits)} bytes and {experts * columns * blocks} scales"
         )
-    points = _points(node, point, (experts, columns, blocks), bits, block > 0)
+    points = _zero_points(node, point, (experts, columns, blocks), bits, block > 0)
     if bits == 2:
         codes = as_four_bits(codes.reshape(experts * columns, -1)).reshape(experts, columns, -1)
         points = np.full((experts, columns, blocks), 2, "uint8") if points is None else points
-    share = block if block > 0 else -(-depth // GROUP) * GROUP
+    block_size = block if block > 0 else -(-depth // GROUP) * GROUP
     if gathers_experts():
         if points is not None and (points == middle_of(max(bits, 4))).all():
             points = None
@@ -130,7 +131,7 @@ def _bits_layer(node: Node, number: int, places: tuple[int, int, int, int], dept
             const(np.ascontiguousarray(scales.reshape(experts * columns, blocks))),
             None if points is None else const(np.ascontiguousarray(points.reshape(experts * columns, blocks))),
             depth=depth,
-            block=share,
+            block=block_size,
             bits=max(bits, 4),
         )
         table = node.emit(relax.op.reshape(node.emit(numbers), [experts, columns, depth]))
@@ -144,34 +145,34 @@ def _bits_layer(node: Node, number: int, places: tuple[int, int, int, int], dept
             const(np.ascontiguousarray(scales.reshape(experts, columns, blocks)[expert])),
             None if zeros is None else const(np.ascontiguousarray(zeros)),
             depth=depth,
-            block=share,
+            block=block_size,
             bits=max(bits, 4),
         )
         weights.append(node.emit(relax.op.permute_dims(node.emit(numbers), [1, 0])))
     return _Layer(weights, _bias(node, bias, experts, columns), columns)
 
 
-def _known(node: Node, index: int, what: str) -> np.ndarray:
+def _constant(node: Node, index: int, what: str) -> np.ndarray:
     array = node.constant(index)
     if array is None:
-        raise node.refusal(f"its {what}, input {index}, are missing or no constant")
+        raise node.refusal(f"its {what}, input {index}, are missing or not constant")
     return array
 
 
-def _points(node: Node, index: int, shape: tuple[int, int, int], bits: int, is_blocked: bool) -> np.ndarray | None:
-    """Zero points of every block, or of every column; columns share bytes where there are no blocks."""
+def _zero_points(node: Node, index: int, shape: tuple[int, int, int], bits: int, is_blocked: bool) -> np.ndarray | None:
+    """Zero points per block, or per column, which share bytes without blocks."""
     if not node.has(index):
         return None
     experts, columns, blocks = shape
-    packed = _known(node, index, "zero points")
+    packed = _constant(node, index, "zero points")
     rows, count = (experts * columns, blocks) if is_blocked else (experts, columns)
     if packed.size != rows * bytes_of_row(count, bits):
         raise node.refusal(f"found {packed.size} bytes of zero points, expected {rows * bytes_of_row(count, bits)}")
     return numbers_of_bytes(packed.reshape(rows, -1), bits)[:, :count].reshape(shape)
 
 
-def _mixture(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing: int = -1) -> relax.Expr:
-    """The sum over the chosen experts of what each makes of a row, by the router's weights."""
+def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing: int = -1) -> relax.Expr:
+    """Weighted sum of the chosen experts' outputs."""
     data = node.tensor(0)
     dims = node.shape(data)
     rows: Dim = dims[0] if len(dims) == 2 else dims[0] * dims[1]
@@ -180,65 +181,71 @@ def _mixture(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mi
     experts = node.shape(logits)[-1]
     if not isinstance(experts, int):
         raise node.refusal(f"found {experts} experts, expected a known number")
-    shares = _shares(node, rows, experts, mixing)
+    router_weights = _router_weights(node, rows, experts, mixing)
     _require_width(node, second, dims[-1])
     if second.table is not None:
-        total = _gathered(node, flat, shares, (first, second, third))
+        total = _mix_gathered(node, flat, router_weights, (first, second, third))
         return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
 
     def product(layer: _Layer, expert: int, x: relax.Expr) -> relax.Expr:
-        """Product of one expert, or of all of them where its number is -1."""
-        found = matmul(node, x, layer.weights[expert])
+        """Product with one expert, or with all of them for -1."""
+        result = matmul(node, x, layer.weights[expert])
         if layer.bias is None:
-            return found
+            return result
         if expert < 0:
-            return node.emit(relax.op.add(found, relax.op.expand_dims(layer.bias, [1])))
+            return node.emit(relax.op.add(result, relax.op.expand_dims(layer.bias, [1])))
         bias = node.emit(relax.op.squeeze(cut(node, layer.bias, {0: (expert, 1, 1)}), [0]))
-        return node.emit(relax.op.add(found, bias))
+        return node.emit(relax.op.add(result, bias))
 
-    def made(expert: int) -> relax.Expr:
-        """Output of an expert for all rows."""
+    def expert_output(expert: int) -> relax.Expr:
+        """Output of an expert (-1: of all experts) for all rows."""
         gate = product(first, expert, flat)
         linear = None if third is None else product(third, expert, flat)
-        return product(second, expert, _activated(node, gate, linear))
+        return product(second, expert, _activate(node, gate, linear))
 
     if len(first.weights) == 1 and experts > 1:  # products of all experts at once
-        by_expert = node.emit(relax.op.expand_dims(relax.op.permute_dims(shares, [1, 0]), [2]))
-        total = node.emit(relax.op.sum(relax.op.multiply(made(-1), by_expert), [0]))
+        by_expert = node.emit(relax.op.expand_dims(relax.op.permute_dims(router_weights, [1, 0]), [2]))
+        total = node.emit(relax.op.sum(relax.op.multiply(expert_output(-1), by_expert), [0]))
     else:
-        parts = [node.emit(relax.op.multiply(made(e), cut(node, shares, {1: (e, 1, 1)}))) for e in range(experts)]
+        parts = [
+            node.emit(relax.op.multiply(expert_output(e), cut(node, router_weights, {1: (e, 1, 1)})))
+            for e in range(experts)
+        ]
         total = parts[0]
         for part in parts[1:]:
             total = node.emit(relax.op.add(total, part))
     return cast(node, node.emit(relax.op.reshape(total, dims)), dtype_of(data))
 
 
-def _gathered(
+def _mix_gathered(
     node: Node, flat: relax.Expr, shares: relax.Expr, layers: tuple[_Layer, _Layer, _Layer | None]
 ) -> relax.Expr:
-    """The sum over the experts that a row chose, each of which computes that row: (rows, width)."""
-    (rows, width), used = node.shape(flat), 2 if node.attribute("use_sparse_mixer", 0) else int(node.attribute("k", 1))
-    best = node.emit(relax.op.topk(shares, used, axis=-1, ret_type="both", dtype="int32"))
-    chosen, ids = (node.emit(relax.TupleGetItem(best, index)) for index in (0, 1))
+    """Weighted sum of the chosen experts' outputs, computed only for the rows that chose them, (rows, width)."""
+    (rows, width), num_chosen = (
+        node.shape(flat),
+        2 if node.attribute("use_sparse_mixer", 0) else int(node.attribute("k", 1)),
+    )
+    best = node.emit(relax.op.topk(shares, num_chosen, axis=-1, ret_type="both", dtype="int32"))
+    top_weights, ids = (node.emit(relax.TupleGetItem(best, index)) for index in (0, 1))
 
     def product(layer: _Layer, x: relax.Expr) -> relax.Expr:
-        """Multiply the rows by the matrices of their experts: (rows, used, 1, columns)."""
-        taken = node.emit(relax.op.take(layer.table, ids, axis=0))
-        found = node.emit(relax.op.matmul(x, node.emit(relax.op.permute_dims(taken, [0, 1, 3, 2]))))
+        """Multiply the rows by the matrices of their experts, (rows, num_chosen, 1, columns)."""
+        matrices = node.emit(relax.op.take(layer.table, ids, axis=0))
+        result = node.emit(relax.op.matmul(x, node.emit(relax.op.permute_dims(matrices, [0, 1, 3, 2]))))
         if layer.bias is None:
-            return found
+            return result
         bias = node.emit(relax.op.take(layer.bias, ids, axis=0))
-        return _sum_of(node, found, node.emit(relax.op.reshape(bias, [rows, used, 1, layer.columns])))
+        return _add(node, result, node.emit(relax.op.reshape(bias, [rows, num_chosen, 1, layer.columns])))
 
     first, second, third = layers
     x = node.emit(relax.op.reshape(flat, [rows, 1, 1, width]))
-    made = product(second, _activated(node, product(first, x), None if third is None else product(third, x)))
-    weights = node.emit(relax.op.reshape(chosen, [rows, used, 1, 1]))
-    return node.emit(relax.op.sum(_product_of(node, made, weights), [1, 2]))
+    outputs = product(second, _activate(node, product(first, x), None if third is None else product(third, x)))
+    weights = node.emit(relax.op.reshape(top_weights, [rows, num_chosen, 1, 1]))
+    return node.emit(relax.op.sum(_multiply(node, outputs, weights), [1, 2]))
 
 
-def _sum_of(node: Node, one: relax.Expr, other: relax.Expr) -> relax.Expr:
-    return node.emit(relax.op.add(one, other))
+def _add(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
+    return node.emit(relax.op.add(a, b))
 
 
 def _require_width(node: Node, layer: _Layer, width: Dim) -> None:
@@ -246,23 +253,21 @@ def _require_width(node: Node, layer: _Layer, width: Dim) -> None:
         raise node.refusal(f"found {layer.columns} columns of the second layer, expected {width}")
 
 
-def _activated(node: Node, gate: relax.Expr, linear: relax.Expr | None) -> relax.Expr:
-    """Input of an expert's second layer, computed from its first and its third."""
+def _activate(node: Node, gate: relax.Expr, linear: relax.Expr | None) -> relax.Expr:
+    """Input of an expert's second layer from the outputs of its first and third."""
     name = node.attribute("activation_type", "relu")
     if name in ("swiglu", "geglu"):
         if linear is None:
             gate, linear = _halves(node, gate)
-        return (
-            _swiglu(node, gate, linear) if name == "swiglu" else _product_of(node, _ACTIVATIONS["gelu"](gate), linear)
-        )
+        return _swiglu(node, gate, linear) if name == "swiglu" else _multiply(node, _ACTIVATIONS["gelu"](gate), linear)
     if name not in _ACTIVATIONS:
         raise node.refusal(f"activation_type {name!r} is unknown, expected one of {[*_ACTIVATIONS, 'swiglu', 'geglu']}")
     active = node.emit(_ACTIVATIONS[name](gate))
-    return active if linear is None else _product_of(node, active, linear)
+    return active if linear is None else _multiply(node, active, linear)
 
 
-def _product_of(node: Node, one: relax.Expr, other: relax.Expr) -> relax.Expr:
-    return node.emit(relax.op.multiply(one, other))
+def _multiply(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
+    return node.emit(relax.op.multiply(a, b))
 
 
 _ACTIVATIONS: dict[str, Callable[[relax.Expr], relax.Expr]] = {
@@ -274,19 +279,19 @@ _ACTIVATIONS: dict[str, Callable[[relax.Expr], relax.Expr]] = {
 }
 
 
-def _halves(node: Node, both: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
-    """Gate and linear part of columns that take turns (swiglu_fusion 1) or follow each other (2)."""
-    fusion, axis = node.attribute("swiglu_fusion", 0), node.rank(both) - 1
+def _halves(node: Node, columns: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
+    """Split columns into gate and linear part, interleaved (swiglu_fusion 1) or concatenated (2)."""
+    fusion, axis = node.attribute("swiglu_fusion", 0), node.rank(columns) - 1
     if fusion not in (1, 2):
         raise node.refusal(f"found swiglu_fusion {fusion} without a third layer, expected 1 or 2")
-    width = node.shape(both)[axis] // 2
+    width = node.shape(columns)[axis] // 2
     starts, step = ((0, 1), 2) if fusion == 1 else ((0, width), 1)
-    one, other = (cut(node, both, {axis: (start, width, step)}) for start in starts)
-    return one, other
+    first, second = (cut(node, columns, {axis: (start, width, step)}) for start in starts)
+    return first, second
 
 
 def _swiglu(node: Node, gate: relax.Expr, linear: relax.Expr) -> relax.Expr:
-    """g * sigmoid(alpha * g) * (l + beta), both within the limit."""
+    """g * sigmoid(alpha * g) * (l + beta), both clamped to the limit."""
     limit = float(node.attribute("swiglu_limit", math.inf))
     alpha, beta = (
         float(node.attribute(f"activation_{name}", value)) for name, value in (("alpha", 1.0), ("beta", 0.0))
@@ -300,15 +305,15 @@ def _swiglu(node: Node, gate: relax.Expr, linear: relax.Expr) -> relax.Expr:
         gate = gate if is_late else below(gate)
         linear = node.emit(relax.op.maximum(below(linear), const(-limit, "float32")))
     scaled = gate if alpha == 1 else node.emit(relax.op.multiply(gate, const(alpha, "float32")))
-    active = _product_of(node, gate, relax.op.sigmoid(scaled))
+    active = _multiply(node, gate, relax.op.sigmoid(scaled))
     if is_late and math.isfinite(limit):
         active = below(active)
     shifted = linear if beta == 0 else node.emit(relax.op.add(linear, const(beta, "float32")))
-    return _product_of(node, active, shifted)
+    return _multiply(node, active, shifted)
 
 
-def _shares(node: Node, rows: Dim, experts: int, mixing: int) -> relax.Expr:
-    """Every expert's weight in the sum of every row, (rows, experts); 0 for experts that are not chosen."""
+def _router_weights(node: Node, rows: Dim, experts: int, mixing: int) -> relax.Expr:
+    """Weight of every expert for every row, (rows, experts); 0 for experts that are not chosen."""
     logits = widened(node, require_shape(node, node.tensor(1), [rows, experts], "its router_probs"))
     count = int(node.attribute("k", 1))
     if not 0 < count <= experts:
@@ -318,45 +323,45 @@ def _shares(node: Node, rows: Dim, experts: int, mixing: int) -> relax.Expr:
             raise node.refusal(f"found use_sparse_mixer and k {count}, expected k 2")
         return _sparse_mixer(node, logits)
     is_normal = bool(node.attribute("normalize_routing_weights", 0))
-    chosen = _chosen(node, logits, count)
+    is_chosen = _is_chosen(node, logits, count)
     if mixing >= 0 and node.has(mixing):
         weights = widened(node, require_shape(node, node.tensor(mixing), [rows, experts], "its router_weights"))
     else:
         weights = node.emit(relax.op.nn.softmax(logits, axis=-1))
-    kept = node.emit(relax.op.where(chosen, weights, const(0, "float32")))
+    chosen_weights = node.emit(relax.op.where(is_chosen, weights, const(0, "float32")))
     if not is_normal:
-        return kept
-    return node.emit(relax.op.divide(kept, relax.op.sum(kept, [1], keepdims=True)))
+        return chosen_weights
+    return node.emit(relax.op.divide(chosen_weights, relax.op.sum(chosen_weights, [1], keepdims=True)))
 
 
-def _chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
-    """True if an expert is among the `count` with the highest logits, the first of equal ones before the others."""
+def _is_chosen(node: Node, logits: relax.Expr, count: int) -> relax.Expr:
+    """Mask of the `count` experts with the highest logits; ties prefer lower indices."""
     experts = node.shape(logits)[1]
     other = te.reduce_axis((0, experts), "other")
 
     def element(i: Position, x: te.Tensor) -> tirx.Expr:
-        own, its = x(*i), x(i[0], other)
-        is_before = tirx.any(its > own, tirx.all(its == own, other < i[1]))
+        logit, other_logit = x(*i), x(i[0], other)
+        is_before = tirx.any(other_logit > logit, tirx.all(other_logit == logit, other < i[1]))
         return te.sum(tirx.Select(is_before, tirx.const(1, "int32"), tirx.const(0, "int32")), axis=other)
 
-    before = node.kernel("experts_before", element, logits)
-    return node.emit(relax.op.less(before, const(count, "int32")))
+    num_before = node.kernel("experts_before", element, logits)
+    return node.emit(relax.op.less(num_before, const(count, "int32")))
 
 
 def _sparse_mixer(node: Node, logits: relax.Expr) -> relax.Expr:
-    """The two best experts, each weighed among those whose logits come near its own: the first's, then the rest's."""
+    """Weights of the best two experts, each by a softmax over the remaining experts with logits near its own."""
     lowest = const(-math.inf, "float32")
-    rest, total = logits, None
+    remaining, total = logits, None
     for _ in range(2):
-        best = node.emit(relax.op.max(rest, [1], keepdims=True))
+        best = node.emit(relax.op.max(remaining, [1], keepdims=True))
         factor = node.emit(relax.op.maximum(relax.op.abs(logits), best))
         distance = node.emit(relax.op.divide(relax.op.subtract(best, logits), factor))
-        is_far = node.emit(relax.op.greater(distance, const(2 * _JITTER, "float32")))
-        near = node.emit(relax.op.where(is_far, lowest, rest))
-        shares = node.emit(relax.op.nn.softmax(near, axis=-1))
-        chosen = _chosen(node, rest, 1)
-        share = node.emit(relax.op.where(chosen, shares, const(0, "float32")))
-        total = share if total is None else node.emit(relax.op.add(total, share))
-        rest = node.emit(relax.op.where(chosen, lowest, rest))
+        is_far = node.emit(relax.op.greater(distance, const(2 * _SPARSE_MIXER_JITTER, "float32")))
+        near = node.emit(relax.op.where(is_far, lowest, remaining))
+        weights = node.emit(relax.op.nn.softmax(near, axis=-1))
+        is_best = _is_chosen(node, remaining, 1)
+        best_weight = node.emit(relax.op.where(is_best, weights, const(0, "float32")))
+        total = best_weight if total is None else node.emit(relax.op.add(total, best_weight))
+        remaining = node.emit(relax.op.where(is_best, lowest, remaining))
     assert total is not None
     return total

@@ -1,10 +1,10 @@
-"""Attention of decoders that keep a cache: ``com.microsoft.GroupQueryAttention``, as onnxruntime-genai writes it.
+"""Attention of decoders with a cache: ``com.microsoft.GroupQueryAttention``, as onnxruntime-genai exports it.
 
-Several heads of queries share a head of keys and values. Queries and keys are normalized and rotated, keys and values
-written into the cache at each sequence's own place, and queries attend to the cache up to their own place.
+Several query heads share a key/value head. Queries and keys are normalized and rotated, keys and values are written
+into the cache at each sequence's positions, and queries attend to the cache up to their position.
 
-A cache has two forms. One that grows comes in with the positions so far and goes out longer. One that is shared comes
-in with room for all positions and goes out with the new ones written over it, in place where it is donated.
+A growing cache is longer in the output than in the input. A shared cache is preallocated for all positions, and new
+ones are written into it, in place if it is donated.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Sizes:
 
     Attributes
     ----------
-    batch, rows : Sequences, and new positions of each.
-    heads, kv_heads, size : Of queries, of keys and values, and elements of a head.
-    past : Positions that the cache comes in with.
-    total : Positions that the longest sequence has after the node.
-    cache : Positions that the cache goes out with.
+    batch, rows : Number of sequences, and of new positions of each.
+    heads, kv_heads, size : Numbers of query heads and key/value heads, and elements of a head.
+    past : Positions of the input cache.
+    total : Positions of the longest sequence after the node.
+    cache : Positions of the output cache.
     """
 
     batch: Dim
@@ -55,28 +55,28 @@ class Sizes:
 
 @converts("GroupQueryAttention", domain=MICROSOFT)
 def group_query_attention(node: Node) -> relax.Expr:
-    """Causal attention of groups of heads to a cache, with rotations, norms, windows, soft caps and sinks."""
+    """Grouped-query attention with a cache, rotations, norms, windows, softcaps and sinks."""
     _refuse_forms(node)
     parts, sizes = _projections(node)
     lengths = cast(node, node.emit(relax.op.reshape(node.tensor(_LENGTHS), [sizes.batch])), "int64")
     max_length = sizes.cache if isinstance(sizes.cache, int) else MAX_ELEMENTS
     lengths = node.kernel("lengths", lambda i, length: length(*i), lengths, ranges=(0, -1, 0, max_length))
-    places = _Positions(node, sizes, lengths, _first_positions(node, sizes, lengths))
+    positions = _Positions(node, sizes, lengths, _first_positions(node, sizes, lengths))
     query, key, value = parts
-    tables = places.rotations()
-    query = _rotated(node, _normalized(node, query, sizes, _Q_NORM), sizes.heads, tables)
-    key = _rotated(node, _normalized(node, key, sizes, _K_NORM), sizes.kv_heads, tables)
+    tables = positions.rotations()
+    query = _rotate(node, _normalize(node, query, sizes, _Q_NORM), sizes.heads, tables)
+    key = _rotate(node, _normalize(node, key, sizes, _K_NORM), sizes.kv_heads, tables)
     caches = [
-        places.updated_cache(index, _by_head(node, new, sizes.kv_heads, sizes))
+        positions.updated_cache(index, _by_head(node, new, sizes.kv_heads, sizes))
         for index, new in ((_PAST_KEY, key), (_PAST_VALUE, value))
     ]
-    seen = [_repeated(node, places.visible(cache), sizes) for cache in caches]
-    result = _attended(node, _by_head(node, query, sizes.heads, sizes), seen, places)
+    visible = [_repeat_heads(node, positions.visible(cache), sizes) for cache in caches]
+    result = _attend(node, _by_head(node, query, sizes.heads, sizes), visible, positions)
     return node.outputs([result, *caches])
 
 
 def _refuse_forms(node: Node) -> None:
-    """FrontendError for forms whose cache is not plain numbers in the order of positions, or that give scores."""
+    """Refuse quantized and windowed caches, and the output of scores."""
     for name in ("k_quant_type", "v_quant_type"):
         if node.attribute(name, "NONE") not in ("NONE", ""):
             raise node.refusal(f"found a quantized cache ({name}={node.attribute(name)!r}), expected one of floats")
@@ -93,7 +93,7 @@ def _refuse_forms(node: Node) -> None:
 
 
 def _projections(node: Node) -> tuple[list[relax.Expr], Sizes]:
-    """Queries, keys and values, [batch, rows, heads * size] each, and all sizes."""
+    """Queries, keys and values, [batch, rows, heads * size] each, and the node's sizes."""
     query = node.tensor(_QUERY)
     heads, kv_heads = int(node.attribute("num_heads", 0)), int(node.attribute("kv_num_heads", 0))
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
@@ -117,10 +117,10 @@ def _projections(node: Node) -> tuple[list[relax.Expr], Sizes]:
 
 
 def _positions(node: Node, rows: Dim, past: Dim) -> tuple[Dim, Dim]:
-    """Positions of the longest sequence, and of the cache that goes out: the longer of these and what came in."""
-    known = sizes_of(node.inputs[_TOTAL])
-    if known is not None:
-        total = as_dim(known.reshape(-1)[0])
+    """Positions of the longest sequence, and of the output cache, the maximum of these and the input cache's."""
+    constant = sizes_of(node.inputs[_TOTAL])
+    if constant is not None:
+        total = as_dim(constant.reshape(-1)[0])
     else:
         (total,) = numbers_of(node, node.emit(relax.op.reshape(node.tensor(_TOTAL), [1])), "total")
     if not node.has(_PAST_KEY):
@@ -141,10 +141,10 @@ def _positions(node: Node, rows: Dim, past: Dim) -> tuple[Dim, Dim]:
 
 
 def _first_positions(node: Node, sizes: Sizes, lengths: relax.Expr) -> relax.Expr:
-    """`_Places.first`."""
+    """Compute `_Positions.first`."""
     if node.has(_ROWS):
-        given = node.emit(relax.op.reshape(cast(node, node.tensor(_ROWS), "int64"), [sizes.batch]))
-        return node.emit(relax.op.subtract(relax.op.add(lengths, const(1, "int64")), given))
+        num_rows = node.emit(relax.op.reshape(cast(node, node.tensor(_ROWS), "int64"), [sizes.batch]))
+        return node.emit(relax.op.subtract(relax.op.add(lengths, const(1, "int64")), num_rows))
 
     def element(i: Position, last: te.Tensor, new: list[tirx.Expr]) -> tirx.Expr:
         return tirx.max(last(*i) + 1 - new[0], tirx.const(0, "int64"))
@@ -154,12 +154,12 @@ def _first_positions(node: Node, sizes: Sizes, lengths: relax.Expr) -> relax.Exp
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where the new positions of each sequence are in the cache.
+    """Positions of new rows in the cache.
 
     Attributes
     ----------
-    lengths : One less than the positions that each sequence has after the node, (batch,) of int64.
-    first : How many positions each sequence had before, (batch,) of int64; 0 for a first prompt that is padded.
+    lengths : Number of positions of each sequence after the node, minus 1, (batch,) of int64.
+    first : Number of positions of each sequence before, (batch,) of int64; 0 for a padded first prompt.
     """
 
     node: Node
@@ -168,17 +168,18 @@ class _Positions:
     first: relax.Expr
 
     def rotations(self) -> list[relax.Expr]:
-        """Cosines and sines of every new row's position, (batch, rows, pairs) each; none where nothing is rotated."""
+        """Cosines and sines of every new row's position, (batch, rows, pairs) each; empty without rotation."""
         node, sizes = self.node, self.sizes
         if not node.attribute("do_rotary", 0):
             return []
         tables = [node.tensor(index) for index in (_COS, _SIN)]
         if node.has(_POSITIONS):
-            given = require_shape(node, node.tensor(_POSITIONS), [sizes.batch, sizes.rows], "its positions")
-            found = [convert_node(node.as_op("Gather", [table, given], axis=0)) for table in tables]
-            return [node.builder.normalize(table) for table in found]
-        known = node.shape(tables[0])[0]
-        node.require(as_expr(sizes.total) <= as_expr(known), f"found {sizes.total} positions, expected at most {known}")
+            positions = require_shape(node, node.tensor(_POSITIONS), [sizes.batch, sizes.rows], "its positions")
+            rows = [convert_node(node.as_op("Gather", [table, positions], axis=0)) for table in tables]
+            return [node.builder.normalize(table_rows) for table_rows in rows]
+        limit = node.shape(tables[0])[0]
+        is_fitting = as_expr(sizes.total) <= as_expr(limit)
+        node.require(is_fitting, f"found {sizes.total} positions, expected at most {limit}")
 
         def element(i: Position, first: te.Tensor) -> tirx.Expr:
             return first(i[0]) + i[1]
@@ -187,7 +188,7 @@ class _Positions:
         return [node.emit(relax.op.take(table, positions, axis=0, mode="clip")) for table in tables]
 
     def updated_cache(self, index: int, new: relax.Expr) -> relax.Expr:
-        """A cache with new rows [batch, heads, rows, size] at each sequence's place."""
+        """Write new rows [batch, heads, rows, size] into a cache at each sequence's positions."""
         node, sizes = self.node, self.sizes
         if not node.has(index):
             return new
@@ -196,63 +197,65 @@ class _Positions:
         if dtype_of(past) != dtype_of(new):
             raise node.refusal(f"found a cache of {dtype_of(past)}, expected {dtype_of(new)}, as its query has")
         if isinstance(sizes.cache, int) and sizes.cache == sizes.past:
-            # Written as a scatter, which can update a donated cache in place.
-            def place(i: Position, first: te.Tensor) -> tirx.Expr:
+            # A scatter can update a donated cache in place.
+            def position_of(i: Position, first: te.Tensor) -> tirx.Expr:
                 return first(i[0]) + i[2]
 
-            places = node.kernel("places", place, self.first, shape=node.shape(new))
-            return node.emit(relax.op.scatter_elements(past, places, new, 2))
+            positions = node.kernel("places", position_of, self.first, shape=node.shape(new))
+            return node.emit(relax.op.scatter_elements(past, positions, new, 2))
 
         zero = tirx.const(0, dtype_of(past))
 
         def element(i: Position, old: te.Tensor, fresh: te.Tensor, first: te.Tensor) -> tirx.Expr:
             row = i[2] - first(i[0])
-            kept = old(i[0], i[1], _inside(i[2], old.shape[2]), i[3])
-            came = tirx.if_then_else(row < fresh.shape[2], fresh(i[0], i[1], _inside(row, fresh.shape[2]), i[3]), zero)
-            return tirx.if_then_else(tirx.all(row < 0, i[2] < old.shape[2]), kept, came)
+            old_value = old(i[0], i[1], _clamp(i[2], old.shape[2]), i[3])
+            new_value = tirx.if_then_else(
+                row < fresh.shape[2], fresh(i[0], i[1], _clamp(row, fresh.shape[2]), i[3]), zero
+            )
+            return tirx.if_then_else(tirx.all(row < 0, i[2] < old.shape[2]), old_value, new_value)
 
         dims = [sizes.batch, sizes.kv_heads, sizes.cache, sizes.size]
         return node.kernel("with_new_rows", element, past, new, self.first, shape=dims)
 
     def visible(self, cache: relax.Expr) -> relax.Expr:
-        """The positions of a cache that a query may see; zeros for those that a shorter sequence does not have."""
+        """The positions of a cache that any query attends to, zero after the end of shorter sequences."""
         sizes = self.sizes
         if not self.node.has(_PAST_KEY) or sizes.cache is sizes.total:
             return cache
 
-        def element(i: Position, whole: te.Tensor, last: te.Tensor) -> tirx.Expr:
-            return tirx.if_then_else(i[2] <= last(i[0]), whole(*i), tirx.const(0, dtype_of(cache)))
+        def element(i: Position, old: te.Tensor, last: te.Tensor) -> tirx.Expr:
+            return tirx.if_then_else(i[2] <= last(i[0]), old(*i), tirx.const(0, dtype_of(cache)))
 
         dims = [sizes.batch, sizes.kv_heads, sizes.total, sizes.size]
         return self.node.kernel("seen_rows", element, cache, self.lengths, shape=dims)
 
     def mask(self) -> relax.Expr:
-        """Return whether a query sees a key, (batch, 1, rows, total)."""
+        """Mask of keys that a query attends to, (batch, 1, rows, total)."""
         node, sizes = self.node, self.sizes
         window, is_causal = int(node.attribute("local_window_size", -1)), bool(node.attribute("causal", 1))
 
         def element(i: Position, first: te.Tensor, last: te.Tensor) -> tirx.Expr:
-            place, key = first(i[0]) + i[2], i[3]
-            conditions = [key <= last(i[0])] + ([key <= place] if is_causal else [])
+            query_position, key = first(i[0]) + i[2], i[3]
+            conditions = [key <= last(i[0])] + ([key <= query_position] if is_causal else [])
             if window > 0:
-                conditions.append(key > place - window)
+                conditions.append(key > query_position - window)
             return tirx.all(*conditions)
 
         dims = [sizes.batch, 1, sizes.rows, sizes.total]
         return node.kernel("seen", element, self.first, self.lengths, shape=dims)
 
 
-def _inside(place: tirx.Expr, extent: tirx.Expr) -> tirx.Expr:
-    """A place held inside an axis, for reads whose value is not used outside of it."""
-    return tirx.max(tirx.min(place, extent - 1), 0)
+def _clamp(index: tirx.Expr, extent: tirx.Expr) -> tirx.Expr:
+    """Clamp an index to an axis, for reads whose value is unused out of range."""
+    return tirx.max(tirx.min(index, extent - 1), 0)
 
 
-def _normalized(node: Node, data: relax.Expr, sizes: Sizes, index: int) -> relax.Expr:
-    """Every head divided by its root mean square and scaled, where the node has a norm; in float32."""
+def _normalize(node: Node, data: relax.Expr, sizes: Sizes, index: int) -> relax.Expr:
+    """RMS norm of every head, if the node has one."""
     if not node.has(index):
         return data
-    own = "q_norm_epsilon" if index == _Q_NORM else "k_norm_epsilon"
-    epsilon = node.attribute(own, node.attribute("qk_norm_epsilon", 1e-6))
+    epsilon_name = "q_norm_epsilon" if index == _Q_NORM else "k_norm_epsilon"
+    epsilon = node.attribute(epsilon_name, node.attribute("qk_norm_epsilon", 1e-6))
     batch, rows, width = node.shape(data)
     scale = require_shape(node, node.tensor(index), [sizes.size], "its norm")
     heads = node.emit(relax.op.reshape(data, [batch, rows, width // sizes.size, sizes.size]))
@@ -260,8 +263,8 @@ def _normalized(node: Node, data: relax.Expr, sizes: Sizes, index: int) -> relax
     return node.emit(relax.op.reshape(normal, [batch, rows, width]))
 
 
-def _rotated(node: Node, data: relax.Expr, heads: int, tables: list[relax.Expr]) -> relax.Expr:
-    """Heads rotated by their positions, where the node rotates."""
+def _rotate(node: Node, data: relax.Expr, heads: int, tables: list[relax.Expr]) -> relax.Expr:
+    """Rotary embedding, if the node has tables."""
     if not tables:
         return data
     columns, width = node.shape(tables[0])[-1], node.shape(data)[-1]
@@ -275,18 +278,18 @@ def _rotated(node: Node, data: relax.Expr, heads: int, tables: list[relax.Expr])
 
 
 def _by_head(node: Node, data: relax.Expr, heads: int, sizes: Sizes) -> relax.Expr:
-    """[batch, rows, heads * size] as [batch, heads, rows, size]."""
+    """Convert [batch, rows, heads * size] to [batch, heads, rows, size]."""
     parts = node.emit(relax.op.reshape(data, [sizes.batch, sizes.rows, heads, sizes.size]))
     return node.emit(relax.op.permute_dims(parts, [0, 2, 1, 3]))
 
 
-def _repeated(node: Node, data: relax.Expr, sizes: Sizes) -> relax.Expr:
-    """Heads of keys or values, one for each head of queries; attention reads the shared ones where it is one kernel."""
+def _repeat_heads(node: Node, data: relax.Expr, sizes: Sizes) -> relax.Expr:
+    """Repeat key or value heads for each query head; a fused attention kernel reads the shared ones."""
     group = sizes.heads // sizes.kv_heads
     return data if group == 1 else node.emit(relax.op.repeat(data, group, axis=1))
 
 
-def _attended(node: Node, query: relax.Expr, cache: list[relax.Expr], positions: _Positions) -> relax.Expr:
+def _attend(node: Node, query: relax.Expr, cache: list[relax.Expr], positions: _Positions) -> relax.Expr:
     """softmax(scores) V, [batch, rows, heads * size]."""
     sizes, dtype = positions.sizes, dtype_of(query)
     scale = node.attribute("scale", 0.0) or 1 / math.sqrt(sizes.size)
@@ -307,16 +310,16 @@ def _attended(node: Node, query: relax.Expr, cache: list[relax.Expr], positions:
 
 
 def _weights(node: Node, scores: relax.Expr, heads: int) -> relax.Expr:
-    """Softmax along the last axis; a sink is one more score of each head, that of no key."""
+    """Softmax along the last axis; a sink adds a score without a key to each head."""
     if not node.has(_SINK) and node.attribute("smooth_softmax", 0) != 1:
         return node.builder.normalize(convert_node(node.as_op("Softmax", [scores], 13, axis=-1)))
     wide = widened(node, scores)
     sink: relax.Expr = const(np.zeros((1, 1, 1, 1)), dtype_of(wide))
     if node.has(_SINK):
-        given = require_shape(node, widened(node, node.tensor(_SINK)), [heads], "its sink")
-        sink = node.emit(relax.op.reshape(given, [1, heads, 1, 1]))
+        sink_vector = require_shape(node, widened(node, node.tensor(_SINK)), [heads], "its sink")
+        sink = node.emit(relax.op.reshape(sink_vector, [1, heads, 1, 1]))
     highest = node.emit(relax.op.maximum(relax.op.max(wide, [-1], keepdims=True), sink))
     powers = node.emit(relax.op.exp(relax.op.subtract(wide, highest)))
     sums = node.emit(relax.op.sum(powers, [-1], keepdims=True))
-    whole = node.emit(relax.op.add(sums, relax.op.exp(relax.op.subtract(sink, highest))))
-    return cast(node, node.emit(relax.op.divide(powers, whole)), dtype_of(scores))
+    total = node.emit(relax.op.add(sums, relax.op.exp(relax.op.subtract(sink, highest))))
+    return cast(node, node.emit(relax.op.divide(powers, total)), dtype_of(scores))

@@ -17,7 +17,7 @@ from ..table import MICROSOFT, converts
 
 @converts("Inverse", domain=MICROSOFT)
 def inverse(node: Node) -> relax.Expr:
-    """Inverses of square matrices, in float64; of one that has none they hold infinities or NaN."""
+    """Inverses of square matrices, in float64; infinities or NaN for singular ones."""
     data = node.tensor(0)
     dims, dtype = node.shape(data), dtype_of(data)
     if len(dims) < 2 or not isinstance(dims[-1], int) or dims[-1] != dims[-2]:
@@ -28,12 +28,12 @@ def inverse(node: Node) -> relax.Expr:
     flat = node.emit(relax.op.reshape(cast(node, data, "float64"), [count, size, size]))
     symbol = node.builder.add_func(_inverse_kernel(size), "inverse")
     types = [relax.TensorType((count, size, size), "float64")] * 2 + [relax.TensorType((count, 2), "float64")]
-    found = node.emit(relax.TupleGetItem(node.emit(relax.op.call_tir(symbol, [flat], types)), 0))
-    return cast(node, node.emit(relax.op.reshape(found, dims)), dtype)
+    inverses = node.emit(relax.TupleGetItem(node.emit(relax.op.call_tir(symbol, [flat], types)), 0))
+    return cast(node, node.emit(relax.op.reshape(inverses, dims)), dtype)
 
 
 def _inverse_kernel(size: int) -> tirx.PrimFunc:
-    """Gauss and Jordan's elimination with the greatest pivot of a column; the other results are its work space."""
+    """Gauss-Jordan elimination with partial pivoting; the other results are work space."""
 
     @T.prim_func(private=True, s_tir=True)
     def inverse(data: T.handle, found: T.handle, copy: T.handle, numbers: T.handle):
@@ -50,7 +50,7 @@ def _inverse_kernel(size: int) -> tirx.PrimFunc:
                     y[n, i, j] = T.if_then_else(i == j, T.float64(1), T.float64(0))
             for column in T.serial(size):
                 for i in T.serial(size - column - 1):
-                    # Rows change places as far as needed to bring the greatest of those seen so far to the top.
+                    # Swap rows to move the largest pivot so far to the top.
                     state[n, 0] = T.abs(a[n, column, column])
                     if T.abs(a[n, column + 1 + i, column]) > state[n, 0]:
                         for j in T.serial(size):
@@ -76,7 +76,7 @@ def _inverse_kernel(size: int) -> tirx.PrimFunc:
 
 @converts("CDist", domain=MICROSOFT)
 def distances(node: Node) -> relax.Expr:
-    """(M, K), distances of each row of one matrix from each of another, or their squares."""
+    """Distances, or squared distances, between the rows of two matrices, (M, K)."""
     metric = node.attribute("metric", "sqeuclidean")
     if metric not in ("sqeuclidean", "euclidean"):
         raise node.refusal(f"metric {metric!r} cannot be imported; expected sqeuclidean or euclidean")

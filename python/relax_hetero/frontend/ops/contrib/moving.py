@@ -1,4 +1,4 @@
-"""Ops that move elements: padding, windows, look-ups, repeated n-grams, values in the order of their first place."""
+"""Ops that move elements, and ops that are the same as a standard op."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ..table import MICROSOFT, convert_node, converts
 
 @converts("Pad", domain=MICROSOFT)
 def pad_by_input(node: Node) -> relax.Expr:
-    """As the standard op; the pads may have an axis of size 1 in front."""
+    """Standard Pad, where the pads may have a leading axis of size 1."""
     pads = node.tensor(1)
     if node.rank(pads) == 2:
-        known = node.constant(1)
-        flat = node.emit(relax.op.reshape(pads, (-1,))) if known is None else const(known.reshape(-1))
+        constant = node.constant(1)
+        flat = node.emit(relax.op.reshape(pads, (-1,))) if constant is None else const(constant.reshape(-1))
         node = replace(node, inputs=[node.inputs[0], flat, *node.inputs[2:]])
     return pad(replace(node, domain=STANDARD, opset=13))
 
 
 @converts("ExpandDims", domain=MICROSOFT)
 def expand_dims(node: Node) -> relax.Expr:
-    """A new axis of size 1."""
+    """Insert an axis of size 1."""
     (axis,) = node.known_dims(1, "its axis is")
     data = node.tensor(0)
     return node.emit(relax.op.expand_dims(data, [node.axis(int(axis), node.rank(data) + 1)]))
@@ -34,19 +34,19 @@ def expand_dims(node: Node) -> relax.Expr:
 
 @converts("SampleOp", domain=MICROSOFT)
 def sample(node: Node) -> relax.Expr:
-    """The input itself."""
+    """Identity."""
     return node.tensor(0)
 
 
 @converts("TorchEmbedding", domain=MICROSOFT)
 def embedding(node: Node) -> relax.Expr:
-    """Rows of a table; its other inputs matter to training."""
+    """Rows of a table; other inputs are for training."""
     return convert_node(node.as_op("Gather", [node.tensor(0), node.tensor(1)], axis=0))
 
 
 @converts("UnfoldTensor", domain=MICROSOFT)
 def unfold(node: Node) -> relax.Expr:
-    """All windows of `size` elements along an axis, which become a last axis."""
+    """Sliding windows of `size` elements along an axis, as a new last axis."""
     data = node.tensor(0)
     dims = node.shape(data)
     axis = node.axis(node.attribute("dim", -1), len(dims))
@@ -64,15 +64,15 @@ def unfold(node: Node) -> relax.Expr:
 
 @converts("Unique", domain=MICROSOFT)
 def unique(node: Node) -> relax.Expr:
-    """Elements in the order of their first place, the number of each element's value there, and counts."""
+    """Distinct elements in the order of first occurrence, inverse indices, and counts."""
     standard = replace(node.as_op("Unique", [node.tensor(0)], 11, sorted=0), num_outputs=4)
-    values, _, places, counts = standard.builder.normalize(convert_node(standard)).fields
-    return node.outputs([values, places, counts])
+    values, _, inverse, counts = standard.builder.normalize(convert_node(standard)).fields
+    return node.outputs([values, inverse, counts])
 
 
 @converts("NGramRepeatBlock", domain=MICROSOFT)
 def block_repeated_ngrams(node: Node) -> relax.Expr:
-    """Scores, -inf for tokens that would end an n-gram which a sequence already has."""
+    """Set scores to -inf for tokens that would complete a repeated n-gram."""
     ids, scores = node.tensor(0), node.tensor(1)
     if node.rank(ids) != 2 or node.rank(scores) != 2:
         raise node.refusal(f"found inputs of rank {node.rank(ids)} and {node.rank(scores)}, expected 2")
@@ -86,32 +86,30 @@ def block_repeated_ngrams(node: Node) -> relax.Expr:
     starts = starts if isinstance(starts, int) else tirx.max(starts, 0)
     dtype = dtype_of(scores)
 
-    def begins_alike(i: Position, ids: te.Tensor) -> tirx.Expr:
+    def matches_suffix(i: Position, ids: te.Tensor) -> tirx.Expr:
         row, start = i
-        pairs = [ids(row, start + place).equal(ids(row, length - size + 1 + place)) for place in range(size - 1)]
+        pairs = [ids(row, start + offset).equal(ids(row, length - size + 1 + offset)) for offset in range(size - 1)]
         return tirx.Cast("int32", tirx.all(*pairs)) if pairs else tirx.const(1, "int32")
 
-    alike = node.kernel("begins_alike", begins_alike, ids, shape=[batch, starts])
+    is_match = node.kernel("begins_alike", matches_suffix, ids, shape=[batch, starts])
 
-    def is_end(i: Position, ids: te.Tensor, alike: te.Tensor) -> tirx.Expr:
-        start = te.reduce_axis((0, alike.shape[1]), "start")
+    def is_end(i: Position, ids: te.Tensor, is_match: te.Tensor) -> tirx.Expr:
+        start = te.reduce_axis((0, is_match.shape[1]), "start")
         is_token = ids(i[0], start + (size - 1)).equal(i[1].astype(dtype_of(node.tensor(0))))
-        return te.max(tirx.Select(is_token, alike(i[0], start), tirx.const(0, "int32")), axis=start)
+        return te.max(tirx.Select(is_token, is_match(i[0], start), tirx.const(0, "int32")), axis=start)
 
-    ends = node.kernel("repeated_ends", is_end, ids, alike, shape=node.shape(scores))
+    ends = node.kernel("repeated_ends", is_end, ids, is_match, shape=node.shape(scores))
     is_repeated = node.emit(relax.op.greater(ends, const(0, "int32")))
     return node.emit(relax.op.where(is_repeated, const(-np.inf, dtype), scores))
 
 
-# Ops of ONNX Runtime's domain that mean the same as a standard op, which some of them became later.
-
-# Op type and the standard opset that defines it as ONNX Runtime does.
+# Op type -> standard opset with ONNX Runtime's definition.
 _OPSETS = {"DequantizeLinear": 21, "GatherND": 13, "GridSample": 16, "QuantizeLinear": 21, "Range": 11, "Trilu": 14}
 
 
 @converts(*_OPSETS, domain=MICROSOFT)
 def same_as_standard(node: Node) -> relax.Expr:
-    """As the standard op of that name, of an opset that has it."""
+    """Convert as the standard op of the same name."""
     attributes = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
     opset = max(node.opset, _OPSETS[node.op_type])
     return convert_node(node.as_op(node.op_type, node.inputs, opset, **attributes))

@@ -1,4 +1,4 @@
-"""Normalizations with the sums that ONNX Runtime's optimizer joins to them: skips, biases, embeddings, activations."""
+"""Normalizations that ONNX Runtime's optimizer fuses with skips, biases, embeddings or activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..table import MICROSOFT, convert_node, converts
 
 
 def _sum_with_skip(node: Node, bias: int) -> relax.Expr:
-    """Input + skip + bias; the skip broadcasts to the input, the bias runs along the last axis."""
+    """Input + skip + bias; the skip broadcasts, the bias is along the last axis."""
     data = node.tensor(0)
     dims = node.shape(data)
     total = node.emit(relax.op.add(data, require_broadcast(node, node.tensor(1), dims, "its skip")))
@@ -24,7 +24,7 @@ def _sum_with_skip(node: Node, bias: int) -> relax.Expr:
 
 
 def _statistics(node: Node, data: relax.Expr, is_centred: bool) -> tuple[relax.Expr, relax.Expr]:
-    """Mean and inverse deviation along the last axis in float32; the mean is 0 where data is not centred."""
+    """Mean (0 if the data is not centred) and inverse deviation along the last axis in float32."""
     wide = widened(node, data)
     dtype = dtype_of(wide)
     mean = node.emit(relax.op.mean(wide, [-1], keepdims=True))
@@ -37,7 +37,7 @@ def _statistics(node: Node, data: relax.Expr, is_centred: bool) -> tuple[relax.E
 
 
 def _with_sum(node: Node, result: relax.Expr, total: relax.Expr, is_centred: bool) -> relax.Expr:
-    """The outputs of a normalization of a sum: its result, mean, inverse deviation and the sum, as far as asked for."""
+    """The requested outputs of result, mean, inverse deviation and sum."""
     if node.num_outputs == 1:
         return result
     return node.outputs([result, *_statistics(node, total, is_centred), total])
@@ -67,7 +67,7 @@ def skip_rms_normalization(node: Node) -> relax.Expr:
 @converts("SimplifiedLayerNormalization", domain=MICROSOFT)
 @converts("SimplifiedLayerNormalization", domain=STANDARD)
 def rms_normalization(node: Node) -> relax.Expr:
-    """RMSNormalization before ONNX had it; ONNX Runtime writes it into the standard domain, others into its own."""
+    """RMSNormalization before ONNX had it; exporters write it in the standard or ONNX Runtime's domain."""
     attributes = {name: node.attributes[name] for name in ("axis", "epsilon") if name in node.attributes}
     normal = convert_node(node.as_op("RMSNormalization", [node.tensor(0), node.tensor(1)], 23, **attributes))
     if node.num_outputs == 1:
@@ -75,15 +75,15 @@ def rms_normalization(node: Node) -> relax.Expr:
     data = widened(node, node.tensor(0))
     axes = list(range(node.axis(node.attribute("axis", -1), node.rank(data)), node.rank(data)))
     mean = node.emit(relax.op.mean(relax.op.multiply(data, data), axes, keepdims=True))
-    moved = relax.op.add(mean, const(node.attribute("epsilon", 1e-5), dtype_of(data)))
+    stable = relax.op.add(mean, const(node.attribute("epsilon", 1e-5), dtype_of(data)))
     return node.outputs(
-        [node.builder.normalize(normal), node.emit(relax.op.divide(const(1, dtype_of(data)), relax.op.sqrt(moved)))]
+        [node.builder.normalize(normal), node.emit(relax.op.divide(const(1, dtype_of(data)), relax.op.sqrt(stable)))]
     )
 
 
 @converts("EmbedLayerNormalization", domain=MICROSOFT)
 def embed_layer_normalization(node: Node) -> relax.Expr:
-    """LayerNormalization of the sum of embeddings of words, positions and segments; words per sentence; the sum."""
+    """LayerNormalization of the sum of word, position and segment embeddings; words per sentence; the sum."""
     ids = node.tensor(0)
     dims = node.shape(ids)
     if len(dims) != 2:
@@ -112,7 +112,7 @@ def embed_layer_normalization(node: Node) -> relax.Expr:
 
 
 def _rows(node: Node, table: relax.Expr, indices: relax.Expr) -> relax.Expr:
-    """Rows of a table, none of which is counted from the end."""
+    """Gather rows of a table by non-negative indices."""
     count = node.shape(table)[0]
     if isinstance(count, int):
         wide = cast(node, indices, "int64")
@@ -121,7 +121,7 @@ def _rows(node: Node, table: relax.Expr, indices: relax.Expr) -> relax.Expr:
 
 
 def _group_norm(node: Node, data: relax.Expr) -> relax.Expr:
-    """Channels in groups, with scale and bias per channel, then x * sigmoid(x) where that is asked for."""
+    """GroupNormalization with scale and bias per channel, optionally followed by SiLU."""
     rank = node.rank(data)
     if rank != 4:
         raise node.refusal(f"found an input of rank {rank}, expected 4")
@@ -156,18 +156,18 @@ def skip_group_norm(node: Node) -> relax.Expr:
     dims = node.shape(data)
     axis = len(dims) - 1 if node.attribute("channels_last", 1) else 1
     if node.rank(skip) == 2:
-        spatial = [place for place in range(1, len(dims)) if place != axis]
+        spatial = [i for i in range(1, len(dims)) if i != axis]
         skip = node.emit(relax.op.expand_dims(skip, spatial))
     total = node.emit(relax.op.add(data, require_broadcast(node, skip, dims, "its skip")))
     if node.has(4):
         bias = require_shape(node, node.tensor(4), [dims[axis]], "its bias")
-        laid = node.emit(relax.op.reshape(bias, [-1 if place == axis else 1 for place in range(len(dims))]))
-        total = node.emit(relax.op.add(total, laid))
+        expanded = node.emit(relax.op.reshape(bias, [-1 if i == axis else 1 for i in range(len(dims))]))
+        total = node.emit(relax.op.add(total, expanded))
     return node.outputs([_group_norm(node, total), total])
 
 
 def _rms(node: Node, data: relax.Expr) -> relax.Expr:
-    """x / sqrt(mean(x * x) + epsilon) along the last axis, of float32."""
+    """x / sqrt(mean(x * x) + epsilon) along the last axis, for float32."""
     square = node.emit(relax.op.mean(relax.op.multiply(data, data), [-1], keepdims=True))
     stable = node.emit(relax.op.add(square, const(node.attribute("epsilon", 1e-5), "float32")))
     return node.emit(relax.op.divide(data, relax.op.sqrt(stable)))
@@ -175,7 +175,7 @@ def _rms(node: Node, data: relax.Expr) -> relax.Expr:
 
 @converts("GatedRMSNorm", domain=MICROSOFT)
 def gated_rms_norm(node: Node) -> relax.Expr:
-    """The RMS norm of groups of as many elements as the scale has, times the activation of a gate; in float32."""
+    """RMS norm of groups of the scale's size, times the activation of a gate, in float32."""
     data, scale = node.tensor(0), cast(node, node.tensor(1), "float32")
     dims, (width,) = node.shape(data), node.static_shape(scale)
     gate = cast(node, require_shape(node, node.tensor(2), dims, "its gate"), "float32")
@@ -192,21 +192,21 @@ def gated_rms_norm(node: Node) -> relax.Expr:
 
 @converts("BranchwiseRMSNorm", domain=MICROSOFT)
 def branchwise_rms_norm(node: Node) -> relax.Expr:
-    """The RMS norm of each branch, given as an axis or side by side; in float32."""
+    """RMS norm of each branch, an axis or concatenated channels, in float32."""
     data = node.tensor(0)
     dims, count = node.shape(data), int(node.attribute("num_branches", 0))
     if count:
         if not isinstance(dims[-1], int) or dims[-1] % count:
             raise node.refusal(f"found {dims[-1]} channels, expected a known multiple of its {count} branches")
-        apart = [*dims[:-1], count, dims[-1] // count]
+        branch_dims = [*dims[:-1], count, dims[-1] // count]
     else:
-        apart = list(dims)
-    wide = node.emit(relax.op.reshape(cast(node, data, "float32"), apart))
+        branch_dims = list(dims)
+    wide = node.emit(relax.op.reshape(cast(node, data, "float32"), branch_dims))
     normal = _rms(node, wide)
     if node.has(1):
         scale = cast(node, node.tensor(1), "float32")
-        whole = apart[-2:] if len(apart) > 1 else apart
-        if node.rank(scale) == 1 and node.shape(scale) != apart[-1:]:
-            scale = node.emit(relax.op.reshape(scale, whole))
-        normal = node.emit(relax.op.multiply(normal, require_broadcast(node, scale, apart, "its scale")))
+        scale_shape = branch_dims[-2:] if len(branch_dims) > 1 else branch_dims
+        if node.rank(scale) == 1 and node.shape(scale) != branch_dims[-1:]:
+            scale = node.emit(relax.op.reshape(scale, scale_shape))
+        normal = node.emit(relax.op.multiply(normal, require_broadcast(node, scale, branch_dims, "its scale")))
     return cast(node, node.emit(relax.op.reshape(normal, dims)), dtype_of(data))

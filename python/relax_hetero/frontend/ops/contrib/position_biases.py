@@ -1,4 +1,4 @@
-"""Positions in attention: rotations of queries and keys, and biases by distance."""
+"""Rotary embedding, and attention biases by distance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..table import MICROSOFT, convert_node, converts
 
 @converts("RotaryEmbedding", domain=MICROSOFT)
 def rotary_embedding(node: Node) -> relax.Expr:
-    """As the standard op, whose positions may be given by the first of them alone."""
+    """Standard RotaryEmbedding, where the first position may be given instead of all."""
     if node.attribute("is_packed_batching", 0) or node.attribute("scale", 1.0) != 1.0:
         raise node.refusal("packed batches and scales cannot be imported")
     data, positions, cos = node.tensor(0), node.tensor(1), node.tensor(2)
@@ -41,19 +41,19 @@ def rotary_embedding(node: Node) -> relax.Expr:
 
 
 def _buckets(count: int, max_distance: int, is_bidirectional: bool) -> np.ndarray:
-    """The bucket of each distance up to `max_distance`: one each while they are short, then by their logarithm."""
+    """Bucket of each distance up to `max_distance`: one per short distance, then logarithmic."""
     count = count // 2 if is_bidirectional else count
     distances = np.arange(max_distance + 1)
     exact = count // 2
     with np.errstate(divide="ignore"):
-        share = np.log(distances.astype("float32") / np.float32(exact)) / np.float32(np.log(max_distance / exact))
-    far = exact + np.where(distances < exact, 0, share * (count - exact)).astype("int32")
+        fraction = np.log(distances.astype("float32") / np.float32(exact)) / np.float32(np.log(max_distance / exact))
+    far = exact + np.where(distances < exact, 0, fraction * (count - exact)).astype("int32")
     return np.where(distances < exact, distances, np.minimum(far, count - 1)).astype("int32")
 
 
 @converts("RelativePositionBias", domain=MICROSOFT)
 def relative_position_bias(node: Node) -> relax.Expr:
-    """[1, heads, queries, keys], an entry of a table by the bucket of the distance, as in T5."""
+    """Bias by the bucket of the distance, as in T5, [1, heads, queries, keys]."""
     table = node.tensor(0)
     buckets, heads = node.static_shape(table)
     (queries,), (keys,) = node.known_dims(1, "its query_length is"), node.known_dims(2, "its key_length is")
@@ -64,23 +64,24 @@ def relative_position_bias(node: Node) -> relax.Expr:
             f"found {buckets} buckets for distances up to {max_distance}, expected fewer, and {min_buckets} at least"
         )
     node.check_table(max_distance + 1)
-    by_head = node.emit(relax.op.reshape(table, [heads, buckets]))  # the op lays the table out by columns
+    by_head = node.emit(relax.op.reshape(table, [heads, buckets]))  # the op reads the table as [heads, buckets]
 
     def element(i: Position, weights: te.Tensor, bucket: te.Tensor) -> tirx.Expr:
         ahead = tirx.Cast("int32", i[3] - i[2])
         distance = tirx.Select(ahead < 0, -ahead, ahead if is_bidirectional else tirx.const(0, "int32"))
-        found = bucket(tirx.min(distance, max_distance))
+        bucket_index = bucket(tirx.min(distance, max_distance))
         if is_bidirectional:
-            found = found + tirx.Select(ahead > 0, tirx.const(buckets // 2, "int32"), tirx.const(0, "int32"))
-        return weights(i[1], found)
+            half = tirx.const(buckets // 2, "int32")
+            bucket_index = bucket_index + tirx.Select(ahead > 0, half, tirx.const(0, "int32"))
+        return weights(i[1], bucket_index)
 
-    known = const(_buckets(buckets, max_distance, is_bidirectional))
-    return node.kernel("position_bias", element, by_head, known, shape=[1, heads, queries, keys])
+    bucket_table = const(_buckets(buckets, max_distance, is_bidirectional))
+    return node.kernel("position_bias", element, by_head, bucket_table, shape=[1, heads, queries, keys])
 
 
 @converts("GatedRelativePositionBias", domain=MICROSOFT)
 def gated_relative_position_bias(node: Node) -> relax.Expr:
-    """A bias by position times a gate that each query computes, as in WavLM."""
+    """Position bias times a gate computed from each query, as in WavLM."""
     if node.has(6):
         raise node.refusal("found packed sequences (token_offset), expected padded ones")
     query, heads = node.tensor(0), int(node.attribute("num_heads"))
@@ -89,14 +90,14 @@ def gated_relative_position_bias(node: Node) -> relax.Expr:
     if not isinstance(width, int) or width % heads or not isinstance(columns, int) or columns % 2:
         raise node.refusal(f"found queries of width {width} for {heads} heads and a gate of {columns} columns")
     bias = require_shape(node, node.tensor(1), [width], "its query bias")
-    moved = node.emit(relax.op.add(query, bias))
+    biased = node.emit(relax.op.add(query, bias))
     split: list[Dim] = [batch, length, heads, width // heads]
-    parts = node.emit(relax.op.permute_dims(relax.op.reshape(moved, split), [0, 2, 1, 3]))
+    parts = node.emit(relax.op.permute_dims(relax.op.reshape(biased, split), [0, 2, 1, 3]))
     gates = node.emit(relax.op.add(matmul(node, parts, node.tensor(3)), node.tensor(4)))
     halves = node.emit(relax.op.reshape(gates, [batch, heads, length, 2, columns // 2]))
     sums = node.emit(relax.op.sigmoid(relax.op.sum(halves, [-1])))
     dtype = dtype_of(query)
-    u, r = (cut(node, sums, {3: (place, 1, 1)}) for place in range(2))
+    u, r = (cut(node, sums, {3: (index, 1, 1)}) for index in range(2))
     inner = node.emit(relax.op.subtract(relax.op.multiply(r, node.tensor(5)), const(1, dtype)))
     gate = node.emit(relax.op.add(relax.op.multiply(u, inner), const(2, dtype)))
     shape: list[Dim] = [1, heads, length, length]

@@ -1,4 +1,4 @@
-"""The LSTM that ONNX Runtime's quantizer writes: weights as bytes, data and states rounded to bytes in each call."""
+"""LSTM of ONNX Runtime's quantizer: quantized weights, data and states quantized in each step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ..table import MICROSOFT, converts
 
 
 def as_lstm(node: Node) -> Node:
-    """The standard LSTM of the floats that the node's weights stand for, which rounds its operands.
+    """Convert to a standard LSTM with dequantized weights, which rounds its operands.
 
     Raises
     ------
     FrontendError
-        If weights, scales or zero points are no constants, or do not fit.
+        If weights, scales or zero points are not constant, or do not match.
     """
     weights = [_floats(node, index, scale) for index, scale in ((1, 8), (2, 10))]
     inputs = [node.inputs[0], *weights, *node.inputs[3:8]]
     attributes = {name: value for name, value in node.attributes.items() if name != "tvm_custom"}
-    made = node.as_op("LSTM", inputs, 14, **attributes, **{QUANTIZES: 1})
-    made.num_outputs = node.num_outputs
-    return made
+    lstm = node.as_op("LSTM", inputs, 14, **attributes, **{QUANTIZES: 1})
+    lstm.num_outputs = node.num_outputs
+    return lstm
 
 
 def _floats(node: Node, index: int, scale: int) -> relax.Expr:
-    """Input `index`, [directions, input size, 4 * hidden], as floats in the order of the standard op."""
+    """Dequantize input `index`, [directions, input size, 4 * hidden], in the standard op's layout."""
     arrays = [node.constant(place) for place in (index, scale, scale + 1)]
     data, factor, point = arrays
     if data is None or factor is None or (point is None and node.has(scale + 1)):
@@ -43,5 +43,5 @@ def _floats(node: Node, index: int, scale: int) -> relax.Expr:
 
 @converts("DynamicQuantizeLSTM", domain=MICROSOFT)
 def dynamic_quantize_lstm(node: Node) -> relax.Expr:
-    """An LSTM whose products are of bytes; as floats, which hold these products exactly but for the last bits."""
+    """Quantized LSTM, computed in float32, which is exact up to the last bits."""
     return recurrent(as_lstm(node))

@@ -1,4 +1,4 @@
-"""NonMaxSuppression: as many boxes as the model finds, of a number of boxes that perhaps only a call knows."""
+"""NonMaxSuppression, with a result of dynamic size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..table import converts
 
 @converts("NonMaxSuppression")
 def non_max_suppression(node: Node) -> relax.Expr:
-    """The boxes to keep of every class, best first; limits and thresholds may be inputs."""
+    """Selected boxes of every class by decreasing score; limits and thresholds may be inputs."""
     boxes, scores = node.tensor(0), node.tensor(1)
     if node.rank(boxes) != 3 or node.rank(scores) != 3:
         raise node.refusal(f"its boxes and scores have {node.rank(boxes)} and {node.rank(scores)} axes, expected 3")
@@ -27,13 +27,13 @@ def non_max_suppression(node: Node) -> relax.Expr:
     overlap = node.constant(3)
     if overlap is not None and not ((overlap >= 0) & (overlap <= 1)).all():
         raise node.refusal(f"its iou_threshold is {overlap.reshape(-1)[0]}, expected 0 to 1")
-    known = node.constant(2)
-    max_boxes = None if known is None else int(known.reshape(-1)[0])
+    constant = node.constant(2)
+    max_boxes = None if constant is None else int(constant.reshape(-1)[0])
     if not node.has(2) or (max_boxes is not None and max_boxes <= 0) or 0 in (batches, classes, count):
         return const(np.zeros((0, 3)), "int64")
     if isinstance(count, int) and max_boxes is not None and max_boxes >= count:
         max_boxes = None
-    wanted = node.emit(relax.op.reshape(cast(node, node.tensor(2), "int64"), (1,)))
+    max_boxes_tensor = node.emit(relax.op.reshape(cast(node, node.tensor(2), "int64"), (1,)))
     symbols = Symbols()
     problem = NmsProblem(
         symbols.dim(as_expr(batches)),
@@ -44,17 +44,17 @@ def non_max_suppression(node: Node) -> relax.Expr:
     )
     kernel = nms_kernel(problem).without_attr("global_symbol").with_attr("op_pattern", WITHOUT_PATTERN)
     limit = as_expr(count) if problem.most is None else tirx.min(as_expr(count), as_expr(problem.most))
-    found = node.emit(
+    results = node.emit(
         relax.op.call_tir(
             node.builder.add_func(kernel, "non_max_suppression"),
-            [boxes, scores, wanted, _threshold(node, 3, 0.0), _threshold(node, 4, -np.inf)],
+            [boxes, scores, max_boxes_tensor, _threshold(node, 3, 0.0), _threshold(node, 4, -np.inf)],
             [
                 relax.TensorType((as_expr(batches) * as_expr(classes) * limit, 3), "int64"),
                 relax.TensorType((1,), "int64"),
             ],
         )
     )
-    triples, number = (node.emit(relax.TupleGetItem(found, i)) for i in (0, 1))
+    triples, number = (node.emit(relax.TupleGetItem(results, i)) for i in (0, 1))
     (size,) = dims_at_run_time(node, number, "selected")
     ends = node.emit(relax.op.concat([number, const([3], "int64")], axis=0))
     zeros, ones = const([0, 0], "int64"), const([1, 1], "int64")

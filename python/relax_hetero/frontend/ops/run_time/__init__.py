@@ -1,1 +1,1 @@
-"""Numbers that only a call knows, as inputs of a node: axes, sizes, pads."""
+"""Dynamic axes, sizes and pads as inputs of a node."""

@@ -1,4 +1,4 @@
-"""Pads that follow from numbers which only a call knows, as a vector over all axes: before each one, then after."""
+"""Dynamic pads as a vector over all axes: before each axis, then after each axis."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .numbers import numbers_of, sizes_of
 
 
 def pads_of_named_axes(node: Node, rank: int) -> relax.Expr:
-    """The pads of a `Pad` node whose axes are computed when the model runs, spread over all axes."""
+    """Scatter the pads of a `Pad` node with dynamic axes to all axes."""
     axes, count = axes_input(node, 3, rank)
-    given = require_shape(node, node.tensor(1), [2 * count], "its pads")
+    pad_vector = require_shape(node, node.tensor(1), [2 * count], "its pads")
 
     def element(i: Position, pads: te.Tensor, named: te.Tensor) -> tirx.Expr:
         axis, is_after = tirx.indexmod(i[0], as_expr(rank)), i[0] >= rank
@@ -29,28 +29,19 @@ def pads_of_named_axes(node: Node, rank: int) -> relax.Expr:
         )
         return sum(amounts, as_expr(0))
 
-    return node.kernel("pads", element, given, axes, shape=[2 * rank])
+    return node.kernel("pads", element, pad_vector, axes, shape=[2 * rank])
 
 
-def centered_pads(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int]) -> relax.Expr:
-    """The pads that give some axes other sizes, the same on both sides; an odd element goes behind."""
-    return _pads_to(node, data, sizes, axes, is_centered=True)
-
-
-def pads_behind(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int]) -> relax.Expr:
-    """The pads behind some axes that give them other sizes."""
-    return _pads_to(node, data, sizes, axes, is_centered=False)
-
-
-def _pads_to(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int], is_centered: bool) -> relax.Expr:
+def pads_to(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int], is_centered: bool) -> relax.Expr:
+    """The pads that give axes other sizes: after each, or evenly on both sides with an odd element after."""
     rank = node.rank(data)
     for size in numbers_of(node, sizes, "target"):
         node.require(as_expr(size) >= 0, f"has a size of {size}")
 
-    def element(i: Position, wanted: te.Tensor, own: te.Tensor) -> tirx.Expr:
+    def element(i: Position, target_sizes: te.Tensor, own_sizes: te.Tensor) -> tirx.Expr:
         axis = tirx.indexmod(i[0], as_expr(rank))
-        changes = (tirx.Select(axis == d, wanted(k).astype("int64") - own(d), as_expr(0)) for k, d in enumerate(axes))
-        change = sum(changes, as_expr(0))
+        differences = ((d, target_sizes(k).astype("int64") - own_sizes(d)) for k, d in enumerate(axes))
+        change = sum((tirx.Select(axis == d, amount, as_expr(0)) for d, amount in differences), as_expr(0))
         before = tirx.truncdiv(change, as_expr(2)) if is_centered else as_expr(0)
         return tirx.Select(i[0] < rank, before, change - before)
 

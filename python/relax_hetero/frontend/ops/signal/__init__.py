@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-# Each of these registers the converters it defines.
+# Importing a module registers its converters.
 from . import fourier, mel  # noqa: F401

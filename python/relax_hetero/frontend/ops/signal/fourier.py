@@ -1,8 +1,7 @@
-"""Discrete Fourier transforms, DFT and STFT, as products with tables of sines and cosines.
+"""Discrete Fourier transforms (DFT, STFT) as products with matrices of sines and cosines.
 
-The length of a transform is known at import, so that it is one matrix: real and imaginary parts are neighbours, in its
-rows as in the input and in its columns as in the result. Inputs that are shorter than the transform, which ONNX pads
-with zeros, need its first rows only.
+The length of a transform is static. Real and imaginary parts are interleaved in the matrix's rows as in the input, and
+in its columns as in the result. Inputs shorter than the transform, which ONNX pads with zeros, use its first rows only.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..table import converts
 
 @converts("DFT")
 def dft(node: Node) -> relax.Expr:
-    """The transform along an axis, forward or inverse; `onesided` gives, or for inverses takes, half the spectrum."""
+    """Transform along an axis; with `onesided` the spectrum (the input of an inverse) is its first half."""
     data = node.tensor(0)
     rank = node.rank(data)
     if rank < 2:
@@ -28,7 +27,7 @@ def dft(node: Node) -> relax.Expr:
     axis = node.axis(_axis(node), rank)
     if axis == rank - 1:
         raise node.refusal(f"axis {axis} is the one of real and imaginary parts")
-    return _transformed(node, data, axis, _scalar(node, 1, "its dft_length is") if node.has(1) else None)
+    return _transform(node, data, axis, _scalar(node, 1, "its dft_length is") if node.has(1) else None)
 
 
 def _axis(node: Node) -> int:
@@ -38,7 +37,7 @@ def _axis(node: Node) -> int:
 
 
 def _scalar(node: Node, index: int, subject: str) -> int:
-    """An input of one integer that is known at import."""
+    """A constant input of one integer."""
     value = node.constant(index)
     if value is None:
         raise node.unknown(subject)
@@ -47,8 +46,8 @@ def _scalar(node: Node, index: int, subject: str) -> int:
     return int(value.reshape(()))
 
 
-def _transformed(node: Node, data: relax.Expr, axis: int, length: int | None) -> relax.Expr:
-    """The transform of an axis by the attributes of the node, of this length or by default of the axis's."""
+def _transform(node: Node, data: relax.Expr, axis: int, length: int | None) -> relax.Expr:
+    """Transform an axis by the node's attributes, with the axis's length by default."""
     dims = node.shape(data)
     size, parts = dims[axis], dims[-1]
     if not isinstance(size, int) or not isinstance(parts, int):
@@ -60,44 +59,44 @@ def _transformed(node: Node, data: relax.Expr, axis: int, length: int | None) ->
         length = 2 * (size - 1) if is_inverse and is_onesided else size
     if length < 1 or size < 1:
         raise node.refusal(f"transforms {size} elements to a length of {length}, expected at least 1")
-    used = min(size, length // 2 + 1 if is_inverse and is_onesided else length)
-    node.check_table(2 * used, 2 * length)
+    num_rows = min(size, length // 2 + 1 if is_inverse and is_onesided else length)
+    node.check_table(2 * num_rows, 2 * length)
     if is_inverse and is_onesided:
-        matrix, own_parts = _real_inverse_table(used, length), 1
+        matrix, result_parts = _real_inverse_table(num_rows, length), 1
     else:
-        matrix, own_parts = _table(used, length // 2 + 1 if is_onesided else length, length, is_inverse), 2
-    matrix = matrix.reshape(used, 2, -1)[:, :parts].reshape(used * parts, -1)
+        matrix, result_parts = _table(num_rows, length // 2 + 1 if is_onesided else length, length, is_inverse), 2
+    matrix = matrix.reshape(num_rows, 2, -1)[:, :parts].reshape(num_rows * parts, -1)
 
     order = [*(i for i in range(len(dims)) if i not in (axis, len(dims) - 1)), axis, len(dims) - 1]
-    last = node.emit(relax.op.permute_dims(cut(node, data, {axis: (0, used, 1)}), order))
-    others = [dims[i] for i in order[:-2]]
-    rows = node.emit(relax.op.reshape(last, [*others, used * parts]))
+    last = node.emit(relax.op.permute_dims(cut(node, data, {axis: (0, num_rows, 1)}), order))
+    other_dims = [dims[i] for i in order[:-2]]
+    rows = node.emit(relax.op.reshape(last, [*other_dims, num_rows * parts]))
     result = matmul(node, rows, const(matrix, dtype_of(data)))
-    spectrum = node.emit(relax.op.reshape(result, [*others, matrix.shape[1] // own_parts, own_parts]))
-    back = [order.index(i) for i in range(len(dims))]
-    return node.emit(relax.op.permute_dims(spectrum, back))
+    spectrum = node.emit(relax.op.reshape(result, [*other_dims, matrix.shape[1] // result_parts, result_parts]))
+    inverse_order = [order.index(i) for i in range(len(dims))]
+    return node.emit(relax.op.permute_dims(spectrum, inverse_order))
 
 
 def _onesided(node: Node) -> int:
     return 1 if node.op_type == "STFT" else 0
 
 
-def _turns(rows: int, columns: int, length: int) -> np.ndarray:
-    """The angles 2 pi n k / length, [rows, columns], of exact fractions of a turn."""
+def _angles(rows: int, columns: int, length: int) -> np.ndarray:
+    """The angles 2 pi n k / length modulo 2 pi, [rows, columns], reduced exactly."""
     return np.outer(np.arange(rows), np.arange(columns)) % length * (2 * np.pi / length)
 
 
 def _table(rows: int, columns: int, length: int, is_inverse: bool) -> np.ndarray:
-    """The transform of complex numbers by complex ones, [2 rows, 2 columns]."""
-    angle = _turns(rows, columns, length)
+    """Matrix of a complex transform, [2 rows, 2 columns]."""
+    angle = _angles(rows, columns, length)
     cosine, sine = np.cos(angle), np.sin(angle) if is_inverse else -np.sin(angle)
     table = np.stack([np.stack([cosine, sine], -1), np.stack([-sine, cosine], -1)], 1)
     return table.reshape(2 * rows, 2 * columns) / (length if is_inverse else 1)
 
 
 def _real_inverse_table(rows: int, length: int) -> np.ndarray:
-    """The inverse of half a spectrum by real numbers, [2 rows, length]: the other half is its mirror image."""
-    angle = _turns(rows, length, length)
+    """Matrix of the inverse of half a spectrum to real numbers, [2 rows, length]."""
+    angle = _angles(rows, length, length)
     weight = np.full((rows, 1), 2.0 / length)
     weight[0] = 1 / length
     if length % 2 == 0 and rows == length // 2 + 1:
@@ -107,7 +106,7 @@ def _real_inverse_table(rows: int, length: int) -> np.ndarray:
 
 @converts("STFT")
 def stft(node: Node) -> relax.Expr:
-    """Transforms of windows of a signal: [batch, frames, frequencies, 2]."""
+    """Transform frames of a signal, [batch, frames, frequencies, 2]."""
     signal, step = node.tensor(0), _scalar(node, 1, "its frame_step is")
     if node.rank(signal) == 2:
         signal = node.emit(relax.op.expand_dims(signal, [2]))
@@ -128,7 +127,7 @@ def stft(node: Node) -> relax.Expr:
         value = x(i[0], i[1] * step + i[2], i[3])
         return value * window[0](i[2]) if window else value
 
-    return _transformed(node, node.kernel("frames", element, *inputs, shape=dims), 2, length)
+    return _transform(node, node.kernel("frames", element, *inputs, shape=dims), 2, length)
 
 
 def _frame_length(node: Node, size: Dim) -> int:

@@ -1,4 +1,4 @@
-"""Ops of torchvision that find objects."""
+"""Object detection ops of torchvision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def roi_align(
     samples: int,
     aligned: bool,
 ) -> relax.Expr:
-    """Means of pixels in regions, whose first column is the image."""
+    """Pool regions, whose first column is the image index."""
     image, boxes = (
         node.emit(relax.op.strided_slice(regions, [1], [first], [last])) for first, last in ((0, 1), (1, 5))
     )
@@ -33,14 +33,14 @@ def roi_align(
 
 @converts("nms")
 def nms(node: TorchNode, boxes: relax.Expr, scores: relax.Expr, threshold: float) -> relax.Expr:
-    """The boxes that no better one overlaps, best first."""
+    """Indices of the boxes that non-maximum suppression keeps, by decreasing score."""
     (count,) = node.dims(scores)
-    found = node.onnx(
+    selected = node.onnx(
         "NonMaxSuppression", node.reshape(boxes, [1, count, 4]), node.reshape(scores, [1, 1, count]), [count],
         const(threshold, "float32"),
     )  # fmt: skip
-    places = node.emit(relax.op.strided_slice(found, [1], [2], [3]))
-    return node.reshape(places, node.dims(places)[:1])
+    indices = node.emit(relax.op.strided_slice(selected, [1], [2], [3]))
+    return node.reshape(indices, node.dims(indices)[:1])
 
 
 @converts("deform_conv2d")
@@ -53,8 +53,8 @@ def deformed_convolution(
     bias: relax.Expr,
     *numbers: int,
 ) -> relax.Expr:
-    """A convolution of bilinear samples at moved places; `numbers` are strides, pads, dilations and groups."""
-    strides, pads, dilations = (tuple(numbers[at : at + 2]) for at in (0, 2, 4))
+    """Deformable convolution; `numbers` are strides, pads, dilations and groups."""
+    strides, pads, dilations = (tuple(numbers[start : start + 2]) for start in (0, 2, 4))
     group, offset_group, has_mask = numbers[6:9]
     return node.onnx(
         "DeformConv", x, weight, offset, bias, mask if has_mask else None, strides=strides, pads=(*pads, *pads),

@@ -1,4 +1,4 @@
-"""Ops on single elements, casts and tensors of one number. Operands take the type that torch computes in."""
+"""Elementwise ops, casts and filled tensors. Operands are cast to the type that torch computes in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..node import TABLE, TorchNode, converts, dtype_name
 
 _Emit = Callable[..., relax.Expr]
 
-# Computed in the type of the result, by an op of Relax.
+# Relax ops, computed in the type of the result.
 _UNARY: dict[str, Any] = {
     name: getattr(relax.op, name)
     for name in "abs ceil exp floor log sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf "
@@ -55,15 +55,15 @@ def _register() -> None:
     for name in _IDENTITIES:
         TABLE[name] = lambda node, x, *_: x
     for name, op in _COMPARISONS.items():
-        TABLE[name] = lambda node, a, b, op=op: _compared(node, op, *_promoted(node, a, b))
+        TABLE[name] = lambda node, a, b, op=op: _compare(node, op, *_promote(node, a, b))
     for name, op in _LOGICAL.items():
         TABLE[name] = lambda node, a, b, op=op: node.emit(op(node.tensor(a, "bool"), node.tensor(b, "bool")))
     for name, ops in _BITWISE.items():
         TABLE[name] = lambda node, a, b, ops=ops: node.emit(ops[node.dtype == "bool"](node.tensor(a), node.tensor(b)))
 
 
-def _compared(node: TorchNode, op: _Emit, a: relax.Expr, b: relax.Expr) -> relax.Expr:
-    """A comparison; one of a number with itself asks for NaN, which TVM would simplify away."""
+def _compare(node: TorchNode, op: _Emit, a: relax.Expr, b: relax.Expr) -> relax.Expr:
+    """Compare; a comparison of a value with itself tests for NaN, which TVM would simplify away."""
     if a.same_as(b) and is_float(str(a.ty.dtype)):
         is_nan = node.emit(relax.op.isnan(a))
         if op in (relax.op.less, relax.op.greater):
@@ -72,8 +72,8 @@ def _compared(node: TorchNode, op: _Emit, a: relax.Expr, b: relax.Expr) -> relax
     return node.emit(op(a, b))
 
 
-def _promoted(node: TorchNode, a: Any, b: Any) -> tuple[relax.Expr, relax.Expr]:
-    """Both operands in the type that torch compares them in."""
+def _promote(node: TorchNode, a: Any, b: Any) -> tuple[relax.Expr, relax.Expr]:
+    """Cast both operands to torch's promoted type."""
     torch = torch_package()
     kinds = ((torch.SymInt, 1), (torch.SymFloat, 1.0), (torch.SymBool, True))
     first, second = (
@@ -88,7 +88,7 @@ _register()
 
 @converts("add", "sub", "rsub")
 def add(node: TorchNode, a: Any, b: Any, alpha: Any = 1) -> relax.Expr:
-    """Sum or difference, the second operand scaled."""
+    """Sum or difference with a scaled second operand."""
     if node.op.startswith("rsub"):
         a, b, operation = b, a, relax.op.subtract
         scaled_first = True
@@ -110,22 +110,22 @@ def add(node: TorchNode, a: Any, b: Any, alpha: Any = 1) -> relax.Expr:
 
 @converts("mul")
 def mul(node: TorchNode, a: Any, b: Any) -> relax.Expr:
-    """Product; of bools whether both are."""
+    """Product; logical and of booleans."""
     operation = relax.op.logical_and if node.dtype == "bool" else relax.op.multiply
     return node.emit(operation(node.tensor(a), node.tensor(b)))
 
 
 @converts("div", "true_divide", "floor_divide")
 def div(node: TorchNode, a: Any, b: Any, rounding_mode: str | None = None) -> relax.Expr:
-    """Quotient, rounded down or towards zero where asked."""
+    """Quotient, optionally floored or truncated."""
     mode = "floor" if node.op.startswith("floor_divide") else rounding_mode
     first, second = node.tensor(a), node.tensor(b)
     if mode is None:
         return node.emit(relax.op.divide(first, second))
     if is_float(node.dtype):
-        if mode == "floor":  # as torch: exact where the quotient would round up to a whole number
+        if mode == "floor":  # as in torch: exact even if the quotient would round up to an integer
             remainder = node.onnx("Mod", first, second, fmod=1)
-            whole = node.emit(relax.op.divide(relax.op.subtract(first, remainder), second))
+            quotient = node.emit(relax.op.divide(relax.op.subtract(first, remainder), second))
             zero = const(0, node.dtype)
             differs = node.emit(
                 relax.op.logical_and(
@@ -134,7 +134,7 @@ def div(node: TorchNode, a: Any, b: Any, rounding_mode: str | None = None) -> re
                 )
             )
             return node.emit(
-                relax.op.round(relax.op.where(differs, relax.op.subtract(whole, const(1, node.dtype)), whole))
+                relax.op.round(relax.op.where(differs, relax.op.subtract(quotient, const(1, node.dtype)), quotient))
             )
         return node.emit(relax.op.trunc(relax.op.divide(first, second)))
     if mode == "trunc":
@@ -144,13 +144,13 @@ def div(node: TorchNode, a: Any, b: Any, rounding_mode: str | None = None) -> re
 
 @converts("remainder", "fmod")
 def remainder(node: TorchNode, a: Any, b: Any) -> relax.Expr:
-    """Remainder with the divisor's sign, or the dividend's."""
+    """Remainder with the sign of the divisor (`remainder`) or of the dividend (`fmod`)."""
     return node.onnx("Mod", node.tensor(a), node.tensor(b), fmod=int(node.op.startswith("fmod")))
 
 
 @converts("pow")
 def power(node: TorchNode, a: Any, b: Any) -> relax.Expr:
-    """Power; squares, roots and reciprocals as products and roots."""
+    """Power, with special cases for roots, cubes and reciprocals."""
     if b == 0.5 and isinstance(b, float) and is_float(node.dtype):
         return node.emit(relax.op.sqrt(node.tensor(a)))
     if b == 3 and not isinstance(a, (int, float)):
@@ -169,7 +169,7 @@ def reciprocal(node: TorchNode, x: Any) -> relax.Expr:
 
 @converts("maximum", "minimum")
 def extreme(node: TorchNode, a: Any, b: Any) -> relax.Expr:
-    """The larger or smaller; NaN where either is."""
+    """Maximum or minimum; NaN if either operand is NaN."""
     if node.dtype == "bool":
         operation = relax.op.logical_or if node.op.startswith("max") else relax.op.logical_and
         return node.emit(operation(node.tensor(a), node.tensor(b)))
@@ -178,7 +178,7 @@ def extreme(node: TorchNode, a: Any, b: Any) -> relax.Expr:
 
 @converts("clamp", "clamp_min", "clamp_max", "hardtanh")
 def clamp(node: TorchNode, x: Any, low: Any = None, high: Any = None) -> relax.Expr:
-    """Held between two numbers or tensors, the upper one deciding."""
+    """Clamp between two numbers or tensors; the upper bound takes precedence."""
     if node.op.startswith("clamp_max"):
         low, high = None, low
     value = node.tensor(x)
@@ -189,7 +189,7 @@ def clamp(node: TorchNode, x: Any, low: Any = None, high: Any = None) -> relax.E
 
 @converts("logical_not", "bitwise_not")
 def invert(node: TorchNode, x: Any) -> relax.Expr:
-    """Not of a bool, or of every bit."""
+    """Logical or bitwise not."""
     if node.dtype == "bool":
         return node.emit(relax.op.logical_not(node.tensor(x, "bool")))
     return node.emit(relax.op.bitwise_not(node.tensor(x)))
@@ -197,7 +197,7 @@ def invert(node: TorchNode, x: Any) -> relax.Expr:
 
 @converts("__lshift__", "__rshift__", "bitwise_left_shift", "bitwise_right_shift")
 def shift(node: TorchNode, a: Any, b: Any) -> relax.Expr:
-    """Bits moved; right shifts keep the sign."""
+    """Bit shifts; right shifts are arithmetic."""
     operation = relax.op.left_shift if "lshift" in node.op or "left" in node.op else relax.op.right_shift
     return node.emit(operation(node.tensor(a), node.tensor(b)))
 
@@ -216,16 +216,16 @@ def classify(node: TorchNode, x: relax.Expr) -> relax.Expr:
 
 @converts("log1p", "expm1")
 def near_one(node: TorchNode, x: Any) -> relax.Expr:
-    """log(1 + x) and exp(x) - 1 with the digits that small numbers have."""
+    """log(1 + x) and exp(x) - 1, accurate for small x."""
     x, one = node.tensor(x), const(1, node.dtype)
     if node.op.startswith("log1p"):
         shifted = node.emit(relax.op.add(x, one))
-        found = node.emit(relax.op.log(shifted))
-        rest = node.emit(relax.op.subtract(shifted, one))
-        exact = node.emit(relax.op.divide(relax.op.multiply(found, x), rest))
+        log = node.emit(relax.op.log(shifted))
+        shifted_difference = node.emit(relax.op.subtract(shifted, one))
+        exact = node.emit(relax.op.divide(relax.op.multiply(log, x), shifted_difference))
         is_small = node.emit(relax.op.less(relax.op.abs(x), const(0.5, node.dtype)))
-        is_tiny = node.emit(relax.op.equal(rest, const(0, node.dtype)))
-        return node.emit(relax.op.where(is_tiny, x, relax.op.where(is_small, exact, found)))
+        is_tiny = node.emit(relax.op.equal(shifted_difference, const(0, node.dtype)))
+        return node.emit(relax.op.where(is_tiny, x, relax.op.where(is_small, exact, log)))
     half = node.emit(relax.op.tanh(relax.op.multiply(x, const(0.5, node.dtype))))
     small = relax.op.divide(relax.op.multiply(const(2, node.dtype), half), relax.op.subtract(one, half))
     is_small = relax.op.less(relax.op.abs(x), const(0.5, node.dtype))
@@ -244,7 +244,7 @@ def other_base(node: TorchNode, x: Any) -> relax.Expr:
 
 @converts("sign", "sgn")
 def sign(node: TorchNode, x: Any) -> relax.Expr:
-    """The sign as -1, 0 or 1; a bool as it is."""
+    """The sign as -1, 0 or 1; booleans are unchanged."""
     x = node.tensor(x)
     return x if node.dtype == "bool" else node.emit(relax.op.sign(x))
 
@@ -258,12 +258,12 @@ def round_(node: TorchNode, x: Any, decimals: int = 0) -> relax.Expr:
     if not is_float(node.dtype):
         raise node.refusal("of integers to decimals")
     factor = const(10.0 ** abs(decimals), node.dtype)
-    there, back = (relax.op.multiply, relax.op.divide)[:: 1 if decimals > 0 else -1]
-    return node.emit(back(relax.op.round(there(x, factor)), factor))
+    scale, unscale = (relax.op.multiply, relax.op.divide)[:: 1 if decimals > 0 else -1]
+    return node.emit(unscale(relax.op.round(scale(x, factor)), factor))
 
 
-def _is_negative(node: TorchNode, x: relax.Expr) -> relax.Expr:
-    """Return whether numbers have the sign bit set, as -0.0 has."""
+def _has_sign_bit(node: TorchNode, x: relax.Expr) -> relax.Expr:
+    """Return whether the sign bit is set, also for -0.0."""
     dtype = str(x.ty.dtype)
     if not is_float(dtype):
         return node.emit(relax.op.less(node.cast(x, "int64"), const(0, "int64")))
@@ -276,25 +276,25 @@ def _is_negative(node: TorchNode, x: relax.Expr) -> relax.Expr:
 
 @converts("signbit", "copysign", "angle")
 def signs(node: TorchNode, x: Any, other: Any = None) -> relax.Expr:
-    """The sign bit; a number with the sign of another; or the angle of a real number, 0 or pi."""
+    """Sign bit; magnitude with another number's sign; or angle of a real number, 0 or pi."""
     if node.op.startswith("signbit"):
-        return _is_negative(node, x)
+        return _has_sign_bit(node, x)
     if node.op.startswith("angle"):
         x = node.tensor(x)
         half = relax.op.where(relax.op.less(x, const(0, node.dtype)), const(math.pi, node.dtype), const(0, node.dtype))
         return node.emit(relax.op.where(relax.op.isnan(x), x, half))
-    size = node.emit(relax.op.abs(node.tensor(x)))
-    return node.emit(relax.op.where(_is_negative(node, node.tensor(other)), relax.op.negative(size), size))
+    absolute = node.emit(relax.op.abs(node.tensor(x)))
+    return node.emit(relax.op.where(_has_sign_bit(node, node.tensor(other)), relax.op.negative(absolute), absolute))
 
 
 @converts("fmax", "fmin")
 def extreme_number(node: TorchNode, a: Any, b: Any) -> relax.Expr:
-    """The larger or smaller of two numbers; where one is NaN, the other."""
+    """Maximum or minimum; if one operand is NaN, the other."""
     a, b = node.tensor(a), node.tensor(b)
-    found = extreme(replace(node, op=node.op[1:]), a, b)
+    larger = extreme(replace(node, op=node.op[1:]), a, b)
     if not is_float(node.dtype):
-        return found
-    return node.emit(relax.op.where(relax.op.isnan(a), b, relax.op.where(relax.op.isnan(b), a, found)))
+        return larger
+    return node.emit(relax.op.where(relax.op.isnan(a), b, relax.op.where(relax.op.isnan(b), a, larger)))
 
 
 @converts("hypot")
@@ -312,47 +312,47 @@ _ERFC = (
 
 @converts("erfc", "special_erfcx")
 def erfc(node: TorchNode, x: Any) -> relax.Expr:
-    """1 - erf(x), to the relative precision of small results; `special_erfcx` is that times exp(x * x)."""
+    """1 - erf(x), accurate for large x; `special_erfcx` is scaled by exp(x * x)."""
     is_scaled, dtype = node.op.startswith("special"), node.dtype
     x = node.tensor(x)
     if dtype == "float64" and not is_scaled:
         return node.emit(relax.op.subtract(const(1, dtype), relax.op.erf(x)))
     if dtype == "float64":
         raise node.refusal("of float64")
-    size, one, two = node.emit(relax.op.abs(x)), const(1, dtype), const(2, dtype)
-    t = node.emit(relax.op.divide(one, relax.op.add(one, relax.op.multiply(size, const(0.5, dtype)))))
-    power = const(_ERFC[-1], dtype)
+    absolute, one, two = node.emit(relax.op.abs(x)), const(1, dtype), const(2, dtype)
+    t = node.emit(relax.op.divide(one, relax.op.add(one, relax.op.multiply(absolute, const(0.5, dtype)))))
+    exponent = const(_ERFC[-1], dtype)
     for factor in _ERFC[-2::-1]:
-        power = node.emit(relax.op.add(relax.op.multiply(power, t), const(factor, dtype)))
+        exponent = node.emit(relax.op.add(relax.op.multiply(exponent, t), const(factor, dtype)))
     square = node.emit(relax.op.multiply(x, x))
-    power = power if is_scaled else node.emit(relax.op.subtract(power, square))
-    found = node.emit(relax.op.multiply(t, relax.op.exp(power)))
-    whole = node.emit(relax.op.multiply(two, relax.op.exp(square))) if is_scaled else two
-    return node.emit(relax.op.where(relax.op.less(x, const(0, dtype)), relax.op.subtract(whole, found), found))
+    exponent = exponent if is_scaled else node.emit(relax.op.subtract(exponent, square))
+    tail = node.emit(relax.op.multiply(t, relax.op.exp(exponent)))
+    upper = node.emit(relax.op.multiply(two, relax.op.exp(square))) if is_scaled else two
+    return node.emit(relax.op.where(relax.op.less(x, const(0, dtype)), relax.op.subtract(upper, tail), tail))
 
 
 @converts("erfinv")
 def erfinv(node: TorchNode, x: Any) -> relax.Expr:
-    """The inverse of the error function: Winitzki's estimate, and three steps of Newton's."""
+    """Inverse error function: Winitzki's estimate and three Newton steps."""
     x, dtype = node.tensor(x), node.dtype
     one, half, a = const(1, dtype), const(0.5, dtype), 0.147
-    rest = relax.op.log(relax.op.multiply(relax.op.subtract(one, x), relax.op.add(one, x)))
-    rest = node.emit(rest)
-    first = node.emit(relax.op.add(const(2 / (math.pi * a), dtype), relax.op.multiply(rest, half)))
+    log_term = relax.op.log(relax.op.multiply(relax.op.subtract(one, x), relax.op.add(one, x)))
+    log_term = node.emit(log_term)
+    center = node.emit(relax.op.add(const(2 / (math.pi * a), dtype), relax.op.multiply(log_term, half)))
     root = relax.op.sqrt(
-        relax.op.subtract(relax.op.multiply(first, first), relax.op.multiply(rest, const(1 / a, dtype)))
+        relax.op.subtract(relax.op.multiply(center, center), relax.op.multiply(log_term, const(1 / a, dtype)))
     )
-    size = relax.op.sqrt(relax.op.maximum(relax.op.subtract(root, first), const(0, dtype)))
-    found = node.emit(relax.op.multiply(relax.op.sign(x), size))
+    absolute = relax.op.sqrt(relax.op.maximum(relax.op.subtract(root, center), const(0, dtype)))
+    estimate = node.emit(relax.op.multiply(relax.op.sign(x), absolute))
     for _ in range(3):
         slope = relax.op.multiply(
-            const(2 / math.sqrt(math.pi), dtype), relax.op.exp(relax.op.negative(relax.op.multiply(found, found)))
+            const(2 / math.sqrt(math.pi), dtype), relax.op.exp(relax.op.negative(relax.op.multiply(estimate, estimate)))
         )
-        step = node.emit(relax.op.divide(relax.op.subtract(relax.op.erf(found), x), slope))
-        found = node.emit(relax.op.subtract(found, step))
+        correction = node.emit(relax.op.divide(relax.op.subtract(relax.op.erf(estimate), x), slope))
+        estimate = node.emit(relax.op.subtract(estimate, correction))
     end = node.emit(relax.op.equal(relax.op.abs(x), one))
     infinite = relax.op.multiply(x, const(math.inf, dtype))
-    return node.emit(relax.op.where(end, infinite, found))
+    return node.emit(relax.op.where(end, infinite, estimate))
 
 
 @converts("atan2")
@@ -363,7 +363,7 @@ def atan2(node: TorchNode, y: Any, x: Any) -> relax.Expr:
 
 @converts("where")
 def where(node: TorchNode, condition: relax.Expr, a: Any = None, b: Any = None) -> relax.Expr:
-    """One value or the other."""
+    """Select elementwise."""
     if a is None:
         raise node.refusal("without values")
     return node.onnx("Where", node.tensor(condition, "bool"), node.tensor(a), node.tensor(b))
@@ -371,19 +371,19 @@ def where(node: TorchNode, condition: relax.Expr, a: Any = None, b: Any = None) 
 
 @converts("masked_fill")
 def masked_fill(node: TorchNode, x: relax.Expr, mask: relax.Expr, value: Any) -> relax.Expr:
-    """A number where the mask is set."""
+    """Replace elements by a number where the mask is set."""
     return node.onnx("Where", mask, node.tensor(value), node.tensor(x))
 
 
 @converts("gelu")
 def gelu(node: TorchNode, x: relax.Expr, approximate: str = "none") -> relax.Expr:
-    """Gelu by the error function or the hyperbolic tangent."""
+    """GELU, exact or with tanh."""
     return node.emit((relax.op.nn.gelu if approximate == "none" else relax.op.nn.gelu_tanh)(x))
 
 
 @converts("leaky_relu", "elu", "hardswish", "hardsigmoid", "prelu", "softplus")
-def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
-    """Activations that ONNX has too."""
+def activation(node: TorchNode, x: relax.Expr, *parameters: Any) -> relax.Expr:
+    """Activations by ONNX's converters."""
     name = node.op.partition(".")[0]
     if name == "hardsigmoid":
         return node.onnx("HardSigmoid", x, alpha=1 / 6, beta=0.5)
@@ -391,18 +391,18 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
         inner = node.onnx("HardSigmoid", x, alpha=1 / 6, beta=0.5)
         return node.emit(relax.op.multiply(x, inner))
     if name == "leaky_relu":
-        return node.onnx("LeakyRelu", x, alpha=float(given[0]) if given else 0.01)
+        return node.onnx("LeakyRelu", x, alpha=float(parameters[0]) if parameters else 0.01)
     if name == "prelu":
-        (slope,) = given
+        (slope,) = parameters
         if node.dims(slope) != [1]:
             slope = node.reshape(slope, [-1, *[1] * (len(node.shape) - 2)])
         return node.onnx("PRelu", x, slope)
     if name == "softplus":
-        beta, threshold = given
+        beta, threshold = parameters
         scaled = node.emit(relax.op.multiply(x, const(beta, node.dtype)))
         soft = node.emit(relax.op.divide(node.onnx("Softplus", scaled), const(beta, node.dtype)))
         return node.emit(relax.op.where(relax.op.greater(scaled, const(threshold, node.dtype)), x, soft))
-    alpha, scale, input_scale = given
+    alpha, scale, input_scale = parameters
     negative = node.onnx("Elu", node.emit(relax.op.multiply(x, const(input_scale, node.dtype))), alpha=float(alpha))
     value = node.emit(relax.op.where(relax.op.greater(x, const(0, node.dtype)), x, negative))
     return value if scale == 1 else node.emit(relax.op.multiply(value, const(scale, node.dtype)))
@@ -410,19 +410,19 @@ def activation(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
 
 @converts("rrelu_with_noise_functional")
 def rrelu(node: TorchNode, x: relax.Expr, noise: relax.Expr, low: float, high: float, *_: Any) -> list[Any]:
-    """A leaky ReLU with the mean slope; programs that draw the slope are refused earlier."""
+    """Leaky ReLU with the mean slope; training mode is refused before."""
     return [node.onnx("LeakyRelu", x, alpha=(low + high) / 2), noise]
 
 
 @converts("dropout", "native_dropout")
 def dropout(node: TorchNode, x: relax.Expr, *_: Any) -> Any:
-    """The identity; programs that drop elements are refused earlier."""
+    """Identity; training mode is refused before."""
     return [x, node.filled(True, node.dims(x), "bool")] if node.op.startswith("native") else x
 
 
 @converts("to", "_to_copy", "type_as", "_to_dtype", "convert_element_type")
 def to(node: TorchNode, x: Any, *_: Any) -> relax.Expr:
-    """As elements of another type."""
+    """Cast to another type."""
     return node.tensor(x)
 
 
@@ -445,25 +445,25 @@ def to(node: TorchNode, x: Any, *_: Any) -> relax.Expr:
     "empty_permuted",
     "fill",
 )
-def full(node: TorchNode, *given: Any) -> relax.Expr:
-    """A tensor of one number; what torch leaves open is 0."""
+def full(node: TorchNode, *arguments: Any) -> relax.Expr:
+    """A tensor filled with one number; uninitialized tensors are 0."""
     name = node.op.partition(".")[0]
-    places = {"full": 1, "new_full": 2, "full_like": 1, "fill": 1, "scalar_tensor": 0}
-    value = given[places[name]] if name in places else int("ones" in name)
+    value_index = {"full": 1, "new_full": 2, "full_like": 1, "fill": 1, "scalar_tensor": 0}
+    value = arguments[value_index[name]] if name in value_index else int("ones" in name)
     return node.filled(value)
 
 
 @converts("arange")
-def arange(node: TorchNode, *given: Any) -> relax.Expr:
-    """Numbers in a row."""
+def arange(node: TorchNode, *arguments: Any) -> relax.Expr:
+    """Arithmetic progression."""
     overload = node.op.partition(".")[2]
-    start, end, step = {"default": (0, given[0], 1), "start": (*given[:2], 1)}.get(overload) or given[:3]
+    start, end, step = {"default": (0, arguments[0], 1), "start": (*arguments[:2], 1)}.get(overload) or arguments[:3]
     (count,) = node.shape
     if all(isinstance(value, (int, float)) for value in (start, end, step)) and isinstance(count, int):
         return const(start + step * np.arange(count), node.dtype)
     dtype = node.dtype if node.dtype in ("int32", "int64") else "int64"
-    whole = node.emit(relax.op.arange(relax.prim_value(0), relax.prim_value(count), relax.prim_value(1), dtype))
-    whole = node.cast(whole, node.dtype)
+    values = node.emit(relax.op.arange(relax.prim_value(0), relax.prim_value(count), relax.prim_value(1), dtype))
+    values = node.cast(values, node.dtype)
     if not (isinstance(step, int) and step == 1):
-        whole = node.emit(relax.op.multiply(whole, node.tensor(step)))
-    return whole if isinstance(start, int) and start == 0 else node.emit(relax.op.add(whole, node.tensor(start)))
+        values = node.emit(relax.op.multiply(values, node.tensor(step)))
+    return values if isinstance(start, int) and start == 0 else node.emit(relax.op.add(values, node.tensor(start)))

@@ -1,4 +1,4 @@
-"""Ops that move elements: reshaping, permuting, cutting, joining, padding. Shapes are those that torch found."""
+"""Ops that move elements: reshape, permute, slice, concatenate, pad. Result shapes are the ones torch inferred."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..node import TorchNode, converts
     "ravel",
 )
 def reshape(node: TorchNode, x: relax.Expr, *_: Any) -> relax.Expr:
-    """The elements in the shape that torch found."""
+    """Reshape to the result's shape."""
     if node.dtype != str(x.ty.dtype):
         raise node.refusal("as bits of another type")
     return node.reshape(x, node.shape)
@@ -35,25 +35,25 @@ def reshape(node: TorchNode, x: relax.Expr, *_: Any) -> relax.Expr:
 
 @converts("expand", "broadcast_to", "expand_as", "expand_copy")
 def expand(node: TorchNode, x: relax.Expr, *_: Any) -> relax.Expr:
-    """Repeated along axes of size 1."""
+    """Broadcast to the result's shape."""
     return node.broadcast(x, node.shape)
 
 
 @converts("copy", "copy_")
 def copy(node: TorchNode, _: relax.Expr, source: relax.Expr, *__: Any) -> relax.Expr:
-    """Another tensor in this one's shape and type."""
+    """Another tensor, cast and broadcast to this one's type and shape."""
     return node.broadcast(node.tensor(source), node.shape)
 
 
 @converts("permute", "permute_copy")
 def permute(node: TorchNode, x: relax.Expr, axes: list[int]) -> relax.Expr:
-    """Axes in another order."""
+    """Permute axes."""
     return node.emit(relax.op.permute_dims(x, [node.axis(axis, len(axes)) for axis in axes]))
 
 
 @converts("transpose", "t", "transpose_copy")
 def transpose(node: TorchNode, x: relax.Expr, a: int = 0, b: int = 1) -> relax.Expr:
-    """Two axes exchanged."""
+    """Swap two axes."""
     rank = len(node.shape)
     if rank < 2:
         return x
@@ -64,7 +64,7 @@ def transpose(node: TorchNode, x: relax.Expr, a: int = 0, b: int = 1) -> relax.E
 
 
 def cut_axis(node: TorchNode, x: relax.Expr, axis: int, first: Any, count: Any, step: int = 1) -> relax.Expr:
-    """Some elements of an axis; the place of the first one may count from the back."""
+    """Slice `count` elements of an axis; a negative `first` counts from the end."""
     size = node.dims(x)[axis]
     if isinstance(first, int) and first < 0:
         first = max(size + first, 0) if isinstance(size, int) else size + first
@@ -86,18 +86,18 @@ def cut_axis(node: TorchNode, x: relax.Expr, axis: int, first: Any, count: Any, 
 def slice_(
     node: TorchNode, x: relax.Expr, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> relax.Expr:
-    """A part of an axis, as long as torch found it."""
+    """Slice an axis to the result's size."""
     axis = node.axis(dim, len(node.dims(x)))
     size, count = node.dims(x)[axis], node.value.shape[axis]
     start = 0 if start is None else start
-    if not isinstance(count, int) and node.sizes.is_new(count):  # a number that the model reads is an end
+    if not isinstance(count, int) and node.sizes.is_new(count):  # a bound is a number read from a tensor
 
-        def held(place: Any) -> Any:
-            place = as_expr(place)
-            return tirx.max(tirx.min(tirx.Select(place < 0, place + size, place), as_expr(size)), as_expr(0))
+        def clamp(index: Any) -> Any:
+            index = as_expr(index)
+            return tirx.max(tirx.min(tirx.Select(index < 0, index + size, index), as_expr(size)), as_expr(0))
 
-        first = held(start)
-        last = as_expr(size) if end is None else held(end)
+        first = clamp(start)
+        last = as_expr(size) if end is None else clamp(end)
         length = tirx.floordiv(tirx.max(last - first, as_expr(0)) + (step - 1), as_expr(step))
         node.sizes.bind(count, node.read_size(node.number(length)))
         start = first
@@ -106,29 +106,29 @@ def slice_(
 
 @converts("narrow")
 def narrow(node: TorchNode, x: relax.Expr, dim: int, start: Any, length: Any) -> relax.Expr:
-    """A part of an axis."""
+    """Slice an axis by start and length."""
     return slice_(node, x, dim, start)
 
 
 @converts("select", "select_copy")
 def select(node: TorchNode, x: relax.Expr, dim: int, index: Any) -> relax.Expr:
-    """One place of an axis."""
+    """One index of an axis, which is removed."""
     axis = node.axis(dim, len(node.dims(x)))
     return node.reshape(cut_axis(node, x, axis, index, 1), node.shape)
 
 
 @converts("split", "split_with_sizes", "unbind", "chunk", "split_copy", "split_with_sizes_copy", "unbind_copy")
-def split(node: TorchNode, x: relax.Expr, *given: Any) -> list[relax.Expr]:
+def split(node: TorchNode, x: relax.Expr, *arguments: Any) -> list[relax.Expr]:
     """Consecutive parts of an axis."""
     is_unbind = node.op.startswith("unbind")
-    dim = given[0] if is_unbind and given else given[1] if len(given) > 1 else 0
+    dim = arguments[0] if is_unbind and arguments else arguments[1] if len(arguments) > 1 else 0
     axis = node.axis(dim, len(node.dims(x)))
     parts, first = [], 0
     shapes = [node.sizes.shape(value.shape) for value in node.value]
     if not is_unbind and len(shapes) > 1 and all(isinstance(shape[axis], int) and shape[axis] for shape in shapes):
         ends = [int(end) for end in np.cumsum([shape[axis] for shape in shapes])[:-1]]
-        both = node.emit(relax.op.split(x, ends, axis))
-        return [node.emit(relax.TupleGetItem(both, index)) for index in range(len(shapes))]
+        pieces = node.emit(relax.op.split(x, ends, axis))
+        return [node.emit(relax.TupleGetItem(pieces, index)) for index in range(len(shapes))]
     for shape in shapes:
         count = 1 if is_unbind else shape[axis]
         part = cut_axis(node, x, axis, first, count)
@@ -139,16 +139,16 @@ def split(node: TorchNode, x: relax.Expr, *given: Any) -> list[relax.Expr]:
 
 @converts("cat", "concat")
 def cat(node: TorchNode, tensors: list[relax.Expr], dim: int = 0) -> relax.Expr:
-    """One after the other along an axis; empty vectors are none."""
+    """Concatenate along an axis; empty vectors are ignored."""
     rank = len(node.shape)
-    kept = [tensor for tensor in tensors if len(node.dims(tensor)) == rank]
-    parts = [node.tensor(tensor) for tensor in kept]
+    selected = [tensor for tensor in tensors if len(node.dims(tensor)) == rank]
+    parts = [node.tensor(tensor) for tensor in selected]
     return parts[0] if len(parts) == 1 else node.emit(relax.op.concat(parts, node.axis(dim, rank)))
 
 
 @converts("stack")
 def stack(node: TorchNode, tensors: list[relax.Expr], dim: int = 0) -> relax.Expr:
-    """Along a new axis."""
+    """Concatenate along a new axis."""
     axis = node.axis(dim, len(node.shape))
     parts = [node.emit(relax.op.expand_dims(node.tensor(tensor), axis)) for tensor in tensors]
     return parts[0] if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
@@ -156,7 +156,7 @@ def stack(node: TorchNode, tensors: list[relax.Expr], dim: int = 0) -> relax.Exp
 
 @converts("repeat", "tile")
 def repeat(node: TorchNode, x: relax.Expr, counts: list[Any]) -> relax.Expr:
-    """Copies along axes, new ones in front."""
+    """Repeat along axes, with new axes in front."""
     dims = node.dims(x)
     x = node.reshape(x, [*[1] * (len(node.shape) - len(dims)), *dims])
     counts = [*[1] * (len(node.shape) - len(counts)), *counts]
@@ -165,7 +165,7 @@ def repeat(node: TorchNode, x: relax.Expr, counts: list[Any]) -> relax.Expr:
 
 @converts("flip")
 def flip(node: TorchNode, x: relax.Expr, dims: list[int]) -> relax.Expr:
-    """Axes backwards."""
+    """Reverse axes."""
     for dim in dims:
         x = node.emit(relax.op.flip(x, node.axis(dim, len(node.shape))))
     return x
@@ -173,15 +173,15 @@ def flip(node: TorchNode, x: relax.Expr, dims: list[int]) -> relax.Expr:
 
 @converts("roll")
 def roll(node: TorchNode, x: relax.Expr, shifts: list[int], dims: list[int]) -> relax.Expr:
-    """Axes turned around."""
+    """Rotate axes."""
     if not dims:
         raise node.refusal("of all elements as one row")
     for shift, dim in zip(shifts, dims, strict=True):
         axis = node.axis(dim, len(node.shape))
         (size,) = node.static([node.shape[axis]], "turns an axis of")
-        place = (size - shift % size) % size if size else 0
-        if place:
-            parts = [cut_axis(node, x, axis, place, size - place), cut_axis(node, x, axis, 0, place)]
+        start = (size - shift % size) % size if size else 0
+        if start:
+            parts = [cut_axis(node, x, axis, start, size - start), cut_axis(node, x, axis, 0, start)]
             x = node.emit(relax.op.concat(parts, axis))
     return x
 
@@ -199,13 +199,13 @@ def trilu(node: TorchNode, x: relax.Expr, diagonal: int = 0) -> relax.Expr:
     "constant_pad_nd", "pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
     "replication_pad2d", "replication_pad3d",
 )  # fmt: skip
-def pad(node: TorchNode, x: relax.Expr, pads: list[Any], *given: Any) -> relax.Expr:
-    """More elements, or fewer, at the ends of the last axes."""
+def pad(node: TorchNode, x: relax.Expr, pads: list[Any], *options: Any) -> relax.Expr:
+    """Pad or crop the ends of the last axes."""
     name = node.op.partition(".")[0]
     modes = {"reflect": "reflect", "replicate": "edge", "constant": "constant", "circular": "wrap"}
     mode = {"r": "reflect" if name.startswith("reflection") else "edge", "c": "constant"}.get(name[0], "")
-    mode = mode or modes[given[0] if given else "constant"]
-    value = (given[0] if name[0] == "c" else given[1] if len(given) > 1 else None) if given else None
+    mode = mode or modes[options[0] if options else "constant"]
+    value = (options[0] if name[0] == "c" else options[1] if len(options) > 1 else None) if options else None
     rank = len(node.shape)
     before = [0] * (rank - len(pads) // 2) + list(pads[::2])[::-1]
     after = [0] * (rank - len(pads) // 2) + list(pads[1::2])[::-1]
@@ -219,7 +219,7 @@ def pad(node: TorchNode, x: relax.Expr, pads: list[Any], *given: Any) -> relax.E
 
 @converts("pixel_shuffle")
 def pixel_shuffle(node: TorchNode, x: relax.Expr, factor: int) -> relax.Expr:
-    """Channels to places."""
+    """Move channels to pixels."""
     return node.onnx("DepthToSpace", x, blocksize=factor, mode="CRD")
 
 
@@ -227,7 +227,7 @@ def pixel_shuffle(node: TorchNode, x: relax.Expr, factor: int) -> relax.Expr:
 def slice_scatter(
     node: TorchNode, x: relax.Expr, source: relax.Expr, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> relax.Expr:
-    """A copy with a part of an axis replaced."""
+    """Copy with a slice of an axis replaced."""
     axis = node.axis(dim, len(node.shape))
     size, count = node.shape[axis], node.dims(source)[axis]
     first = 0 if start is None else start
@@ -239,39 +239,39 @@ def slice_scatter(
     if isinstance(count, int) and count == 0:
         return x
     if step == 1:
-        behind = size - first - count
+        num_after = size - first - count
         parts = [] if isinstance(first, int) and first == 0 else [cut_axis(node, x, axis, 0, first)]
         parts.append(source)
-        if not isinstance(behind, int) or behind > 0:
-            parts.append(cut_axis(node, x, axis, first + count, behind))
+        if not isinstance(num_after, int) or num_after > 0:
+            parts.append(cut_axis(node, x, axis, first + count, num_after))
         return parts[0] if len(parts) == 1 else node.emit(relax.op.concat(parts, axis))
-    first, number = as_expr(first), as_expr(count)
+    first, num_elements = as_expr(first), as_expr(count)
 
     def element(i: Position, x: te.Tensor, source: te.Tensor) -> tirx.Expr:
-        place = i[axis].astype("int64") - first
+        offset = i[axis].astype("int64") - first
         is_inside = tirx.all(
-            place >= 0, place <= (number - 1) * step, tirx.EQ(tirx.floormod(place, as_expr(step)), as_expr(0))
+            offset >= 0, offset <= (num_elements - 1) * step, tirx.EQ(tirx.floormod(offset, as_expr(step)), as_expr(0))
         )
-        entry = tirx.max(tirx.min(tirx.floordiv(place, as_expr(step)), number - 1), as_expr(0))
-        return tirx.if_then_else(is_inside, source(*i[:axis], entry, *i[axis + 1 :]), x(*i))
+        source_index = tirx.max(tirx.min(tirx.floordiv(offset, as_expr(step)), num_elements - 1), as_expr(0))
+        return tirx.if_then_else(is_inside, source(*i[:axis], source_index, *i[axis + 1 :]), x(*i))
 
     return node.onnx_node("Scatter", []).kernel("slice_scatter", element, x, source)
 
 
 @converts("select_scatter")
 def select_scatter(node: TorchNode, x: relax.Expr, source: relax.Expr, dim: int, index: Any) -> relax.Expr:
-    """A copy with one place of an axis replaced."""
+    """Copy with one index of an axis replaced."""
     axis = node.axis(dim, len(node.shape))
     return slice_scatter(node, x, node.emit(relax.op.expand_dims(source, axis)), dim, index)
 
 
 @converts("unfold")
 def unfold(node: TorchNode, x: relax.Expr, dim: int, size: int, step: int) -> relax.Expr:
-    """Windows of an axis, their places along a new last axis."""
+    """Sliding windows of an axis, along a new last axis."""
     rank = len(node.dims(x))
     axis = node.axis(dim, rank)
     (count,) = node.static([node.shape[axis]], "cuts windows of number")
-    places = np.arange(count)[:, None] * step + np.arange(size)
-    windows = node.onnx("Gather", x, const(places, "int64"), axis=axis)
-    order = [place for place in range(rank + 1) if place != axis + 1]
+    indices = np.arange(count)[:, None] * step + np.arange(size)
+    windows = node.onnx("Gather", x, const(indices, "int64"), axis=axis)
+    order = [position for position in range(rank + 1) if position != axis + 1]
     return node.emit(relax.op.permute_dims(windows, [*order, axis + 1]))

@@ -15,22 +15,22 @@ from ..node import TorchNode, converts
 
 @converts("mm", "bmm", "matmul", "mv", "dot")
 def matmul(node: TorchNode, a: relax.Expr, b: relax.Expr) -> relax.Expr:
-    """Product of matrices, or stacks of them."""
+    """Product of matrices or batches of matrices."""
     return node.emit(relax.op.matmul(a, b))
 
 
 @converts("linear")
 def linear(node: TorchNode, x: relax.Expr, weight: relax.Expr, bias: relax.Expr | None = None) -> relax.Expr:
-    """A product with a transposed weight."""
+    """Product with a transposed weight, plus bias."""
     rank = len(node.dims(weight))
-    turned = node.emit(relax.op.permute_dims(weight)) if rank == 2 else weight
-    product = node.emit(relax.op.matmul(x, turned))
+    transposed = node.emit(relax.op.permute_dims(weight)) if rank == 2 else weight
+    product = node.emit(relax.op.matmul(x, transposed))
     return product if bias is None else node.emit(relax.op.add(product, bias))
 
 
 @converts("addmm", "addmv", "baddbmm", "_sparse_addmm")
 def addmm(node: TorchNode, x: relax.Expr, a: relax.Expr, b: relax.Expr, beta: Any = 1, alpha: Any = 1) -> relax.Expr:
-    """A product and a summand, each scaled."""
+    """Scaled product plus scaled summand."""
     product = node.emit(relax.op.matmul(a, b))
     if alpha != 1:
         product = node.emit(relax.op.multiply(product, node.tensor(alpha)))
@@ -48,12 +48,12 @@ def einsum(node: TorchNode, equation: str, operands: list[relax.Expr], *_: Any) 
 
 
 @converts("_trilinear")
-def trilinear(node: TorchNode, a: relax.Expr, b: relax.Expr, c: relax.Expr, *given: Any) -> relax.Expr:
-    """The sum over axes of the product of three tensors, each expanded by new axes first: `nn.Bilinear`."""
-    *new, axes = given[:4]
+def trilinear(node: TorchNode, a: relax.Expr, b: relax.Expr, c: relax.Expr, *arguments: Any) -> relax.Expr:
+    """Product of three tensors with inserted axes, summed over axes (`nn.Bilinear`)."""
+    *new_axes, axes = arguments[:4]
     product = None
-    for value, places in zip((a, b, c), new, strict=True):
-        for axis in sorted(places):
+    for value, positions in zip((a, b, c), new_axes, strict=True):
+        for axis in sorted(positions):
             value = node.emit(relax.op.expand_dims(value, axis))
         product = value if product is None else node.emit(relax.op.multiply(product, value))
     return node.emit(relax.op.sum(product, axes))
@@ -70,14 +70,14 @@ def convolution(
     dilation: Any = (1,),
     *rest: Any,
 ) -> relax.Expr:
-    """A convolution, or a transposed one."""
+    """Convolution or transposed convolution."""
     spatial = len(node.dims(weight)) - 2
     if isinstance(padding, str):
         raise node.refusal("padded by a word")
     if len(node.dims(x)) == spatial + 1:
         batch = node.emit(relax.op.expand_dims(x, 0))
-        found = convolution(node, batch, weight, bias, stride, padding, dilation, *rest)
-        return node.reshape(found, node.shape)
+        result = convolution(node, batch, weight, bias, stride, padding, dilation, *rest)
+        return node.reshape(result, node.shape)
     transposed, output_padding, groups = rest if len(rest) == 3 else (False, (0,), *(rest or (1,)))
     stride, padding, dilation, output_padding = (
         list(value) * (spatial if len(value) == 1 else 1) for value in (stride, padding, dilation, output_padding)
@@ -100,17 +100,17 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> relax.Expr:
-    """Softmax of scaled scores, times values: as products, of which the compiler makes one kernel."""
+    """Attention as products and softmax, which the compiler fuses into one kernel."""
     queries, keys = node.dims(q), node.dims(k)
     if enable_gqa and not node.sizes_equal(queries[-3], keys[-3]):
-        times = node.static([queries[-3], keys[-3]], "repeats heads of")
-        k, v = (_repeated_heads(node, value, times[0] // times[1]) for value in (k, v))
+        head_counts = node.static([queries[-3], keys[-3]], "repeats heads of")
+        k, v = (_repeat_heads(node, value, head_counts[0] // head_counts[1]) for value in (k, v))
     (width,) = node.static([queries[-1]], "scales by the root of")
     dtype = node.dtype
     factor = 1 / math.sqrt(width) if scale is None else scale
     rank = len(keys)
-    turned = node.emit(relax.op.permute_dims(k, [*range(rank - 2), rank - 1, rank - 2]))
-    scores = node.emit(relax.op.multiply(relax.op.matmul(q, turned), const(factor, dtype)))
+    transposed = node.emit(relax.op.permute_dims(k, [*range(rank - 2), rank - 1, rank - 2]))
+    scores = node.emit(relax.op.multiply(relax.op.matmul(q, transposed), const(factor, dtype)))
     lowest = const(-np.inf, dtype)
     if is_causal:
         rows, columns = queries[-2], keys[-2]
@@ -126,29 +126,29 @@ def attention(
             scores = node.emit(relax.op.where(mask, scores, lowest))
         else:
             scores = node.emit(relax.op.add(scores, node.tensor(mask)))
-    shares = node.emit(relax.op.nn.softmax(scores, -1))
-    out = node.emit(relax.op.matmul(shares, v))
+    probabilities = node.emit(relax.op.nn.softmax(scores, -1))
+    out = node.emit(relax.op.matmul(probabilities, v))
     if mask is None:
         return out
     if str(mask.ty.dtype) == "bool":
-        sees_none = relax.op.equal(relax.op.max(node.cast(mask, "int32"), -1, True), const(0, "int32"))
+        is_masked = relax.op.equal(relax.op.max(node.cast(mask, "int32"), -1, True), const(0, "int32"))
     else:
-        sees_none = relax.op.equal(relax.op.max(node.tensor(mask), -1, True), lowest)
-    return node.emit(relax.op.where(node.emit(sees_none), const(0, dtype), out))  # as torch has it
+        is_masked = relax.op.equal(relax.op.max(node.tensor(mask), -1, True), lowest)
+    return node.emit(relax.op.where(node.emit(is_masked), const(0, dtype), out))  # fully masked rows are 0
 
 
-def _repeated_heads(node: TorchNode, value: relax.Expr, times: int) -> relax.Expr:
+def _repeat_heads(node: TorchNode, value: relax.Expr, times: int) -> relax.Expr:
     batch, heads, length, width = node.dims(value)
-    wide = node.emit(relax.op.expand_dims(value, 2))
-    wide = node.broadcast(wide, [batch, heads, times, length, width])
-    return node.reshape(wide, [batch, heads * times, length, width])
+    expanded = node.emit(relax.op.expand_dims(value, 2))
+    expanded = node.broadcast(expanded, [batch, heads, times, length, width])
+    return node.reshape(expanded, [batch, heads * times, length, width])
 
 
 @converts("layer_norm", "native_layer_norm")
 def layer_norm(
     node: TorchNode, x: relax.Expr, shape: list[Any], weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Any:
-    """The last axes to mean 0 and variance 1."""
+    """Normalize the last axes to mean 0 and variance 1."""
     sizes = node.static(shape, "normalizes over")
     dtype = str(x.ty.dtype)
     axes = list(range(-len(sizes), 0))
@@ -164,7 +164,7 @@ def layer_norm(
 def rms_norm(
     node: TorchNode, x: relax.Expr, shape: list[Any], weight: Any = None, eps: float | None = None
 ) -> relax.Expr:
-    """The last axes to a mean square of 1."""
+    """Normalize the last axes to a mean square of 1."""
     sizes = node.static(shape, "normalizes over")
     dtype = str(x.ty.dtype)
     weight = const(np.ones(sizes), dtype) if weight is None else weight
@@ -176,8 +176,8 @@ def rms_norm(
 def group_norm(
     node: TorchNode, x: relax.Expr, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> relax.Expr:
-    """Each group of channels to mean 0 and variance 1."""
-    weight, bias = _scale_and_shift(node, x, weight, bias)
+    """Normalize each group of channels to mean 0 and variance 1."""
+    weight, bias = _default_scale_and_shift(node, x, weight, bias)
     return node.onnx("GroupNormalization", x, weight, bias, num_groups=groups, epsilon=eps)
 
 
@@ -185,19 +185,19 @@ def group_norm(
 def batch_norm_of_batch(
     node: TorchNode, x: relax.Expr, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> list[relax.Expr]:
-    """Normalize each channel over the whole batch, in a layer that keeps no statistics."""
+    """Normalize each channel over the whole batch, in a layer without running statistics."""
     if not node.op.endswith(".no_stats") or node.used - {0}:
         raise node.refusal("by statistics of the batch that it keeps; call module.eval() before")
     order = [1, 0, *range(2, len(node.dims(x)))]
     channels = node.emit(relax.op.permute_dims(x, order))
     rows = node.reshape(channels, [1, node.dims(x)[1], -1])
-    weight, bias = _scale_and_shift(node, x, weight, bias)
+    weight, bias = _default_scale_and_shift(node, x, weight, bias)
     normed = node.onnx("InstanceNormalization", rows, weight, bias, epsilon=eps)
     return [node.emit(relax.op.permute_dims(node.reshape(normed, node.dims(channels)), order))]
 
 
-def _scale_and_shift(node: TorchNode, x: relax.Expr, weight: Any, bias: Any) -> tuple[Any, Any]:
-    """Scale and shift of each channel, 1 and 0 in a layer without them."""
+def _default_scale_and_shift(node: TorchNode, x: relax.Expr, weight: Any, bias: Any) -> tuple[Any, Any]:
+    """Scale and shift of each channel, by default 1 and 0."""
     (channels,) = node.static([node.dims(x)[1]], "normalizes channels of number")
     dtype = str(x.ty.dtype)
     weight = const(np.ones(channels), dtype) if weight is None else weight
@@ -205,12 +205,12 @@ def _scale_and_shift(node: TorchNode, x: relax.Expr, weight: Any, bias: Any) -> 
 
 
 @converts("_native_batch_norm_legit_no_training", "batch_norm", "instance_norm")
-def batch_norm(node: TorchNode, x: relax.Expr, weight: Any, bias: Any, mean: Any, var: Any, *given: Any) -> Any:
-    """Normalize by the statistics that training left, or an image by its own."""
-    weight, bias = _scale_and_shift(node, x, weight, bias)
+def batch_norm(node: TorchNode, x: relax.Expr, weight: Any, bias: Any, mean: Any, var: Any, *options: Any) -> Any:
+    """Normalize by running statistics, or each image by its own."""
+    weight, bias = _default_scale_and_shift(node, x, weight, bias)
     is_native = node.op.startswith("_native")
-    eps = given[1] if is_native else given[2]
-    if not is_native and given[0]:
+    eps = options[1] if is_native else options[2]
+    if not is_native and options[0]:
         if mean is not None or not node.op.startswith("instance"):
             raise node.refusal("by statistics of the batch that it keeps; call module.eval() before")
         return node.onnx("InstanceNormalization", x, weight, bias, epsilon=eps)
@@ -219,7 +219,7 @@ def batch_norm(node: TorchNode, x: relax.Expr, weight: Any, bias: Any, mean: Any
 
 
 def _pool_attributes(rank: int, kernel: Any, stride: Any, padding: Any) -> dict[str, Any]:
-    """ONNX's attributes of a window; no stride is as long as the window."""
+    """ONNX's attributes of a pooling window; the stride defaults to the window."""
     kernel, stride, padding = (
         tuple(value) * (rank if len(value) == 1 else 1) for value in (kernel, stride or kernel, padding)
     )
@@ -231,7 +231,7 @@ def max_pool(
     node: TorchNode, x: relax.Expr, kernel: Any, stride: Any = (), padding: Any = (0,), dilation: Any = (1,),
     ceil_mode: bool = False,
 ) -> Any:  # fmt: skip
-    """The largest of each window."""
+    """Maximum of each window, and optionally its index."""
     rank = int(node.op[8])
     dims = node.dims(x)
     data = node.emit(relax.op.expand_dims(x, 0)) if len(dims) == rank + 1 else x
@@ -243,10 +243,10 @@ def max_pool(
     shape = node.sizes.shape(node.value[0].shape)
     if 1 not in node.used:
         return [node.reshape(node.onnx("MaxPool", data, **attributes), shape)]
-    values, places = node.onnx("MaxPool", data, outputs=2, **attributes)
-    plane = node.number(math.prod(dims[-rank:], start=1))  # ONNX counts through all images and channels
-    places = node.emit(relax.op.floor_mod(places, plane))
-    return [node.reshape(part, shape) for part in (values, places)]
+    values, indices = node.onnx("MaxPool", data, outputs=2, **attributes)
+    plane = node.number(math.prod(dims[-rank:], start=1))  # ONNX's indices count across images and channels
+    indices = node.emit(relax.op.floor_mod(indices, plane))
+    return [node.reshape(part, shape) for part in (values, indices)]
 
 
 @converts("avg_pool1d", "avg_pool2d", "avg_pool3d")
@@ -254,24 +254,24 @@ def avg_pool(
     node: TorchNode, x: relax.Expr, kernel: Any, stride: Any = (), padding: Any = (0,), ceil_mode: bool = False,
     count_include_pad: bool = True, divisor: int | None = None,
 ) -> relax.Expr:  # fmt: skip
-    """The mean of each window."""
+    """Mean of each window."""
     rank = int(node.op[8])
     data = node.emit(relax.op.expand_dims(x, 0)) if len(node.dims(x)) == rank + 1 else x
     attributes = _pool_attributes(rank, kernel, stride, padding)
     attributes["ceil_mode"] = int(ceil_mode)
     if divisor is None:
-        found = node.onnx("AveragePool", data, count_include_pad=int(count_include_pad), **attributes)
-        return node.reshape(found, node.shape)
+        means = node.onnx("AveragePool", data, count_include_pad=int(count_include_pad), **attributes)
+        return node.reshape(means, node.shape)
     if ceil_mode:
         raise node.refusal("with a divisor, and windows that are cut off")
-    found = node.onnx("AveragePool", data, count_include_pad=1, **attributes)
+    means = node.onnx("AveragePool", data, count_include_pad=1, **attributes)
     factor = const(math.prod(attributes["kernel_shape"]) / divisor, node.dtype)
-    return node.reshape(node.emit(relax.op.multiply(found, factor)), node.shape)
+    return node.reshape(node.emit(relax.op.multiply(means, factor)), node.shape)
 
 
 @converts("adaptive_avg_pool1d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d")
 def adaptive_avg_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> relax.Expr:
-    """Means of as many parts as asked for; parts that overlap are a product with a table."""
+    """Means of `sizes` parts of each axis; unequal parts are computed by a product with a matrix."""
     rank = len(sizes)
     dims = node.dims(x)[-rank:]
     if all(size == 1 for size in sizes):
@@ -294,23 +294,23 @@ def adaptive_avg_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> relax
             count = len(node.dims(x))
             order = list(range(count))
             order[count - rank + axis], order[-1] = order[-1], order[count - rank + axis]
-            turned = node.emit(relax.op.matmul(node.emit(relax.op.permute_dims(x, order)), factor))
-            x = node.emit(relax.op.permute_dims(turned, order))
+            result = node.emit(relax.op.matmul(node.emit(relax.op.permute_dims(x, order)), factor))
+            x = node.emit(relax.op.permute_dims(result, order))
     return x
 
 
 @converts("adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d")
 def adaptive_max_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> list[relax.Expr]:
-    """The largest of as many parts as asked for; parts of different sizes read an element several times."""
+    """Maxima of `sizes` parts of each axis; shorter parts repeat their last element."""
     if 1 in node.used:
         raise node.refusal("with the places of the largest")
     rank = len(sizes)
     extents = node.static(node.dims(x)[-rank:], "cuts into parts axes of")
     for axis, (extent, size) in enumerate(zip(extents, sizes, strict=True), len(node.dims(x)) - rank):
-        ends = [(part * extent // size, -(-(part + 1) * extent // size)) for part in range(size)]
-        max_taps = max(last - first for first, last in ends)
-        places = [[min(first + i, last - 1) for i in range(max_taps)] for first, last in ends]
-        parts = node.onnx("Gather", x, const(places, "int64"), axis=axis)
+        bounds = [(part * extent // size, -(-(part + 1) * extent // size)) for part in range(size)]
+        max_taps = max(last - first for first, last in bounds)
+        indices = [[min(first + i, last - 1) for i in range(max_taps)] for first, last in bounds]
+        parts = node.onnx("Gather", x, const(indices, "int64"), axis=axis)
         x = node.onnx("ReduceMax", parts, const([axis + 1], "int64"), keepdims=0)
     return [x]
 
@@ -324,11 +324,11 @@ def adaptive_max_pool(node: TorchNode, x: relax.Expr, sizes: list[int]) -> list[
     "upsample_bilinear2d",
     "upsample_bicubic2d",
 )
-def upsample(node: TorchNode, x: relax.Expr, size: Any, *given: Any) -> relax.Expr:
-    """An image of another size; places between pixels as torch counts them."""
+def upsample(node: TorchNode, x: relax.Expr, size: Any, *arguments: Any) -> relax.Expr:
+    """Resize an image with torch's coordinate conventions."""
     is_nearest = "nearest" in node.op
-    aligns = False if is_nearest else bool(given[0])
-    scales = given[-1] if node.op.endswith(".vec") else [value for value in given[0 if is_nearest else 1 :]]
+    aligns = False if is_nearest else bool(arguments[0])
+    scales = arguments[-1] if node.op.endswith(".vec") else [value for value in arguments[0 if is_nearest else 1 :]]
     attributes: dict[str, Any] = {"mode": "nearest" if is_nearest else "cubic" if "cubic" in node.op else "linear"}
     if is_nearest:
         exact = "exact" in node.op
@@ -344,14 +344,14 @@ def upsample(node: TorchNode, x: relax.Expr, size: Any, *given: Any) -> relax.Ex
 
 
 @converts("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
-def smooth_upsample(node: TorchNode, x: relax.Expr, size: Any, aligns: bool, *given: Any) -> relax.Expr:
-    """An image of another size, without aliasing: two products with tables, which torch itself computes."""
+def smooth_upsample(node: TorchNode, x: relax.Expr, size: Any, aligns: bool, *arguments: Any) -> relax.Expr:
+    """Resize an image with antialiasing: two products with matrices that torch computes."""
     torch = torch_package()
     if not is_float(node.dtype):
         raise node.refusal(f"of {node.dtype}, expected floats")
     old = node.static(node.dims(x)[-2:], "resizes axes of")
     new = node.static(node.shape[-2:], "resizes axes to")
-    scales = (given[0] if node.op.endswith(".vec") else given) or (None, None)
+    scales = (arguments[0] if node.op.endswith(".vec") else arguments) or (None, None)
     resize = getattr(torch.ops.aten, node.op.partition(".")[0]).default
     rows, columns = (
         resize(torch.eye(before, dtype=torch.float64)[None, None], [after, before], aligns, scale, None)[0, 0].numpy()
@@ -363,7 +363,7 @@ def smooth_upsample(node: TorchNode, x: relax.Expr, size: Any, aligns: bool, *gi
 
 @converts("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
 def grid_sampler(node: TorchNode, x: relax.Expr, grid: relax.Expr, mode: int, padding: int, aligns: bool) -> relax.Expr:
-    """Pixels at places that a grid names."""
+    """Sample pixels at the coordinates in a grid."""
     return node.onnx(
         "GridSample", x, grid, mode=("linear", "nearest", "cubic")[mode],
         padding_mode=("zeros", "border", "reflection")[padding], align_corners=int(aligns),

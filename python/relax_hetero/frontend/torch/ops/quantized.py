@@ -1,4 +1,4 @@
-"""Ops of programs that torch quantized: to and from whole numbers by a scale and a zero point."""
+"""Quantization ops: conversion to and from integers by a scale and a zero point."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ _RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
 
 
 def _parameters(node: TorchNode, scale: Any, zero: Any, dtype: str) -> tuple[relax.Expr, relax.Expr]:
-    """Scale and zero point as tensors; zero points of a type that has them."""
+    """Scale as float32 and zero point as `dtype`."""
     scale = node.tensor(scale, "float32")
     return scale, node.tensor(0 if zero is None else zero, dtype)
 
 
 @converts("quantize_per_tensor", "quantize_per_channel")
-def quantize(node: TorchNode, x: relax.Expr, scale: Any, zero: Any, *given: Any) -> relax.Expr:
-    """Round(x / scale) + zero, to even ones, held in a range."""
-    axis, low, high = (*given[:1], *given[1:3]) if "channel" in node.op else (0, *given[:2])
-    full = _RANGES.get(node.dtype)
-    scale, zero = _parameters(node, _scalar(node, scale), _scalar(node, zero), node.dtype if full else "int32")
+def quantize(node: TorchNode, x: relax.Expr, scale: Any, zero: Any, *options: Any) -> relax.Expr:
+    """Compute round-half-even(x / scale) + zero, clamped to a range."""
+    axis, low, high = (*options[:1], *options[1:3]) if "channel" in node.op else (0, *options[:2])
+    type_range = _RANGES.get(node.dtype)
+    scale, zero = _parameters(node, _scalar(node, scale), _scalar(node, zero), node.dtype if type_range else "int32")
     x = node.cast(x, "float32")
-    if full is not None:
-        found = node.onnx("QuantizeLinear", x, scale, zero, axis=axis)
-        if (int(low), int(high)) == full:
-            return found
-        held = node.onnx("Max", node.cast(found, "int32"), const(int(low), "int32"))
-        return node.cast(node.onnx("Min", held, const(int(high), "int32")), node.dtype)
+    if type_range is not None:
+        quantized = node.onnx("QuantizeLinear", x, scale, zero, axis=axis)
+        if (int(low), int(high)) == type_range:
+            return quantized
+        clamped = node.onnx("Max", node.cast(quantized, "int32"), const(int(low), "int32"))
+        return node.cast(node.onnx("Min", clamped, const(int(high), "int32")), node.dtype)
     rank = len(node.shape)
-    scale, zero = (_along(node, value, axis, rank) for value in (scale, zero))
-    whole = relax.op.add(relax.op.round(relax.op.divide(x, scale)), node.cast(zero, "float32"))
-    held = relax.op.maximum(whole, const(float(low), "float32"))
-    return node.cast(node.emit(relax.op.minimum(held, const(float(high), "float32"))), node.dtype)
+    scale, zero = (_broadcast_along(node, value, axis, rank) for value in (scale, zero))
+    rounded = relax.op.add(relax.op.round(relax.op.divide(x, scale)), node.cast(zero, "float32"))
+    clamped = relax.op.maximum(rounded, const(float(low), "float32"))
+    return node.cast(node.emit(relax.op.minimum(clamped, const(float(high), "float32"))), node.dtype)
 
 
 @converts("dequantize_per_tensor", "dequantize_per_channel")
-def dequantize(node: TorchNode, x: relax.Expr, scale: Any, zero: Any, *given: Any) -> relax.Expr:
-    """(x - zero) * scale."""
+def dequantize(node: TorchNode, x: relax.Expr, scale: Any, zero: Any, *options: Any) -> relax.Expr:
+    """Compute (x - zero) * scale."""
     dtype = str(x.ty.dtype)
-    axis = given[0] if "channel" in node.op else 0
+    axis = options[0] if "channel" in node.op else 0
     if dtype not in _RANGES:
         x, dtype = node.cast(x, "int32"), "int32"
     scale, zero = _parameters(node, _scalar(node, scale), _scalar(node, zero), dtype)
@@ -51,20 +51,20 @@ def dequantize(node: TorchNode, x: relax.Expr, scale: Any, zero: Any, *given: An
 
 
 def _scalar(node: TorchNode, value: Any) -> Any:
-    """A tensor of one element as a scalar; others as they are."""
+    """Reshape a vector of one element to a scalar; other values are unchanged."""
     if isinstance(value, relax.Expr) and isinstance(value.ty, relax.TensorType) and node.dims(value) == [1]:
         return node.reshape(value, [])
     return value
 
 
-def _along(node: TorchNode, value: relax.Expr, axis: int, rank: int) -> relax.Expr:
+def _broadcast_along(node: TorchNode, value: relax.Expr, axis: int, rank: int) -> relax.Expr:
     dims = node.dims(value)
     return node.reshape(value, [*dims, *[1] * (rank - axis - 1)]) if dims else value
 
 
 @converts("choose_qparams")
 def choose_qparams(node: TorchNode, x: relax.Expr, low: int, high: int, eps: float, dtype: Any) -> list[relax.Expr]:
-    """The scale and zero point by which the range of a tensor, with 0 in it, fills a range of whole numbers."""
+    """Scale and zero point that map the range of a tensor, extended to contain 0, to a range of integers."""
     dtype_name(dtype)
     x = node.cast(x, "float32")
     zero = const(0.0, "float32")
@@ -73,8 +73,8 @@ def choose_qparams(node: TorchNode, x: relax.Expr, low: int, high: int, eps: flo
     step = relax.op.divide(relax.op.subtract(maximum, minimum), const(float(high - low), "float32"))
     scale = node.emit(relax.op.maximum(step, const(np.float32(eps), "float32")))
     point = relax.op.subtract(const(float(low), "float32"), relax.op.round(relax.op.divide(minimum, scale)))
-    held = relax.op.minimum(relax.op.maximum(point, const(float(low), "float32")), const(float(high), "float32"))
+    clamped = relax.op.minimum(relax.op.maximum(point, const(float(low), "float32")), const(float(high), "float32"))
     kinds = [dtype_name(fake.dtype) for fake in node.value]
     dims = [node.sizes.shape(fake.shape) for fake in node.value]
-    values = (scale, node.emit(held))
+    values = (scale, node.emit(clamped))
     return [node.reshape(node.cast(value, kind), shape) for value, kind, shape in zip(values, kinds, dims, strict=True)]

@@ -1,4 +1,4 @@
-"""LSTM, GRU and RNN layers, each layer by ONNX's op: short sequences unrolled, others as a loop."""
+"""LSTM, GRU and RNN layers by ONNX's ops: short sequences are unrolled, others become a loop."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ...onnx.control_flow.recurrent_loop import convert_recurrent
 from ...ops.table import convert_node
 from ..node import TorchNode, converts
 
-# Op -> ONNX's op, and the places of torch's gates in ONNX's order.
-_KINDS = {
+# Op -> ONNX's op, and the indices of torch's gates in ONNX's order.
+_ONNX_OPS = {
     "lstm": ("LSTM", (0, 3, 1, 2)),
     "gru": ("GRU", (1, 0, 2)),
     "rnn_tanh": ("RNN", (0,)),
@@ -32,7 +32,7 @@ def recurrent(
     bidirectional: bool,
     batch_first: bool = False,
 ) -> list[relax.Expr]:
-    """All outputs in time order, and the last states of every layer and direction."""
+    """Outputs in time order, and the last states of every layer and direction."""
     if not node.op.endswith(".input"):
         raise node.refusal("of a packed sequence, expected a tensor of padded ones")
     op = node.op.partition(".")[0]
@@ -43,26 +43,26 @@ def recurrent(
     finals: list[list[relax.Expr]] = [[] for _ in initial]
     for layer in range(layers):
         first = layer * directions
-        own = [params[count * (first + i) : count * (first + i + 1)] for i in range(directions)]
+        layer_params = [params[count * (first + i) : count * (first + i + 1)] for i in range(directions)]
         start = [node.emit(relax.op.strided_slice(state, [0], [first], [first + directions])) for state in initial]
-        x, last = _layer(node, op, x, own, start)
-        for kept, state in zip(finals, last, strict=True):
-            kept.append(state)
+        x, final_states = _layer(node, op, x, layer_params, start)
+        for collected, state in zip(finals, final_states, strict=True):
+            collected.append(state)
     x = node.emit(relax.op.permute_dims(x, [1, 0, 2])) if batch_first else x
-    ends = [kept[0] if layers == 1 else node.emit(relax.op.concat(kept, 0)) for kept in finals]
+    ends = [collected[0] if layers == 1 else node.emit(relax.op.concat(collected, 0)) for collected in finals]
     return [x, *ends]
 
 
 def _layer(
     node: TorchNode, op: str, x: relax.Expr, params: list[list[relax.Expr]], start: list[relax.Expr]
 ) -> tuple[relax.Expr, list[relax.Expr]]:
-    """A layer of one or two directions: its outputs [time, batch, directions * hidden], and its last states."""
-    kind, order = _KINDS[op]
+    """Outputs of one layer, [time, batch, directions * hidden], and its last states."""
+    kind, order = _ONNX_OPS[op]
     hidden = node.dims(params[0][1])[1]
-    weights, recurrences = (_stacked(node, [given[i] for given in params], order, hidden) for i in (0, 1))
+    weights, recurrences = (_stack_gates(node, [direction[i] for direction in params], order, hidden) for i in (0, 1))
     biases = None
     if len(params[0]) == 4:
-        parts = [_stacked(node, [given[i] for given in params], order, hidden) for i in (2, 3)]
+        parts = [_stack_gates(node, [direction[i] for direction in params], order, hidden) for i in (2, 3)]
         biases = node.emit(relax.op.concat(parts, 1))
     attributes: dict[str, Any] = {"hidden_size": hidden, "linear_before_reset": 1} if op == "gru" else {}
     attributes |= {"hidden_size": hidden, "direction": "bidirectional" if len(params) == 2 else "forward"}
@@ -70,19 +70,19 @@ def _layer(
         attributes["activations"] = ("Relu",) * len(params)
     inputs = [x, weights, recurrences, biases, None, *start]
     onnx_node = node.onnx_node(kind, inputs, 1 + len(start), **attributes)
-    found = convert_recurrent(node.walk, onnx_node, node.info)
-    if found is None:
-        made = node.emit(convert_node(onnx_node))
-        found = [node.emit(relax.TupleGetItem(made, index)) for index in range(1 + len(start))]
-    time, directions, batch, size = node.dims(found[0])
-    rows = node.emit(relax.op.permute_dims(found[0], [0, 2, 1, 3]))
-    return node.reshape(rows, [time, batch, directions * size]), list(found[1:])
+    outputs = convert_recurrent(node.walk, onnx_node, node.info)
+    if outputs is None:
+        result = node.emit(convert_node(onnx_node))
+        outputs = [node.emit(relax.TupleGetItem(result, index)) for index in range(1 + len(start))]
+    time, directions, batch, size = node.dims(outputs[0])
+    rows = node.emit(relax.op.permute_dims(outputs[0], [0, 2, 1, 3]))
+    return node.reshape(rows, [time, batch, directions * size]), list(outputs[1:])
 
 
-def _stacked(node: TorchNode, given: list[relax.Expr], order: tuple[int, ...], hidden: int) -> relax.Expr:
-    """Weights of each direction with their gates in ONNX's order, directions along a new first axis."""
+def _stack_gates(node: TorchNode, weights: list[relax.Expr], order: tuple[int, ...], hidden: int) -> relax.Expr:
+    """Weights of all directions along a new first axis, with gates in ONNX's order."""
     rows = []
-    for weight in given:
+    for weight in weights:
         gates = [node.emit(relax.op.strided_slice(weight, [0], [i * hidden], [(i + 1) * hidden])) for i in order]
         joined = gates[0] if len(gates) == 1 else node.emit(relax.op.concat(gates, 0))
         rows.append(node.emit(relax.op.expand_dims(joined, 0)))

@@ -1,4 +1,4 @@
-"""Sums, extremes, means and running sums."""
+"""Reductions, cumulative sums and softmax."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...ops.node import const
 from ..node import TorchNode, converts
 
 
-def _reduced(node: TorchNode, kind: str, x: relax.Expr, axes: Any, keepdim: bool) -> relax.Expr:
-    """Reduction by ONNX's converter; no axes are all of them."""
+def _reduce(node: TorchNode, kind: str, x: relax.Expr, axes: Any, keepdim: bool) -> relax.Expr:
+    """Reduce by ONNX's converter; without axes, over all of them."""
     rank = len(node.dims(x))
     if rank == 0:
         return x
@@ -23,72 +23,70 @@ def _reduced(node: TorchNode, kind: str, x: relax.Expr, axes: Any, keepdim: bool
 
 
 @converts("sum", "mean")
-def total(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
+def total(node: TorchNode, x: relax.Expr, *arguments: Any) -> relax.Expr:
     """Sum or mean over axes, in the type of the result."""
     kind = "ReduceSum" if node.op.startswith("sum") else "ReduceMean"
     if kind == "ReduceMean" and any(node.sizes_equal(size, 0) for size in node.dims(x)):
         return node.filled(math.nan)
     x = node.tensor(x)
     if node.op.endswith("default"):
-        return _reduced(node, kind, x, None, False)
-    return _reduced(node, kind, x, given[0], len(given) > 1 and given[1])
+        return _reduce(node, kind, x, None, False)
+    return _reduce(node, kind, x, arguments[0], len(arguments) > 1 and arguments[1])
 
 
 @converts("prod")
-def product(node: TorchNode, x: relax.Expr, *given: Any) -> relax.Expr:
+def product(node: TorchNode, x: relax.Expr, *options: Any) -> relax.Expr:
     """Product over all axes or one."""
-    is_whole = node.op.endswith("default")
-    return _reduced(
-        node, "ReduceProd", node.tensor(x), None if is_whole else given[0], not is_whole and len(given) > 1 and given[1]
-    )
+    axes, keepdim = (None, False) if node.op.endswith("default") else (options[0], len(options) > 1 and options[1])
+    return _reduce(node, "ReduceProd", node.tensor(x), axes, keepdim)
 
 
 @converts("amax", "amin")
 def extreme(node: TorchNode, x: relax.Expr, axes: Any = (), keepdim: bool = False) -> relax.Expr:
-    """The largest or smallest over axes."""
+    """Maximum or minimum over axes."""
     return _extreme(node, node.op.startswith("amax"), x, axes, keepdim)
 
 
 def _extreme(node: TorchNode, is_max: bool, x: relax.Expr, axes: Any, keepdim: bool) -> relax.Expr:
     is_bool = str(x.ty.dtype) == "bool"
-    found = _reduced(
+    result = _reduce(
         node, "ReduceMax" if is_max else "ReduceMin", node.cast(x, "int32") if is_bool else x, axes, keepdim
     )
-    return node.cast(found, "bool") if is_bool else found
+    return node.cast(result, "bool") if is_bool else result
 
 
 @converts("max", "min")
 def extreme_and_place(node: TorchNode, x: relax.Expr, dim: Any = None, keepdim: bool = False) -> Any:
-    """The largest or smallest; along an axis, also where it is."""
+    """Maximum or minimum; along an axis, also its index."""
     is_max = node.op.startswith("max")
     if isinstance(dim, relax.Expr):
         return node.onnx("Max" if is_max else "Min", node.tensor(x), node.tensor(dim))
     if dim is None:
         return _extreme(node, is_max, x, None, False)
-    place = node.onnx("ArgMax" if is_max else "ArgMin", x, axis=dim, keepdims=int(keepdim))
-    return [_extreme(node, is_max, x, [dim], keepdim), place]
+    index = node.onnx("ArgMax" if is_max else "ArgMin", x, axis=dim, keepdims=int(keepdim))
+    return [_extreme(node, is_max, x, [dim], keepdim), index]
 
 
 @converts("argmax", "argmin")
 def arg_extreme(node: TorchNode, x: relax.Expr, dim: Any = None, keepdim: bool = False) -> relax.Expr:
-    """Where the largest or smallest is."""
+    """Index of the maximum or minimum."""
     if dim is None:
         x, dim = node.reshape(x, [-1]), 0
-    place = node.onnx("ArgMax" if node.op.startswith("argmax") else "ArgMin", x, axis=dim, keepdims=int(keepdim))
-    return node.reshape(place, node.shape)
+    index = node.onnx("ArgMax" if node.op.startswith("argmax") else "ArgMin", x, axis=dim, keepdims=int(keepdim))
+    return node.reshape(index, node.shape)
 
 
 @converts("any", "all", "_is_any_true", "_is_all_true")
 def quantifier(node: TorchNode, x: relax.Expr, axes: Any = None, keepdim: bool = False) -> relax.Expr:
-    """Return whether any, or every, element is not 0."""
+    """Return whether any or every element is nonzero."""
     flags = node.cast(node.cast(x, "bool"), "int32")
-    found = _extreme(node, "any" in node.op, flags, axes, keepdim)
-    return node.tensor(node.emit(relax.op.greater(found, const(0, "int32"))))  # of nothing: the ends of int32
+    result = _extreme(node, "any" in node.op, flags, axes, keepdim)
+    return node.tensor(node.emit(relax.op.greater(result, const(0, "int32"))))  # empty: minimum or maximum of int32
 
 
 @converts("var", "std", "var_mean")
 def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any = 1, keepdim: bool = False) -> Any:
-    """Variance, or its root, over axes."""
+    """Variance or standard deviation over axes."""
     if not node.op.endswith(".correction"):
         raise node.refusal("expected the form with a correction")
     rank = len(node.dims(x))
@@ -98,13 +96,13 @@ def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any =
     for axis in axes:
         count = count * node.dims(x)[axis]
     correction = 1 if correction is None else correction
-    mean = _reduced(node, "ReduceMean", x, axes, True)
-    squares = _reduced(node, "ReduceMean", node.emit(relax.op.square(relax.op.subtract(x, mean))), axes, keepdim)
+    mean = _reduce(node, "ReduceMean", x, axes, True)
+    squares = _reduce(node, "ReduceMean", node.emit(relax.op.square(relax.op.subtract(x, mean))), axes, keepdim)
     if correction:
-        number = node.tensor(count, dtype)
-        less = node.emit(relax.op.subtract(number, const(correction, dtype)))
+        num_elements = node.tensor(count, dtype)
+        denominator = node.emit(relax.op.subtract(num_elements, const(correction, dtype)))
         squares = node.emit(
-            relax.op.multiply(squares, relax.op.divide(number, relax.op.maximum(less, const(0, dtype))))
+            relax.op.multiply(squares, relax.op.divide(num_elements, relax.op.maximum(denominator, const(0, dtype))))
         )
     if node.op.startswith("var_mean"):
         dims = node.sizes.shape(node.value[1].shape)
@@ -114,7 +112,7 @@ def variance(node: TorchNode, x: relax.Expr, axes: Any = None, correction: Any =
 
 @converts("cumsum", "cumprod")
 def cumulate(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
-    """Running sum or product."""
+    """Cumulative sum or product."""
     if not node.shape:
         return node.tensor(x)
     kind = relax.op.cumsum if node.op.startswith("cumsum") else relax.op.cumprod
@@ -123,7 +121,7 @@ def cumulate(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
 
 @converts("softmax", "_softmax", "log_softmax", "_log_softmax")
 def softmax(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
-    """Shares of an axis, or their logarithms."""
+    """Softmax or its logarithm along an axis."""
     op = relax.op.nn.log_softmax if "log" in node.op else relax.op.nn.softmax
     x = node.tensor(x)
     if not node.shape:
@@ -135,16 +133,16 @@ def softmax(node: TorchNode, x: relax.Expr, dim: int, *_: Any) -> relax.Expr:
 def vector_norm(
     node: TorchNode, x: relax.Expr, order: Any = 2, axes: Any = None, keepdim: bool = False, *_: Any
 ) -> relax.Expr:
-    """The norm of an order over axes."""
+    """Vector norm of an order over axes."""
     x = node.tensor(x)
     size = node.emit(relax.op.abs(x))
     if order in (float("inf"), float("-inf")):
-        return _reduced(node, "ReduceMax" if order > 0 else "ReduceMin", size, axes, keepdim)
+        return _reduce(node, "ReduceMax" if order > 0 else "ReduceMin", size, axes, keepdim)
     if order == 1:
-        return _reduced(node, "ReduceSum", size, axes, keepdim)
+        return _reduce(node, "ReduceSum", size, axes, keepdim)
     if order == 2:
-        return node.emit(relax.op.sqrt(_reduced(node, "ReduceSum", node.emit(relax.op.multiply(x, x)), axes, keepdim)))
+        return node.emit(relax.op.sqrt(_reduce(node, "ReduceSum", node.emit(relax.op.multiply(x, x)), axes, keepdim)))
     if order == 0:
-        return _reduced(node, "ReduceSum", node.cast(node.cast(x, "bool"), node.dtype), axes, keepdim)
+        return _reduce(node, "ReduceSum", node.cast(node.cast(x, "bool"), node.dtype), axes, keepdim)
     powers = node.emit(relax.op.power(size, const(order, node.dtype)))
-    return node.emit(relax.op.power(_reduced(node, "ReduceSum", powers, axes, keepdim), const(1 / order, node.dtype)))
+    return node.emit(relax.op.power(_reduce(node, "ReduceSum", powers, axes, keepdim), const(1 / order, node.dtype)))

@@ -40,23 +40,23 @@ class AttentionPlan:
         Number of keys of a tile; a multiple of 16.
     stages : int
         Number of stages of the ring of tiles.
-    split : int
+    split_keys : int
         Blocks of a cluster that share the keys: 1 to 8.
-    together : int
+    heads_per_tile : int
         Heads whose queries are rows of one tile: see `heads.Rows`.
-    beside : bool
+    overlaps_own_product : bool
         Whether a warpgroup computes powers beside its own product with values, or only beside those of others.
-    near : int
+    heads_per_group : int
         Heads whose tiles of rows are taken together, those with the most keys first; 0: head by head.
     """
 
     consumers: int
     keys: int
     stages: int
-    split: int = 1
-    together: int = 1
-    beside: bool = True
-    near: int = 0
+    split_keys: int = 1
+    heads_per_tile: int = 1
+    overlaps_own_product: bool = True
+    heads_per_group: int = 0
 
 
 def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
@@ -66,8 +66,8 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     b = sizes["b"] if isinstance(sizes["b"], int) else 1
     h, d, e = sizes["h"], sizes["d"], sizes["e"]
     shared = h // sizes["g"]
-    together = shared if shared > 1 and isinstance(sizes["m"], int) and m * shared <= FEW_ROWS else 1
-    rows, groups = m * together, h // together * b
+    heads_per_tile = shared if shared > 1 and isinstance(sizes["m"], int) and m * shared <= FEW_ROWS else 1
+    rows, groups = m * heads_per_tile, h // heads_per_tile * b
     widest = max(ceil_div(d, WIDTH), ceil_div(e, WIDTH)) * WIDTH
     # Operands of the scores that run along queries and keys take a register for each score.
     is_crowded = any({"m", "n"} <= set(operand.index_map) for operand in problem.scores.operands)
@@ -80,13 +80,13 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     wide_keys = KEYS_OF_WIDE if consumers > 1 else FEW_KEYS
     max_keys = FEW_KEYS if is_crowded else wide_keys if widest > 128 else KEYS
     blocks = ceil_div(rows, 64 * consumers) * groups
-    split = 1
+    split_keys = 1
     if n >= MANY_KEYS and consumers == 1:
         fitting = [s for s, most in gpu.model.resident_blocks.items() if blocks * s <= most and n >= s * 2 * max_keys]
-        split = max(fitting, default=1)
-    each = ceil_div(n, split)
+        split_keys = max(fitting, default=1)
+    each = ceil_div(n, split_keys)
     keys = max_keys
-    if isinstance(sizes["n"], int) and split == 1 and consumers == 1:
+    if isinstance(sizes["n"], int) and split_keys == 1 and consumers == 1:
         keys = ceil_div(ceil_div(each, ceil_div(each, max_keys)), 16) * 16
     tile = (ceil_div(d, WIDTH) + ceil_div(e, WIDTH)) * SWIZZLED_BYTES * max(keys, 64)
     room = gpu.shared_bytes - consumers * 64 * widest // WIDTH * SWIZZLED_BYTES - 2048
@@ -94,8 +94,16 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     if isinstance(sizes["n"], int):
         stages = min(stages, max(1, ceil_div(each, keys)))
     # Measured on an H200: powers beside the own product take 5 % longer with heads of 128, less with 64 and 256.
-    beside = consumers == 1 or not WIDTH < widest <= 2 * WIDTH
-    near = 0
+    overlaps_own_product = consumers == 1 or not WIDTH < widest <= 2 * WIDTH
+    heads_per_group = 0
     if problem.causal and consumers > 1:
-        near = min(groups, max(1, gpu.cache_bytes // 3 // (n * (d + e) * 2)) * (shared // together))
-    return AttentionPlan(consumers, keys, stages, split, together, beside=beside, near=near)
+        heads_per_group = min(groups, max(1, gpu.cache_bytes // 3 // (n * (d + e) * 2)) * (shared // heads_per_tile))
+    return AttentionPlan(
+        consumers,
+        keys,
+        stages,
+        split_keys,
+        heads_per_tile,
+        overlaps_own_product=overlaps_own_product,
+        heads_per_group=heads_per_group,
+    )

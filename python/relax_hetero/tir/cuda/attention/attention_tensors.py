@@ -53,13 +53,13 @@ class AttentionTensors:
         self.problem, self.sizes, self.plan = problem, sizes, plan
         self.query, self.key, self.value, *masks, self.result = views
         self.masks = tuple(masks)
-        self.rows = Rows(sizes, plan.together)
+        self.rows = Rows(sizes, plan.heads_per_tile)
 
     @staticmethod
     def of(function: Function, problem: AttentionProblem, plan: AttentionPlan) -> AttentionTensors:
         """Declares the parameters, all of them."""
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
-        rows = Rows(sizes, plan.together)
+        rows = Rows(sizes, plan.heads_per_tile)
         starts = dict(zip(("query", "key", "value"), problem.starts, strict=True))
         operands = [("query", problem.query), ("key", problem.key), ("value", problem.value)]
         operands += [(f"x{i + 1}", operand) for i, operand in enumerate(problem.scores.operands)]
@@ -74,7 +74,7 @@ class AttentionTensors:
     @property
     def groups(self) -> int:
         """Groups of heads, of each batch."""
-        return int(self.sizes["h"]) // self.rows.together
+        return int(self.sizes["h"]) // self.rows.heads_per_tile
 
     @property
     def ahead(self) -> Expr:
@@ -124,11 +124,11 @@ class AttentionTensors:
 
     def locate(self, tile: Expr, height: int) -> tuple[Expr, Coordinates, Coordinates]:
         """The first row of a tile, and where queries and keys of its group are."""
-        row_tiles, near = self.row_tiles(height), self.plan.near
-        if near:
-            first = T.bind(T.truncdiv(tile, near * row_tiles) * near)
-            heads = T.min(near, self.groups * to_int32(self.sizes["b"]) - first)
-            within = T.bind(T.truncmod(tile, near * row_tiles))
+        row_tiles, heads_per_group = self.row_tiles(height), self.plan.heads_per_group
+        if heads_per_group:
+            first = T.bind(T.truncdiv(tile, heads_per_group * row_tiles) * heads_per_group)
+            heads = T.min(heads_per_group, self.groups * to_int32(self.sizes["b"]) - first)
+            within = T.bind(T.truncmod(tile, heads_per_group * row_tiles))
             number, outer = T.truncdiv(within, heads), T.bind(first + T.truncmod(within, heads))
         else:
             number, outer = T.truncmod(tile, row_tiles), T.bind(T.truncdiv(tile, row_tiles))
@@ -145,7 +145,7 @@ class AttentionTensors:
         n = to_int32(self.sizes["n"])
         if not self.problem.causal:
             return n
-        is_one = self.rows.together == 1
+        is_one = self.rows.heads_per_tile == 1
         last = T.min(row + height, to_int32(self.rows.count)) - 1 if is_one else to_int32(self.sizes["m"]) - 1
         return T.max(T.min(last + (1 + self.ahead), n), 0)
 

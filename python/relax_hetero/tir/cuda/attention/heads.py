@@ -67,7 +67,7 @@ class GpuHeads(HeadsView):
     def is_contiguous(self, name: str) -> bool:
         """Return whether neighbours along an iteration dimension lie side by side, known to."""
         if name == "row":
-            return self._rows is not None and self._rows.together == 1 and self.is_contiguous("m")
+            return self._rows is not None and self._rows.heads_per_tile == 1 and self.is_contiguous("m")
         stride = self.stride(self._depth if name == "k" else name)
         return isinstance(stride, int) and stride == 1
 
@@ -89,28 +89,28 @@ class Rows:
 
     Attributes
     ----------
-    together : int
+    heads_per_tile : int
         Heads whose queries are rows of one tile: all that share a key head, or one.
     count : PrimExpr or int
         Rows of such heads.
     """
 
-    def __init__(self, sizes: Mapping[str, Expr], together: int) -> None:
-        self.sizes, self.together = sizes, together
-        self.count = sizes["m"] * together
+    def __init__(self, sizes: Mapping[str, Expr], heads_per_tile: int) -> None:
+        self.sizes, self.heads_per_tile = sizes, heads_per_tile
+        self.count = sizes["m"] * heads_per_tile
 
     def place(self, row: Expr, group: Expr) -> dict[str, Expr]:
         """Head and query of a row of a group of heads, int64."""
-        if self.together == 1:
+        if self.heads_per_tile == 1:
             return {"h": group, "m": row}
         queries = int64(self.sizes["m"])
-        return {"h": group * self.together + tirx.floordiv(row, queries), "m": tirx.floormod(row, queries)}
+        return {"h": group * self.heads_per_tile + tirx.floordiv(row, queries), "m": tirx.floormod(row, queries)}
 
     def query(self, row: Expr) -> Expr:
         """Its query, of an int32 row."""
-        return row if self.together == 1 else T.truncmod(row, int(self.sizes["m"]))
+        return row if self.heads_per_tile == 1 else T.truncmod(row, int(self.sizes["m"]))
 
     def key_head(self, group: Expr) -> Expr:
         """The head of keys and values that a group reads."""
         shared = int(self.sizes["h"]) // int(self.sizes["g"])
-        return group if self.together == shared else tirx.floordiv(group, shared)
+        return group if self.heads_per_tile == shared else tirx.floordiv(group, shared)

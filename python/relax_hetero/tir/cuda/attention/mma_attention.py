@@ -19,6 +19,8 @@ from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, local, unrolled
 from ..matmul.operand_tiles import OperandTile
+from ..tile.register_tile import RegisterTile
+from ..tile.shared_tile import SwizzledTile, add_by_columns, multiply_by_rows
 from .attention_plan import FEW_ROWS, AttentionPlan
 from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of
 from .row_store import RowStore
@@ -52,13 +54,13 @@ def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.Prim
         raise EncodingError(f"attention on {gpu.arch}: {reason}")
     sizes = dict(problem.sizes)
     h, g, m = int(sizes["h"]), int(sizes["g"]), sizes["m"]
-    together = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
+    heads_per_tile = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
     widest = max(int(sizes["d"]), int(sizes["e"]))
     keys = KEYS if widest * bytes_of(problem.query.dtype) <= 256 else FEW_KEYS
     begins_early = gpu.overlaps_launches
     function = Function("attention", registers="local")
     with function:
-        tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, together))
+        tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, heads_per_tile))
         with function.body():
             tensors.open(raw=True)
             _Kernel(tensors, keys, begins_early).emit()
@@ -98,16 +100,15 @@ class _Kernel:
         self.end = visible if isinstance(visible, int) else T.bind(visible)
         self.warp = T.bind(tirx.floordiv(self.thread, WARP))
         tile.declare(self.thread)
-        self.sums = local(self.width // 2, "float32")
+        self.sums = RegisterTile(self.width)
         first_row = T.bind(self.row + self.warp * 16)
         row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
         seen = local(2, "int32")
         for h in range(2):
             T.buffer_store(seen, self._seen(row + 8 * h), [h])
-        least = self._seen(first_row if tensors.rows.together == 1 else 0)
+        least = self._seen(first_row if tensors.rows.heads_per_tile == 1 else 0)
         tile.begin(at, row, [seen[0], seen[1]], least if isinstance(least, int) else T.bind(least))
-        with unrolled(self.width // 2) as i:
-            T.buffer_store(self.sums, T.float32(0), [i])
+        self.sums.fill(0)
         origin = T.bind(T.Cast("int64", self.row))
         for step in range(self.depth_steps):
             self.q.load(self.shared, self.q_at + step * self.q.size, at, origin, step, self.thread)
@@ -122,26 +123,34 @@ class _Kernel:
             ptx.block_barrier()
             self._load(self.v, self.v_at, self.width_steps, first)
             ptx.copy_commit()
-            self._scores()
+            multiply_by_rows(
+                tile.scores,
+                (SwizzledTile(self.shared, self.q_at, self.q.size), self.warp * 16),
+                (SwizzledTile(self.shared, self.k_at, self.k.size), 0),
+                int(tensors.sizes["d"]) * self.element,
+                (self.dtype, self.dtype),
+                tile.lane,
+            )
             ptx.copy_wait(0)
             ptx.block_barrier()
             with when(turn + 1 < count):
                 self._load(self.k, self.k_at, self.depth_steps, first + self.keys)
             ptx.copy_commit()
-            tile.softmax(first)
+            tile.update(first)
             if self.element == 2:
                 tile.pack(self.dtype)
-            tile.rescale_sums(self.sums, self.width // 2)
+            self.sums.scale_rows(tile.softmax.rescale)
             if self.element == 2:
-                self._values()
+                values = SwizzledTile(self.shared, self.v_at, self.v.size)
+                add_by_columns(self.sums, tile.weights, (values, 0), self.keys, (self.dtype, self.dtype), tile.lane)
             else:
-                self._single_values()
+                self._add_float32_values()
         ptx.copy_wait(0)
-        tile.add_lanes()
+        tile.softmax.finish()
         place = self.q_at + self.warp * (16 * SWIZZLED_BYTES)
         ptx.block_barrier()
         store = RowStore(tensors, tile, self.shared, at)
-        store.emit(self.sums, self.width, first_row, place, self.q.size)
+        store.emit(self.sums, first_row, place, self.q.size)
 
     def _seen(self, row: Expr) -> Expr:
         """How many keys a row sees."""
@@ -155,54 +164,8 @@ class _Kernel:
         for step in range(steps):
             tile.load(self.shared, offset + step * tile.size, self.at_keys, begin, step, self.thread)
 
-    def _matrices(
-        self, registers: list[Expr], tile: OperandTile, offset: int, row: Expr, chunk: Expr, by: bool
-    ) -> None:
-        """Four matrices of a tile: a lane's row, and the 16 bytes of it that are chunk number `chunk` of all."""
-        place = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
-        address = offset + tirx.floordiv(chunk, 8) * tile.size + row * SWIZZLED_BYTES + place
-        ptx.load_matrices(registers, self.shared.at(address), by)
-
-    def _scores(self) -> None:
-        """Queries times keys."""
-        scores, lane = self.tile.scores, self.tile.lane
-        with unrolled(self.keys // 2) as i:
-            T.buffer_store(scores, T.float32(0), [i])
-        left, right = local(4, "uint32"), local(4, "uint32")
-        own = T.bind(self.warp * 16 + tirx.floormod(lane, 16))
-        other = T.bind(tirx.floordiv(lane, 16) * 8 + tirx.floormod(lane, 8))
-        with unrolled(ceil_div(int(self.tensors.sizes["d"]) * self.element, ptx.CONTRACTION_BYTES)) as step:
-            chunk = step * 2 + tirx.floordiv(lane, 16)
-            self._matrices([left[i] for i in range(4)], self.q, self.q_at, own, chunk, False)
-            with unrolled(self.keys // 16) as pair:
-                chunk = step * 2 + tirx.floormod(tirx.floordiv(lane, 8), 2)
-                self._matrices([right[i] for i in range(4)], self.k, self.k_at, other + pair * 16, chunk, False)
-                for block in range(2):
-                    ptx.multiply_fragments(
-                        [scores[pair * 8 + block * 4 + i] for i in range(4)],
-                        [left[i] for i in range(4)],
-                        [right[block * 2 + i] for i in range(2)],
-                        (self.dtype, self.dtype),
-                    )
-
-    def _values(self) -> None:
-        """Powers times values."""
-        lane, weights, right = self.tile.lane, self.tile.weights, local(4, "uint32")
-        own = T.bind(tirx.floormod(lane, 16))
-        with unrolled(self.keys // 16) as step:
-            with unrolled(self.width // 16) as pair:
-                chunk = pair * 2 + tirx.floordiv(lane, 16)
-                self._matrices([right[i] for i in range(4)], self.v, self.v_at, own + step * 16, chunk, True)
-                for block in range(2):
-                    ptx.multiply_fragments(
-                        [self.sums[pair * 8 + block * 4 + i] for i in range(4)],
-                        [weights[step * 4 + i] for i in range(4)],
-                        [right[block * 2 + i] for i in range(2)],
-                        (self.dtype, self.dtype),
-                    )
-
-    def _single_values(self) -> None:
-        """The same of float32: powers are where scores were, rounded to tf32, every lane's of two neighbouring keys.
+    def _add_float32_values(self) -> None:
+        """Add values of float32, weighted with probabilities that are rounded to tf32 where scores were.
 
         As left operand a lane has keys t and t + 4 of eight, t the lane's number within its row: it counts as such its
         own keys 2 t and 2 t + 1, and takes the values of these.

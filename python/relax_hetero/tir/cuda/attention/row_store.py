@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -14,8 +12,9 @@ from ...core.builder import Expr, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SharedMemory, local, unrolled
+from ..tile.register_tile import RegisterTile, column_of, first_column, row_of
 from .attention_tensors import AttentionTensors, to_int32
-from .score_tile import ScoreTile, averaged
+from .score_tile import ScoreTile
 
 
 class RowStore:
@@ -34,15 +33,13 @@ class RowStore:
         self.result = tensors.result
         self.width = int(tensors.sizes["e"])
 
-    def emit(self, sums: Any, width: int, row: Expr, place: Expr, stripe: int) -> None:
+    def emit(self, sums: RegisterTile, row: Expr, place: Expr, stripe: int) -> None:
         """Averages of a warp's rows.
 
         Parameters
         ----------
-        sums : Buffer
-            ``width / 2`` float32 of a thread, as of `ScoreTile`.
-        width : int
-            A multiple of 16.
+        sums : RegisterTile
+            Weighted sums of values.
         row : PrimExpr
             int32: the warp's first.
         place : PrimExpr
@@ -51,19 +48,15 @@ class RowStore:
             Bytes between stripes.
         """
         tile = self.tile
-        tile.factors()
-        with unrolled(width // 2) as i:
-            half = tirx.floormod(tirx.floordiv(i, 2), 2)
-            value = averaged(sums[i], tile.shrink[half], tile.problem.nan_to_zero)
-            T.buffer_store(sums, value, [i])
+        tile.average(sums)
         result = self.result
         is_whole = self.width % 8 == 0 and bytes_of(result.nominal) == 2
         if is_whole and result.is_contiguous("k") and result.alignment("k", CHUNK_BYTES) == CHUNK_BYTES:
             self._chunks(sums, row, T.bind(place), stripe)
             return
-        with unrolled(width // 2) as i:
-            column = tirx.floordiv(i, 4) * 8 + tirx.floormod(tile.lane, 4) * 2 + tirx.floormod(i, 2)
-            own = row + tirx.floordiv(tile.lane, 4) + tirx.floormod(tirx.floordiv(i, 2), 2) * 8
+        with unrolled(sums.columns // 2) as i:
+            column = column_of(i) + first_column(tile.lane)
+            own = row + tirx.floordiv(tile.lane, 4) + row_of(i) * 8
             with when(tirx.all(column < self.width, own < to_int32(self.tensors.rows.count))):
                 self.one(own, column, sums[i])
 
@@ -72,7 +65,7 @@ class RowStore:
         at = {**self.at, "row": T.Cast("int64", row), "k": T.Cast("int64", column)}
         T.buffer_store(self.result.data, T.Cast(self.result.nominal, value), [self.result.address(at)])
 
-    def _chunks(self, sums: Any, first: Expr, place: Expr, stripe: int) -> None:
+    def _chunks(self, sums: RegisterTile, first: Expr, place: Expr, stripe: int) -> None:
         """Store rows by way of shared memory, in pieces of 16 bytes."""
         result, lane, chunks = self.result, self.tile.lane, self.width // 8
         pair = local(1, "uint32")

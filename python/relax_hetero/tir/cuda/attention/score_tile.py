@@ -1,10 +1,4 @@
-"""Scores of a tile of keys in the registers of warps, and their softmax, which goes on from tile to tile.
-
-Tensor cores leave sums in one form ("fragments"), whether of wgmma or of ``mma.sync``: a warp has 16 rows; register
-``4 * j + 2 * h + c`` of lane l is row ``l // 4 + 8 * h``, column ``8 * j + 2 * (l % 4) + c``. Four lanes share a row.
-Powers, rounded to 16 bits and taken two at a time, are in the form that a left operand has: they stay where they are
-for the product with values.
-"""
+"""Scores of a warp's queries against a tile of keys: expressions, masks, and the softmax that goes on over tiles."""
 
 from __future__ import annotations
 
@@ -18,16 +12,13 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.expression import Expression, Term
 from ....encoding.problem import AttentionProblem
 from ....target.gpu_target import WARP
-from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, int64, when
 from ...core.view import Coordinates
-from ..core import ptx
 from ..core.expression import emit
 from ..core.launch import local, unrolled
+from ..tile.register_tile import RegisterTile, first_column, row_of
+from ..tile.softmax import OnlineSoftmax, average_factor, averaged
 from .heads import GpuHeads, Rows
-
-LOG2_E = math.log2(math.e)
-_EVERYONE = 0xFFFFFFFF
 
 
 def plain_scale(expression: Expression) -> float | None:
@@ -65,12 +56,11 @@ class ScoreTile:
 
     Attributes
     ----------
-    scores : Buffer
-        ``keys / 2`` float32 of a thread; after `softmax` the powers.
+    scores : RegisterTile
+        Scores; after `update` the probabilities.
     weights : Buffer
-        ``keys / 4`` pairs, of `pack`.
-    shrink : Buffer
-        Factors of both rows for earlier sums.
+        ``keys / 4`` registers: probabilities as a left operand, after `pack`.
+    softmax : OnlineSoftmax
     """
 
     def __init__(
@@ -81,7 +71,6 @@ class ScoreTile:
         keys: int,
         is_masked: bool,
     ) -> None:
-
         self.problem, self.masks, self.rows, self.keys, self.is_masked = problem, masks, rows, keys, is_masked
         self.scale = plain_scale(problem.scores.expression)
         """Scale of the exponent; None where the expression is computed, score by score."""
@@ -90,12 +79,11 @@ class ScoreTile:
     def declare(self, thread: Expr) -> None:
         """Registers of a thread; within the launch."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
-        self.scores, self.weights = local(self.keys // 2, "float32"), local(self.keys // 4, "uint32")
-        self.row_max, self.shrink, self.sums = (local(2, "float32") for _ in range(3))
-        self._new, self._base, self._value = local(2, "float32"), local(2, "float32"), local(1, "float32")
+        self.scores, self.weights = RegisterTile(self.keys), local(self.keys // 4, "uint32")
+        self.softmax = OnlineSoftmax(self.scores, 1.0 if self.scale is None else self.scale)
         self.held = [local(self._held_count(view), view.dtype) for view in self.masks]
 
-    def begin(self, at: Coordinates, row: Expr, seen: Sequence[Expr], least: Expr) -> None:
+    def begin(self, at: Coordinates, row: Expr, visible: Sequence[Expr], min_visible: Expr) -> None:
         """Begin with a block of rows.
 
         Parameters
@@ -104,20 +92,18 @@ class ScoreTile:
             Batch and group.
         row : PrimExpr
             int32: the lane's first row; it has another one 8 further on.
-        seen : sequence of PrimExpr
-            int32, of both rows: keys that they see.
-        least : PrimExpr
-            int32: keys that every row of the warp sees.
+        visible : sequence of PrimExpr
+            int32, of both rows: number of keys that they see.
+        min_visible : PrimExpr
+            int32: number of keys that every row of the warp sees.
         """
-        self.at, self.row, self.seen, self.least = at, row, seen, least
-        for h in range(2):
-            T.buffer_store(self.row_max, T.float32(-math.inf), [h])
-            T.buffer_store(self.sums, T.float32(0), [h])
+        self.at, self.row, self.visible, self.min_visible = at, row, visible, min_visible
+        self.softmax.begin()
 
     # -- masks
 
     def _depends_on_row(self, view: GpuHeads) -> bool:
-        return view.runs_along("m") or (self.rows.together > 1 and view.runs_along("h"))
+        return view.runs_along("m") or (self.rows.heads_per_tile > 1 and view.runs_along("h"))
 
     def _held_count(self, view: GpuHeads) -> int:
         return (2 if self._depends_on_row(view) else 1) * (self.keys // 4 if view.runs_along("n") else 1)
@@ -160,98 +146,32 @@ class ScoreTile:
 
     # -- softmax
 
-    def softmax(self, first: Expr) -> None:
-        """Scores of the tile from key `first` on become powers; sums and maxima go on.
-
-        The earlier sums of values are to be multiplied by `shrink`.
-        """
-        count, scores = self.keys // 2, self.scores
+    def update(self, first: Expr) -> None:
+        """Turn the scores of the tile from key `first` on into probabilities."""
         if self.scale is None:
             dtypes = ["float32", *(view.nominal for view in self.masks)]
-            with unrolled(count) as i:
-                found = [held[self._place(view, i)] for view, held in zip(self.masks, self.held, strict=True)]
-                value = emit(self.problem.scores.expression, [scores[i], *found], dtypes)
-                T.buffer_store(scores, value, [i])
+
+            def score(value: Expr, i: Expr) -> Expr:
+                masks = [held[self._place(view, i)] for view, held in zip(self.masks, self.held, strict=True)]
+                return emit(self.problem.scores.expression, [value, *masks], dtypes)
+
+            self.scores.map(score)
         if self.is_masked:
-            with when(first + self.keys > self.least):
-                # Columns that a row sees, counted from the lane's first: the compiler compares it with constants.
-                begin = T.bind(first + tirx.floormod(self.lane, 4) * 2)
-                left = [T.bind(seen - begin) for seen in self.seen]
-                with unrolled(count) as i:
-                    column = tirx.floordiv(i, 4) * 8 + tirx.floormod(i, 2)
-                    limit = T.Select(tirx.floormod(tirx.floordiv(i, 2), 2) == 0, left[0], left[1])
-                    T.buffer_store(scores, T.if_then_else(column < limit, scores[i], T.float32(-math.inf)), [i])
-        for h in range(2):
-            T.buffer_store(self._new, self.row_max[h], [h])
-        with unrolled(count) as i:
-            half = tirx.floormod(tirx.floordiv(i, 2), 2)
-            T.buffer_store(self._new, T.max(self._new[half], scores[i]), [half])
-        for h in range(2):
-            self._over_lanes(self._new, h, T.max)
-            T.buffer_store(self._base, self._base_of(self._new[h]), [h])
-            self._power(self.row_max[h], h)
-            T.buffer_store(self.shrink, self._value[0], [h])
-            T.buffer_store(self.sums, self.sums[h] * self.shrink[h], [h])
-            T.buffer_store(self.row_max, self._new[h], [h])
-        with unrolled(count) as i:
-            half = tirx.floormod(tirx.floordiv(i, 2), 2)
-            self._power(scores[i], half)
-            T.buffer_store(scores, self._value[0], [i])
-            T.buffer_store(self.sums, self.sums[half] + scores[i], [half])
-
-    def rescale_sums(self, sums: Any, count: int) -> None:
-        """Earlier sums of values become those that the row's new maximum wants."""
-        with unrolled(count) as i:
-            half = tirx.floormod(tirx.floordiv(i, 2), 2)
-            T.buffer_store(sums, sums[i] * self.shrink[half], [i])
-
-    def _base_of(self, row_max: Expr) -> Expr:
-        """Number that is subtracted from exponents: never -inf, since -inf less -inf is not a number."""
-        if self.scale is None:
-            return T.max(row_max, T.float32(LOWEST))
-        is_none = row_max == T.float32(-math.inf)
-        return T.Select(is_none, T.float32(0), row_max * T.float32(self.scale * LOG2_E))
-
-    def _power(self, score: Expr, half: Expr) -> None:
-        """``e ** (score - greatest)`` of a row into `_value`."""
-        if self.scale is None:
-            exponent = (score - self._base[half]) * T.float32(LOG2_E)
-        else:
-            exponent = score * T.float32(self.scale * LOG2_E) - self._base[half]
-        ptx.power_of_two(self._value[0], exponent)
-
-    def _over_lanes(self, buffer: Any, h: int, apply: Any) -> None:
-        """An element combined over the four lanes of a row."""
-        for distance in (1, 2):
-            other = T.tvm_warp_shuffle_xor(T.uint32(_EVERYONE), buffer[h], distance, WARP, WARP)
-            T.buffer_store(buffer, apply(buffer[h], other), [h])
+            with when(first + self.keys > self.min_visible):
+                begin = T.bind(first + first_column(self.lane))
+                self.scores.keep_columns(-math.inf, [T.bind(visible - begin) for visible in self.visible])
+        self.softmax.update()
 
     def pack(self, dtype: str) -> None:
-        """Powers into `weights`."""
-        with unrolled(self.keys // 4) as i:
-            ptx.pack_pair(self.weights[i], self.scores[2 * i], self.scores[2 * i + 1], dtype)
+        """Round the probabilities into `weights`."""
+        self.scores.to_operand(self.weights, dtype)
 
-    def add_lanes(self) -> None:
-        """Sums of the lanes that share a row, after the last tile."""
+    def average(self, sums: RegisterTile) -> None:
+        """Divide weighted sums of values by their rows' sums, after `softmax.finish`."""
+        softmax, nan_to_zero = self.softmax, self.problem.nan_to_zero
         for h in range(2):
-            self._over_lanes(self.sums, h, lambda a, b: a + b)
-
-    def factors(self) -> None:
-        """Compute the factors that make sums averages, into `shrink`, after `add_lanes`."""
-        for h in range(2):
-            T.buffer_store(self.shrink, average(self.sums[h], self.problem.nan_to_zero), [h])
-
-
-def average(total: Expr, nan_to_zero: bool) -> Expr:
-    """Factor that makes a sum of weighted values an average; of a row without scores NaN comes out, or zero."""
-    inverse = T.float32(1) / total
-    return T.if_then_else(total > T.float32(0), inverse, T.float32(0)) if nan_to_zero else inverse
-
-
-def averaged(value: Expr, factor: Expr, nan_to_zero: bool) -> Expr:
-    """A sum times its `average`."""
-    product = value * factor
-    return T.if_then_else(factor > T.float32(0), product, T.float32(0)) if nan_to_zero else product
+            T.buffer_store(softmax.rescale, average_factor(softmax.row_sum[h], nan_to_zero), [h])
+        sums.map(lambda value, i: averaged(value, softmax.rescale[row_of(i)], nan_to_zero))
 
 
 def _divides(unit: int, extent: Expr) -> bool:

@@ -17,22 +17,24 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.element_types import HALF_TYPES
-from ....target.gpu_target import WARP, GpuTarget
+from ....target.gpu_target import GpuTarget
 from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
 from ..core.launch import SharedMemory, enable_pdl, local, unrolled
+from ..tile.register_tile import add, reduce_lanes
+from ..tile.softmax import average_factor, averaged
 from .attention_plan import AttentionPlan
 from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .heads import GpuHeads
-from .score_tile import average, averaged
 
 SHARING = 16
 """Threads that share a row."""
 _QUAD = 4
-_ALL = 0xFFFFFFFF
+_ROW_LANES = (1, 2, 4, 8)
+"""Distances between the lanes that share a row."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def _shared_bytes(plan: SimtPlan, d: int, e: int) -> int:
     return tiles * 4
 
 
-def choose_simt_plan(problem: AttentionProblem, gpu: GpuTarget, together: int) -> SimtPlan:
+def choose_simt_plan(problem: AttentionProblem, gpu: GpuTarget, heads_per_tile: int) -> SimtPlan:
     """The plan of a problem: large tiles, unless there are too few for the GPU."""
     sizes: dict[str, Any] = dict(problem.sizes)
     fitting = [p for p in PLANS if _shared_bytes(p, sizes["d"], sizes["e"]) <= gpu.shared_bytes]
@@ -82,7 +84,7 @@ def choose_simt_plan(problem: AttentionProblem, gpu: GpuTarget, together: int) -
         raise EncodingError(f"attention on {gpu.arch}: heads of {sizes['d']} and {sizes['e']} exceed shared memory")
     if not isinstance(sizes["m"], int) or not isinstance(sizes["b"], int):
         return fitting[min(1, len(fitting) - 1)]
-    groups, rows = sizes["b"] * sizes["h"] // together, sizes["m"] * together
+    groups, rows = sizes["b"] * sizes["h"] // heads_per_tile, sizes["m"] * heads_per_tile
     busy = [p for p in fitting if ceil_div(rows, p.rows) * groups >= gpu.multiprocessors]
     return busy[0] if busy else next((p for p in fitting if p.rows == 16), fitting[-1])
 
@@ -104,12 +106,12 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     if 0 in sizes.values():
         raise EncodingError(f"attention on {gpu.arch}: an extent is 0 in {sizes}")
     shared = sizes["h"] // sizes["g"]
-    together = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * SHARING else 1
-    plan = plan or choose_simt_plan(problem, gpu, together)
+    heads_per_tile = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * SHARING else 1
+    plan = plan or choose_simt_plan(problem, gpu, heads_per_tile)
     begins_early = gpu.overlaps_launches
     function = Function("attention", registers="local")
     with function:
-        found = AttentionTensors.of(function, problem, AttentionPlan(1, plan.keys, 1, 1, together))
+        found = AttentionTensors.of(function, problem, AttentionPlan(1, plan.keys, 1, 1, heads_per_tile))
         with function.body():
             found.open(raw=False)
             _Kernel(found, plan, begins_early).emit()
@@ -252,7 +254,7 @@ class _Kernel:
                 hidden = T.if_then_else(column < seen, self.scores[i * keys + j], T.float32(-math.inf))
                 T.buffer_store(self.scores, hidden, [i * keys + j])
                 T.buffer_store(self.new, T.max(self.new[i], self.scores[i * keys + j]), [i])
-            self._over_threads(self.new, i, T.max)
+            reduce_lanes(self.new, i, T.max, _ROW_LANES)
             # -inf less -inf is no number.
             T.buffer_store(self.new, T.max(self.new[i], T.float32(LOWEST)), [i])
             T.buffer_store(self.shrink, T.exp(self.row_max[i] - self.new[i]), [i])
@@ -268,12 +270,6 @@ class _Kernel:
             width = self.columns * _QUAD
             for c in range(width):
                 T.buffer_store(self.sums, self.sums[i * width + c] * self.shrink[i], [i * width + c])
-
-    def _over_threads(self, buffer: Any, i: int, apply: Any) -> None:
-        """An element combined over the threads of a row."""
-        for distance in (1, 2, 4, 8):
-            other = T.tvm_warp_shuffle_xor(T.uint32(_ALL), buffer[i], distance, WARP, WARP)
-            T.buffer_store(buffer, apply(buffer[i], other), [i])
 
     def _values(self) -> None:
         """Sums of the tile's values: of four neighbouring columns each, 64 columns at a time."""
@@ -299,8 +295,8 @@ class _Kernel:
         tensors, width = self.tensors, self.columns * _QUAD
         result = tensors.result
         for i in range(self.plan.each):
-            self._over_threads(self.totals, i, lambda a, b: a + b)
-            T.buffer_store(self.shrink, average(self.totals[i], self.problem.nan_to_zero), [i])
+            reduce_lanes(self.totals, i, add, _ROW_LANES)
+            T.buffer_store(self.shrink, average_factor(self.totals[i], self.problem.nan_to_zero), [i])
             own = T.bind(self.row + self.own + i)
             with when(own < to_int32(tensors.rows.count)), unrolled(width) as c:
                 column = T.bind(self.part * _QUAD + tirx.floordiv(c, _QUAD) * (SHARING * _QUAD) + tirx.floormod(c, 4))

@@ -12,7 +12,7 @@ all of them, in the order of the blocks: equal inputs give equal bits.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -21,16 +21,18 @@ from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import AttentionProblem
 from ....errors import EncodingError
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
-from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, Function, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local
 from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
+from ..tile.register_tile import RegisterTile
+from ..tile.ring import BARRIER_BYTES, Ring
+from ..tile.softmax import LOG2_E, SplitSums, as_bits, average_factor, averaged
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
 from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of, to_int32
 from .row_store import RowStore
-from .score_tile import LOG2_E, ScoreTile, average, averaged
+from .score_tile import ScoreTile
 
 # Sums of the blocks of a cluster, each of its own keys, put together through the shared memory of all of them.
 
@@ -61,7 +63,7 @@ class ClusterSums:
         """Bytes of shared memory."""
         return self.height * (self.pitch + 2) * 4
 
-    def share(self, sums: Any, group: Expr, warp: Expr) -> None:
+    def share(self, sums: RegisterTile, group: Expr, warp: Expr) -> None:
         """Sums and maxima of this block's keys into shared memory, in the place of all tiles."""
         tile, height = self.tile, self.height
         ptx.named_barrier(1, self.tensors.plan.consumers * WARPGROUP)
@@ -70,11 +72,11 @@ class ClusterSums:
             row = own + i // 2 % 2 * 8
             column = i // 4 * 8 + tirx.floormod(tile.lane, 4) * 2
             target = self.shared.at((row * self.pitch + column) * 4)
-            ptx.store_shared(target, [_bits(sums[i + c]) for c in range(2)])
+            ptx.store_shared(target, [as_bits(sums[i + c]) for c in range(2)])
         with when(tirx.floormod(tile.lane, 4) == 0):
             for h in range(2):
                 target = self.shared.at((height * self.pitch + (own + 8 * h) * 2) * 4)
-                ptx.store_shared(target, [_bits(tile.row_max[h]), _bits(tile.sums[h])])
+                ptx.store_shared(target, [as_bits(tile.softmax.row_max[h]), as_bits(tile.softmax.row_sum[h])])
 
     def put_together(self, thread: Expr, rank: Expr, first: Expr, at: Coordinates) -> None:
         """Write the block's share of the rows from `first` on: averages over the keys of all blocks.
@@ -85,40 +87,31 @@ class ClusterSums:
         height, width = self.height, int(self.tensors.sizes["e"])
         threads = PRODUCERS + plan.consumers * WARPGROUP
         quads = self.width // 4
-        items = -(-height // plan.split) * quads
-        remote, facts = local(1, "uint32"), local(2 * plan.split, "uint32")
-        part, total = local(4 * plan.split, "uint32"), local(4, "float32")
-        state, value = local(2, "float32"), local(1, "float32")
-        scale = LOG2_E * (self.tile.scale or 1.0)
+        items = -(-height // plan.split_keys) * quads
+        remote, factor = local(1, "uint32"), local(1, "float32")
+        parts = SplitSums(plan.split_keys, LOG2_E * (self.tile.scale or 1.0))
         store = RowStore(self.tensors, self.tile, self.shared, at)
         with T.serial(-(-items // threads)) as turn:
             item = T.bind(turn * threads + thread)
-            row = T.bind(tirx.floordiv(item, quads) * plan.split + rank)
+            row = T.bind(tirx.floordiv(item, quads) * plan.split_keys + rank)
             column = T.bind(tirx.floormod(item, quads) * 4)
             own = T.bind(first + row)
             with when(tirx.all(row < height, own < to_int32(self.tensors.rows.count), column < width)):
                 sums_at = T.bind(ptx.shared_address(self.shared.at((row * self.pitch + column) * 4)))
                 facts_at = T.bind(ptx.shared_address(self.shared.at((height * self.pitch + row * 2) * 4)))
-                for other in range(plan.split):
-                    ptx.remote_address(remote[0], facts_at, other)
-                    ptx.load_remote([facts[2 * other + i] for i in range(2)], remote[0])
-                    ptx.remote_address(remote[0], sums_at, other)
-                    ptx.load_remote([part[4 * other + i] for i in range(4)], remote[0])
-                row_max: Expr = T.float32(LOWEST)
-                for other in range(plan.split):
-                    row_max = T.max(row_max, _float(facts[2 * other]))
-                T.buffer_store(state, row_max, [0])
-                T.buffer_store(state, T.float32(0), [1])
+                for other in range(plan.split_keys):
+
+                    def read(facts: Sequence[Expr], sums: Sequence[Expr], other: int = other) -> None:
+                        for address, registers in ((facts_at, facts), (sums_at, sums)):
+                            ptx.remote_address(remote[0], address, other)
+                            ptx.load_remote(registers, remote[0])
+
+                    parts.load(other, read)
+                parts.add()
+                total = parts.total
+                T.buffer_store(factor, average_factor(parts.row_sum, problem.nan_to_zero), [0])
                 for i in range(4):
-                    T.buffer_store(total, T.float32(0), [i])
-                for other in range(plan.split):
-                    ptx.power_of_two(value[0], (_float(facts[2 * other]) - state[0]) * T.float32(scale))
-                    T.buffer_store(state, state[1] + _float(facts[2 * other + 1]) * value[0], [1])
-                    for i in range(4):
-                        T.buffer_store(total, total[i] + _float(part[4 * other + i]) * value[0], [i])
-                T.buffer_store(value, average(state[1], problem.nan_to_zero), [0])
-                for i in range(4):
-                    T.buffer_store(total, averaged(total[i], value[0], problem.nan_to_zero), [i])
+                    T.buffer_store(total, averaged(total[i], factor[0], problem.nan_to_zero), [i])
                 if result.is_contiguous("k") and width % 4 == 0 and result.alignment("k", 8) == 8:
                     pairs = local(2, "uint32")
                     for pair in range(2):
@@ -129,14 +122,6 @@ class ClusterSums:
                     for i in range(4):
                         with when(column + i < width):
                             store.one(own, column + i, total[i])
-
-
-def _bits(value: Expr) -> Expr:
-    return tirx.reinterpret("uint32", value)
-
-
-def _float(value: Expr) -> Expr:
-    return tirx.reinterpret("float32", value)
 
 
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
@@ -195,7 +180,7 @@ class _Kernel:
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
         self.width = ceil_div(int(e), 16) * 16
         self.is_causal = bool(self.problem.causal)
-        is_masked = self.is_causal or plan.split > 1 or not (isinstance(n, int) and n % self.keys == 0)
+        is_masked = self.is_causal or plan.split_keys > 1 or not (isinstance(n, int) and n % self.keys == 0)
         self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
 
     def emit(self) -> None:
@@ -207,37 +192,40 @@ class _Kernel:
         self.k_size, self.v_size = self.k.size * self.depth_steps, self.v.size * self.width_steps
         self.k_at = shared.take(stages * self.k_size, SWIZZLED_ALIGN)
         self.v_at = shared.take(stages * self.v_size, SWIZZLED_ALIGN)
-        if plan.split > 1:
+        if plan.split_keys > 1:
             # Sums of the blocks of a cluster take the place of all tiles.
             self.cluster_sums = ClusterSums(self.tensors, self.tile, shared, self.width)
             shared.size = max(shared.size, self.cluster_sums.size)
-        self.barriers = shared.take(8 * (1 + 4 * stages), 8)
+        self.queries_at = shared.take(BARRIER_BYTES, BARRIER_BYTES)
+        self.key_ring, self.value_ring = (Ring(shared, stages, PRODUCERS, plan.consumers) for _ in range(2))
         tiles, threads = self.tensors.tiles(height), PRODUCERS + plan.consumers * WARPGROUP
-        with launch(self.tensors.blocks(height) * plan.split, threads, plan.split, plan.consumers > 1) as place:
+        with launch(
+            self.tensors.blocks(height) * plan.split_keys, threads, plan.split_keys, plan.consumers > 1
+        ) as place:
             self.thread, self.rank = place.thread, place.rank
             shared.open()
             block = T.bind(T.Cast("int32", place.block))
             if isinstance(tiles, int):
                 self._work(block)
             else:
-                with when(block < tiles * plan.split):
+                with when(block < tiles * plan.split_keys):
                     self._work(block)
 
     # -- which part of the work
 
     def _work(self, block: Expr) -> None:
         """All that a block does."""
-        self._take(block if self.plan.split == 1 else T.bind(T.truncdiv(block, self.plan.split)))
+        self._take(block if self.plan.split_keys == 1 else T.bind(T.truncdiv(block, self.plan.split_keys)))
         self._set_up()
         with T.If(self.thread < PRODUCERS):
             with T.Then():
                 self._produce()
             with T.Else():
                 self._consume()
-        if self.plan.split > 1:
-            _cluster_barrier()
+        if self.plan.split_keys > 1:
+            ptx.cluster_barrier()
             self.cluster_sums.put_together(self.thread, self.rank, self.row, self.at)
-            _cluster_barrier()
+            ptx.cluster_barrier()
 
     def _take(self, tile: Expr) -> None:
         """Which rows and keys a tile of rows is of."""
@@ -247,34 +235,28 @@ class _Kernel:
         visible = self.tensors.visible(self.row, height)
         tiles = tiles_of(visible, self.keys)
         begin: Expr = 0
-        if plan.split > 1:
+        if plan.split_keys > 1:
             tiles = tiles if isinstance(tiles, int) else T.bind(tiles)
-            begin = T.bind(T.truncdiv(self.rank * tiles, plan.split))
-            tiles = T.truncdiv((self.rank + 1) * tiles, plan.split) - begin
+            begin = T.bind(T.truncdiv(self.rank * tiles, plan.split_keys))
+            tiles = T.truncdiv((self.rank + 1) * tiles, plan.split_keys) - begin
         # One tile at least, of which no key counts.
         self.count = max(tiles, 1) if isinstance(tiles, int) else T.bind(T.max(tiles, 1))
         self.begin = begin
         own_end = (begin + tiles) * self.keys
-        self.end = visible if plan.split == 1 else T.bind(T.min(visible, own_end))
-        if plan.split == 1 and not isinstance(self.end, int):
+        self.end = visible if plan.split_keys == 1 else T.bind(T.min(visible, own_end))
+        if plan.split_keys == 1 and not isinstance(self.end, int):
             self.end = T.bind(self.end)
-
-    def _barrier(self, kind: int, stage: Expr) -> Expr:
-        """Barrier of keys that are there (0), places of keys that are free (1), the same of values (2, 3)."""
-        return self.shared.at(self.barriers + 8 * (1 + kind * self.plan.stages + stage))
 
     @property
     def queries_there(self) -> Expr:
         """The barrier of queries that consumers wait for."""
-        return self.shared.at(self.barriers)
+        return self.shared.at(self.queries_at)
 
     def _set_up(self) -> None:
         with when(self.thread == 0):
             ptx.barrier_init(self.queries_there, PRODUCERS)
-            for stage in range(self.plan.stages):
-                for kind in range(4):
-                    arrivals = self.plan.consumers if kind % 2 else PRODUCERS
-                    ptx.barrier_init(self._barrier(kind, stage), arrivals)
+            self.key_ring.initialize()
+            self.value_ring.initialize()
             ptx.barrier_init_fence()
         ptx.block_barrier()
         ptx.griddepcontrol_wait()
@@ -295,16 +277,17 @@ class _Kernel:
             self.q.load(self.shared, target, self.at, row, step, self.thread)
         self._arrive(self.q, self.queries_there)
         with T.serial(self.count) as number:
-            stage, parity = self._stage(number)
             first = T.bind(T.Cast("int64", self._first_key(number)))
-            loads = ((0, self.k, self.k_at, self.k_size), (2, self.v, self.v_at, self.v_size))
-            for kind, tile, begin, size in loads:
-                ptx.barrier_wait(self._barrier(kind + 1, stage), T.bitwise_xor(parity, 1))
-                steps = size // tile.size
-                for step in range(steps):
+            loads = (
+                (self.key_ring, self.k, self.k_at, self.k_size),
+                (self.value_ring, self.v, self.v_at, self.v_size),
+            )
+            for ring, tile, begin, size in loads:
+                stage = ring.acquire(number)
+                for step in range(size // tile.size):
                     target = begin + stage * size + step * tile.size
                     tile.load(self.shared, target, self.at_keys, first, step, self.thread)
-                self._arrive(tile, self._barrier(kind, stage))
+                self._arrive(tile, ring.full(stage))
 
     def _arrive(self, tile: OperandTile, barrier: Expr) -> None:
         if tile.source is Source.GATHER:
@@ -312,12 +295,6 @@ class _Kernel:
             ptx.barrier_arrive(barrier)
         else:
             ptx.barrier_arrive_after_copies(barrier)
-
-    def _stage(self, turn: Expr) -> tuple[Expr, Expr]:
-        stages = self.plan.stages
-        if isinstance(turn, int):
-            return turn % stages, turn // stages % 2
-        return T.bind(T.truncmod(turn, stages)), T.bind(T.bitwise_and(T.truncdiv(turn, stages), 1))
 
     # -- consumers
 
@@ -329,7 +306,7 @@ class _Kernel:
         self.member = T.bind(self.thread % WARPGROUP)
         self.warp = T.bind(self.member // WARP)
         tile.declare(self.thread)
-        self.sums = local(self.width // 2, "float32")
+        self.sums = RegisterTile(self.width)
         self.seen = local(2, "int32")
         self.base = local(3, "uint64")
         ptx.matrix_descriptor(
@@ -341,22 +318,21 @@ class _Kernel:
 
     def _attend(self) -> None:
         """A warpgroup's rows: scores, softmax and sums of values, tile by tile."""
-        tile, count = self.tile, self.count
+        tile, count, keys, values = self.tile, self.count, self.key_ring, self.value_ring
         row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
         for h in range(2):
             T.buffer_store(self.seen, self._seen(row + 8 * h), [h])
-        least = self._seen(self.row + self.group * 64) if self.tensors.rows.together == 1 else self._seen(0)
+        least = self._seen(self.row + self.group * 64) if self.tensors.rows.heads_per_tile == 1 else self._seen(0)
         least = T.bind(least) if not isinstance(least, int) else least
         tile.begin(self.at, row, [self.seen[0], self.seen[1]], least)
-        with unrolled(self.width // 2) as i:
-            T.buffer_store(self.sums, T.float32(0), [i])
+        self.sums.fill(0)
         tile.load_masks(self._first_key(0))
         ptx.barrier_wait(self.queries_there, 0)
-        self._wait_for((0, 0))
+        self._wait_for((keys, 0))
         self._scores(0)
         ptx.wgmma_wait(0)
-        self._release(1, 0)
-        tile.softmax(self._first_key(0))
+        self._release(keys, 0)
+        tile.update(self._first_key(0))
         tile.pack(self.dtype)
         if not (isinstance(count, int) and count == 1):
             with T.serial(count - 1) as number:
@@ -364,31 +340,31 @@ class _Kernel:
                 first = T.bind(self._first_key(following))
                 if self.plan.consumers > 1:
                     # One stop for both: products follow each other without a gap.
-                    self._wait_for((0, following), (2, number))
+                    self._wait_for((keys, following), (values, number))
                     self._scores(following)
                 else:
-                    self._wait_for((0, following))
+                    self._wait_for((keys, following))
                     self._scores(following)
-                    self._wait_for((2, number))
+                    self._wait_for((values, number))
                 self._values(number)
                 tile.load_masks(first)
                 ptx.wgmma_wait(1)
-                self._release(1, following)
-                if self.plan.beside:
-                    tile.softmax(first)
-                    ptx.compute_first(tile.sums[0] + tile.sums[1])
+                self._release(keys, following)
+                if self.plan.overlaps_own_product:
+                    tile.update(first)
+                    ptx.compute_first(tile.softmax.row_sum[0] + tile.softmax.row_sum[1])
                 ptx.wgmma_wait(0)
-                self._release(3, number)
-                if not self.plan.beside:
-                    tile.softmax(first)
+                self._release(values, number)
+                if not self.plan.overlaps_own_product:
+                    tile.update(first)
                 tile.pack(self.dtype)
-                tile.rescale_sums(self.sums, self.width // 2)
+                self.sums.scale_rows(tile.softmax.rescale)
         last = count - 1 if isinstance(count, int) else T.bind(count - 1)
-        self._wait_for((2, last))
+        self._wait_for((values, last))
         self._values(last)
         ptx.wgmma_wait(0)
-        tile.add_lanes()
-        if self.plan.split > 1:
+        tile.softmax.finish()
+        if self.plan.split_keys > 1:
             self.cluster_sums.share(self.sums, self.group, self.warp)
         else:
             self._store()
@@ -399,23 +375,22 @@ class _Kernel:
             return self.end
         return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
 
-    def _wait_for(self, *tiles: tuple[int, Expr]) -> None:
-        """Wait for tiles of keys (0) and values (2), each with its turn."""
-        for kind, turn in tiles:
-            stage, parity = self._stage(turn)
-            ptx.barrier_wait(self._barrier(kind, stage), parity)
+    def _wait_for(self, *tiles: tuple[Ring, Expr]) -> None:
+        """Wait for tiles of keys and values, each with its turn."""
+        for ring, turn in tiles:
+            ring.wait(turn)
         # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
         ptx.async_proxy_fence()
 
     def _scores(self, turn: Expr) -> None:
         """Issue the scores of a tile that is there."""
-        stage, _ = self._stage(turn)
+        stage = self.key_ring.stage(turn)
         keys = T.bind(self.base[1] + T.Cast("uint64", stage) * T.uint64(self.k_size // 16))
         ptx.wgmma_fence()
         for i in range(ceil_div(int(self.tensors.sizes["d"]), 16)):
             step, part = divmod(i, WIDTH // 16)
             ptx.wgmma(
-                [self.tile.scores[r] for r in range(self.keys // 2)],
+                self.tile.scores.registers,
                 self.base[0] + T.uint64(step * self.q.size // 16 + part * self.q.advance),
                 keys + T.uint64(step * self.k.size // 16 + part * self.k.advance),
                 (self.dtype, self.dtype),
@@ -426,12 +401,12 @@ class _Kernel:
 
     def _values(self, turn: Expr) -> None:
         """Issue the sums of a tile's values, which are there."""
-        stage, _ = self._stage(turn)
+        stage = self.value_ring.stage(turn)
         values = T.bind(self.base[2] + T.Cast("uint64", stage) * T.uint64(self.v_size // 16))
         ptx.wgmma_fence()
         for i in range(self.keys // 16):
             ptx.wgmma_of_registers(
-                [self.sums[r] for r in range(self.width // 2)],
+                self.sums.registers,
                 [self.tile.weights[4 * i + r] for r in range(4)],
                 values + T.uint64(i * 16 * SWIZZLED_BYTES // 16),
                 (self.dtype, self.dtype),
@@ -440,10 +415,10 @@ class _Kernel:
             )
         ptx.wgmma_commit()
 
-    def _release(self, kind: int, turn: Expr) -> None:
-        """The stage of a tile of keys (1) or values (3) is free."""
+    def _release(self, ring: Ring, turn: Expr) -> None:
+        """The stage of a tile of keys or values is free."""
         with when(self.member == 0):
-            ptx.barrier_arrive(self._barrier(kind, self._stage(turn)[0]))
+            ring.release(turn)
 
     # -- results
 
@@ -453,9 +428,4 @@ class _Kernel:
         within = T.bind(self.group * 64 + self.warp * 16)
         place = self.q_at + within * SWIZZLED_BYTES
         store = RowStore(self.tensors, self.tile, self.shared, self.at)
-        store.emit(self.sums, self.width, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
-
-
-def _cluster_barrier() -> None:
-    ptx.cluster_arrive()
-    ptx.cluster_wait()
+        store.emit(self.sums, self.row + within, place, self.q.rows * SWIZZLED_BYTES)

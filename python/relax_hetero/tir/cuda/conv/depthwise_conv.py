@@ -164,8 +164,10 @@ class _Kernel:
         for count in counts:
             total = total * count
         names = ["b", *(f"y{d}" for d in range(len(self.axes))), "n"]
-        together = _BLOCKS if self.has_no_branches else 0
-        with launch(int64(at_least_one(ceil_div(total, THREADS))), THREADS, together=together) as place:
+        min_blocks_per_sm = _BLOCKS if self.has_no_branches else 0
+        with launch(
+            int64(at_least_one(ceil_div(total, THREADS))), THREADS, min_blocks_per_sm=min_blocks_per_sm
+        ) as place:
             number = T.bind(T.Cast("int64", place.block) * THREADS + T.Cast("int64", place.thread))
             with T.If(number < total), T.Then():
                 number = T.bind(T.Cast(self.kind, number))

@@ -205,17 +205,17 @@ class WindowTile(SwizzledLines):
         """Every chunk has neighbouring taps of a row of the window; the last may be beyond its end."""
         number, is_new = self._own_chunk(step, chunk)
         sizes = [window.size for window in self.places.problem.windows]
-        together = self.per_chunk // IMAGE_CHANNELS
-        parts = -(-sizes[-1] // together)
-        outer, first = T.bind(T.truncdiv(number, parts)), T.bind(T.truncmod(number, parts) * together)
+        taps_per_chunk = self.per_chunk // IMAGE_CHANNELS
+        parts = -(-sizes[-1] // taps_per_chunk)
+        outer, first = T.bind(T.truncdiv(number, parts)), T.bind(T.truncmod(number, parts) * taps_per_chunk)
         taps: list[Expr] = []
         for size in reversed(sizes[:-1]):
             taps.insert(0, T.bind(T.truncmod(outer, size)))
             outer = T.bind(T.truncdiv(outer, size))
-        width = CHUNK_BYTES // together
-        for i in range(together):
+        width = CHUNK_BYTES // taps_per_chunk
+        for i in range(taps_per_chunk):
             exists, last = is_new, first + i
-            if sizes[-1] % together > 0 and i >= sizes[-1] % together:
+            if sizes[-1] % taps_per_chunk > 0 and i >= sizes[-1] % taps_per_chunk:
                 inside = last < sizes[-1]
                 exists = T.bind(inside if is_new is None else tirx.all(is_new, inside))
                 last = T.min(last, sizes[-1] - 1)

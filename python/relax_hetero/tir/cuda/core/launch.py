@@ -38,7 +38,7 @@ class Place:
 
 @contextmanager
 def launch(
-    blocks: Expr, threads: int, cluster: int = 1, moves_registers: bool = False, together: int = 0
+    blocks: Expr, threads: int, cluster: int = 1, moves_registers: bool = False, min_blocks_per_sm: int = 0
 ) -> Iterator[Place]:
     """The one nest of loops of a kernel; its context gives the place of the thread that runs the statements within.
 
@@ -50,28 +50,28 @@ def launch(
         Blocks that run at the same time and share their shared memory: 1 to 8.
     moves_registers : bool
         Whether warpgroups take registers of each other (`ptx.set_max_registers`).
-    together : int
+    min_blocks_per_sm : int
         Blocks that share a multiprocessor's registers at least; 0: as many as do.
     """
     # The compiler drops setmaxnreg where it does not know how many blocks share a multiprocessor's registers.
-    together = together or int(moves_registers)
+    min_blocks_per_sm = min_blocks_per_sm or int(moves_registers)
     zero = tirx.const(0, "int32")
     with T.thread_binding(blocks, thread="blockIdx.x") as block:
         if cluster > 1:
             with T.thread_binding(cluster, thread="clusterCtaIdx.x") as rank:
-                with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(together):
+                with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(min_blocks_per_sm):
                     yield Place(block, rank, thread)
         else:
-            with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(together):
+            with T.thread_binding(threads, thread="threadIdx.x") as thread, _bounds(min_blocks_per_sm):
                 yield Place(block, zero, thread)
 
 
 @contextmanager
-def _bounds(together: int) -> Iterator[None]:
-    if not together:
+def _bounds(min_blocks_per_sm: int) -> Iterator[None]:
+    if not min_blocks_per_sm:
         yield
         return
-    with T.attr(0, LAUNCH_BOUNDS, together):
+    with T.attr(0, LAUNCH_BOUNDS, min_blocks_per_sm):
         yield
 
 

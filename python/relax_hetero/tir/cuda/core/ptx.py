@@ -252,6 +252,12 @@ def cluster_wait() -> None:
     _emit("barrier.cluster.wait.acquire.aligned")
 
 
+def cluster_barrier() -> None:
+    """All threads of the cluster wait for each other, and see what others wrote."""
+    cluster_arrive()
+    cluster_wait()
+
+
 def shared_address(pointer: Expr) -> Expr:
     """The 32-bit address of something in this block's shared memory (an expression)."""
     return _CUDA.cvta_generic_to_shared(pointer)

@@ -210,11 +210,11 @@ def copy_words(
     """
     size = bytes_of(str(target.dtype))
     words = count * size // WORD
-    together = next(n for n in (_WIDEST // WORD, 2, 1) if words % n == 0)
+    per_access = next(n for n in (_WIDEST // WORD, 2, 1) if words % n == 0)
     into, out_of = _words(target), _words(source)
-    for word in range(0, words, together):
-        read = tirx.BufferLoad(out_of, [lane_indices(_word(start, size) + word, together)])
-        T.buffer_store(into, read, [lane_indices(_word(at, size) + word, together)])
+    for word in range(0, words, per_access):
+        read = tirx.BufferLoad(out_of, [lane_indices(_word(start, size) + word, per_access)])
+        T.buffer_store(into, read, [lane_indices(_word(at, size) + word, per_access)])
 
 
 def _words(buffer: tirx.Buffer) -> tirx.Buffer:

@@ -64,9 +64,9 @@ class Plan:
 
     Attributes
     ----------
-    together : int
+    threads_per_result : int
         Threads that compute parts of the same results.
-    neighbours : bool
+    are_neighbours : bool
         Whether these are neighbours; otherwise neighbours compute neighbouring results.
     lanes : int
         Results of a thread, contiguous along the last loop.
@@ -74,8 +74,8 @@ class Plan:
         Terms that a thread reads as a vector.
     """
 
-    together: int
-    neighbours: bool
+    threads_per_result: int
+    are_neighbours: bool
     lanes: int
     terms: int
 
@@ -84,7 +84,7 @@ def write_reduction(box: FlatBox, gpu: GpuTarget) -> None:
     """Write a box as one launch."""
     merge = merge_of(box.nest.sums)
     plan = plan_of(box, merge, gpu)
-    if plan.together == 1:
+    if plan.threads_per_result == 1:
         _write_serial(box, merge, plan, gpu)
     else:
         assert merge is not None
@@ -109,31 +109,38 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
     along_results = last is not None and contiguous(last) and _at_least(last.count, 4)
     if along_results or few:
         threads = results // lanes if isinstance(results, int) else None
-        together = 1
+        threads_per_result = 1
         if threads is not None and not few:
-            while together < 32 and threads * together < wanted and _at_least(terms, together * 2 * _TERMS_A_THREAD):
-                together *= 2
+            while (
+                threads_per_result < 32
+                and threads * threads_per_result < wanted
+                and _at_least(terms, threads_per_result * 2 * _TERMS_A_THREAD)
+            ):
+                threads_per_result *= 2
         if threads is None and not few and not isinstance(terms, int):
-            together = 8
-        while together > 1 and _threads(together, False) * lanes * sum(map(bytes_of, merge.types)) > _MAX_SHARED:
-            together //= 2
-        return Plan(together, False, lanes, 1)
+            threads_per_result = 8
+        while (
+            threads_per_result > 1
+            and _threads(threads_per_result, False) * lanes * sum(map(bytes_of, merge.types)) > _MAX_SHARED
+        ):
+            threads_per_result //= 2
+        return Plan(threads_per_result, False, lanes, 1)
     vector = 1
     if inner is not None and contiguous(inner):
         vector = _lanes_along(box, inner, False)
     units = ceil_div(terms, vector)
-    together = 2
-    while together < _BLOCK and _at_least(units, together * 2):
-        is_enough = isinstance(results, int) and results * together >= wanted
-        if is_enough and not _at_least(units, together * _TERMS_A_THREAD * 2):
+    threads_per_result = 2
+    while threads_per_result < _BLOCK and _at_least(units, threads_per_result * 2):
+        is_enough = isinstance(results, int) and results * threads_per_result >= wanted
+        if is_enough and not _at_least(units, threads_per_result * _TERMS_A_THREAD * 2):
             break
-        together *= 2
-    return Plan(together, True, 1, vector)
+        threads_per_result *= 2
+    return Plan(threads_per_result, True, 1, vector)
 
 
-def _threads(together: int, neighbours: bool) -> int:
+def _threads(threads_per_result: int, are_neighbours: bool) -> int:
     """Number of threads of a block in which so many compute parts of the same results; others compute neighbours."""
-    return together * max(_BLOCK // together, 1 if neighbours else WARP)
+    return threads_per_result * max(_BLOCK // threads_per_result, 1 if are_neighbours else WARP)
 
 
 def _at_least(count: Expr, number: int) -> bool:
@@ -315,7 +322,7 @@ class _Together:
             self.box = vectorized(box, box.spatial[-1], plan.lanes, True)
         else:
             self.box = LaneBox(box, None, 1)
-        self.groups = _threads(plan.together, plan.neighbours) // plan.together
+        self.groups = _threads(plan.threads_per_result, plan.are_neighbours) // plan.threads_per_result
 
     def write(self) -> None:
         """Write the launch."""
@@ -328,12 +335,15 @@ class _Together:
         for count in counts:
             units = units * count
         if isinstance(units, int):
-            while self.groups > 1 and self.groups > units and plan.neighbours:
+            while self.groups > 1 and self.groups > units and plan.are_neighbours:
                 self.groups //= 2
-        threads = self.groups * plan.together
+        threads = self.groups * plan.threads_per_result
         with launch(ceil_div(units, self.groups), threads) as (block, thread):
-            if plan.neighbours:
-                group, part = tirx.floordiv(thread, int64(plan.together)), tirx.floormod(thread, int64(plan.together))
+            if plan.are_neighbours:
+                group, part = (
+                    tirx.floordiv(thread, int64(plan.threads_per_result)),
+                    tirx.floormod(thread, int64(plan.threads_per_result)),
+                )
             else:
                 group, part = tirx.floormod(thread, int64(self.groups)), tirx.floordiv(thread, int64(self.groups))
             number = block * self.groups + group
@@ -379,17 +389,17 @@ class _Together:
             accumulate(box, self.merge, {**position, **place}, parts)
 
         if isinstance(units, int):
-            whole = units // plan.together
+            whole = units // plan.threads_per_result
             if whole:
                 with T.serial(int64(whole)) as i:
-                    at(i * plan.together + part)
-            if units % plan.together:
-                with T.If(part < int64(units % plan.together)), T.Then():
-                    at(part + whole * plan.together)
+                    at(i * plan.threads_per_result + part)
+            if units % plan.threads_per_result:
+                with T.If(part < int64(units % plan.threads_per_result)), T.Then():
+                    at(part + whole * plan.threads_per_result)
             return
-        with T.serial(ceil_div(units, plan.together)) as i:
-            with T.If(i * plan.together + part < units), T.Then():
-                at(i * plan.together + part)
+        with T.serial(ceil_div(units, plan.threads_per_result)) as i:
+            with T.If(i * plan.threads_per_result + part < units), T.Then():
+                at(i * plan.threads_per_result + part)
 
     def _join_lanes(self, parts: Parts) -> None:
         count = self.plan.terms
@@ -401,13 +411,13 @@ class _Together:
 
     def _join_threads(self, parts: Parts, thread: Expr, part: Expr, threads: int) -> None:
         """Neighbours by shuffles within a warp, all others in shared memory; the first of a group has the whole."""
-        together, lanes = self.plan.together, self.plan.lanes
-        if self.plan.neighbours:
-            width = min(together, WARP)
+        threads_per_result, lanes = self.plan.threads_per_result, self.plan.lanes
+        if self.plan.are_neighbours:
+            width = min(threads_per_result, WARP)
             while width > 1:
                 width //= 2
                 _join_into(self.merge, parts, int64(0), [from_below(p, width) for p in parts])
-            if together <= WARP:
+            if threads_per_result <= WARP:
                 return
             memory = [T.alloc_buffer((threads // WARP,), dtype, scope="shared") for dtype in self.merge.types]
             warp = tirx.floordiv(thread, int64(WARP))
@@ -416,7 +426,7 @@ class _Together:
                     T.buffer_store(shared, tirx.BufferLoad(own, [int64(0)]), [warp])
             sync()
             with T.If(tirx.EQ(part, int64(0))), T.Then():
-                for other in range(1, together // WARP):
+                for other in range(1, threads_per_result // WARP):
                     _join_into(self.merge, parts, int64(0), [tirx.BufferLoad(m, [warp + other]) for m in memory])
             return
         memory = [T.alloc_buffer((threads * lanes,), dtype, scope="shared") for dtype in self.merge.types]
@@ -425,7 +435,7 @@ class _Together:
                 T.buffer_store(shared, tirx.BufferLoad(own, [int64(lane)]), [thread + lane * threads])
         sync()
         with T.If(tirx.EQ(part, int64(0))), T.Then():
-            for other in range(1, together):
+            for other in range(1, threads_per_result):
                 for lane in range(lanes):
                     at = thread + (other * self.groups + lane * threads)
                     _join_into(self.merge, parts, int64(lane), [tirx.BufferLoad(m, [at]) for m in memory])

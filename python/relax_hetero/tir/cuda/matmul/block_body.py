@@ -41,12 +41,12 @@ class BlockBody:
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         return BlockWork(problem, plan, m)
 
-    def prepare(self, row_tiles: Expr, together: int) -> None:
+    def prepare(self, row_tiles: Expr, blocks_per_sm: int) -> None:
         """Share the work among blocks; parameters as of `BlockWork.share`."""
         self.row_tiles = row_tiles
         zeros = self.packed[2:]
         has_points = 0 if not zeros else 2 if zeros[0].nominal == "float32" else 1
-        self.work.share(self.gpu, row_tiles, together, has_points)
+        self.work.share(self.gpu, row_tiles, blocks_per_sm, has_points)
 
     def emit(self, place: Place, shared: SharedMemory) -> None:
         """Write the block's work."""

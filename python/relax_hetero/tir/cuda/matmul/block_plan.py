@@ -155,24 +155,24 @@ class BlockWork:
         self.column_tiles = -(-self.tiles // plan.fragments)
         self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
 
-    def share(self, gpu: GpuTarget, row_tiles: Expr, together: int, has_points: int) -> None:
+    def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """Share the work among blocks.
 
         Parameters
         ----------
-        together : int
+        blocks_per_sm : int
             Blocks that share a multiprocessor's registers; 0: as is best.
         has_points : int
             Registers' worth of zero points: 0, 1 or 2.
         """
         plan = self.plan
-        self.together = together or self._blocks_together(gpu, self.column_tiles * row_tiles, has_points)
+        self.blocks_per_sm = blocks_per_sm or self._blocks_together(gpu, self.column_tiles * row_tiles, has_points)
         self.stride = self.column_tiles
         if isinstance(row_tiles, int):  # no more than run at once
-            per = self.together or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
+            per = self.blocks_per_sm or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
             self.stride = min(self.column_tiles, max(1, gpu.multiprocessors * per // row_tiles))
         held = self.held_rows * self.pitch * 4
-        self.batch = self._batch(gpu.shared_bytes_sm // max(2, self.together) - held)
+        self.batch = self._batch(gpu.shared_bytes_sm // max(2, self.blocks_per_sm) - held)
         self.held_at = self.batch * self.sums * 4
         self.arrived_at = self.held_at + held
         self.shared_bytes = self.arrived_at + 8
@@ -191,5 +191,5 @@ class BlockWork:
     def _blocks_together(self, gpu: GpuTarget, blocks: Expr, has_points: int) -> int:
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
             return 0
-        together = max(1, FEW_ROWS_WARPS // self.plan.warps)
-        return 1 if has_points and blocks > together * gpu.multiprocessors else together
+        blocks_per_sm = max(1, FEW_ROWS_WARPS // self.plan.warps)
+        return 1 if has_points and blocks > blocks_per_sm * gpu.multiprocessors else blocks_per_sm

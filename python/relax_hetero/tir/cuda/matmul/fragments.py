@@ -123,11 +123,11 @@ class FragmentStore:
         self.element = bytes_of(result.nominal)
         self._width = _store_width(result, n)
 
-    def plan(self, shared: SharedMemory, warps: int, staged: int) -> Staging:
-        """Take the shared memory in which `warps` warps stage `staged` columns each."""
+    def plan(self, shared: SharedMemory, warps: int, epilogue_columns: int) -> Staging:
+        """Take the shared memory in which `warps` warps stage `epilogue_columns` columns each."""
         # Rows begin in other banks each: the pairs of eight rows are written without conflicts.
-        pitch = staged * self.element + (STAGING_PAD if self.element == 4 else STAGING_PAD // 2)
-        return Staging(shared, shared.take(warps * WARP_ROWS * pitch), staged, pitch)
+        pitch = epilogue_columns * self.element + (STAGING_PAD if self.element == 4 else STAGING_PAD // 2)
+        return Staging(shared, shared.take(warps * WARP_ROWS * pitch), epilogue_columns, pitch)
 
     def fetch(self, columns: int, staging: Staging, at: Coordinates, first: tuple[Expr, Expr], lane: Expr) -> None:
         """Begin to read operands for `emit` of the same warp and tile, whose parameters are these.
@@ -183,14 +183,14 @@ class FragmentStore:
             if self._rows and (part or fetched is None):
                 fetched = self.fetch_rows(at, first, part * staging.columns, count, lane, _A_WARP)
             # Matrices of 8 columns, of which a warp stores two in one instruction.
-            together = 2 if self._stores_matrices and self.is_packed and count % 16 == 0 else 1
-            with unrolled(count // (8 * together)) as group:
+            matrices = 2 if self._stores_matrices and self.is_packed and count % 16 == 0 else 1
+            with unrolled(count // (8 * matrices)) as group:
                 packed: list[Expr] = []
-                for i in range(together):
-                    j = group * together + i
+                for i in range(matrices):
+                    j = group * matrices + i
                     column = T.bind(first[1] + T.Cast("int64", part * staging.columns + j * 8 + lane % 4 * 2))
                     register = (part * staging.columns // 8 + j) * 4
-                    if together == 1:
+                    if matrices == 1:
                         self._stage_pairs(sums, register, staging, begin, at, rows, column, fixed, (j, lane))
                     else:
                         pairs = self._pairs(sums, register, at, column, fixed, lane)
@@ -392,12 +392,12 @@ class FragmentStore:
     ) -> list[Any]:
         """Begin to read what lies beside the runs that `store_rows` stores; the registers."""
         assert self._rows is not None
-        turns, together = self._turns(count, team), self._run_width(count) // self.element
-        registers = self._rows.registers(turns, together)
+        turns, elements = self._turns(count, team), self._run_width(count) // self.element
+        registers = self._rows.registers(turns, elements)
         with unrolled(turns) as i:
             _, _, place, conditions = self._run(lane + i * team.threads, at, first, skip, count, team)
             with when(tirx.all(*conditions) if conditions else True):
-                self._rows.load(registers, i, place, together)
+                self._rows.load(registers, i, place, elements)
         return registers
 
     def store_rows(

@@ -91,7 +91,7 @@ class MmaProduct:
         self.shared = shared
         self.left_at = shared.take(tiling.stages * self.left.size, SWIZZLED_ALIGN)
         self.right_at = shared.take(tiling.stages * self.right.size, SWIZZLED_ALIGN)
-        staging = self.store.plan(shared, tiling.threads // WARP, tiling.staged)
+        staging = self.store.plan(shared, tiling.threads // WARP, tiling.epilogue_columns)
         row_tiles, column_tiles = ceil_div(self.left.extent, tiling.rows), ceil_div(self.right.extent, tiling.columns)
         tiles = self.batches.count * row_tiles * column_tiles
         with launch(int64(at_least_one(tiles)), tiling.threads) as place:

@@ -29,7 +29,7 @@ class MmaTiling:
         Rows and columns of a warp's part of it, multiples of 16.
     stages : int
         Number of stages of the ring of tiles in shared memory, at least 2.
-    staged : int
+    epilogue_columns : int
         Columns of the result that a warp turns from fragments to rows at a time.
     """
 
@@ -38,7 +38,7 @@ class MmaTiling:
     warp_rows: int
     warp_columns: int
     stages: int
-    staged: int
+    epilogue_columns: int
 
     @property
     def threads(self) -> int:
@@ -91,11 +91,11 @@ def mma_tiling_of(
     """The tiling with tiles of a size: as many stages as fit; None where not even two do."""
     rows, columns = tile
     element = staged_element(problem)
-    staged = warp[1]
-    while staged * element > STAGED_BYTES:
-        staged //= 2
+    epilogue_columns = warp[1]
+    while epilogue_columns * element > STAGED_BYTES:
+        epilogue_columns //= 2
     warps = (rows // warp[0]) * (columns // warp[1])
-    staging = warps * 16 * (staged * element + STAGING_PAD)
+    staging = warps * 16 * (epilogue_columns * element + STAGING_PAD)
     stage = (rows + columns) * SWIZZLED_BYTES
     # Small tiles leave room for another block on the multiprocessor, whose warps work while these wait.
     room = gpu.shared_bytes if rows * columns > 128 * 128 else min(gpu.shared_bytes, gpu.shared_bytes_sm // 2 - 1024)
@@ -103,4 +103,4 @@ def mma_tiling_of(
     if stages < 2:
         stages = (gpu.shared_bytes - staging - SWIZZLED_BYTES * 8) // stage
     stages = min(stages, MAX_STAGES, max(2, steps))
-    return None if stages < 2 else MmaTiling(rows, columns, *warp, stages, staged)
+    return None if stages < 2 else MmaTiling(rows, columns, *warp, stages, epilogue_columns)

@@ -68,7 +68,7 @@ class StagedPlan(BlockPlan):
         Chunks of k of a stage.
     stages : int
         Number of stages of a warp.
-    together : int
+    blocks_per_sm : int
         Blocks, of this launch and of the next, that share a multiprocessor's registers.
     blocks : int
         Number of blocks of this launch on a multiprocessor.
@@ -78,7 +78,7 @@ class StagedPlan(BlockPlan):
 
     run: int = 1
     stages: int = 2
-    together: int = 1
+    blocks_per_sm: int = 1
     blocks: int = 1
     holds_rows: bool = True
 
@@ -129,10 +129,10 @@ class StagedWork(BlockWork):
         self.rows_at = plan.fragments * self.fragment_bytes
         self.stage_bytes = self.rows_at + self.staged_rows * plan.run * self.row_bytes
 
-    def share(self, gpu: GpuTarget, row_tiles: Expr, together: int, has_points: int) -> None:
+    def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """See `BlockWork.share`."""
         plan = self.staged
-        self.together = plan.together
+        self.blocks_per_sm = plan.blocks_per_sm
         self.stride = min(self.column_tiles, gpu.multiprocessors * plan.blocks)
         self.batch = 1
         # Of a single tile of columns, sums lie where stages were.
@@ -454,7 +454,7 @@ def _launch(bodies: list[BlockBody]) -> None:
         blocks = tirx.Select(m <= bodies[0].work.rows, int64(bodies[0].work.stride), blocks)
     shared = SharedMemory()
     shared.take(max(body.work.shared_bytes for body in bodies))
-    with launch(blocks, threads, together=last.work.together) as place:
+    with launch(blocks, threads, min_blocks_per_sm=last.work.blocks_per_sm) as place:
         shared.open()
         if is_one:
             last.emit(place, shared)

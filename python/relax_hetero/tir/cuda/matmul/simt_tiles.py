@@ -312,18 +312,18 @@ class TiledProduct:
         """Store groups of neighbours; of operands as large as the result, those of several groups are read at once."""
         left, right, writer, width = self.left, self.right, self.writer, self.plan.group
         most = max(1, _MAX_READ // width) if writer.reads_in_vectors(width, right.along) else 1
-        together = next(each for each in range(min(count, most), 0, -1) if count % each == 0)
-        held = writer.registers(together, width, right.along) if together > 1 else []
+        per_pass = next(each for each in range(min(count, most), 0, -1) if count % each == 0)
+        held = writer.registers(per_pass, width, right.along) if per_pass > 1 else []
         end = None if divides(right.extent, right.size) else right.extent
-        with unrolled(count // together) as part:
-            groups = [group_of(part * together + i) for i in range(together)]
+        with unrolled(count // per_pass) as part:
+            groups = [group_of(part * per_pass + i) for i in range(per_pass)]
             places = [{**at, left.along: group.row, right.along: group.column} for group in groups]
             rows = [None if divides(left.extent, left.size) else group.row < left.extent for group in groups]
             sums = [
                 [lambda group=group, e=e: group.sums[group.begin + e] for e in range(width)]  # type: ignore[misc]
                 for group in groups
             ]
-            if together == 1:
+            if per_pass == 1:
                 writer.write(sums[0], places[0], right.along, [self.batches.exists, rows[0]], end)
                 return
             for i, (place, row) in enumerate(zip(places, rows, strict=True)):

@@ -37,6 +37,7 @@ from ..core import ptx
 from ..core.epilogue import EpilogueWriter
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
 from ..core.operand import GlobalView
+from ..tile.ring import Ring
 from . import wgmma_matmul
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
 
@@ -214,9 +215,8 @@ class _Kernel:
         self.shared.take(stages * self.right.size, SWIZZLED_ALIGN)
         self.left_at = self.shared.take(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.take((split - 1) * self.sums_size)
-        self.weights_full, self.rows_full, self.empty = (
-            self.shared.take(8 * count, 8) for count in (stages, row_stages, row_stages)
-        )
+        self.weight_ring = Ring(self.shared, stages, producers=1)
+        self.row_ring = Ring(self.shared, row_stages, PRODUCERS, self.plan.groups)
         row_tiles = ceil_div(self.m, MAX_ROWS)
         column_tiles = -(-self.n // self.columns)
         tiles: Expr = row_tiles * column_tiles
@@ -257,8 +257,7 @@ class _Kernel:
         if self.plan.split == 1:
             ptx.block_barrier()
         else:
-            ptx.cluster_arrive()
-            ptx.cluster_wait()
+            ptx.cluster_barrier()
         self._store()
 
     def _meet_first(self) -> None:
@@ -266,16 +265,10 @@ class _Kernel:
         if self.plan.split > 1:
             ptx.cluster_wait()
 
-    def _barrier(self, first: int, stage: Expr) -> Expr:
-        return self.shared.at(first + stage * 8)
-
     def _begin(self) -> None:
         """Before the launches before have ended: barriers, and weights, which are constants."""
-        for stage in range(self.stages):
-            ptx.barrier_init(self._barrier(self.weights_full, stage), 1)
-        for stage in range(self.row_stages):
-            ptx.barrier_init(self._barrier(self.rows_full, stage), PRODUCERS)
-            ptx.barrier_init(self._barrier(self.empty, stage), self.plan.groups)
+        self.weight_ring.initialize()
+        self.row_ring.initialize()
         ptx.barrier_init_fence()
         asked = min(self.stages, self.base)  # every block has so many steps
         for step in range(asked):
@@ -283,13 +276,13 @@ class _Kernel:
 
     def _ask(self, step: Expr, stage: Expr) -> None:
         """Ask for the weights of a step; one thread does it."""
-        full = self._barrier(self.weights_full, stage)
+        full = self.weight_ring.full(stage)
         ptx.barrier_expect(full, self.right.size)
         self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self.first + step, full)
 
     def _bring(self, step: Expr, stage: Expr) -> None:
         """Ask for the left operand of a step; all producers do it."""
-        full = self._barrier(self.rows_full, stage)
+        full = self.row_ring.full(stage)
         target = self.left_at + stage * self.left.size
         self.left.load(self.shared, target, self.at, self.row, self.first + step, self.thread)
         if self.left.source is Source.GATHER:
@@ -308,15 +301,14 @@ class _Kernel:
             # Stages are free when the step that had them has been multiplied.
             used = T.bind(number + max(begun - self.row_stages, asked - self.stages))
             with T.If(used >= 0), T.Then():
-                turn, stage = tirx.floordiv(used, self.row_stages), tirx.floormod(used, self.row_stages)
-                ptx.barrier_wait(self._barrier(self.empty, stage), T.bitwise_and(turn, 1))
+                ptx.barrier_wait(self.row_ring.empty(self.row_ring.stage(used)), self.row_ring.parity(used))
             # Weights first: the address of the left operand takes time, in which memory would have nothing to do.
             step = T.bind(number + asked)
             with T.If(tirx.all(self.thread == 0, step < self.count)), T.Then():
-                self._ask(step, T.bind(step % self.stages))
+                self._ask(step, self.weight_ring.stage(step))
             step = T.bind(number + begun)
             with T.If(step < self.count), T.Then():
-                self._bring(step, T.bind(step % self.row_stages))
+                self._bring(step, self.row_ring.stage(step))
 
     def _consume(self) -> Any:
         kind = "uint32" if self.sum_type == "int32" else "float32"
@@ -329,9 +321,7 @@ class _Kernel:
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
 
         def multiply(step: Expr) -> None:
-            stage, row_stage = T.bind(step % self.stages), T.bind(step % self.row_stages)
-            ptx.barrier_wait(self._barrier(self.weights_full, stage), T.bitwise_and(step // self.stages, 1))
-            ptx.barrier_wait(self._barrier(self.rows_full, row_stage), T.bitwise_and(step // self.row_stages, 1))
+            stage, row_stage = self.weight_ring.wait(step), self.row_ring.wait(step)
             # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
             ptx.async_proxy_fence()
             weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(self.right.size // 16))
@@ -351,8 +341,7 @@ class _Kernel:
                 # The step before is complete then, and its stages free.
                 ptx.wgmma_wait(1)
                 with when(tirx.all(self.member == 0, step > 0)):
-                    before = T.bind(tirx.floormod(step + self.row_stages - 1, self.row_stages))
-                    ptx.barrier_arrive(self._barrier(self.empty, before))
+                    self.row_ring.release(step - 1)
         # Behind the loop: ptxas lets sums be read before it waits for products that a loop has begun.
         multiply(last)
         ptx.wgmma_wait(0)

@@ -29,6 +29,7 @@ from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, unrolled
+from ..tile.ring import Ring
 from .fragments import WARP_ROWS, FragmentStore, Staging, Team
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .product_parameters import ProductParameters
@@ -62,19 +63,25 @@ class SwappedFragments:
         Warpgroups that store.
     rows : int
         Number of rows of the tile that the block stores: a multiple of 8.
-    staged : int
+    epilogue_columns : int
         Number of them that are staged at a time: all, or a divisor that is a multiple of 8.
     is_repeated : bool
         Whether the block stores several tiles.
     """
 
     def __init__(
-        self, store: FragmentStore, shared: SharedMemory, groups: int, rows: int, staged: int, is_repeated: bool
+        self,
+        store: FragmentStore,
+        shared: SharedMemory,
+        groups: int,
+        rows: int,
+        epilogue_columns: int,
+        is_repeated: bool,
     ) -> None:
         self.store, self.rows, self.is_repeated = store, rows, is_repeated
         pitch = staged_pitch(store.element)
-        self.staging = Staging(shared, shared.take(groups * staged * pitch), COLUMNS, pitch)
-        self.team = Team(staged, WARPGROUP)
+        self.staging = Staging(shared, shared.take(groups * epilogue_columns * pitch), COLUMNS, pitch)
+        self.team = Team(epilogue_columns, WARPGROUP)
         self._of_columns: list[dict[tuple[int, int], Expr]] = []
         self._fetched: list[Any] | None = None
 
@@ -101,11 +108,11 @@ class SwappedFragments:
         group, member : PrimExpr
             Number of the warpgroup among those that store, and of the thread in it.
         """
-        store, staging, staged = self.store, self.staging, self.team.rows
-        begin = T.bind(staging.offset + group * (staged * staging.pitch))
+        store, staging, epilogue_columns = self.store, self.staging, self.team.rows
+        begin = T.bind(staging.offset + group * (epilogue_columns * staging.pitch))
         fetched, self._fetched = self._fetched, None
         for block in range(blocks):
-            for skipped in range(0, self.rows, staged):
+            for skipped in range(0, self.rows, epilogue_columns):
                 place = (first[0] + T.Cast("int64", tirx.const(skipped, "int32")), first[1] + int64(block * COLUMNS))
                 if store.in_rows and (block or skipped):
                     fetched = store.fetch_rows(at, place, 0, COLUMNS, member, self.team)
@@ -113,7 +120,7 @@ class SwappedFragments:
                 self._stage(sums, register, begin, at, place[0], block, member)
                 ptx.named_barrier(group + 1, WARPGROUP)
                 store.store_rows(staging, begin, at, place, 0, COLUMNS, member, fetched, self.team)
-                is_last = block + 1 == blocks and skipped + staged == self.rows
+                is_last = block + 1 == blocks and skipped + epilogue_columns == self.rows
                 if not is_last or self.is_repeated:
                     ptx.named_barrier(group + 1, WARPGROUP)
 
@@ -153,17 +160,17 @@ class SwappedFragments:
         target = T.bind(
             begin + (lane // 16 * 8 + lane % 8) * pitch + (warp * WARP_ROWS + lane // 8 % 2 * 8) * store.element
         )
-        for first, count, together in ((0, matrices // 2, 2), (matrices // 2 * 2, matrices % 2, 1)):
+        for first, count, per_store in ((0, matrices // 2, 2), (matrices // 2 * 2, matrices % 2, 1)):
             if count == 0:
                 continue
             with unrolled(count) as number:
                 packed = []
-                for i in range(together):
-                    j = first + number * together + i
+                for i in range(per_store):
+                    j = first + number * per_store + i
                     for h in range(2):
                         pair = self._pair(sums, register + j * 4 + 2 * h, at, row + self._row(j, lane), block, h)
                         packed.append(store.packed(pair))
-                place = target + (first + number * together) * (8 * pitch)
+                place = target + (first + number * per_store) * (8 * pitch)
                 ptx.store_matrices(self.staging.shared.at(place), packed, transposed=True)
 
     def _row(self, j: Expr, lane: Expr) -> Expr:
@@ -193,12 +200,6 @@ class SwappedFragments:
 # answer, as reading the sums of others would.
 
 
-def cluster_barrier() -> None:
-    """All threads of the cluster wait for each other, and see what others wrote."""
-    ptx.cluster_arrive()
-    ptx.cluster_wait()
-
-
 @dataclass(frozen=True)
 class ClusterParts:
     """Where sums meet.
@@ -209,7 +210,7 @@ class ClusterParts:
     offset : int
         Offset of memory for the sums of a whole tile, which nothing of the cluster uses any more when all its threads
         meet.
-    split : int
+    cluster_split_k : int
         Blocks of the cluster.
     rank : PrimExpr
         Number of the block in it.
@@ -219,7 +220,7 @@ class ClusterParts:
 
     shared: SharedMemory
     offset: int
-    split: int
+    cluster_split_k: int
     rank: Expr
     groups: int
 
@@ -238,25 +239,25 @@ class ClusterParts:
             Number of the warpgroup, and of the thread in it.
         """
         blocks, registers = extents
-        count = registers // self.split
+        count = registers // self.cluster_split_k
         pieces = [(block, quad) for block in range(blocks) for quad in range(count // 4)]
         each = len(pieces) * WARPGROUP * 16  # bytes of a warpgroup's sums of a part
         own, part = self.offset + group * each + member * 16, self.groups * each
         address = T.bind(ptx.shared_address(self.shared.at(own + self.rank * part)))
         remote = local(1, "uint32")
-        cluster_barrier()
-        for turn in range(self.split):
+        ptx.cluster_barrier()
+        for turn in range(self.cluster_split_k):
             # Every block begins with another one, and comes to itself last.
-            for owner in range(self.split):
-                with when(tirx.EQ(T.truncmod(self.rank + turn + 1, self.split), owner)):
+            for owner in range(self.cluster_split_k):
+                with when(tirx.EQ(T.truncmod(self.rank + turn + 1, self.cluster_split_k), owner)):
                     ptx.remote_address(remote[0], address, owner)
                     for number, (block, quad) in enumerate(pieces):
                         first = block * registers + owner * count + 4 * quad
                         values = [_typed(sums[first + i], "uint32") for i in range(4)]
                         ptx.store_remote(remote[0] + T.uint32(number * WARPGROUP * 16), values)
-        cluster_barrier()
+        ptx.cluster_barrier()
         total, parts = local(blocks * count, kind), local(4, "uint32")
-        for sender in range(self.split):
+        for sender in range(self.cluster_split_k):
             for number in range(len(pieces)):
                 source = own + sender * part + number * (WARPGROUP * 16)
                 ptx.load_shared([parts[i] for i in range(4)], self.shared.at(source))
@@ -376,14 +377,14 @@ class WgmmaProduct:
         self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
         store.is_cut_into(tiling.rows, tiling.columns)
         self.consumers = tiling.consumers
-        self.swapped = tiling.swapped
+        self.swap_ab = tiling.swap_ab
         # Products of a consumer beside each other, and registers of each one's sums.
-        self.blocks = tiling.columns // 64 // self.consumers if self.swapped else 1
-        self.registers = (tiling.rows if self.swapped else tiling.columns) // 2
+        self.blocks = tiling.columns // 64 // self.consumers if self.swap_ab else 1
+        self.registers = (tiling.rows if self.swap_ab else tiling.columns) // 2
         # TVM has no wgmma of integers with 256 columns.
         is_integer = left.view.nominal in _BYTES
         self.issued = self.registers // 2 if is_integer and self.registers > 192 // 2 else self.registers
-        if not right.is_swizzled and not tiling.swapped:
+        if not right.is_swizzled and not tiling.swap_ab:
             # Packed tiles of so many rows lie after each other.
             self.issued = PACKED_ROWS // 2
         m, n, k = sizes
@@ -416,7 +417,7 @@ class WgmmaProduct:
     @property
     def has_one_tile(self) -> bool:
         """True if every block has one tile, which it knows before it waits for the launches before."""
-        return isinstance(self.tiles, int) and self.tiles == self.tiling.blocks // self.tiling.split
+        return isinstance(self.tiles, int) and self.tiles == self.tiling.blocks // self.tiling.cluster_split_k
 
     def emit(self) -> None:
         """The launch."""
@@ -424,32 +425,31 @@ class WgmmaProduct:
         shared = self.shared = SharedMemory()
         stages = shared.take(tiling.stages * (self.left.size + self.right.size), SWIZZLED_ALIGN)
         self.left_at, self.right_at = stages, stages + tiling.stages * self.left.size
-        if tiling.split > 1:
+        if tiling.cluster_split_k > 1:
             # Partial sums take the place of the stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
-        part = (tiling.rows if self.swapped else tiling.columns) // tiling.split
+        part = (tiling.rows if self.swap_ab else tiling.columns) // tiling.cluster_split_k
         staging: Staging | SwappedFragments
-        if self.swapped:
-            staging = SwappedFragments(self.store, shared, self.consumers, part, tiling.staged, not self.has_one_tile)
+        if self.swap_ab:
+            staging = SwappedFragments(
+                self.store, shared, self.consumers, part, tiling.epilogue_columns, not self.has_one_tile
+            )
         else:
-            staging = self.store.plan(shared, self.consumers * 4, tiling.staged)
-        self.full_at = shared.take(8 * tiling.stages, 8)
-        self.empty_at = shared.take(8 * tiling.stages, 8)
+            staging = self.store.plan(shared, self.consumers * 4, tiling.epilogue_columns)
+        # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
+        producers = PRODUCERS + int(self.right.source is Source.PACKED)
+        self.ring = Ring(shared, tiling.stages, producers, self.consumers)
         threads = PRODUCERS + self.consumers * WARPGROUP
         # 0 blocks: as many as there are tiles, which only a launch knows.
-        blocks = tiling.blocks or at_least_one(int64(self.tiles)) * tiling.split
-        together = tiling.together if tiling.together > 1 else 0
-        with launch(blocks, threads, tiling.split, self.moves_registers, together) as place:
+        blocks = tiling.blocks or at_least_one(int64(self.tiles)) * tiling.cluster_split_k
+        blocks_per_sm = tiling.blocks_per_sm if tiling.blocks_per_sm > 1 else 0
+        with launch(blocks, threads, tiling.cluster_split_k, self.moves_registers, blocks_per_sm) as place:
             self.block, self.rank, self.thread = place.block, place.rank, place.thread
             shared.open()
             if self.asks_ahead:
                 self._ask_ahead()
             with when(place.thread == 0):
-                for stage in range(tiling.stages):
-                    # All producers arrive when their copies are complete, one more expects the bytes of bulk copies.
-                    bulk = self.right.source is Source.PACKED
-                    ptx.barrier_init(self._full(stage), PRODUCERS + int(bulk))
-                    ptx.barrier_init(self._empty(stage), self.consumers)
+                self.ring.initialize()
                 ptx.barrier_init_fence()
             ptx.block_barrier()
             if self.read_early:
@@ -463,16 +463,10 @@ class WgmmaProduct:
                 with T.Else():
                     self._consume(staging, part)
 
-    def _full(self, stage: Expr) -> Expr:
-        return self.shared.at(self.full_at + stage * 8)
-
-    def _empty(self, stage: Expr) -> Expr:
-        return self.shared.at(self.empty_at + stage * 8)
-
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its number among them, batch, first row and first column."""
         tiling, own = self.tiling, self._own_tile()
-        clusters = tiling.blocks // tiling.split
+        clusters = tiling.blocks // tiling.cluster_split_k
         if clusters == 0:
             with when(_int32(own) < self.tiles):
                 body(0, *self._begin_of(_int32(own)))
@@ -484,7 +478,7 @@ class WgmmaProduct:
 
     def _own_tile(self) -> Expr:
         """The number of the block's first tile."""
-        return self.block if self.tiling.split == 1 else self.block // self.tiling.split
+        return self.block if self.tiling.cluster_split_k == 1 else self.block // self.tiling.cluster_split_k
 
     def _begin_of(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, first row and first column of a tile."""
@@ -503,9 +497,9 @@ class WgmmaProduct:
             places = unravel(T.Cast("int64", T.truncdiv(tile, each)), list(self.counts.values()))
             at = dict(zip(self.counts, places, strict=True))
             tile = T.truncmod(tile, each)
-        if isinstance(self.row_tiles, int) and self.row_tiles <= self.tiling.group:
+        if isinstance(self.row_tiles, int) and self.row_tiles <= self.tiling.rasterization_group_m:
             return at, tile % self.row_tiles, tile // self.row_tiles
-        group = self.tiling.group
+        group = self.tiling.rasterization_group_m
         first = T.truncdiv(tile, self.column_tiles * group) * group
         within = T.truncmod(tile, self.column_tiles * group)
         height = T.min(self.row_tiles - first, group)
@@ -513,33 +507,34 @@ class WgmmaProduct:
 
     def _own_steps(self) -> tuple[Expr, Expr]:
         """How many steps of k the block has of each tile, and the first."""
-        split, steps = self.tiling.split, self.steps
-        if split == 1:
+        cluster_split_k, steps = self.tiling.cluster_split_k, self.steps
+        if cluster_split_k == 1:
             return steps, 0
-        assert isinstance(steps, int) and steps >= split, "every block of a cluster has a part of a known k"
-        base, more = divmod(steps, split)
+        assert isinstance(steps, int) and steps >= cluster_split_k, "every block of a cluster has a part of a known k"
+        base, more = divmod(steps, cluster_split_k)
         count = base if more == 0 else base + T.Select(self.rank < more, 1, 0)
         return count, self.rank * base + T.min(self.rank, more)
 
     def _each_step(
         self,
-        ring: Any,
+        position: Any,
         body: Callable[[Expr, Expr, Expr, Expr], None],
         end: Callable[[Expr, Expr, Expr], None] | None = None,
     ) -> None:
-        """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's turn.
+        """Write `body` for the block's steps of a tile: number, step of k, stage, and parity of the stage's phase.
 
-        `ring` is where the thread is in the ring of stages, and moves on.
+        `position` is where the thread is in the ring of stages, and moves on.
         The last step is `end` where there is one, of the same but the step of k, behind the loop of the others.
         """
         count, first = self._own_steps()
 
         def visit(visitor: Callable[..., None], *step: Expr) -> None:
-            visitor(*step, T.bind(ring[0]), T.bind(ring[1]))
+            visitor(*step, T.bind(position[0]), T.bind(position[1]))
             # Not found by division: that would take as long as the products of a small tile.
-            following = T.bind(ring[0] + 1)
-            T.buffer_store(ring, T.Select(following == self.tiling.stages, 0, following), [0])
-            T.buffer_store(ring, T.bitwise_xor(ring[1], T.Select(following == self.tiling.stages, 1, 0)), [1])
+            following = T.bind(position[0] + 1)
+            wraps = following == self.tiling.stages
+            T.buffer_store(position, T.Select(wraps, 0, following), [0])
+            T.buffer_store(position, T.bitwise_xor(position[1], T.Select(wraps, 1, 0)), [1])
 
         others = count - 1 if end else count
         if not isinstance(others, int) or others:
@@ -549,12 +544,12 @@ class WgmmaProduct:
             visit(end, others)
 
     @staticmethod
-    def _ring() -> Any:
-        """The stage that a thread comes to, and the parity of its turn, from the first stage on."""
-        ring = local(2, "int32")
+    def _first_position() -> Any:
+        """The stage that a thread comes to, and the parity of its phase, from the first stage on."""
+        position = local(2, "int32")
         for i in range(2):
-            T.buffer_store(ring, 0, [i])
-        return ring
+            T.buffer_store(position, 0, [i])
+        return position
 
     def _begin(self) -> None:
         """Load weights of the first steps, which need not wait for the launches before."""
@@ -563,13 +558,13 @@ class WgmmaProduct:
         if self.has_one_tile:
             self.left.begin(at, row, self.thread)
         count, first = self._own_steps()
-        self.asked = min(self.tiling.stages, self.steps // self.tiling.split)
+        self.asked = min(self.tiling.stages, self.steps // self.tiling.cluster_split_k)
         with unrolled(self.asked) as step:
             self._load_packed(at, column, first + step, step)
 
     def _load_packed(self, at: Coordinates, column: Expr, k: Expr, stage: Expr, *conditions: Expr) -> None:
         """Ask for the weights of a step of k."""
-        right, full = self.right, self._full(stage)
+        right, full = self.right, self.ring.full(stage)
         with when(tirx.all(self.thread == 0, *conditions)):
             ptx.barrier_expect(full, right.size)
         # A thread of each warp issues a copy: one after the other they would take long.
@@ -581,20 +576,20 @@ class WgmmaProduct:
     def _ask_ahead(self) -> None:
         """Have the weights of the block's first tile brought to the second-level cache; those above others do it."""
         tiling, right = self.tiling, self.right
-        own = self.block if tiling.split == 1 else T.bind(self.block // tiling.split)
+        own = self.block if tiling.cluster_split_k == 1 else T.bind(self.block // tiling.cluster_split_k)
         at, row, column = self._place(own)
         conditions = [tirx.EQ(row, 0), self.thread < right.blocks]
-        conditions += [own < self.tiles] if tiling.blocks > self.tiles * tiling.split else []
+        conditions += [own < self.tiles] if tiling.blocks > self.tiles * tiling.cluster_split_k else []
         with when(tirx.all(*conditions)):
             block = T.Cast("int64", column * tiling.columns + self.thread * PACKED_ROWS)
             each = self.column_tiles * right.size  # bytes of a step of k
-            most = max(1, _MAX_BYTES_AHEAD // each // tiling.split)
-            right.prefetch(at, block, self._own_steps()[1], min(self.steps // tiling.split, most))
+            most = max(1, _MAX_BYTES_AHEAD // each // tiling.cluster_split_k)
+            right.prefetch(at, block, self._own_steps()[1], min(self.steps // tiling.cluster_split_k, most))
 
     def _produce(self) -> None:
         if self.moves_registers:
             ptx.set_max_registers(_FEW_REGISTERS, grows=False)
-        left, right, thread, ring = self.left, self.right, self.thread, self._ring()
+        left, right, thread, position = self.left, self.right, self.thread, self._first_position()
 
         count, _ = self._own_steps()
 
@@ -603,9 +598,9 @@ class WgmmaProduct:
                 left.begin(at, row, thread)
 
             def step(own: Expr, k: Expr, stage: Expr, parity: Expr) -> None:
-                ptx.barrier_wait(self._empty(stage), T.bitwise_xor(parity, 1))
+                ptx.barrier_wait(self.ring.empty(stage), T.bitwise_xor(parity, 1))
                 left_to, right_to = self.left_at + stage * left.size, self.right_at + stage * right.size
-                full = self._full(stage)
+                full = self.ring.full(stage)
                 if right.source is Source.PACKED:
                     is_new = [turn * count + own >= self.asked] if self.asked else []
                     self._load_packed(at, column, k, stage, *is_new)
@@ -619,12 +614,12 @@ class WgmmaProduct:
                 else:
                     ptx.barrier_arrive_after_copies(full)
 
-            self._each_step(ring, step)
+            self._each_step(position, step)
 
-            if self.tiling.split > 1:
+            if self.tiling.cluster_split_k > 1:
                 # With the consumers, who write each other's sums in between.
                 for _ in range(2):
-                    cluster_barrier()
+                    ptx.cluster_barrier()
 
         self._each_tile(tile)
 
@@ -632,10 +627,10 @@ class WgmmaProduct:
         """Descriptors of a warpgroup's operands in the first stage: the low words, which tiles move, and the rest."""
         base, left, right = local(2, "uint64"), self.left, self.right
         rows_at = group * (self.blocks * _BLOCK)
-        left_begin = self.left_at + (0 if self.swapped else rows_at)
-        right_begin = self.shared.at(self.right_at + (rows_at if self.swapped else 0))
-        ptx.matrix_descriptor(base[int(self.swapped)], self.shared.at(left_begin), left.leading)
-        of_right = base[int(not self.swapped)]
+        left_begin = self.left_at + (0 if self.swap_ab else rows_at)
+        right_begin = self.shared.at(self.right_at + (rows_at if self.swap_ab else 0))
+        ptx.matrix_descriptor(base[int(self.swap_ab)], self.shared.at(left_begin), left.leading)
+        of_right = base[int(not self.swap_ab)]
         ptx.matrix_descriptor(of_right, right_begin, right.leading, right.stride, right.is_swizzled)
         low = [T.bind(T.Cast("uint32", base[i])) for i in range(2)]
         high = [T.bind(T.shift_left(T.shift_right(base[i], T.uint64(32)), T.uint64(32))) for i in range(2)]
@@ -646,11 +641,11 @@ class WgmmaProduct:
             ptx.set_max_registers(_MANY_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
         sums = local(self.blocks * self.registers, kind)
-        ring = self._ring()
+        position = self._first_position()
         member = self.thread % WARPGROUP
         group = T.bind(self.thread // WARPGROUP - 1)
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
-        first, second = (self.right, self.left) if self.swapped else (self.left, self.right)
+        first, second = (self.right, self.left) if self.swap_ab else (self.left, self.right)
         low, high = self._descriptors(group)
 
         def moved(operand: int, word: Expr) -> Expr:
@@ -658,12 +653,12 @@ class WgmmaProduct:
 
         def release(stage: Expr, *conditions: Expr) -> None:
             with when(tirx.all(member == 0, *conditions)):
-                ptx.barrier_arrive(self._empty(stage))
+                ptx.barrier_arrive(self.ring.empty(stage))
 
         def tile(turn: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
             last = local(1, "int32")
             # With k split, this block's columns of the tile, or its rows.
-            skipped: Expr = 0 if self.tiling.split == 1 else T.Cast("int64", self.rank * part)
+            skipped: Expr = 0 if self.tiling.cluster_split_k == 1 else T.Cast("int64", self.rank * part)
             if isinstance(staging, SwappedFragments):
                 own = row + skipped, column + T.Cast("int64", group * (self.blocks * PACKED_ROWS))
                 staging.fetch(self.blocks, at, own, member)
@@ -672,7 +667,7 @@ class WgmmaProduct:
                 self.store.fetch(part, staging, at, own, lane)
 
             def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
-                ptx.barrier_wait(self._full(stage), parity)
+                ptx.barrier_wait(self.ring.full(stage), parity)
                 # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
                 ptx.async_proxy_fence()
                 a = T.bind(low[0] + T.Cast("uint32", stage) * T.uint32(first.size // 16))
@@ -708,10 +703,10 @@ class WgmmaProduct:
                 release(last[0], number > 0)
                 release(stage)
 
-            self._each_step(ring, step, last_step)
+            self._each_step(position, step, last_step)
             totals = sums
-            if self.tiling.split > 1:
-                parts = ClusterParts(self.shared, self.left_at, self.tiling.split, self.rank, self.consumers)
+            if self.tiling.cluster_split_k > 1:
+                parts = ClusterParts(self.shared, self.left_at, self.tiling.cluster_split_k, self.rank, self.consumers)
                 totals = parts.add(sums, (self.blocks, self.registers), kind, group, member)
             if isinstance(staging, SwappedFragments):
                 staging.emit(totals, self.blocks, at, own, group, member)

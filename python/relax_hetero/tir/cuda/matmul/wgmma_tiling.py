@@ -14,7 +14,7 @@ from ....target.gpu_target import GpuModel, GpuTarget
 from ...core.builder import Expr, ceil_div
 from ..core.minimax_regret import cases_of, minimax_regret
 
-GROUP = 16
+RASTERIZATION_GROUP_M = 16
 """Rows of tiles that go over the columns together."""
 STAGED_BYTES = 512
 """Bytes of a row of the result that a warp stages at a time: rows with more are stored in several turns."""
@@ -51,18 +51,18 @@ class Tiling:
     stages : int
         Number of stages of the ring of tiles in shared memory.
     blocks : int
-        Number of blocks that are launched, a multiple of `split`; 0: those of a cluster for each tile, which only a
-        launch knows.
-    split : int
+        Number of blocks that are launched, a multiple of `cluster_split_k`; 0: those of a cluster for each tile, which
+        only a launch knows.
+    cluster_split_k : int
         Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
-    together : int
+    blocks_per_sm : int
         Blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
-    group : int
+    rasterization_group_m : int
         Rows of tiles that go over the columns together.
-    staged : int
+    epilogue_columns : int
         Columns of the result that a warp turns from fragments to rows at a time; where operands are swapped, rows that
         a warpgroup turns.
-    swapped : bool
+    swap_ab : bool
         Whether columns of the result are the tensor cores' rows, of which there are always 64, and so rows can be as
         few or many as give all multiprocessors the same work.
     """
@@ -71,21 +71,21 @@ class Tiling:
     columns: int
     stages: int
     blocks: int
-    split: int = 1
-    group: int = GROUP
-    staged: int = 64
-    together: int = 1
-    swapped: bool = False
+    cluster_split_k: int = 1
+    rasterization_group_m: int = RASTERIZATION_GROUP_M
+    epilogue_columns: int = 64
+    blocks_per_sm: int = 1
+    swap_ab: bool = False
 
     @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
-        return consumers_of(self.rows, self.columns, self.swapped, self.together)
+        return consumers_of(self.rows, self.columns, self.swap_ab, self.blocks_per_sm)
 
 
-def consumers_of(rows: int, columns: int, swapped: bool, together: int) -> int:
+def consumers_of(rows: int, columns: int, swap_ab: bool, blocks_per_sm: int) -> int:
     """Warpgroups that multiply: of swapped operands two, but one where blocks share a multiprocessor's registers."""
-    return min(2 if together == 1 else 1, columns // 64) if swapped else rows // 64
+    return min(2 if blocks_per_sm == 1 else 1, columns // 64) if swap_ab else rows // 64
 
 
 def choose_tiling(
@@ -116,12 +116,12 @@ def choose_tiling(
     # Single bytes would be staged one by one.
     may_swap = may_swap and is_known and not gathers and staged_element(problem) > 1
     max_split = ceil_div(cases[0][2], per_step) if isinstance(sizes[2], int) else 1
-    choices = [cut for cut in _cuts(model, may_swap, is_known and not gathers) if cut.split <= max_split]
+    choices = [cut for cut in _cuts(model, may_swap, is_known and not gathers) if cut.cluster_split_k <= max_split]
 
     def cost(cut: Cut, case: Sequence[int]) -> float:
         tiles = ceil_div(case[0], cut.rows) * ceil_div(case[1], cut.columns) * batches
         resident = model.resident_blocks[1]
-        if cut.together > 1 and not resident < tiles <= (cut.together * resident if cut.swapped else tiles):
+        if cut.blocks_per_sm > 1 and not resident < tiles <= (cut.blocks_per_sm * resident if cut.swap_ab else tiles):
             # Nothing shares, or blocks have several tiles, for which half the registers are too few.
             return inf
         return cycles(cut, model, tiles, ceil_div(case[2], per_step), slowness)
@@ -131,7 +131,7 @@ def choose_tiling(
     # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
     # less time for 50,176 x 64 x 256.
     short = max(_STAGED[-1], _SHORT_RUN * staged_element(problem))
-    staged = _STAGED if steps // cut.split >= MANY_STAGES or cut.swapped else (short,)
+    epilogue_columns = _STAGED if steps // cut.cluster_split_k >= MANY_STAGES or cut.swap_ab else (short,)
     tilings = [
         tiling_of(
             problem,
@@ -139,14 +139,14 @@ def choose_tiling(
             sizes,
             counts,
             (cut.rows, cut.columns),
-            cut.split,
+            cut.cluster_split_k,
             staged_bytes=size,
-            together=cut.together,
-            swapped=cut.swapped,
+            blocks_per_sm=cut.blocks_per_sm,
+            swap_ab=cut.swap_ab,
         )
-        for size in staged
+        for size in epilogue_columns
     ]
-    most = min(MANY_STAGES, steps // cut.split)
+    most = min(MANY_STAGES, steps // cut.cluster_split_k)
     return next((tiling for tiling in tilings if tiling.stages >= most), max(tilings, key=lambda t: t.stages))
 
 
@@ -156,17 +156,17 @@ class Cut:
 
     rows: int
     columns: int
-    split: int = 1
-    together: int = 1
-    swapped: bool = False
+    cluster_split_k: int = 1
+    blocks_per_sm: int = 1
+    swap_ab: bool = False
 
     def step_cycles(self, model: GpuModel) -> float:
         """Cycles of a step of k, where loads from L2 do not take longer."""
-        if not self.swapped:
+        if not self.swap_ab:
             return model.step_cycles[self.rows, self.columns]
         start, per_tile, per_line, per_shared_line = model.swapped_step_cycles
         lines = self.rows + self.columns
-        shared = per_shared_line * lines if consumers_of(self.rows, self.columns, True, self.together) > 1 else 0
+        shared = per_shared_line * lines if consumers_of(self.rows, self.columns, True, self.blocks_per_sm) > 1 else 0
         return start + per_tile * self.rows * self.columns / 32 + per_line * lines + shared
 
 
@@ -176,10 +176,10 @@ def _cuts(model: GpuModel, may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
     tiles = [(*tile, False) for tile in model.step_cycles]
     tiles += [(rows, columns, True) for columns in SWAPPED_ROWS for rows in SWAPPED_ROWS[columns] if may_swap]
     cuts = [
-        Cut(rows, columns, split, 1, swapped)
-        for rows, columns, swapped in tiles
-        for split in SPLITS
-        if split == 1 or (not swapped and rows * columns <= MAX_SPLIT and columns // split % 8 == 0)
+        Cut(rows, columns, cluster_split_k, 1, swap_ab)
+        for rows, columns, swap_ab in tiles
+        for cluster_split_k in SPLITS
+        if cluster_split_k == 1 or (not swap_ab and rows * columns <= MAX_SPLIT and columns // cluster_split_k % 8 == 0)
     ]
     cuts += [Cut(*tile[:2], 1, 2, tile[2]) for tile in SHARING if may_share and tile[2] <= may_swap]
     return tuple(cuts)
@@ -205,17 +205,17 @@ def cycles(cut: Cut, model: GpuModel, tiles: int, steps: int, slowness: float = 
     slowness : float
         How many times as long a step takes.
     """
-    blocks, sums = tiles * cut.split, cut.rows * cut.columns
-    turns = ceil_div(blocks, model.resident_blocks[cut.split] * cut.together)
-    beside = min(cut.together, ceil_div(blocks, model.resident_blocks[1]))
+    blocks, sums = tiles * cut.cluster_split_k, cut.rows * cut.columns
+    turns = ceil_div(blocks, model.resident_blocks[cut.cluster_split_k] * cut.blocks_per_sm)
+    residents = min(cut.blocks_per_sm, ceil_div(blocks, model.resident_blocks[1]))
     loads = (cut.rows + cut.columns) * SWIZZLED_BYTES * (blocks / turns) / model.l2_bytes_per_cycle
-    step = max(cut.step_cycles(model) * (1 + model.second_block_step_fraction * (beside - 1)), loads) * slowness
-    stored = model.store_cycles + sums / cut.split / model.stored_elements_per_cycle
-    if cut.split > 1:
-        meeting = model.cluster_cycles + model.cluster_block_cycles * (cut.split - 1)
-        stored += meeting + sums * 4 * (1 - 1 / cut.split) / model.exchanged_bytes_per_cycle
-    stores = turns if cut.together == 1 else 1 + 0.3 * (turns - 1)
-    return model.launch_cycles + turns * ceil_div(steps, cut.split) * step + stores * stored
+    step = max(cut.step_cycles(model) * (1 + model.second_block_step_fraction * (residents - 1)), loads) * slowness
+    stored = model.store_cycles + sums / cut.cluster_split_k / model.stored_elements_per_cycle
+    if cut.cluster_split_k > 1:
+        meeting = model.cluster_cycles + model.cluster_block_cycles * (cut.cluster_split_k - 1)
+        stored += meeting + sums * 4 * (1 - 1 / cut.cluster_split_k) / model.exchanged_bytes_per_cycle
+    stores = turns if cut.blocks_per_sm == 1 else 1 + 0.3 * (turns - 1)
+    return model.launch_cycles + turns * ceil_div(steps, cut.cluster_split_k) * step + stores * stored
 
 
 def tiling_of(
@@ -224,12 +224,12 @@ def tiling_of(
     sizes: tuple[Expr, Expr, Expr],
     counts: Sequence[Expr],
     tile: tuple[int, int],
-    split: int = 1,
+    cluster_split_k: int = 1,
     max_stages: int = 8,
     staged_bytes: int = STAGED_BYTES,
-    group: int = GROUP,
-    together: int = 1,
-    swapped: bool = False,
+    rasterization_group_m: int = RASTERIZATION_GROUP_M,
+    blocks_per_sm: int = 1,
+    swap_ab: bool = False,
 ) -> Tiling:
     """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
 
@@ -242,28 +242,30 @@ def tiling_of(
     m, n, k = sizes
     rows, columns = tile
     element = staged_element(problem)
-    if swapped:
-        staged = rows // split
-        if staged * staged_bytes // STAGED_BYTES % 8 == 0:
-            staged = staged * staged_bytes // STAGED_BYTES
-        staging = consumers_of(rows, columns, swapped, together) * staged * (64 * element + 16)
+    if swap_ab:
+        epilogue_columns = rows // cluster_split_k
+        if epilogue_columns * staged_bytes // STAGED_BYTES % 8 == 0:
+            epilogue_columns = epilogue_columns * staged_bytes // STAGED_BYTES
+        staging = consumers_of(rows, columns, swap_ab, blocks_per_sm) * epilogue_columns * (64 * element + 16)
     else:
-        staged = columns // split
-        while staged * element > staged_bytes:
-            staged //= 2
-        staging = rows * (staged * element + STAGING_PAD)
+        epilogue_columns = columns // cluster_split_k
+        while epilogue_columns * element > staged_bytes:
+            epilogue_columns //= 2
+        staging = rows * (epilogue_columns * element + STAGING_PAD)
     # Some bytes are barriers.
-    room = (gpu.shared_bytes + _RESERVED) // together - _RESERVED - staging - 256
+    room = (gpu.shared_bytes + _RESERVED) // blocks_per_sm - _RESERVED - staging - 256
     stages = room // ((rows + columns) * SWIZZLED_BYTES)
     if isinstance(k, int):
-        steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), split)
+        steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), cluster_split_k)
         stages = min(stages, max(2, steps))
-    clusters = gpu.multiprocessors * together // split
+    clusters = gpu.multiprocessors * blocks_per_sm // cluster_split_k
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
         tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
-        clusters = tiles if split > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
-    elif split > 1:
+        clusters = tiles if cluster_split_k > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
+    elif cluster_split_k > 1:
         clusters = 0
-    blocks = clusters * split
+    blocks = clusters * cluster_split_k
     stages = max(1, min(stages, max_stages))
-    return Tiling(rows, columns, stages, blocks, split, group, staged, together, swapped)
+    return Tiling(
+        rows, columns, stages, blocks, cluster_split_k, rasterization_group_m, epilogue_columns, blocks_per_sm, swap_ab
+    )

@@ -92,7 +92,7 @@ class _Scores(PageScores):
         for step in range(self.work.size // _STEP):
             chunk = step * _STEP // CHUNK
             ptx.wgmma(
-                [self.scores[r] for r in range(self.keys // 2)],
+                self.scores.registers,
                 self.base[0] + T.uint64(chunk * self.height),
                 keys + T.uint64(chunk * PAGE),
                 self.types,
@@ -106,7 +106,7 @@ class _Scores(PageScores):
         ptx.wgmma_fence()
         for step in range(self.keys // _STEP):
             ptx.wgmma_of_registers(
-                [self.sums[r] for r in range(self.work.size // 2)],
+                self.sums.registers,
                 [self.weights[4 * step + r] for r in range(4)],
                 values + T.uint64(step * _STEP),
                 self.types,
@@ -120,13 +120,7 @@ class _Kernel(ChunkKernel):
     """State that the parts of the kernel share while it is written."""
 
     def __init__(self, tensors: PagedTensors, plan: ChunkPlan) -> None:
-        super().__init__(tensors, plan)
-        self.free = self.shared.take(8 * plan.stages, 8)
-
-    def _begin(self) -> None:
-        for stage in range(self.plan.stages):
-            ptx.barrier_init(self.shared.at(self.free + 8 * stage), self.plan.warps)
-        self.ring.init()
+        super().__init__(tensors, plan, consumers=plan.warps)
 
     def _block(self) -> None:
         stages = self.plan.stages
@@ -145,8 +139,8 @@ class _Kernel(ChunkKernel):
         tile, there = self._page(0)
         scores.issue_scores(tile)
         ptx.wgmma_wait(0)
-        self._softmax(scores, 0, there)
-        scores.go_on()
+        self._update(scores, 0, there)
+        scores.rescale()
         with T.serial(turns - 1) as turn:
             following = T.bind(turn + 1)
             with when(tirx.all(self.thread == 0, turn > 0, turn + (stages - 1) < turns)):
@@ -155,25 +149,23 @@ class _Kernel(ChunkKernel):
             scores.issue_scores(tile)
             scores.issue_values(self._tile(turn))
             ptx.wgmma_wait(1)
-            self._softmax(scores, following, there)
+            self._update(scores, following, there)
             ptx.wgmma_wait(0)
             with when(self.lane == 0):
-                ptx.barrier_arrive(self.shared.at(self.free + T.truncmod(turn, stages) * 8))
-            scores.go_on()
+                self.ring.ring.release(turn)
+            scores.rescale()
         scores.issue_values(self._tile(turns - 1))
         ptx.wgmma_wait(0)
-        scores.add_lanes()
+        scores.softmax.finish()
         self._store(scores)
 
     def _ask_again(self, turn: Expr) -> None:
         """Ask for a page whose place had another one, as soon as all warps are done with that."""
-        stages = self.plan.stages
-        parity = T.bitwise_and(T.truncdiv(turn, stages) - 1, 1)
-        ptx.barrier_wait(self.shared.at(self.free + T.truncmod(turn, stages) * 8), parity)
+        self.ring.ring.acquire(turn)
         self._ask(turn)
 
     def _tile(self, turn: Expr) -> Expr:
-        return T.bind(self.ring.at + T.truncmod(turn, self.plan.stages) * self.ring.stage_bytes)
+        return T.bind(self.ring.at + self.ring.ring.stage(turn) * self.ring.stage_bytes)
 
     def _page(self, turn: Expr) -> tuple[Expr, Expr]:
         """Wait for a page; where it lies, and all bits, or 0 where it is not there."""
@@ -184,10 +176,10 @@ class _Kernel(ChunkKernel):
         super()._clear(tile, known)
         ptx.async_proxy_fence()
 
-    def _softmax(self, scores: _Scores, turn: Expr, there: Expr) -> None:
+    def _update(self, scores: _Scores, turn: Expr, there: Expr) -> None:
         limits = [T.bitwise_and(seen, there) for seen in self.seen]
         first = T.bind((self.first_page + turn) * PAGE)
-        scores.softmax(first, limits, T.bitwise_and(self.least, there), self.lows)
+        scores.update(first, limits, T.bitwise_and(self.least, there), self.lows)
 
 
 # New keys and values into the pages of a cache: a launch with a warp for each head of keys, or values, of a row.

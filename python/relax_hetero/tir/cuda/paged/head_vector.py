@@ -14,9 +14,8 @@ from ....target.gpu_target import WARP
 from ...core.builder import Expr, ceil_div, when
 from ..core import ptx
 from ..core.launch import local, unrolled
+from ..tile.register_tile import add, reduce_lanes
 from .paged_work import PagedTensors
-
-_EVERYONE = 0xFFFFFFFF
 
 Store = Callable[[Expr, Expr], None]
 """Takes an element's number and its bits, uint16."""
@@ -107,9 +106,7 @@ class HeadVector:
         T.buffer_store(total, T.float32(0), [0])
         with unrolled(2 * self._turns) as i:
             T.buffer_store(total, total[0] + held[i] * held[i], [0])
-        for distance in (16, 8, 4, 2, 1):
-            other = T.tvm_warp_shuffle_xor(T.uint32(_EVERYONE), total[0], distance, WARP, WARP)
-            T.buffer_store(total, total[0] + other, [0])
+        reduce_lanes(total, 0, add)
         mean = total[0] * T.float32(1.0 / self.work.size) + T.float32(self.work.eps)
         T.buffer_store(total, T.float32(1) / T.sqrt(mean), [0])
         with unrolled(self._turns) as turn:

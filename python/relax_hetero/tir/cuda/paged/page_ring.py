@@ -9,6 +9,7 @@ from ....encoding.pages import PAGE
 from ...core.builder import Expr
 from ..core import ptx
 from ..core.launch import SharedMemory
+from ..tile.ring import Ring
 from .paged_work import CHUNK, PagedTensors
 
 
@@ -22,18 +23,19 @@ class PageRing:
         From which the ring takes its stages, before it is opened.
     stages : int
         Pages that are asked for before the first is needed.
+    consumers : int
+        Arrivals that make a stage free, as of `Ring`.
     """
 
-    def __init__(self, tensors: PagedTensors, shared: SharedMemory, stages: int) -> None:
+    def __init__(self, tensors: PagedTensors, shared: SharedMemory, stages: int, consumers: int = 0) -> None:
         self.tensors, self.shared, self.stages = tensors, shared, stages
         self.stage_bytes = 2 * tensors.work.tile_bytes
         self.at = shared.take(stages * self.stage_bytes, 128)
-        self.full = shared.take(8 * stages, 8)
+        self.ring = Ring(shared, stages, producers=1, consumers=consumers)
 
     def init(self) -> None:
         """Initialize the barriers, in one thread, before a barrier of the block."""
-        for stage in range(self.stages):
-            ptx.barrier_init(self.shared.at(self.full + 8 * stage), 1)
+        self.ring.initialize()
         ptx.barrier_init_fence()
 
     def ask(self, turn: Expr, page: Expr, kv_head: Expr) -> None:
@@ -41,17 +43,15 @@ class PageRing:
 
         A page that is not there (-1) is the first one, whatever it has.
         """
-        stage = T.bind(tirx.floormod(turn, self.stages))
-        barrier = self.shared.at(self.full + stage * 8)
+        stage = self.ring.stage(turn)
+        barrier = self.ring.full(stage)
         ptx.barrier_expect(barrier, self.stage_bytes)
         source = T.address_of(self.tensors.pages[self.tensors.tile(T.max(page, 0), kv_head, 0)])
         ptx.bulk_load(self.shared.at(self.at + stage * self.stage_bytes), source, self.stage_bytes, barrier)
 
     def wait(self, turn: Expr) -> Expr:
         """Wait for a turn's page; the offset of its keys in shared memory, behind which its values lie."""
-        stage = T.bind(tirx.floormod(turn, self.stages))
-        parity = T.bitwise_and(tirx.floordiv(turn, self.stages), 1)
-        ptx.barrier_wait(self.shared.at(self.full + stage * 8), parity)
+        stage = self.ring.wait(turn)
         return T.bind(self.at + stage * self.stage_bytes)
 
     def clear_values(self, tile: Expr, first: Expr, thread: Expr, threads: int) -> None:

@@ -17,12 +17,13 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
 from ..core.launch import SharedMemory, enable_pdl, launch, local, unrolled
+from ..tile.register_tile import reduce_lanes
+from ..tile.softmax import average_factor
 from .head_vector import HeadVector
 from .page_ring import PageRing
 from .page_scores import PageScores
 from .paged_work import CHUNK, PagedTensors, PagedWork, unsupported_reason
 
-_EVERYONE = 0xFFFFFFFF
 TOGETHER = 4
 """Rows of queries that a warp asks for at once."""
 
@@ -74,22 +75,22 @@ def paged_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan | None =
 class ChunkKernel:
     """State that the parts of the kernel share while it is written."""
 
-    def __init__(self, tensors: PagedTensors, plan: ChunkPlan) -> None:
+    def __init__(self, tensors: PagedTensors, plan: ChunkPlan, consumers: int = 0) -> None:
         self.tensors, self.work, self.plan = tensors, tensors.work, plan
         self.threads, self.rows = plan.warps * WARP, plan.warps * 16
         self.shared = SharedMemory()
-        self.ring = PageRing(tensors, self.shared, plan.stages)
+        self.ring = PageRing(tensors, self.shared, plan.stages, consumers)
         self.query_at = self.shared.take(self.rows * self.work.size * 2)
 
     def emit(self) -> None:
         """The launch."""
         work = self.work
         tiles = ceil_div(work.rows, self.rows)
-        with launch(tiles * work.heads, self.threads, together=1) as place:
+        with launch(tiles * work.heads, self.threads, min_blocks_per_sm=1) as place:
             self.shared.open()
             self.thread = place.thread
             with when(self.thread == 0):
-                self._begin()
+                self.ring.init()
             ptx.griddepcontrol_wait()
             ptx.launch_dependents()
             block = T.bind(T.Cast("int32", place.block))
@@ -100,9 +101,6 @@ class ChunkKernel:
             self.lane, self.warp = T.bind(tirx.floormod(self.thread, WARP)), T.bind(tirx.floordiv(self.thread, WARP))
             self._find()
             self._block()
-
-    def _begin(self) -> None:
-        self.ring.init()
 
     def _position(self, row: Expr) -> Expr:
         """Position of a row of the chunk; -1 of one that is of no sequence."""
@@ -119,9 +117,7 @@ class ChunkKernel:
         T.buffer_store(last, T.int32(-1), [0])
         for part in range(ceil_div(self.rows, WARP)):
             T.buffer_store(last, T.max(last[0], self._position(self.first_row + part * WARP + self.lane)), [0])
-        for distance in (16, 8, 4, 2, 1):
-            other = T.tvm_warp_shuffle_xor(T.uint32(_EVERYONE), last[0], distance, WARP, WARP)
-            T.buffer_store(last, T.max(last[0], other), [0])
+        reduce_lanes(last, 0, T.max)
         self.last = T.bind(last[0])
         self.first_page: Expr = 0
         if window:
@@ -170,13 +166,13 @@ class ChunkKernel:
             first = T.bind(number * PAGE)
             scores.multiply_keys(tile, 0)
             limits = [T.bitwise_and(seen, there) for seen in self.seen]
-            scores.softmax(first, limits, T.bitwise_and(self.least, there), self.lows)
-            scores.go_on()
+            scores.update(first, limits, T.bitwise_and(self.least, there), self.lows)
+            scores.rescale()
             scores.add_values(tile + self.work.tile_bytes, 0)
             ptx.block_barrier()
             with when(tirx.all(self.thread == 0, turn + stages < self.turns)):
                 self._ask(turn + stages)
-        scores.add_lanes()
+        scores.softmax.finish()
         self._store(scores)
 
     def _queries(self) -> None:
@@ -199,9 +195,7 @@ class ChunkKernel:
         """Averages; zeros of rows that see nothing."""
         work, out, pair = self.work, self.tensors.out, local(1, "uint32")
         for h in range(2):
-            total = scores.totals[h]
-            inverse = T.if_then_else(total > T.float32(0), T.float32(1) / total, T.float32(0))
-            factor = T.bind(inverse)
+            factor = T.bind(average_factor(scores.softmax.row_sum[h], nan_to_zero=True))
             with when(self.own[h] < work.rows):
                 begin = T.Cast("int64", self.own[h]) * (work.heads * work.size)
                 begin = T.bind(begin + T.Cast("int64", self.head * work.size + tirx.floormod(self.lane, 4) * 2))

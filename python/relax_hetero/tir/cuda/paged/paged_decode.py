@@ -11,6 +11,7 @@ first pages are asked for before the launch that writes the projection has ended
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -19,10 +20,10 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.pages import PAGE
 from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
-from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
 from ..core.launch import SharedMemory, enable_pdl, launch, local
+from ..tile.softmax import SplitSums, as_bits, average_factor
 from .head_vector import HeadVector
 from .page_ring import PageRing
 from .page_scores import PageScores
@@ -184,13 +185,13 @@ class _Kernel:
             limit = self._complete(tile, number)
             first = T.bind(number * PAGE + own_key)
             self.scores.multiply_keys(tile, own_key)
-            self.scores.softmax(first, [limit, limit], limit, lows)
-            self.scores.go_on()
+            self.scores.update(first, [limit, limit], limit, lows)
+            self.scores.rescale()
             self.scores.add_values(tile + self.work.tile_bytes, own_key)
             ptx.block_barrier()
             with when(tirx.all(self.thread == 0, turn + stages < self.turns)):
                 self._ask(turn + stages)
-        self.scores.add_lanes()
+        self.scores.softmax.finish()
         self._put_together()
 
     def _queries(self) -> None:
@@ -243,16 +244,16 @@ class _Kernel:
                 line = T.bind(self.warp * self.own + head)
                 with T.serial(work.size // 8) as block:
                     at = ring + (line * self.pitch + block * 8 + tirx.floormod(self.lane, 4) * 2) * 4
-                    values = [_bits(scores.sums[block * 4 + 2 * h + c]) for c in range(2)]
+                    values = [as_bits(scores.sums[block * 4 + 2 * h + c]) for c in range(2)]
                     ptx.store_shared(self.shared.at(at), values)
                 with when(tirx.floormod(self.lane, 4) == 0):
-                    facts = [_bits(scores.row_max[h]), _bits(scores.totals[h])]
+                    facts = [as_bits(scores.softmax.row_max[h]), as_bits(scores.softmax.row_sum[h])]
                     ptx.store_shared(self.shared.at(ring + facts_at + line * 8), facts)
         ptx.block_barrier()
         if split > 1:
             ptx.cluster_wait()
-        self._state, self._total = local(2, "float32"), local(4, "float32")
-        self._value, self._remote = local(1, "float32"), local(1, "uint32")
+        self._remote = local(1, "uint32")
+        warps = SplitSums(_WARPS, scores.softmax.factor)
         quads = work.size // 4
         with T.serial(ceil_div(self.items, _THREADS)) as turn:
             item = T.bind(turn * _THREADS + self.thread)
@@ -260,72 +261,54 @@ class _Kernel:
                 head, quad = T.bind(tirx.floordiv(item, quads)), T.bind(tirx.floormod(item, quads))
                 lines = [warp * self.own + head for warp in range(_WARPS)]
                 self._add(
+                    warps,
                     [ring + (line * self.pitch + quad * 4) * 4 for line in lines],
                     [ring + facts_at + line * 8 for line in lines],
                 )
                 if split == 1:
-                    self._store(item)
+                    self._store(warps, item)
                 else:
-                    self._send(item)
+                    self._send(warps, item)
         if split == 1:
             return
-        ptx.cluster_arrive()
-        ptx.cluster_wait()
+        ptx.cluster_barrier()
+        blocks = SplitSums(split, scores.softmax.factor)
         with T.serial(ceil_div(self.own_items, _THREADS)) as turn:
             number = T.bind(turn * _THREADS + self.thread)
             item = T.bind(number * split + self.rank)
             with when(tirx.all(number < self.own_items, item < self.items)):
                 places = [self.parts_at + (number * split + part) * _ITEM for part in range(split)]
-                self._add(places, [place + 16 for place in places])
-                self._store(item)
+                self._add(blocks, places, [place + 16 for place in places])
+                self._store(blocks, item)
 
-    def _add(self, sums: list[Expr], facts: list[Expr]) -> None:
-        """Parts of four sums, and the greatest score and the sum of powers of each, put together in order."""
-        count = len(sums)
-        held, found = local(4 * count, "uint32"), local(2 * count, "uint32")
-        for part in range(count):
-            ptx.load_shared([found[2 * part + i] for i in range(2)], self.shared.at(facts[part]))
-            ptx.load_shared([held[4 * part + i] for i in range(4)], self.shared.at(sums[part]))
-        row_max: Expr = T.float32(LOWEST)
-        for part in range(count):
-            row_max = T.max(row_max, _float(found[2 * part]))
-        T.buffer_store(self._state, row_max, [0])
-        T.buffer_store(self._state, T.float32(0), [1])
-        for i in range(4):
-            T.buffer_store(self._total, T.float32(0), [i])
-        for part in range(count):
-            exponent = (_float(found[2 * part]) - self._state[0]) * T.float32(self.scores.factor)
-            ptx.power_of_two(self._value[0], exponent)
-            T.buffer_store(self._state, self._state[1] + _float(found[2 * part + 1]) * self._value[0], [1])
-            for i in range(4):
-                T.buffer_store(self._total, self._total[i] + _float(held[4 * part + i]) * self._value[0], [i])
+    def _add(self, parts: SplitSums, sums: list[Expr], facts: list[Expr]) -> None:
+        """Put parts of four sums together: offsets of their sums, and of their greatest scores and row sums."""
+        for part in range(parts.parts):
 
-    def _send(self, item: Expr) -> None:
+            def read(fact_registers: Sequence[Expr], sum_registers: Sequence[Expr], part: int = part) -> None:
+                ptx.load_shared(fact_registers, self.shared.at(facts[part]))
+                ptx.load_shared(sum_registers, self.shared.at(sums[part]))
+
+            parts.load(part, read)
+        parts.add()
+
+    def _send(self, parts: SplitSums, item: Expr) -> None:
         """Four sums of this block to the block that stores them."""
         split = self.plan.split
         target = self.parts_at + (tirx.floordiv(item, split) * split + self.rank) * _ITEM
         address = T.bind(ptx.shared_address(self.shared.at(target)))
         ptx.remote_address(self._remote[0], address, tirx.floormod(item, split))
-        ptx.store_remote(self._remote[0], [_bits(self._total[i]) for i in range(4)])
-        ptx.store_remote(self._remote[0] + T.uint32(16), [_bits(self._state[i]) for i in range(2)])
+        ptx.store_remote(self._remote[0], [as_bits(parts.total[i]) for i in range(4)])
+        ptx.store_remote(self._remote[0] + T.uint32(16), [as_bits(parts.state[i]) for i in range(2)])
 
-    def _store(self, item: Expr) -> None:
+    def _store(self, parts: SplitSums, item: Expr) -> None:
         """Four averages into the result; zeros of a row that is none."""
         work = self.work
         quads = work.size // 4
         head, quad = tirx.floordiv(item, quads), tirx.floormod(item, quads)
-        inverse = T.if_then_else(self._state[1] > T.float32(0), T.float32(1) / self._state[1], T.float32(0))
-        factor = T.bind(inverse)
+        factor = T.bind(average_factor(parts.row_sum, nan_to_zero=True))
         row = T.Cast("int64", self.row) * (work.heads * work.size)
         at = T.bind(row + T.Cast("int64", (self.first_head + head) * work.size + quad * 4))
         out = self.tensors.out
         for i in range(4):
-            T.buffer_store(out, T.Cast(work.dtype, self._total[i] * factor), [at + i])
-
-
-def _bits(value: Expr) -> Expr:
-    return tirx.reinterpret("uint32", value)
-
-
-def _float(value: Expr) -> Expr:
-    return tirx.reinterpret("float32", value)
+            T.buffer_store(out, T.Cast(work.dtype, parts.total[i] * factor), [at + i])

@@ -1,4 +1,4 @@
-"""CUDA kernels without a GPU: a source for each, machine code of the named architecture, what ptxas says of it."""
+"""CUDA kernels without a GPU: a source for each, machine code of the named architecture, reports of ptxas."""
 
 import struct
 
@@ -44,7 +44,7 @@ def test_machine_code_is_of_the_architecture_that_the_target_names():
     assert b"two_kernel" in code and b"sm_90a" in code
 
 
-def test_what_ptxas_says():
+def test_reports_of_ptxas():
     first, second = reports_of(two, SM90A)
     assert (first.name, second.name) == ("two_kernel", "two_kernel_1")
     assert 0 < first.registers < 32 and first.stack == first.spill_stores == first.spill_loads == 0
@@ -64,7 +64,7 @@ ptxas info    : Used 24 registers
 """
 
 
-def test_serialized_wgmma_is_told_of_the_kernel_that_has_it():
+def test_serialized_wgmma_is_reported_with_its_kernel():
     other, product = parse_reports(SERIALIZED)
     assert (product.registers, product.shared) == (168, 1024) and "insufficient register" in product.serialized
     assert (other.stack, other.spill_stores, other.spill_loads) == (8, 4, 12) and not other.serialized

@@ -99,7 +99,7 @@ def test_no_compiler_at_all(monkeypatch):
         compilers._find_compiler.cache_clear()
 
 
-def test_a_compiler_that_dies_is_told(compiler, tmp_path):
+def test_a_compiler_that_dies_is_reported(compiler, tmp_path):
     if not isinstance(compiler, NvrtcCompiler):
         pytest.skip("NVRTC is not here")
     (source,) = sources("one")
@@ -120,24 +120,24 @@ def test_a_compiler_that_dies_is_told(compiler, tmp_path):
         other.compile(source.text, "sm_90a")
 
 
-def test_a_compiler_that_cannot_be_started_is_told(tmp_path):
+def test_a_compiler_that_cannot_be_started_is_reported(tmp_path):
     path = tmp_path / "nvcc"
     path.write_text("no program")
     with pytest.raises(BuildError, match=r"nvcc \(.*nvcc\) cannot be started: .*Permission denied"):
         NvccCompiler(path)
 
 
-def test_a_reply_that_breaks_off_is_no_code(compiler):
+def test_a_truncated_reply_is_not_code(compiler):
     if not isinstance(compiler, NvrtcCompiler):
         pytest.skip("NVRTC is not here")
     with compiler:
         worker = compiler._take()
         worker._process.kill()
-        whole = io.BytesIO()
-        nvrtc_worker.write_message(whole, {"log": "", "bytes": 8}, b"half")
-        whole.seek(0)
+        stream = io.BytesIO()
+        nvrtc_worker.write_message(stream, {"log": "", "bytes": 8}, b"half")
+        stream.seek(0)
         worker._process.stdout.close()
-        worker._process.stdout = whole
+        worker._process.stdout = stream
         with pytest.raises(BuildError, match="its process ended with -9"):
             worker.compile({})
 

@@ -1,4 +1,4 @@
-"""Which CPUs a worker is kept to, beside the others of its pool: any topology, any affinity."""
+"""Core affinity of a worker among the other workers of its pool: any topology, any affinity."""
 
 import ctypes
 
@@ -38,12 +38,12 @@ def choose():
 
     def run(cores, allowed, others):
         table, near = (ctypes.c_int32 * max(1, len(cores)))(*cores), (ctypes.c_int64 * max(1, len(others)))(*others)
-        given_, found = (ctypes.c_uint8 * 128)(), (ctypes.c_uint8 * 128)(*[255] * 128)
+        given_, chosen = (ctypes.c_uint8 * 128)(), (ctypes.c_uint8 * 128)(*[255] * 128)
         for cpu in allowed:
             given_[cpu // 8] |= 1 << cpu % 8
         address = ctypes.addressof
-        compiled(address(table), len(cores), address(given_), address(near), len(others), address(found))
-        return {cpu for cpu in range(MAX_CPUS) if found[cpu // 8] >> cpu % 8 & 1}
+        compiled(address(table), len(cores), address(given_), address(near), len(others), address(chosen))
+        return {cpu for cpu in range(MAX_CPUS) if chosen[cpu // 8] >> cpu % 8 & 1}
 
     return run
 
@@ -63,11 +63,11 @@ def machines(draw):
 
 
 @given(machines())
-def test_a_worker_gets_cores_that_nobody_else_is_on(choose, machine):
+def test_a_worker_gets_cores_without_other_workers(choose, machine):
     cores, allowed, others = machine
     here = [cpu for cpu in others if 0 <= cpu < len(cores)]
-    taken = {cores[cpu] for cpu in here}
-    free = {cpu for cpu in allowed if cores[cpu] not in taken}
+    occupied = {cores[cpu] for cpu in here}
+    free = {cpu for cpu in allowed if cores[cpu] not in occupied}
     assert choose(cores, allowed, others) == (free or allowed - set(here) or allowed)
 
 

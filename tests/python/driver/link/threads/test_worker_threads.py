@@ -1,4 +1,4 @@
-"""Which modules get worker threads: those with parallel loops, on systems and kernels that can have them."""
+"""Modules that get worker threads: those with parallel loops, on systems and kernels that support them."""
 
 import pytest
 import tvm

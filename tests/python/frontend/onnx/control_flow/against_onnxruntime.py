@@ -44,10 +44,10 @@ def check(model, *calls, devices=(2,), tolerance=1e-5):
     return machines
 
 
-def compare(found, expected, tolerance=1e-5):
+def compare(actual, expected, tolerance=1e-5):
     """Shapes, element types and values of a call's results."""
-    found = [found] if hasattr(found, "numpy") else list(found)
-    for one, other in zip(found, expected, strict=True):
+    actual = [actual] if hasattr(actual, "numpy") else list(actual)
+    for one, other in zip(actual, expected, strict=True):
         if isinstance(other, list):
             compare(one, other, tolerance)
             continue

@@ -1,4 +1,4 @@
-"""`If`: branches of different sizes, results from around it, conditions that are known."""
+"""`If`: branches of different sizes, values from outside, known conditions."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from frontend.onnx.control_flow.against_onnxruntime import check, parsed
 
 
 def test_branches_of_different_sizes():
-    """A size that the branches differ in is found by the call; one branch finds it itself, another has a constant."""
+    """A size in which the branches differ is known to the call only; one branch computes it, another has a constant."""
     model = parsed("""
         g (bool p, bool[1] q, float[n, 3] x) => (float[k, 3] y, float[n, 3] z, float[j] v)
         <float[4] numbers = {1.0, 2.0, 3.0, 4.0}, int64[1] flat = {-1}> {
@@ -61,15 +61,15 @@ def test_a_known_condition_leaves_one_branch():
         ("t0 = SequenceConstruct(x)", "in one branch and"),
     ],
 )
-def test_branches_that_are_no_one_value_are_refused(then, message):
+def test_branches_that_do_not_give_one_value_are_refused(then, message):
     model = parsed(f"""
         g (bool p, float[n] x) => (float[n] y) {{
             [choice] y = If(p) <then_branch = t () => (float[n] t0) {{ {then} }},
                                 else_branch = e () => (float[n] e0) {{ e0 = Relu(x) }}>
         }}""")
-    with pytest.raises(rh.FrontendError, match="'choice'") as found:
+    with pytest.raises(rh.FrontendError, match="'choice'") as error:
         rh.from_onnx(model)
-    assert message in str(found.value)
+    assert message in str(error.value)
 
 
 def test_sequences_of_branches():

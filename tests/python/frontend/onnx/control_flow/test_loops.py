@@ -1,4 +1,4 @@
-"""`Loop` and `Scan`: unrolled where short, else functions that the executable repeats; values as ONNX Runtime's."""
+"""`Loop` and `Scan`: unrolled if short, else functions that the executable repeats; values as ONNX Runtime's."""
 
 import gc
 import resource
@@ -58,7 +58,7 @@ def test_a_million_trips_take_bounded_stack_and_memory():
 
 
 def test_the_condition_of_a_body():
-    """It ends the loop before its limit; how many rows there are is found by the call, and rows may outgrow room."""
+    """It ends the loop before its limit; only the call knows the number of rows, which may exceed their capacity."""
     model = parsed("""
         g (float[n] x, float most, bool start) => (float[n] y, float[t, n] rows, int64[t] steps) {
             y, rows, steps = Loop( , start, x) <
@@ -75,7 +75,7 @@ def test_the_condition_of_a_body():
 
 
 def test_values_that_grow():
-    """Each trip concatenates; the size is symbolic in the loop's function, and behind it."""
+    """Each trip concatenates; the size is symbolic in the loop's function and after it."""
     model = parsed("""
         g (int64 m, float[n, 3] x) => (float[k, 3] y, float[k, 3] z) {
             y = Loop(m, , x) <body = b (int64 i, bool c, float[a, 3] v) => (bool go, float[d, 3] v2) {
@@ -146,7 +146,7 @@ def test_scans():
 
 
 def test_products_of_slices_are_computed_in_front_of_a_scan():
-    """For all trips at once; products of the state stay, and weights that a body reads in other ways do too."""
+    """One product for all trips; products of the state stay, and so do weights that a body reads in other ways."""
     model = parsed("""
         g (float[b, 3] s, float[b, t, 2] x) => (float[b, 3] y, float[b, t, 3] p)
         <float[2, 3] w = {1.0, 2.0, 3.0, -1.0, -2.0, -3.0}, float[3, 3] u = {0.1, 0, 0, 0.2, 0, 0.1, 0, 0, 0.3}> {
@@ -182,8 +182,8 @@ def test_scans_of_opset_8_have_a_batch():
     s, x = rng.standard_normal((2, 3), "float32"), rng.standard_normal((2, 4, 3), "float32")
     vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(parsed(text, opset=8)), cache=False))
     rows = s[:, None] + np.cumsum(x[:, ::-1], axis=1)
-    for found, expected in zip(vm["main"](s, x), (rows[:, -1], rows), strict=True):
-        np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5)
+    for actual, expected in zip(vm["main"](s, x), (rows[:, -1], rows), strict=True):
+        np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5)
     with pytest.raises(rh.FrontendError, match="sequence_lens"):
         rh.from_onnx(parsed(text.replace("( , s, x)", "(n, s, x)").replace("g (", "g (int64[2] n, "), opset=8))
 
@@ -214,7 +214,7 @@ def test_the_number_of_trips_names_the_rows():
 
 
 def test_lists_that_loops_append_to():
-    """TorchScript writes results of loops so: sequences of a length that only a call knows, joined behind the loop."""
+    """TorchScript's form of loop results: sequences of a length that only a call knows, joined after the loop."""
     model = parsed("""
         g (float[t, n] x) => (float[k] flat, float[t, n] stacked, float[n] first, int64 count) {
             axis = Constant<value = int64 {0}>()
@@ -239,14 +239,14 @@ def test_lists_that_loops_append_to():
         ("go = Identity(v) v2 = Relu(v)", "the condition of its body is of float32, expected bool"),
     ],
 )
-def test_what_cannot_be_handed_on_is_refused(body, message):
+def test_values_that_trips_cannot_pass_on_are_refused(body, message):
     model = parsed(f"""
         g (int64 m, float[n] x) => (float[n] y) <int64[1] zero = {{0}}> {{
             [loop] y = Loop(m, , x) <body = b (int64 i, bool c, float[n] v) => (bool go, float[n] v2) {{ {body} }}>
         }}""")
-    with pytest.raises(rh.FrontendError, match="'loop'") as found:
+    with pytest.raises(rh.FrontendError, match="'loop'") as error:
         rh.from_onnx(model)
-    assert message in str(found.value)
+    assert message in str(error.value)
 
 
 def test_rows_of_different_shapes_are_refused_when_the_model_runs():
@@ -261,7 +261,7 @@ def test_rows_of_different_shapes_are_refused_when_the_model_runs():
 
 
 def test_weights_of_a_body_are_constants_of_its_function():
-    """What is computed from constants around a loop is computed in it again, and so when it is compiled."""
+    """Values computed from constants around a loop are computed again in its body, and so fold at compile time."""
     mod = rh.from_onnx(
         parsed("""
         g (int64 m, float[n, 2] x) => (float[n, 2] y) <float[2, 2] w = {1.0, 2.0, 3.0, 4.0}> {

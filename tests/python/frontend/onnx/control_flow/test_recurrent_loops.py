@@ -21,11 +21,11 @@ def layers(kinds, steps="t"):
         weights = {"W": (ways, rows, WIDTH), "R": (ways, rows, HIDDEN), "B": (ways, 2 * rows)}
         for name, shape in weights.items():
             tensors.append(numpy_helper.from_array(random.uniform(-1, 1, shape).astype("float32"), f"{name}{i}"))
-        made = [f"{kind}{i}" for kind in ("y", "h", "c")[: 3 if op == "LSTM" else 2]]
+        results = [f"{kind}{i}" for kind in ("y", "h", "c")[: 3 if op == "LSTM" else 2]]
         inputs = ["x", f"W{i}", f"R{i}", f"B{i}", "lengths"]
         attributes = {"hidden_size": HIDDEN, "direction": direction, **options}
-        nodes.append(helper.make_node(op, inputs, made, name=f"layer{i}", **attributes))
-        outputs += [helper.make_tensor_value_info(name, 1, [None] * (4 if name[0] == "y" else 3)) for name in made]
+        nodes.append(helper.make_node(op, inputs, results, name=f"layer{i}", **attributes))
+        outputs += [helper.make_tensor_value_info(name, 1, [None] * (4 if name[0] == "y" else 3)) for name in results]
     x = helper.make_tensor_value_info("x", 1, [steps, "b", WIDTH])
     lengths = helper.make_tensor_value_info("lengths", 6, ["b"])
     graph = helper.make_graph(nodes, "g", [x, lengths], outputs, tensors)

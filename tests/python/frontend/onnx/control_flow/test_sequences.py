@@ -18,7 +18,7 @@ MAP = """
 
 
 def test_sequences_come_in_and_go_out():
-    """As lists of tensors of different sizes; `shapes` tells how many there are."""
+    """Sequences are lists of tensors of different sizes; `shapes` gives their number."""
     mod = rh.from_onnx(parsed(MAP), shapes={"s": [[2], ["a"]]})
     vm = rh.vm.VirtualMachine(rh.compile(mod))
     s, x = [np.ones(2, "float32"), np.zeros(3, "float32")], np.full(1, 7, "float32")
@@ -49,10 +49,10 @@ def optional_model():
 
 
 def test_optionals_are_there_unless_shapes_says_no():
-    """An optional that is empty is no parameter."""
-    x, given = np.float32([1, 2]), np.float32([5, 6])
+    """An empty optional is not a parameter."""
+    x, optional = np.float32([1, 2]), np.float32([5, 6])
     vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(optional_model())))
-    np.testing.assert_array_equal(vm["main"](given, x).numpy(), given)
+    np.testing.assert_array_equal(vm["main"](optional, x).numpy(), optional)
     vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(optional_model(), shapes={"given": None})))
     np.testing.assert_array_equal(vm["main"](x).numpy(), -x)
 
@@ -109,7 +109,7 @@ def test_splits_of_symbolic_sizes():
     check(model, [np.arange(6, dtype="float32").reshape(3, 2), -1], devices=(1,))
 
 
-def test_what_is_more_than_appending_is_refused():
+def test_loops_that_do_more_than_append_are_refused():
     model = parsed("""
         g (int64 m, float[n] x) => (float[k] y) {
             begun = SequenceConstruct(x)
@@ -117,7 +117,7 @@ def test_what_is_more_than_appending_is_refused():
                 go = Identity(c) [at] last = SequenceAt(l, i) l2 = SequenceInsert(l, last) }>
             y = ConcatFromSequence<axis = 0>(list)
         }""")
-    with pytest.raises(rh.FrontendError, match="SequenceAt node 'at'.*length only a call knows"):
+    with pytest.raises(rh.FrontendError, match="SequenceAt node 'at'.*of dynamic length"):
         rh.from_onnx(model)
 
 
@@ -153,7 +153,7 @@ REPEATED = """
 
 
 def test_trips_that_append_tensors_of_different_sizes():
-    """As `repeat_interleave` of computed counts is exported; some rows are repeated no times."""
+    """Exported form of `repeat_interleave` with computed counts; some rows are repeated zero times."""
     rng = np.random.default_rng(0)
     calls = [
         (rng.random((n, 2), "float32"), np.array(d), np.ones((1, 3), "float32"))

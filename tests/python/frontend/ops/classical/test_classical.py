@@ -54,12 +54,12 @@ def test_features_and_linear_models():
     ]  # fmt: skip
     nodes = [_node(index, op, *names, **options) for index, (op, names, options) in enumerate(specs)]
     model = _model(nodes, feeds)
-    wanted = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, feeds)
-    for info, array in zip(model.graph.output, wanted, strict=True):
+    expected = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, feeds)
+    for info, array in zip(model.graph.output, expected, strict=True):
         dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
         info.type.CopyFrom(helper.make_tensor_type_proto(dtype, None))
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**feeds)
-    for info, array, result in zip(model.graph.output, wanted, found, strict=True):
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**feeds)
+    for info, array, result in zip(model.graph.output, expected, actual, strict=True):
         assert (result.numpy().dtype, result.shape) == (array.dtype, array.shape), info.name
         np.testing.assert_allclose(result.numpy(), array, 1e-5, 1e-6, err_msg=info.name)
 

@@ -33,7 +33,7 @@ def test_all_modes(mode, lengths):
 def test_pools_that_do_not_fit_are_refused():
     form = {"mode": "TF", "min_gram_length": 1, "max_gram_length": 2, "max_skip_count": 0}
     for pool, match in (
-        ({**POOL, "ngram_counts": [0, 5]}, "do not part 10 numbers"),
+        ({**POOL, "ngram_counts": [0, 5]}, "do not divide 10 numbers"),
         ({**POOL, "ngram_indexes": [0, 1, 2, 3, 4, 5, 5]}, "repeats one"),
         ({**POOL, "ngram_indexes": [0, 1]}, "2 entries for 7 n-grams"),
     ):

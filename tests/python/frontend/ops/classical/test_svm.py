@@ -22,39 +22,39 @@ def numbers(*shape: int) -> list[float]:
 def classifier(counts: list[int], kernel: str, has_probabilities: bool = False, **attributes: Any) -> dict[str, Any]:
     total, classes = sum(counts), len(counts)
     pairs = classes * (classes - 1) // 2
-    found = {
+    fields = {
         "vectors_per_class": counts, "support_vectors": numbers(total, 4), "coefficients": numbers(classes - 1, total),
         "rho": numbers(pairs), "kernel_type": kernel, "kernel_params": [0.5, 0.25, 3.0],
         "classlabels_ints": [7, 3, 5, 1][:classes], **attributes,
     }  # fmt: skip
     if has_probabilities:
-        found |= {"prob_a": [-3.0 - at for at in range(pairs)], "prob_b": numbers(pairs)}
-    return found
+        fields |= {"prob_a": [-3.0 - at for at in range(pairs)], "prob_b": numbers(pairs)}
+    return fields
 
 
 def regressor(kernel: str, count: int = 6, **attributes: Any) -> dict[str, Any]:
-    found = {"coefficients": numbers(count or 4), "rho": numbers(1), "n_supports": count, "kernel_type": kernel}
-    return {**found, "support_vectors": numbers(count, 4), "kernel_params": [0.5, 0.25, 2.5], **attributes}
+    fields = {"coefficients": numbers(count or 4), "rho": numbers(1), "n_supports": count, "kernel_type": kernel}
+    return {**fields, "support_vectors": numbers(count, 4), "kernel_params": [0.5, 0.25, 2.5], **attributes}
 
 
 def model(nodes: list[tuple[str, dict[str, Any]]]) -> onnx.ModelProto:
-    made, outputs = [], []
+    protos, outputs = [], []
     for index, (op, attributes) in enumerate(nodes):
-        given = {name: value for name, value in attributes.items() if value != []}
+        present = {name: value for name, value in attributes.items() if value != []}
         names = [f"y{index}"] if op == "SVMRegressor" else [f"label{index}", f"y{index}"]
-        made.append(helper.make_node(op, ["x"], names, f"node{index}", domain=CLASSICAL, **given))
+        protos.append(helper.make_node(op, ["x"], names, f"node{index}", domain=CLASSICAL, **present))
         outputs += [helper.make_tensor_value_info(name, 7 if name[0] == "l" else 1, None) for name in names]
-    graph = helper.make_graph(made, "g", [helper.make_tensor_value_info("x", 1, ["rows", 4])], outputs)
+    graph = helper.make_graph(protos, "g", [helper.make_tensor_value_info("x", 1, ["rows", 4])], outputs)
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(CLASSICAL, 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
 
 def check(nodes: list[tuple[str, dict[str, Any]]], **options: Any) -> None:
-    made = model(nodes)
+    proto = model(nodes)
     x = RANDOM.uniform(-2, 2, (9, 4)).astype("float32")
-    wanted = pytest.importorskip("onnxruntime").InferenceSession(made.SerializeToString()).run(None, {"x": x})
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(made, **options)))["main"](x)
-    for info, result, value in zip(made.graph.output, found, wanted, strict=True):
+    expected = pytest.importorskip("onnxruntime").InferenceSession(proto.SerializeToString()).run(None, {"x": x})
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(proto, **options)))["main"](x)
+    for info, result, value in zip(proto.graph.output, actual, expected, strict=True):
         assert result.numpy().dtype == value.dtype
         np.testing.assert_allclose(result.numpy(), value, 1e-4, 1e-5, err_msg=info.name)
 

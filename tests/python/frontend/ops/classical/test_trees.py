@@ -27,7 +27,7 @@ def _trees(seed: int, targets: Sequence[int], modes: Sequence[str] = MODES, pref
     def grow(tree: int, identity: int, depth: int) -> int:
         """Append the tree below a node; the number of the next node."""
         is_leaf = depth == 0
-        at = len(nodes["nodes_nodeids"])
+        node = len(nodes["nodes_nodeids"])
         row = (identity, tree, int(random.integers(FEATURES)), float(random.integers(-1, 2)), 0, 0)
         for name, value in zip(names, (*row, "LEAF" if is_leaf else str(random.choice(modes))), strict=True):
             nodes[f"nodes_{name}"].append(value)
@@ -37,9 +37,9 @@ def _trees(seed: int, targets: Sequence[int], modes: Sequence[str] = MODES, pref
             for name, value in zip(("ids", "nodeids", "treeids", "weights"), values, strict=True):
                 weights[f"{prefix}_{name}"].append(value)
             return identity + 1
-        nodes["nodes_truenodeids"][at] = identity + 1
+        nodes["nodes_truenodeids"][node] = identity + 1
         following = grow(tree, identity + 1, depth - 1)
-        nodes["nodes_falsenodeids"][at] = following
+        nodes["nodes_falsenodeids"][node] = following
         return grow(tree, following, depth - 1)
 
     for tree in range(len(targets)):
@@ -86,10 +86,10 @@ def _model(specs: list[tuple[str, int, dict[str, Any]]], rows: Any) -> onnx.Mode
         for i, (op, count, attributes) in enumerate(specs)
     ]
     info = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [rows, FEATURES])
-    floats, whole = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+    floats, integers = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
     outputs = []
     for node in nodes:
-        types = [whole, floats] if len(node.output) == 2 else [floats]
+        types = [integers, floats] if len(node.output) == 2 else [floats]
         outputs += [helper.make_tensor_value_info(*pair, None) for pair in zip(node.output, types, strict=True)]
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid(CLASSICAL, 3)]
     return helper.make_model(helper.make_graph(nodes, "g", [info], outputs), opset_imports=opsets, ir_version=9)
@@ -136,13 +136,13 @@ def _stumps(ids: Sequence[int | None], labels: list[int], sign: int = 1, **more:
     ],
     ids=["few", "all"],
 )
-def test_one_class_and_two_of_which_leaves_score_one(forms):
+def test_one_class_and_two_classes_with_one_score(forms):
     """ONNX Runtime's choice of labels, and of the score that no leaf gives."""
     x = np.random.default_rng(0).normal(size=(9, FEATURES)).astype("float32")
     model = _model([("TreeEnsembleClassifier", 2, form) for form in forms], "rows")
-    wanted = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x)
-    for info, array, result in zip(model.graph.output, wanted, found, strict=True):
+    expected = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x)
+    for info, array, result in zip(model.graph.output, expected, actual, strict=True):
         np.testing.assert_allclose(result.numpy(), array, 1e-5, 1e-6, err_msg=info.name)
 
 
@@ -158,10 +158,10 @@ def test_ensembles_of_every_form():
     x[::5, 1] = np.nan
     x[1::5, 2] = np.inf
     model = _model(_specs(), "rows")
-    wanted = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x)
+    expected = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x)
     wrong = []
-    for info, array, result in zip(model.graph.output, wanted, found, strict=True):
+    for info, array, result in zip(model.graph.output, expected, actual, strict=True):
         assert (result.numpy().dtype, result.shape) == (array.dtype, array.shape), info.name
         if not np.allclose(result.numpy(), array, 1e-5, 1e-6, equal_nan=True):
             wrong.append(info.name)
@@ -206,8 +206,8 @@ def test_rows_walk_down_a_deep_tree_together():
     infos = [helper.make_tensor_value_info(name, 1, ["rows", 1]) for name in "xy"]
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
     model = helper.make_model(helper.make_graph([node], "g", infos[:1], infos[1:]), opset_imports=opsets, ir_version=9)
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
-    np.testing.assert_array_equal(found, np.where(np.isnan(x), steps, np.clip(np.ceil(x), 0, steps)))
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x).numpy()
+    np.testing.assert_array_equal(actual, np.where(np.isnan(x), steps, np.clip(np.ceil(x), 0, steps)))
 
 
 def _one_tree(depth: int, entries: int) -> dict[str, Any]:
@@ -230,15 +230,15 @@ def _one_tree(depth: int, entries: int) -> dict[str, Any]:
 
 
 def test_a_node_for_each_tree_makes_no_kernels_for_each():
-    """As sklearn's forests of several outputs are exported: compiling takes as long as the trees are large."""
+    """Forests of several outputs as sklearn exports them: compile time follows the size of the trees."""
     specs = [("TreeEnsembleClassifier", 2, _one_tree(depth, 1)) for depth in (2, 3, 4)]
     specs.append(("TreeEnsembleClassifier", 2, _one_tree(3, 3)))
     model = _model(specs, "rows")
     x = np.random.default_rng(0).standard_normal((50, FEATURES)).astype("float32")
     executable = rh.compile(rh.from_onnx(model))
-    found = rh.vm.VirtualMachine(executable)["main"](x)
-    wanted = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
-    for one, other in zip(found, wanted, strict=True):
+    actual = rh.vm.VirtualMachine(executable)["main"](x)
+    expected = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(one.numpy(), other)
     names = [name for name in executable.metadata.dispatches if "tree_leaves" in name or "tree_labels" in name]
     assert sorted(names) == ["tree_labels", "tree_leaves"]

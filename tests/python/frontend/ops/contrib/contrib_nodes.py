@@ -17,7 +17,7 @@ TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
 
 class Nodes:
-    """Nodes with inputs of their own, which become one model; of open sizes where it `is_open`."""
+    """Nodes with separate inputs that become one model; with symbolic sizes if it `is_open`."""
 
     def __init__(self, is_open: bool = False) -> None:
         self.is_open = is_open
@@ -65,22 +65,22 @@ class Nodes:
         opsets = [helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=9)
 
-    def check(self, vdevices: list[Any], wanted: Sequence[np.ndarray] | None = None) -> None:
+    def check(self, vdevices: list[Any], expected: Sequence[np.ndarray] | None = None) -> None:
         """Compare the model with ONNX Runtime, or with given results; its nodes are dealt out over the devices."""
-        if wanted is None:
+        if expected is None:
             options = pytest.importorskip("onnxruntime").SessionOptions()
-            options.intra_op_num_threads = 1  # it rounds states by what a thread has of them
+            options.intra_op_num_threads = 1  # its rounding of states depends on their split over threads
             session = pytest.importorskip("onnxruntime").InferenceSession(self.model().SerializeToString(), options)
-            wanted = session.run(None, self.feeds)
+            expected = session.run(None, self.feeds)
         typed = self.model()
-        for info, array in zip(typed.graph.output, wanted, strict=True):
+        for info, array in zip(typed.graph.output, expected, strict=True):
             dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
             info.type.CopyFrom(helper.make_tensor_type_proto(dtype, None))
         rules = {f"node{index}": f"vdevice:{index % len(vdevices)}" for index in range(len(self.nodes))}
         machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(typed, vdevices=vdevices, placement=rules)))
-        found = machine["main"](**self.feeds)
-        found = [found] if hasattr(found, "numpy") else found
-        for info, array, result in zip(typed.graph.output, wanted, found, strict=True):
+        actual = machine["main"](**self.feeds)
+        actual = [actual] if hasattr(actual, "numpy") else actual
+        for info, array, result in zip(typed.graph.output, expected, actual, strict=True):
             assert result.numpy().dtype == array.dtype, info.name
             off_by_one = 1 if array.dtype.kind in "iu" else 0
             np.testing.assert_allclose(result.numpy(), array, 1e-4, 1e-5 + off_by_one, err_msg=info.name)

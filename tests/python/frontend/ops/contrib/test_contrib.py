@@ -97,16 +97,16 @@ def _typed(nodes: Nodes) -> onnx.ModelProto:
 
 
 @pytest.mark.slow
-def test_packed_operands_of_attention_are_the_same_apart():  # ONNX Runtime has them on GPUs only
+def test_packed_and_separate_operands_of_attention_agree():  # ONNX Runtime has them on GPUs only
     nodes = Nodes()
     packed = nodes.floats(2, 4, 2, 3, 4)
-    apart = [np.ascontiguousarray(packed[:, :, :, i]).reshape(2, 4, 8) for i in range(3)]
-    nodes.add("MultiHeadAttention", *apart, num_heads=2)
+    unpacked = [np.ascontiguousarray(packed[:, :, :, i]).reshape(2, 4, 8) for i in range(3)]
+    nodes.add("MultiHeadAttention", *unpacked, num_heads=2)
     nodes.add("MultiHeadAttention", packed, num_heads=2)
-    nodes.add("MultiHeadAttention", apart[0], np.ascontiguousarray(packed[:, :, :, 1:]), num_heads=2)
+    nodes.add("MultiHeadAttention", unpacked[0], np.ascontiguousarray(packed[:, :, :, 1:]), num_heads=2)
     main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(_typed(nodes))))["main"]
-    first, *others = [result.numpy() for result in main(**nodes.feeds)]
-    for other in others:
+    first, *rest = [result.numpy() for result in main(**nodes.feeds)]
+    for other in rest:
         np.testing.assert_allclose(other, first, 1e-5, 1e-6)
 
 

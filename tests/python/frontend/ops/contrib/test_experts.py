@@ -42,9 +42,9 @@ class Experts(Nodes):
         inputs = [self.floats(ROWS, WIDTH), self.floats(ROWS, EXPERTS) * 3, *layers, *[None] * 3, *points]
         while inputs[-1] is None:
             inputs.pop()
-        given = [index for index in range(2, len(inputs)) if inputs[index] is not None]
+        indices = [index for index in range(2, len(inputs)) if inputs[index] is not None]
         attributes = {"expert_weight_bits": bits, "normalize_routing_weights": 1, **more}
-        self.add("QMoE", *inputs, constant=given, **attributes, **({"block_size": block} if block else {}))
+        self.add("QMoE", *inputs, constant=indices, **attributes, **({"block_size": block} if block else {}))
 
 
 def test_experts_of_a_few_bits_compute_the_rows_that_chose_them():
@@ -55,7 +55,7 @@ def test_experts_of_a_few_bits_compute_the_rows_that_chose_them():
     executable = rh.compile(rh.from_onnx(model))
     kernels = [call for call in executable.metadata.fusions["dispatches"] if call["precision"] == "int4*f32"]
     assert [call["ops"][0] for call in kernels] == ["block_matmul"] * 2
-    (found,) = [rh.vm.VirtualMachine(executable)["main"](**nodes.feeds).numpy()]
+    (actual,) = [rh.vm.VirtualMachine(executable)["main"](**nodes.feeds).numpy()]
     values = {**nodes.feeds, **nodes.weights}
     x, logits = values["x0_0"].astype("float64"), values["x0_1"].astype("float64")
     layers = []
@@ -64,14 +64,14 @@ def test_experts_of_a_few_bits_compute_the_rows_that_chose_them():
         fields = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:2], -1).astype("float64")
         points = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], -1)[..., : scales.shape[-1]]
         layers.append(((fields - np.repeat(points, 16, -1)) * np.repeat(scales, 16, -1), bias.astype("float64")))
-    wanted = np.zeros_like(x)
+    expected = np.zeros_like(x)
     for row, scores in enumerate(logits):
         chosen = np.argsort(-scores)[:2]
         for expert, share in zip(chosen, np.exp(scores[chosen]) / np.exp(scores[chosen]).sum(), strict=True):
             (first, first_bias), (second, second_bias) = layers
             gate = first[expert] @ x[row] + first_bias[expert]
-            wanted[row] += share * (second[expert] @ (gate * sigmoid(gate)) + second_bias[expert])
-    np.testing.assert_allclose(found, wanted, 1e-4, 1e-4)
+            expected[row] += share * (second[expert] @ (gate * sigmoid(gate)) + second_bias[expert])
+    np.testing.assert_allclose(actual, expected, 1e-4, 1e-4)
 
 
 SWIGLU = {"activation_type": "swiglu", "swiglu_fusion": 1}
@@ -163,15 +163,15 @@ def test_forms_of_gpus(options, is_third, activate, mix):
     )
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(MICROSOFT, 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**feeds).numpy()
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**feeds).numpy()
 
-    shares, wanted = mix(feeds["router"].astype("float64")), np.zeros((ROWS, WIDTH))
+    shares, expected = mix(feeds["router"].astype("float64")), np.zeros((ROWS, WIDTH))
     for expert in range(EXPERTS):
         own = {name: value[expert].astype("float64") for name, value in weights.items()}
         gate = feeds["x"] @ own["w1"].T
         gate, linear = np.split(gate, 2, -1) if is_fused else (gate, feeds["x"] @ own["w3"].T)
-        wanted += shares[:, expert : expert + 1] * (activate(gate, linear) @ own["w2"].T)
-    np.testing.assert_allclose(found, wanted, 1e-4, 1e-4)
+        expected += shares[:, expert : expert + 1] * (activate(gate, linear) @ own["w2"].T)
+    np.testing.assert_allclose(actual, expected, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def test_refused_forms(options, message):
     nodes.mix_bits(4, 16, False)
     model: onnx.ModelProto = nodes.model()
     node = model.graph.node[0]
-    kept = [attribute for attribute in node.attribute if attribute.name not in options]
+    remaining = [attribute for attribute in node.attribute if attribute.name not in options]
     del node.attribute[:]
-    node.attribute.extend([*kept, *(helper.make_attribute(name, value) for name, value in options.items())])
+    node.attribute.extend([*remaining, *(helper.make_attribute(name, value) for name, value in options.items())])
     model.graph.output[0].type.CopyFrom(helper.make_tensor_type_proto(1, None))
     with pytest.raises(rh.FrontendError, match=f"QMoE node 'node0': .*{message}"):
         rh.from_onnx(model)

@@ -22,7 +22,7 @@ class Steps(Nodes):
 
     def attend(self, rows: int, lengths: list[int], packed: bool = False, size: int = SIZE, **more: Any) -> None:
         """A node over sequences that have `lengths` positions after it, the last `rows` of them new."""
-        others = {name: more.pop(name, None) for name in ("cos", "sin", "positions", "bias", "sink")}
+        optional = {name: more.pop(name, None) for name in ("cos", "sin", "positions", "bias", "sink")}
         batch, total = len(lengths), max(lengths)
         if packed:
             new: list[np.ndarray | None] = [self.floats(batch, rows, (HEADS + 2 * KV_HEADS) * size), None, None]
@@ -31,7 +31,7 @@ class Steps(Nodes):
         past = [self.floats(batch, KV_HEADS, total - rows, size) for _ in range(2)]
         places = np.array(lengths, "int32") - 1, np.array(total, "int32")
         attributes = {"num_heads": HEADS, "kv_num_heads": KV_HEADS, **more}
-        self.add("GroupQueryAttention", *new, *past, *places, *others.values(), outputs=3, constant=[6], **attributes)
+        self.add("GroupQueryAttention", *new, *past, *places, *optional.values(), outputs=3, constant=[6], **attributes)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_forms(vdevices):
 
 
 def decoder(rotates: bool = True) -> onnx.ModelProto:
-    """A node of symbolic sizes, whose total length is that of a mask; its present key and value have no shapes."""
+    """A node of symbolic sizes, whose total length is that of a mask; its present key and value lack shapes."""
     inputs = {
         "query": (1, ["batch", "rows", (HEADS + 2 * KV_HEADS) * SIZE]),
         "past_key": (1, ["batch", KV_HEADS, "past", SIZE]),
@@ -90,7 +90,7 @@ def feeds_of(rows: int, lengths: list[int], past: int) -> dict[str, np.ndarray]:
         "past_value": (batch, KV_HEADS, past, SIZE),
     }
     feeds = {name: rng.standard_normal(shape).astype("float32") for name, shape in floats.items()}
-    for sequence, length in enumerate(lengths):  # what is behind a sequence counts for nothing
+    for sequence, length in enumerate(lengths):  # positions after a sequence are ignored
         for name in ("past_key", "past_value"):
             feeds[name][sequence, :, max(length - rows, 0) :] = np.nan
     mask = np.zeros((batch, max(lengths)), "int64")
@@ -100,18 +100,18 @@ def feeds_of(rows: int, lengths: list[int], past: int) -> dict[str, np.ndarray]:
 def compare(
     main: Any, session: onnxruntime.InferenceSession, rows: int, lengths: list[int], past: int, in_place: bool
 ) -> None:
-    """Rows and positions that a sequence has, since those behind it are anything."""
+    """Compare rows and positions of sequences; those after a sequence may hold anything."""
     feeds = feeds_of(rows, lengths, past)
-    wanted = session.run(None, feeds)
+    expected = session.run(None, feeds)
     results = main(**feeds)
-    found = [value.numpy() for value in results]
+    actual = [value.numpy() for value in results]
     for name, cache in (("past_key", results[1]), ("past_value", results[2])):
         assert (cache.data_ptr() == feeds[name].ctypes.data) == in_place
     for sequence, length in enumerate(lengths):
-        kept = min(rows, length)
-        np.testing.assert_allclose(found[0][sequence, :kept], wanted[0][sequence, :kept], 1e-4, 1e-5)
-        assert np.isfinite(found[0][sequence]).all()
-        for cache, want in zip(found[1:], wanted[1:], strict=True):
+        count = min(rows, length)
+        np.testing.assert_allclose(actual[0][sequence, :count], expected[0][sequence, :count], 1e-4, 1e-5)
+        assert np.isfinite(actual[0][sequence]).all()
+        for cache, want in zip(actual[1:], expected[1:], strict=True):
             assert cache.shape == want.shape
             np.testing.assert_allclose(cache[sequence, :, :length], want[sequence, :, :length], 1e-4, 1e-5)
 
@@ -148,7 +148,7 @@ def test_norms_of_heads_and_padded_chunks_as_the_documentation_says():  # ONNX R
     model = nodes.model()
     for info in model.graph.output:
         info.type.CopyFrom(helper.make_tensor_type_proto(1, None))
-    found = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**nodes.feeds)
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](**nodes.feeds)
 
     before = length - 2
     queries = rms(query.astype("float64").reshape(rows, HEADS, SIZE), norms[0], 1e-3)
@@ -156,13 +156,13 @@ def test_norms_of_heads_and_padded_chunks_as_the_documentation_says():  # ONNX R
     values = np.concatenate([past_value[0, :, :before], _heads(value)[:, :2]], 1)
     for row in range(2):
         for head in range(HEADS):
-            own, seen = head // (HEADS // KV_HEADS), before + row + 1
-            scores = keys[own, :seen] @ queries[row, head] / np.sqrt(SIZE)
+            own, visible = head // (HEADS // KV_HEADS), before + row + 1
+            scores = keys[own, :visible] @ queries[row, head] / np.sqrt(SIZE)
             powers = np.exp(scores - scores.max())
-            wanted = powers @ values[own, :seen] / powers.sum()
-            part = found[0].numpy()[0, row, head * SIZE : (head + 1) * SIZE]
-            np.testing.assert_allclose(part, wanted, 1e-4, 1e-5)
-    np.testing.assert_allclose(found[1].numpy()[0, :, :length], keys, 1e-4, 1e-5)
+            expected = powers @ values[own, :visible] / powers.sum()
+            part = actual[0].numpy()[0, row, head * SIZE : (head + 1) * SIZE]
+            np.testing.assert_allclose(part, expected, 1e-4, 1e-5)
+    np.testing.assert_allclose(actual[1].numpy()[0, :, :length], keys, 1e-4, 1e-5)
 
 
 def _heads(rows: np.ndarray) -> np.ndarray:
@@ -182,8 +182,8 @@ def test_refused_forms(attributes, message):
     model = decoder(rotates=False)
     node = model.graph.node[-1]
     for name, value in attributes.items():
-        kept = [attribute for attribute in node.attribute if attribute.name != name]
+        remaining = [attribute for attribute in node.attribute if attribute.name != name]
         del node.attribute[:]
-        node.attribute.extend([*kept, helper.make_attribute(name, value)])
+        node.attribute.extend([*remaining, helper.make_attribute(name, value)])
     with pytest.raises(rh.FrontendError, match=f"GroupQueryAttention node 'attend': .*{message}"):
         rh.from_onnx(model)

@@ -145,27 +145,27 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return np.exp(x) / np.exp(x).sum(-1, keepdims=True)
 
 
-def _buckets(queries: int, keys: int, count: int, most: int, is_bidirectional: bool) -> np.ndarray:
-    """As T5 counts them."""
-    found = np.zeros((queries, keys), int)
+def _buckets(queries: int, keys: int, count: int, max_distance: int, is_bidirectional: bool) -> np.ndarray:
+    """Buckets of relative positions as T5 counts them."""
+    buckets = np.zeros((queries, keys), int)
     count = count // 2 if is_bidirectional else count
     for query, key in np.ndindex(queries, keys):
         ahead, exact = key - query, count // 2
         distance = abs(ahead) if is_bidirectional else max(-ahead, 0)
-        far = exact + int(np.log(max(distance, 1) / exact) / np.log(most / exact) * (count - exact))
-        found[query, key] = distance if distance < exact else min(far, count - 1)
-        found[query, key] += count if is_bidirectional and ahead > 0 else 0
-    return found
+        far = exact + int(np.log(max(distance, 1) / exact) / np.log(max_distance / exact) * (count - exact))
+        buckets[query, key] = distance if distance < exact else min(far, count - 1)
+        buckets[query, key] += count if is_bidirectional and ahead > 0 else 0
+    return buckets
 
 
 @pytest.mark.slow
 def test_ops_that_onnxruntime_has_on_gpus_only():
-    nodes, wanted = Nodes(), []
+    nodes, expected = Nodes(), []
     x, other, a, b = nodes.floats(2, 4, 12), nodes.floats(2, 4, 12), nodes.floats(3, 4), nodes.floats(4, 5)
 
     def add(want: np.ndarray, op: str, *inputs: np.ndarray, **options: object) -> None:
         nodes.add(op, *inputs, **options)
-        wanted.append(want.astype("float32") if want.dtype.kind == "f" else want)
+        expected.append(want.astype("float32") if want.dtype.kind == "f" else want)
 
     gate, up = np.minimum(x[..., :6], 0.5), np.clip(x[..., 6:], -0.5, 0.5)
     swish = {"limit": 0.5, "activation_alpha": 1.7, "activation_beta": 1.0}
@@ -193,16 +193,16 @@ def test_ops_that_onnxruntime_has_on_gpus_only():
     add((data.astype("int32") - 3) * (data[0].astype("int32") - 3), "MulInteger", data, point, data[0], point)
     table = nodes.floats(8, 3)
     for flag in (0, 1):
-        found = table.reshape(3, 8)[:, _buckets(30, 25, 8, 20, bool(flag))][None]
+        values = table.reshape(3, 8)[:, _buckets(30, 25, 8, 20, bool(flag))][None]
         options = {"max_distance": 20, "is_bidirectional": flag, "constant": (1, 2)}
-        add(found, "RelativePositionBias", table, np.array([30]), np.array([25]), **options)
+        add(values, "RelativePositionBias", table, np.array([30]), np.array([25]), **options)
     query, bias, positions, gates = nodes.floats(2, 4, 6), nodes.floats(6), nodes.floats(1, 2, 4, 4), nodes.floats(3, 8)
     parts = (query + bias).reshape(2, 4, 2, 3).transpose(0, 2, 1, 3) @ gates + nodes.floats(8) * 0 + gates[0]
     u, r = np.split(_sigmoid(parts.reshape(2, 2, 4, 2, 4).sum(-1)), 2, -1)
     factor = nodes.floats(1, 2, 1, 1)
     want = (u * (r * factor - 1) + 2) * positions
     add(want, "GatedRelativePositionBias", query, bias, positions, gates, gates[0], factor, num_heads=2)
-    nodes.check(["llvm"], wanted)
+    nodes.check(["llvm"], expected)
 
 
 def test_forms_that_cannot_be_imported_are_refused():

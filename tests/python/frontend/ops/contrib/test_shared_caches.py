@@ -14,11 +14,11 @@ PAST = np.array([5], "int32")
 
 
 def past_of(nodes: Nodes) -> list[np.ndarray]:
-    """Keys and values of five positions, and room that counts for nothing."""
-    found = [nodes.floats(BATCH, HEADS, ROOM, SIZE) for _ in range(2)]
-    for cache in found:
+    """Keys and values of five positions, and unused capacity."""
+    caches = [nodes.floats(BATCH, HEADS, ROOM, SIZE) for _ in range(2)]
+    for cache in caches:
         cache[:, :, PAST[0] :] = 7
-    return found
+    return caches
 
 
 @pytest.mark.slow

@@ -42,8 +42,8 @@ def test_as_many_boxes_as_a_call_has(on):
 
 
 def test_boxes_and_scores_of_other_numbers_are_refused():
-    boxes, scores, most = uniform(1, 4, 4), uniform(1, 1, 4), np.array([2])
-    model, _ = node_model("NonMaxSuppression", [boxes, scores, most], opset=17, constant=[2], symbolic=[0, 1])
+    boxes, scores, max_boxes = uniform(1, 4, 4), uniform(1, 1, 4), np.array([2])
+    model, _ = node_model("NonMaxSuppression", [boxes, scores, max_boxes], opset=17, constant=[2], symbolic=[0, 1])
     main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
     with pytest.raises(rh.HeteroError, match=r"the_node.*x1_2 = 5"):
         main(boxes, uniform(1, 1, 5))

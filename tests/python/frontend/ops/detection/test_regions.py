@@ -48,7 +48,7 @@ def test_largest_pixels_of_regions():
     check("MaxRoiPool", *operands, opset=11, symbolic=[0, 1], pooled_shape=[2, 3], spatial_scale=0.5)
 
 
-def test_a_region_of_an_image_that_there_is_not_is_an_error():
+def test_a_region_of_a_missing_image_is_an_error():
     model, feeds = node_model("MaxRoiPool", [uniform(1, 1, 4, 4), np.ones((1, 5), "float32")], 11, pooled_shape=[1, 1])
     with pytest.raises(rh.HeteroError, match="index 1 is out of range"):
         run(model, feeds)

@@ -1,4 +1,4 @@
-"""Numbers that a model writes beside computed ones are sizes at import."""
+"""Constants that a model joins with computed numbers are sizes at import."""
 
 import numpy as np
 import onnx.parser
@@ -32,13 +32,13 @@ def imported():
     return rh.from_onnx(onnx.parser.parse_model(MODEL), vdevices=devices, placement={"Reshape*": "vdevice:1"})
 
 
-def test_numbers_that_are_written_beside_computed_ones_are_sizes():
+def test_constants_joined_with_computed_numbers_are_sizes():
     sizes = [[int(size) for size in field.shape.values[1:]] for field in imported()["main"].body.body.ty.fields]
     assert sizes == [[2, 3], [4, 2, 3], [6], [6], [5]]
 
 
 @pytest.mark.slow
-def test_numbers_that_are_written_beside_computed_ones():
+def test_constants_joined_with_computed_numbers():
     main = rh.vm.VirtualMachine(rh.compile(imported()))["main"]
     x = np.arange(24, dtype="float32").reshape(4, 6)
     reshaped, expanded, sliced, padded, filled = (y.numpy() for y in main(x, np.array([4]), np.array(-1)))

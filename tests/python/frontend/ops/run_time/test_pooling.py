@@ -26,5 +26,5 @@ def test_ceil_mode_of_symbolic_sizes() -> None:
     main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
     for height, width in [(5, 6), (7, 9), (8, 4), (11, 10)]:
         x = np.random.default_rng(height).standard_normal((2, 2, height, width)).astype("float32")
-        for node, found, expected in zip(_NODES, main(x), session.run(None, {"x": x}), strict=True):
-            np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=f"{node} {x.shape}")
+        for node, actual, expected in zip(_NODES, main(x), session.run(None, {"x": x}), strict=True):
+            np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-5, atol=1e-6, err_msg=f"{node} {x.shape}")

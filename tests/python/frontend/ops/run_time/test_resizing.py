@@ -43,8 +43,8 @@ def test_resize_to_the_shape_of_another_tensor() -> None:
             "x": rng.standard_normal((2, 2, h, w)).astype("float32"),
             "like": np.zeros((height, width), "float32"),
         }
-        for form, found, expected in zip(_FORMS, main(**feed), session.run(None, feed), strict=True):
-            np.testing.assert_allclose(found.numpy(), expected, rtol=1e-4, atol=1e-5, err_msg=f"{form} {feed}")
+        for form, actual, expected in zip(_FORMS, main(**feed), session.run(None, feed), strict=True):
+            np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-4, atol=1e-5, err_msg=f"{form} {feed}")
     with pytest.raises(rh.HeteroError, match="Resize node.*resizes axis 2 of h elements"):
         main(x=np.zeros((1, 2, 0, 3), "float32"), like=np.zeros((2, 2), "float32"))
 

@@ -25,9 +25,9 @@ def test_transforms_of_all_forms():
         helper.make_node("DFT", ["pairs", "four", "axis"], ["g"], inverse=1, onesided=1),
         helper.make_node("STFT", ["real", "axis", "window"], ["h"]),
     ]
-    found = outputs_of(nodes, {"real": real, "pairs": pairs}, constants, [1] * 8)
+    actual = outputs_of(nodes, {"real": real, "pairs": pairs}, constants, [1] * 8)
     frames = np.stack([real[:, i : i + 4, 0] * constants["window"] for i in range(6)], 1)
-    wanted = [
+    want = [
         np.fft.rfft(real[..., 0], axis=1),
         np.fft.fft(real[..., 0], 12, axis=1),
         np.fft.fft(waves, 4, axis=1),
@@ -37,7 +37,7 @@ def test_transforms_of_all_forms():
         np.fft.irfft(waves, 4, axis=1),
         np.fft.rfft(frames, axis=2),
     ]
-    for result, array in zip(found, wanted, strict=True):
+    for result, array in zip(actual, want, strict=True):
         is_complex = np.iscomplexobj(array)
         expected = np.stack([array.real, array.imag], -1) if is_complex else array[..., None]
         assert result.shape == expected.shape

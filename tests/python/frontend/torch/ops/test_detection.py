@@ -15,9 +15,9 @@ def test_regions_and_the_best_boxes():
 
     def function(maps, boxes, images, scores):
         regions = torch.cat([images, boxes], 1)
-        kept = torchvision.ops.nms(boxes, scores, 0.4)
+        selected = torchvision.ops.nms(boxes, scores, 0.4)
         aligned = torchvision.ops.roi_align(maps, regions, (3, 2), 0.5, 2, True)
-        return aligned, torchvision.ops.roi_align(maps, regions, (3, 2)), kept, boxes[kept]
+        return aligned, torchvision.ops.roi_align(maps, regions, (3, 2)), selected, boxes[selected]
 
     maps = torch.randn(2, 3, 16, 16, generator=generator)
     check(Function(function), (maps, boxes, images, torch.rand(12, generator=generator)))

@@ -10,12 +10,12 @@ from frontend.torch_results import Function, check, compare  # noqa: E402 - need
 
 def masks(x):
     mask = x > 0
-    whole = (x * 2).long()
+    integers = (x * 2).long()
     return (
         (x[mask] * 2, x[x[:, 0] > 0], x[:, x[0] > 0].sum(0), torch.masked_select(x, mask[:1])),
         (x.masked_scatter(mask, torch.arange(12.0)), torch.index_put(x, (mask,), x[mask] * 3)),
-        (torch.nonzero(mask), torch.unique(whole, return_inverse=True, return_counts=True)),
-        torch.unique_consecutive(whole, return_inverse=True, return_counts=True),
+        (torch.nonzero(mask), torch.unique(integers, return_inverse=True, return_counts=True)),
+        torch.unique_consecutive(integers, return_inverse=True, return_counts=True),
         torch.repeat_interleave(x, (x[:, 0].abs() * 3).long(), 0),
     )
 

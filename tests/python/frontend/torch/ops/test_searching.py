@@ -24,20 +24,20 @@ def test_search_and_order():
     check(Function(search), (x, y, torch.tensor([-1.0, 0, 0, 0.5, 2]), values))
 
 
-def scatter(x, given, places):
+def scatter(x, updates, places):
     both = x[:, :, None].repeat(1, 1, 4)
     both[torch.tensor([0, 2]), :, torch.tensor([1, 3])] = 7
     return (
-        [x.scatter_reduce(0, places, given[:2], kind, include_self=False) for kind in ("mean", "amax", "sum")],
-        (x.scatter_reduce(0, places, given[:2], "mean"), x.scatter(0, places, given), both),
-        x.long().scatter_reduce(0, places, given[:2].long(), "amin", include_self=False),
+        [x.scatter_reduce(0, places, updates[:2], kind, include_self=False) for kind in ("mean", "amax", "sum")],
+        (x.scatter_reduce(0, places, updates[:2], "mean"), x.scatter(0, places, updates), both),
+        x.long().scatter_reduce(0, places, updates[:2].long(), "amin", include_self=False),
     )
 
 
 def test_scattering():
     generator = torch.Generator().manual_seed(0)
-    x, given = torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)
-    check(Function(scatter), (x, given, torch.tensor([[0, 1, 0, 2], [2, 2, 0, 0]])))
+    x, updates = torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)
+    check(Function(scatter), (x, updates, torch.tensor([[0, 1, 0, 2], [2, 2, 0, 0]])))
 
 
 def pool(x):

@@ -1,4 +1,4 @@
-"""Cases of attention with a cache: random sequences, what the op is given, and what float64 says it gives."""
+"""Cases of attention with a cache: random sequences, inputs of the op, and expected results in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_hetero.encoding.resolver import answers_of
 from relax_hetero.target.make_vdevice import parse_vdevices
 
 POISON = {"float16": np.float16(np.nan), "float32": np.float32(np.nan), "int8": np.int8(-1)}
-"""What lies in pages where nothing was written: not a number, and of bytes an odd one, whose scales are NaN, too."""
+"""Contents of pages where nothing was written: NaN, or for int8 an odd byte, whose scales are NaN, too."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """What one call is given, and the float64 keys and values of every sequence before it (by slot)."""
+    """Inputs of one call, and the float64 keys and values of every sequence before it (by slot)."""
 
     qkv: np.ndarray
     table: np.ndarray
@@ -62,14 +62,14 @@ def vdevice_of(text: str) -> relax.VDevice:
     return parse_vdevices([text])[0]
 
 
-def module(case: Case, rows: int, pages: int | None, slots: int, most: int, vdevice: str) -> tvm.IRModule:
-    """A function `main` that is one call of the op; a symbolic number of pages where there is no number."""
+def module(case: Case, rows: int, pages: int | None, slots: int, max_pages: int, vdevice: str) -> tvm.IRModule:
+    """A function `main` with one call of the op; the number of pages is symbolic if `pages` is None."""
     where = vdevice_of(vdevice)
     count = pages if pages is not None else tvm.tirx.Var("page_count", "int64")
     types = [
         ("qkv", (rows, case.width), case.dtype),
         ("pages", page_shape(count, case.kv_heads, case.size, case.pages), case.pages),
-        ("table", (slots, most), "int32"),
+        ("table", (slots, max_pages), "int32"),
         ("sequences", (rows,), "int32"),
         ("positions", (rows,), "int32"),
     ]
@@ -88,19 +88,19 @@ def module(case: Case, rows: int, pages: int | None, slots: int, most: int, vdev
     return mod
 
 
-def compiled(case: Case, rows: int, slots: int, most: int, vdevice: str = "llvm", pages: int | None = None):
+def compiled(case: Case, rows: int, slots: int, max_pages: int, vdevice: str = "llvm", pages: int | None = None):
     """A machine whose `main` is the op, its pages donated."""
-    exe = rh.compile(module(case, rows, pages, slots, most, vdevice), donate=["pages"], cache=False)
+    exe = rh.compile(module(case, rows, pages, slots, max_pages, vdevice), donate=["pages"], cache=False)
     return rh.vm.VirtualMachine(exe)
 
 
-def others(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def factors(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
     """Rotations of positions, and factors of norms."""
-    found = []
+    arrays = []
     if case.rotary:
         angles = np.maximum(positions, 0)[:, None] * 10000.0 ** (-np.arange(case.turned // 2) / (case.turned // 2))
-        found.append(np.concatenate([np.cos(angles), np.sin(angles)], 1).astype("float32"))
-    return found + [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
+        arrays.append(np.concatenate([np.cos(angles), np.sin(angles)], 1).astype("float32"))
+    return arrays + [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
 
 
 def heads_of(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -148,13 +148,13 @@ def expected(case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarr
 class Cache:
     """A cache in numpy, written by the op alone: pages that start poisoned, and what float64 knows of each slot."""
 
-    def __init__(self, case: Case, slots: int, most: int, seed: int, vdevice: str = "llvm") -> None:
+    def __init__(self, case: Case, slots: int, max_pages: int, seed: int, vdevice: str = "llvm") -> None:
         self.case, self.rng = case, np.random.default_rng(seed)
         target = vdevice_of(vdevice).target
         self.order = answers_of(target).page_order(target)
-        count = slots * most + 3
+        count = slots * max_pages + 3
         self.pages = np.full(page_shape(count, case.kv_heads, case.size, case.pages), POISON[case.pages], case.pages)
-        self.table = np.full((slots, most), -1, "int32")
+        self.table = np.full((slots, max_pages), -1, "int32")
         self._free = list(self.rng.permutation(count))
         self.keys: dict[int, np.ndarray] = {slot: np.zeros((0, case.kv_heads, case.size)) for slot in range(slots)}
         self.values = dict(self.keys)
@@ -170,7 +170,7 @@ class Cache:
                 self.table[slot, position // PAGE] = self._free.pop()
         where = np.array(positions, "int32")
         qkv = self.rng.standard_normal((rows, self.case.width)).astype(self.case.dtype)
-        return Inputs(qkv, self.table.copy(), np.array(sequences, "int32"), where, others(self.case, where, self.rng))
+        return Inputs(qkv, self.table.copy(), np.array(sequences, "int32"), where, factors(self.case, where, self.rng))
 
     def call(self, machine, inputs: Inputs) -> np.ndarray:
         """Run the op on the cache's pages, which it overwrites."""
@@ -180,7 +180,7 @@ class Cache:
         return np.from_dlpack(out).copy()
 
     def check(self, inputs: Inputs, out: np.ndarray, tolerance: float | None = None) -> None:
-        """Compare a result, and the pages, with float64; what the op wrote is known from here on."""
+        """Compare a result, and the pages, with float64; later calls take the op's written values as given."""
         case = self.case
         queries, keys, values = heads_of(case, inputs)
         stored = unpacked_pages(self.pages, case.size, self.order)
@@ -188,24 +188,24 @@ class Cache:
             if slot < 0:
                 continue
             assert position == self.length(slot), "tests write tokens in order"
-            for known, new, pages in zip((self.keys, self.values), (keys, values), stored, strict=True):
+            for cache, new, pages in zip((self.keys, self.values), (keys, values), stored, strict=True):
                 page = pages[self.table[slot, position // PAGE], :, position % PAGE]
                 steps = np.abs(new[row]).max(-1, keepdims=True) / 127 if case.pages == "int8" else np.abs(new[row])
                 limit = {"float32": 4e-6, "float16": 6e-4, "int8": 0.51}[case.pages]
                 assert (np.abs(page - new[row]) < limit * steps + 3e-6).all()
-                # What is read from here on is what was stored: its rounding is not the attention's.
-                known[slot] = np.concatenate([known[slot], page[None].astype("float64")])
+                # Later calls read the stored values: their rounding is not the attention's.
+                cache[slot] = np.concatenate([cache[slot], page[None].astype("float64")])
         scale = {"float32": 2e-5, "float16": 2e-3}[case.dtype] if tolerance is None else tolerance
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
-            found = out[row].astype("float64").reshape(case.heads, case.size)
-            assert np.isfinite(found).all()
+            actual = out[row].astype("float64").reshape(case.heads, case.size)
+            assert np.isfinite(actual).all()
             if slot >= 0:
-                wanted = expected(case, queries[row], self.keys[slot], self.values[slot], position)
-                np.testing.assert_allclose(found, wanted, atol=scale, rtol=scale)
+                want = expected(case, queries[row], self.keys[slot], self.values[slot], position)
+                np.testing.assert_allclose(actual, want, atol=scale, rtol=scale)
 
 
 def fill(cache: Cache, slot: int, length: int, machines: dict) -> None:
-    """Bring a slot to a length by chunks of 64 rows, of which the last is padded."""
+    """Fill a slot up to a length in chunks of 64 rows; the last chunk is padded."""
     case = replace(cache.case, rows="chunk")
     while cache.length(slot) < length:
         first = cache.length(slot)

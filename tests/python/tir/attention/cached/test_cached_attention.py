@@ -12,7 +12,7 @@ from tir.attention.cached.cached_cases import Cache, Case, compiled, module
 
 SLOTS, MOST, CHUNK, DECODE = 8, 6, 100, 8
 LENGTHS = (0, 1, 63, 64, 65, 300, 17)
-"""Of the sequences that a decode finds."""
+"""Lengths of the sequences before a decode."""
 
 CASES = [
     Case(),
@@ -70,7 +70,7 @@ def check(case, target):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "target"), in_turns(CASES[3:6], TARGETS[1:]), ids=str)
 def test_instruction_sets(case, target):
-    """As above, of targets with other vectors and other numbers of cores."""
+    """The same check on targets with other vector widths and core counts."""
     check(case, target)
 
 
@@ -98,14 +98,14 @@ def test_pages_that_are_not_there():
 
 
 @pytest.mark.parametrize(
-    ("case", "found"),
+    ("case", "message"),
     [
         (Case(pages="bfloat16"), "with pages of bfloat16 .* expected one of float32, float16, pages of float16"),
         (Case(dtype="bfloat16"), "attention of bfloat16"),
     ],
 )
-def test_types_without_kernels(case, found):
-    with pytest.raises(EncodingError, match=found):
+def test_types_without_kernels(case, message):
+    with pytest.raises(EncodingError, match=message):
         rh.transform.MaterializeEncodings()(module(case, 1, 4, 1, 4, "llvm"))
 
 

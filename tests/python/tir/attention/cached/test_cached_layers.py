@@ -72,7 +72,7 @@ def test_one_command_buffer_and_no_copies(capsys):
     np.testing.assert_allclose(np.from_dlpack(result[0]), y, rtol=1e-3, atol=1e-3)
 
 
-def test_a_cache_that_is_kept():
+def test_a_cache_that_is_not_donated_is_unchanged():
     """Arguments that are not donated stay as they are: the call works on a copy."""
     exe = rh.compile(layers(1), cache=False)
     assert exe.signature("main").copied == ("pages_0",)

@@ -13,7 +13,7 @@ TARGETS = [
 
 
 def random_case(rng):
-    """Attributes of any kind; half of the sizes are no multiple of a vector."""
+    """Attributes of any kind; half of the sizes are not multiples of a vector."""
     kv_heads, group = int(rng.integers(1, 4)), int(rng.integers(1, 6))
     size = int(rng.choice([8, 24, 40, 64, 96, 128, 200]))
     rotary = str(rng.choice(["", "halves", "pairs"]))
@@ -36,14 +36,14 @@ def random_case(rng):
 def test_random(seed):
     rng = np.random.default_rng(seed)
     case, target = random_case(rng), TARGETS[int(rng.integers(len(TARGETS)))]
-    slots, most, chunk, batch = int(rng.integers(1, 5)), 5, int(rng.integers(1, 90)), int(rng.integers(1, 5))
+    slots, max_pages, chunk, batch = int(rng.integers(1, 5)), 5, int(rng.integers(1, 90)), int(rng.integers(1, 5))
     machines = {
-        rows: compiled(Case(**{**case.__dict__, "rows": rows}), count, slots, most, target)
+        rows: compiled(Case(**{**case.__dict__, "rows": rows}), count, slots, max_pages, target)
         for rows, count in (("chunk", chunk), ("decode", batch))
     }
-    cache = Cache(case, slots, most, seed, target)
+    cache = Cache(case, slots, max_pages, seed, target)
     for _ in range(14):
-        free = [slot for slot in range(slots) if cache.length(slot) + chunk <= most * 64]
+        free = [slot for slot in range(slots) if cache.length(slot) + chunk <= max_pages * 64]
         if not free:
             break
         if rng.integers(2):

@@ -54,8 +54,8 @@ def test_every_gpu_has_a_kernel():
         (case(1, 2, 2, 70, 100, 64, 64, dtype="float16"), "sm_90a", "wgmma"),
     ):
         text = str(cuda_attention_kernel(problem_of(one), gpu_target_of(Target({"kind": "cuda", "arch": arch}))))
-        found = "wgmma" if "ptx.wgmma" in text else "mma" if "ptx.mma" in text else "simt"
-        assert found == name, arch
+        kind = "wgmma" if "ptx.wgmma" in text else "mma" if "ptx.mma" in text else "simt"
+        assert kind == name, arch
 
 
 @pytest.mark.gpu

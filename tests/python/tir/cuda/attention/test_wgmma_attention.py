@@ -49,10 +49,10 @@ CASES = {
     "edges": (half(1, 2, 2, 70, 200, 64, 64), AttentionPlan(2, 64, 2)),
     "one tile": (half(2, 1, 1, 40, 33, 32, 32, maps=BY_HEADS), None),
     "three warpgroups": (half(1, 1, 1, 192, 256, 64, 64, maps=BY_HEADS, dtype="bfloat16"), AttentionPlan(3, 128, 2)),
-    "beside others": (half(1, 1, 1, 100, 260, 32, 32), AttentionPlan(2, 64, 2, beside=False)),
+    "beside others": (half(1, 1, 1, 100, 260, 32, 32), AttentionPlan(2, 64, 2, overlaps_own_product=False)),
     "near heads": (
         half(1, 3, 3, 200, 260, 32, 32, symbolic=True, causal="bottom_right", maps=BY_HEADS),
-        AttentionPlan(2, 64, 2, near=2),
+        AttentionPlan(2, 64, 2, heads_per_group=2),
     ),
     "slices of a tensor": (half(1, 2, 2, 20, 50, 40, 24, starts=(8, 16, 24)), None),
     "nothing is aligned": (half(1, 3, 3, 17, 21, 19, 13), None),
@@ -144,16 +144,16 @@ def test_powers_are_computed_while_values_are_added_up():
     one = half(1, 64, 64, 4096, 4096, 64, 64, maps=BY_HEADS)
     (source,) = sources_of(wgmma_attention_kernel(problem_of(one), GPU), TARGET)
     code = disassembled(compile_source(source).code)
-    beside = re.search(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", code, re.DOTALL)
-    assert beside is not None
-    assert beside[1].count("MUFU.EX2") >= 64
+    overlaps_own_product = re.search(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", code, re.DOTALL)
+    assert overlaps_own_product is not None
+    assert overlaps_own_product[1].count("MUFU.EX2") >= 64
 
 
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_warpgroups_take_no_more_registers_than_a_launch_has(consumers):
     # A launch gives every thread as many as fit, in eights; setmaxnreg waits for ever for more than that.
-    producers, others = REGISTERS[consumers]
-    assert producers + consumers * others <= (1 + consumers) * (65536 // (128 * (1 + consumers)) // 8 * 8)
+    producers, multipliers = REGISTERS[consumers]
+    assert producers + consumers * multipliers <= (1 + consumers) * (65536 // (128 * (1 + consumers)) // 8 * 8)
 
 
 def test_plans_keep_the_gpu_busy():
@@ -166,11 +166,11 @@ def test_plans_keep_the_gpu_busy():
     assert plan(1, 12, 12, 128, 128, 64, 64).consumers == 1  # more blocks
     assert plan(1, 16, 16, 1000, 1000, 80, 80).consumers == 2  # 128 blocks at once, not 256
     assert plan(1, 8, 8, 2048, 2048, 256, 256).stages == 2  # shared memory holds two tiles of 80 keys
-    assert plan(1, 64, 64, 4096, 4096, 64, 64, causal="top_left").near == 16  # a third of the cache
+    assert plan(1, 64, 64, 4096, 4096, 64, 64, causal="top_left").heads_per_group == 16  # a third of the cache
     assert plan(1, 6, 6, 197, 197, 64, 64).keys == 112  # two tiles of about as many
     few = plan(1, 32, 32, 8, 8192, 128, 128)
-    assert few.split == 3 and few.together == 1
-    assert plan(1, 32, 8, 8, 8192, 128, 128).together == 4
+    assert few.split_keys == 3 and few.heads_per_tile == 1
+    assert plan(1, 32, 8, 8, 8192, 128, 128).heads_per_tile == 4
 
 
 @pytest.mark.gpu

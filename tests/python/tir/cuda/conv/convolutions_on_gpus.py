@@ -66,16 +66,16 @@ def conv_problem(
     if not epilogue:
         return problem
     names, shape = problem.result.index_map, problem.result.shape
-    others = []
+    extra = []
     for dims, element in shown:
         index_map = tuple(name if name[0] in dims else "1" for name in names)
         extent = tuple(size if name[0] in dims else 1 for size, name in zip(shape, names, strict=True))
         layout = problem.result.layout if "y" in dims else PackedLayout.identity(len(names))
-        others.append(Operand(extent, element, index_map, layout))
+        extra.append(Operand(extent, element, index_map, layout))
     return replace(
         problem,
         result=replace(problem.result, dtype=result),
-        epilogue=Epilogue(Expression.parse(epilogue), tuple(others)),
+        epilogue=Epilogue(Expression.parse(epilogue), tuple(extra)),
     )
 
 

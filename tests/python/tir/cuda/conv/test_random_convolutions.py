@@ -27,9 +27,9 @@ def drawn(draw: random.Random, gpu: GpuTarget) -> tuple[ConvProblem, int]:
     spatial = draw.choice([1, 2, 2, 2, 3])
     groups = draw.choice([1, 1, 1, 2, 3, 8])
     each = draw.choice([1, 1, 2, 3, 4, 5, 6, 8, 10, 16, 24, 32, 40, 64, 70])
-    made = draw.choice([1, 1, 2, 4, 5, 8, 24, 33, 64, 96])
+    outputs = draw.choice([1, 1, 2, 4, 5, 8, 24, 33, 64, 96])
     if groups > 1 and draw.random() < 0.4:
-        groups, each, made = draw.choice([6, 8, 24, 32]), 1, draw.choice([1, 1, 2])
+        groups, each, outputs = draw.choice([6, 8, 24, 32]), 1, draw.choice([1, 1, 2])
     windows, extents = [], []
     for _ in range(spatial):
         size, dilation = draw.choice([1, 2, 3, 3, 3, 5, 7]), draw.choice([1, 1, 1, 2])
@@ -58,7 +58,7 @@ def drawn(draw: random.Random, gpu: GpuTarget) -> tuple[ConvProblem, int]:
             how = {"epilogue": text.replace("OWN", own)}
         how["shown"] = texts[text] if how["epilogue"] else []
     problem = conv_problem(
-        (groups * each, groups * made),
+        (groups * each, groups * outputs),
         extents,
         windows,
         draw.choice([batch, batch, "s0"]),

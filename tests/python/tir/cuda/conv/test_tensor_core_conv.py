@@ -62,7 +62,7 @@ def test_windows(how):
     "how",
     [
         {"channels": (24, 72), "extents": (6, 7), "windows": SAME, "tile": (64, 128)},
-        {"channels": (24, 72), "extents": (6, 7), "windows": SAME, "tile": (48, 128), "swapped": True},
+        {"channels": (24, 72), "extents": (6, 7), "windows": SAME, "tile": (48, 128), "swap_ab": True},
         {"channels": (8, 40), "extents": (9,), "windows": Window(11, 2, 1, 5, 5), "batch": 3},
         {"channels": (16, 64), "extents": (5, 6), "windows": SAME, "dtype": "int8"},
         {"channels": (3, 40), "extents": (16, 13), "windows": Window(7, 2, 1, 3, 3), "batch": 2},
@@ -74,9 +74,9 @@ def test_windows(how):
     ids=["chunks", "swapped chunks", "1d", "bytes", "image", "patches", "3d image", "tf32 image", "image of bytes"],
 )
 def test_few_channels(how):
-    tile, options = how.get("tile", (64, 64)), {"swapped": how.get("swapped", False)}
+    tile, options = how.get("tile", (64, 64)), {"swap_ab": how.get("swap_ab", False)}
     check(
-        conv_problem(**{name: value for name, value in how.items() if name not in ("tile", "swapped")}), tile, **options
+        conv_problem(**{name: value for name, value in how.items() if name not in ("tile", "swap_ab")}), tile, **options
     )
 
 
@@ -86,9 +86,9 @@ def test_few_channels(how):
         ({"epilogue": BIAS_RELU, "shown": [("n", "float16")], "batch": "s0"}, (64, 64), {}),
         ({"epilogue": RESIDUAL, "shown": [("n", "float16"), ("bny", "float16")]}, (128, 64), {}),
         ({"epilogue": "cast(multiply(x0, x1), 'float16')", "shown": [("bn", "float32")]}, (64, 64), {}),
-        ({"channels": (80, 48)}, (64, 64), {"split": 4}),
-        ({"epilogue": BIAS_RELU, "shown": [("n", "float16")]}, (32, 64), {"swapped": True}),
-        ({"epilogue": RESIDUAL, "shown": [("n", "float16"), ("bny", "float16")]}, (32, 64), {"swapped": True}),
+        ({"channels": (80, 48)}, (64, 64), {"cluster_split_k": 4}),
+        ({"epilogue": BIAS_RELU, "shown": [("n", "float16")]}, (32, 64), {"swap_ab": True}),
+        ({"epilogue": RESIDUAL, "shown": [("n", "float16"), ("bny", "float16")]}, (32, 64), {"swap_ab": True}),
         ({"dtype": "int8"}, (64, 64), {}),
         ({"dtype": "tfloat32"}, (64, 64), {}),
         (
@@ -107,7 +107,7 @@ def test_few_channels(how):
         "residual",
         "by image",
         "parts of k",
-        "swapped",
+        "swap_ab",
         "residual, swapped",
         "bytes",
         "tf32",
@@ -136,7 +136,7 @@ def test_epilogues_and_types(how, tile, options):
     ids=["same", "bytes", "groups", "residual"],
 )
 def test_without_wgmma(how):
-    """By ``mma.sync``."""
+    """Uses ``mma.sync``."""
     problem = conv_problem(**how, gpu=ADA)
     stored, want = operands_of(problem, fresh_rng(), 1)
     got = poisoned(problem.result.layout.packed_shape(want.shape), problem.result.dtype).numpy()
@@ -151,8 +151,8 @@ def test_without_wgmma(how):
     [
         ((64, 128), {}),
         pytest.param((128, 256), {}, marks=pytest.mark.slow),
-        pytest.param((128, 128), {"split": 2}, marks=pytest.mark.slow),
-        pytest.param((64, 128), {"together": 2, "staged_bytes": 128}, marks=pytest.mark.slow),
+        pytest.param((128, 128), {"cluster_split_k": 2}, marks=pytest.mark.slow),
+        pytest.param((64, 128), {"blocks_per_sm": 2, "staged_bytes": 128}, marks=pytest.mark.slow),
     ],
 )
 def test_registers(tile, options):

@@ -1,4 +1,4 @@
-"""What kernels of GPUs are written with: parts of shared memory, launches, aligned runs of parameters."""
+"""Building blocks of GPU kernels: shared memory, launches, aligned runs of parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_hetero.tir.cuda.core.launch import SWIZZLED_ALIGN, SharedMemory, laun
 from relax_hetero.tir.cuda.core.operand import GlobalView
 
 
-def test_parts_of_shared_memory_are_aligned_and_apart():
+def test_parts_of_shared_memory_are_aligned_and_disjoint():
     shared = SharedMemory()
     tiles, barrier, more = shared.take(3000, SWIZZLED_ALIGN), shared.take(8, 8), shared.take(100, SWIZZLED_ALIGN)
     assert (tiles, barrier, more) == (0, 3000, 3072)

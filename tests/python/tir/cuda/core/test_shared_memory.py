@@ -1,4 +1,4 @@
-"""How kernels of GPUs are launched: shared memory keeps the size that was taken, whatever addresses TVM sees."""
+"""Launches of GPU kernels: shared memory keeps its allocated size, whatever addresses TVM sees."""
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -21,7 +21,7 @@ def test_shared_memory_keeps_its_size() -> None:
             with launch(1, 32) as place:
                 shared.open()
                 value = local(4, "uint32")
-                # Sixteen bytes, of which only the first one's address is written down.
+                # Sixteen bytes; only the address of the first one is in the code.
                 ptx.load_shared([value[i] for i in range(4)], shared.at(used + 4080))
                 a_index = place.thread // 32
                 T.buffer_store(a, value[0], [a_index])

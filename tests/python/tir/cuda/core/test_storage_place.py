@@ -36,7 +36,7 @@ def test_neighbours_in_storage():
 @pytest.mark.parametrize("lanes", [1, 8])
 @pytest.mark.parametrize("layout", [SWIZZLED, PackedLayout((1, 0)), PackedLayout((0, 1), (0, 1), (4, 8))], ids=str)
 def test_a_thread_finds_the_position_of_its_vector(layout, lanes):
-    """Of each place in storage the number of its element in row-major order, as numpy lays it out."""
+    """Each storage position gets the row-major number of its element, as numpy lays it out."""
     shape = (64, 64)
     numbers = np.arange(64 * 64, dtype="int32").reshape(shape)
     function = Function("numbers", registers="local")
@@ -48,17 +48,17 @@ def test_a_thread_finds_the_position_of_its_vector(layout, lanes):
                 out.open()
                 row, column = place_of(storage, tirx.Cast("int64", block), lanes)
                 for lane in range(lanes):
-                    at = [row, column]
-                    at[innermost(layout, shape)] += lane
-                    T.buffer_store(out.data, tirx.Cast("int32", at[0] * 64 + at[1]), [block * lanes + lane])
-    found = np.zeros(64 * 64, "int32")
-    run(function.result, np.zeros(layout.packed_shape(shape), "float16"), found)
+                    element = [row, column]
+                    element[innermost(layout, shape)] += lane
+                    T.buffer_store(out.data, tirx.Cast("int32", element[0] * 64 + element[1]), [block * lanes + lane])
+    actual = np.zeros(64 * 64, "int32")
+    run(function.result, np.zeros(layout.packed_shape(shape), "float16"), actual)
     # As storage of 16-bit elements, which the numbers fit into.
-    np.testing.assert_array_equal(found, layout.pack(numbers.astype("uint16")).reshape(-1))
+    np.testing.assert_array_equal(actual, layout.pack(numbers.astype("uint16")).reshape(-1))
 
 
 def test_vectors_of_sixteen_bytes():
-    """Eight halves are loaded and stored as four words; what is not inside is zeros, and not written."""
+    """Eight halves are loaded and stored as four words; elements outside read as zeros and are not written."""
     function = Function("copy", registers="local")
     with function:
         source, out = (View(function, name, [tirx.const(64, "int64")], "float16") for name in ("source", "out"))
@@ -69,11 +69,11 @@ def test_vectors_of_sixteen_bytes():
             vector.load(0, t, t < 6)
             vector.set(0, vector.get(0) + tirx.const(1, "float16"))
             vector.store_to(out, tirx.Cast("int64", t))
-    x, found = np.arange(64, dtype="float16"), np.full(64, np.nan, "float16")
-    run(function.result, x, found)
-    wanted = np.where(np.arange(64) < 48, x, 0)
-    wanted[::8] += 1
-    np.testing.assert_array_equal(found, wanted)
+    x, actual = np.arange(64, dtype="float16"), np.full(64, np.nan, "float16")
+    run(function.result, x, actual)
+    expected = np.where(np.arange(64) < 48, x, 0)
+    expected[::8] += 1
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_bfloat16_is_rounded_by_an_instruction():

@@ -45,9 +45,9 @@ def test_the_same_boxes_as_on_a_cpu(batches, classes, boxes, limit, is_center, l
     corners = rng.random((batches, boxes, 4), "float32") * 4
     scores = np.round(rng.random((batches, classes, boxes), "float32"), 1)  # many are equal
     onnx_model = model(batches, classes, boxes, limit, is_center, least, names)
-    wanted = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(onnx_model)))["main"](corners, scores).numpy()
+    expected = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(onnx_model)))["main"](corners, scores).numpy()
     interpreted = InterpretedModel(rh.from_onnx(onnx_model, vdevices=[GPU]))
-    np.testing.assert_array_equal(np.asarray(interpreted(corners, scores)), wanted)
+    np.testing.assert_array_equal(np.asarray(interpreted(corners, scores)), expected)
     launched = [name for name in interpreted.launched if name.startswith("non_max")]
     # Memory between launches of a symbolic size stays inside of one function.
     assert launched == (["non_max_suppression"] if names else ["non_max_suppression_1", "non_max_suppression_2"])

@@ -57,11 +57,11 @@ def test_long_lines_are_cut_into_tiles(shape, dtype, exclusive):
     totals = totals_problem(problem)
     assert totals.shape == (2, 5) or totals.shape[0] == 1
     x = np.random.default_rng(0).integers(-2, 3, shape).astype(dtype)
-    found, before = np.full((2, *totals.shape), 77, totals.dtype)
+    sums, before = np.full((2, *totals.shape), 77, totals.dtype)
     y = np.full(shape, 77, dtype)
     for kernel, arrays in (
-        (totals_kernel(problem), (x, found)),
-        (scan_kernel(totals), (found, before)),
+        (totals_kernel(problem), (x, sums)),
+        (scan_kernel(totals), (sums, before)),
         (tiles_kernel(problem), (x, before, y)),
     ):
         assert is_one_launch(kernel)

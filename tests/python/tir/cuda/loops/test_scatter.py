@@ -46,8 +46,8 @@ def scattered(data, indices, updates, axis, reduction):
     for place in np.ndindex(*(indices.shape[:-1] if axis is None else updates.shape)):
         target = tuple(indices[place]) if axis is None else (*place[:axis], indices[place], *place[axis + 1 :])
         old, new = np.broadcast_arrays(result[target], updates[place])
-        found = [COMBINE[reduction](*pair) for pair in zip(old.reshape(-1), new.reshape(-1), strict=True)]
-        result[target] = np.array(found).reshape(old.shape)
+        values = [COMBINE[reduction](*pair) for pair in zip(old.reshape(-1), new.reshape(-1), strict=True)]
+        result[target] = np.array(values).reshape(old.shape)
     return result
 
 

@@ -118,15 +118,15 @@ def test_indices_of_extremes(shape):
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_indices_of_extremes_of_narrow_types(dtype):
-    """Values that differ behind the point alone go from thread to thread whole."""
+    """Values that differ only in their fractions go from thread to thread unrounded."""
     x = tensor(3, 100, dtype=dtype)
     func = scheduled(x, topi.argmax(x, 1))
     assert "shuffle" in str(func)
     rng = np.random.default_rng(0)
     data = rng.random((3, 100)).astype(dtype) if dtype == "float16" else values((3, 100), dtype, 0)
-    found = np.full(3, 77, "int64")
-    run(func, data, found)
-    np.testing.assert_array_equal(found, data.argmax(1))
+    actual = np.full(3, 77, "int64")
+    run(func, data, actual)
+    np.testing.assert_array_equal(actual, data.argmax(1))
 
 
 def test_all_and_products():
@@ -180,7 +180,7 @@ def test_tensors_without_elements(shape):
     check(lambda a: a.sum(1), x, topi.sum(x, 1))
 
 
-def test_what_has_no_elements_is_neither_read_nor_written():
+def test_empty_tensors_are_neither_read_nor_written():
     x = tensor(0, 64, 64)
     empty, none = np.zeros((0, 64, 64), "float32"), np.zeros((0, 64), "float32")
     interpreted(scheduled(x, topi.transpose(x, (0, 2, 1))), empty, empty.copy())
@@ -202,7 +202,7 @@ def test_indices_of_long_reductions():
 
 
 def test_parts_of_several_reductions_fit_shared_memory():
-    """Two sums of halves, of which a thread has eight neighbours each, in float32."""
+    """Two sums of halves in float32; a thread adds eight neighbours of each."""
     x, r = tensor(512, 4096, dtype="float16"), te.reduce_axis((0, 512), "r")
     zero = lambda dtype: tirx.const(0, dtype)  # noqa: E731
     add = te.comm_reducer(lambda a, b: (a[0] + b[0], a[1] + b[1]), lambda *types: tuple(map(zero, types)))
@@ -230,7 +230,7 @@ def test_parts_of_several_reductions_fit_shared_memory():
     ],
 )
 def test_extremes_of_floats_are_computed_in_parts(shape, axes, dtype):
-    """As `relax.max` is lowered, whose masks of bits TVM widens."""
+    """Lowered `relax.max`, whose bit masks TVM widens."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType(shape, dtype))
     with builder.function("main", [x]):
@@ -298,14 +298,14 @@ def test_choices_by_data_hold_both_values(dtype, allowed):
     assert "quick_tanh" in text and "if_then_else" not in text
     assert all("quick_" not in line for line in text.splitlines() if "T.Select(" in line)
     a, b = (values((64, 128), "float32", seed).astype(getattr(ml_dtypes, dtype, None) or dtype) for seed in (0, 1))
-    found = np.zeros_like(a)
-    interpreted(func, a, b, found)
+    actual = np.zeros_like(a)
+    interpreted(func, a, b, actual)
     wide = a.astype("float32")
     exact = np.where(wide > 0, 1 / (1 + np.exp(-wide)), np.tanh(b.astype("float32")))
-    np.testing.assert_allclose(found.astype("float32"), exact, atol=allowed)
+    np.testing.assert_allclose(actual.astype("float32"), exact, atol=allowed)
 
 
-def test_values_that_read_memory_stay_behind_their_condition():
+def test_values_that_read_memory_stay_guarded_by_their_condition():
     x, index = tensor(512, dtype="float16"), tensor(64, dtype="int64")
     looked_up = te.compute(
         (64,),
@@ -315,8 +315,8 @@ def test_values_that_read_memory_stay_behind_their_condition():
     )
     func = scheduled(x, index, looked_up)
     places = np.arange(-32, 32, dtype="int64") * 20
-    a, found = values((512,), "float16", 0), np.ones(64, "float16")
-    interpreted(func, a, places, found)
+    a, actual = values((512,), "float16", 0), np.ones(64, "float16")
+    interpreted(func, a, places, actual)
     inside = (places >= 0) & (places < 512)
     exact = 1 / (1 + np.exp(-a[np.where(inside, places, 0)].astype("float32")))
-    np.testing.assert_allclose(found, np.where(inside, exact, 0), atol=1e-3)
+    np.testing.assert_allclose(actual, np.where(inside, exact, 0), atol=1e-3)

@@ -20,9 +20,9 @@ def data_of(shape, dtype):
         return rng.choice([0.0, -0.0, 1, 2, 3.5, -7, np.nan, np.inf, -np.inf, 4, 5, -1e-3], shape).astype(dtype)
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(dtype)
-    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    x = rng.integers(least, most, shape, dtype, endpoint=True)
-    return np.where(rng.random(shape) < 0.5, rng.choice(np.array([least, most, 3], dtype), shape), x)
+    least, largest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    x = rng.integers(least, largest, shape, dtype, endpoint=True)
+    return np.where(rng.random(shape) < 0.5, rng.choice(np.array([least, largest, 3], dtype), shape), x)
 
 
 def order_of(x, axis, descending):
@@ -39,22 +39,22 @@ def check(problem, tile, execute=run):
     x = data_of(problem.shape, problem.dtype)
     results = list(problem.shape)
     results[problem.axis] = problem.count
-    found = [np.full(results, 1, problem.dtype)] * problem.values
-    found += [np.full(results, 77, problem.indices)] if problem.indices else []
-    others = [extent for axis, extent in enumerate(problem.shape) if axis != problem.axis]
+    outputs = [np.full(results, 1, problem.dtype)] * problem.values
+    outputs += [np.full(results, 77, problem.indices)] if problem.indices else []
+    outer = [extent for axis, extent in enumerate(problem.shape) if axis != problem.axis]
     steps, pairs = sort_steps(problem, tile), []
     for step in steps:
         kernel = sort_kernel(problem, step)
         assert is_one_launch(kernel)
-        made = found if step.is_last else [np.zeros((*others, step.left), dtype) for dtype in problem.pair_types]
+        buffers = outputs if step.is_last else [np.zeros((*outer, step.left), dtype) for dtype in problem.pair_types]
         data = [x] if step.is_first or (step.is_last and problem.values) else []
-        execute(kernel, *data, *pairs, *made)
-        pairs = made
+        execute(kernel, *data, *pairs, *buffers)
+        pairs = buffers
     order = np.take(order_of(x, problem.axis, problem.descending), range(problem.count), problem.axis)
     if problem.values:
-        np.testing.assert_array_equal(found[0], np.take_along_axis(x, order, problem.axis))
+        np.testing.assert_array_equal(outputs[0], np.take_along_axis(x, order, problem.axis))
     if problem.indices:
-        np.testing.assert_array_equal(found[-1], order)
+        np.testing.assert_array_equal(outputs[-1], order)
     return steps
 
 
@@ -79,8 +79,8 @@ def test_sorts(shape, axis, dtype, count, descending):
 
 
 def test_launches():
-    whole = sort_steps(SortProblem((9, 9000), 1, "float32", False, 9000, True, ""))
-    assert [(step.is_merge, step.left) for step in whole] == [(False, 9000)] + [(True, 9000)] * 3
+    steps = sort_steps(SortProblem((9, 9000), 1, "float32", False, 9000, True, ""))
+    assert [(step.is_merge, step.left) for step in steps] == [(False, 9000)] + [(True, 9000)] * 3
     few = sort_steps(SortProblem((9, 100_000), 1, "float32", False, 10, True, ""))
     assert [(step.is_merge, step.left) for step in few] == [(False, 3910), (False, 160), (False, 10)]
     assert [step.run for step in few] == [256, 256, 256]

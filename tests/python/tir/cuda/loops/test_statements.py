@@ -69,14 +69,14 @@ def counted(x: T.Buffer((60,), "float32"), n: T.Buffer((1,), "int32"), y: T.Buff
 
 
 def threads_of(func):
-    found = {}
+    extents = {}
 
     def on_loop(loop):
         if loop.thread_binding is not None:
-            found.setdefault(str(loop.thread_binding.thread_tag), []).append(int(loop.extent))
+            extents.setdefault(str(loop.thread_binding.thread_tag), []).append(int(loop.extent))
 
     structural_walk(func.body, (tvm.tirx.For, on_loop))
-    return found
+    return extents
 
 
 def scheduled(func):
@@ -92,8 +92,8 @@ def test_a_loop_over_rows_is_parallel():
     x, y = np.random.default_rng(0).standard_normal((8, 100)).astype("float32"), np.full((8, 100), 7, "float32")
     run(scheduled(compact), x, y)
     for i in range(8):
-        kept = x[i][x[i] > 0]
-        np.testing.assert_array_equal(y[i], np.pad(kept, (0, 100 - len(kept))))
+        positive = x[i][x[i] > 0]
+        np.testing.assert_array_equal(y[i], np.pad(positive, (0, 100 - len(positive))))
 
 
 def test_a_loop_that_reads_what_it_wrote_runs_in_one_thread():
@@ -109,7 +109,7 @@ def test_flat_places_of_inner_loops():
     np.testing.assert_array_equal(y, x.reshape(6, 10)[:, ::-1].ravel())
 
 
-def test_the_host_counts_what_it_knows_alone():
+def test_launches_have_extents_known_to_the_host():
     """A launch has as many blocks as the host can tell: not by loops around, and not by what lies on the device."""
     x, y = np.arange(64, dtype="float32").reshape(8, 8), np.zeros((8, 8), "float32")
     run(scheduled(triangle), x, y)

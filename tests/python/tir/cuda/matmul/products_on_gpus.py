@@ -58,7 +58,7 @@ def product(
     result = result or acc
     if not epilogue and result != acc:
         epilogue = f"cast(x0, '{result}')"
-    others = tuple(operand_of(names, dtype, sizes, None, symbolic) for names, dtype in operands)
+    extra = tuple(operand_of(names, dtype, sizes, None, symbolic) for names, dtype in operands)
     of_right = tensor_core_layout(maps[1], right) if packed else layouts[1]
     return MatmulProblem(
         operand_of(maps[0], left, sizes, layouts[0], symbolic),
@@ -66,7 +66,7 @@ def product(
         operand_of(maps[2], result, sizes, layouts[2], symbolic),
         acc,
         None if init is None else operand_of(init, acc, sizes, None, symbolic),
-        Epilogue(Expression.parse(epilogue), others) if epilogue else None,
+        Epilogue(Expression.parse(epilogue), extra) if epilogue else None,
         tf32=left == "float32",
     )
 
@@ -112,11 +112,11 @@ def check(problem: MatmulProblem, kernel: tirx.PrimFunc, sizes: dict[str, int], 
     maps = [operand.index_map for operand in (problem.lhs, problem.rhs, result)]
     sides = ",".join(subscripts(index_map) for index_map in maps[:2])
     want = np.einsum(f"{sides}->{subscripts(maps[2])}", squeezed(0), squeezed(1))
-    others = [like_result(i) for i in range(2, len(logical))]
+    extra = [like_result(i) for i in range(2, len(logical))]
     if problem.init is not None:
-        want = want + others.pop(0)
+        want = want + extra.pop(0)
     if problem.epilogue is not None:
-        want = in_double(problem.epilogue.expression, [want, *others])
+        want = in_double(problem.epilogue.expression, [want, *extra])
     shape = [sizes[name] for name in result.index_map]
     out = poisoned(result.layout.packed_shape(shape), result.dtype).numpy()
     run(kernel, *stored, out)

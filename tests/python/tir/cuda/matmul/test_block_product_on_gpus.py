@@ -68,17 +68,17 @@ def check(problem, m, plan=None, tolerance=1e-6, gpu=GPU, is_on_gpu=False):
 
     weight = (codes[:, :k].astype("float64") - (of_each(points[0]) if points else middle)) * of_each(scales)
     want = x.astype("float64") @ weight.T
-    others = [rng.standard_normal(n).astype("float32")] if problem.epilogue else []
-    if others:
-        want = np.maximum(want + others[0], 0)
+    bias = [rng.standard_normal(n).astype("float32")] if problem.epilogue else []
+    if bias:
+        want = np.maximum(want + bias[0], 0)
     result = np.full((m, n), np.nan, numpy_dtype(problem.result.dtype))
     data = codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
     packed = [pack_fragments(data, k, block, bits)]
     packed += [pack_fragment_blocks(values) for values in (scales, *points)]
     if is_on_gpu:
-        result = run_on_gpu(func, [x, *packed, *others], (m, n), problem.result.dtype)
+        result = run_on_gpu(func, [x, *packed, *bias], (m, n), problem.result.dtype)
     else:
-        run(func, x, *packed, *others, result)
+        run(func, x, *packed, *bias, result)
     assert np.abs(result.astype("float64") - want).max() <= tolerance * np.abs(want).max()
 
 
@@ -115,7 +115,7 @@ def test_blocks_with_several_tiles(plan):
 
 
 def test_sums_of_more_tiles_than_wait_together(monkeypatch):
-    """Five tiles of columns, of which two are added up at a time; one row of sums, and parts of rows."""
+    """Five tiles of columns, added up two at a time; one row of sums, and parts of rows."""
     monkeypatch.setattr(block_plan, "SUMS_BYTES", 2 * 4 * 16 * 4 * 8)
     small = dataclasses.replace(GPU, multiprocessors=1)
     check(problem_of(8, 75, 256, "float16", 32), 8, BlockPlan(1, 1, 4, 1), gpu=small)
@@ -191,7 +191,7 @@ def test_one_row_of_a_large_weight_fits_into_registers():
     assert report.registers <= 128, "two blocks share a multiprocessor"
 
 
-def test_what_is_refused():
+def test_unsupported_problems_are_refused():
     with pytest.raises(EncodingError, match="multiple of 16"):
         quantized_matmul_kernel(problem_of(1, 16, 64, "float16", 24), GPU)
     with pytest.raises(EncodingError, match="sm_75"):

@@ -32,14 +32,14 @@ def unpack_case(name, dtype, n=84, depth=512):
 
 
 def check(unpack, tiles, want):
-    """The columns that exist; those behind them are nobody's."""
+    """Compare the columns that exist; later ones are padding."""
     n, depth = want.shape
     rows = np.arange(n)
-    found = tiles.reshape(-1, depth // 64, 64, 8, 8)[rows // 64, :, rows % 64]
+    unpacked = tiles.reshape(-1, depth // 64, 64, 8, 8)[rows // 64, :, rows % 64]
     chunks = np.arange(8)[None] ^ (rows % 8)[:, None]
-    found = np.take_along_axis(found, chunks[:, None, :, None], 2).reshape(n, depth).astype("float64")
+    unpacked = np.take_along_axis(unpacked, chunks[:, None, :, None], 2).reshape(n, depth).astype("float64")
     unit = 2.0 ** (-8 if unpack.result.dtype == "bfloat16" else -11)
-    np.testing.assert_allclose(found, want, rtol=unit, atol=1e-6)
+    np.testing.assert_allclose(unpacked, want, rtol=unit, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FORMATS)

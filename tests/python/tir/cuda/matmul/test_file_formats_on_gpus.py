@@ -46,9 +46,9 @@ def case(name, m, n, depth, dtype):
     return problem, [x, *packed], want
 
 
-def check(found, want, x):
-    # Fields of formats with minimums are not centred: what cancels is larger than what is left.
-    assert np.abs(found - want).max() <= 4e-6 * np.abs(want).max()
+def check(actual, want, x):
+    # Quants of formats with minimums are not centred: the terms that cancel are larger than the result.
+    assert np.abs(actual - want).max() <= 4e-6 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -79,7 +79,7 @@ def check_index_bounds(name, depth, m, dtype):
     ("name", "depth", "m", "dtype"), [("q4_k", 5632, 2, "float16"), ("q8_0", 2816, 40, "bfloat16")]
 )
 def test_more_chunks_than_are_left(name, depth, m, dtype):
-    """Warps have equally many chunks of k, which are no whole rounds."""
+    """Warps have equally many chunks of k, which are not whole rounds."""
     check_index_bounds(name, depth, m, dtype)
 
 
@@ -98,12 +98,12 @@ def test_real_depths(name, depth, m, dtype):
 @pytest.mark.parametrize(("m", "dtype"), [(1, "float16"), (33, "bfloat16")])
 def test_on_a_gpu(name, m, dtype):
     problem, arguments, want = case(name, m, 300, 2048, dtype)
-    found = run_on_gpu(quantized_matmul_kernel(problem, GPU), arguments, (m, 300), "float32")
-    check(found, want, arguments[0])
+    actual = run_on_gpu(quantized_matmul_kernel(problem, GPU), arguments, (m, 300), "float32")
+    check(actual, want, arguments[0])
 
 
 def test_bytes_of_weights():
-    """What a weight takes in memory: as in the file, or a little more, but for K formats, whose scales are wider."""
+    """Bits per weight: as in the file, or a little more, except for K formats, whose scales are wider."""
     bits = {}
     for name in FORMATS:
         problem, arguments, _ = case(name, 1, 16, 512, "float16")

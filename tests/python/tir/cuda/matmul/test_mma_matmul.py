@@ -106,12 +106,12 @@ def test_a_tiling_fits_into_the_gpu():
         result = str(rng.choice(["float16", "float32"]))
         problem = product({"m": m, "n": n, "k": k}, HALF, result)
         tiling = choose_mma_tiling(problem, gpu, (m, n, k), [int(rng.integers(1, 20))])
-        staging = tiling.threads // 32 * 16 * (tiling.staged * bytes_of(result) + 32)
+        staging = tiling.threads // 32 * 16 * (tiling.epilogue_columns * bytes_of(result) + 32)
         assert tiling.stages >= 2
         assert tiling.stages * (tiling.rows + tiling.columns) * 128 + staging <= gpu.shared_bytes, (m, n, k, tiling)
 
 
-def test_what_is_no_problem_for_it():
+def test_unsupported_problems():
     sizes = {"m": 64, "n": 64, "k": 64}
     ampere = gpu_target_of(TARGETS["sm_80"])
     assert unsupported_reason(product(sizes, HALF), ampere) == ""

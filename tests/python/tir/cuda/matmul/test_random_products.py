@@ -78,7 +78,7 @@ class Drawn:
             self.symbolic = [name for name in self.symbolic if name not in self.right]
         self.out = self.names("mn")
         self.stored: list[np.ndarray] = []
-        self.problem, self.want = self.made()
+        self.problem, self.want = self.build()
 
     def names(self, last: str, broadcasts: bool = False) -> list[str]:
         """Dimensions of an operand: some batches missing, or the last two exchanged."""
@@ -104,7 +104,7 @@ class Drawn:
         array = array.transpose([own.index(name) for name in order])
         return array.reshape([self.sizes[name] if name in own else 1 for name in (*self.batch, "m", "n")])
 
-    def made(self) -> tuple[MatmulProblem, np.ndarray]:
+    def build(self) -> tuple[MatmulProblem, np.ndarray]:
         left_type, right_type, acc = self.types
         layout = None
         if self.is_packed:
@@ -173,7 +173,7 @@ def test_random_products(seed: int, kind: str) -> None:
 
 @pytest.mark.parametrize("seed", [74, 28, pytest.param(160, marks=pytest.mark.slow)])
 def test_transposed_left_operands_of_few_rows(seed: int) -> None:
-    """Tiles of fewer than 64 rows have no stripe of 64 columns, and those of 64 are not read transposed."""
+    """Tiles of fewer than 64 rows lack a stripe of 64 columns, and tiles of 64 are not read transposed."""
     assert Drawn(seed, "few").left[-1] == "m"
     check(seed, "few")
 

@@ -160,14 +160,14 @@ def test_a_gpu_that_is_in_no_table():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_few_rows_fit_into_the_shared_memory_of_a_gpu_that_is_in_no_table(dtype):
     kernel = simt_matmul_kernel(product({"m": 8, "n": 4096, "k": 4096}, types=(dtype,) * 3), OLD)
-    taken: list[int] = []
+    sizes: list[int] = []
 
     def on_allocation(allocation):
         if allocation.buffer.scope() == "shared.dyn":
-            taken.append(int(allocation.buffer.shape[0]) * bytes_of(dtype))
+            sizes.append(int(allocation.buffer.shape[0]) * bytes_of(dtype))
 
     structural_walk(kernel.body, (tvm.tirx.AllocBuffer, on_allocation))
-    assert 0 < sum(taken) <= OLD.shared_bytes
+    assert 0 < sum(sizes) <= OLD.shared_bytes
 
 
 def test_a_plan_fits_into_the_gpu():
@@ -190,7 +190,7 @@ def test_registers():
     assert report.registers * 256 <= GPU.registers
 
 
-def test_what_is_no_problem_for_it():
+def test_unsupported_problems():
     problem = product({"m": 64, "n": 64, "k": 64})
     packed = product({"m": 64, "n": 64, "k": 64}, packed=True)
     with pytest.raises(EncodingError, match="found rhs stored as pack<.*expected a permutation"):

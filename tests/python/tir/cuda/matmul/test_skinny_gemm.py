@@ -59,12 +59,12 @@ def check(problem, m, plan=None, tolerance=1e-3):
             return rng.integers(-100, 100, shape).astype(kind)
         return rng.standard_normal(shape).astype(kind)
 
-    lhs, rhs, *others = (values(operand) for operand in problem.parameters[:-1])
+    lhs, rhs, *extra = (values(operand) for operand in problem.parameters[:-1])
     want = lhs.astype("float64") @ rhs.astype("float64")
-    if others:
-        want = np.maximum(want + others[0], 0) + others[1].astype("float64")
+    if extra:
+        want = np.maximum(want + extra[0], 0) + extra[1].astype("float64")
     result = np.full(want.shape, 77).astype(numpy_dtype(problem.result.dtype))
-    run(func, lhs, problem.rhs.layout.pack(rhs), *others, result)
+    run(func, lhs, problem.rhs.layout.pack(rhs), *extra, result)
     assert np.abs(result.astype("float64") - want).max() <= tolerance * np.abs(want).max()
 
 
@@ -80,7 +80,7 @@ def check(problem, m, plan=None, tolerance=1e-3):
         (problem_of("s0", 70, 130), 70, SkinnyPlan(1, 5, 3)),  # two tiles of rows
         (problem_of(9, 64, 700), 9, SkinnyPlan(2, 2, 4)),  # fewer stages of weights
         (problem_of(2, 66, 70, batch=(3,)), 2, None),
-        (problem_of(9, 190, 300, epilogue=BIAS_RELU), 9, SkinnyPlan(2, 2, 2, 2)),  # the last group has no columns
+        (problem_of(9, 190, 300, epilogue=BIAS_RELU), 9, SkinnyPlan(2, 2, 2, 2)),  # the last group is without columns
     ],
 )
 def test_products(problem, m, plan):
@@ -100,7 +100,7 @@ def test_results_that_are_wider_than_sums():
     check(problem_of(9, 70, 64, result="float64"), 9)
 
 
-def test_parts_of_k_fit_beside_each_other():
+def test_blocks_of_split_k_are_resident_together():
     assert skinny_plan(problem_of(1, 4096, 4096), GPU).split > skinny_plan(problem_of(1, 50257, 4096), GPU).split == 1
     assert skinny_plan(problem_of(1, 4096, 64), GPU).split == 1
 
@@ -124,7 +124,7 @@ def test_a_launch_may_begin_before_the_end_of_the_one_before():
     assert report.registers <= 64, "four blocks share a multiprocessor"
 
 
-def test_what_is_refused():
+def test_unsupported_problems_are_refused():
     plain = problem_of(1, 64, 64)
     rhs = Operand((64, 64), "float16", ("k", "n"), PackedLayout.identity(2))
     problem = MatmulProblem(plain.lhs, rhs, plain.result, "float32")

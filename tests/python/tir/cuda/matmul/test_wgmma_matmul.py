@@ -68,14 +68,14 @@ def problem_of(
     layout = packed(len(of_right) + 2, right_dtype) if rhs == "packed" else None
     if not epilogue and result != acc:
         epilogue = f"cast(x0, '{result}')"
-    others = tuple(operand(names, element) for names, element in operands)
+    extra = tuple(operand(names, element) for names, element in operands)
     return MatmulProblem(
         operand((() if shares_left else (*batch,)) + (*lhs,), dtype),
         operand((*of_right, *("kn" if rhs == "packed" else rhs)), right_dtype, layout),
         operand((*batch, "m", "n"), result),
         acc,
         operand((*batch, "m", "n"), acc) if init else None,
-        Epilogue(Expression.parse(epilogue), others) if epilogue else None,
+        Epilogue(Expression.parse(epilogue), extra) if epilogue else None,
         tf32=dtype == "float32",
     )
 
@@ -119,11 +119,11 @@ def operands_of(problem: MatmulProblem, sizes: dict[str, int]) -> tuple[list[np.
         return np.expand_dims(array, [i for i, name in enumerate(order) if name not in index_map])
 
     want = aligned(0, [*names[:-1], "k"]) @ aligned(1, [*names[:-2], "k", "n"])
-    others = [aligned(i, names) for i in range(2, len(logical))]
+    extra = [aligned(i, names) for i in range(2, len(logical))]
     if problem.init is not None:
-        want = want + others.pop(0)
+        want = want + extra.pop(0)
     if problem.epilogue is not None:
-        want = in_double(problem.epilogue.expression, [want, *others])
+        want = in_double(problem.epilogue.expression, [want, *extra])
     return stored, want
 
 
@@ -201,8 +201,8 @@ def test_epilogues(how):
 @pytest.mark.parametrize(
     ("sizes", "tile", "how"),
     [
-        ({"m": 40, "n": 64, "k": 258}, (64, 64), {"split": 4}),
-        ({"m": 140, "n": 320, "k": 130}, (64, 128), {"together": 2}),
+        ({"m": 40, "n": 64, "k": 258}, (64, 64), {"cluster_split_k": 4}),
+        ({"m": 140, "n": 320, "k": 130}, (64, 128), {"blocks_per_sm": 2}),
         ({"m": 130, "n": 256, "k": 64}, (128, 256), {"staged_bytes": 128}),
     ],
     ids=["parts of k", "blocks of a multiprocessor", "large tiles"],
@@ -217,13 +217,13 @@ def test_clusters_and_tiles(sizes, tile, how):
         ({"m": 50, "n": 64, "k": 96}, (48, 64), {}),
         ({"m": 100, "n": 200, "k": 130}, (96, 128), {}),
         ({"m": 100, "n": 300, "k": 130}, (32, 256), {}),
-        ({"m": 100, "n": 128, "k": 300}, (112, 128), {"split": 2}),
-        ({"m": 60, "n": 256, "k": 520}, (96, 256), {"split": 4}),
+        ({"m": 100, "n": 128, "k": 300}, (112, 128), {"cluster_split_k": 2}),
+        ({"m": 60, "n": 256, "k": 520}, (96, 256), {"cluster_split_k": 4}),
         ({"m": 40, "n": 64, "k": 64}, (16, 64), {"staged_bytes": 256}),  # eight rows at a time: one matrix
     ],
 )
 def test_swapped_operands(sizes, tile, how):
-    check(problem_of(sizes), sizes, tile, swapped=True, **how)
+    check(problem_of(sizes), sizes, tile, swap_ab=True, **how)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_swapped_operands(sizes, tile, how):
 )
 def test_epilogues_of_swapped_operands(how):
     sizes = {"m": 60, "n": 100, "k": 96}
-    check(problem_of(sizes, **how), sizes, (48, 128), swapped=True)
+    check(problem_of(sizes, **how), sizes, (48, 128), swap_ab=True)
 
 
 def test_biases_of_wide_tiles():
@@ -263,7 +263,7 @@ def test_symbolic_extents():
 @pytest.mark.parametrize("rows", [0, 65])
 def test_blocks_that_share_the_k_of_a_symbolic_number_of_tiles(rows):
     sizes = {"m": rows, "n": 72, "k": 200}
-    check(problem_of(sizes, symbolic=["m"]), sizes, split=2)
+    check(problem_of(sizes, symbolic=["m"]), sizes, cluster_split_k=2)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_blocks_that_share_the_k_of_a_symbolic_number_of_tiles(rows):
             marks=pytest.mark.slow,
         ),
         pytest.param({}, (128, 256), {}, marks=pytest.mark.slow),
-        pytest.param({}, (128, 128), {"split": 4}, marks=pytest.mark.slow),
+        pytest.param({}, (128, 128), {"cluster_split_k": 4}, marks=pytest.mark.slow),
         pytest.param({"dtype": "int8", "acc": "int32", "result": "int32"}, (128, 256), {}, marks=pytest.mark.slow),
     ],
     ids=["residual", "gelu", "plain", "split", "int8"],
@@ -300,13 +300,13 @@ def test_a_tiling_fits_into_the_gpu():
         problem = problem_of({"m": m, "n": n, "k": k}, result=result)
         tiling = choose_tiling(problem, GPU, (m, n, k), [int(rng.integers(1, 20))])
         stages = tiling.stages * (tiling.rows + tiling.columns) * 128
-        sums = tiling.rows * tiling.columns * 4 if tiling.split > 1 else 0
-        staging = tiling.rows * (tiling.staged * bytes_of(result) + 32)
+        sums = tiling.rows * tiling.columns * 4 if tiling.cluster_split_k > 1 else 0
+        staging = tiling.rows * (tiling.epilogue_columns * bytes_of(result) + 32)
         each = max(stages, sums) + staging + 16 * tiling.stages + 1024  # reserved for each block
-        assert tiling.together * each <= GPU.shared_bytes + 1024, (m, n, k, tiling)
-        assert tiling.blocks % tiling.split == 0
-        assert tiling.split <= -(-k // 64), "every block of a cluster has a part of k"
-        assert tiling.columns // tiling.split % 8 == 0
+        assert tiling.blocks_per_sm * each <= GPU.shared_bytes + 1024, (m, n, k, tiling)
+        assert tiling.blocks % tiling.cluster_split_k == 0
+        assert tiling.cluster_split_k <= -(-k // 64), "every block of a cluster has a part of k"
+        assert tiling.columns // tiling.cluster_split_k % 8 == 0
 
 
 @pytest.mark.parametrize(
@@ -326,13 +326,13 @@ def test_tilings_are_those_that_were_fastest(sizes, tile, split):
     m, n, k = sizes
     problem = problem_of({"m": m, "n": n, "k": k})
     tiling = choose_tiling(problem, GPU, sizes, [], gathers=k == 511)
-    assert ((tiling.rows, tiling.columns), tiling.split) == (tile, split)
+    assert ((tiling.rows, tiling.columns), tiling.cluster_split_k) == (tile, split)
     assert tiling.stages >= min(4, -(-k // 64 // split))
-    assert (tiling.together, tiling.swapped) == (1, False)
+    assert (tiling.blocks_per_sm, tiling.swap_ab) == (1, False)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tile", "together"),
+    ("sizes", "tile", "blocks_per_sm"),
     [
         ((12544, 128, 1152), (96, 128), 1),
         ((784, 2048, 1024), (112, 128), 1),
@@ -341,17 +341,17 @@ def test_tilings_are_those_that_were_fastest(sizes, tile, split):
         ((3136, 1024, 256), (96, 128), 2),
     ],
 )
-def test_swapped_tiles_give_all_multiprocessors_as_much_to_do(sizes, tile, together):
+def test_swapped_tiles_give_all_multiprocessors_as_much_to_do(sizes, tile, blocks_per_sm):
     m, n, k = sizes
     tiling = choose_tiling(problem_of({"m": m, "n": n, "k": k}), GPU, sizes, [], may_swap=True)
-    assert ((tiling.rows, tiling.columns), tiling.together, tiling.swapped) == (tile, together, True)
+    assert ((tiling.rows, tiling.columns), tiling.blocks_per_sm, tiling.swap_ab) == (tile, blocks_per_sm, True)
 
 
 @pytest.mark.parametrize("sizes", [(12544, 128, 1152), (12544, 512, 256), (50176, 256, 64), (784, 2048, 512)])
 def test_many_short_tiles_share_multiprocessors(sizes):
     m, n, k = sizes
     tiling = choose_tiling(problem_of({"m": m, "n": n, "k": k}), GPU, sizes, [])
-    assert (tiling.rows, tiling.columns, tiling.together) == (64, 128, 2)
+    assert (tiling.rows, tiling.columns, tiling.blocks_per_sm) == (64, 128, 2)
     assert tiling.blocks == min(2 * GPU.multiprocessors, -(-m // 64) * -(-n // 128))
 
 
@@ -381,7 +381,7 @@ def test_on_a_gpu(sizes, how):
     assert_equal(got.numpy(), want, problem, sizes["k"])
 
 
-def test_what_is_no_problem_for_it():
+def test_unsupported_problems():
     sizes = {"m": 64, "n": 64, "k": 64}
     problem = problem_of(sizes)
     assert unsupported_reason(problem, GPU) == ""
@@ -395,7 +395,7 @@ def test_what_is_no_problem_for_it():
 
 
 def test_weights_are_asked_for_before_the_wait():
-    """Of tiles that are known to exist."""
+    """Only with static sizes: with a symbolic m, a block may be without a tile."""
     for symbolic, asks in (((), [1]), (("m",), [])):
         func = wgmma_matmul_kernel(problem_of({"m": 200, "n": 136, "k": 300}, symbolic=symbolic), GPU)
         assert list(func.attrs[READS_EARLY]) == asks

@@ -30,13 +30,13 @@ class Case:
     padded: int = 0
 
 
-def case(lengths, heads=4, kv_heads=2, size=32, padded=0, chunk=0, **others) -> Case:
+def case(lengths, heads=4, kv_heads=2, size=32, padded=0, chunk=0, **attributes) -> Case:
     """A case with as few pages as sequences need, and some that are nobody's."""
     rows = (chunk or len(lengths)) + padded
-    most = max((length + (chunk or 1) - 1) // PAGE + 1 for length in lengths) + 1
-    defaults = {"scale": size**-0.5, "slots": len(lengths) + 1, "max_pages": most, "is_chunk": bool(chunk)}
-    pages = 2 + most * len(lengths)
-    return Case(PagedWork(rows, heads, kv_heads, size, pages=pages, **{**defaults, **others}), lengths, padded)
+    max_pages = max((length + (chunk or 1) - 1) // PAGE + 1 for length in lengths) + 1
+    defaults = {"scale": size**-0.5, "slots": len(lengths) + 1, "max_pages": max_pages, "is_chunk": bool(chunk)}
+    pages = 2 + max_pages * len(lengths)
+    return Case(PagedWork(rows, heads, kv_heads, size, pages=pages, **{**defaults, **attributes}), lengths, padded)
 
 
 class Call:
@@ -78,12 +78,12 @@ class Call:
         tiles[page, :, :, :, position % PAGE] = both.transpose(1, 0, 2).reshape(self.work.kv_heads, 2, -1, 8)
 
     def arguments(self) -> list[np.ndarray]:
-        """As kernels take them, without the result."""
+        """Arguments of the kernels, without the result."""
         work = self.work
-        found = [self.qkv, self.pages, self.table, self.sequences, self.positions]
-        found += [self.rotation] if work.rotary else []
-        found += [self.norms[0]] if work.has_q_norm else []
-        return found + ([self.norms[1]] if work.has_k_norm else [])
+        arrays = [self.qkv, self.pages, self.table, self.sequences, self.positions]
+        arrays += [self.rotation] if work.rotary else []
+        arrays += [self.norms[0]] if work.has_q_norm else []
+        return arrays + ([self.norms[1]] if work.has_k_norm else [])
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """The result of the rows that are of a sequence, in float64, and the pages afterwards."""

@@ -13,7 +13,7 @@ from relax_hetero.target.element_types import numpy_dtype
 
 
 def on_gpu(kernel: tirx.PrimFunc, call, *before: tirx.PrimFunc) -> tuple[np.ndarray, np.ndarray]:
-    """The result of a kernel, full of NaN before, and the pages; kernels `before` have no result of their own."""
+    """The result of a kernel, full of NaN before, and the pages; kernels `before` write only the pages."""
     device = tvm.cuda(0)
     work = call.work
     out = tvm.runtime.tensor(np.full((work.rows, work.heads * work.size), np.nan, numpy_dtype(work.dtype)), device)

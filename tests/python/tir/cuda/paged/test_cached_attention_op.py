@@ -34,7 +34,7 @@ def module_of(call, gpu):
     ]
     with builder.function("main", params):
         with builder.dataflow():
-            made = builder.emit(
+            output = builder.emit(
                 cached_attention(
                     *params,
                     heads=work.heads,
@@ -47,7 +47,7 @@ def module_of(call, gpu):
                     rows="chunk" if work.is_chunk else "decode",
                 )
             )
-            result = builder.emit_output(made)
+            result = builder.emit_output(output)
         builder.emit_func_output(result)
     return with_vdevices(builder.finalize(), [rh.VDevice(gpu)])
 

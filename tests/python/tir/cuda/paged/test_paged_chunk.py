@@ -51,17 +51,17 @@ def test_a_chunk_that_is_cut_has_the_same_bits():
     def rows_of(begin: int, end: int) -> np.ndarray:
         """The result of some rows, whose keys and values come into the pages."""
         out = np.full((work.rows, work.heads * work.size), np.nan, numpy_dtype(work.dtype))
-        given = [np.roll(array, -begin, axis=0) for array in (qkv, sequences, positions, rotation)]
-        given[1][end - begin :] = -1
-        arguments = [given[0], pages, table, *given[1:]]
+        rolled = [np.roll(array, -begin, axis=0) for array in (qkv, sequences, positions, rotation)]
+        rolled[1][end - begin :] = -1
+        arguments = [rolled[0], pages, table, *rolled[1:]]
         run(page_append_kernel(work, GPU), *arguments, arch="sm_90a")
         run(paged_chunk_kernel(work, GPU, PLAN), *arguments, out, arch="sm_90a")
         return out[: end - begin]
 
     pages = call.pages.copy()
-    whole = rows_of(0, 70)
+    full = rows_of(0, 70)
     pages = call.pages.copy()
-    np.testing.assert_array_equal(np.concatenate([rows_of(0, 29), rows_of(29, 70)]), whole)
+    np.testing.assert_array_equal(np.concatenate([rows_of(0, 29), rows_of(29, 70)]), full)
 
 
 @pytest.mark.gpu

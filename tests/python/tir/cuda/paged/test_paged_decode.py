@@ -97,7 +97,7 @@ def test_a_large_model_on_a_gpu(rows):
     check(call, *on_gpu(paged_decode_kernel(call.work, GPU), call))
 
 
-def test_what_no_kernel_does_is_said():
+def test_unsupported_problems_name_the_reason():
     with pytest.raises(EncodingError, match="heads of 24, expected a multiple of 16"):
         paged_decode_kernel(case((3,), size=24).work, GPU)
     with pytest.raises(EncodingError, match="17 heads of queries for one of keys, expected at most 16"):

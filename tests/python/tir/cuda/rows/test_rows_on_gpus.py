@@ -29,7 +29,7 @@ GPU = gpu_target_of(TARGET)
 
 
 def solved(case, arrays, shape=None, how=None) -> np.ndarray:
-    """What a problem's kernel makes of arrays."""
+    """Result of a problem's kernel for these arrays."""
     kernel = rows_kernel(case, GPU, how)
     assert is_one_launch(kernel)
     dtype = {"bfloat16": ml_dtypes.bfloat16}.get(case.result.dtype, case.result.dtype)
@@ -45,16 +45,16 @@ def test_softmax_and_norm_of_any_length(n):
     x = rng.standard_normal((2, 3, n)).astype("float32") * 5
     scale, shift = rng.standard_normal((2, n)).astype("float32")
     maps = [("d0", "d1", "n"), ("n",), ("n",)]
-    found = solved(problem(SOFTMAX, [x], maps[:1], x.shape, maps[0], "float32"), [x])
-    np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6, atol=2e-7)
-    found = solved(problem(NORM, [x, scale, shift], maps, x.shape, maps[0], "float32"), [x, scale, shift])
-    np.testing.assert_allclose(found, norm(*(a.astype("float64") for a in (x, scale, shift))), rtol=2e-5, atol=2e-5)
+    actual = solved(problem(SOFTMAX, [x], maps[:1], x.shape, maps[0], "float32"), [x])
+    np.testing.assert_allclose(actual, softmax(x.astype("float64")), rtol=2e-6, atol=2e-7)
+    actual = solved(problem(NORM, [x, scale, shift], maps, x.shape, maps[0], "float32"), [x, scale, shift])
+    np.testing.assert_allclose(actual, norm(*(a.astype("float64") for a in (x, scale, shift))), rtol=2e-5, atol=2e-5)
 
 
 def test_rows_too_long_for_registers():
     x = fresh_rng().standard_normal((2, 40000)).astype("float32")
-    found = solved(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x])
-    np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6)
+    actual = solved(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x])
+    np.testing.assert_allclose(actual, softmax(x.astype("float64")), rtol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_symbolic_rows_and_columns(shape, dtype):
     case = problem(
         f"{head}; cast({last}, '{dtype}')", [x], [("d0", "n")], shape, ("d0", "n"), dtype, {"d0": "s0", "n": "s1"}
     )
-    found = solved(case, [x], shape)
+    actual = solved(case, [x], shape)
     if x.size:
         rtol, atol = (2e-6, 1e-7) if dtype == "float32" else (1e-3, 1e-4)
-        np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=rtol, atol=atol)
+        np.testing.assert_allclose(actual, softmax(x.astype("float64")), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("kind", ["sum", "mean", "max", "min", "prod"])
@@ -86,9 +86,9 @@ def test_reductions_of_every_kind(kind, dtype):
         )
         if "int" in dtype and kind == "mean":
             continue
-        found = solved(problem(f"r0 = {kind}(x0); r0", [x], [("d0", "n")], (5, 1), ("d0", "1"), dtype), [x])
-        wanted = getattr(np, kind)(x, -1, keepdims=True, **({"dtype": dtype} if kind in ("sum", "prod") else {}))
-        np.testing.assert_allclose(found, wanted.astype(dtype), rtol=1e-12 if dtype == "float64" else 1e-5)
+        actual = solved(problem(f"r0 = {kind}(x0); r0", [x], [("d0", "n")], (5, 1), ("d0", "1"), dtype), [x])
+        expected = getattr(np, kind)(x, -1, keepdims=True, **({"dtype": dtype} if kind in ("sum", "prod") else {}))
+        np.testing.assert_allclose(actual, expected.astype(dtype), rtol=1e-12 if dtype == "float64" else 1e-5)
 
 
 def test_rows_of_infinities_and_nan():
@@ -101,11 +101,11 @@ def test_rows_of_infinities_and_nan():
     x[4] = -3e38
     x[5, 1:] = -200.0
     with np.errstate(invalid="ignore", over="ignore"):
-        found = solved(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x])
-        np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6, atol=1e-37)
+        actual = solved(problem(SOFTMAX, [x], [("d0", "n")], x.shape, ("d0", "n"), "float32"), [x])
+        np.testing.assert_allclose(actual, softmax(x.astype("float64")), rtol=2e-6, atol=1e-37)
         for kind in ("max", "min"):
-            found = solved(problem(f"r0 = {kind}(x0); r0", [x], [("d0", "n")], (7, 1), ("d0", "1"), "float32"), [x])
-            np.testing.assert_array_equal(found, getattr(x, kind)(-1, keepdims=True))
+            actual = solved(problem(f"r0 = {kind}(x0); r0", [x], [("d0", "n")], (7, 1), ("d0", "1"), "float32"), [x])
+            np.testing.assert_array_equal(actual, getattr(x, kind)(-1, keepdims=True))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -125,9 +125,9 @@ def test_half_precision(dtype, n):
         ("d0", "n"),
         dtype,
     )
-    wanted = norm(x.astype("float64"), scale.astype("float64"), shift.astype("float64"))
-    found = solved(case, [x, scale, shift]).astype("float64")
-    np.testing.assert_allclose(found, wanted, rtol=2**-8 if dtype == "bfloat16" else 2**-10, atol=1e-3)
+    expected = norm(x.astype("float64"), scale.astype("float64"), shift.astype("float64"))
+    actual = solved(case, [x, scale, shift]).astype("float64")
+    np.testing.assert_allclose(actual, expected, rtol=2**-8 if dtype == "bfloat16" else 2**-10, atol=1e-3)
 
 
 def test_conditions_and_operands_that_lack_dimensions():
@@ -140,9 +140,9 @@ def test_conditions_and_operands_that_lack_dimensions():
     scores = "where(x1, add(multiply(x0, x3), x2), -1e30)"
     text = f"r0 = max({scores}); r1 = sum(exp(subtract({scores}, r0))); divide(exp(subtract({scores}, r0)), r1)"
     maps = [("d0", "d1", "d2", "n"), ("d0", "1", "1", "n"), ("d1", "1", "1"), ("1",)]
-    found = solved(problem(text, [x, mask, bias, factor], maps, x.shape, maps[0], "float32"), [x, mask, bias, factor])
-    wanted = softmax(np.where(mask, x.astype("float64") * factor + bias, -1e30))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-7)
+    actual = solved(problem(text, [x, mask, bias, factor], maps, x.shape, maps[0], "float32"), [x, mask, bias, factor])
+    expected = softmax(np.where(mask, x.astype("float64") * factor + bias, -1e30))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_no_rows():
@@ -174,14 +174,14 @@ def test_vectors_are_as_wide_as_rows_allow():
 
 def _stored_words(func: tirx.PrimFunc) -> list[int]:
     """Lanes of every store of words."""
-    found: list[int] = []
+    lanes: list[int] = []
 
     def on_store(store: tirx.BufferStore) -> None:
         if str(store.buffer.dtype) == "uint32":
-            found.append(store.value.ty.dtype.lanes)
+            lanes.append(store.value.ty.dtype.lanes)
 
     structural_walk(func.body, (tirx.BufferStore, on_store))
-    return found
+    return lanes
 
 
 @pytest.mark.parametrize("n", [1, 7, 64, 768, 1000, 4096, 30000, 32768])
@@ -209,8 +209,8 @@ def test_longer_rows_have_several_blocks_or_are_read_again():
 def test_blocks_of_several_rows_of_several_warps():
     """Every row of a block has its own place for the numbers of its warps."""
     x, names = fresh_rng().standard_normal((301, 260)).astype("float32"), ("d0", "n")
-    found = solved(problem(SOFTMAX, [x], [names], x.shape, names, "float32"), [x], how=RowShape(64, 2, 4, 2))
-    np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6, atol=1e-8)
+    actual = solved(problem(SOFTMAX, [x], [names], x.shape, names, "float32"), [x], how=RowShape(64, 2, 4, 2))
+    np.testing.assert_allclose(actual, softmax(x.astype("float64")), rtol=2e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("vectors", [3, 0])
@@ -218,13 +218,13 @@ def test_blocks_that_share_a_row(vectors):
     """Sums over the blocks of a cluster, of rows in registers and of rows that are read again."""
     rng, names, shape = fresh_rng(), ("d0", "n"), RowShape(128, 1, 4, vectors, 2)
     x = rng.standard_normal((3, 1100)).astype("float32")
-    found = solved(problem(SOFTMAX, [x], [names], x.shape, names, "float32"), [x], how=shape)
-    np.testing.assert_allclose(found, softmax(x.astype("float64")), rtol=2e-6, atol=1e-8)
+    actual = solved(problem(SOFTMAX, [x], [names], x.shape, names, "float32"), [x], how=shape)
+    np.testing.assert_allclose(actual, softmax(x.astype("float64")), rtol=2e-6, atol=1e-8)
     for dtype, kind in (("float64", "sum"), ("int8", "max"), ("int32", "sum")):
         y = (x * 30).astype(dtype)
         text = f"r0 = {kind}(x0); r0"
-        found = solved(problem(text, [y], [names], (3, 1), ("d0", "1"), dtype), [y], how=shape)
-        np.testing.assert_allclose(found, getattr(y, kind)(-1, keepdims=True), rtol=1e-12)
+        actual = solved(problem(text, [y], [names], (3, 1), ("d0", "1"), dtype), [y], how=shape)
+        np.testing.assert_allclose(actual, getattr(y, kind)(-1, keepdims=True), rtol=1e-12)
 
 
 def test_packed_operands_are_refused():
@@ -258,13 +258,13 @@ def test_on_a_gpu(shape, dtype):
     scale, shift = (fresh_rng().standard_normal(shape[1]).astype(element) for _ in range(2))
     wide = [array.astype("float64") for array in (x, scale, shift)]
     ulp = {"float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}[dtype]
-    for text, arrays, wanted in ((SOFTMAX, [x], softmax(wide[0])), (NORM, [x, scale, shift], norm(*wide))):
+    for text, arrays, expected in ((SOFTMAX, [x], softmax(wide[0])), (NORM, [x, scale, shift], norm(*wide))):
         maps = [names, ("n",), ("n",)][: len(arrays)]
-        for known in ({}, symbols):
+        for sizes in ({}, symbols):
             out = run_on_gpu(
-                rows_kernel(problem(text, arrays, maps, shape, names, dtype, known), GPU), arrays, shape, dtype
+                rows_kernel(problem(text, arrays, maps, shape, names, dtype, sizes), GPU), arrays, shape, dtype
             )
-            np.testing.assert_allclose(out.astype("float64"), wanted, rtol=4 * ulp, atol=4 * ulp)
+            np.testing.assert_allclose(out.astype("float64"), expected, rtol=4 * ulp, atol=4 * ulp)
 
 
 @pytest.mark.slow

@@ -1,0 +1,134 @@
+"""Register tiles: accumulators of tensor cores, and what kernels do with them row by row.
+
+wgmma and ``mma.sync`` leave sums in one form. A warp has 16 rows; register ``4 * j + 2 * h + c`` of lane l is row
+``l // 4 + 8 * h``, column ``8 * j + 2 * (l % 4) + c``. Four lanes share a row, and a lane has two rows. Rounded to 16
+bits in pairs, a tile has the form of a left operand: it stays in place for the next product.
+
+Source: PTX ISA 9.0, "Matrix fragments for mma.m16n8k16", "Register fragments for wgmma".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....target.gpu_target import WARP
+from ...core.builder import Expr
+from ..core import ptx
+from ..core.launch import local, unrolled
+
+WARP_ROWS = 16
+"""Number of rows that a warp has of a tile."""
+ROW_LANES = (1, 2)
+"""Distances between the lanes that share a row."""
+WARP_LANES = (16, 8, 4, 2, 1)
+"""Distances between the lanes of a warp."""
+_ALL_LANES = 0xFFFFFFFF
+
+
+def reduce_lanes(
+    buffer: Any, index: Expr, combine: Callable[[Expr, Expr], Expr], distances: Sequence[int] = WARP_LANES
+) -> None:
+    """Combine an element of a register buffer over lanes, by a butterfly of shuffles; every lane gets the result.
+
+    Parameters
+    ----------
+    combine : callable
+        Expression of two values, such as ``T.max``.
+    distances : sequence of int
+        Distances between the lanes that are combined, in order: `ROW_LANES` for those of a row of a tile.
+    """
+    for distance in distances:
+        other = T.tvm_warp_shuffle_xor(T.uint32(_ALL_LANES), buffer[index], distance, WARP, WARP)
+        T.buffer_store(buffer, combine(buffer[index], other), [index])
+
+
+def add(left: Expr, right: Expr) -> Expr:
+    """The sum, to be given to `reduce_lanes`."""
+    return left + right
+
+
+def row_of(register: Expr) -> Expr:
+    """Which of the lane's two rows a register belongs to: 0 or 1."""
+    return tirx.floormod(tirx.floordiv(register, 2), 2)
+
+
+def column_of(register: Expr) -> Expr:
+    """Column of a register, counted from `first_column` of its lane."""
+    return tirx.floordiv(register, 4) * 8 + tirx.floormod(register, 2)
+
+
+def first_column(lane: Expr) -> Expr:
+    """The first column that a lane has."""
+    return tirx.floormod(lane, 4) * 2
+
+
+class RegisterTile:
+    """A warp's 16 rows of float32 accumulators; made within the launch.
+
+    Parameters
+    ----------
+    columns : int
+        A multiple of 8.
+
+    Attributes
+    ----------
+    data : Buffer
+        ``columns / 2`` registers of a thread.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.columns, self.data = columns, local(columns // 2, "float32")
+
+    def __getitem__(self, register: Expr) -> Expr:
+        """Return a register."""
+        return self.data[register]
+
+    @property
+    def registers(self) -> list[Expr]:
+        """All registers, as an instruction names them."""
+        return [self.data[i] for i in range(self.columns // 2)]
+
+    def fill(self, value: float) -> None:
+        """Set all elements."""
+        with unrolled(self.columns // 2) as i:
+            T.buffer_store(self.data, T.float32(value), [i])
+
+    def map(self, function: Callable[[Expr, Expr], Expr]) -> None:
+        """Replace each element with a function of it and of its register's number."""
+        with unrolled(self.columns // 2) as i:
+            T.buffer_store(self.data, function(self.data[i], i), [i])
+
+    def scale_rows(self, factors: Any) -> None:
+        """Multiply both rows of a lane by their factors."""
+        self.map(lambda value, i: value * factors[row_of(i)])
+
+    def keep_columns(self, hidden: float, limits: Sequence[Expr], is_below: bool = True) -> None:
+        """Replace elements that a row does not see.
+
+        Parameters
+        ----------
+        limits : sequence of PrimExpr
+            int32, of both rows: columns below it are kept, or from it on where not `is_below`. Counted from the lane's
+            first column, since the compiler then compares it with constants.
+        """
+
+        def kept(value: Expr, i: Expr) -> Expr:
+            limit = T.Select(row_of(i) == 0, limits[0], limits[1])
+            is_kept = column_of(i) < limit if is_below else column_of(i) >= limit
+            return T.if_then_else(is_kept, value, T.float32(hidden))
+
+        self.map(kept)
+
+    def row_max(self, values: Any) -> None:
+        """Raise the values of a lane's two rows to the greatest of its elements."""
+        with unrolled(self.columns // 2) as i:
+            T.buffer_store(values, T.max(values[row_of(i)], self.data[i]), [row_of(i)])
+
+    def to_operand(self, operand: Any, dtype: str) -> None:
+        """Round to 16 bits, in pairs: ``columns / 4`` registers in the form of a left operand."""
+        with unrolled(self.columns // 4) as i:
+            ptx.pack_pair(operand[i], self.data[2 * i], self.data[2 * i + 1], dtype)
