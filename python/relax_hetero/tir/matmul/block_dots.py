@@ -46,7 +46,7 @@ from ..core.builder import (
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import part, split_work
 from ..math.vector_math import ROUNDER, ROUNDER_BITS
-from .block_spec import BlockSpec, for_columns, store_row
+from .block_spec import BlockSpec, BlockTile, for_columns, store_row
 from .k_step import emit_step
 from .matmul_spec import emit_cases, row_cases
 from .matmul_tile import IN_FLIGHT
@@ -335,17 +335,6 @@ def emit_block_dots(spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction) -> Non
     either(spec.m >= UNPACKED_ROWS[_terms(spec)], lambda: write(True), lambda: write(False))
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """A register tile: `rows` rows of a panel from `row` on; rows from `end` on (None: no end) are not stored."""
-
-    row: Expr
-    rows: int
-    end: Expr
-    panel: Expr
-    first: Expr
-
-
 class _Loops:
     """Sizes, and the code of each loop."""
 
@@ -399,7 +388,7 @@ class _Loops:
                         self.unpacked.fill(panel)
                     with loop(end - begin) as tile:
                         row = materialize(materialize(begin + tile) * self.rows)
-                        self._write_rows(_Tile(row, self.rows, None, panel, first_row))
+                        self._write_rows(BlockTile(row, self.rows, None, panel, first_row))
 
     def _sums(self, count: int) -> Expr:
         form = self.spec.plan.form
@@ -423,14 +412,14 @@ class _Loops:
             if rest:
                 chain(tirx.const(whole, "int64"), rest)
 
-    def _write_rows(self, tile: _Tile) -> None:
+    def _write_rows(self, tile: BlockTile) -> None:
         """Write a tile: whole, or for the remaining rows."""
         emit_cases(
             row_cases(self.spec.m, tile.row, tile.rows),
-            lambda count, end: self._write_tile(_Tile(tile.row, count, end, tile.panel, tile.first)),
+            lambda count, end: self._write_tile(BlockTile(tile.row, count, end, tile.panel, tile.first)),
         )
 
-    def _write_tile(self, tile: _Tile) -> None:
+    def _write_tile(self, tile: BlockTile) -> None:
         spec = self.spec
         if self.unpacked is not None:
             self._prefetch_epilogue(tile)
@@ -446,15 +435,15 @@ class _Loops:
             store_row(spec, row, tile.panel, masks, lambda j: self.totals[self._total_at(i, j)])
 
         def store(masks: list[Expr]) -> None:
-            for i, row in enumerate(self._rows_of(tile)):
+            for i, row in enumerate(tile.row_numbers):
                 with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
                     store_tile_row(i, row, masks)
 
         for_columns(spec, tile.panel, store)
 
-    def _prefetch_epilogue(self, tile: _Tile) -> None:
+    def _prefetch_epilogue(self, tile: BlockTile) -> None:
         """Prefetch the operands of the tile's epilogue and the lines of its result."""
-        spec, rows = self.spec, self._rows_of(tile)
+        spec, rows = self.spec, tile.row_numbers
 
         def at(_: OperandView, i: int, j: int) -> Coordinates:
             return {"m": rows[i], "n": tile.panel * spec.problem.panel + j * spec.lanes}
@@ -468,7 +457,7 @@ class _Loops:
     def _total_at(self, i: int, vector: Expr) -> list[Expr]:
         return [lane_indices((i * self.spec.vectors + vector) * self.spec.lanes, self.spec.lanes)]
 
-    def _write_vectors(self, tile: _Tile, vectors: list[Expr]) -> None:
+    def _write_vectors(self, tile: BlockTile, vectors: list[Expr]) -> None:
         """Write the totals of a tile's rows for some vectors of columns."""
         count = tile.rows * len(vectors)
         for number in range(count):
@@ -479,15 +468,10 @@ class _Loops:
             i, at = divmod(number, len(vectors))
             T.buffer_store(self.totals, self.chain_totals[number], self._total_at(i, vectors[at]))
 
-    def _rows_of(self, tile: _Tile) -> list[Expr]:
-        """The tile's rows, clamped to the last one that exists."""
-        last = tile.end
-        return [tile.row + i if last is None or i == 0 else T.min(tile.row + i, last - 1) for i in range(tile.rows)]
-
-    def _write_chain(self, tile: _Tile, chain: Expr, vectors: list[Expr]) -> None:
+    def _write_chain(self, tile: BlockTile, chain: Expr, vectors: list[Expr]) -> None:
         """Add the products of a chain of weights."""
         first = materialize(chain * self.chain)
-        rows = [materialize(row - tile.first) for row in self._rows_of(tile)]
+        rows = [materialize(row - tile.first) for row in tile.row_numbers]
         codes = [materialize(row * self.codes.row_words + chain * self.codes.chain_words) for row in rows]
         indices = [materialize(row * self.chains + chain) for row in rows]
         if self.unpacked is not None:
@@ -529,7 +513,7 @@ class _Loops:
 
     def _add_up(
         self,
-        tile: _Tile,
+        tile: BlockTile,
         tile_vectors: int,
         quads: Callable[[Expr], Iterable[Sequence[Expr]]],
         codes: list[Expr],
@@ -561,7 +545,7 @@ class _Loops:
             add_unrolled(first, [materialize(code + first // 4) for code in codes])
 
     def _scale(
-        self, tile: _Tile, at: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, indices: list[Expr]
+        self, tile: BlockTile, at: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, indices: list[Expr]
     ) -> None:
         """Scale the sums of a vector of columns, and add them to the totals."""
         lanes, codes, low = self.spec.lanes, self.codes, self.spec.plan.form.low

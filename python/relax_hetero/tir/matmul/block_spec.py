@@ -66,6 +66,42 @@ class BlockSpec:
         return ceil_div(self.problem.depth, self.chain)
 
 
+@dataclass(frozen=True)
+class BlockTile:
+    """A register tile: `rows` rows of a panel from `row` on; rows from `end` on (None: no end) are not stored.
+
+    Attributes
+    ----------
+    panel : PrimExpr
+        Panel of the result's columns.
+    first : PrimExpr
+        First row of the left operand whose sums are stored.
+    lefts, results : tuple of PrimExpr
+        For each row its number in the left operand and in the result, if they differ from the tile's.
+    packed : PrimExpr or None
+        Number of the panel in the packed weights, if it differs from `panel`.
+    """
+
+    row: Expr
+    rows: int
+    end: Expr
+    panel: Expr
+    first: Expr
+    lefts: tuple[Expr, ...] = ()
+    results: tuple[Expr, ...] = ()
+    packed: Expr = None
+
+    @property
+    def row_numbers(self) -> list[Expr]:
+        """The tile's rows, clamped to the last one that exists."""
+        return clamped_rows(self.row, self.rows, self.end)
+
+
+def clamped_rows(row: Expr, rows: int, end: Expr) -> list[Expr]:
+    """The numbers of `rows` rows from `row` on, clamped to the last one before `end` (None: no end)."""
+    return [row + i if end is None or i == 0 else T.min(row + i, end - 1) for i in range(rows)]
+
+
 def for_columns(spec: BlockSpec, panel: Expr, body: Callable[[list[Expr]], None]) -> None:
     """Write code for the columns of a panel; `body` takes a mask for each existing vector (None: whole)."""
     lanes, problem = spec.lanes, spec.problem

@@ -42,7 +42,7 @@ from ..elementwise.expression_code import EpilogueCode
 from . import amx
 from .amx_blocks import MIN_ROWS, amx_for_blocks, emit_amx_blocks
 from .block_dots import byte_dot_instruction, emit_block_dots
-from .block_spec import BlockSpec, emit_row_sums, for_columns, store_row
+from .block_spec import BlockSpec, BlockTile, clamped_rows, emit_row_sums, for_columns, store_row
 from .matmul_spec import emit_cases, row_cases
 from .matmul_tile import IN_FLIGHT
 from .weight_unpacking import PanelReader
@@ -52,32 +52,6 @@ PREFETCH_ROWS = 16
 
 PREFETCHED_CHAIN = 64
 """Maximum length of a chain that is prefetched as a whole."""
-
-
-@dataclass(frozen=True)
-class BlockTile:
-    """A register tile: `rows` rows of a panel from `row` on; rows from `end` on (None: no end) are not stored.
-
-    Attributes
-    ----------
-    panel : PrimExpr
-        Panel of the result's columns.
-    first : PrimExpr
-        First row of the left operand whose sums are stored.
-    lefts, results : tuple of PrimExpr
-        For each row its number in the left operand and in the result, if they differ from the tile's.
-    packed : PrimExpr or None
-        Number of the panel in the packed weights, if it differs from `panel`.
-    """
-
-    row: Expr
-    rows: int
-    end: Expr
-    panel: Expr
-    first: Expr
-    lefts: tuple[Expr, ...] = ()
-    results: tuple[Expr, ...] = ()
-    packed: Expr = None
 
 
 @dataclass(frozen=True)
@@ -119,16 +93,11 @@ def emit_tile(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
     _finish(spec, tile, sums.totals)
 
 
-def row_numbers(tile: BlockTile) -> list[Expr]:
-    """The tile's rows, clamped to the last one that exists."""
-    return [tile.row + i if tile.end is None or i == 0 else T.min(tile.row + i, tile.end - 1) for i in range(tile.rows)]
-
-
 def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list[Expr], size: int) -> None:
     """Add the products of `size` weights of every column in each of some chains of one scale."""
     lanes, plan, reader, accs = spec.lanes, spec.plan, spec.reader, sums.accs
     count = tile.rows * spec.vectors
-    lefts, packed = tile.lefts or row_numbers(tile), tile.panel if tile.packed is None else tile.packed
+    lefts, packed = tile.lefts or tile.row_numbers, tile.panel if tile.packed is None else tile.packed
     firsts = [materialize(chain * spec.chain) for chain in chains]
     in_records = [materialize(first % plan.span) if plan.records > 1 else first for first in firsts]
     records = [materialize(reader.record(packed, first // plan.span if plan.records > 1 else 0)) for first in firsts]
@@ -185,7 +154,7 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
 
 def _finish(spec: BlockSpec, tile: BlockTile, totals: Registers) -> None:
     """Apply the epilogue and store the existing rows."""
-    rows = tile.results or row_numbers(tile)
+    rows = tile.results or tile.row_numbers
 
     def store_tile_row(i: int, masks: list[Expr]) -> None:
         store_row(spec, rows[i], tile.panel, masks, lambda j: totals[i * spec.vectors + j])
@@ -271,7 +240,7 @@ class _Loops:
                 begin = materialize(block * self.block)
                 end = materialize(minimum(begin + self.block, self.tokens))
                 if row_sums is not None:
-                    self._emit_sums(row_sums, materialize(begin * self.lefts), materialize(end * self.lefts))
+                    _emit_sums(spec, row_sums, materialize(begin * self.lefts), materialize(end * self.lefts))
                 first_pair = materialize(begin * self.used)
                 count = self._emit_sort(
                     order, ends, used_experts, first_pair, materialize(end * self.used - first_pair)
@@ -280,9 +249,6 @@ class _Loops:
                 first, last = part(materialize(count * self.panels), self.tasks, task)
                 with loop(last - first) as number:
                     self._emit_panel(pairs, materialize(first + number), begin, BlockSums(accs, totals, row_sums))
-
-    def _emit_sums(self, target: Any, begin: Expr, end: Expr) -> None:
-        _emit_sums(self.spec, target, begin, end)
 
     def _emit_sort(self, order: Any, ends: Any, used_experts: Any, first: Expr, count: Expr) -> Expr:
         """Sort `count` pairs from `first` on by counting, and return the number of their experts."""
@@ -324,9 +290,7 @@ class _Loops:
             row = materialize(first + tile * self.rows)
 
             def emit(count: int, tile_end: Expr, row: Expr = row) -> None:
-                positions = [
-                    row + i if tile_end is None or i == 0 else T.min(row + i, tile_end - 1) for i in range(count)
-                ]
+                positions = clamped_rows(row, count, tile_end)
                 numbers = [materialize(tirx.Cast("int64", pairs.order[position])) for position in positions]
                 results = [materialize(begin * self.used + pair) for pair in numbers]
                 lefts = results if self.lefts == self.used else [materialize(pair // self.used) for pair in results]
