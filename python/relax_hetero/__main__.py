@@ -1,4 +1,4 @@
-"""``python -m relax_hetero`` is the command line ``relax-hetero``."""
+"""The command line ``relax-hetero`` as ``python -m relax_hetero``."""
 
 from .tools.cli import main
 

@@ -1,7 +1,7 @@
-"""Errors of relax_hetero: one base class, one subclass per stage a user can be in.
+"""Errors of relax_hetero: a base class, and a subclass for each stage.
 
-Passes written in Python are called from TVM's C++ `Sequential`, which carries an exception as a name and a message.
-Every class here is registered under its name, so that it arrives as the class it was raised as.
+TVM's C++ `Sequential`, which calls passes in Python, passes exceptions on as a name and a message. Every class is
+registered under its name, so that it keeps its class.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tvm_ffi import register_error  # the small foreign-function layer, not TVM and not its compiler
+from tvm_ffi import register_error  # the foreign-function layer, which does not import TVM
 
-# Unknown to TVM, it would arrive as a RuntimeError, and Ctrl-C be taken for a fault of the module that is compiled.
+# Otherwise Ctrl-C would become a RuntimeError, which looks like an error in the compiled module.
 register_error("KeyboardInterrupt", KeyboardInterrupt)
 
-# Control characters but for tab and newline, marks that reverse the direction of text, and halves of surrogate pairs.
+# Control characters except tab and newline, marks of text direction, and surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows as it is: names in models and files may hold commands for it, which are escaped."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+    """Escape control characters, which names in models and files may contain, for output on a terminal."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class HeteroError(Exception):
-    """Base of every error this library raises.
+    """Base of every error that this library raises.
 
-    The message names what it is about (op, variable, file), what was found and what was expected. It is all that
-    survives a crossing of TVM's C++ code: a subclass must be constructible from its message alone.
+    The message names the subject (op, variable, file), what was found and what was expected. Only the message survives
+    TVM's C++ code, so subclasses must be constructible from it alone.
     """
 
     def __init__(self, *args: object) -> None:
@@ -39,15 +39,15 @@ class HeteroError(Exception):
 
 
 class VDeviceError(HeteroError):
-    """A device string, object or list that names no device."""
+    """A string, object or list that does not name a device."""
 
 
 class PlacementError(HeteroError):
-    """Values or ops that cannot be placed as asked, or a module that is not fully placed."""
+    """Values or ops that cannot be placed as requested, or a module that is not fully placed."""
 
 
 class EncodingError(HeteroError):
-    """An encoding that an op does not understand, or that no resolver can lay out."""
+    """An encoding that an op does not support, or that no resolver can lay out."""
 
 
 class FrontendError(HeteroError):
@@ -59,19 +59,19 @@ class BuildError(HeteroError):
 
 
 class BindingError(HeteroError):
-    """Arguments, devices or bindings that do not fit what the executable expects."""
+    """Arguments, devices or bindings that do not fit the executable."""
 
 
 class MemoryLimitError(HeteroError):
-    """A machine or a call that would take more memory than it may."""
+    """A machine or a call that exceeds its memory limit."""
 
 
 class CacheError(HeteroError):
-    """A cache of keys and values that has no slot or page left for a sequence."""
+    """A KV cache without a free slot or page for a sequence."""
 
 
 class HostError(HeteroError):
-    """A host of a cluster that cannot be started, or that died; names the host."""
+    """A host of a cluster that cannot be started, or has died."""
 
 
 register_error("relax_hetero.HeteroError", HeteroError)

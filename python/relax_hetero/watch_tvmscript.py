@@ -1,8 +1,8 @@
-"""Importing relax_hetero makes TVMScript look vdevices up strictly, without importing TVM for it.
+"""An import hook that makes TVMScript look up vdevices strictly, without importing TVM.
 
-TVM imports TVMScript's Relax parser when it is first used. `relax_hetero.op`, which makes the parser strict, is
-imported right after it: so the order of imports in a user's file does not matter, and a process with only TVM's
-runtime, which has no parser, never imports the compiler.
+TVM imports TVMScript's Relax parser at first use. The hook then imports `relax_hetero.op`, which makes the parser
+strict. So the order of a user's imports does not matter, and a process with TVM's runtime only, which lacks the parser,
+never imports the compiler.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PARSER = "tvm.relax.script.parser"
 
 
 class _ParserFinder(importlib.abc.MetaPathFinder):
-    """Finds nothing by itself: it lets the usual finder find the parser, and adds to what loading it does."""
+    """Finder that delegates to the usual one, and extends the loading of the parser."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -39,7 +39,7 @@ class _ParserFinder(importlib.abc.MetaPathFinder):
 
 
 def watch_tvmscript() -> None:
-    """Import `relax_hetero.op` as soon as TVMScript's Relax parser is there; calling it again changes nothing."""
+    """Import `relax_hetero.op` as soon as TVMScript's Relax parser is imported; idempotent."""
     if _PARSER in sys.modules:
         importlib.import_module(".op", __package__)
     elif not any(isinstance(finder, _ParserFinder) for finder in sys.meta_path):

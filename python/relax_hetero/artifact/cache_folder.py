@@ -1,13 +1,14 @@
-"""The folder of the compile cache: one file per executable, bounded in size; needs nothing of TVM.
+"""The folder of the compile cache: one file per executable, with a limit of size; independent of TVM.
 
-Of a key there are ``KEY.so`` (what ``Executable.export_library`` writes), ``KEY.json`` (what a person wants to know of
-it) and ``KEY.hits``, to which every use adds one byte: its length counts the uses, its time says when the last one was.
-Machine code of single kernels lies beside them (`kernel_cache`).
+The files of a key are ``KEY.so`` (of ``Executable.export_library``), ``KEY.json`` (a description for people) and
+``KEY.hits``, to which every use appends one byte: its length counts the uses, and its time is that of the last one. The
+folder also contains machine code of single kernels (`kernel_cache`).
 
-Any number of processes may share a folder without locks: files appear complete, by renaming, and whoever has loaded one
-that is then removed keeps it, as unlinked files live on while they are mapped.
+Any number of processes may share a folder without locks: files appear complete, by renaming, and removed files stay
+available to processes that have mapped them.
 
-An executable is code: a folder or file of another user, or that others may write, is not used, and no link is followed.
+Executables are code: folders or files that belong to another user, or that others may write, are not used, and links
+are not followed.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from .typed_data import read_json
 _log = logging.getLogger("relax_hetero")
 
 FOLDER_VARIABLE = "RELAX_HETERO_CACHE"
-"""The environment variable that names the folder of what this library keeps, or is ``off``."""
+"""Environment variable with the cache folder of this library, or ``off``."""
 LIMIT_VARIABLE = "RELAX_HETERO_CACHE_SIZE"
-"""The environment variable of the most that a folder may hold: bytes, or ``500M``, ``20G``."""
+"""Environment variable with the maximum size of the folder: bytes, or ``500M``, ``20G``."""
 DEFAULT_LIMIT_BYTES = 10 << 30
 
 _OFF = ("off", "0", "no", "false", "none")
@@ -45,12 +46,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _KEY = re.compile(r"[0-9a-f]{40}")
 _DRAFT = r"\.[0-9a-f]{40}\.(so|json|cubin)\.[0-9a-f]{32}"
 _SUFFIXES = ("so", "json", "hits")
-# Of what is written for people, in bytes.
 _MAX_DESCRIPTION_BYTES = 1 << 20
-# Folders that were warned of.
+# Folders for which a warning was logged.
 _refused: set[Path] = set()
-# Seconds after which what is half-written belongs to a process that was killed.
 _STALE_SECONDS = 3600.0
+"""Age of a draft after which its writer counts as dead."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class Entry:
     created, used : float
         When it was stored and last used, in seconds since 1970.
     hits : int
-        How often it was used instead of compiling.
+        Number of uses instead of compiling.
     description : dict of str to object
-        Data given to `CacheFolder.add`; empty where that is lost.
+        Data of `CacheFolder.add`; empty if lost.
     """
 
     key: str
@@ -82,25 +82,25 @@ class CacheFolder:
     Attributes
     ----------
     path : Path
-        It is made when something is stored.
+        Path of the folder, which is created at the first store.
     limit : int
-        The most bytes that executables may take in it; those that were not used for longest go first.
+        Maximum bytes of executables; the least recently used are evicted.
     """
 
     path: Path
     limit: int = DEFAULT_LIMIT_BYTES
 
     def file(self, key: str) -> Path:
-        """The path of the executable of a key, there or not."""
+        """The path of a key's executable, whether it exists or not."""
         return self.path / f"{key}.so"
 
     def add(self, key: str, write: Callable[[Path], None], description: dict[str, Any]) -> None:
-        """Store an executable and drop what is then too much.
+        """Store an executable, and evict others beyond the limit.
 
         Parameters
         ----------
         write : callable
-            Writes the file it is given, so that it appears complete or not at all.
+            Function that writes the given file atomically.
         description : dict of str to object
             JSON data, for people.
 
@@ -122,13 +122,13 @@ class CacheFolder:
 
     @contextmanager
     def opened(self) -> Iterator[int | None]:
-        """The descriptor of the folder while it is open; None where there is none, or it is not to be trusted.
+        """Context with the descriptor of the folder; None if it is absent or not trusted, which is logged once.
 
-        Whoever may write to it could put code there that this user runs. A warning says so, once.
+        A folder that other users can write is not trusted, because they could store code there that this user runs.
         """
         try:
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (OSError, ValueError):  # there is no such folder yet
+        except (OSError, ValueError):  # the folder does not exist yet
             yield None
             return
         try:
@@ -141,7 +141,7 @@ class CacheFolder:
             os.close(folder)
 
     def note_hit(self, key: str) -> None:
-        """Count a use; a folder that cannot be written counts nothing."""
+        """Count a use, if the folder is writable."""
         try:
             with self.opened() as folder:
                 if folder is not None:
@@ -151,16 +151,16 @@ class CacheFolder:
             _log.debug("the compile cache counts no uses: %s", error)
 
     def drop(self, key: str) -> None:
-        """Remove an executable, if it is there and can be."""
+        """Remove an executable, if possible."""
         with self.opened() as folder:
             for suffix in _SUFFIXES:
                 unlink_in(folder, f"{key}.{suffix}")
 
     def entries(self) -> list[Entry]:
-        """The entries of the folder, the last used first."""
+        """The entries of the folder, the most recently used first."""
         with self.opened() as folder:
-            found = [_entry(folder, name.removesuffix(".so")) for name in files_in(folder, _KEY.pattern + r"\.so")]
-        return sorted((entry for entry in found if entry is not None), key=lambda entry: -entry.used)
+            entries = [_entry(folder, name.removesuffix(".so")) for name in files_in(folder, _KEY.pattern + r"\.so")]
+        return sorted((entry for entry in entries if entry is not None), key=lambda entry: -entry.used)
 
     def entry(self, key: str) -> Entry | None:
         """The entry of a key."""
@@ -168,7 +168,7 @@ class CacheFolder:
             return _entry(folder, key)
 
     def trim(self) -> None:
-        """Remove what was not used for longest, so that the rest is within the limit, and what dead writers left."""
+        """Evict the least recently used executables beyond the limit, and remove drafts of dead writers."""
         total = 0
         for entry in self.entries():
             if total + entry.bytes > self.limit:
@@ -190,7 +190,7 @@ class CacheFolder:
 
 
 def private_opener(folder: int, name: str, flags: int) -> int:
-    """Open a file of the folder for writing: never through a link, and for nobody else."""
+    """Open a file of the folder for writing, without following links, and private to this user."""
     descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -200,7 +200,7 @@ def private_opener(folder: int, name: str, flags: int) -> int:
 
 def _entry(folder: int | None, key: str) -> Entry | None:
     status = status_of(folder, f"{key}.so")
-    if folder is None or status is None or why_foreign(status):  # another process has just removed it, say
+    if folder is None or status is None or why_foreign(status):  # for example, removed by another process meanwhile
         return None
     uses = status_of(folder, f"{key}.hits")
     hits, used = (uses.st_size, uses.st_mtime) if uses is not None else (0, status.st_mtime)
@@ -208,40 +208,39 @@ def _entry(folder: int | None, key: str) -> Entry | None:
 
 
 def _description(folder: int, key: str) -> dict[str, Any]:
-    """Description of a key that `CacheFolder.add` wrote for people; only parts of the kinds that it writes."""
+    """The description of a key that `CacheFolder.add` wrote; only fields of the expected types."""
     try:
         file, status = open_regular(f"{key}.json", follow=False, folder=folder, is_private=True)
         with file:
-            found = read_json(file.read()) if status.st_size <= _MAX_DESCRIPTION_BYTES else None
+            data = read_json(file.read()) if status.st_size <= _MAX_DESCRIPTION_BYTES else None
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict) or found.get("key") != key:
+    if not isinstance(data, dict) or data.get("key") != key:
         return {}
-    about: dict[str, Any] = {}
+    description: dict[str, Any] = {}
     for part in ("functions", "targets"):
-        texts = found.get(part)
+        texts = data.get(part)
         if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
-            about[part] = texts
-    seconds = found.get("seconds")
+            description[part] = texts
+    seconds = data.get("seconds")
     if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9:
-        about["seconds"] = seconds
-    return about
+        description["seconds"] = seconds
+    return description
 
 
 def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder | None:
-    """The folder that ``rh.compile(cache=...)`` means, None for no cache.
+    """The folder of an argument ``rh.compile(cache=...)``; None for no cache.
 
     Parameters
     ----------
     cache : bool or str or PathLike of str, optional
-        The folder itself, or, for None and True, ``executables`` in the folder that the environment names, which is by
-        default ``relax_hetero`` among the user's caches. False: no cache, nor is there one where the environment says
-        ``RELAX_HETERO_CACHE=off``.
+        Folder. None and True stand for ``executables`` in the environment's folder, which is by default
+        ``relax_hetero`` among the user's caches. False, or ``RELAX_HETERO_CACHE=off``, disables the cache.
 
     Raises
     ------
     BuildError
-        The name is not that of a folder, or a limit in the environment is not a size.
+        An invalid folder name, or an invalid size in the environment.
     """
     named = os.environ.get(FOLDER_VARIABLE, "").strip()
     if cache is False or named.lower() in _OFF:
@@ -263,7 +262,7 @@ def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder
 
 
 def _user_caches() -> str:
-    # As the XDG Base Directory Specification has it.
+    # XDG Base Directory Specification.
     base = os.environ.get("XDG_CACHE_HOME", "")
     return base if os.path.isabs(base) else "~/.cache"
 
@@ -279,19 +278,19 @@ def _limit() -> int:
 
 
 def parse_size(text: str) -> int | None:
-    """A number of bytes, as ``123``, ``500M`` or ``1.5 GiB``; None for other text."""
+    """Parse a number of bytes such as ``123``, ``500M`` or ``1.5 GiB``; None for other text."""
     match = _SIZE.fullmatch(text.strip()) if len(text) < 40 else None
     return None if match is None else int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
 
 
 def files_in(folder: int | None, name: str) -> list[str]:
-    """The names in a folder that match a pattern."""
+    """Names in a folder that match a pattern."""
     pattern = re.compile(name)
-    return [] if folder is None else [found for found in os.listdir(folder) if pattern.fullmatch(found)]
+    return [] if folder is None else [entry for entry in os.listdir(folder) if pattern.fullmatch(entry)]
 
 
 def status_of(folder: int | None, name: str) -> os.stat_result | None:
-    """The status of a regular file in a folder."""
+    """The status of a regular file in a folder, or None."""
     try:
         status = None if folder is None else os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:
@@ -300,7 +299,7 @@ def status_of(folder: int | None, name: str) -> os.stat_result | None:
 
 
 def unlink_in(folder: int | None, name: str) -> None:
-    """Remove a file of an open folder; one that is gone, or has to stay, is no error."""
+    """Remove a file of an open folder; failures are ignored."""
     try:
         if folder is not None:
             os.unlink(name, dir_fd=folder)

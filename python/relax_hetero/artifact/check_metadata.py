@@ -1,4 +1,4 @@
-"""Metadata that came from a file: its types, and that every number in it refers to something that is there."""
+"""Checks of metadata from a file: types, and the validity of all indices."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .schedule import Schedule
 from .signature import FunctionSignature, TensorSpec, tensors_of
 from .typed_data import check_types, read_json
 
-# The forms of the reports in metadata, which are JSON data there, as far as ``explain`` reads them.
+# Schemas of the reports in metadata (JSON data), for the fields that ``explain`` reads.
 
 _SIZE = (int, str)
-_PLACE = {"function": str, "variable": str}
+_BINDING = {"function": str, "variable": str}
 
 _PLACEMENT = [
-    {**_PLACE, "op": str, "device": str, "device_index": int, "reason": str, "bytes": (int, None), "kind": str}
+    {**_BINDING, "op": str, "device": str, "device_index": int, "reason": str, "bytes": (int, None), "kind": str}
 ]
 _FUSIONS = {
-    "dispatches": [{**_PLACE, "kernel": str, "device": str, "ops": [str], "precision": str}],
-    "missed": [{**_PLACE, "op": str, "reason": str}],
+    "dispatches": [{**_BINDING, "kernel": str, "device": str, "ops": [str], "precision": str}],
+    "missed": [{**_BINDING, "op": str, "reason": str}],
 }
 _OPERAND = {
     **dict.fromkeys(("role", "variable", "shape", "dtype", "encoding", "layout", "packed"), str),
@@ -30,11 +30,11 @@ _OPERAND = {
     "bytes_after": _SIZE,
 }
 _ENCODINGS = {
-    "ops": [{**_PLACE, "op": str, "device": str, "kernel": str, "operands": [_OPERAND], "epilogue": str}],
+    "ops": [{**_BINDING, "op": str, "device": str, "kernel": str, "operands": [_OPERAND], "epilogue": str}],
     "transfers": [
-        {**_PLACE, "source": str, "destination": str, "layout": str, "bytes": _SIZE, "relayout": str},
+        {**_BINDING, "source": str, "destination": str, "layout": str, "bytes": _SIZE, "relayout": str},
     ],
-    "cancelled": [{**_PLACE, "op": str, "device": str, "reason": str}],
+    "cancelled": [{**_BINDING, "op": str, "device": str, "reason": str}],
 }
 _ESTIMATE = {"objective": str, "seconds": (int, float), "busy_seconds": {"*": (int, float)}}
 
@@ -44,16 +44,17 @@ FORMS = {
     "encodings": (_ENCODINGS, None),
     "placement_estimate": (_ESTIMATE, None),
 }
-"""Field of the metadata to the form of its report: a type, alternatives in a tuple, ``[form]`` for a list, or an object
-with at least these keys, ``"*"`` standing for every key."""
+"""Schema of the report in each field of the metadata: a type, a tuple of alternatives, ``[schema]`` for a list, or a
+dict of required keys, where ``"*"`` stands for every key."""
 
 
 def mismatch(data: Any, form: Any, where: str) -> str:
-    """Where data differs from its form, as a message; empty where it does not."""
+    """Message about the first difference of data from its schema; empty if there is none."""
     if isinstance(form, tuple):
-        found = [mismatch(data, option, where) for option in form]
-        # The finding of the list or object that it is meant to be says most.
-        return "" if "" in found else next((f for f, o in zip(found, form, strict=True) if _is_like(data, o)), found[0])
+        messages = [mismatch(data, option, where) for option in form]
+        # The alternative of the same JSON type gives the most specific message.
+        specific = (message for message, option in zip(messages, form, strict=True) if _is_like(data, option))
+        return "" if "" in messages else next(specific, messages[0])
     if isinstance(form, list):
         if not isinstance(data, list):
             return _wrong(where, data, "a list")
@@ -80,7 +81,7 @@ def _wrong(where: str, data: Any, expected: str) -> str:
 
 
 def read_metadata(text: str) -> Metadata:
-    """Metadata that came from a file; ValueError, with a message for people, for any text that is none."""
+    """Parse and check metadata from a file; ValueError for invalid text."""
     try:
         metadata = Metadata.from_json(text)
     except (AttributeError, KeyError, IndexError, RecursionError, TypeError) as error:
@@ -90,12 +91,12 @@ def read_metadata(text: str) -> Metadata:
 
 
 def check_metadata(metadata: Metadata) -> None:
-    """Refuse metadata that names devices, constants, kernels, slots or values that it does not have.
+    """Refuse metadata with references to absent devices, constants, kernels, slots or values.
 
     Raises
     ------
     ValueError
-        Naming the first such place, what was found and what was expected.
+        The first invalid reference.
     """
     check_types(metadata)
     for name, form in FORMS.items():
@@ -143,7 +144,7 @@ def check_metadata(metadata: Metadata) -> None:
 
 
 def _check_kernel_nodes(metadata: Metadata) -> None:
-    """Kernel calls name nodes of their function's graph; executables of earlier versions name none."""
+    """Check the graph nodes of kernel calls; executables of earlier versions have none."""
     functions = metadata.graph.functions if metadata.graph is not None else ()
     counts = {function.name: len(function.nodes) for function in functions}
     for entry in (metadata.fusions or {}).get("dispatches", ()):
@@ -221,21 +222,21 @@ def _references(command: Any) -> Iterable[Reference]:
 def _check_schedule(schedule: Schedule, devices: range) -> None:
     where = f"the schedule of {schedule.function!r}"
     _expect(schedule.inputs, range(schedule.values + 1), f"the inputs of {where}")
-    made = set(range(schedule.inputs))
+    available = set(range(schedule.inputs))
     for step in schedule.steps:
         _expect_all((*step.devices, step.source), devices, f"a device of {where}")
-        if not made.issuperset(step.reads):
+        if not available.issuperset(step.reads):
             raise ValueError(f"{where} reads values {list(step.reads)} that no step before it makes")
         _expect_all(step.makes, range(schedule.values), f"a value of {where}")
-        made.update(step.makes)
+        available.update(step.makes)
         if step.is_transfer and (len(step.reads) != 1 or len(step.makes) != 1):
             raise ValueError(f"{where} has a transfer of {len(step.reads)} values into {len(step.makes)}, expected one")
-    waiting: list[Any] = [schedule.results]
-    while waiting:
-        result = waiting.pop()
+    pending: list[Any] = [schedule.results]
+    while pending:
+        result = pending.pop()
         if isinstance(result, tuple):
-            waiting.extend(result)
-        elif type(result) is not int or result not in made:
+            pending.extend(result)
+        elif type(result) is not int or result not in available:
             raise ValueError(f"{where} returns {result!r}, which no step makes")
 
 

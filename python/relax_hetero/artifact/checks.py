@@ -1,4 +1,4 @@
-"""Checks of values that kernels make when they run: what each is for, and its message."""
+"""Run-time checks of values in kernels, and their messages."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _REFUSED = re.compile(rf"{REFUSED} check (\d+), found (-?\d+), expected (-?\d+) 
 
 
 WORDS = 16
-"""Number of int32 words in the record that a GPU's kernels report a value in."""
+"""Number of int32 words of a GPU's error record."""
 
 CLAIMED, READY, KEY, FOUND, FIRST, END = 0, 1, 2, 4, 6, 8
-"""Where in it stands whether a thread has claimed it, whether that has filled it, and then, in two words each, the low
-one first, the key of the check, the value, and the range that was expected."""
+"""Words of the record: whether a thread has claimed it, whether it is filled, and then, in two words each (low word
+first), the key of the check, the value, and the expected range."""
 
 RECORD = hashlib.blake2b(b"relax_hetero: the error record of a GPU", digest_size=4 * WORDS).digest()
-"""The bytes of the constant that stands for the record in a module: each machine passes the record instead of it."""
+"""Contents of the placeholder constant in a module, which each machine replaces by the record."""
 
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """A check.
+    """A run-time check.
 
     Attributes
     ----------
     subject : str
         Subject of the check: ``"index"``, ``"value"``, ``"divisor"``, or ``"size"`` for divisors of sizes.
     where : str
-        The op and the variable, as messages name them.
+        The op and the variable, in messages.
     """
 
     subject: str
@@ -38,12 +38,12 @@ class CheckSpec:
 
     @property
     def key(self) -> int:
-        """A number for this text, the same one in all executables."""
+        """A hash of the check, equal in all executables."""
         digest = hashlib.blake2b(f"{self.subject}\0{self.where}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 2
 
     def message(self, found: int, first: int, end: int) -> str:
-        """Text of the error for a value that was refused."""
+        """The error message for a refused value."""
         if self.subject == "size":
             return f"{self.where} is divided by a size that is 0"
         if self.subject == "divisor":
@@ -53,12 +53,12 @@ class CheckSpec:
 
 
 def refusal(check: int, found: int, first: int, end: int) -> str:
-    """The text that a kernel's error carries, for `refused_by` to read."""
+    """The text of a kernel's error, which `refused_by` parses."""
     return f"{REFUSED} check {check}, found {found}, expected {first} to {end}"
 
 
 def refused_by(text: str, checks: tuple[CheckSpec, ...]) -> str | None:
-    """The message for an error of a check; None for other errors."""
+    """The message for a check's error text; None for other errors."""
     match = _REFUSED.search(text)
     if match is None:
         return None

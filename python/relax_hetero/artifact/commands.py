@@ -1,9 +1,9 @@
-"""Commands: what a command buffer holds, as plain data that the compiler writes and the runtime reads; and as JSON.
+"""Commands of command buffers, as plain data and as JSON.
 
-A command finds memory by reference. *Indirect* references name a slot of the binding table that comes with each
-submission; *direct* ones name memory that is there when the buffer is recorded (constants), or the arena, which a
-region's transient values share. Extents, offsets and scalars are integers, or text over the buffer's parameters (the
-symbolic dimensions), in the grammar of `dims.parse_dim`. JSON is short, as a model has a command for every kernel call.
+Commands refer to memory: *indirectly* by a slot of the binding table of each submission, or *directly* to memory that
+exists when the buffer is recorded (constants), or to the arena of a region's transient values. Extents, offsets and
+scalars are integers, or text over the buffer's parameters (symbolic dimensions) in the grammar of `dims.parse_dim`. The
+JSON is compact, because a model has a command for every kernel call.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Reference:
     space : str
         ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``.
     index : int
-        Which slot or constant; 0 for the arena.
+        Index of the slot or constant; 0 for the arena.
     offset : Dim
-        First byte, counted from where the binding, the constant or the arena begins.
+        First byte, relative to the begin of the binding, the constant or the arena.
     length : Dim
         Bytes.
     """
@@ -48,7 +48,7 @@ class Dispatch:
     Attributes
     ----------
     kernel : str
-        Its name in `Metadata.kernels`.
+        Name in `Metadata.kernels`.
     operands : tuple of Reference
         One for each tensor parameter, in order.
     scalars : tuple of Dim or float
@@ -56,11 +56,11 @@ class Dispatch:
     grid : tuple of Dim
         Workgroup counts along x, y, z.
     count : Reference or None
-        Where the workgroup counts are read when the command runs (int32, as many as `grid` has): an indirect dispatch.
+        Memory of the workgroup counts of an indirect dispatch (int32, as many as `grid` has), read when it runs.
     when, unless : Reference or None
-        An int32: the command runs where it is not zero (`when`), or is zero (`unless`).
+        Memory of an int32: the command runs if it is not zero (`when`), or if it is zero (`unless`).
     variable : str
-        Name of the result in the model; ``""`` where there is no model.
+        Name of the result in the model; ``""`` without a model.
     """
 
     kernel: str
@@ -75,7 +75,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Copy:
-    """Bytes of `source` are written to `target`, which must not overlap; both have the same length."""
+    """Copy of `source` to `target`, which have the same length and must not overlap."""
 
     source: Reference
     target: Reference
@@ -83,7 +83,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Fill:
-    """`pattern` (1, 2, 4 or 8 bytes, as hexadecimal text) is repeated over `target`."""
+    """Fill of `target` with a repeated `pattern` (1, 2, 4 or 8 bytes, as hexadecimal text)."""
 
     target: Reference
     pattern: str
@@ -91,7 +91,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Barrier:
-    """Later commands see the results of earlier ones. Commands run in order on every device there is today."""
+    """Barrier between earlier and later commands; no device needs it yet, because all run commands in order."""
 
 
 Command: TypeAlias = Dispatch | Copy | Fill | Barrier
@@ -108,15 +108,15 @@ class SlotSpec:
     device : int
         Manifest index.
     nbytes : Dim
-        The least size, in bytes.
+        Required size in bytes.
     alignment : int
         Alignment of the first byte, a power of two.
     access : str
-        ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for a slot that nothing uses and may stay empty.
+        ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for an unused slot, which may stay empty.
     dtype : str
-        The element type, ``""`` where only bytes are asked for.
+        Required element type; ``""`` for untyped bytes.
     shape : tuple of Dim or None
-        Where one is asked for.
+        Required shape, if any.
     """
 
     name: str
@@ -156,18 +156,18 @@ class KernelSpec:
     name : str
         Name in the model.
     device : int
-        The manifest index of the device it was compiled for.
+        Manifest index of the device that it was compiled for.
     tensors : tuple of TensorParam
-        Tensor parameters, which `Dispatch.operands` gives.
+        Tensor parameters, in the order of `Dispatch.operands`.
     scalars : tuple of ScalarParam
-        Scalar parameters, which `Dispatch.scalars` gives.
+        Scalar parameters: those of `Dispatch.scalars`, then workgroup indices.
     workgroups : int
-        How many trailing scalars of those are workgroup numbers (x, y, z), which the command buffer counts through; 0
-        for a kernel that does all its work in one call.
+        Number of trailing scalars that are workgroup indices (x, y, z), over which the command buffer loops; 0 for a
+        kernel that does all its work in one call.
     ops : tuple of str
         Ops that it computes.
     symbol : str
-        Key for `kernel_addresses.kernel_address`; ``""`` for one that cannot be called by its address.
+        Key for `kernel_addresses.kernel_address`; ``""`` if it cannot be called by address.
     """
 
     name: str
@@ -181,30 +181,30 @@ class KernelSpec:
 
 @dataclass(frozen=True)
 class RegionSpec:
-    """A region of a model that is one command buffer.
+    """A region of a model: one command buffer.
 
     Attributes
     ----------
     name : str
-        Its symbol.
+        Symbol of the region.
     function : str
-        The model's function it was cut from.
+        Function of the model that contains it.
     device : int
         Manifest index.
     slots : tuple of SlotSpec
-        The binding table: what the region reads, then what it writes.
+        Slots of the binding table: inputs, then outputs.
     parameters : tuple of str
-        The symbolic dimensions and scalars that travel in the parameter buffer.
+        Names of the symbolic dimensions and scalars in the parameter buffer.
     directs : tuple of int
         Indices into `Metadata.constants`.
     arena : Dim
         Bytes of its transient values.
     commands : tuple of Command
-        In order.
+        Commands in order.
     runs : str
         ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
     ended_by : str
-        Reason for its end: the next binding, which could not be a command of it.
+        The next binding, which could not become a command and ended the region.
     """
 
     name: str
@@ -226,12 +226,12 @@ class RegionSpec:
 
 @dataclass(frozen=True)
 class SingleCall:
-    """A kernel that a function of the model calls by itself, outside of any region.
+    """A kernel call of the model outside of regions.
 
     Attributes
     ----------
     function, variable : str
-        Where, and what the model calls the result.
+        Function of the call, and name of the result in the model.
     """
 
     function: str
@@ -257,8 +257,8 @@ def region_from_json(data: dict[str, Any]) -> RegionSpec:
     slots = (SlotSpec(**{**slot, "shape": _tuple(slot["shape"])}) for slot in data["slots"])
     commands = tuple(map(_command_from_json, data["commands"]))
     parameters, directs = tuple(data["parameters"]), tuple(data["directs"])
-    made = {"slots": tuple(slots), "commands": commands, "parameters": parameters, "directs": directs}
-    return RegionSpec(**{**data, **made})
+    parsed = {"slots": tuple(slots), "commands": commands, "parameters": parameters, "directs": directs}
+    return RegionSpec(**{**data, **parsed})
 
 
 def kernel_to_json(kernel: KernelSpec) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The file of an executable: a shared library, then weights, metadata and a footer, in one file.
 
-An ELF loader ignores what follows the last section, so the file loads as a library as it is. Weights begin at
-multiples of `WEIGHT_ALIGNMENT` and are mapped into memory, not read. Layout::
+An ELF loader ignores bytes after the last section, so the file can be loaded as a library. Weights begin at multiples
+of `WEIGHT_ALIGNMENT` and are memory-mapped. Layout::
 
     library | padding | weight | padding | weight ... | metadata (JSON) | footer
 
-An executable that does without some devices has further versions (`Version`): their constants and code lie among the
-weights. A signed file has a trailer behind its footer (`signing`).
+Further versions of an executable, without optional devices (`Version`), store their constants and code among the
+weights. A signed file has a trailer after its footer (`signing`).
 
 The footer (`_BODY` and `_CHECKSUM`, little endian): magic, format version, checksums of the library and of the
 metadata, end of the library, begin and end of the metadata, and a checksum of all that.
@@ -37,8 +37,8 @@ from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trail
 from .typed_data import read_json
 
 FORMAT_VERSION = 2
-# What kernels rely on (TVM's kAllocAlignment).
 WEIGHT_ALIGNMENT = 64
+"""Bytes of alignment on which kernels rely (TVM's kAllocAlignment)."""
 _MAGIC = b"rlxheter"
 _BODY = struct.Struct("<8sIIIQQQ")
 _CHECKSUM = struct.Struct("<I")
@@ -58,16 +58,16 @@ class Weight:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of an executable that is to be written.
+    """A version of an executable, to be written.
 
     Attributes
     ----------
     library : Path
-        The linked shared library.
+        Linked shared library.
     metadata : str
-        As text.
+        JSON text.
     weights : sequence of np.ndarray
-        Each one-dimensional ``uint8``.
+        One-dimensional ``uint8`` arrays.
     """
 
     library: Path
@@ -77,26 +77,26 @@ class Version:
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """An opened file.
+    """An opened file of an executable.
 
     Attributes
     ----------
     path : Path
-        Where it was opened.
+        Path of the file when it was opened.
     identity : (int, int)
-        The file itself, whatever the path names later: its device and inode numbers.
+        Device and inode numbers of the file.
     descriptor : int
-        Descriptor of the open file, or of its copy in memory; closed when this object ends.
+        Descriptor of the open file, or of its copy in memory; closed with this object.
     header : dict of str to object
-        The metadata's JSON object.
+        JSON object of the file's header.
     weights : tuple of Weight
         Constants in order; two may share their bytes.
     data : np.ndarray
-        All bytes of the file but a signature's, as ``uint8``: a private mapping, read when touched.
+        All bytes of the file except a signature, as a private mapping of ``uint8``.
     code_bytes : int
         Size of the shared library.
     code_begin : int
-        Where it is in the file: at its begin, unless this is a version.
+        Offset of the shared library; 0 unless this is a version.
     """
 
     path: Path
@@ -114,24 +114,26 @@ class Container:
         return self.data[self.code_begin : self.code_begin + self.code_bytes]
 
     def versions(self) -> list[Container]:
-        """The executable and its versions, as containers of one each; ValueError where the header says nonsense."""
+        """A container for the executable and for each of its versions; ValueError for an invalid header."""
         entries = self.header.get("versions", [])
         if not isinstance(entries, list) or not all(map(_is_version, entries)):
             raise ValueError("its 'versions' are no list of objects with metadata and a number of constants")
-        at = len(self.weights) - sum(entry["constants"] + 1 for entry in entries)
-        if at < 0:
+        begin = len(self.weights) - sum(entry["constants"] + 1 for entry in entries)
+        if begin < 0:
             raise ValueError(f"{len(self.weights)} weights are too few for {len(entries)} versions")
-        found = [replace(self, weights=self.weights[:at])]
+        containers = [replace(self, weights=self.weights[:begin])]
         for entry in entries:
-            end = at + entry["constants"]
+            end = begin + entry["constants"]
             code = self.weights[end]
             header = {**self.header, "metadata": entry["metadata"], "versions": []}
-            weights = self.weights[at:end]
-            found.append(replace(self, header=header, weights=weights, code_begin=code.offset, code_bytes=code.nbytes))
-            if zlib.crc32(found[-1].code.data) != code.checksum:
+            weights = self.weights[begin:end]
+            containers.append(
+                replace(self, header=header, weights=weights, code_begin=code.offset, code_bytes=code.nbytes)
+            )
+            if zlib.crc32(containers[-1].code.data) != code.checksum:
                 raise ValueError("the code of a version is corrupt: its checksum differs from the header's")
-            at = end + 1
-        return found
+            begin = end + 1
+        return containers
 
     def weight(self, index: int) -> np.ndarray:
         """The mapped bytes of a weight."""
@@ -139,12 +141,12 @@ class Container:
         return self.data[weight.offset : weight.offset + weight.nbytes]
 
     def verify_weights(self) -> None:
-        """Read every weight and compare its checksum; BuildError names the first that differs."""
+        """Read every weight and compare its checksum; the BuildError names the first that differs."""
         for index, weight in enumerate(self.weights):
-            found = zlib.crc32(self.weight(index).data)
-            if found != weight.checksum:
+            checksum = zlib.crc32(self.weight(index).data)
+            if checksum != weight.checksum:
                 raise BuildError(
-                    f"{self.path}: weight {index} is corrupt: checksum {found:08x}, expected {weight.checksum:08x}"
+                    f"{self.path}: weight {index} is corrupt: checksum {checksum:08x}, expected {weight.checksum:08x}"
                 )
 
 
@@ -164,33 +166,33 @@ def write_container(
     weights: Sequence[np.ndarray],
     versions: Sequence[Version] = (),
 ) -> None:
-    """Write a new file; weights that are the same memory are written once.
+    """Write a new file; weights that share memory are written once.
 
     Parameters
     ----------
     path : Path
-        The file to make.
+        File to write.
     library : Path
-        The linked shared library.
+        Linked shared library.
     header : dict of str to object
-        JSON data to keep; the weights' places are added.
+        JSON data, to which the positions of weights are added.
     weights : sequence of np.ndarray
-        Each one-dimensional ``uint8``.
+        One-dimensional ``uint8`` arrays.
     versions : sequence of Version
         Versions of the executable that do without some devices.
     """
-    parts = list(weights)
+    arrays = list(weights)
     for version in versions:
-        parts += [*version.weights, np.fromfile(version.library, np.uint8)]
+        arrays += [*version.weights, np.fromfile(version.library, np.uint8)]
     if versions:
         entries = [{"metadata": version.metadata, "constants": len(version.weights)} for version in versions]
         header = {**header, "versions": entries}
     with open(path, "wb") as file:
         library_checksum = _append(file, library)
         library_end = file.tell()
-        places = _write_weights(file, parts)
+        positions = _write_weights(file, arrays)
         metadata = json.dumps(
-            {**header, "weights": [[place.offset, place.nbytes, place.checksum] for place in places]},
+            {**header, "weights": [[weight.offset, weight.nbytes, weight.checksum] for weight in positions]},
             separators=(",", ":"),
         ).encode()
         begin = file.tell()
@@ -211,34 +213,33 @@ def _append(file: BinaryIO, source: Path) -> int:
 
 def _write_weights(file: BinaryIO, weights: Sequence[np.ndarray]) -> list[Weight]:
     written: dict[tuple[int, int], Weight] = {}
-    places: list[Weight] = []
+    positions: list[Weight] = []
     for data in weights:
         key = (int(data.__array_interface__["data"][0]), data.nbytes)
         if key not in written or data.nbytes == 0:
             file.write(b"\0" * (-file.tell() % WEIGHT_ALIGNMENT))
             written[key] = Weight(file.tell(), data.nbytes, zlib.crc32(data.data))
             file.write(data.data)
-        places.append(written[key])
-    return places
+        positions.append(written[key])
+    return positions
 
 
 def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, folder: int | None = None) -> Container:
-    """Open and check a file: its footer, library and metadata; weights are mapped, and not read.
+    """Open a file, check its footer, library and metadata, and map its weights.
 
     Parameters
     ----------
     copy : bool
-        Read all of the file into memory first, so that whatever happens to it later does not matter.
+        Whether to copy the file into memory first, so that later changes of it have no effect.
     key : bytes, optional
-        Refuse a file that was not signed with it; implies `copy`, as only then what was verified is what is loaded.
+        Required key of the signature; implies `copy`, so that the verified bytes are the loaded ones.
     folder : int, optional
-        The descriptor of a folder that has the file, under the name of `path`; the file may be no link then, and has to
-        be this user's own.
+        Descriptor of the folder that contains the file, which then must not be a link and must belong to this user.
 
     Raises
     ------
     BuildError
-        A file that is missing, unreadable, truncated, corrupt, of another format version, or no executable.
+        A file that is missing, unreadable, truncated, corrupt, of another format version, or not an executable.
     """
     try:
         name, is_ours = (path, False) if folder is None else (Path(path.name), True)
@@ -249,7 +250,7 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
             copies = copy or key is not None
             if copies:
                 _check_ends(path, file, status.st_size, key is not None)
-            descriptor = _copied(file) if copies else os.dup(file.fileno())
+            descriptor = _copy_to_memory(file) if copies else os.dup(file.fileno())
     except OSError as error:
         hint = hint_of(path, "rh.load") + near_file(path)
         raise BuildError(
@@ -265,7 +266,7 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
 
 
 def _check_ends(path: Path, file: BinaryIO, size: int, signed: bool) -> None:
-    """Refuse a file without our footer before all of it is copied: it may be as large as its author likes."""
+    """Refuse a file without our footer before it is copied, because it may be arbitrarily large."""
     end = np.frombuffer(os.pread(file.fileno(), _END_BYTES, max(size - _END_BYTES, 0)), dtype=np.uint8)
     if signed:
         check_signed(end, str(path))
@@ -276,8 +277,8 @@ def _check_ends(path: Path, file: BinaryIO, size: int, signed: bool) -> None:
         raise BuildError(_foreign(path, _kind_of(begin)))
 
 
-def _copied(file: BinaryIO) -> int:
-    """The descriptor of a copy of a file in memory, which nobody can change."""
+def _copy_to_memory(file: BinaryIO) -> int:
+    """Copy a file to sealed memory; returns its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("relax_hetero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
@@ -330,7 +331,7 @@ def _read_container(path: Path, descriptor: int, key: bytes | None) -> Container
 
 
 def _weights_of(header: Any, entries: range) -> tuple[Weight, ...]:
-    """The weights of a header, which is otherwise an object with texts; ValueError for any other form."""
+    """The weights of a header; ValueError for an invalid header."""
     if not isinstance(header, dict) or not isinstance(header.get("weights"), list):
         raise ValueError("expected an object with a list of weights")
     for name in ("tvm", "tvm_ffi", "metadata"):

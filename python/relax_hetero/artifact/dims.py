@@ -1,4 +1,4 @@
-"""Symbolic dimensions at run time: each name takes one value per call."""
+"""Symbolic dimensions at run time: expressions, and the values of names in a call."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-# Levels of operators in a dimension.
 _MAX_DEPTH = 200
+"""Maximum nesting of operators in a dimension."""
 _CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
 
 @dataclass(frozen=True)
 class DimExpression:
-    """A parsed dimension text: its names, and its value once they are known.
+    """A parsed dimension text: its names, and a function of their values.
 
-    `evaluate` is None for text outside the grammar; such text is a name of its own.
+    `evaluate` is None for text outside the grammar, which counts as a name.
     """
 
     text: str
@@ -49,7 +49,7 @@ def parse_dim(text: str) -> DimExpression:
 
 
 def _compile(node: ast.expr, depth: int) -> Callable[[Mapping[str, int]], int]:
-    if depth == 0:  # evaluating it would recurse as deep
+    if depth == 0:  # evaluation recurses as deep
         raise ValueError("nested too deep")
     if isinstance(node, ast.Constant) and type(node.value) is int:
         value = node.value
@@ -65,12 +65,12 @@ def _compile(node: ast.expr, depth: int) -> Callable[[Mapping[str, int]], int]:
         return lambda env: -operand(env)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in _CALLS and node.args:
-            function, parts = _CALLS[node.func.id], [_compile(part, depth - 1) for part in node.args]
-            return lambda env: function(*[part(env) for part in parts])
+            function, arguments = _CALLS[node.func.id], [_compile(argument, depth - 1) for argument in node.args]
+            return lambda env: function(*[argument(env) for argument in arguments])
     raise ValueError(f"not a dimension: {ast.dump(node)}")
 
 
-# An argument, and which of its dimensions (None: the value itself). Joined only for a message: calls are many.
+# An argument and its dimension (None: the value itself), formatted only for messages.
 Origin: TypeAlias = tuple[str, int | None]
 
 
@@ -81,9 +81,9 @@ def _text(origin: Origin) -> str:
 
 @dataclass
 class DimValues:
-    """The values that names have taken in one call, and which argument gave each.
+    """The values of names in one call, and the arguments that determined them.
 
-    Expressions over names that later arguments give wait until `settle`.
+    Expressions are checked in `settle`, because later arguments may determine their names.
     """
 
     values: dict[str, int] = field(default_factory=dict)
@@ -91,11 +91,11 @@ class DimValues:
     _waiting: list[tuple[DimExpression, int, Origin]] = field(default_factory=list)
 
     def copy(self) -> DimValues:
-        """An independent copy with the same values, for a further call."""
+        """An independent copy for another call."""
         return DimValues(dict(self.values), dict(self.origins))
 
     def match(self, dim: Dim, found: int, where: str, axis: int | None = None) -> None:
-        """Require `dim` to be `found` at `where` (``argument 'x'``); BindingError if it is not."""
+        """Require that `dim` equals `found` at `where` (``argument 'x'``); BindingError otherwise."""
         if not isinstance(dim, str):
             if dim != found:
                 raise BindingError(f"{_text((where, axis))} is {found}, expected {dim}")
@@ -105,36 +105,36 @@ class DimValues:
             self._waiting.append((parse_dim(dim), found, (where, axis)))
 
     def _bind(self, name: str, found: int, origin: Origin) -> None:
-        known = self.values.get(name)
-        if known is None:
+        value = self.values.get(name)
+        if value is None:
             self.values[name] = found
             self.origins[name] = origin
-        elif known != found:
+        elif value != found:
             raise BindingError(
-                f"{_text(origin)} is {found}, expected {known}: {name} is {known} by {_text(self.origins[name])}"
+                f"{_text(origin)} is {found}, expected {value}: {name} is {value} by {_text(self.origins[name])}"
             )
 
     def check_bounds(self, bounds: Mapping[str, int]) -> None:
-        """Require names to be at most what the module says they will be; BindingError if one is more."""
+        """Require that names do not exceed the module's upper bounds; BindingError otherwise."""
         for name, bound in bounds.items():
-            found = self.values.get(name, 0)
-            if found > bound:
+            value = self.values.get(name, 0)
+            if value > bound:
                 raise BindingError(
-                    f"{name} is {found} by {_text(self.origins[name])}, expected at most {bound}, its upper bound: "
+                    f"{name} is {value} by {_text(self.origins[name])}, expected at most {bound}, its upper bound: "
                     "memory is planned for it"
                 )
 
     def settle(self) -> None:
-        """Check the expressions that waited; one whose names nobody gives counts as a name itself."""
+        """Check the pending expressions; an expression with undetermined names counts as a name itself."""
         waiting, self._waiting = self._waiting, []
-        for expression, found, place in waiting:
+        for expression, found, origin in waiting:
             if expression.evaluate is None or not expression.names <= self.values.keys():
-                self._bind(expression.text, found, place)
+                self._bind(expression.text, found, origin)
                 continue
             try:
                 expected = expression.evaluate(self.values)
             except ZeroDivisionError:
                 continue  # the machine's own check of the shape reports it
             if expected != found:
-                given = ", ".join(f"{name} is {self.values[name]}" for name in sorted(expression.names))
-                raise BindingError(f"{_text(place)} is {found}, expected {expression.text} = {expected} ({given})")
+                values = ", ".join(f"{name} is {self.values[name]}" for name in sorted(expression.names))
+                raise BindingError(f"{_text(origin)} is {found}, expected {expression.text} = {expected} ({values})")

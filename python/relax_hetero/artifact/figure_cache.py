@@ -1,6 +1,6 @@
-"""Measured figures of a machine's devices in the folder of the compile cache; needs nothing of TVM.
+"""Measured figures of devices in the folder of the compile cache; independent of TVM.
 
-``KEY.figures`` holds the figures of a key as JSON data, together with the key.
+``KEY.figures`` contains a key and its figures as JSON data.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ _MAX_BYTES = 1 << 20
 
 
 def load_figures(folder: CacheFolder, key: str) -> Any:
-    """Data that `store_figures` wrote under a key; None where there is nothing that is whole and this user's own."""
+    """Data that `store_figures` wrote under a key; None if absent, damaged or of another user."""
     with folder.opened() as descriptor:
         if descriptor is None:
             return None
         try:
             file, status = open_regular(key + SUFFIX, follow=False, folder=descriptor, is_private=True)
             with file:
-                kept = read_json(file.read()) if status.st_size <= _MAX_BYTES else None
+                stored = read_json(file.read()) if status.st_size <= _MAX_BYTES else None
         except (OSError, ValueError):
             return None
-    if not isinstance(kept, dict) or kept.get("key") != key:
+    if not isinstance(stored, dict) or stored.get("key") != key:
         _log.warning("the compile cache's %s is damaged, or of another key: measured anew", key + SUFFIX)
         return None
-    return kept.get("figures")
+    return stored.get("figures")
 
 
 def store_figures(folder: CacheFolder, key: str, data: Any) -> None:
-    """Store JSON data; a folder that cannot be written keeps nothing."""
+    """Store JSON data, if the folder is writable."""
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with folder.opened() as descriptor:
             if descriptor is None:
                 return
-            draft = f".{key}.json.{uuid.uuid4().hex}"  # a name that `CacheFolder.trim` removes where its writer died
+            draft = f".{key}.json.{uuid.uuid4().hex}"  # `CacheFolder.trim` removes drafts of dead writers
             with open(draft, "x", opener=partial(private_opener, descriptor)) as file:
                 file.write(json.dumps({"key": key, "figures": data}))
             os.replace(draft, key + SUFFIX, src_dir_fd=descriptor, dst_dir_fd=descriptor)

@@ -1,6 +1,6 @@
-"""Hints about arguments of the wrong kind: what a value is, and which function of this library takes it.
+"""Hints in errors about arguments of a wrong kind: the kind of the value, and the function that accepts it.
 
-Looks at names of classes, first bytes of files and ends of their names: nothing is imported and nothing is read whole.
+Kinds are recognized by names of classes, first bytes of files and suffixes, without imports.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-# Recognized kind -> what it is, and what takes it.
+# Kind -> description, and advice.
 _KINDS = {
     "onnx": ("an ONNX model", "rh.from_onnx imports it"),
     "gguf": ("a GGUF file", "rh.from_gguf imports it, and rh.llm.load makes a language model of it"),
@@ -71,14 +71,14 @@ _MAX_CHARACTERS = 200
 
 
 def describe_value(value: Any, reader: str = "") -> str:
-    """Text on what a value is, and what takes it: ``"found 'm.onnx' (str), an ONNX model: rh.from_onnx imports it"``.
+    """A description of a value with advice: ``"found 'm.onnx' (str), an ONNX model: rh.from_onnx imports it"``.
 
     Parameters
     ----------
     value : object
-        The argument of the wrong kind.
+        Argument of a wrong kind.
     reader : str
-        The function that got it, such as "rh.load"; the text does not suggest this one.
+        Function that received it, such as "rh.load", which is not suggested.
     """
     is_path = isinstance(value, (str, os.PathLike))
     text = f"found {_short(value)} ({type(value).__name__})" if is_path else f"found {type(value).__name__}"
@@ -86,7 +86,7 @@ def describe_value(value: Any, reader: str = "") -> str:
 
 
 def hint_of(value: Any, reader: str = "") -> str:
-    """The part of `found` about the kind of value; empty where nothing is known of it, or `reader` reads it."""
+    """The part of the description about a value's kind; empty if the kind is unknown or `reader` accepts it."""
     kind = _kind_of_path(value) if isinstance(value, (str, os.PathLike)) else _kind_of_object(value)
     if kind is None or kind in _READERS.get(reader, ()):
         return ""
@@ -95,7 +95,7 @@ def hint_of(value: Any, reader: str = "") -> str:
 
 
 def near_file(path: str | os.PathLike[str]) -> str:
-    """End of an error about a missing file: the nearest name in its folder as a question, or empty."""
+    """End of an error message about a missing file: the most similar name in its folder as a question, or empty."""
     missing = Path(path)
     try:
         names = [] if missing.exists() else os.listdir(missing.parent)
@@ -106,7 +106,7 @@ def near_file(path: str | os.PathLike[str]) -> str:
 
 
 def _short(value: object) -> str:
-    """The text of a value, cut where it is long."""
+    """The text of a value, shortened."""
     text = repr(os.fspath(value)) if isinstance(value, os.PathLike) else repr(value)
     return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS // 2]} … {text[-_MAX_CHARACTERS // 4 :]}"
 

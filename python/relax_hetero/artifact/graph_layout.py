@@ -1,7 +1,7 @@
-"""The layout of memory that a machine shares with the code of a command buffer that runs as a CUDA graph.
+"""Layout of the memory that a machine shares with the code of a command buffer that runs as a CUDA graph.
 
-All are int64 words. The *state* is pinned host memory that the device reads too; the *table*, device memory that the
-graph's kernels read; the *plan*, host memory that says to the recording function what to record.
+All memory consists of int64 words. The *state* is pinned host memory that the device can read; the *table* is device
+memory that the graph's kernels read; the *plan* is host memory with the arguments of the recording function.
 """
 
 from __future__ import annotations
@@ -9,33 +9,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROWS, REPORT_INTERVAL = 16, 4
-"""A submission's row is free again when the device has begun with a later one, of which it tells the host about every
-fourth: that write takes a microsecond. Where no row is free, a submission waits."""
+"""Number of rows of bindings, and the interval at which the device reports progress, because each report takes a
+microsecond. A row is free once the device has begun a later submission; without a free row a submission waits."""
 
 WAYS = 8
-"""Graphs among which the code of a submission finds the one that was recorded for the parameters of this call; where a
-command buffer has more, the machine finds it."""
+"""Number of graphs in the table that submission code searches for the call's parameters; other graphs need the
+machine's slow path."""
 
-# Of the state. Some are written by the host alone, one by the device alone: that has a cache line of its own.
+# Words of the state. The device writes only CONSUMED, which has a cache line of its own.
 LAUNCH, GET_STREAM, GRAPH, DEVICE, SUBMITTED, CONSUMED = 0, 1, 2, 3, 4, 8
 _STAGED = 16
 
-# Of the table.
+# Words of the table.
 TICKET, ENTRIES = 0, 1
 
-# Of the plan.
+# Words of the plan.
 RING, TABLE, CONSUMED_AT, BINDINGS = 0, 1, 2, 3
 
 FILLED_AT_ONCE = 32
-"""The number of table entries that one kernel takes as arguments and writes."""
+"""Number of table entries that one kernel takes as arguments and writes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The positions of the words of a command buffer with a number of slots, and of parameters.
+    """Positions of the words of a command buffer, by its numbers of slots and parameters.
 
-    A graph keeps the numbers it was recorded with, so a command buffer with parameters has a graph for each of their
-    values.
+    A graph contains its parameters as constants, so each set of parameter values has a graph of its own.
     """
 
     slots: int
@@ -43,40 +42,40 @@ class Layout:
 
     @property
     def staged(self) -> int:
-        """In the state, the bindings of a submission that the code leaves to the machine."""
+        """Position in the state of the bindings of a submission on the slow path."""
         return _STAGED
 
     @property
     def values(self) -> int:
-        """In the state, the parameters of a submission that the code leaves to the machine."""
+        """Position in the state of the parameters of a submission on the slow path."""
         return _STAGED + self.slots
 
     @property
     def ways(self) -> int:
-        """In the state, the first of `WAYS` graphs, each followed by the values of its parameters."""
+        """Position in the state of the table of `WAYS` graphs, each followed by its parameter values."""
         return self.values + self.parameters
 
     @property
     def way(self) -> int:
-        """Words of one of them; 0 where there are no parameters, and the one graph stands at `GRAPH`."""
+        """Words of an entry of that table; 0 without parameters, when the only graph is at `GRAPH`."""
         return 1 + self.parameters if self.parameters else 0
 
     @property
     def ring(self) -> int:
-        """In the state, the first of `ROWS` rows of bindings."""
+        """Position in the state of the `ROWS` rows of bindings."""
         return self.ways + WAYS * self.way
 
     @property
     def state(self) -> int:
-        """Words of the state."""
+        """Number of words of the state."""
         return self.ring + ROWS * self.slots
 
     @property
     def table(self) -> int:
-        """Words of the table."""
+        """Number of words of the table."""
         return ENTRIES + -(-self.slots // FILLED_AT_ONCE) * FILLED_AT_ONCE
 
     @property
     def directs(self) -> int:
-        """In the plan, the address of the first constant; the arena's address follows the last constant's."""
+        """Position in the plan of the addresses of constants, which the arena's address follows."""
         return BINDINGS + self.slots

@@ -1,4 +1,4 @@
-"""Addresses of the kernels of loaded code, by which they are called as plain functions."""
+"""Addresses of kernels in loaded code, for calls as C functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import BindingError
 
 
 def address_function(kernel: str) -> str:
-    """The name of the packed function that tells a kernel's address."""
+    """The name of the packed function that returns a kernel's address."""
     return f"relax_hetero.address.{kernel}"
 
 
@@ -20,12 +20,12 @@ def kernel_address(module: runtime.Module, kernel: str) -> int:
     module : runtime.Module
         Loaded code (`Executable.runnable`).
     kernel : str
-        Its symbol, as in `ConstantSpec.addresses` and `KernelSpec.symbol`.
+        Symbol, as in `ConstantSpec.addresses` and `KernelSpec.symbol`.
 
     Raises
     ------
     BindingError
-        Code that has no such kernel.
+        Code without this kernel.
     """
     name = address_function(kernel)
     try:

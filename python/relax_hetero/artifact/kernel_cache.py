@@ -1,7 +1,7 @@
-"""Machine code of single kernels in the folder of the compile cache; needs nothing of TVM.
+"""Machine code of single kernels in the folder of the compile cache; independent of TVM.
 
-``KEY.cubin`` holds a digest of key and code, then the code. A model in which one kernel has changed compiles one. All
-code together may take an eighth of the folder's limit; the least recently used goes first.
+``KEY.cubin`` contains a digest of key and code, then the code. A model with one changed kernel compiles only that one.
+The code may take an eighth of the folder's limit; the least recently used is evicted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _log = logging.getLogger("relax_hetero")
 _SUFFIX = ".cubin"
 _FILES = r"[0-9a-f]{40}\.cubin"
 _DIGEST_BYTES = 20
-_KERNEL_FRACTION = 8
+_LIMIT_DIVISOR = 8
 
 
 def load_code(folder: CacheFolder, key: str) -> bytes | None:
-    """The code of a key; None where there is none that is whole and this user's own."""
+    """The code of a key; None if absent, damaged or of another user."""
     with folder.opened() as descriptor:
         if descriptor is None:
             return None
@@ -45,7 +45,7 @@ def load_code(folder: CacheFolder, key: str) -> bytes | None:
 
 
 def store_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
-    """Store code by key; a folder that cannot be written keeps nothing."""
+    """Store code by key, if the folder is writable."""
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with folder.opened() as descriptor:
@@ -56,22 +56,22 @@ def store_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
                 with open(draft, "xb", opener=partial(private_opener, descriptor)) as file:
                     file.write(_digest(key, code) + code)
                 os.replace(draft, key + _SUFFIX, src_dir_fd=descriptor, dst_dir_fd=descriptor)
-            _trim(descriptor, folder.limit // _KERNEL_FRACTION)
+            _trim(descriptor, folder.limit // _LIMIT_DIVISOR)
     except OSError as error:
         _log.debug("the compile cache keeps no kernels: %s", error)
 
 
 def cached_code(folder: CacheFolder) -> list[int]:
-    """The bytes of each kernel's file in the folder."""
+    """Sizes in bytes of the kernels' files in the folder."""
     with folder.opened() as descriptor:
-        found = [status_of(descriptor, name) for name in files_in(descriptor, _FILES)]
-    return [status.st_size for status in found if status is not None]
+        statuses = [status_of(descriptor, name) for name in files_in(descriptor, _FILES)]
+    return [status.st_size for status in statuses if status is not None]
 
 
 def _trim(folder: int, limit: int) -> None:
-    found = [(name, status_of(folder, name)) for name in files_in(folder, _FILES)]
+    files = [(name, status_of(folder, name)) for name in files_in(folder, _FILES)]
     total = 0
-    for status, name in sorted(((s, n) for n, s in found if s is not None), key=lambda pair: -pair[0].st_mtime):
+    for status, name in sorted(((s, n) for n, s in files if s is not None), key=lambda pair: -pair[0].st_mtime):
         total += status.st_size
         if total > limit:
             unlink_in(folder, name)

@@ -1,4 +1,4 @@
-"""Memory plans (`Executable.memory_plan`): bytes that calls take, and the least that any plan could need."""
+"""Memory plans (`Executable.memory_plan`): bytes that calls need, and lower bounds."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .signature import TensorSpec, tensors_of
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The bytes that a call of one function takes on one device.
+    """Memory of a call of one function on one device.
 
     Attributes
     ----------
     device : str
         ``kind:i``, or ``host`` for the implicit one.
     weights : int
-        Constants there, of the whole executable, and parameters that are bound once. Machines on the same devices share
-        constants; those of a CPU lie in the executable's own memory.
+        Bytes of the executable's constants on the device, and of parameters that are bound once. Machines on the same
+        devices share constants; constants of a CPU are in the executable's own memory.
     transient : int
         Bytes of a call from the machine's pool besides its results.
     arenas, transfers : int
-        Parts of these: the arenas of command buffers, and tensors that arrive from other devices.
+        Bytes of `transient` for arenas of command buffers, and for tensors from other devices.
     results : int
         Bytes that the call returns.
     lower_bound : int
-        The most bytes of transient tensors that are alive at one kernel: no plan for this order takes fewer.
+        Maximum bytes of transient tensors that are live at one kernel: a lower bound for this order of kernels.
     largest : tuple of (str, int)
         Tensors with the most transient bytes, largest first.
     """
@@ -53,7 +53,7 @@ class DeviceMemory:
 
     @property
     def ratio(self) -> float:
-        """`transient` over `lower_bound`; 1 where both are nothing."""
+        """`transient` over `lower_bound`; 1 if the latter is 0."""
         return self.transient / self.lower_bound if self.lower_bound else 1.0
 
 
@@ -64,7 +64,7 @@ class FunctionUse:
     Attributes
     ----------
     sizes : dict of str to int
-        Its symbolic dimensions.
+        Values of symbolic dimensions.
     """
 
     function: str
@@ -78,7 +78,7 @@ class FunctionUse:
 
     @property
     def lower_bound(self) -> int:
-        """The least on each device, together."""
+        """Sum of the lower bounds of all devices."""
         return sum(memory.lower_bound for memory in self.devices)
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class FunctionUse:
         return view(*self._html_tables())
 
     def _html_tables(self) -> list[Markup]:
-        """A table of HTML with a row for each device, and the largest buffers of each."""
+        """HTML tables with a row for each device, and with the largest buffers."""
         names = [memory.device for memory in self.devices if memory.device != "host"]
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         rows = [
@@ -115,7 +115,7 @@ class FunctionUse:
         return tables
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A line of the table for each device."""
+        """A row of the table for each device."""
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         name = f"{self.function}({sizes})" if sizes else self.function
         return [
@@ -148,7 +148,7 @@ class MemoryPlan:
     Parameters
     ----------
     metadata : Metadata
-        The executable's.
+        Metadata of the executable.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -158,11 +158,11 @@ class MemoryPlan:
 
     @property
     def functions(self) -> list[str]:
-        """The functions that can be called."""
+        """Names of the functions that can be called."""
         return list(self._metadata.signatures)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The plan as JSON data, an object for each function; one that depends on sizes names them."""
+        """JSON data of the plan: an object for each function, which names the sizes that it depends on."""
         return [
             {"function": name, "depends_on": list(missing)}
             if (missing := self.names(name))
@@ -171,7 +171,7 @@ class MemoryPlan:
         ]
 
     def weights(self, device: int) -> int:
-        """Bytes of constants on a device, by manifest index, and of the arena that its CUDA graphs keep, and share.
+        """Bytes of constants on a device, and of the arena that its CUDA graphs share.
 
         Parameters
         ----------
@@ -184,7 +184,7 @@ class MemoryPlan:
         return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + max(arenas, default=0)
 
     def names(self, function: str = "main") -> tuple[str, ...]:
-        """The symbolic dimensions whose values `at` needs, those with an upper bound left out.
+        """Names of the symbolic dimensions whose values `at` needs, without those with an upper bound.
 
         Parameters
         ----------
@@ -205,31 +205,31 @@ class MemoryPlan:
         function : str
             Name of the function.
         **sizes : int
-            Its symbolic dimensions; one that is not given is at its upper bound, where the module has one.
+            Symbolic dimensions; by default their upper bounds, if the module has any.
 
         Raises
         ------
         BindingError
-            No such function; a dimension that is missing.
+            An unknown function, or a missing dimension.
         """
         if function not in self._memory:
             raise unknown_name("function", function, self._memory, "the memory plan")
-        every = {**self._bounds(function), **sizes}
+        all_sizes = {**self._bounds(function), **sizes}
         try:
-            walk = self._walk(function, every)
+            walk = self._walk(function, all_sizes)
         except UnknownSizeError as error:
             raise BindingError(
                 f"the memory of {function!r} depends on {error}: give its value, as in "
                 f"memory_plan.at({function!r}, {sorted(error.names)[0]}=1)"
             ) from None
-        devices = tuple(self._on(device, function, walk, every) for device in self._devices)
+        devices = tuple(self._on(device, function, walk, all_sizes) for device in self._devices)
         used = tuple(memory for memory in devices if memory.device != "host" or memory.transient or memory.results)
-        return FunctionUse(function, every, used)
+        return FunctionUse(function, all_sizes, used)
 
     def needs(self, function: str, sizes: Mapping[str, int], max_in_flight: int) -> dict[int, Need]:
-        """The need of a machine on each device, by manifest index, to run calls of `function`.
+        """Memory that a machine needs on each device, by manifest index, to run calls of `function`.
 
-        That is the weights, and what one call takes that runs alone, or `max_in_flight` that are under way at once.
+        It consists of the weights, and the maximum of one plain call and of `max_in_flight` submitted calls.
 
         Parameters
         ----------
@@ -238,24 +238,24 @@ class MemoryPlan:
         sizes : mapping of str to int
             Symbolic dimensions by name.
         max_in_flight : int
-            Maximum number of calls under way at once.
+            Maximum number of calls in flight.
 
         Raises
         ------
         UnknownSizeError
-            Dimensions without a value, and without an upper bound.
+            Dimensions without a value or an upper bound.
         """
-        every = {**self._bounds(function), **sizes}
+        all_sizes = {**self._bounds(function), **sizes}
         schedule = next((s for s in self._metadata.schedules if s.function == function), None)
         if schedule is None:
             schedule = Schedule(function, 0, 1, (Step(0, (), (0,), function=function),), 0)
-        found: dict[int, Need] = {}
+        by_device: dict[int, Need] = {}
         for device in range(len(self._metadata.devices)):
-            alone = call_needs(self._metadata, function, every, device)
-            queued = queued_needs(self._metadata, schedule, every, device, max_in_flight)
-            weights = self.weights(device) + self._params(device, function, every)
-            found[device] = replace(max(alone, queued, key=lambda need: need.total), weights=weights)
-        return found
+            plain = call_needs(self._metadata, function, all_sizes, device)
+            queued = queued_needs(self._metadata, schedule, all_sizes, device, max_in_flight)
+            weights = self.weights(device) + self._params(device, function, all_sizes)
+            by_device[device] = replace(max(plain, queued, key=lambda need: need.total), weights=weights)
+        return by_device
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = []
@@ -265,15 +265,15 @@ class MemoryPlan:
         return _table(rows)
 
     def _repr_html_(self) -> str:
-        parts: list[Markup] = []
+        tables: list[Markup] = []
         for name in self.functions:
             if missing := self.names(name):
                 sizes = ", ".join(f"{size}=1" for size in missing)
-                known = f"The memory of {name!r} depends on {', '.join(missing)}: memory_plan.at({name!r}, {sizes})."
-                parts.append(paragraph(known))
+                text = f"The memory of {name!r} depends on {', '.join(missing)}: memory_plan.at({name!r}, {sizes})."
+                tables.append(paragraph(text))
             else:
-                parts += self.at(name)._html_tables()
-        return view(*parts)
+                tables += self.at(name)._html_tables()
+        return view(*tables)
 
     def _bounds(self, function: str) -> Mapping[str, int]:
         return self._memory[function].upper_bounds if function in self._memory else {}
@@ -288,27 +288,27 @@ class MemoryPlan:
         transient = [a for a in walk.allocations if a.use != RESULT]
         buffers = pool_bytes(transient, device)
 
-        def of(use: str) -> int:
+        def bytes_for_use(use: str) -> int:
             return sum(nbytes for _, nbytes in pool_bytes([a for a in transient if a.use == use], device))
 
         return DeviceMemory(
             ([*device_names(self._metadata.devices), "host"])[device],
             self.weights(device) + self._params(device, function, sizes),
             sum(nbytes for _, nbytes in buffers),
-            of(ARENA),
-            of(TRANSFER),
+            bytes_for_use(ARENA),
+            bytes_for_use(TRANSFER),
             sum(a.nbytes for a in results if a.device == device),
             max_alive(walk.tensors, device),
             tuple(sorted(buffers, key=lambda buffer: -buffer[1])),
         )
 
     def _params(self, device: int, function: str, sizes: Mapping[str, int]) -> int:
-        """Bytes of the parameters that `VirtualMachine.set_params` gives once."""
+        """Bytes of the parameters of `VirtualMachine.set_params`."""
         signature = self._metadata.signatures.get(function)
         if signature is None or signature.num_input < 0:
             return 0
-        given = [spec for spec in signature.inputs[signature.num_input :] if spec.name not in signature.defaults]
-        tensors = [t for spec in given for t in tensors_of(spec)]
+        params = [spec for spec in signature.inputs[signature.num_input :] if spec.name not in signature.defaults]
+        tensors = [t for spec in params for t in tensors_of(spec)]
         return sum(_tensor_bytes(t, sizes) for t in tensors if t.device == device)
 
 

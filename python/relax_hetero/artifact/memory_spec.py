@@ -1,4 +1,4 @@
-"""Allocations of functions, as plain data that the compiler writes and `memory_plan` evaluates.
+"""Allocations of functions as plain data, which `memory_plan` evaluates.
 
 Time is counted in *steps*: calls of kernels, command buffers, transfers and other functions, in program order. Sizes
 are bytes: integers, or text over the function's symbolic dimensions in the grammar of `dims.parse_dim`.
@@ -21,11 +21,11 @@ class StorageSpec:
     Attributes
     ----------
     device : int
-        Manifest index; -1: the implicit host.
+        Manifest index; -1 for the implicit host.
     begin, end : int
-        The step before which it is allocated, and the one after which it is given back; -1 for the end of the call.
+        Step before which it is allocated, and step after which it is freed; -1 for the end of the call.
     use : str
-        ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (where one arrives) or ``"result"`` (leaves the
+        ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (target of a transfer) or ``"result"`` (of the
         call).
     name : str
         Name in messages of the first tensor that it holds.
@@ -41,14 +41,14 @@ class StorageSpec:
 
 @dataclass(frozen=True)
 class Live:
-    """A tensor in memory that a function allocates: there from its first writer to its last reader.
+    """A tensor in memory that a function allocates, live from its first writer to its last reader.
 
     Attributes
     ----------
     storage : int
-        Number of the storage it lies in.
+        Index of the storage that contains it.
     begin, end : int
-        Steps.
+        Steps of the first writer and the last reader.
     """
 
     storage: int
@@ -59,7 +59,7 @@ class Live:
 
 @dataclass(frozen=True)
 class RegionStep:
-    """A step that runs a command buffer; `slots` gives the number of the tensor in each, -1 for what is not ours."""
+    """A step that runs a command buffer; `slots` has the index of the tensor in each slot, -1 for foreign memory."""
 
     step: int
     region: str
@@ -82,9 +82,9 @@ class FunctionMemory:
     Attributes
     ----------
     upper_bounds : dict of str to int
-        Symbolic dimensions that the module says are never larger.
+        Upper bounds of symbolic dimensions in the module.
     results : tuple of Dim
-        Bytes of what it returns, of a tuple field by field.
+        Bytes of the result, or of each field of a tuple.
     """
 
     name: str
@@ -97,7 +97,7 @@ class FunctionMemory:
 
 
 def memory_to_json(memory: FunctionMemory) -> dict[str, Any]:
-    """A function's memory as a JSON object, short: big models have many values."""
+    """A function's memory as a compact JSON object, because large models have many values."""
     parts = ("storages", "tensors", "regions", "calls")
     lists = {part: [list(vars(item).values()) for item in getattr(memory, part)] for part in parts}
     return {"name": memory.name, "upper_bounds": memory.upper_bounds, "results": memory.results, **lists}

@@ -1,4 +1,4 @@
-"""Memory of calls on each device: of one call whose sizes are known, or of several under way at once."""
+"""Computation of the memory of calls on each device: of one call with given sizes, or of several in flight."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .schedule import Schedule, Step
 from .signature import Dim
 
 PAGE = 4096
-"""Bytes to which TVM's pool rounds a buffer up; it serves a request from freed buffers of exactly that size."""
+"""Bytes to a multiple of which TVM's pool rounds buffers; it reuses only freed buffers of exactly that size."""
 
-# When: steps of a call, of a call in it, commands. A begin is shorter than anything within it; an end is closed by
-# infinity, so that it comes after all of it.
+# Time: the step of a call, the step of a nested call, ..., the command. Tuples compare lexicographically, so the begin
+# of a step precedes everything within it, and its end, which has infinity appended, follows everything.
 _When: TypeAlias = tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A storage of a call, or of a call in it."""
+    """A storage of a call or a nested call."""
 
     device: int
     nbytes: int
@@ -37,7 +37,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes that are in use from `begin` to `end`."""
+    """Bytes of memory that are in use from `begin` to `end`."""
 
     device: int
     nbytes: int
@@ -46,7 +46,7 @@ class Use:
 
 
 class UnknownSizeError(Exception):
-    """A size that depends on names whose values are not given; `names` are these."""
+    """A size that depends on names without values (`names`)."""
 
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__(", ".join(sorted(names)))
@@ -54,7 +54,7 @@ class UnknownSizeError(Exception):
 
 
 def evaluate(size: Dim, sizes: Mapping[str, int]) -> int:
-    """A number of bytes; UnknownSizeError where a name in it has no value."""
+    """Evaluate a number of bytes; UnknownSizeError if a name lacks a value."""
     if isinstance(size, int):
         return size
     expression = parse_dim(size)
@@ -64,7 +64,7 @@ def evaluate(size: Dim, sizes: Mapping[str, int]) -> int:
 
 
 class Walk:
-    """Goes through what a function allocates, and what the functions that it calls allocate.
+    """Walks over the allocations of a function and its callees.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ class Walk:
     Attributes
     ----------
     tensors : list of Use
-        Tensors in transient storages; those in arenas are counted one by one.
+        Tensors in transient storages, including single tensors in arenas.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -86,7 +86,7 @@ class Walk:
         self.tensors: list[Use] = []
 
     def function(self, name: str, sizes: Mapping[str, int], now: _When = ()) -> None:
-        """Count a call of a function. One that calls itself is counted once: nobody knows how often it does."""
+        """Count a call of a function; recursive calls count once, because their number is unknown."""
         memory = self._functions.get(name)
         if memory is None or name in self._inside:
             return
@@ -107,7 +107,7 @@ class Walk:
     def _storages(self, memory: FunctionMemory, sizes: Mapping[str, int], now: _When) -> None:
         for place in memory.storages:
             end = (*now, inf) if place.end < 0 else _until(now, place.end)
-            # What a function that is called here gives belongs to its caller, who has counted it.
+            # Results of nested calls are already counted in the caller.
             if not (now and place.use == RESULT):
                 nbytes = evaluate(place.nbytes, sizes)
                 self.allocations.append(
@@ -117,9 +117,9 @@ class Walk:
     def _region(
         self, step: RegionStep, sizes: Mapping[str, int], now: _When, moments: list[tuple[_When, _When]]
     ) -> None:
-        """Count what lies in a command buffer's arena, and find when in it its slots are first and last used."""
+        """Count the tensors in a command buffer's arena, and refine the lifetimes of tensors in its slots."""
         region, when = self._regions[step.region], _at(now, step.step)
-        is_owned = region.runs == GRAPH and isinstance(region.arena, int)  # by the machine, which counts it
+        is_owned = region.runs == GRAPH and isinstance(region.arena, int)  # counted by the machine
         if region.runs == GRAPH and not is_owned:
             name = f"the arena of {region.name}"
             nbytes = evaluate(region.arena, sizes)
@@ -145,33 +145,33 @@ class _InRegion:
 
 
 def _in_commands(region: RegionSpec, kernels: Mapping[str, KernelSpec]) -> list[_InRegion]:
-    found: list[_InRegion] = []
+    uses: list[_InRegion] = []
     slots: dict[int, _InRegion] = {}
-    there: dict[Dim, _InRegion] = {}
+    arena_tensors: dict[Dim, _InRegion] = {}
     for now, command in enumerate(region.commands):
         if not isinstance(command, Dispatch):
             continue
         for reference, parameter in zip(command.operands, kernels[command.kernel].tensors, strict=True):
-            used: _InRegion | None = None
+            use: _InRegion | None = None
             if reference.space == SLOT:
-                used = slots.get(reference.index)
+                use = slots.get(reference.index)
             elif reference.space == IN_ARENA and parameter.access != WRITE:
-                used = there.get(reference.offset)
+                use = arena_tensors.get(reference.offset)
             elif reference.space == DIRECT:
                 continue
-            if used is None:
+            if use is None:
                 slot = reference.index if reference.space == SLOT else None
-                found.append(used := _InRegion(slot, reference.length, now, now))
+                uses.append(use := _InRegion(slot, reference.length, now, now))
                 if slot is None:
-                    there[reference.offset] = used
+                    arena_tensors[reference.offset] = use
                 else:
-                    slots[slot] = used
-            used.last = now
-    return found
+                    slots[slot] = use
+            use.last = now
+    return uses
 
 
 def max_alive(uses: Iterable[Use], device: int) -> int:
-    """The most bytes that are there at one time on a device."""
+    """The maximum bytes in use at one time on a device."""
     now = peak = 0
     for use, begins in _in_order(use for use in uses if use.device == device):
         now += use.nbytes if begins else -use.nbytes
@@ -180,32 +180,32 @@ def max_alive(uses: Iterable[Use], device: int) -> int:
 
 
 def pool_bytes(allocations: Iterable[Allocation], device: int) -> list[tuple[str, int]]:
-    """The buffers that TVM's pool makes for these, by what each holds first, and their bytes.
+    """The buffers that TVM's pool allocates, with the name of the first tensor and the bytes of each.
 
-    The pool hands a freed buffer to whoever asks for as many pages, and keeps it otherwise.
+    The pool reuses a freed buffer for requests of the same number of pages, and never frees it.
     """
-    made: list[tuple[str, int]] = []
+    buffers: list[tuple[str, int]] = []
     free: dict[int, list[int]] = {}
-    held: dict[int, int] = {}
+    in_use: dict[int, int] = {}
     for use, begins in _in_order(use for use in allocations if use.device == device):
         ready = free.setdefault(-(-use.nbytes // PAGE), [])
         if not begins:
-            ready.append(held.pop(id(use)))
+            ready.append(in_use.pop(id(use)))
             continue
         if not ready:
-            made.append((use.name, 0))
-            ready.append(len(made) - 1)
-        number = held[id(use)] = ready.pop()
-        name, nbytes = made[number]
-        made[number] = name, max(nbytes, use.nbytes)
-    return made
+            buffers.append((use.name, 0))
+            ready.append(len(buffers) - 1)
+        index = in_use[id(use)] = ready.pop()
+        name, nbytes = buffers[index]
+        buffers[index] = name, max(nbytes, use.nbytes)
+    return buffers
 
 
 _Timed = TypeVar("_Timed", Use, Allocation)
 
 
 def _in_order(uses: Iterable[_Timed]) -> Iterator[tuple[_Timed, bool]]:
-    """Each when it begins and when it ends."""
+    """All begins (True) and ends (False) in order of time."""
     listed = list(uses)
     moments = [(use.begin, True, use) for use in listed] + [(use.end, False, use) for use in listed]
     for _, begins, use in sorted(moments, key=lambda moment: moment[0]):
@@ -222,16 +222,16 @@ def _until(now: _When, step: int) -> _When:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes on one device.
+    """Memory needed on one device, in bytes.
 
     Attributes
     ----------
     weights : int
         Constants and bound parameters.
     results : int
-        Bytes of values that steps give and calls return, of all calls under way.
+        Bytes of results of steps and calls, over all calls in flight.
     transient : tuple of (str, int)
-        Bytes of a step while it runs, by the first tensor that it holds: one step runs at a time.
+        Bytes of the running step's buffers, by the name of their first tensor; one step runs at a time.
     """
 
     weights: int
@@ -240,17 +240,17 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return self.weights + self.results + sum(nbytes for _, nbytes in self.transient)
 
     def largest(self) -> list[tuple[str, int]]:
-        """The largest parts, largest first."""
+        """The parts with their bytes, largest first."""
         parts = [("weights", self.weights), ("results of steps and calls", self.results), *self.transient]
         return sorted((part for part in parts if part[1]), key=lambda part: -part[1])
 
 
 def call_needs(metadata: Metadata, function: str, sizes: Mapping[str, int], device: int) -> Need:
-    """The need of one call that runs alone, without weights."""
+    """Memory of one plain call, without weights."""
     walk = Walk(metadata)
     walk.function(function, sizes)
     results = sum(a.nbytes for a in walk.allocations if a.use == RESULT and a.device == device)
@@ -259,9 +259,9 @@ def call_needs(metadata: Metadata, function: str, sizes: Mapping[str, int], devi
 
 
 def queued_needs(metadata: Metadata, schedule: Schedule, sizes: Mapping[str, int], device: int, calls: int) -> Need:
-    """The need of `kernels` calls under way at once, without weights.
+    """Memory of `calls` calls in flight, without weights.
 
-    Each holds what its steps give, at worst all of it; of the steps, one runs at a time on a device.
+    In the worst case each call holds the results of all its steps. One step runs at a time on a device.
     """
     memory = {memory.name: memory for memory in metadata.memory}
     nbytes: dict[int, int] = {}
@@ -273,15 +273,15 @@ def queued_needs(metadata: Metadata, schedule: Schedule, sizes: Mapping[str, int
             nbytes.update(dict.fromkeys(step.makes, size))
             results += size if step.device == device and not _is_alias(metadata, step) else 0
             continue
-        given = memory[step.function].results if step.function in memory else ()
-        nbytes.update((value, evaluate(size, sizes)) for value, size in zip(step.makes, given, strict=False))
-        alone = call_needs(metadata, step.function, sizes, device)
-        results += alone.results
-        transient = max(transient, alone.transient, key=lambda buffers: sum(size for _, size in buffers))
+        result_sizes = memory[step.function].results if step.function in memory else ()
+        nbytes.update((value, evaluate(size, sizes)) for value, size in zip(step.makes, result_sizes, strict=False))
+        need = call_needs(metadata, step.function, sizes, device)
+        results += need.results
+        transient = max(transient, need.transient, key=lambda buffers: sum(size for _, size in buffers))
     return Need(0, calls * results, transient)
 
 
 def _is_alias(metadata: Metadata, step: Step) -> bool:
-    """Return whether a transfer gives memory of the CPU another device's name."""
+    """Return whether a transfer is an alias between CPU devices."""
     specs = [metadata.devices[entry] for entry in (step.device, step.source) if entry >= 0]
     return all(spec.device_type == CPU and spec.memory_scope == "global" for spec in specs)

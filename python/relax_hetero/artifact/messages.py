@@ -1,4 +1,4 @@
-"""Messages: errors for unknown names, and failures of calls in terms of the model."""
+"""Error messages for unknown names, and for failed calls in terms of the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .checks import refused_by
 from .metadata import Metadata, device_names
 
 AUTO = "auto, "
-"""Prefix of the reasons of automatic placement: what decided up to the first ": ", then figures."""
+"""Prefix of reasons of automatic placement: the deciding criterion up to the first ": ", then figures."""
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint: str = "") -> BindingError:
-    """An error for a name that `where` lacks, with the nearest one that it has (or `hint`)."""
+    """An error for a name that `where` lacks, with the most similar name (or `hint`)."""
     names = list(known)
     hint = hint or near_misses(str(name), names)
     shown = repr(name) if isinstance(name, str) else str(name)
@@ -23,7 +23,7 @@ def unknown_name(what: str, name: object, known: Iterable[str], where: str, hint
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:
-    """End of an error about an unknown name: the nearest known one as a question, or empty."""
+    """End of an error message about an unknown name: the most similar known name as a question, or empty."""
     by_lower = {known_name.lower(): known_name for known_name in known}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
@@ -46,7 +46,7 @@ _INTERNALS: Sequence[tuple[re.Pattern[str], str]] = [
 
 
 def without_internals(text: str) -> str:
-    """A message of TVM without conditions, classes and files of C++, its numbers and constants in plain text."""
+    """Remove conditions, classes and files of C++ from a message of TVM, and simplify its numbers and constants."""
     for pattern, new in _INTERNALS:
         text = pattern.sub(new, text)
     return text
@@ -56,7 +56,7 @@ _MISSING = re.compile(r"Cannot find ffi::Function (\S+)")
 
 
 def explain_failure(what: str, error: BaseException, metadata: Metadata) -> HeteroError:
-    """A HeteroError for an exception of TVM or of a kernel, naming the kernels that its message mentions."""
+    """A HeteroError for an exception of TVM or of a kernel; it describes the kernels that the message mentions."""
     text = str(error).strip()
     refused = refused_by(text, metadata.checks)
     if refused is not None:

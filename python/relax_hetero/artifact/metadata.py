@@ -1,6 +1,6 @@
 """Metadata of executables: devices, signatures, constants, dispatches, command buffers and memory.
 
-Written by the compiler, read where only TVM's runtime is: plain data, no TVM object inside.
+Plain data without TVM objects, which the compiler writes and a process with TVM's runtime only can read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .typed_data import read_json
 _HOST_KEY = "host:"  # as `target.hosts` writes it
 
 HIT, MISS, UNUSED = "hit", "miss", "unused"
-"""Found in the compile cache; compiled, and stored there unless something speaks against it; not looked for."""
+"""States of `CacheUse`."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class DeviceSpec:
     target : str
         The compilation target as JSON text, with at least ``kind``.
     vdevice_id : int
-        Which physical device of that type it is by default.
+        Default index of the physical device of that type.
     memory_scope : str
-        Memory on that device (``"global"``).
+        Memory scope on that device (``"global"``).
     default : bool
-        Whether values without any annotation were placed here; true for the first entry.
+        Whether unannotated values are placed here; true for the first entry.
     cpu_features : tuple of str, optional
-        LLVM's names of the instruction sets that the code may use; exporting fills it in.
+        LLVM features that the code may use, set when exporting.
     """
 
     target: str
@@ -71,19 +71,19 @@ class DeviceSpec:
 
     @property
     def host(self) -> str | None:
-        """The host that the device is on; None where its target names none."""
+        """The host of the device, or None."""
         data = json.loads(self.target)
         keys = () if isinstance(data, str) else data.get("keys", ())
         return next((key.removeprefix(_HOST_KEY) for key in keys if key.startswith(_HOST_KEY)), None)
 
     @property
     def backend(self) -> Backend:
-        """Back end of the kind."""
+        """The back end of the kind."""
         return backend_of(self.kind)
 
     @property
     def device_type(self) -> int:
-        """The DLPack device type its kernels run on; BuildError for a kind without one."""
+        """The DLPack device type of the kind; BuildError for a kind without one."""
         backend = self.backend
         if backend.device_type < 0:
             known = ", ".join(other.kind for other in backends())
@@ -97,13 +97,13 @@ class DeviceSpec:
 
     @property
     def num_cores(self) -> int:
-        """How many cores its code is cut for; 0 where the target does not say."""
+        """The number of cores that code is compiled for; 0 if unspecified."""
         data = json.loads(self.target)
         return 0 if isinstance(data, str) else int(data.get("num-cores", 0))
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node whose CPUs it is; None where it is not bound to one."""
+        """The NUMA node that the device is bound to, or None."""
         data = json.loads(self.target)
         model = "" if isinstance(data, str) else str(data.get("model", ""))
         number = model.removeprefix(NUMA_NODE)
@@ -117,20 +117,19 @@ class ConstantSpec:
     Attributes
     ----------
     name : str
-        Its Relax name.
+        Name in Relax.
     shape : tuple of int
         Extents.
     dtype : str
         Element type.
     device : int
-        Manifest index; -1: the implicit host.
+        Manifest index; -1 for the implicit host.
     addresses : tuple of (int or str), optional
-        Contents of a table that the machine fills with addresses: of constants, by their index, and of kernels, by
-        symbol.
+        Entries of an address table, which the machine fills: indices of constants, and symbols of kernels.
     region : str
-        The command buffer whose state it stands for, where that runs as a CUDA graph: each machine makes its own.
+        Command buffer whose CUDA graph state it is a placeholder for.
     is_record : bool
-        Whether it stands for the error record of its GPU (`artifact.checks`).
+        Whether it is a placeholder for the error record of its GPU (`artifact.checks`).
     """
 
     name: str
@@ -148,22 +147,22 @@ class ConstantSpec:
 
 @dataclass(frozen=True)
 class DispatchSpec:
-    """A kernel symbol.
+    """A kernel.
 
     Attributes
     ----------
     device : int
-        The manifest index it runs on; -1: the implicit host.
+        Manifest index of its device; -1 for the implicit host.
     ops : tuple of str
-        The model ops it computes.
+        The model's ops that it computes.
     operations : int
-        Multiplications and additions of its products, in one call; 0 where there are none or nobody counted.
+        Multiplications and additions of its products in one call; 0 if there are none or their number is unknown.
     bytes : int
-        Bytes of its arguments, each once; 0 where an extent is symbolic.
+        Total bytes of its arguments; 0 if an extent is symbolic.
     precision : str
-        The element types of its products (``"u8*s8->s32"``, ``"bf16"``, ``"int4*f32"``), else those of its arguments.
+        Element types of its products (``"u8*s8->s32"``, ``"bf16"``, ``"int4*f32"``), else of its arguments.
     other_devices : tuple of int
-        Further devices that it runs on; their targets equal that of `device`.
+        Further devices that run it, whose targets equal that of `device`.
     """
 
     device: int
@@ -179,23 +178,23 @@ class DispatchSpec:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices it runs on."""
+        """All devices that run it."""
         return self.device, *self.other_devices
 
 
 @dataclass(frozen=True)
 class RepeatedCall:
-    """Code that runs when a function is called with arguments that look like those of an earlier call.
+    """Entry points of a function for repeated calls with arguments of the same devices, types and shapes.
 
     Attributes
     ----------
     function : str
-        Its name. Its parameters are tensors.
+        Name of the function, whose parameters are tensors.
     repeated : str
-        The symbol of a function that checks nothing, of these tensors and of what such calls share.
+        Symbol of the function of these tensors and the shared values, without checks.
     shares : str
-        The symbol of a function of the same parameters as `function` that checks them, and gives what they share as a
-        tuple; empty where there is nothing to check or share.
+        Symbol of the function that checks the parameters of `function`, and returns the shared values as a tuple;
+        empty if there is nothing to check or share.
     """
 
     function: str
@@ -210,14 +209,14 @@ class CacheUse:
     Attributes
     ----------
     state : str
-        ``"hit"``: it was found there; ``"miss"``: it was compiled, and can be found from now on unless `why` says
-        otherwise; ``"unused"``: nobody looked, for the reason `why`.
+        ``"hit"``: found in the cache; ``"miss"``: compiled, and stored unless there is a reason `why` not;
+        ``"unused"``: not looked up, for the reason `why`.
     key : str
-        Key of the module, its devices, the options and the versions; empty where nobody looked.
+        Key of the module, its devices, the options and the versions; empty if not looked up.
     seconds : float
-        Compile time; on a hit that of the compilation that it stands for.
+        Compile time; on a hit that of the stored compilation.
     why : str
-        Why it was not looked for, or not stored.
+        Reason why it was not looked up or not stored.
     """
 
     state: str = UNUSED
@@ -237,47 +236,47 @@ class Metadata:
     Attributes
     ----------
     devices : tuple of DeviceSpec
-        The manifest, in the module's vdevice order.
+        Manifest, in the order of the module's vdevices.
     host_index : int
-        Which of them is the host; -1 where the host is the implicit ``cpu(0)``.
+        Index of the host device; -1 for the implicit ``cpu(0)``.
     signatures : dict of str to FunctionSignature
-        The functions a user can call.
+        Signatures of the functions that users can call.
     constants : tuple of ConstantSpec
-        The module's constants, in the order of the tuple that functions take.
+        Constants, in the order of the tuple that functions take.
     placement : object
         The placement report as JSON data, or None.
     encodings : object
         Encodings and their layouts on each device, as JSON data of `relax_hetero.transform.EncodingReport`, or None.
     fusions : object
-        Which kernel computes what and what was not fused, as JSON data of `transform.FusionReport`, or None.
+        Fusions and missed fusions, as JSON data of `transform.FusionReport`, or None.
     dispatches : dict of str to DispatchSpec
-        Kernel symbol to where it runs and what it computes.
+        Kernels by symbol.
     alignment : int
-        Alignment in bytes that kernels need of an argument's address; a power of two.
+        Required alignment of an argument's address in bytes, a power of two.
     writes_arguments : bool
         Whether functions may write to their arguments.
     regions : tuple of RegionSpec
-        The command buffers that functions call.
+        Command buffers that functions call.
     kernels : dict of str to KernelSpec
-        Kernels that command buffers can run, by name: those of the regions, and those that the module made public.
+        Kernels that command buffers can run, by name: kernels of regions, and public kernels.
     single_calls : tuple of SingleCall
-        The kernel calls that are in no region, where there are regions.
+        Kernel calls outside of regions, if there are regions.
     schedules : tuple of Schedule
-        How functions that use several devices go through queues.
+        Schedules of the functions that use several devices.
     memory : tuple of FunctionMemory
-        Allocations of each function, private ones too.
+        Allocations of each function, including private ones.
     placement_estimate : object
-        Estimate by the cost model that placed the module, as JSON data of `frontend.AutoPlacement`, or None.
+        Estimate of automatic placement, as JSON data of `frontend.AutoPlacement`, or None.
     cache : CacheUse
-        Whether it was compiled or found in the compile cache.
+        Use of the compile cache.
     checks : tuple of CheckSpec
-        Checks of values that kernels make, by number.
+        Run-time checks of kernels, by number.
     optional : tuple of int
-        Manifest indices of the devices that a machine may lack: versions of the executable do without them.
+        Manifest indices of optional devices, which versions of the executable omit.
     repeated : tuple of RepeatedCall
-        The functions of which not every call is checked.
+        Functions with entry points for repeated calls.
     graph : ModelGraph, optional
-        The ops of the placed model and what each reads; None in executables of earlier versions.
+        Graph of the placed model's ops; None in executables of earlier versions.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -342,9 +341,7 @@ class Metadata:
 
     @staticmethod
     def from_json(text: str) -> Metadata:
-        """The inverse of `to_json`; for anything else ValueError, or another error of access to data.
-
-        What comes from a file is read by `check_metadata.read_metadata`.
+        """The inverse of `to_json`; various exceptions for invalid data (use `check_metadata.read_metadata` for files).
 
         Parameters
         ----------
@@ -381,15 +378,12 @@ class Metadata:
 
 
 def device_names(devices: tuple[DeviceSpec, ...]) -> list[str]:
-    """``kind:i`` of every entry: the i-th of its kind, as messages and placement rules write it; with its host before.
-
-    An executable's devices have no hosts, those of a module that is explained may.
-    """
-    seen: dict[str, int] = {}
+    """The names of devices, ``kind:i`` for the i-th of its kind; in a cluster ``host/kind:i``."""
+    counts: dict[str, int] = {}
     names: list[str] = []
     for device in devices:
         kind = device.kind if device.host is None else f"{device.host}/{device.kind}"
-        index = seen.get(kind, 0)
-        seen[kind] = index + 1
+        index = counts.get(kind, 0)
+        counts[kind] = index + 1
         names.append(f"{kind}:{index}")
     return names

@@ -1,7 +1,6 @@
-"""The graph of a model as it was placed: its ops, what each reads, and what each makes; plain data.
+"""The graph of a placed model's ops for reports, as plain data.
 
-An executable holds kernels; which op of the model feeds which is in this record, for reports. Texts are kept once, in a
-table, so that a graph of thousands of ops stays small.
+Texts are stored once, in a table, so that a graph of thousands of ops stays small.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ KINDS = (INPUT, CONSTANT, OP, TRANSFER, OUTPUT)
 
 @dataclass(frozen=True)
 class GraphValue:
-    """A tensor, by numbers in the table of texts.
+    """A tensor type, with indices into the table of texts.
 
     Attributes
     ----------
     shape : tuple of int or str or None
-        Extents; a text stands for a symbolic one. None where the shape is not known.
+        Extents, symbolic ones as text; None if the shape is unknown.
     dtype : int
-        Number of the text; that of an empty text where the type is not known.
+        Text of the element type; empty if unknown.
     bytes : int
-        Its size; -1 where it depends on a symbolic extent.
+        Size; -1 if it depends on a symbolic extent.
     """
 
     shape: tuple[int | str, ...] | None
@@ -35,25 +34,24 @@ class GraphValue:
 
 @dataclass(frozen=True)
 class GraphNode:
-    """An input, a constant, an op, a transfer or an output, by numbers in tables.
+    """An input, a constant, an op, a transfer or an output, with indices into tables.
 
     Attributes
     ----------
     kind : int
-        Position in `KINDS`.
+        Index in `KINDS`.
     name : int
         Text: the variable that holds the result.
     op : int
-        Text: ``"relax.add"``; empty where there is none.
+        Text: ``"relax.add"``; empty if there is none.
     source : int
-        Text: the node's name in the model's file; empty where it is not known.
+        Text: the node's name in the model's file; empty if unknown.
     device : int
-        Text: ``"llvm:0"``; empty where it is not known.
+        Text: ``"llvm:0"``; empty if unknown.
     values : tuple of int
-        Results in the table of values: more than one where it makes a tuple.
+        Results in the table of values: several for a tuple.
     reads : tuple of int
-        Pairs of a node of the same function and a position in what that makes, one after the other; the position is -1
-        where all of it is read.
+        Flattened pairs of a node of the same function and an index of its results; -1 for all results.
     """
 
     kind: int
@@ -65,7 +63,7 @@ class GraphNode:
     reads: tuple[int, ...]
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Each node that is read, and the position in what it makes."""
+        """Pairs of a node that is read, and an index of its results."""
         return zip(self.reads[::2], self.reads[1::2], strict=True)
 
 
@@ -88,7 +86,7 @@ class ModelGraph:
     values : tuple of GraphValue
         Distinct tensor types.
     functions : tuple of FunctionGraph
-        In order of their names.
+        Functions in order of names.
     """
 
     texts: tuple[str, ...]
@@ -96,7 +94,7 @@ class ModelGraph:
     functions: tuple[FunctionGraph, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data, rows without names."""
+        """JSON data with rows instead of objects."""
         return {
             "texts": list(self.texts),
             "values": [[None if v.shape is None else list(v.shape), v.dtype, v.bytes] for v in self.values],
@@ -124,12 +122,12 @@ def _node(row: Any) -> GraphNode:
 
 
 def check_graph(graph: ModelGraph) -> None:
-    """Refuse a graph that refers to texts, values or nodes that it does not have.
+    """Refuse a graph with references to absent texts, values or nodes.
 
     Raises
     ------
     ValueError
-        Naming the first such place, what was found and what was expected.
+        The first invalid reference.
     """
     texts, values = len(graph.texts), len(graph.values)
     for value in graph.values:

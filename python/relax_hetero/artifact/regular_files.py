@@ -1,7 +1,7 @@
-"""Opening files that others may have made: regular ones only, and without waiting for anything.
+"""Safe opening of files that others may have made: regular files only, without blocking.
 
-To open a FIFO waits for a writer, a device may do something when it is opened or never end, and a link leads elsewhere.
-Therefore a path is looked at before it is opened, and the open file once more, as the path may have changed meanwhile.
+Opening a FIFO waits for a writer, opening a device may have effects, and a link leads elsewhere. Therefore a path is
+checked before it is opened, and the open file again, because the path may have changed meanwhile.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ def open_regular(
     Parameters
     ----------
     follow : bool
-        Whether the last part of `path` may be a link.
+        Whether the last component of `path` may be a link.
     folder : int, optional
-        The descriptor of an open folder that `path` is relative to.
+        Descriptor of an open folder that `path` is relative to.
     is_private : bool
-        Refuse a file of another user, or that others may write.
+        Whether to refuse a file of another user, or that others may write.
 
     Returns
     -------
     (BinaryIO, os.stat_result)
-        The open file, which the caller closes, and its status.
+        Open file, which the caller closes, and its status.
 
     Raises
     ------
     OSError
-        A file that is missing, cannot be read, or is no regular one; its `strerror` says which.
+        A file that is missing, unreadable or not regular (see its `strerror`).
     """
     try:
         _refuse_special(path, os.stat(path, dir_fd=folder, follow_symlinks=follow))
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
         descriptor = os.open(path, flags, dir_fd=folder)
-    except ValueError as error:  # a NUL character, or half a surrogate pair
+    except ValueError as error:  # a NUL character or a surrogate
         raise OSError(errno.EINVAL, f"no file has such a name: {error}") from error
     try:
         status = os.fstat(descriptor)
@@ -64,7 +64,7 @@ def open_regular(
 
 
 def why_foreign(status: os.stat_result) -> str:
-    """Why a file or folder is not to be trusted with code of this user; empty where it is."""
+    """The reason not to trust code in a file or folder, because others can write it; empty if it is trusted."""
     if status.st_uid != os.geteuid():
         return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -73,7 +73,7 @@ def why_foreign(status: os.stat_result) -> str:
 
 
 def read_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:
-    """The bytes of a regular file; OSError as `open_regular`, and for one of more than `max_bytes` bytes."""
+    """Read a regular file; OSError as `open_regular`, and for more than `max_bytes` bytes."""
     file, status = open_regular(path)
     with file:
         if max_bytes is not None and status.st_size > max_bytes:

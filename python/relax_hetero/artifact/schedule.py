@@ -1,7 +1,7 @@
-"""Schedules: a function as steps on devices, with the values between them, as plain data.
+"""Schedules: functions as graphs of steps on devices, as plain data.
 
-Written by the compiler (`transform.partition.form_schedules`) for functions that use several devices. A step reads
-values that steps before it made; it may run as soon as they are there, whatever else waits.
+`transform.partition.form_schedules` makes them for functions that use several devices. A step may run as soon as the
+values that it reads are ready.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias
 
 Results: TypeAlias = "int | tuple[Results, ...]"
-"""The number of a value, or a tuple of such."""
+"""The number of a value, or a nested tuple of numbers."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Work on one device.
+    """A step: work of one queue.
 
     Attributes
     ----------
     device : int
-        Manifest index of the device whose queue runs it; -1: the implicit host.
+        Manifest index of the device whose queue runs it; -1 for the implicit host.
     reads : tuple of int
-        The values it takes, in order.
+        Values that it takes, in order.
     makes : tuple of int
-        The values it gives: several where `function` returns a tuple.
+        Values that it makes: several if `function` returns a tuple.
     function : str
-        Function that runs; empty for a transfer, which takes one value to `device`.
+        Function to run; empty for a transfer of one value to `device`.
     source : int
-        Device where the value of a transfer is.
+        Source device of a transfer.
     sizes : tuple of str
-        Symbolic dimensions whose values the function takes last but for the constants, as a shape.
+        Symbolic dimensions that the function takes as a shape, after its other arguments and before the constants.
     other_devices : tuple of int
         Further devices that the function uses.
     takes_constants : bool
         Whether the function takes the module's constants as its last parameter.
     calls : tuple of str
-        The command buffers, kernels and packed functions that the function calls, by name.
+        Names of the command buffers, kernels and packed functions that the function calls.
     """
 
     device: int
@@ -56,12 +56,12 @@ class Step:
 
     @property
     def is_transfer(self) -> bool:
-        """True if this takes a value to another device, and computes nothing."""
+        """True for a transfer of a value to another device."""
         return not self.function
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """All devices it uses, that of its queue first."""
+        """All devices that it uses, its queue's first."""
         return self.device, *self.other_devices
 
 
@@ -74,11 +74,11 @@ class Schedule:
     function : str
         Name of the function.
     inputs : int
-        How many parameters it has: values 0 to ``inputs - 1``.
+        Number of parameters, which are values 0 to ``inputs - 1``.
     values : int
-        How many values there are.
+        Number of values.
     steps : tuple of Step
-        In an order in which they may run one after the other.
+        Steps in a topological order.
     results : int or nested tuple of int
         Values that the function returns.
     """
@@ -90,7 +90,7 @@ class Schedule:
     results: Results
 
     def with_takers(self, takers: set[str]) -> Schedule:
-        """The schedule once it is known which functions take the constants.
+        """The schedule with `takes_constants` set.
 
         Parameters
         ----------
@@ -103,37 +103,37 @@ class Schedule:
     def overlaps(
         self, queues: Mapping[int, Hashable] | None = None, is_large: Callable[[Step], bool] = lambda step: True
     ) -> bool:
-        """Return whether two large steps that compute can run at the same time within one call.
+        """Return whether two large compute steps of a call can run at the same time.
 
         Parameters
         ----------
         queues : mapping, optional
-            Manifest index to what says which entries are one device; by itself each is one of its own.
+            Key of the physical device by manifest index; by default all entries are different devices.
         is_large : callable, optional
-            Whether a step's work is worth overlapping; by default every step's is.
+            Whether a step is worth overlapping; by default every step is.
         """
-        known = queues or {}
-        used = [{known.get(device, device) for device in step.devices} for step in self.steps]
-        after = self._predecessors()
+        keys = queues or {}
+        devices = [{keys.get(device, device) for device in step.devices} for step in self.steps]
+        predecessors = self._predecessors()
         work = [index for index, step in enumerate(self.steps) if not step.is_transfer and is_large(step)]
         return any(
-            used[a].isdisjoint(used[b]) and not after[b] >> a & 1
+            devices[a].isdisjoint(devices[b]) and not predecessors[b] >> a & 1
             for position, b in enumerate(work)
             for a in work[:position]
         )
 
     def _predecessors(self) -> list[int]:
-        """The set (as bits) of the steps that come before each step."""
+        """The transitive predecessors of each step, as bit sets."""
         maker: dict[int, int] = {}
-        found: list[int] = []
+        predecessors: list[int] = []
         for index, step in enumerate(self.steps):
-            before = 0
+            bits = 0
             for value in step.reads:
                 if value in maker:
-                    before |= found[maker[value]] | 1 << maker[value]
-            found.append(before)
+                    bits |= predecessors[maker[value]] | 1 << maker[value]
+            predecessors.append(bits)
             maker.update(dict.fromkeys(step.makes, index))
-        return found
+        return predecessors
 
     def to_json(self) -> dict[str, Any]:
         """The schedule as JSON data."""

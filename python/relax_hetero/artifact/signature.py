@@ -1,4 +1,4 @@
-"""Signatures: the inputs and results of an executable's functions, as data in the file beside the code.
+"""Signatures: the inputs and results of an executable's functions, as plain data.
 
 A symbolic dimension is text: an identifier (``"n"``) or an integer expression over identifiers with
 ``+ - * // %``, ``min`` and ``max`` (``"2*n + 1"``).
@@ -20,15 +20,15 @@ class TensorSpec:
     Attributes
     ----------
     name : str
-        The ONNX name where the model had one, else the Relax parameter's.
+        ONNX name, else the name of the Relax parameter.
     shape : tuple of int or str, or None
-        Static extents and symbolic expressions; None where the shape is unknown.
+        Static extents and symbolic expressions; None if the shape is unknown.
     dtype : str or None
-        TVM's name of the element type (``"float32"``); None where any is taken.
+        TVM's element type (``"float32"``); None for any.
     device : int
-        Index in the manifest (`Metadata.devices`); -1 is the implicit host, ``cpu(0)``.
+        Manifest index (`Metadata.devices`); -1 for the implicit host, ``cpu(0)``.
     ndim : int
-        Rank; -1 where unknown. Taken from `shape` where that is given.
+        Rank, set from `shape` if that is known; -1 if unknown.
     """
 
     name: str
@@ -45,7 +45,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ShapeSpec:
-    """A Relax shape value; `values` as in `TensorSpec.shape`, `ndim` -1 where the rank is unknown.
+    """A Relax shape value.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class ShapeSpec:
     values : tuple of Dim or None
         Extents as in `TensorSpec.shape`.
     ndim : int
-        Number of extents; -1 where the rank is unknown.
+        Number of extents; -1 if unknown.
     """
 
     name: str
@@ -69,7 +69,7 @@ class ShapeSpec:
 
 @dataclass(frozen=True)
 class PrimSpec:
-    """A scalar that is no tensor (``R.Prim``); `value` is its expression where the type gives one.
+    """A scalar (``R.Prim``).
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class PrimSpec:
     dtype : str
         Type of the scalar.
     value : Dim or None
-        Expression over symbolic dimensions.
+        Expression over symbolic dimensions, if the type has one.
     """
 
     name: str
@@ -88,7 +88,7 @@ class PrimSpec:
 
 @dataclass(frozen=True)
 class TupleSpec:
-    """A Relax tuple; its fields may be tuples again.
+    """A Relax tuple, whose fields may be tuples.
 
     Attributes
     ----------
@@ -151,16 +151,16 @@ def spec_from_json(data: dict[str, Any]) -> ValueSpec:
 
 
 def tensors_of(spec: ValueSpec) -> Iterator[TensorSpec]:
-    """The tensors inside a spec, tuples opened, in order."""
+    """All tensors in a spec, including nested tuples, in order."""
     if isinstance(spec, TensorSpec):
         yield spec
     elif isinstance(spec, TupleSpec):
-        for part in spec.fields:
-            yield from tensors_of(part)
+        for field_spec in spec.fields:
+            yield from tensors_of(field_spec)
 
 
 def describe(spec: ValueSpec) -> str:
-    """A spec's type in a few characters: ``float32[n, 384]``, ``(int64[2], shape[3])``."""
+    """A short text of a spec's type: ``float32[n, 384]``, ``(int64[2], shape[3])``."""
     if isinstance(spec, TensorSpec):
         dims = "..." if spec.shape is None else ", ".join(map(str, spec.shape))
         if spec.shape is None and spec.ndim >= 0:
@@ -179,32 +179,32 @@ def describe(spec: ValueSpec) -> str:
 
 @dataclass(frozen=True)
 class FunctionSignature:
-    """One callable function.
+    """The signature of a callable function.
 
     Attributes
     ----------
     name : str
-        The function's global symbol.
+        Global symbol of the function.
     inputs : tuple of ValueSpec
-        The parameters a caller gives, in order, without the lifted constants.
+        Parameters in order, without the lifted constants.
     outputs : tuple of ValueSpec
-        The results; one entry where the function returns no tuple.
+        Results; one entry unless the function returns a tuple.
     output_is_tuple : bool
-        Whether the function returns a tuple (also one of length 0 or 1).
+        Whether the function returns a tuple (of any length).
     num_input : int
-        Number of `inputs` that are given at every call; the rest are parameters for `set_params`. -1 stands for all.
+        Number of `inputs` of every call; the others are parameters for `set_params`. -1 stands for all.
     defaults : dict of str to int
-        Parameters after `num_input` that a call may leave out -> index of the constant that is used then.
+        Indices of the default constants of parameters after `num_input`, by name.
     takes_constants : bool
         Whether the lowered function takes the tuple of the module's constants as its last parameter.
     donated : tuple of str
-        Inputs that a call consumes: results may lie in their memory.
+        Inputs that a call consumes: results may use their memory.
     copied : tuple of str
-        Inputs that the function's code writes to, though they are not donated: each call copies them.
+        Inputs that the code writes to without donation, so that each call copies them.
     strings : tuple of str
-        The strings that the function knows, whose places are the numbers that it computes with.
+        Strings of the function; a string's index is the code that it computes with.
     string_inputs, string_outputs : tuple of str
-        Inputs and results that callers give and get as strings, though the function has them as int64.
+        Inputs and results that are strings for callers, and int64 codes in the function.
     input_names, output_names : tuple of str
         Names of `inputs` and of `outputs`.
     """

@@ -1,7 +1,6 @@
-"""Types of data that came from a file: every field of a dataclass holds what its annotation says.
+"""Checks of dataclasses from a file against their annotations.
 
-Files may be damaged or forged. Whoever reads plain data builds its dataclasses and has them checked here, once, instead
-of meeting a text where a number should be somewhere in the middle of a call.
+Files may be damaged or forged. Their data is checked here once, so that later code can rely on types.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any, Union, get_args, get_origin
 
 _MAX_INT64 = 2**63 - 1
 
-# Says what is wrong with a value, or None.
+# Function that returns an error text for a value, or None.
 _Check = Callable[[Any], "str | None"]
 
 
 def read_json(text: str | bytes) -> Any:
-    """JSON data; ValueError for text that is none, is not UTF-8, or is nested deeper than Python can follow."""
+    """Parse JSON data; ValueError for invalid or too deeply nested text."""
     try:
         return json.loads(text)
     except (RecursionError, MemoryError) as error:
@@ -29,7 +28,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def check_types(value: Any) -> None:
-    """Check a dataclass and those in its fields; ValueError names the first field that holds something else."""
+    """Check a dataclass and nested ones; the ValueError names the first field of a wrong type."""
     kind: Any = type(value)
     wrong = _check_of(kind)(value)
     if wrong is not None:
@@ -57,11 +56,11 @@ def _check_of(annotation: Any) -> _Check:
         return lambda x: None if type(x) is annotation else f"{_shown(x)}, expected {annotation.__name__}"
     if annotation in (None, types.NoneType):
         return lambda x: None if x is None else f"{_shown(x)}, expected null"
-    return lambda x: None  # any data, or a type that refers to itself, which its reader checks
+    return lambda x: None  # any data, or a recursive type, which its reader checks
 
 
 def _fields_check(cls: type) -> _Check:
-    checks: list[tuple[str, _Check]] = []  # made when it is first used: tuples may hold tuples
+    checks: list[tuple[str, _Check]] = []  # made at first use, because types may be recursive
 
     def check(value: Any) -> str | None:
         if type(value) is not cls:
@@ -69,8 +68,8 @@ def _fields_check(cls: type) -> _Check:
         if not checks:
             hints = typing.get_type_hints(cls)
             checks.extend((field.name, _check_of(hints[field.name])) for field in dataclasses.fields(cls))
-        for name, of_field in checks:
-            wrong = of_field(getattr(value, name))
+        for name, check_field in checks:
+            wrong = check_field(getattr(value, name))
             if wrong is not None:
                 return f"{cls.__name__}.{name}: {wrong}" if "expected" in wrong else wrong
         return None
@@ -84,34 +83,34 @@ def _union_check(options: tuple[Any, ...]) -> _Check:
     def check(value: Any) -> str | None:
         if any(each(value) is None for each in checks):
             return None
-        found = [each(value) for each in checks]
-        # The finding inside of a dataclass that fits says more than that others do not.
+        messages = [each(value) for each in checks]
+        # The message of the dataclass that matches the value is the most specific one.
         names = " or ".join(getattr(option, "__name__", str(option)) for option in options)
-        inner = next((w for w, o in zip(found, options, strict=True) if type(value) is o and w), None)
+        inner = next((w for w, o in zip(messages, options, strict=True) if type(value) is o and w), None)
         return inner or f"{_shown(value)}, expected {names}"
 
     return check
 
 
 def _sequence_check(kind: type[list[Any]] | type[tuple[Any, ...]], item: Any) -> _Check:
-    of_item = _check_of(item)
+    check_item = _check_of(item)
 
     def check(value: Any) -> str | None:
         if not isinstance(value, kind):
             return f"{_shown(value)}, expected a list"
-        return next((wrong for wrong in (of_item(each) for each in value) if wrong is not None), None)
+        return next((wrong for wrong in (check_item(each) for each in value) if wrong is not None), None)
 
     return check
 
 
 def _mapping_check(key: Any, item: Any) -> _Check:
-    of_key, of_item = _check_of(key), _check_of(item)
+    check_key, check_item = _check_of(key), _check_of(item)
 
     def check(value: Any) -> str | None:
         if not isinstance(value, dict):
             return f"{_shown(value)}, expected an object"
-        found = (wrong for k, v in value.items() for wrong in (of_key(k), of_item(v)))
-        return next((wrong for wrong in found if wrong is not None), None)
+        messages = (wrong for k, v in value.items() for wrong in (check_key(k), check_item(v)))
+        return next((wrong for wrong in messages if wrong is not None), None)
 
     return check
 

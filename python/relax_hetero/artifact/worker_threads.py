@@ -1,49 +1,49 @@
-"""The names by which code brings worker threads along, and says where to point its parallel loops at them."""
+"""Names of the packed functions of worker threads in executables."""
 
 from __future__ import annotations
 
 MAX_THREADS = 1023
-"""Maximum number of threads of one caller: their tasks are counted in ten bits of a word."""
+"""Maximum number of threads of one caller, because tasks are counted in ten bits of a word."""
 
 MAX_CPUS = 1024
-"""CPUs that threads are kept apart on, as many as C's set of CPUs has room for; threads on CPUs of higher numbers are
-left to the system."""
+"""Number of CPUs (the size of C's `cpu_set_t`) on which workers are placed on different cores; the system places
+threads on CPUs of higher numbers."""
 
-_PREFIX = "relax_hetero.workers.2"  # the number changes with the functions' meaning: a process may load old files
+_PREFIX = "relax_hetero.workers.2"  # increment the version with the interface: a process may load old files
 
 START = f"{_PREFIX}.start"
-"""Set up, once in a process: addresses of TVM's functions that take, raise and drop an error, threads of a caller that
-said nothing, nanoseconds to spin, the address of numbers (int32) that are the same for CPUs of one core, how many of
-them there are. Returns 0 unless the system refuses."""
+"""Set up once per process. Parameters: addresses of TVM's functions that take, raise and drop an error, default number
+of threads of a caller, nanoseconds to spin, address and length of an int32 table of core numbers by CPU. Returns 0
+unless the system refuses."""
 
 CONFIGURE = f"{_PREFIX}.configure"
-"""Give the calling thread room for so many threads, itself included, and have it use so many of them."""
+"""Set the calling thread's maximum number of threads, including itself, and the number that it uses."""
 
 SPIN = f"{_PREFIX}.spin"
-"""Have callers spin for so many nanoseconds, and workers 16 times as long."""
+"""Set the nanoseconds that callers spin; workers spin 16 times as long."""
 
 FORGET = f"{_PREFIX}.forget"
-"""In a process that was forked: the calling thread's workers are gone, it makes new ones."""
+"""Forget the calling thread's workers, which are lost in a forked child."""
 
 WIDTH = f"{_PREFIX}.width"
-"""How many threads the calling thread uses, 0 where nobody said."""
+"""Return the number of threads that the calling thread uses; 0 if it is not set."""
 
 LAUNCH = f"{_PREFIX}.launch_address"
-"""Returns the address of the function that parallel loops call."""
+"""Return the address of the function that parallel loops call."""
 
 STAGE = f"{_PREFIX}.stage_address"
-"""Returns the address of the function that copies between plain and pinned memory (`vm.device.pinned_staging`)."""
+"""Return the address of the function that copies between pageable and pinned memory (`vm.device.pinned_staging`)."""
 
 HELP = f"{_PREFIX}.help_address"
-"""Returns the address of the function in which threads wait to help with such copies; it never returns."""
+"""Return the address of the function in which helper threads wait for such copies."""
 
 
 def launch_setter(number: int) -> str:
-    """The name of the function that has the parallel loops of a part of the code call the address that it is given.
+    """The name of the function that sets the launch function of a module's parallel loops.
 
     Parameters
     ----------
     number : int
-        Position of the part, from 0 on without gaps.
+        Index of the module among those with parallel loops.
     """
     return f"{_PREFIX}.use.{number}"

@@ -1,6 +1,6 @@
-"""The kinds of devices, a line each; `target.backend` says what they answer.
+"""Registry of device kinds (`target.backend.Backend`), a line each.
 
-The highest package that compiling and running need: it may use all below, which ask `target.backend.backend_of`.
+Back ends may use the packages that compile and run models, which reach them through `target.backend.backend_of`.
 """
 
 from __future__ import annotations
@@ -23,4 +23,4 @@ BACKENDS = (
     Backend("ext_dev", 12),
     Backend("hexagon", 16),
 )
-"""Back ends by kind; of several with one device type, the first runs the devices."""
+"""All back ends; the first one of a device type runs its devices."""

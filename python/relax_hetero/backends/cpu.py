@@ -1,4 +1,4 @@
-"""CPUs: code by LLVM for this or another CPU, or by a compiler of C."""
+"""Back ends of CPUs: LLVM, or a C compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CBackend(Backend):
-    """Kernels written in C."""
+    """Back end that generates C."""
 
     checks_values = True
     records_by_hand = True
@@ -21,23 +21,23 @@ class CBackend(Backend):
         super().__init__(kind, CPU, "cpu", description, words)
 
     def native_target(self, index: int) -> tvm.target.Target:
-        """A target that says no more than the kind: the compiler of C knows its CPU."""
+        """The default target, because the C compiler chooses the CPU."""
         return self.default_target()
 
     def product_rate(self, target: tvm.target.Target, dtype: str) -> float:
-        """Rate of the CPU's instructions for a type."""
+        """Throughput of the CPU's instructions for a type."""
         from ..target.product_rates import cpu_product_rate
 
         return cpu_product_rate(target, dtype)
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
-        """Tiles that any compiler makes vectors of."""
+        """The resolver of generic tiles, which any compiler vectorizes."""
         from ..resolvers import GenericResolver
 
         return ((GenericResolver(), ()),)
 
     def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
-        """Write C, and have it compiled."""
+        """Generate C source."""
         import tvm
 
         from ..driver.link.c_literals import with_c_literals
@@ -47,18 +47,18 @@ class CBackend(Backend):
         return super().build(tvm.IRModule(changed), target)
 
     def load(self) -> bool:
-        """CPUs are part of TVM's runtime."""
+        """Do nothing: TVM's runtime includes CPUs."""
         return True
 
     def runner(self, machine: Any, recording: Any, compiled: bool) -> Any:
-        """Runner in the calling thread."""
+        """A runner in the calling thread."""
         from ..vm.command_buffer.runners import HostRunner
 
         return HostRunner(machine, recording, compiled)
 
 
 class LlvmBackend(CBackend):
-    """Kernels compiled by LLVM."""
+    """Back end that compiles with LLVM."""
 
     callable_by_hand = True
 
@@ -68,19 +68,19 @@ class LlvmBackend(CBackend):
         super().__init__("llvm", "the CPU", words)
 
     def native_target(self, index: int) -> tvm.target.Target:
-        """Target with the name, features and cores of this CPU."""
+        """A target with the name, features and number of cores of this CPU."""
         from ..target.native_target import native_llvm
 
         return native_llvm()
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
-        """Target of this CPU, unless the given one has ``mcpu`` or ``mattr``, or another triple than this machine's."""
+        """The target of this CPU, unless `target` has ``mcpu``, ``mattr`` or another triple."""
         from ..target.native_target import completed_llvm
 
         return completed_llvm(target)
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
-        """Panels for the instruction sets of the tables, tiles for others."""
+        """The resolvers of panels for known instruction sets, and of generic tiles for others."""
         from ..resolvers import CpuResolver
         from ..target.cpu_target import INSTRUCTION_SETS
 
@@ -89,7 +89,7 @@ class LlvmBackend(CBackend):
         return (*super().resolvers(), *rows)
 
     def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
-        """Compile by LLVM, with loops for vectors and the alignment that arguments have."""
+        """Compile with LLVM (`driver.link.llvm_kernels`)."""
         from ..driver.link.llvm_kernels import build_llvm
 
         return build_llvm(target, kernels)

@@ -1,4 +1,4 @@
-"""GPUs of NVIDIA."""
+"""The back end of NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger("relax_hetero")
 
 DEFAULT_ARCH = "sm_90a"
-"""GPU generation assumed for code that is compiled where no GPU can be asked (H100, H200)."""
+"""Default architecture without a GPU (H100, H200)."""
 
 _STOCK_ARCH = "sm_50"
-"""Architecture of TVM's target without a GPU."""
+"""TVM's default architecture without a GPU."""
 _ARCH = re.compile(r"(?:cuda|nvidia)?[\s:_-]*(?:sm|compute)[\s_-]?([0-9]{2,3}[af]?)")
 _MAX_DEVICES = 64
 _POSTPROCESS = "tvm_callback_cuda_postproc"
-"""Function that changes CUDA code, where somebody has registered it."""
+"""TVM's callback that changes CUDA code, if one is registered."""
 
 
 class CudaBackend(GpuBackend):
-    """Kernels as CUDA source, compiled by NVRTC or nvcc; queues are streams, command buffers are graphs."""
+    """Back end that compiles CUDA source with NVRTC or nvcc; queues are streams, and command buffers are graphs."""
 
     KIND = "cuda"
     callable_by_hand = True
@@ -42,7 +42,7 @@ class CudaBackend(GpuBackend):
     pins_memory = True
     has_links = True
     needs_workers = True
-    dlpack_stream = 1  # the legacy default stream, which ours are ordered with
+    dlpack_stream = 1  # the legacy default stream, with which our streams synchronize
 
     def __init__(self) -> None:
         words = """nvidia geforce rtx gtx tesla quadro hopper blackwell ada ampere volta turing tensorrt trt cudnn
@@ -50,7 +50,7 @@ class CudaBackend(GpuBackend):
         super().__init__(self.KIND, 2, "", "an NVIDIA GPU", words)
 
     def default_target(self) -> tvm.target.Target:
-        """TVM's target, without the warning that it guesses where there is no GPU."""
+        """TVM's target, without TVM's warning that it guesses a GPU."""
         import tvm
 
         if self.load() and tvm.cuda(0).exist:
@@ -58,13 +58,13 @@ class CudaBackend(GpuBackend):
         return tvm.target.Target({"kind": self.kind, "arch": _STOCK_ARCH})
 
     def native_target(self, index: int) -> tvm.target.Target:
-        """Architecture and limits of a GPU; `DEFAULT_ARCH` where it is absent."""
+        """A target with the architecture and limits of a GPU; `DEFAULT_ARCH` if it is absent."""
         from tvm.target import Target
 
         return Target(_native_config(self, index))
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
-        """Native target, unless anything differs from TVM's guess."""
+        """The native target, unless `target` differs from TVM's guess."""
         import tvm_ffi
 
         from ..target.native_target import default_target, native
@@ -73,11 +73,11 @@ class CudaBackend(GpuBackend):
         return native(self.kind, index) if is_default else None
 
     def completed_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Facts about this machine's first GPU for a target without ``arch``."""
+        """Add facts about this computer's first GPU to a target without ``arch``."""
         return config if "arch" in config else {**self.native_target(0).export(), **config}
 
     def target_hint(self, text: str) -> str:
-        """Target of an architecture that is named alone, as ``sm_90``."""
+        """Advice for an architecture alone, as ``sm_90``."""
         arch = _ARCH.fullmatch(text)
         if arch is None:
             return ""
@@ -85,7 +85,7 @@ class CudaBackend(GpuBackend):
         return f"; {self.description} of that architecture is {target}"
 
     def product_rate(self, target: tvm.target.Target, dtype: str) -> float:
-        """Rate of the tensor cores."""
+        """Throughput of the tensor cores."""
         from ..target.product_rates import gpu_product_rate
 
         return gpu_product_rate(target, dtype)
@@ -97,13 +97,13 @@ class CudaBackend(GpuBackend):
         return peaks_of(target)
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
-        """Tiles of tensor cores."""
+        """The resolver of tiles of tensor cores."""
         from ..resolvers import CudaResolver
 
         return ((CudaResolver(), ()),)
 
     def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
-        """Write CUDA source, and compile the host code that launches the kernels."""
+        """Generate CUDA source, and compile the host code that launches the kernels."""
         from ..driver.link.cuda.kernel_sources import generate
 
         return generate(kernels, target)
@@ -111,13 +111,13 @@ class CudaBackend(GpuBackend):
     def link(
         self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any
     ) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
-        """Compile the sources of all parts together, and let the parts' host code import them."""
+        """Compile all sources in parallel, and import the kernels into the host code."""
         from ..driver.link.cuda.machine_code import link_parts
 
         return link_parts(built, progress, folder)
 
     def compiler_identity(self) -> str:
-        """NVRTC or nvcc, with its version; empty where neither is here."""
+        """Version of NVRTC or nvcc; empty without a compiler."""
         from ..driver.link.cuda.compilers import find_compiler
         from ..errors import BuildError
 
@@ -127,14 +127,14 @@ class CudaBackend(GpuBackend):
             return ""
 
     def why_uncached(self) -> str:
-        """Return whether somebody changes the code on its way."""
+        """The reason if a registered callback changes the code, or an empty text."""
         import tvm
 
-        is_changed = tvm.get_global_func(_POSTPROCESS, allow_missing=True) is not None
-        return f"CUDA code goes through {_POSTPROCESS}, which somebody has registered" if is_changed else ""
+        is_registered = tvm.get_global_func(_POSTPROCESS, allow_missing=True) is not None
+        return f"CUDA code goes through {_POSTPROCESS}, which somebody has registered" if is_registered else ""
 
     def load_dependencies(self) -> bool:
-        """Load CUDA's runtime library, which pip's packages put where the dynamic loader does not look."""
+        """Load CUDA's runtime library from pip's packages, which the dynamic loader does not search."""
         from ..target.runtime_libraries import cuda_libraries
 
         try:
@@ -142,12 +142,12 @@ class CudaBackend(GpuBackend):
         except OSError:
             return False
         for path in cuda_libraries("libcudart.so.*[0-9]"):
-            with contextlib.suppress(OSError):  # of another machine, or broken: TVM's library says what it misses
+            with contextlib.suppress(OSError):  # unusable; loading TVM's library reports what is missing
                 ctypes.CDLL(str(path))
         return True
 
     def count(self) -> int:
-        """GPUs that this process may use."""
+        """Number of GPUs that this process may use."""
         import tvm
 
         if not self.load():
@@ -155,7 +155,7 @@ class CudaBackend(GpuBackend):
         return next(index for index in range(_MAX_DEVICES + 1) if index == _MAX_DEVICES or not tvm.cuda(index).exist)
 
     def why_not_loaded(self) -> str:
-        """Reason why `load` has failed; empty where it has not."""
+        """Reason why `load` failed, or empty."""
         from ..target.runtime_libraries import why_not_loaded
 
         return why_not_loaded(f"tvm_runtime_{self.type_name}")
@@ -167,31 +167,31 @@ class CudaBackend(GpuBackend):
         return why_no_gpu(self.why_not_loaded())
 
     def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
-        """BindingError where the GPU does not run code for the architecture."""
+        """Require that a GPU can run the architecture's code; BindingError otherwise."""
         from ..vm.device.cuda_driver import check_gpu
 
         check_gpu(name, spec, device)
 
     def connect(self, devices: Sequence[runtime.Device]) -> None:
-        """Let every pair of GPUs read each other's memory, where the hardware can."""
+        """Enable peer access between all pairs of GPUs that support it."""
         from ..vm.device.cuda_copies import enable_peer_access
 
         enable_peer_access(devices)
 
     def copy(self, source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:
-        """Copy on the current stream, in pinned pieces where the host's memory is not pinned."""
+        """Copy on the current stream, staged through pinned buffers for pageable memory."""
         from ..vm.device.cuda_copies import copy_on_current_stream
 
         return copy_on_current_stream(source, target, wait)
 
     def error_record(self, index: int) -> Any:
-        """Record in pinned memory."""
+        """The GPU's record in pinned memory."""
         from ..vm.device.error_records import error_record
 
         return error_record(index)
 
     def queue(self, device: runtime.Device, name: str) -> Any:
-        """Queue that gives work to a stream; None where the driver does not work."""
+        """A queue that puts work into a stream; None if CUDA does not work."""
         from ..vm.device.cuda_library import cuda_library
         from ..vm.device.cuda_streams import shared_stream
         from ..vm.queue.stream_queue import StreamQueue
@@ -202,7 +202,7 @@ class CudaBackend(GpuBackend):
         return StreamQueue(name, shared_stream(library, device.index, "kernels"))
 
     def copy_queues(self, indices: Sequence[int]) -> Any:
-        """Queues that copy on streams of their own; None where the driver does not work."""
+        """Queues that copy on streams of their own; None if CUDA does not work."""
         from ..vm.device.cuda_library import cuda_library
         from ..vm.queue.stream_queue import CopyQueues
 
@@ -210,7 +210,7 @@ class CudaBackend(GpuBackend):
         return None if library is None else CopyQueues(library, set(indices))
 
     def runner(self, machine: Any, recording: Any, compiled: bool) -> Any:
-        """Runner by a graph, or on a stream."""
+        """A runner with CUDA graphs, or on a stream."""
         from ..vm.command_buffer.cuda_runner import CudaRunner
 
         return CudaRunner(machine, recording)
@@ -225,7 +225,7 @@ def _native_config(backend: CudaBackend, index: int) -> dict[str, object]:
     backend.load()
     device = tvm.cuda(index)
     if not device.exist:
-        _say_assumed_arch()
+        _warn_of_default_arch()
         return {"kind": backend.kind, "arch": DEFAULT_ARCH}
     return {
         "kind": backend.kind,
@@ -237,7 +237,7 @@ def _native_config(backend: CudaBackend, index: int) -> dict[str, object]:
 
 
 @cache
-def _say_assumed_arch() -> None:
+def _warn_of_default_arch() -> None:
     _log.warning(
         "cuda: there is no GPU here to ask, so code is compiled for %s (H100, H200); for another one give its target, "
         'such as {"kind": "cuda", "arch": "sm_80"}',

@@ -1,4 +1,4 @@
-"""GPUs that TVM has a code generator for, and this library only loops."""
+"""Back ends of GPUs for which TVM generates code and this library only schedules loops."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 class GpuBackend(Backend):
-    """A device of blocks and threads."""
+    """Back end of a GPU."""
 
     is_gpu = True
 
     def schedule(self, kernel: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
-        """Blocks and threads by the rules of `tir.cuda.loops`, which need no instruction of CUDA alone."""
+        """Bind loops to blocks and threads (`tir.cuda.loops`, which is not specific to CUDA)."""
         from ..target.gpu_target import gpu_target_of
         from ..tir.cuda.loops import schedule
 
@@ -26,14 +26,14 @@ class GpuBackend(Backend):
 
 
 class RocmBackend(GpuBackend):
-    """GPUs of AMD."""
+    """Back end of AMD GPUs."""
 
     def __init__(self) -> None:
         words = "amd amdgpu radeon hip gfx90a mi250 mi300 rocmexecutionprovider migraphx migraphxexecutionprovider"
         super().__init__("rocm", 10, "", "an AMD GPU", words)
 
     def native_target(self, index: int) -> tvm.target.Target:
-        """As TVM detects it; without a GPU TVM would warn thirty times, and assume one of 2017."""
+        """The target that TVM detects; VDeviceError without a GPU, because TVM would assume one of 2017."""
         import tvm
 
         if not tvm.runtime.device(self.kind, index).exist:

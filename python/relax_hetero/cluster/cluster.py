@@ -219,7 +219,7 @@ class Cluster:
                     signature = plan.signature or named_only(name, plan.input_names)
                     args, kwargs = copy_arguments(signature, (), args, kwargs, is_late=True)
                 start = partial(self._start_after, partial(self._start_late, name, plan, args, kwargs, fence), fence)
-            then = start if is_admitted else partial(self._calls.line_up, fence, start)
+            then = start if is_admitted else partial(self._calls.enqueue, fence, start)
             when_all_done(awaited, then)
         except BaseException:
             self._calls.leave(fence)

@@ -1,4 +1,4 @@
-"""From a module at any stage to an executable."""
+"""Compilation of modules to executables."""
 
 from . import guard_tvm_compile
 from .compile import compile, get_pipeline

@@ -1,7 +1,7 @@
-"""Weights given by name become constants of the functions that take them, each on the device of its parameter.
+"""Binding of weights by name: parameters become constants on their parameters' devices.
 
-Functions that share a weight share its constant, so that it is packed and kept once. TVM's BindParams makes constants
-without a device, and then finds that calls with them do not fit.
+Functions that share a weight share its constant, so that it is packed and stored once. TVM's BindParams makes constants
+without a device, whose calls then fail type checks.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from ..transform.record.donated import DONATED, input_names
 
 
 def bind_params(mod: tvm.IRModule, params: Mapping[str, Any]) -> tvm.IRModule:
-    """Put `params` in the place of parameters of all functions; symbolic extents that they settle become numbers.
+    """Replace parameters of all functions by `params`; symbolic extents that these determine become numbers.
 
-    A function's parameters are those after its ``num_input``, or all where it has none; ``main``'s inputs can be bound,
-    too. Functions that others of the module call are left alone: their callers give them weights.
+    A function's parameters are those after its ``num_input``, or all without that attribute; ``main``'s inputs can be
+    bound, too. Functions that other functions call are not changed: their callers pass them weights.
 
     Raises
     ------
     BuildError
-        No mapping from names, a name that is no parameter's, or a value that does not fit its parameter's type.
+        Not a mapping from names, an unknown name, or a value that does not fit its parameter's type.
     """
     if not isinstance(params, Mapping):
-        found = type(params).__name__
-        raise BuildError(f"params= is a {found}, expected a mapping from names of parameters to tensors{_hint(params)}")
+        kind = type(params).__name__
+        raise BuildError(f"params= is a {kind}, expected a mapping from names of parameters to tensors{_hint(params)}")
     if not params:
         return mod
     functions = relax_functions(mod)
     called = {callee for _, func in functions for callee in relax.analysis.all_global_vars(func)}
-    takers = {gv: names for gv, func in functions if gv not in called and (names := _bindable(gv, func))}
-    known = list(dict.fromkeys(name for names in takers.values() for name in names))
-    unknown = [name for name in params if name not in known]
+    bindable = {gv: names for gv, func in functions if gv not in called and (names := _bindable(gv, func))}
+    names_in_module = list(dict.fromkeys(name for names in bindable.values() for name in names))
+    unknown = [name for name in params if name not in names_in_module]
     if unknown:
         callees = [gv.name_hint for gv, func in functions if gv in called and set(unknown) & {*_bindable(gv, func)}]
         if callees:
             callers = [gv.name_hint for gv, func in functions if called & {*relax.analysis.all_global_vars(func)}]
             raise BuildError(f"params= names {unknown} of {callees}, which {callers} call with weights of their own")
-        raise BuildError(f"params= names {unknown}, which no function has; the module has {known}")
+        raise BuildError(f"params= names {unknown}, which no function has; the module has {names_in_module}")
     tensors = {name: _tensor(name, value) for name, value in params.items()}
-    changed = {gv: _bind(func, takers[gv], tensors) for gv, func in functions if gv in takers}
-    kept = {gv: func for gv, func in mod.functions.items() if gv not in changed}
+    changed = {gv: _bind(func, bindable[gv], tensors) for gv, func in functions if gv in bindable}
+    unchanged = {gv: func for gv, func in mod.functions.items() if gv not in changed}
     bound = {typed(tvm.ir.GlobalVar(gv.name_hint), func.ty): func for gv, func in changed.items()}
-    return copy_module(mod, {**kept, **bound})
+    return copy_module(mod, {**unchanged, **bound})
 
 
 def bind_defaults(mod: tvm.IRModule) -> tvm.IRModule:
@@ -71,11 +71,11 @@ def _bindable(gv: tvm.ir.GlobalVar, func: relax.Function) -> list[str]:
 
 def _bind(func: relax.Function, names: list[str], tensors: Mapping[str, tvm.runtime.Tensor]) -> relax.Function:
     extents: dict[tvm.ir.Var, tvm.ir.Expr] = {}
-    given = [param for param in func.params if param.name in tensors and param.name in names]
-    weights = {param: _weight(param, tensors[param.name], extents) for param in given}
-    kept = [param for param in func.params if param not in weights]
+    params = [param for param in func.params if param.name in tensors and param.name in names]
+    weights = {param: _weight(param, tensors[param.name], extents) for param in params}
+    remaining = [param for param in func.params if param not in weights]
     func = _without_names(func, weights)
-    func = _substitute(func, kept, {param: _constant(weight, param.ty) for param, weight in weights.items()})
+    func = _substitute(func, remaining, {param: _constant(weight, param.ty) for param, weight in weights.items()})
     return _substitute(func, list(func.params), extents)
 
 
@@ -88,37 +88,37 @@ def _hint(params: object) -> str:
 
 
 def _tensor(name: str, value: Any) -> tvm.runtime.Tensor:
-    """A weight as a tensor, one for all functions that take it."""
+    """A weight as a tensor that all functions share."""
     if isinstance(value, tvm.runtime.Tensor):
         return value
     where = f"params= gives {name!r} a {type(value).__name__}, expected a tensor"
-    if isinstance(value, relax.Expr) or hasattr(value, "_expr"):  # Parameter and Tensor of relax.frontend.nn
+    if isinstance(value, relax.Expr) or hasattr(value, "_expr"):  # relax.frontend.nn's Parameter and Tensor
         raise BuildError(f"{where}: it describes one of a model, and holds no array")
     try:
         array = np.asarray(value)
         if array.dtype.kind in "OSUMm" or array.dtype.names is not None:
             raise TypeError(f"numpy dtype {array.dtype}")
         return tvm.runtime.tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
-    except Exception as error:  # each library raises its own
+    except Exception as error:  # libraries raise various exceptions
         raise BuildError(f"{where}: {error}") from error
 
 
 def _without_names(func: relax.Function, weights: Mapping[relax.Var, tvm.runtime.Tensor]) -> relax.Function:
-    """The function, with attributes that count and name the parameters that are not in `weights`."""
-    kept = [number for number, param in enumerate(func.params) if param not in weights]
+    """Remove the parameters in `weights` from the attributes that count and name parameters."""
+    remaining = [number for number, param in enumerate(func.params) if param not in weights]
     if "input_names" in func.attrs:
         names = input_names(func)
-        func = func.with_attr("input_names", [names[number] for number in kept])
+        func = func.with_attr("input_names", [names[number] for number in remaining])
     if "num_input" in func.attrs:
         before = int(func.attrs["num_input"])
-        func = func.with_attr("num_input", sum(number < before for number in kept))
+        func = func.with_attr("num_input", sum(number < before for number in remaining))
     if DEFAULTS in func.attrs:
         bound = {param.name for param in weights}
-        left = {name: tensor for name, tensor in func.attrs[DEFAULTS].items() if str(name) not in bound}
-        func = func.with_attr(DEFAULTS, left) if left else func.without_attr(DEFAULTS)
+        unbound = {name: tensor for name, tensor in func.attrs[DEFAULTS].items() if str(name) not in bound}
+        func = func.with_attr(DEFAULTS, unbound) if unbound else func.without_attr(DEFAULTS)
     if DONATED in func.attrs:
         donated = [int(number) for number in func.attrs[DONATED]]
-        func = func.with_attr(DONATED, [kept.index(number) for number in donated if number in kept])
+        func = func.with_attr(DONATED, [remaining.index(number) for number in donated if number in remaining])
     return func
 
 
@@ -135,7 +135,7 @@ def _substitute(
 
 
 def _weight(param: relax.Var, tensor: tvm.runtime.Tensor, extents: dict[tvm.ir.Var, tvm.ir.Expr]) -> tvm.runtime.Tensor:
-    """`tensor` if it has the parameter's type; symbolic extents that it settles are added to `extents`."""
+    """Check a tensor against a parameter's type; adds the symbolic extents that it determines to `extents`."""
     shape = tuple(int(extent) for extent in tensor.shape)
     if not _fits(shape, str(tensor.dtype), param.ty, extents):
         found = f"a tensor of shape {shape} and dtype {tensor.dtype}"
@@ -151,9 +151,9 @@ def _fits(shape: tuple[int, ...], dtype: str, ty: tvm.ir.Type, extents: dict[tvm
     expected = ty.shape.values
     if len(expected) != len(shape):
         return False
-    for extent, have in zip(expected, shape, strict=True):
+    for extent, actual in zip(expected, shape, strict=True):
         if isinstance(extent, tvm.ir.Var):
-            extent = extents.setdefault(extent, tirx.IntImm("int64", have))
-        if isinstance(extent, tirx.IntImm) and int(extent.value) != have:
+            extent = extents.setdefault(extent, tirx.IntImm("int64", actual))
+        if isinstance(extent, tirx.IntImm) and int(extent.value) != actual:
             return False
     return True

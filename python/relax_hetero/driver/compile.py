@@ -1,11 +1,9 @@
-"""rh.compile: a module at any stage becomes an executable.
+"""`rh.compile` and `rh.get_pipeline`: checks of modules, the passes, linking, and versions for optional devices.
 
-`compile` checks what it is given and asks the cache. `_compile` is the way of the model: first the passes, which
-`transform.pipeline` lists with a line each, then linking, step by step below. Kernels come to be in three of the
-passes: MaterializeEncodings asks the device's resolver for those of products, convolutions, rows and attention,
-FormDispatches has TVM legalize and fuse all other ops, and FormCommandBuffers writes the functions that call runs of
-both.
-`memory_plan_of` plans memory for `explain`, without linking.
+`compile` checks its arguments and asks the cache. `_compile` runs the passes, which `transform.pipeline` lists, and
+then links. Three of the passes make kernels: MaterializeEncodings asks the device's resolver for kernels of products,
+convolutions, rows and attention, FormDispatches has TVM legalize and fuse all other ops, and FormCommandBuffers writes
+functions that call runs of both. `memory_plan_of` plans memory for `explain`, without linking.
 """
 
 from __future__ import annotations
@@ -74,29 +72,29 @@ from .link.parallel_codegen import Progress
 from .link.repeated_calls import with_repeated_calls
 from .signatures import function_signatures
 
-# Versions of a module that do without optional devices: their work is the fallback device's.
+# Versions of a module for machines that lack optional devices.
 #
-# Of the optional devices, given in order of their importance, each version lacks one more than the one before, the last
-# named first. The work of a missing device goes to the module's host, its last CPU device, or to this CPU where the
-# module has none. A version is compiled by itself, so that its layouts and kernels are those of the devices it has.
+# Optional devices are listed by importance; each version omits one more of them, starting with the least important. The
+# work of an omitted device moves to the module's host, its last CPU device, or to this CPU if the module lacks one.
+# Each version is compiled separately, so that its layouts and kernels suit its devices.
 
 
 def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDeviceSpec] | None) -> tuple[int, ...]:
-    """Positions of the optional devices in the module's list.
+    """Indices of the optional devices in the module's list.
 
     Raises
     ------
     VDeviceError
-        One that the module has not, one given twice, or a CPU.
+        A device that the module lacks, a repeated one, or a CPU.
     BuildError
-        The module is lowered, and names devices in code.
+        The module is lowered, and refers to devices in code.
     """
     if optional is None:
         return ()
-    given = list(optional) if isinstance(optional, Iterable) and not isinstance(optional, str) else [optional]
+    specs = list(optional) if isinstance(optional, Iterable) and not isinstance(optional, str) else [optional]
     vdevices = vdevices_of(mod)
-    found: list[int] = []
-    for spec in given:
+    indices: list[int] = []
+    for spec in specs:
         try:
             vdevice = lookup(spec, vdevices)  # type: ignore[arg-type]
         except VDeviceError as error:
@@ -104,37 +102,37 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
         name, index = device_name(vdevice, vdevices), vdevice_index(vdevice, vdevices)
         if is_cpu(vdevice):
             raise VDeviceError(f"rh.compile: optional: {name} is a CPU, which every machine has; expected a GPU")
-        if index in found:
+        if index in indices:
             raise VDeviceError(f"rh.compile: optional: {name} is given twice")
-        found.append(index)
-    if found and is_lowered(mod):
+        indices.append(index)
+    if indices and is_lowered(mod):
         raise BuildError("rh.compile: optional devices need a module before LowerToVM, found one that is lowered")
-    return tuple(found)
+    return tuple(indices)
 
 
-def without_devices(mod: tvm.IRModule, left_out: Sequence[int]) -> tvm.IRModule:
-    """The module with the work of some devices on the fallback device.
+def without_devices(mod: tvm.IRModule, omitted: Sequence[int]) -> tvm.IRModule:
+    """Move the work of some devices to the fallback device.
 
     Parameters
     ----------
     left_out : sequence of int
-        Positions in the module's list.
+        Indices in the module's list.
     """
     vdevices = vdevices_of(mod)
-    kept = [vdevice for index, vdevice in enumerate(vdevices) if index not in left_out]
-    fallback = host_vdevice(kept)
+    remaining = [vdevice for index, vdevice in enumerate(vdevices) if index not in omitted]
+    fallback = host_vdevice(remaining)
     if fallback is None:
         fallback = VDevice(native("llvm"))
-        kept.append(fallback)
-    successors = [fallback if index in left_out else vdevice for index, vdevice in enumerate(vdevices)]
-    return succeed_vdevices(mod, successors, kept)
+        remaining.append(fallback)
+    successors = [fallback if index in omitted else vdevice for index, vdevice in enumerate(vdevices)]
+    return succeed_vdevices(mod, successors, remaining)
 
 
-# Checks of a module before its passes run, so that a wrong one is refused in terms of its own names.
+# Checks of a module before its passes run, so that errors refer to the module's own names.
 #
-# TVM infers types while a module is built, but a module that was put together by hand, changed by other passes or read
-# from a file may hold anything: its passes would fail later, with messages about what they made of it. Each op is asked
-# once more for the type of its result, and calls of functions and kernels are compared with what they take.
+# TVM infers types while a module is built, but a module that was written by hand, changed by other passes or read from
+# a file may be inconsistent, and passes would fail later with messages about intermediate code. The checks infer the
+# result type of each op again, and compare calls of functions and kernels with the callees' parameters.
 
 
 def check_module(mod: tvm.IRModule) -> None:
@@ -143,11 +141,11 @@ def check_module(mod: tvm.IRModule) -> None:
     Raises
     ------
     BuildError
-        Names the function, the op and the variable, what was found and what was expected.
+        The module is invalid; the message names the function, the op and the variable.
     """
     functions = relax_functions(mod)
     if not any(func.attrs and "global_symbol" in func.attrs for func in mod.functions.values()):
-        raise BuildError(_without_functions(mod))
+        raise BuildError(_no_functions_message(mod))
     names = [str(gv.name_hint) for gv in mod.get_global_vars()]
     for gv, func in functions:
         for callee in relax.analysis.all_global_vars(func):
@@ -157,18 +155,18 @@ def check_module(mod: tvm.IRModule) -> None:
                     f"function {gv.name_hint!r} refers to {callee.name_hint!r}, which the module lacks{hint}"
                 )
         if not is_lowered(mod):
-            _Function(mod, gv.name_hint).check(func)
+            _FunctionChecker(mod, gv.name_hint).check(func)
 
 
-def _without_functions(mod: tvm.IRModule) -> str:
-    found = sorted(f"{type(func).__name__} {gv.name_hint!r}" for gv, func in mod.functions.items())
+def _no_functions_message(mod: tvm.IRModule) -> str:
+    functions = sorted(f"{type(func).__name__} {gv.name_hint!r}" for gv, func in mod.functions.items())
     return (
-        f"rh.compile: the module has no function that could be called (found {', '.join(found[:6]) or 'nothing'}); "
+        f"rh.compile: the module has no function that could be called (found {', '.join(functions[:6]) or 'nothing'}); "
         "expected one with the attribute global_symbol, as func.with_attr('global_symbol', 'main') gives it"
     )
 
 
-class _Function:
+class _FunctionChecker:
     """Checks one function."""
 
     def __init__(self, mod: tvm.IRModule, name: str) -> None:
@@ -176,7 +174,7 @@ class _Function:
         self._builder = relax.BlockBuilder()
 
     def check(self, func: relax.Function) -> None:
-        """Check symbolic sizes, bindings and the result; BuildError for the first that is wrong."""
+        """Check symbolic sizes, bindings and the result; BuildError for the first error."""
         free = relax.analysis.free_symbolic_vars(func)
         if free:
             names = ", ".join(sorted({repr(str(var.name)) for var in free}))
@@ -184,15 +182,15 @@ class _Function:
                 f"function {self._name!r}: the symbolic size{'s' * (len(free) > 1)} {names} is given by no argument; "
                 "expected each as an extent of a parameter, or defined by R.match_cast"
             )
-        seen: set[relax.Var] = set()
+        bound: set[relax.Var] = set()
         for binding in walk_bindings(func):
-            if binding.var in seen:
+            if binding.var in bound:
                 raise self._error(binding, "is bound a second time; expected one binding for each variable")
-            seen.add(binding.var)
+            bound.add(binding.var)
             if isinstance(binding, relax.VarBinding):
                 self._check_binding(binding)
         result = func.body.body.ty
-        if self._cannot_be(func.ret_ty, result):
+        if self._is_incompatible(func.ret_ty, result):
             raise BuildError(
                 f"function {self._name!r} is declared to return {type_text(func.ret_ty)}, and its body gives "
                 f"{type_text(result)}"
@@ -208,20 +206,20 @@ class _Function:
             self._check_kernel(binding, value)
             ty = value.ty_args[0]
         elif op_name(value) is not None:
-            ty = self._inferred(binding, value)
+            ty = self._infer(binding, value)
         name = op_name(value)
         if isinstance(ty, relax.TensorType) and ty.dtype is None and name is not None and not is_kept(name):
             raise self._error(binding, "has no known element type; expected R.match_cast to one before")
-        if ty is not None and self._cannot_be(binding.var.ty, ty):
+        if ty is not None and self._is_incompatible(binding.var.ty, ty):
             raise self._error(binding, f"is declared as {type_text(binding.var.ty)}, and its value is {type_text(ty)}")
 
-    def _inferred(self, binding: relax.VarBinding, call: relax.Call) -> tvm.ir.Type | None:
+    def _infer(self, binding: relax.VarBinding, call: relax.Call) -> tvm.ir.Type | None:
         infer = call.op.get_attr("FInferType")
         if infer is None:
             return None
         try:
             return infer(call, self._builder)
-        except Exception:  # each op raises its own; two devices that meet are placement's to explain
+        except Exception:  # perhaps a conflict of devices, which placement reports better: try again without devices
             args = [_without_devices(arg) for arg in call.args]
         try:
             return infer(relax.Call(call.op, args, call.attrs, call.ty_args, call.span), self._builder)
@@ -235,7 +233,7 @@ class _Function:
             raise self._error(binding, f"branches on {operand_text(value.cond)}; expected bool[]")
         for name, branch in (("then", value.true_branch), ("else", value.false_branch)):
             result = branch.body.ty
-            if self._cannot_be(binding.var.ty, result):
+            if self._is_incompatible(binding.var.ty, result):
                 raise self._error(
                     binding,
                     f"is declared as {type_text(binding.var.ty)}, and its {name} branch gives {type_text(result)}",
@@ -253,7 +251,7 @@ class _Function:
                 binding, f"gives function {name!r} {len(call.args)} arguments, and it takes {len(callee.params)}"
             )
         for arg, param in zip(call.args, callee.params, strict=True):
-            if self._cannot_be(param.ty, arg.ty):
+            if self._is_incompatible(param.ty, arg.ty):
                 raise self._error(
                     binding,
                     f"gives {operand_text(arg)} for parameter {param.name!r} of function {name!r}, which takes "
@@ -272,17 +270,17 @@ class _Function:
         fields = list(call.args[1].fields)
         results = list(tensor_types(call.ty_args[0]))
         if op_name(call) == CALL_TIR_INPLACE:
-            results = [ty for ty, at in zip(results, call.attrs.inplace_indices, strict=False) if int(at) < 0]
-        given = [(operand_text(arg), arg.ty) for arg in fields]
-        given += [(f"result {number}: {type_text(ty)}", ty) for number, ty in enumerate(results)]
+            results = [ty for ty, i in zip(results, call.attrs.inplace_indices, strict=False) if int(i) < 0]
+        arguments = [(operand_text(arg), arg.ty) for arg in fields]
+        arguments += [(f"result {number}: {type_text(ty)}", ty) for number, ty in enumerate(results)]
         scalars = len(call.args[2].values) if len(call.args) > 2 and isinstance(call.args[2], relax.ShapeExpr) else 0
-        if len(given) + scalars != len(kernel.params):
+        if len(arguments) + scalars != len(kernel.params):
             raise self._error(
                 binding,
                 f"gives kernel {name} {len(fields)} operands, {len(results)} results and {scalars} sizes, and it takes "
                 f"{len(kernel.params)} parameters",
             )
-        for (text, ty), buffer in zip(given, kernel.params, strict=False):
+        for (text, ty), buffer in zip(arguments, kernel.params, strict=False):
             if isinstance(buffer, tirx.Buffer) and isinstance(ty, relax.TensorType) and not _fits(ty, buffer):
                 extents = ", ".join(map(text_of, buffer.shape))
                 raise self._error(
@@ -290,8 +288,8 @@ class _Function:
                 )
 
     @staticmethod
-    def _cannot_be(declared: tvm.ir.Type, value: tvm.ir.Type) -> bool:
-        """Return whether the types exclude each other: no value of type `value` is of type `declared`."""
+    def _is_incompatible(declared: tvm.ir.Type, value: tvm.ir.Type) -> bool:
+        """Return whether no value can be of both types."""
         if tvm.ir.Type in (type(declared), type(value)):  # not inferred yet
             return False
         return bool(type_base_check(declared, value) == BaseCheckResult.FAIL_L0)
@@ -314,12 +312,12 @@ def _fits(ty: relax.TensorType, buffer: tirx.Buffer) -> bool:
     if not isinstance(ty.shape, relax.ShapeExpr):
         return True
     pairs = zip(ty.shape.values, buffer.shape, strict=True)
-    known = [(int(a), int(b)) for a, b in pairs if isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm)]
-    return all(a == b for a, b in known)
+    constants = [(int(a), int(b)) for a, b in pairs if isinstance(a, tirx.IntImm) and isinstance(b, tirx.IntImm)]
+    return all(a == b for a, b in constants)
 
 
 def _without_devices(arg: relax.Expr) -> relax.Expr:
-    """An operand as a variable whose type names no device."""
+    """A variable with the type of an operand, without its device."""
     if isinstance(arg, relax.Tuple):
         return relax.Tuple([_without_devices(field) for field in arg.fields])
     if isinstance(arg, (relax.Var, tvm.ir.GenericConst)) and isinstance(arg.ty, relax.TensorType):
@@ -332,7 +330,7 @@ def _without_devices(arg: relax.Expr) -> relax.Expr:
 _log = logging.getLogger("relax_hetero")
 
 CHECKS = ("default", "strict")
-"""Levels of refusal: see `compile`."""
+"""Levels of run-time checks; see `compile`."""
 
 
 def compile(  # noqa: A001 (the contract's name)
@@ -351,69 +349,68 @@ def compile(  # noqa: A001 (the contract's name)
     Parameters
     ----------
     mod : tvm.IRModule
-        At any stage: free, annotated, placed or lowered. Without vdevices it is compiled for the native CPU.
+        Module at any stage: free, annotated, placed or lowered. Without vdevices it is compiled for the native CPU.
     params : mapping of str to tensor, optional
-        Weights by parameter name, bound as constants to every function that has such a parameter, and kept once.
-        Parameters after a function's ``num_input`` that are not bound are given to the machine once, with
-        ``set_params``.
+        Weights by parameter name, bound as constants in every function with such a parameter, and stored once. Unbound
+        parameters after a function's ``num_input`` are set later with ``VirtualMachine.set_params``.
     progress : callable, optional
-        Called as ``progress(step, done, total)``, in this thread, while it compiles: `done` of `total` ``"passes"``,
-        then ``"kernels"``, and then ``"CUDA kernels"`` where there are any, are done.
+        Called in this thread as ``progress(stage, done, total)``, where `stage` is ``"passes"``, then ``"kernels"``,
+        and then ``"CUDA kernels"`` if there are any.
     command_buffers : bool
-        Whether runs of kernels on one device become command buffers, which costs less than a call for each.
+        Whether consecutive kernels on one device become command buffers, which cost less than a call for each kernel.
     donate : sequence of str, or mapping from function to sequence of str, optional
-        Inputs that a function may overwrite (of ``main`` where no function is named): results may lie in their
-        memory. A call consumes them; without it no argument is ever written.
+        Inputs that a function (by default ``main``) may overwrite, so that results can use their memory. Calls consume
+        these arguments; other arguments are never written.
     cache : bool, str or path, optional
-        Where executables are kept on disk, to be found when the same module is compiled again: a folder, True for that
-        of the environment (``RELAX_HETERO_CACHE``, else the user's), False for none. By default that of the
-        environment, for what took a second or more to compile.
+        On-disk cache of executables: a folder, True for the folder of the environment (``RELAX_HETERO_CACHE``, else the
+        user's cache folder), False for none. By default the folder of the environment, for modules that take a second
+        or more to compile.
     checks : str
-        ``"default"``: indices outside of their axis and integer divisors of 0 are errors on CPUs; on GPUs an index
-        holds to the nearest element and a quotient by 0 is 0. ``"strict"``: they are errors on every device; those of
-        a GPU are raised by a fence's ``result``, or where the host first reads a tensor of that GPU.
+        ``"default"``: out-of-range indices and integer divisions by 0 are errors on CPUs; on GPUs indices are clamped
+        and a quotient by 0 is 0. ``"strict"``: they are errors on every device; a GPU's errors are raised by a fence's
+        ``result``, or when the host next reads a tensor from that GPU.
     optional : str, VDevice, or sequence of them, optional
-        Devices that a machine may lack, the most important first (``"cuda:0"``): where one is absent when the machine
-        is made, the work of it, and of those named after it, runs on the module's last CPU device, or on this CPU where
-        it has none, in that device's layouts. The executable holds a version for each case.
+        Devices that a machine may lack, the most important first (``"cuda:0"``). If one is absent when the machine is
+        made, its work and that of later ones runs on the module's last CPU device, or on this CPU if it lacks one, in
+        that device's layouts. The executable contains a version for each case.
     accuracy : str, or mapping from names to str, optional
-        How exact convolutions of float32 are on CPUs. ``"default"``: those of 3x3 windows and stride 1 may take
-        Winograd's form F(2x2, 3x3) where that is faster, with errors no larger than those of the direct form, and
-        weights of 16/9 of the size. ``"exact"``: none do. ``"fast"``: also F(4x4, 3x3), with about twice the error, and
-        weights of four times the size. By names of the convolutions' variables, as ``explain`` shows them, where ``*``
-        stands for any letters: ``{"*": "fast", "head_*": "exact"}``, the last that fits.
+        Accuracy of float32 convolutions on CPUs. ``"default"``: 3x3 convolutions of stride 1 may use Winograd's
+        F(2x2, 3x3) if that is faster, with errors no larger than the direct method's, and weights of 16/9 of the size.
+        ``"exact"``: no Winograd. ``"fast"``: also F(4x4, 3x3), with about twice the error, and weights of four times
+        the size. A mapping has patterns of the convolutions' variables, as ``explain`` shows them, of which the last
+        match counts: ``{"*": "fast", "head_*": "exact"}``.
 
     Returns
     -------
     rh.vm.Executable
-        Its ``metadata.cache`` says whether it was compiled or found.
+        Executable, whose ``metadata.cache`` tells whether it came from the cache.
 
     Raises
     ------
     HeteroError
-        An unknown value of `checks` or `accuracy`, or a name in it that no convolution has; `optional` devices that are
-        CPUs, or not the module's; placement conflicts, ops without kernels, kernels that do not compile, unknown names
-        of parameters, inputs that cannot be donated; indices and divisors that are known now and wrong.
+        An unknown value of `checks` or `accuracy`, or a pattern in it without a match; `optional` devices that are CPUs
+        or not in the module; placement conflicts, ops without kernels, kernels that do not compile, unknown parameter
+        names, inputs that cannot be donated; constant indices and divisors that are invalid.
     """
-    mod = prepared(mod, params, donate, checks, accuracy, "rh.compile")
+    mod = prepare_module(mod, params, donate, checks, accuracy, "rh.compile")
     _check_one_host(mod)
     indices = optional_indices(mod, optional)
 
-    def compiled(version: tvm.IRModule) -> Executable:
+    def compile_version(version: tvm.IRModule) -> Executable:
         return through_cache(
             version, cache, command_buffers, lambda folder: _compile(version, command_buffers, progress, folder)
         )
 
-    executable = compiled(mod)
+    executable = compile_version(mod)
     if indices:
         executable.metadata = replace(executable.metadata, optional=indices)
         executable.versions = tuple(
-            compiled(without_devices(mod, indices[first:])) for first in reversed(range(len(indices)))
+            compile_version(without_devices(mod, indices[first:])) for first in reversed(range(len(indices)))
         )
     return executable
 
 
-def prepared(
+def prepare_module(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None,
     donate: Sequence[str] | Mapping[str, Sequence[str]] | None,
@@ -421,12 +418,12 @@ def prepared(
     accuracy: str | Mapping[str, str],
     caller: str,
 ) -> tvm.IRModule:
-    """The module with a device, its weights, and what `compile` was asked for as attributes.
+    """Check a module, bind its weights, and store options of `compile` as attributes.
 
     Raises
     ------
     HeteroError
-        As `compile` does; the message begins with `caller`.
+        Errors as in `compile`; messages begin with `caller`.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"{caller}: {describe_value(mod, caller)}; expected a tvm.IRModule")
@@ -460,23 +457,23 @@ def _compile(
 ) -> Executable:
     vdevices = vdevices_of(mod)
     writes = may_write_arguments(mod)
-    # The passes: ops become calls of kernels, calls become what the virtual machine runs.
-    mod = _lower(mod, command_buffers, progress)
-    found = remarks_of(mod)
-    reports = found.to_data()
+    # Passes lower ops to calls of kernels, and then to calls of the virtual machine.
+    mod = run_steps(mod, pipeline_steps(command_buffers), progress)
+    remarks = remarks_of(mod)
+    reports = remarks.to_data()
     devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
-    # Kernels that command buffers recorded by hand may use can be called by address too.
+    # Public kernels can be called by address, by command buffers recorded by hand.
     mod, kernels = with_public_kernels(mod, devices)
-    # The constants that CUDA graphs read are taken off their functions: the machine passes them when it records.
+    # Constants of CUDA graphs leave their functions: the machine passes them when it captures a graph.
     mod, graphs = graph_tables(mod)
-    # Command buffers on CPUs find their constants and kernels in a table that the machine fills.
+    # Command buffers on CPUs read the addresses of constants and kernels from a table that the machine fills.
     mod, tables = by_address(mod)
-    # Constants leave the code: one tuple, each on the device that uses it.
+    # Other constants leave the code: a tuple of tensors on the devices that use them.
     lifted = lift_constants(mod, [*tables, *graphs])
-    # A call that looks like an earlier one takes a shorter way.
+    # Repeated calls with the same shapes get an entry point that skips checks.
     signatures = function_signatures(mod, lifted.takers, lifted.defaults)
-    whole, repeated = with_repeated_calls(lifted.mod, signatures)
-    # All that a machine, a profile and `explain` need to know without the compiler.
+    linkable, repeated = with_repeated_calls(lifted.mod, signatures)
+    # Metadata that machines, profiles and `explain` use without the compiler.
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=devices,
@@ -492,25 +489,20 @@ def _compile(
         writes_arguments=writes,
         regions=linked_regions(lifted),
         kernels=kernels,
-        single_calls=found.single_calls or (),
-        schedules=tuple(schedule.with_takers(lifted.takers) for schedule in found.schedules or ()),
+        single_calls=remarks.single_calls or (),
+        schedules=tuple(schedule.with_takers(lifted.takers) for schedule in remarks.schedules or ()),
         memory=memory_of(mod),
-        checks=found.checks or (),
+        checks=remarks.checks or (),
         repeated=repeated,
-        graph=found.graph,
+        graph=remarks.graph,
     )
-    # LLVM and CUDA compile the kernels, a group for each target, and TVM links them behind one bytecode.
-    linked = link(whole, progress, folder)
+    # LLVM and CUDA compile the kernels of each target, and TVM links them with the bytecode.
+    linked = link(linkable, progress, folder)
     return Executable(linked.module, metadata, lifted.tensors, machine_code=linked.machine_code)
 
 
-def _lower(mod: tvm.IRModule, command_buffers: bool, progress: Progress | None) -> tvm.IRModule:
-    """The module in the virtual machine's form."""
-    return run_steps(mod, pipeline_steps(command_buffers), progress)
-
-
 def run_steps(mod: tvm.IRModule, steps: Sequence[PipelineStep], progress: Progress | None) -> tvm.IRModule:
-    """The module that steps of the pipeline make."""
+    """Run steps of the pipeline."""
     for done, step in enumerate(steps, 1):
         mod = step.run(mod)
         if progress is not None:
@@ -519,15 +511,15 @@ def run_steps(mod: tvm.IRModule, steps: Sequence[PipelineStep], progress: Progre
 
 
 def may_write_arguments(mod: tvm.IRModule) -> bool:
-    """True if functions of a module may write to what they are given, by packed functions; True once it is lowered.
+    """Return whether impure functions of a module may write to their arguments; True for lowered modules.
 
-    What ops that work in place write to is known for each argument (`transform.partition.written_arguments`).
+    Writes of in-place ops are known for each argument instead (`transform.partition.written_arguments`).
     """
     return is_lowered(mod) or not all(func.is_pure for _, func in relax_functions(mod))
 
 
 def device_spec(vdevice: relax.VDevice, default: bool) -> DeviceSpec:
-    """A vdevice as the manifest keeps it."""
+    """The manifest entry of a vdevice."""
     return DeviceSpec(str(vdevice.target), int(vdevice.vdevice_id), str(vdevice.memory_scope), default)
 
 
@@ -546,12 +538,12 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
 
 
 def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
-    """Memory of calls of a module, as `rh.compile` plans it.
+    """The memory plan of a module, as `rh.compile` makes it.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        With dispatches formed, command buffers and schedules where they are wanted; lowered or not.
+        Module with dispatches, and optionally command buffers and schedules; lowered or not.
     """
     lowered, graphs = graph_tables(LowerToVM()(mod))
     vdevices = vdevices_of(lowered)
@@ -570,7 +562,7 @@ def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
 
 
 def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, DispatchSpec]:
-    """The kernels that command buffers and functions call, each with all devices that it runs on."""
+    """The kernels that command buffers and functions call, with their devices."""
     dispatches = region_dispatches(mod)
     for _, func in relax_functions(mod):
         allocated: dict[relax.Var, int] = {}
@@ -584,18 +576,18 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
             kernel = mod.functions[gv]
             device = _device_of(call, kernel, allocated, vdevices)
             work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
-            known = dispatches.setdefault(gv.name_hint, DispatchSpec(device, ops_of(kernel), *work))
-            if device not in known.devices:
-                dispatches[gv.name_hint] = replace(known, other_devices=(*known.other_devices, device))
+            dispatch = dispatches.setdefault(gv.name_hint, DispatchSpec(device, ops_of(kernel), *work))
+            if device not in dispatch.devices:
+                dispatches[gv.name_hint] = replace(dispatch, other_devices=(*dispatch.other_devices, device))
     return dispatches
 
 
 def _device_of(
     call: relax.Call, kernel: tirx.PrimFunc, allocated: Mapping[relax.Var, int], vdevices: list[relax.VDevice]
 ) -> int:
-    """The manifest index of the device that a lowered call runs on; -1 for kernels that TVM adds, of shapes.
+    """The manifest index of the device that runs a lowered call; -1 for kernels on shapes that TVM adds.
 
-    Intermediate tensors have no device in their types: where they are allocated says it.
+    Types of intermediate tensors lack a device, so their allocation tells it.
     """
     vdevice = call_vdevice(call)
     if vdevice is not None:
@@ -603,28 +595,25 @@ def _device_of(
     if not ops_of(kernel):
         return -1
     device = next((allocated[arg] for arg in call.args if arg in allocated), -1)
-    if device < 0:  # memory that is allocated otherwise: the first device of the kernel's target
+    if device < 0:  # allocated in another way: the first device of the kernel's target
         targets = [str(vdevice.target) for vdevice in vdevices]
         target = str(kernel.attrs.get("target"))
         return targets.index(target) if target in targets else -1
     return device if device < len(vdevices) else -1
 
 
-# `rh.get_pipeline`: the pipeline for ``tvm.compile``, whose guard this package installs.
-
-
 def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
-    """The passes of ``rh.compile`` as one pass, for ``tvm.compile`` and for looking at stages.
+    """The passes of ``rh.compile`` as one pass, for ``tvm.compile`` and for inspecting stages.
 
     Parameters
     ----------
     command_buffers : bool
-        Whether runs of kernels on one device become command buffers.
+        Whether consecutive kernels on one device become command buffers.
 
     Returns
     -------
     tvm.transform.Sequential
-        Each pass can be run alone, and does nothing to a module that has been through it.
+        Passes, each of which can run alone and is idempotent.
     """
     steps = pipeline_steps(command_buffers, stock=True)
     return tvm.transform.Sequential([step.run for step in steps], name="relax_hetero")

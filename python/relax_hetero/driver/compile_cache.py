@@ -1,4 +1,4 @@
-"""Compiled modules are kept on disk and found again, by the same or another process."""
+"""The on-disk cache of compiled modules, shared between processes."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ from ..vm.file.export import check_linking
 from ..vm.file.load import load_container
 from .link.link import external_calls, external_modules
 
-# The key of a compilation: a hash of all that the code and what it says about itself depend on.
+# The key of a compilation: a hash of everything that the executable depends on.
 #
-# A module is hashed as TVM's JSON, its constants apart: as text they would take a hundred times longer. Then there
-# are who resolves encodings on its targets, the options, the settings of the PassContext, and the versions of TVM,
-# LLVM and this library, whose own sources are hashed because a checkout changes under one version; of models for CUDA
-# devices also the CUDA compiler.
+# A module is hashed as TVM's JSON without its constants, which are hashed as bytes, a hundred times faster than as
+# text. The key also covers the resolvers and compilers of the targets, the options, the settings of the PassContext,
+# and the versions of TVM, LLVM and this library. The library's sources are hashed, because a checkout changes without a
+# new version.
 
-# Hashed by one thread at a time.
-_PIECE = 8 << 20
-_IMPORTED = time.time()
+_CHUNK_BYTES = 8 << 20
+"""Bytes that one task hashes."""
+_IMPORT_TIME = time.time()
 
 
 def why_uncached(mod: tvm.IRModule) -> str:
-    """Why a module's code cannot be looked up: what it depends on has no key, or somebody watches it being made.
+    """The reason why a module cannot be cached: a dependency lacks a key, or its passes are being observed.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        With vdevices.
+        Module with vdevices.
 
     Returns
     -------
     str
-        Empty where nothing stands in the way.
+        Reason, or an empty text.
     """
     if tvm.transform.PassContext.current().instruments:
         return "the PassContext has instruments, which see passes only where they run"
     if is_collecting():
         return "a report of the passes is being collected"
-    if _sources()[1] > _IMPORTED:
+    if _sources()[1] > _IMPORT_TIME:
         return "the sources of this library were changed while it was in use"
     if external_modules(mod):
         return "the module brings compiled code along"
@@ -77,18 +77,18 @@ def why_uncached(mod: tvm.IRModule) -> str:
     for target in _targets(mod):
         if resolver_key(target) is None:
             return f"the resolver of {target.kind.name} devices is not ours and has no attribute 'cache_key'"
-        if why := backend_of(target).why_uncached():
-            return why
+        if reason := backend_of(target).why_uncached():
+            return reason
     return ""
 
 
 def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
-    """A text that two compilations share only if they make the same executable, in any process.
+    """The key of a compilation; compilations with equal keys make the same executable, in any process.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        With vdevices, weights bound; `why_uncached` has no objection.
+        Module with vdevices and bound weights, for which `why_uncached` is empty.
     command_buffers : bool
         Option of ``rh.compile``.
 
@@ -100,33 +100,33 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
     Raises
     ------
     Exception
-        An error of TVM's own kind: the module, or a setting of the PassContext, cannot be written as JSON.
+        TVM's exception if the module, or a setting of the PassContext, cannot be written as JSON.
     """
     text, constants = _without_constants(mod)
     context = tvm.transform.PassContext.current()
     settings = [context.opt_level, context.required_pass, context.disabled_pass, context.config]
-    here = Target.current(allow_none=True)
+    current_target = Target.current(allow_none=True)
     parts = [
         _versions(),
         *(f"{target} {resolver_key(target)} {backend_of(target).compiler_identity()}" for target in _targets(mod)),
-        str(here),
+        str(current_target),
         str(command_buffers),
         tvm.ir.save_json(settings),
         text,
     ]
-    found = hashlib.blake2b(digest_size=20)
+    digest = hashlib.blake2b(digest_size=20)
     for part in [*(part.encode() for part in parts), *_digests(constants)]:
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
 
 
 def _targets(mod: tvm.IRModule) -> list[Target]:
-    """The targets that code may be made for: those of the devices, and this CPU's, for hosts that nobody named."""
+    """The possible targets of code: those of the devices, and this CPU as the implicit host."""
     return [*(vdevice.target for vdevice in vdevices_of(mod)), native("llvm")]
 
 
 def _without_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
-    """A module as text, with variables in the place of tensors, which are numbered in order of the text."""
+    """A module as text with variables in place of tensors, and the tensors in the order of the text."""
     constants: list[runtime.Tensor] = []
 
     def on_constant(constant: tvm.ir.GenericConst) -> relax.Expr:
@@ -150,28 +150,28 @@ def _without_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
 
 
 def _digests(tensors: Sequence[runtime.Tensor]) -> list[bytes]:
-    """A hash of every tensor's bytes, large ones in pieces and on all cores."""
+    """A hash of every tensor's bytes, computed in chunks on all cores."""
     arrays = [bytes_of(tensor) for tensor in tensors]
-    pieces = [array[at : at + _PIECE] for array in arrays for at in range(0, array.nbytes, _PIECE)]
+    chunks = [array[begin : begin + _CHUNK_BYTES] for array in arrays for begin in range(0, array.nbytes, _CHUNK_BYTES)]
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="relax_hetero.key") as threads:
-        digests = iter(list(threads.map(_digest, pieces)))
-    return [b"".join(next(digests) for _ in range(0, array.nbytes, _PIECE)) for array in arrays]
+        digests = iter(list(threads.map(_digest, chunks)))
+    return [b"".join(next(digests) for _ in range(0, array.nbytes, _CHUNK_BYTES)) for array in arrays]
 
 
-def _digest(piece: np.ndarray) -> bytes:
-    return hashlib.blake2b(piece.data, digest_size=20).digest()
+def _digest(chunk: np.ndarray) -> bytes:
+    return hashlib.blake2b(chunk.data, digest_size=20).digest()
 
 
 @functools.cache
 def _versions() -> str:
-    """Versions of what makes code: TVM, LLVM, and this library by its sources."""
+    """Versions of TVM, LLVM, and this library by its sources."""
     llvm = codegen.llvm_version_major(allow_none=True)
-    return f"{_sources()[0]} tvm {tvm.__version__} {_built()} tvm_ffi {tvm_ffi.__version__} llvm {llvm}"
+    return f"{_sources()[0]} tvm {tvm.__version__} {_tvm_libraries()} tvm_ffi {tvm_ffi.__version__} llvm {llvm}"
 
 
 @functools.cache
 def _sources() -> tuple[str, float]:
-    """A hash of this library's sources, and when they were last changed."""
+    """A hash of this library's sources, and the time of their last change."""
     digest, changed = hashlib.blake2b(digest_size=20), 0.0
     package = Path(__file__).parents[1]
     for file in sorted([*package.rglob("*.py"), *package.rglob("*.ll")]):
@@ -181,8 +181,8 @@ def _sources() -> tuple[str, float]:
     return digest.hexdigest(), changed
 
 
-def _built() -> str:
-    """Sizes and times of TVM's libraries: one that somebody has built keeps its version."""
+def _tvm_libraries() -> str:
+    """Sizes and times of TVM's libraries, because builds from source share a version."""
     libraries = sorted(Path(tvm.__file__).parent.rglob("libtvm*"))
     return " ".join(f"{status.st_size}:{status.st_mtime_ns}" for status in (file.stat() for file in libraries))
 
@@ -191,7 +191,7 @@ _log = logging.getLogger("relax_hetero")
 _unwritable: set[Path] = set()
 
 MIN_SECONDS = 1.0
-"""Minimum compile time of a module that is kept, unless the caller asks for a cache: less is not worth the cost."""
+"""Minimum compile time of modules that are cached by default."""
 
 
 def through_cache(
@@ -200,38 +200,37 @@ def through_cache(
     command_buffers: bool,
     build: Callable[[CacheFolder | None], Executable],
 ) -> Executable:
-    """The executable that `build` makes of a module, or the same one, made before.
+    """Find the executable of a module in the cache, or build and store it.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        With vdevices, weights bound.
+        Module with vdevices and bound weights.
     cache : bool or str or PathLike of str or None
-        As `folder_of` takes it; None keeps only what took `MIN_SECONDS`.
+        Argument of `folder_of`; None stores only modules that took `MIN_SECONDS`.
     command_buffers : bool
-        An option that `build` depends on besides.
+        Option of `build`, for the key.
     build : callable
-        Compiles the module; told the folder, for what it keeps there itself.
+        Compiles the module; takes the folder, for its own cache of kernels.
 
     Returns
     -------
     Executable
-        Its ``metadata.cache`` says where it came from. One that is found, or was just stored, is that of a file.
+        Executable, loaded from the cache's file if possible; ``metadata.cache`` tells where it came from.
 
     Raises
     ------
     HeteroError
-        An error of `build`; a cache that is not a folder's name. Whatever else is wrong with a cache, compiling goes
-        on.
+        An error of `build`, or an invalid `cache`. Other errors of the cache do not prevent compiling.
     """
     folder = folder_of(cache)
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers)
     if folder is None or not key:
         return _with_use(build(folder), CacheUse(UNUSED, why=why))
-    found = _find(folder, key)
-    if found is not None:
+    cached = _find(folder, key)
+    if cached is not None:
         folder.note_hit(key)
-        return found
+        return cached
     start = time.perf_counter()
     executable = build(folder)
     use = CacheUse(MISS, key, round(time.perf_counter() - start, 3))
@@ -242,7 +241,7 @@ def through_cache(
 
 
 def find_cached(mod: tvm.IRModule) -> CacheUse:
-    """Return whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), which stays unused."""
+    """Look up whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), without using it."""
     folder = folder_of()
     key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers=True)
     if folder is None or not key:
@@ -263,7 +262,7 @@ def _key(mod: tvm.IRModule, command_buffers: bool) -> tuple[str, str]:
         return "", why
     try:
         return compile_key(mod, command_buffers), ""
-    except Exception as error:  # what TVM cannot write as JSON has no common class
+    except Exception as error:  # TVM's exceptions here have no common class
         return "", f"the module cannot be written as JSON: {error}"
 
 
@@ -284,7 +283,7 @@ def _find(folder: CacheFolder, key: str) -> Executable | None:
 
 
 def _load(folder: CacheFolder, key: str, verify: bool) -> Executable | None:
-    """The executable of a file in the folder; None where there is no folder that may be used."""
+    """Load an executable from the folder; None if the folder may not be used."""
     with folder.opened() as descriptor:
         if descriptor is None:
             return None
@@ -292,16 +291,16 @@ def _load(folder: CacheFolder, key: str, verify: bool) -> Executable | None:
 
 
 def _open(folder: CacheFolder, key: str, descriptor: int) -> Container:
-    """The file of a key, none of its code loaded; BuildError for one that is damaged, or the entry of another key."""
+    """Open the file of a key without loading code; BuildError if it is damaged, or the entry of another key."""
     container = open_container(folder.file(key), folder=descriptor)
-    found = _use_of(container).key
-    if found != key:
-        raise BuildError(f"{container.path}: found the entry of key {found!r}, expected the key that is its name")
+    stored_key = _use_of(container).key
+    if stored_key != key:
+        raise BuildError(f"{container.path}: found the entry of key {stored_key!r}, expected the key that is its name")
     return container
 
 
 def _use_of(container: Container) -> CacheUse:
-    """Key, state and seconds of the compilation that wrote a file."""
+    """Key, state and duration of the compilation that wrote a file."""
     try:
         return CacheUse(**read_json(container.header["metadata"])["cache"])
     except (ValueError, TypeError, LookupError) as error:
@@ -309,7 +308,7 @@ def _use_of(container: Container) -> CacheUse:
 
 
 def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:
-    """Store an executable; gives that of the file, so that what is compiled behaves as what will be found."""
+    """Store an executable, and return the stored one, so that first and later compilations behave alike."""
     why = _why_not_linked()
     nbytes = sum(map(nbytes_of, executable.constants))
     if nbytes > folder.limit:
@@ -322,13 +321,13 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
             if stored is not None:
                 return stored
             why = f"{folder.path} was removed"
-        except BuildError as error:  # too large for what others keep there, or removed by another process
+        except BuildError as error:  # evicted or removed by another process
             why = str(error)
     return _with_use(executable, replace(use, why=f"not kept: {why}"))
 
 
 def _why_not_linked() -> str:
-    """Tools that linking lacks and that running does not need."""
+    """The reason why this process cannot link, or an empty text."""
     try:
         check_linking("the compile cache")
     except (BuildError, OSError) as error:
@@ -337,7 +336,7 @@ def _why_not_linked() -> str:
 
 
 def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
-    """Write an executable's file; gives the reason where it cannot be, and warns of it once."""
+    """Write an executable's file; returns the reason of a failure, and logs it once per folder."""
     try:
         folder.add(use.key, executable.export_private, _description(executable, use))
     except (BuildError, OSError) as error:
@@ -349,7 +348,7 @@ def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
 
 
 def _description(executable: Executable, use: CacheUse) -> dict[str, object]:
-    """Data that ``relax-hetero cache ls`` shows."""
+    """Data for ``relax-hetero cache ls``."""
     return {
         "functions": [str(signature) for signature in executable.metadata.signatures.values()],
         "targets": [device.target for device in executable.devices],

@@ -1,4 +1,4 @@
-"""Signatures of Relax functions as plain data: the inputs and outputs that callers must know."""
+"""Signatures of Relax functions as plain data: inputs and outputs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def function_signatures(
     Parameters
     ----------
     mod : tvm.IRModule
-        A lowered module whose constants are not lifted yet.
+        Lowered module before its constants are lifted.
     takers : set of str
-        The functions that will take the tuple of constants.
+        Names of the functions that will take the tuple of constants.
     defaults : mapping of str to mapping of str to int, optional
-        Function -> parameter -> index of the constant that is its default.
+        Index of the default constant by function and parameter.
     """
     return _signatures(mod, public_functions(mod), takers, defaults or {})
 
 
 def signatures_before_lowering(mod: tvm.IRModule) -> dict[str, FunctionSignature]:
-    """Signatures of a module's public functions, which have a symbol, at any stage before it is lowered."""
+    """Signatures of a module's public functions (with a ``global_symbol``) at any stage before lowering."""
     return _signatures(
         mod, [gv.name_hint for gv, func in relax_functions(mod) if "global_symbol" in func.attrs], set(), {}
     )
@@ -106,7 +106,7 @@ class _TypeReader:
 
 
 def dims(values: object) -> tuple[Dim, ...] | None:
-    """Extents as integers and expression text; None where they are unknown, or no text describes them."""
+    """Extents as integers and text of expressions; None if unknown or not expressible as text."""
     if values is None:
         return None
     try:

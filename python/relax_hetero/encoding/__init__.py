@@ -1,4 +1,4 @@
-"""Encodings, layouts and problems: uses of tensors, and how they are stored; the registry of resolvers."""
+"""Encodings, layouts and problems (a tensor's role, its storage, a kernel's task), and the registry of resolvers."""
 
 from __future__ import annotations
 

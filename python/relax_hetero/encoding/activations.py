@@ -1,4 +1,4 @@
-"""Activations that exporters write out: an expression that computes one gets its name, and so its quicker code.
+"""Recognition of activations that exporters write as basic ops: naming them selects their faster code.
 
 ``multiply(multiply(x0, add(erf(divide(x0, 1.4142135)), 1.0)), 0.5)`` is ``gelu(x0)``. (Source: Hendrycks and Gimpel,
 "Gaussian error linear units", for both forms.)
@@ -15,45 +15,45 @@ from .expression import Expression, Term
 _SQRT_HALF = math.sqrt(0.5)
 _TANH_INNER, _TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
 _TOLERANCE = 1e-5
-"""Relative: exporters round the constants to single precision, or write six digits."""
+"""Relative tolerance: exporters round the constants to single precision, or write six digits."""
 
 
 def named(expression: Expression) -> Expression:
-    """The expression with gelu and its tanh form by their names.
+    """The expression with gelu and its tanh form replaced by their functions.
 
     Parameters
     ----------
     expression : Expression
-        Over floating-point operands of at most 32 bits.
+        Expression over floating-point operands of at most 32 bits.
     """
 
-    # From the outside, so that a product is seen with all its factors.
+    # From the outside in, so that a product is matched with all its factors.
     @cache
     def visit(term: Term) -> Term:
-        found = (_gelu(term) if term.op in ("multiply", "divide") else None) or term
-        return Term(found.op, tuple(map(visit, found.args)), found.params)
+        term = (_gelu(term) if term.op in ("multiply", "divide") else None) or term
+        return Term(term.op, tuple(map(visit, term.args)), term.params)
 
     return Expression(visit(expression.term))
 
 
 def _gelu(term: Term) -> Term | None:
-    """The product as a gelu, times what else it has."""
+    """A product as a gelu times its other factors; None if it is not one."""
     number, factors = _factors(term)
     for factor in factors:
         gate = _plus_one(factor)
         if gate is None or gate.op not in ("erf", "tanh"):
             continue
-        x = _under_erf(gate.args[0]) if gate.op == "erf" else _under_tanh(gate.args[0])
+        x = _erf_argument(gate.args[0]) if gate.op == "erf" else _tanh_argument(gate.args[0])
         if x is None:
             continue
-        scale, own = _factors(x)
+        scale, x_factors = _factors(x)
         rest = factors.copy()
         rest[factor] -= 1
-        if own - rest:
+        if x_factors - rest:
             continue
         result = Term("gelu" if gate.op == "erf" else "gelu_tanh", (x,))
-        for other in (rest - own).elements():
-            result = Term("multiply", (result, other))
+        for remaining in (rest - x_factors).elements():
+            result = Term("multiply", (result, remaining))
         # x (1 + erf(x / sqrt(2))) is twice gelu(x).
         number = 2 * number / scale
         return result if _close(number, 1) else Term("multiply", (result, Term("number", (), (number,))))
@@ -61,7 +61,7 @@ def _gelu(term: Term) -> Term | None:
 
 
 def _factors(term: Term) -> tuple[float, Counter[Term]]:
-    """A term as a number times a product of terms that are no products."""
+    """A term as a number times a product of terms that are not products themselves."""
     if term.op == "number":
         return float(term.params[0]), Counter()
     if term.op == "square":
@@ -77,7 +77,7 @@ def _factors(term: Term) -> tuple[float, Counter[Term]]:
 
 
 def _plus_one(term: Term) -> Term | None:
-    """``a`` of ``a + 1``."""
+    """``a`` if the term is ``a + 1``, else None."""
     if term.op != "add":
         return None
     a, b = term.args
@@ -86,8 +86,8 @@ def _plus_one(term: Term) -> Term | None:
     return a if b.op == "number" and _close(float(b.params[0]), 1) else None
 
 
-def _under_erf(term: Term) -> Term | None:
-    """x of ``x / sqrt(2)``."""
+def _erf_argument(term: Term) -> Term | None:
+    """``x`` if the term is ``x / sqrt(2)``, else None."""
     if term.op not in ("multiply", "divide"):
         return None
     a, b = term.args
@@ -95,13 +95,12 @@ def _under_erf(term: Term) -> Term | None:
         a, b = b, a
     if b.op != "number":
         return None
-    factor = float(b.params[0])
-    wanted = 1 / _SQRT_HALF if term.op == "divide" else _SQRT_HALF
-    return a if _close(factor, wanted) else None
+    expected = 1 / _SQRT_HALF if term.op == "divide" else _SQRT_HALF
+    return a if _close(float(b.params[0]), expected) else None
 
 
-def _under_tanh(term: Term) -> Term | None:
-    """x of ``sqrt(2 / pi) (x + 0.044715 x^3)``."""
+def _tanh_argument(term: Term) -> Term | None:
+    """``x`` if the term is ``sqrt(2 / pi) (x + 0.044715 x^3)``, else None."""
     number, factors = _factors(term)
     if not _close(number, _TANH_INNER) or sum(factors.values()) != 1:
         return None
@@ -109,9 +108,9 @@ def _under_tanh(term: Term) -> Term | None:
     if total.op != "add":
         return None
     for x, cube in (total.args, total.args[::-1]):
-        scale, own = _factors(x)
-        found, thrice = _factors(cube)
-        if thrice == own + own + own and _close(found, _TANH_CUBE * scale**3):
+        scale, x_factors = _factors(x)
+        cube_scale, cube_factors = _factors(cube)
+        if cube_factors == x_factors + x_factors + x_factors and _close(cube_scale, _TANH_CUBE * scale**3):
             return x
     return None
 

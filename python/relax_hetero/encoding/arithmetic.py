@@ -18,14 +18,14 @@ from .problem import (
 )
 
 FP16_PARTIAL_SUMS = "relax_hetero.short_sums"
-"""On a PrimFunc: the operands' type in which its products are added a few at a time, before float32."""
+"""Attribute of a PrimFunc: the operand type in which it adds products a few at a time, before float32."""
 
 
 def operations(problem: Any) -> int:
     """Multiplications and additions of a problem's products, a multiply-add being two.
 
-    Places of a window that lie in the padding count as others do, as is usual; epilogues and softmax do not count. The
-    count is 0 where the problem has no products, and where an extent is symbolic.
+    Filter taps in the padding count, as is usual; epilogues and softmax do not. The count is 0 for a problem without
+    products, and where an extent is symbolic.
     """
     if isinstance(problem, MatmulProblem):
         return 2 * _count(*problem.result.shape, problem.lhs.size("k"))
@@ -41,16 +41,16 @@ def operations(problem: Any) -> int:
 
 
 def _count(*extents: Dim) -> int:
-    """Their product; 0 if one is symbolic."""
+    """The product of extents; 0 if one is symbolic."""
     return prod(extent if isinstance(extent, int) else 0 for extent in extents)
 
 
 def precision(problem: Any) -> str:
-    """The element types of a problem's products; empty where it has none.
+    """The element types of a problem's products; empty for a problem without products.
 
-    ``f32`` or ``bf16`` where both operands are of one such type, which have sums of 32 bits or more; ``u8*s8->s32``
-    with the sums' type for others; ``int4*f32`` for weights of 4 bits (``int8*f32``: of 8) in blocks, which the kernel
-    unpacks, ``q5_0*f32`` for those of a file's format.
+    ``f32`` or ``bf16`` where both operands are of one such type and sums have 32 bits or more; ``u8*s8->s32`` with the
+    sums' type otherwise; ``int4*f32`` and ``int8*f32`` for block-quantized weights of 4 and 8 bits, ``q5_0*f32`` for
+    those of a file's format.
     """
     if isinstance(problem, MatmulProblem):
         return _product(problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
@@ -68,13 +68,13 @@ def precision(problem: Any) -> str:
 
 
 def with_fp16_partial_sums(text: str, dtype: str) -> str:
-    """A precision, as `precision` writes it, of a kernel with short sums: ``f16*f16->f16+f32``."""
+    """The text of `precision` for a kernel with fp16 partial accumulation: ``f16*f16->f16+f32``."""
     short = short_name(dtype)
     return f"{short}*{short}->{short}+f32" if text == short else text
 
 
 def precision_of_arguments(dtypes: Iterable[str]) -> str:
-    """The element types of what other kernels take, each once: ``f32, s64``."""
+    """The element types of any other kernel's arguments, each once: ``f32, s64``."""
     return ", ".join(dict.fromkeys(map(short_name, dtypes)))
 
 

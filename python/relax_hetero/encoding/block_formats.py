@@ -1,12 +1,12 @@
-"""Formats of weights in blocks: how GGUF files store them, and what their bits mean as numbers.
+"""Formats of block-quantized weights: their storage in GGUF files, and the numbers that their bits mean.
 
-Every value of every format is ``scale * (field + low) + minimum``: a field of a few bits, the format's lowest code, and
-a scale and perhaps a minimum for each block of neighbours along k. A file's row is records of bytes, one after the
-other. Formats whose names end in ``_k`` have records of 256 weights: scales and minimums of blocks are small integers
-there, which two numbers of float16 scale in their turn.
+Every value of every format is ``scale * (quant + low) + minimum``: a quant of a few bits, the format's lowest code, and
+a scale and perhaps a minimum for each block of neighbours along k. A file's row is a sequence of superblocks of bytes,
+here "records". Formats whose names end in ``_k`` have superblocks of 256 weights, whose scales and minimums are small
+integers times the superblock's two float16 numbers (ggml's ``d`` and ``dmin``).
 
-What the bytes mean is written once, over a few operations on arrays (`Arrays`): numpy's here, Relax ops in the pass
-that has no kernel for a product.
+The meaning of the bytes is written once, over a few operations on arrays (`Arrays`): numpy's here, Relax ops in the
+pass that dequantizes weights for products without a kernel.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import numpy as np
 from ..errors import EncodingError
 
 ScaleKind = str
-"""``""``: none; ``float16`` or ``float32``: as it is; ``int8``: an integer that a float16 of the record scales."""
+"""``""``: none; ``float16`` or ``float32``: a number; ``int8``: an integer times a float16 of the superblock."""
 
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """How weights are stored.
+    """Storage of block-quantized weights.
 
     Attributes
     ----------
     name : str
     bits : int
-        Bits of a quant; 16 where the weights are plain numbers (``f16``, ``bf16``), which have no blocks.
+        Bits of a quant; 16 for plain numbers (``f16``, ``bf16``), without blocks.
     low : int
-        The code of field 0: codes are from `low` to ``low + 2 ** bits - 1``.
+        The code of quant 0: codes are from `low` to ``low + 2 ** bits - 1``.
     block : int
         Weights that share a scale.
     span : int
-        Weights of a record.
+        Weights of a superblock.
     record_bytes : int
-        Bytes of a superblock in a file; 0 for a format that no file has, whose parts are arrays (`of_integers`).
+        Bytes of a superblock in a file; 0 for separate arrays of integers and scales (`of_integers`).
     scale, minimum : ScaleKind
     """
 
@@ -54,16 +54,16 @@ class BlockFormat:
 
     @property
     def is_plain(self) -> bool:
-        """True if weights are numbers by themselves."""
+        """True if weights are plain numbers, without scales."""
         return self.bits == 16
 
     def bytes_of_row(self, depth: int) -> int:
-        """Bytes of a row of so many weights in a file.
+        """Bytes of a row of `depth` weights in a file.
 
         Raises
         ------
         EncodingError
-            If they are no whole records.
+            If the row is not a whole number of superblocks.
         """
         if depth % self.span:
             raise EncodingError(f"{self.name}: found rows of {depth} weights, expected a multiple of {self.span}")
@@ -83,19 +83,19 @@ _FILE_FORMATS = (
     BlockFormat("bf16", 16, 0, 1, 1, 2, ""),
 )
 
-FILE_FORMATS = {one.name: one for one in _FILE_FORMATS}
+FILE_FORMATS = {form.name: form for form in _FILE_FORMATS}
 """The formats that GGUF files store weights in, by their names in lower case."""
 
 
 def of_integers(bits: int, block: int, has_minimum: bool) -> BlockFormat:
-    """The format of integers with scales, and perhaps minimums, of float32: what ONNX models have."""
+    """The format of integers with scales, and perhaps minimums, of float32, as in ONNX models."""
     name = f"int{bits}_{block}" + ("_minimum" if has_minimum else "")
     minimum = "float32" if has_minimum else ""
     return BlockFormat(name, bits, -(1 << (bits - 1)), block, block, 0, "float32", minimum)
 
 
 def block_format(name: str) -> BlockFormat:
-    """The format of a name, one of `FILE_FORMATS` or as `of_integers` writes it; EncodingError for any other."""
+    """The format with a name of `FILE_FORMATS` or one that `of_integers` makes; EncodingError for any other."""
     if name in FILE_FORMATS:
         return FILE_FORMATS[name]
     bits, _, rest = name.removeprefix("int").partition("_")
@@ -106,7 +106,7 @@ def block_format(name: str) -> BlockFormat:
 
 
 class Arrays(Protocol):
-    """The operations on arrays of bytes that the meaning of records is written in."""
+    """Operations on arrays of bytes, in which the readers of superblocks are written."""
 
     def part(self, x: Any, begin: int, end: int) -> Any:
         """Elements from `begin` to `end` of the last axis."""
@@ -118,32 +118,32 @@ class Arrays(Protocol):
         """Arrays of one shape along a new axis."""
 
     def bits(self, x: Any, first: int, count: int) -> Any:
-        """The `count` bits of each byte from `first` on, as the lowest."""
+        """Bits `first` to ``first + count - 1`` of each byte, shifted to bit 0."""
 
     def join(self, x: Any, above: Any, first: int) -> Any:
-        """Bytes with the bits of others above, from `first` on."""
+        """``x | above << first``."""
 
     def flip(self, x: Any, bit: int) -> Any:
-        """Bytes with one of their bits turned."""
+        """Bytes with one bit inverted."""
 
     def half(self, x: Any) -> Any:
-        """Pairs of bytes of the last axis, of one float16, as float32; the axis goes."""
+        """Pairs of bytes along the last axis, each a float16, as float32 without that axis."""
 
     def bf16(self, x: Any) -> Any:
-        """Pairs of bytes of the last axis, of one bfloat16, as float32; the axis goes."""
+        """Pairs of bytes along the last axis, each a bfloat16, as float32 without that axis."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Rows of weights, taken apart.
+    """Rows of weights, separated into quants, scales and minimums.
 
     Attributes
     ----------
     fields : array of uint8, (n, depth)
-        Quants; of plain formats the numbers themselves, float32.
+        Quants; for plain formats the numbers themselves, float32.
     scales, minimums : array, (n, blocks) or None
-        float32; or, where the format says so, the integers that `superblock_scales` and `outer_minimums` scale, as
-        bytes (of int8).
+        float32; or, where the format's kind is ``int8``, integers as bytes, to be multiplied by `superblock_scales`
+        and `outer_minimums`.
     superblock_scales, outer_minimums : array of float32, (n, records) or None
         The value of a block's minimum is ``-outer_minimum * minimum``.
     """
@@ -156,7 +156,7 @@ class Parts:
 
 
 def parts_of_rows(raw: Any, form: BlockFormat, depth: int, arrays: Arrays, rows: int) -> Parts:
-    """The parts of `rows` rows of a file's bytes, ``(rows, form.bytes_of_row(depth))``."""
+    """Quants, scales and minimums of `rows` rows of a file's bytes, ``(rows, form.bytes_of_row(depth))``."""
     records = depth // form.span
     record = arrays.reshape(raw, [rows, records, form.record_bytes])
     return _READERS[form.name](record, _Rows(arrays, rows, records))
@@ -164,7 +164,7 @@ def parts_of_rows(raw: Any, form: BlockFormat, depth: int, arrays: Arrays, rows:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Operations on the records of rows."""
+    """Operations on the superblocks of rows."""
 
     arrays: Arrays
     rows: int
@@ -174,14 +174,14 @@ class _Rows:
         return self.arrays.reshape(x, [self.rows, -1])
 
     def cut(self, x: Any, *extents: int) -> Any:
-        """The bytes of each record in a shape."""
+        """The bytes of each superblock, reshaped to `extents`."""
         return self.arrays.reshape(x, [self.rows, self.records, *extents])
 
-    def half(self, record: Any, at: int) -> Any:
-        return self.arrays.half(self.arrays.part(record, at, at + 2))
+    def half(self, record: Any, offset: int) -> Any:
+        return self.arrays.half(self.arrays.part(record, offset, offset + 2))
 
     def nibbles(self, data: Any, run: int) -> Any:
-        """Two fields of each byte: the low ones of a run of bytes, then the high ones."""
+        """The two quants of each byte: the low halves of a run of bytes, then the high halves."""
         halves = [self.arrays.bits(data, first, 4) for first in (0, 4)]
         if run == 0:
             return self.arrays.stack(halves, 2)
@@ -201,7 +201,7 @@ def _read_q4(minimum: bool) -> Callable[[Any, _Rows], Parts]:
     return read
 
 
-def _read_fives(minimum: bool) -> Callable[[Any, _Rows], Parts]:
+def _read_q5(minimum: bool) -> Callable[[Any, _Rows], Parts]:
     def read(record: Any, rows: _Rows) -> Parts:
         arrays, first = rows.arrays, 4 if minimum else 2
         low = rows.flat(rows.nibbles(arrays.part(record, first + 4, first + 20), 16))
@@ -212,20 +212,20 @@ def _read_fives(minimum: bool) -> Callable[[Any, _Rows], Parts]:
     return read
 
 
-def _small_scales(record: Any, rows: _Rows) -> tuple[Any, Any]:
+def _k_scales(record: Any, rows: _Rows) -> tuple[Any, Any]:
     """Eight scales and eight minimums of 6 bits in 12 bytes, from byte 4 on."""
     arrays = rows.arrays
-    first, second, third = (arrays.part(record, at, at + 4) for at in (4, 8, 12))
-    found = []
+    first, second, third = (arrays.part(record, offset, offset + 4) for offset in (4, 8, 12))
+    factors = []
     for data, shift in ((first, 0), (second, 4)):
-        late = arrays.join(arrays.bits(third, shift, 4), arrays.bits(data, 6, 2), 4)
-        found.append(rows.flat(arrays.stack([arrays.bits(data, 0, 6), late], 2)))
-    return found[0], found[1]
+        last = arrays.join(arrays.bits(third, shift, 4), arrays.bits(data, 6, 2), 4)
+        factors.append(rows.flat(arrays.stack([arrays.bits(data, 0, 6), last], 2)))
+    return factors[0], factors[1]
 
 
 def _read_q4_k(record: Any, rows: _Rows) -> Parts:
     fields = rows.flat(rows.nibbles(rows.arrays.part(record, 16, 144), 32))
-    return Parts(fields, *_small_scales(record, rows), rows.half(record, 0), rows.half(record, 2))
+    return Parts(fields, *_k_scales(record, rows), rows.half(record, 0), rows.half(record, 2))
 
 
 def _read_q5_k(record: Any, rows: _Rows) -> Parts:
@@ -234,7 +234,7 @@ def _read_q5_k(record: Any, rows: _Rows) -> Parts:
     data = arrays.part(record, 16, 48)
     high = rows.flat(arrays.stack([arrays.bits(data, bit, 1) for bit in range(8)], 2))
     fields = arrays.join(low, high, 4)
-    return Parts(fields, *_small_scales(record, rows), rows.half(record, 0), rows.half(record, 2))
+    return Parts(fields, *_k_scales(record, rows), rows.half(record, 0), rows.half(record, 2))
 
 
 def _read_q6_k(record: Any, rows: _Rows) -> Parts:
@@ -258,8 +258,8 @@ _READERS: dict[str, Callable[[Any, _Rows], Parts]] = {
     "q8_0": _read_q8_0,
     "q4_0": _read_q4(False),
     "q4_1": _read_q4(True),
-    "q5_0": _read_fives(False),
-    "q5_1": _read_fives(True),
+    "q5_0": _read_q5(False),
+    "q5_1": _read_q5(True),
     "q4_k": _read_q4_k,
     "q5_k": _read_q5_k,
     "q6_k": _read_q6_k,
@@ -268,52 +268,44 @@ _READERS: dict[str, Callable[[Any, _Rows], Parts]] = {
 }
 
 
-class NumpyArrays:
+class _NumpyArrays:
     """`Arrays` of numpy."""
 
     def part(self, x: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """See `Arrays`."""
         return x[..., begin:end]
 
     def reshape(self, x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """See `Arrays`."""
         return x.reshape(shape)
 
     def stack(self, parts: Sequence[np.ndarray], axis: int) -> np.ndarray:
-        """See `Arrays`."""
         return np.stack(parts, axis)
 
     def bits(self, x: np.ndarray, first: int, count: int) -> np.ndarray:
-        """See `Arrays`."""
         return x >> np.uint8(first) & np.uint8((1 << count) - 1)
 
     def join(self, x: np.ndarray, above: np.ndarray, first: int) -> np.ndarray:
-        """See `Arrays`."""
         return x | above << np.uint8(first)
 
     def flip(self, x: np.ndarray, bit: int) -> np.ndarray:
-        """See `Arrays`."""
         return x ^ np.uint8(1 << bit)
 
     def half(self, x: np.ndarray) -> np.ndarray:
-        """See `Arrays`."""
         return np.ascontiguousarray(x).view("<f2")[..., 0].astype(np.float32)
 
     def bf16(self, x: np.ndarray) -> np.ndarray:
-        """See `Arrays`."""
         return (np.ascontiguousarray(x).view("<u2")[..., 0].astype(np.uint32) << 16).view(np.float32)
 
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Rows of weights as integers and what they are scaled by: ``scales * codes + minimums``.
+    """Rows of weights as integers, scales and minimums: ``scales * codes + minimums``.
 
     Attributes
     ----------
     codes : array of int8, (n, depth)
-        Codes; of plain formats the numbers, float32.
+        Codes; for plain formats the numbers, float32.
     scales, minimums : array of float32, (n, blocks) or None
-        None where the format has none.
+        Factors and offsets of blocks; None where the format lacks them.
     """
 
     codes: np.ndarray
@@ -322,8 +314,8 @@ class BlockWeights:
 
 
 def read_rows(raw: np.ndarray, form: BlockFormat, depth: int) -> Parts:
-    """The parts of rows of a file's bytes, ``(n, form.bytes_of_row(depth))`` of uint8."""
-    return parts_of_rows(np.ascontiguousarray(raw), form, depth, NumpyArrays(), raw.shape[0])
+    """Quants, scales and minimums of rows of a file's bytes, ``(n, form.bytes_of_row(depth))`` of uint8."""
+    return parts_of_rows(np.ascontiguousarray(raw), form, depth, _NumpyArrays(), raw.shape[0])
 
 
 def weights_of_rows(raw: np.ndarray, form: BlockFormat, depth: int) -> BlockWeights:
@@ -331,12 +323,12 @@ def weights_of_rows(raw: np.ndarray, form: BlockFormat, depth: int) -> BlockWeig
     parts = read_rows(raw, form, depth)
     if form.is_plain:
         return BlockWeights(parts.fields, None, None)
-    codes = (parts.fields + np.uint8(form.low & 255)).view(np.int8)  # modulo 256, as which codes fit
+    codes = (parts.fields + np.uint8(form.low & 255)).view(np.int8)  # modulo 256: codes fit int8
     scales, minimums = parts.scales, parts.minimums
     if form.scale == "int8":
-        scales = _times_outer(scales, parts.superblock_scales)
+        scales = _times_superblock(scales, parts.superblock_scales)
     if form.minimum == "int8":
-        minimums = -_times_outer(minimums, parts.outer_minimums)
+        minimums = -_times_superblock(minimums, parts.outer_minimums)
     return BlockWeights(codes, scales, minimums)
 
 
@@ -352,6 +344,6 @@ def numbers_of_rows(raw: np.ndarray, form: BlockFormat, depth: int) -> np.ndarra
     return numbers
 
 
-def _times_outer(inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
-    """Integers of blocks, bytes of int8, times the numbers of their records."""
-    return inner.view(np.int8).astype(np.float32) * np.repeat(outer, inner.shape[1] // outer.shape[1], 1)
+def _times_superblock(integers: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Integers of blocks, stored as bytes of int8, times the numbers of their superblocks."""
+    return integers.view(np.int8).astype(np.float32) * np.repeat(factors, integers.shape[1] // factors.shape[1], 1)

@@ -1,10 +1,10 @@
-"""Weights in blocks as kernels of CPUs read them: panels of columns, in the bits of the file.
+"""Block-quantized weights in the form that kernels of CPUs read: panels of columns, with the file's quants.
 
-A panel is one stretch of bytes, which a kernel reads from its beginning to its end: records along k, each with the
+A panel is one stretch of bytes, which a kernel reads sequentially: superblocks ("records") along k, each with the
 scales and minimums of all columns of the panel, then the codes. Codes of 2, 4, 5 and 6 bits are fields of 32-bit lanes:
-a vector of lanes holds neighbours along k of as many columns. As many fields as fit stand in a lane; of 5 and 6 bits
-two bits are left over, and those of a group's lanes together are its last fields. Codes of 8 bits and plain numbers
-are rows of a panel's columns.
+a vector of lanes holds neighbours along k, one lane for each column. A lane holds as many fields as fit; for 5 and 6
+bits two bits are left over, and those of a group's lanes together are the group's last fields. Codes of 8 bits and
+plain numbers are stored as rows over the panel's columns.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -19,15 +20,15 @@ from ..target.element_types import bytes_of
 from .block_formats import BlockFormat, Parts, block_format, of_integers, read_rows
 
 GROUPS = {2: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
-"""Weights whose fields stand together, by their bits."""
+"""Number of weights whose fields share a group of lanes, by the bits of a weight."""
 
-_CHUNK = 1 << 22
-"""Weights that are packed at once: what numpy holds of them besides is a few times as much."""
+_CHUNK_WEIGHTS = 1 << 22
+"""Number of weights that are packed at a time: numpy's temporaries take a few times their memory."""
 
 
 @dataclass(frozen=True)
 class RecordPlan:
-    """Where the parts of records lie, for a format, a depth, and the columns of a panel; in bytes."""
+    """Layout of a panel in bytes, for a format, a depth and a number of columns."""
 
     form: BlockFormat
     depth: int
@@ -35,33 +36,33 @@ class RecordPlan:
 
     @property
     def group(self) -> int:
-        """Weights whose fields stand together."""
+        """Number of weights whose fields share a group of lanes."""
         return GROUPS[self.form.bits]
 
     @cached_property
     def block(self) -> int:
-        """Weights that share a scale; those of one block are no more than there are."""
-        whole = -(-self.depth // self.group) * self.group
-        return whole if self.form.is_plain else min(self.form.block, whole)
+        """Number of weights that share a scale, at most the padded depth."""
+        padded_depth = -(-self.depth // self.group) * self.group
+        return padded_depth if self.form.is_plain else min(self.form.block, padded_depth)
 
     @cached_property
     def span(self) -> int:
-        """Weights of a record."""
+        """Weights of a superblock."""
         return self.form.span if self.form.scale == "int8" else self.block
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of a record."""
+        """Number of blocks of a superblock."""
         return self.span // self.block
 
     @property
     def records(self) -> int:
-        """Number of records of a panel."""
+        """Number of superblocks of a panel."""
         return -(-self.depth // self.span)
 
     @cached_property
     def places(self) -> dict[str, int]:
-        """Where each part of a record begins, and its ``end``; parts that the format lacks are empty."""
+        """Offset of each part of a superblock, and its ``end``; parts that the format lacks are empty."""
         form, columns = self.form, self.columns
         sizes = {
             "outer_scales": 2 * columns if form.scale == "int8" else 0,
@@ -70,11 +71,7 @@ class RecordPlan:
             "minimums": self.blocks * columns * _size(form.minimum),
             "codes": self.span * form.bits // 8 * columns,
         }
-        places, at = {}, 0
-        for name, size in sizes.items():
-            places[name] = at
-            at += size
-        return {**places, "end": at}
+        return dict(zip([*sizes, "end"], accumulate(sizes.values(), initial=0), strict=True))
 
     @property
     def panel_bytes(self) -> int:
@@ -83,12 +80,12 @@ class RecordPlan:
 
     @property
     def words(self) -> int:
-        """Lanes of a group, of codes that are fields of lanes."""
+        """Number of lanes of a group, for codes that are fields of lanes."""
         return self.group * self.form.bits // 32
 
     @property
     def fields(self) -> int:
-        """Whole fields of a lane."""
+        """Number of whole fields of a lane."""
         return 32 // self.form.bits
 
     def fits(self) -> bool:
@@ -102,7 +99,7 @@ def _size(kind: str) -> int:
 
 @dataclass(frozen=True)
 class BlockSource:
-    """Rows of weights as a model has them.
+    """Rows of weights as they are in a model.
 
     Attributes
     ----------
@@ -118,19 +115,19 @@ class BlockSource:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         return int(self.arrays[0].shape[0])
 
     def parts(self, begin: int, end: int) -> Parts:
-        """Some of the rows, taken apart."""
-        some = [array[begin:end] for array in self.arrays]
+        """Quants, scales and minimums of some of the rows."""
+        arrays = [array[begin:end] for array in self.arrays]
         if self.form.record_bytes:
-            return read_rows(some[0], self.form, self.depth)
-        return _parts_of_integers(some, self.form, self.depth)
+            return read_rows(arrays[0], self.form, self.depth)
+        return _parts_of_integers(arrays, self.form, self.depth)
 
 
 def source_form(format_name: str, bits: int, block: int, has_zeros: bool) -> BlockFormat:
-    """The format of the operands of a call of dequantize_blocks."""
+    """The format of the operands of a call to dequantize_blocks."""
     return block_format(format_name) if format_name else of_integers(bits, block, has_zeros)
 
 
@@ -140,7 +137,7 @@ def _parts_of_integers(arrays: list[np.ndarray], form: BlockFormat, depth: int) 
     fields = data
     if bits < 8:
         mask = np.uint8((1 << bits) - 1)
-        fields = np.stack([data >> np.uint8(at) & mask for at in range(0, 8, bits)], -1).reshape(len(data), -1)
+        fields = np.stack([data >> np.uint8(bit) & mask for bit in range(0, 8, bits)], -1).reshape(len(data), -1)
     minimums = None
     if len(arrays) > 2:
         minimums = ((-form.low - arrays[2].astype(np.float64)) * scales).astype(np.float32)
@@ -169,41 +166,41 @@ class Panels:
         return RecordPlan(form, depth, self.columns).fits()
 
     def shapes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> list[list[int]]:
-        """Shape of the operand, the only one: of `matrices` with n columns each."""
+        """Shape of the only operand, for `matrices` matrices with n columns each."""
         return [[matrices * -(-n // self.columns), RecordPlan(form, depth, self.columns).panel_bytes]]
 
     def pack(self, source: BlockSource, matrices: int = 1) -> list[np.ndarray]:
-        """Weights of a model as kernels read them, in pieces, so that little memory is needed besides.
+        """Pack weights of a model as kernels read them, in chunks, so that temporaries stay small.
 
-        Each of `matrices`, of as many rows each, begins with a panel of its own.
+        Each of `matrices` matrices of equal rows begins with a panel of its own.
         """
         plan = RecordPlan(source.form, source.depth, self.columns)
         rows = source.rows // matrices
         panels = -(-rows // self.columns)
         packed = np.zeros((matrices, panels, plan.records, plan.places["end"]), np.uint8)
-        for number, matrix in enumerate(packed):
-            for begin, end in _pieces(panels, max(1, _CHUNK // (self.columns * source.depth))):
-                first = number * rows
+        for index, matrix in enumerate(packed):
+            for begin, end in _chunks(panels, max(1, _CHUNK_WEIGHTS // (self.columns * source.depth))):
+                first = index * rows
                 parts = source.parts(first + begin * self.columns, first + min(end * self.columns, rows))
                 _pack_parts(parts, plan, matrix[begin:end])
         return [packed.reshape(matrices * panels, plan.panel_bytes)]
 
 
-def _pieces(count: int, size: int) -> Iterator[tuple[int, int]]:
+def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
 def _pack_parts(parts: Parts, plan: RecordPlan, target: np.ndarray) -> None:
-    """Write rows, taken apart, to their panels: ``(panels, records, bytes of a record)``."""
-    form, places = plan.form, plan.places
-    ends = dict(zip(places, [*list(places.values())[1:], 0], strict=True))
+    """Write rows to their panels: ``(panels, superblocks, bytes of a superblock)``."""
+    form, offsets = plan.form, plan.places
+    ends = dict(zip(offsets, [*list(offsets.values())[1:], 0], strict=True))
 
     def write(name: str, values: np.ndarray | None, dtype: str, count: int) -> None:
-        """Numbers of each row, `count` of a record."""
+        """Write the numbers of each row, `count` for each superblock."""
         if values is not None and dtype:
             rows = _padded(values, target.shape[0] * plan.columns, plan.records * count, dtype)
             lanes = rows.reshape(target.shape[0], plan.columns, plan.records, count).transpose(0, 2, 3, 1)
-            target[:, :, places[name] : ends[name]] = _bytes(lanes, target.shape[:2])
+            target[:, :, offsets[name] : ends[name]] = _bytes(lanes, target.shape[:2])
 
     write("outer_scales", parts.superblock_scales, "float16", 1)
     write("outer_minimums", parts.outer_minimums, "float16", 1)
@@ -217,11 +214,11 @@ def _pack_parts(parts: Parts, plan: RecordPlan, target: np.ndarray) -> None:
     elif form.bits == 8:
         write("codes", parts.fields + np.uint8(form.low & 255), "uint8", plan.span)
     else:
-        target[:, :, places["codes"] :] = _bytes(_lanes(parts.fields, plan, target.shape[0]), target.shape[:2])
+        target[:, :, offsets["codes"] :] = _bytes(_lanes(parts.fields, plan, target.shape[0]), target.shape[:2])
 
 
 def _padded(values: np.ndarray, rows: int, columns: int, dtype: str) -> np.ndarray:
-    """Values of a type, zeros behind them."""
+    """Values converted to a type and padded with zeros."""
     values = values[:, :columns]
     if values.shape == (rows, columns) and values.dtype == dtype:
         return values
@@ -236,18 +233,18 @@ def _bytes(lanes: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
 
 
 def _lanes(fields: np.ndarray, plan: RecordPlan, panels: int) -> np.ndarray:
-    """Fields as lanes of 32 bits, ``(panels, records, groups * words, columns)``."""
-    bits, words, per = plan.form.bits, plan.words, plan.fields
+    """Fields as lanes of 32 bits, ``(panels, superblocks, groups * words, columns)``."""
+    bits, words, lane_fields = plan.form.bits, plan.words, plan.fields
     columns, groups = plan.columns, plan.records * plan.span // plan.group
     padded = _padded(fields, panels * columns, groups * plan.group, "uint8").reshape(panels, columns, groups, -1)
     lanes = np.zeros((panels, columns, groups, words), np.uint32)
-    whole = padded[..., : words * per].reshape(panels, columns, groups, words, per)
-    for slot in range(per):
-        lanes |= whole[..., slot].astype(np.uint32) << np.uint32(slot * bits)
+    complete = padded[..., : words * lane_fields].reshape(panels, columns, groups, words, lane_fields)
+    for index in range(lane_fields):
+        lanes |= complete[..., index].astype(np.uint32) << np.uint32(index * bits)
     left_over = np.zeros((panels, columns, groups), np.uint32)
-    for number in range(words * per, plan.group):
-        left_over |= padded[..., number].astype(np.uint32) << np.uint32((number - words * per) * bits)
-    if plan.group > words * per:
+    for field in range(words * lane_fields, plan.group):
+        left_over |= padded[..., field].astype(np.uint32) << np.uint32((field - words * lane_fields) * bits)
+    if plan.group > words * lane_fields:
         for word in range(words):
             lanes[..., word] |= (left_over >> np.uint32(2 * word) & np.uint32(3)) << np.uint32(30)
     return lanes.reshape(panels, columns, plan.records, -1).transpose(0, 2, 3, 1)

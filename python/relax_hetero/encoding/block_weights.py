@@ -1,9 +1,8 @@
-"""Weights in blocks that share a scale: as models have them, and as kernels read them.
+"""Block-quantized weights in the form that kernels read: fragments on GPUs; `block_panels` has the panels of CPUs.
 
-A model's are rows of bytes, a row for each column of the product: of a file's format (`block_formats`), or of weights
-of 2, 4 or 8 bits, the first of a byte in its lowest bits, with ``(n, blocks)`` scales and zero points. Kernels of CPUs
-read panels of columns (`block_panels`). Kernels of GPUs read fragments: what each lane of a warp gives to an
-instruction of tensor cores.
+A model's weights are rows of bytes, a row for each column of the product: in a file's format (`block_formats`), or with
+2, 4 or 8 bits each, the first of a byte in its lowest bits, and ``(n, blocks)`` scales and zero points. A fragment is
+what each lane of a warp gives to an instruction of tensor cores.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from .block_formats import BlockFormat, weights_of_rows
 from .block_panels import BlockSource, Panels, RecordPlan
 
 GROUP = 8
-"""Blocks are multiples of so many weights."""
+"""Weights that the size of a block is a multiple of."""
 
 
 def middle_of(bits: int) -> int:
-    """The zero point where none is given."""
+    """The zero point of weights without one."""
     return 1 << (bits - 1)
 
 
@@ -34,7 +33,7 @@ def bytes_of_row(depth: int, bits: int) -> int:
 
 
 def chunk_of(bits: int) -> int:
-    """Values of k in a fragment block: 16 bytes of a lane are 32 weights of 4 bits, of 16 columns by 32 lanes."""
+    """Extent of k in a fragment block of 16 columns by 32 lanes: a lane's 16 bytes are 32 weights of 4 bits."""
     return 256 // bits
 
 
@@ -43,44 +42,44 @@ FRAGMENT_COLUMNS = 16
 
 
 def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> np.ndarray:
-    """Rows of bytes as tensor cores of GPUs take them: 16 columns by a chunk of k, 16 bytes for each of 32 lanes.
+    """Pack rows of bytes into fragments of tensor cores: 16 columns by a chunk of k, 16 bytes for each of 32 lanes.
 
-    Lane l has the columns ``l // 4`` and 8 more. Of k it has, of each run of a chunk (or fewer, where fewer share a
-    scale), the quarter ``l % 4``. A word of 32 bits is four of these, of both columns: bits 0 and 16 are the first two
-    of the first column, bits 4 and 20 of the second, bits 8 and 24, and 12 and 28, the next two. Of 8 bits it is two:
-    the first and the second of the first column, then those of the other.
+    Lane l holds columns ``l // 4`` and ``l // 4 + 8``, and along k the quarter ``l % 4`` of each run (a chunk, or less
+    where fewer weights share a scale). A 32-bit word has four 4-bit weights of each column: bits 0 and 16 are the first
+    two of the first column, bits 4 and 20 of the second; bits 8 and 24, and 12 and 28, the next two. It has two 8-bit
+    weights of each: the first and the second of the first column, then those of the other.
 
     Parameters
     ----------
     data : array of uint8, (n, bytes)
-        At least as many bytes a row as its weights need.
+        Rows of weights; further bytes of a row are ignored.
     depth, block : int
-        Weights of a row, and how many share a scale: a multiple of 16.
+        Weights of a row, and number of weights that share a scale, a multiple of 16.
     bits : int
         Bits of a weight: 4 or 8.
 
     Returns
     -------
     array of int32, (ceil(n / 16), ceil(depth / chunk), 32, 4)
-        Zeros where columns and weights are not there; ``chunk = chunk_of(bits)``.
+        Fragments, padded with zeros; ``chunk = chunk_of(bits)``.
     """
     chunk = chunk_of(bits)
     rows, chunks = data.shape[0], -(-depth // chunk)
     tiles = -(-rows // FRAGMENT_COLUMNS)
     padded = np.zeros((tiles * FRAGMENT_COLUMNS, chunks * chunk * bits // 8), np.uint8)
-    kept = bytes_of_row(depth, bits)
-    padded[:rows, :kept] = data[:, :kept]
+    row_bytes = bytes_of_row(depth, bits)
+    padded[:rows, :row_bytes] = data[:, :row_bytes]
     if bits == 4 and depth % 2:
         padded[:rows, depth // 2] &= 15
     weights = np.stack([padded & 15, padded >> 4], axis=-1) if bits == 4 else padded
     run = np.gcd(block, chunk)
-    # tile, half, column, chunk, run, quarter, word, pair, one of a pair
-    parts = weights.reshape(tiles, 2, 8, chunks, chunk // run, 4, run // 16, 2, 2)
+    # Axes: tile, half, column, chunk, run, quarter, word, pair, element of the pair.
+    groups = weights.reshape(tiles, 2, 8, chunks, chunk // run, 4, run // 16, 2, 2)
     if bits == 8:
-        lanes = np.ascontiguousarray(parts.transpose(0, 3, 2, 5, 4, 6, 7, 1, 8))
+        lanes = np.ascontiguousarray(groups.transpose(0, 3, 2, 5, 4, 6, 7, 1, 8))
         return lanes.reshape(tiles, chunks, 32, 16).view("<i4").astype(np.int32, copy=False)
-    both = parts[:, 0] | parts[:, 1] << np.uint8(4)  # a byte is a weight of each column
-    lanes = np.ascontiguousarray(both.transpose(0, 2, 1, 4, 3, 5, 7, 6))
+    pairs = groups[:, 0] | groups[:, 1] << np.uint8(4)  # a byte holds a weight of each column
+    lanes = np.ascontiguousarray(pairs.transpose(0, 2, 1, 4, 3, 5, 7, 6))
     return lanes.reshape(tiles, chunks, 32, 16).view("<i4").astype(np.int32, copy=False)
 
 
@@ -94,15 +93,15 @@ def pack_fragment_blocks(values: np.ndarray) -> np.ndarray:
 
 
 _MAX_ZERO_POINT = 127
-"""The highest zero point that kernels take from weights of 4 bits before they multiply."""
+"""The highest zero point that kernels subtract from 4-bit weights before they multiply."""
 
 
 @dataclass(frozen=True)
 class Fragments:
     """Weights in fragments of GPUs' tensor cores; scales and minimums are float16 where that is exact.
 
-    Of a file's formats, those of 4 bits stay 4 bits; codes of 5, 6 and 8 bits are bytes, of which 128 is the code 0. K
-    formats have scales, and minimums, of float32: the products of integers and float16 that they are.
+    Formats of 4 bits stay 4 bits; codes of 5, 6 and 8 bits are stored as bytes, code + 128. Scales and minimums of K
+    formats are float32: products of their integers and float16.
     """
 
     lhs_types = ("float32", "float16", "bfloat16")
@@ -118,12 +117,12 @@ class Fragments:
     def pack(self, source: BlockSource) -> list[np.ndarray]:
         """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold."""
         if source.form.record_bytes:
-            return _packed_records(source)
+            return _pack_superblocks(source)
         data, scales, *zeros = source.arrays
-        is_high = source.form.bits == 4 and any(one.max(initial=0) > _MAX_ZERO_POINT for one in zeros)
-        points = [one.astype("float32") if is_high else one for one in zeros]
+        is_high = source.form.bits == 4 and any(points.max(initial=0) > _MAX_ZERO_POINT for points in zeros)
+        zeros = [points.astype("float32") if is_high else points for points in zeros]
         weights = pack_fragments(data, source.depth, source.form.block, source.form.bits)
-        return [weights, *map(pack_fragment_blocks, [_halved(scales), *points])]
+        return [weights, *map(pack_fragment_blocks, [_as_float16_if_exact(scales), *zeros])]
 
     def shapes(self, n: int, form: BlockFormat, depth: int) -> list[list[int]]:
         """Shapes of the weights, and of scales and zero points."""
@@ -137,36 +136,37 @@ def stored_bits(form: BlockFormat) -> int:
     return 4 if form.bits == 4 else 8
 
 
-def _packed_records(source: BlockSource) -> list[np.ndarray]:
-    """Rows of a file's bytes as fragments, scales, and minimums where the format has them."""
+def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
+    """Pack rows of a file's bytes as fragments, scales, and minimums where the format has them."""
     form, depth = source.form, source.depth
     weights = weights_of_rows(source.arrays[0], form, depth)
-    assert weights.scales is not None, "weights that are plain numbers have no fragments"
+    assert weights.scales is not None, "plain numbers cannot be stored in fragments"
     if form.bits == 4:
-        fields = (weights.codes - np.int8(form.low)).view(np.uint8)
-        data = fields[:, 0::2] | fields[:, 1::2] << np.uint8(4)
+        quants = (weights.codes - np.int8(form.low)).view(np.uint8)
+        data = quants[:, 0::2] | quants[:, 1::2] << np.uint8(4)
     else:
         data = weights.codes.view(np.uint8) ^ np.uint8(128)
-    found = [pack_fragments(data, depth, form.block, stored_bits(form)), pack_fragment_blocks(_halved(weights.scales))]
-    return found if weights.minimums is None else [*found, pack_fragment_blocks(_halved(weights.minimums))]
+    factors = [array for array in (weights.scales, weights.minimums) if array is not None]
+    fragments = pack_fragments(data, depth, form.block, stored_bits(form))
+    return [fragments, *(pack_fragment_blocks(_as_float16_if_exact(array)) for array in factors)]
 
 
-def _halved(values: np.ndarray) -> np.ndarray:
-    """Numbers of float32 as float16, where all of them are such."""
+def _as_float16_if_exact(values: np.ndarray) -> np.ndarray:
+    """Numbers of float32 as float16, if float16 represents all of them."""
     with np.errstate(over="ignore"):
         half = values.astype("float16")
     return half if np.array_equal(half.astype("float32"), values) else values
 
 
 BlockLayout = Panels | Fragments
-"""How the weights of a product are stored."""
+"""Storage of the weights of a product."""
 
 
 def layout_of(weight: Sequence[Any], form: BlockFormat, depth: int) -> BlockLayout:
-    """The layout of packed weights of a shape."""
+    """The layout of packed weights, by the shape of the first operand."""
     if len(weight) == len(Fragments.index_map):
         return Fragments()
-    # A panel of no whole columns is none that `Panels.pack` makes: its shape differs from what is expected.
+    # Bytes that are not whole columns get any layout: their shape then differs from the expected one.
     return Panels(max(1, int(weight[-1]) // RecordPlan(form, depth, 1).panel_bytes))
 
 

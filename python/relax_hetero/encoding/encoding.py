@@ -1,4 +1,4 @@
-"""Uses of tensors: the operands of products and convolutions before a device has said how it wants them laid out.
+"""Encodings: the role of a tensor as an operand of a product or convolution, before a device chooses its layout.
 
 An encoding is written as text, in attributes of ops and in messages::
 
@@ -6,15 +6,15 @@ An encoding is written as text, in attributes of ops and in messages::
 
 that is: operand 1 (the right one) of a batched product; element types; which iteration dimension each dimension of
 each operand runs along; the iteration sizes, "?" where they are symbolic. (Source: the data-tiling design document's
-encoding attribute: operand index, op type, element types, user indexing maps, iteration sizes.) A convolution's says
-how its windows move, too::
+encoding attribute: operand index, op type, element types, user indexing maps, iteration sizes.) A convolution adds
+strides, padding, dilation and groups::
 
     conv2d[1]<float32 * float32 -> float32; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); b=1, c=64, x0=56, x1=56,
     n=128, k=64, w0=3, w1=3, y0=28, y1=28; strides=2x2, padding=1x1x1x1, dilation=1x1, groups=1>
 
 (in one line): batch, input channels and image; output channels, input channels of a group and window; result. Padding
-is zeros, before every spatial dimension and then after every one. Where a user asks for another accuracy than the
-default, it stands at the end: "; accuracy=fast".
+is zeros, before every spatial dimension and then after every one. An accuracy other than the default stands at the
+end: "; accuracy=fast".
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ OP_TYPES = ("matmul", "batch_matmul", *CONVOLUTIONS)
 _ELEMENT_TYPE = re.compile(r"u?int(8|16|32|64)|float(16|32|64)|bfloat16|bool|float8_e[0-9]m[0-9][a-z0-9]*")
 
 DEFAULT, EXACT, FAST = ACCURACIES = ("default", "exact", "fast")
-"""How exact sums of products of floats have to be; what each allows says `rh.compile`."""
+"""Required accuracy of sums of products of floats; `rh.compile` documents what each allows."""
 
 _TEXT = re.compile(r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+?)(?:; (?!accuracy=)([^;]+))?(?:; accuracy=([^;]+))?>")
 _MOVES = re.compile(r"strides=([0-9x]+), padding=([0-9x]+), dilation=([0-9x]+), groups=([0-9]+)")
-_SIDES = re.compile(r"(.+) \* (.+) -> (.+)")
+_OPERANDS = re.compile(r"(.+) \* (.+) -> (.+)")
 
 IndexMap = tuple[str, ...]
 """One name per dimension of an operand: "b0", "b1", ... (batch), "m", "n", "k", or "1" for a size of one that is
-broadcast. Of convolutions see `conv_maps`."""
+broadcast. For convolutions see `conv_maps`."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """How the windows of a convolution move over its data.
+    """Strides, padding, dilation and groups of a convolution.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Use of a tensor, which says nothing about storage.
+    """Role of a tensor; it says nothing about storage.
 
     Attributes
     ----------
@@ -163,20 +163,20 @@ class Encoding:
         return tuple(name for name, _ in self.iteration_sizes if name.startswith("b"))
 
     def shape(self) -> tuple[int, ...]:
-        """Shape of the operand itself as the iteration sizes have it, `DYNAMIC` where symbolic."""
+        """Shape of the operand itself by the iteration sizes, `DYNAMIC` where symbolic."""
         return tuple(1 if name == "1" else self.sizes[name] for name in self.index_map)
 
 
 def is_element_type(text: str) -> bool:
-    """Return whether text is a TVM dtype that tensors have elements of: one lane, whole bytes."""
+    """Return whether text is a TVM dtype of tensor elements: one lane, whole bytes."""
     return _ELEMENT_TYPE.fullmatch(text) is not None
 
 
 def conv_maps(spatial: int) -> tuple[IndexMap, IndexMap, IndexMap]:
-    """Index maps of a convolution with so many spatial dimensions: of data, weight and result.
+    """Index maps of data, weight and result of a convolution with `spatial` spatial dimensions.
 
     "b" is the batch, "c" are all input channels, "n" output channels, "k" input channels of one group; "x0", ... the
-    image, "w0", ... the window, "y0", ... the result's.
+    image, "w0", ... the window, "y0", ... the result's spatial dimensions.
     """
     images, windows, results = (tuple(f"{letter}{d}" for d in range(spatial)) for letter in "xwy")
     return ("b", "c", *images), ("n", "k", *windows), ("b", "n", *results)
@@ -188,8 +188,8 @@ def _parse(text: str) -> Encoding:
     if match is None:
         raise EncodingError(f"{text!r} is not an encoding; expected op[operand]<types; index maps; sizes>")
     op_type, operand, types, maps, sizes, moves, accuracy = match.groups()
-    type_sides, map_sides = _SIDES.fullmatch(types), _SIDES.fullmatch(maps)
-    if type_sides is None or map_sides is None:
+    type_match, map_match = _OPERANDS.fullmatch(types), _OPERANDS.fullmatch(maps)
+    if type_match is None or map_match is None:
         raise EncodingError(f"encoding {text!r}: types and index maps have the form 'lhs * rhs -> result'")
     pairs = []
     for item in sizes.split(", "):
@@ -197,11 +197,11 @@ def _parse(text: str) -> Encoding:
         if not re.fullmatch(r"[0-9]+|\?", size):
             raise EncodingError(f"encoding {text!r}: found size {item!r}, expected a name and a number or '?'")
         pairs.append((name, DYNAMIC if size == "?" else int(size)))
-    index_maps = tuple(tuple(side.strip("()").split(", ")) for side in map_sides.groups())
+    index_maps = tuple(tuple(names.strip("()").split(", ")) for names in map_match.groups())
     encoding = Encoding(
         op_type,
         int(operand),
-        type_sides.groups(),  # type: ignore[arg-type]
+        type_match.groups(),  # type: ignore[arg-type]
         index_maps,  # type: ignore[arg-type]
         tuple(pairs),
         None if moves is None else _parse_moves(moves, text),
@@ -225,9 +225,9 @@ def _parse_moves(moves: str, text: str) -> Moves:
 
 
 def _check(encoding: Encoding, text: str) -> None:
-    strange = [ty for ty in encoding.element_types if not is_element_type(stored_type(ty))]
-    if strange:
-        raise EncodingError(f"encoding {text!r}: found element types {strange}, expected TVM's, of whole bytes")
+    unknown = [ty for ty in encoding.element_types if not is_element_type(stored_type(ty))]
+    if unknown:
+        raise EncodingError(f"encoding {text!r}: found element types {unknown}, expected TVM's of whole bytes")
     if encoding.op_type not in OP_TYPES:
         raise EncodingError(f"encoding {text!r}: found op type {encoding.op_type!r}, expected one of {OP_TYPES}")
     if encoding.accuracy not in ACCURACIES:
@@ -242,16 +242,16 @@ def _check(encoding: Encoding, text: str) -> None:
 def _check_product(encoding: Encoding, text: str) -> None:
     if (encoding.op_type == "matmul") != (not encoding.batch_dims):
         raise EncodingError(f"encoding {text!r}: a matmul has no batch dimensions, a batch_matmul has some")
-    for operand, wanted in zip(OPERAND_NAMES, ("mk", "kn", "mn"), strict=True):
+    for operand, dims in zip(OPERAND_NAMES, ("mk", "kn", "mn"), strict=True):
         names = [n for n in encoding.index_maps[OPERAND_NAMES.index(operand)] if n != "1" and not n.startswith("b")]
-        if sorted(names) != sorted(wanted):
-            raise EncodingError(f"encoding {text!r}: {operand} runs along {names}, expected {list(wanted)}")
+        if sorted(names) != sorted(dims):
+            raise EncodingError(f"encoding {text!r}: {operand} runs along {names}, expected {list(dims)}")
     for index_map in encoding.index_maps:
         if len({n for n in index_map if n != "1"}) != len([n for n in index_map if n != "1"]):
             raise EncodingError(f"encoding {text!r}: an operand runs along a dimension twice: {index_map}")
-        unknown = [n for n in index_map if n != "1" and n not in encoding.sizes]
-        if unknown:
-            raise EncodingError(f"encoding {text!r}: no size for {unknown}")
+        missing = [n for n in index_map if n != "1" and n not in encoding.sizes]
+        if missing:
+            raise EncodingError(f"encoding {text!r}: no size for {missing}")
     names, batch = [name for name, _ in encoding.iteration_sizes], encoding.batch_dims
     if sorted(names) != sorted({*batch, "m", "n", "k"}) or not all(re.fullmatch("b[0-9]+", name) for name in batch):
         raise EncodingError(f"encoding {text!r}: found sizes of {names}, expected one each of b0, b1, ..., m, n and k")
@@ -268,25 +268,31 @@ def _check_convolution(encoding: Encoding, text: str) -> None:
     if encoding.index_maps != maps:
         raise EncodingError(f"encoding {text!r}: found index maps {encoding.index_maps}, expected {maps}")
     names = [name for name, _ in encoding.iteration_sizes]
-    wanted = list(dict.fromkeys(name for index_map in maps for name in index_map))
-    if names != wanted:
-        raise EncodingError(f"encoding {text!r}: found sizes of {names}, expected {wanted}")
+    expected = list(dict.fromkeys(name for index_map in maps for name in index_map))
+    if names != expected:
+        raise EncodingError(f"encoding {text!r}: found sizes of {names}, expected {expected}")
     counts = (len(moves.strides), len(moves.padding), len(moves.dilation))
     if counts != (spatial, 2 * spatial, spatial) or 0 in (*moves.strides, *moves.dilation, moves.groups):
         raise EncodingError(
             f"encoding {text!r}: found '{moves}', expected {spatial} strides and dilations, {2 * spatial} numbers of "
             "padding, and no stride, dilation or group of 0"
         )
-    channels, each, made = (sizes[name] for name in ("c", "k", "n"))
-    if DYNAMIC not in (channels, each) and channels != moves.groups * each:
-        raise EncodingError(f"encoding {text!r}: {moves.groups} groups of k={each} channels are not c={channels}")
-    if made != DYNAMIC and made % moves.groups:
-        raise EncodingError(f"encoding {text!r}: n={made} output channels are not divided by {moves.groups} groups")
+    channels, group_channels, output_channels = (sizes[name] for name in ("c", "k", "n"))
+    if DYNAMIC not in (channels, group_channels) and channels != moves.groups * group_channels:
+        raise EncodingError(
+            f"encoding {text!r}: {moves.groups} groups of k={group_channels} channels are not c={channels}"
+        )
+    if output_channels != DYNAMIC and output_channels % moves.groups:
+        raise EncodingError(
+            f"encoding {text!r}: n={output_channels} output channels are not divided by {moves.groups} groups"
+        )
     for d in range(spatial):
-        image, window, found = (sizes[f"{letter}{d}"] for letter in "xwy")
-        if DYNAMIC in (image, window, found):
+        image, window, extent = (sizes[f"{letter}{d}"] for letter in "xwy")
+        if DYNAMIC in (image, window, extent):
             continue
-        reach = (window - 1) * moves.dilation[d] + 1
-        places = (image + moves.padding[d] + moves.padding[spatial + d] - reach) // moves.strides[d] + 1
-        if found != places:
-            raise EncodingError(f"encoding {text!r}: found y{d}={found}, the windows have {places} places")
+        window_extent = (window - 1) * moves.dilation[d] + 1
+        expected_extent = (image + moves.padding[d] + moves.padding[spatial + d] - window_extent) // moves.strides[
+            d
+        ] + 1
+        if extent != expected_extent:
+            raise EncodingError(f"encoding {text!r}: found y{d}={extent}, expected {expected_extent}")

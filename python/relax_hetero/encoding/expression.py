@@ -1,8 +1,8 @@
 """Elementwise work on encoded tensors, as text: ``"maximum(add(x0, x1), 0.0)"``.
 
-``x0``, ``x1``, ... are operands, numbers are constants of the type of what they meet. The grammar is a subset of
-Python's, and Python's own parser reads it. What every op computes is said by the table `functions.FUNCTIONS`;
-`relax_hetero.tir` turns an expression into vector code, and cancelled encodings turn it back into Relax ops.
+``x0``, ``x1``, ... are operands; numbers are constants of the other arguments' type. The grammar is a subset of
+Python's, and Python's own parser reads it. The table `functions.FUNCTIONS` defines every op; `relax_hetero.tir` turns
+an expression into vector code, and cancelled encodings turn it back into Relax ops.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Term:
 
 
 def split_sum(term: Term) -> tuple[Term, float]:
-    """``a`` and the number of ``a + number``; of other terms the term itself and 0."""
+    """``a`` and the number of ``a + number``; any other term itself and 0."""
     if term.op == "add" and term.args[1].op == "number":
         return term.args[0], float(term.args[1].params[0])
     return term, 0.0
@@ -101,18 +101,18 @@ class Expression:
 
     def terms(self) -> list[Term]:
         """Every term, arguments before their users; equal terms once."""
-        seen: dict[Term, None] = {}
+        terms: dict[Term, None] = {}
 
         def visit(term: Term) -> None:
             for arg in term.args:
                 visit(arg)
-            seen.setdefault(term)
+            terms.setdefault(term)
 
         visit(self.term)
-        return list(seen)
+        return list(terms)
 
     def evaluate(self, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """The value of the expression by numpy, op by op in the type of the op's operands.
+        """The value of the expression, computed by numpy op by op in the type of the op's operands.
 
         Parameters
         ----------
@@ -132,7 +132,7 @@ class Expression:
             return self.fold([np.asarray(operand) for operand in operands], apply)
 
     def fold(self, operands: Sequence[T], apply: Callable[[str, list[T], tuple[Any, ...]], T]) -> T:
-        """The value of any interpretation: `apply` computes op(args, params) and numbers; equal terms once.
+        """The value under an interpretation: `apply` computes op(args, params) and numbers, equal terms once.
 
         Parameters
         ----------
@@ -141,16 +141,16 @@ class Expression:
         apply : callable
             Function ``apply(op, args, params)`` that computes one term.
         """
-        done: dict[Term, T] = {}
+        values: dict[Term, T] = {}
         for term in self.terms():
             if term.op == "operand":
-                done[term] = operands[term.params[0]]
+                values[term] = operands[term.params[0]]
             else:
-                done[term] = apply(term.op, [done[arg] for arg in term.args], term.params)
-        return done[self.term]
+                values[term] = apply(term.op, [values[arg] for arg in term.args], term.params)
+        return values[self.term]
 
     def substitute(self, replacements: Sequence[Expression]) -> Expression:
-        """The expression with operand i replaced by ``replacements[i]``: how two of them become one.
+        """The expression with operand i replaced by ``replacements[i]``, which fuses expressions.
 
         Parameters
         ----------
@@ -164,7 +164,7 @@ class Expression:
         return Expression(self.fold([r.term for r in replacements], apply))
 
     def dtype(self, operands: Sequence[str]) -> str:
-        """Element type of the result for operands of these types; EncodingError where two of them differ in one op.
+        """Element type of the result for operands of these types; EncodingError where an op's operands differ.
 
         Parameters
         ----------
@@ -178,10 +178,10 @@ class Expression:
             if op == "cast":
                 return str(params[0])
             # A condition is of another type, bool or bytes.
-            known = {arg for arg in (args[1:] if op == "where" else args) if arg}
-            if len(known) > 1:
-                raise EncodingError(f"{op} in expression {self} meets element types {sorted(known)}; expected one")
-            return known.pop() if known else ""
+            dtypes = {arg for arg in (args[1:] if op == "where" else args) if arg}
+            if len(dtypes) > 1:
+                raise EncodingError(f"{op} in expression {self} mixes element types {sorted(dtypes)}; expected one")
+            return dtypes.pop() if dtypes else ""
 
         return self.fold(operands, apply)
 

@@ -1,9 +1,9 @@
-"""Scalar functions of expressions: one row for each function, with all that is known of it.
+"""Scalar functions of expressions: one row for each function, with all its properties.
 
 The parser of expressions, code generators, cost models, the fusion of Relax ops and constant folding read this table.
-Code generators look a function's code up by its name: `tir.math.vector_math` has the vector code of those that are
-approximated, `tir.elementwise.expression_ops` that of the others, `tir.cuda.core.expression` what GPUs do differently.
-A function with a formula needs none.
+Code generators look a function's code up by its name: `tir.math.vector_math` has the vector code of approximated
+functions, `tir.elementwise.expression_ops` that of the others, `tir.cuda.core.expression` what differs on GPUs. A
+function with a formula needs none.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Function:
     is_approximated : bool
         Whether kernels compute it by polynomials fit for single precision, so not for float64.
     takes_integers : bool
-        Whether it means one thing for integers in every language; a quotient or a root does not.
+        Whether it is also defined on integers, with one meaning; a quotient or a root is not.
     is_exact : bool
         Whether the result is one of the values read or has their precision: nothing to round.
     formula : str
-        Expression over ``x0`` of other functions, for one that code generators have no code for.
+        Expression over ``x0`` of other functions, for a function without code of its own.
     onnx : str
         ONNX op that is imported as this function.
     """

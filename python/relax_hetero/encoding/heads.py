@@ -1,13 +1,13 @@
-"""Where the heads of an attention lie in its tensors, as text.
+"""Positions of the heads of an attention in its tensors.
 
-Written as attributes and messages have it::
+They are written as text in attributes and messages::
 
     (b, m, h*d) * (b, n, h*d+384) * (b, n, h*e+768) -> (b, m, h*e); b=1, h=12, g=12, m=128, n=128, d=32, e=32
 
 that is: query, key and value, then the result; for each dimension of a tensor the iteration dimensions that it runs
-along, outermost first, and where they begin; the iteration sizes, "?" where symbolic. "b" is the batch, "h" heads, "g"
+along, outermost first, and their offset; the iteration sizes, "?" where symbolic. "b" is the batch, "h" heads, "g"
 heads of key and value, "m" queries, "n" keys, "d" the width of query and key, "e" that of value and result. "1" is a
-dimension of which one place is used, "1+2" the one at 2.
+dimension of which only index 0 is used, "1+2" one of which only index 2 is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = ("b", "h", "g", "m", "n", "d", "e")
 """Iteration dimensions, in the order of sizes."""
 
 STATIC = ("h", "g", "d", "e")
-"""Those whose size is a number."""
+"""Iteration dimensions whose size is always a number."""
 
 _OPERANDS = {"query": "bhmd", "key": "bgnd", "value": "bgne", "result": "bhme"}
 _TEXT = re.compile(r"\((.*)\) \* \((.*)\) \* \((.*)\) -> \((.*)\); (.+)")
@@ -32,14 +32,14 @@ _DIM = re.compile(r"(1|[a-z](?:\*[a-z])*)(?:\+([0-9]+))?")
 
 @dataclass(frozen=True)
 class HeadsMap:
-    """Where the heads lie in one tensor.
+    """Positions of the heads in one tensor.
 
     Attributes
     ----------
     dims : tuple of (tuple of str)
-        Iteration dimensions that each dimension of the tensor runs along, outermost first; none: one place.
+        Iteration dimensions that each dimension of the tensor runs along, outermost first; empty: one index.
     starts : tuple of int
-        Where it begins in each.
+        Offset in each dimension.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -51,22 +51,22 @@ class HeadsMap:
 
     @property
     def index_map(self) -> tuple[str, ...]:
-        """As problems have it: ``("b", "m", "h*d")``."""
+        """Index map of a problem's operand: ``("b", "m", "h*d")``."""
         return tuple("*".join(names) or "1" for names in self.dims)
 
-    def permuted(self, by: int) -> HeadsMap:
-        """The same map of a tensor that has `by` more elements in front in its last dimension."""
-        return HeadsMap(self.dims, (*self.starts[:-1], self.starts[-1] + by))
+    def shifted(self, offset: int) -> HeadsMap:
+        """The map for a tensor with `offset` more elements at the front of its last dimension."""
+        return HeadsMap(self.dims, (*self.starts[:-1], self.starts[-1] + offset))
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Where the heads of an attention lie, and how large everything is.
+    """Positions of the heads of an attention in its tensors, and the extents.
 
     Attributes
     ----------
     sizes : tuple of int
-        Extents in the order of `NAMES`; `DYNAMIC` where symbolic, which b, m and n may be.
+        Extents in the order of `NAMES`; b, m and n may be `DYNAMIC` (symbolic).
     """
 
     query: HeadsMap
@@ -100,7 +100,7 @@ class Heads:
 def _parse(text: str) -> Heads:
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise EncodingError(f"{text!r} is no map of heads; expected '(query) * (key) * (value) -> (result); sizes'")
+        raise EncodingError(f"{text!r} is not a map of heads; expected '(query) * (key) * (value) -> (result); sizes'")
     *maps, sizes = match.groups()
     pairs = [item.partition("=") for item in sizes.split(", ")]
     if [name for name, _, _ in pairs] != list(NAMES):
@@ -114,12 +114,12 @@ def _parse(text: str) -> Heads:
     return heads
 
 
-def _map(text: str, whole: str) -> HeadsMap:
+def _map(text: str, heads: str) -> HeadsMap:
     dims, starts = [], []
     for part in text.split(", "):
         match = _DIM.fullmatch(part)
         if match is None:
-            raise EncodingError(f"map of heads {whole!r}: found dimension {part!r}, expected one like 'h*d+64'")
+            raise EncodingError(f"map of heads {heads!r}: found dimension {part!r}, expected one like 'h*d+64'")
         names, start = match.groups()
         dims.append(() if names == "1" else tuple(names.split("*")))
         starts.append(int(start or 0))
@@ -127,12 +127,12 @@ def _map(text: str, whole: str) -> HeadsMap:
 
 
 def _check(heads: Heads, text: str) -> None:
-    for (operand, names), found in zip(_OPERANDS.items(), (*heads.operands, heads.result), strict=True):
-        named = [name for dim in found.dims for name in dim]
-        missing = [name for name in names if name not in named and heads.size(name) != 1]
-        if len(set(named)) != len(named) or missing or not set(named) <= set(names):
-            raise EncodingError(f"map of heads {text!r}: {operand} runs along {named}, expected {list(names)}")
+    for (operand, names), heads_map in zip(_OPERANDS.items(), (*heads.operands, heads.result), strict=True):
+        dims = [name for names_of_dim in heads_map.dims for name in names_of_dim]
+        missing = [name for name in names if name not in dims and heads.size(name) != 1]
+        if len(set(dims)) != len(dims) or missing or not set(dims) <= set(names):
+            raise EncodingError(f"map of heads {text!r}: {operand} runs along {dims}, expected {list(names)}")
     if any(heads.size(name) <= 0 for name in STATIC) or heads.size("h") % heads.size("g"):
         raise EncodingError(f"map of heads {text!r}: h, g, d and e are numbers, and h is a multiple of g")
     if any(heads.result.starts):
-        raise EncodingError(f"map of heads {text!r}: the result is a whole tensor")
+        raise EncodingError(f"map of heads {text!r}: the result is not a slice")

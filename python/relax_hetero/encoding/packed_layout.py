@@ -1,6 +1,6 @@
-"""How a tensor is stored: which dimensions are cut into tiles, and in what order tiles and outer dimensions lie.
+"""Storage layout of a tensor: the tiles of its dimensions, and the order of tiles and outer dimensions.
 
-The same description as MLIR's ``tensor.pack``: ``outer_perm``, ``inner_dims`` and ``inner_tiles``. A ``(k, n)`` weight
+It is described as by MLIR's ``tensor.pack``: ``outer_perm``, ``inner_dims`` and ``inner_tiles``. A ``(k, n)`` weight
 as ``[n/32, k/4, 32, 4]`` has ``outer_perm=(1, 0)``, ``inner_dims=(1, 0)``, ``inner_tiles=(32, 4)``.
 """
 
@@ -21,7 +21,7 @@ from .encoding import RHS, Encoding, IndexMap
 from .winograd import POINTS, WINDOW, positions, restore_windows, transform_windows
 
 SWIZZLED_BYTES = 128
-"""A row of a swizzled tile, which is as wide as all banks of a GPU's shared memory."""
+"""Bytes of a row of a swizzled tile: as wide as all banks of a GPU's shared memory."""
 CHUNK_BYTES = 16
 """Unit of a swizzle, in bytes."""
 _MAX_RANK = 64  # far above any tensor's: text does not decide how much memory a layout takes
@@ -34,7 +34,7 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Storage order of a tensor of `len(outer_perm)` dimensions, the last of a tile padded with zeros.
+    """Storage order of a tensor of `len(outer_perm)` dimensions; incomplete tiles are padded with zeros.
 
     Attributes
     ----------
@@ -45,17 +45,17 @@ class PackedLayout:
     inner_tiles : tuple of int
         Elements of each tile axis.
     compensation : bool
-        The right operand of an s8*s8 product that is computed as u8*s8 (the left one has 128 added): one more block, in
-        front, along the outer axis of the last inner dimension (k, in tiles of 4 bytes). It holds -128 times the sum
-        over k of every column, as int32.
+        Whether the right operand of an s8*s8 product that is computed as u8*s8 (with 128 added to the left one) begins
+        with one more block along the outer axis of the last inner dimension (k, in tiles of 4 bytes). The block holds
+        -128 times the sum over k of every column, as int32.
     swizzle : bool
-        The tile is the image that a tensor core's instruction reads from shared memory without bank conflicts: rows of
-        128 bytes along the last tile axis, as many as the axis before it has, a multiple of 8; of row r, the 16-byte
-        chunk c lies at ``c ^ (r % 8)``. (Source: PTX ISA, "128-byte swizzle mode" of matrix descriptors.)
+        Whether the tile is the image that a tensor core's instruction reads from shared memory without bank conflicts:
+        rows of 128 bytes along the last tile axis, a multiple of 8 rows along the axis before it; 16-byte chunk c of
+        row r lies at ``c ^ (r % 8)``. (Source: PTX ISA, "128-byte swizzle mode" of matrix descriptors.)
     winograd : int
-        Tile size m for the weight of a convolution of 3 x 3: its windows are stored transformed, for m x m places of
-        the result at a time (see `encoding.winograd`), and take (m + 2) x (m + 2) elements; 0: as they are. The
-        window's dimensions are the second and the third outer axis; of a volume, the two inner ones.
+        Tile size m for the weight of a 3 x 3 convolution: its windows are stored transformed, for m x m elements of
+        the result at a time (see `encoding.winograd`), and take (m + 2) x (m + 2) elements; 0: not transformed. The
+        window's dimensions are the second and the third outer axis; for a volume, the two inner ones.
     """
 
     outer_perm: tuple[int, ...]
@@ -82,14 +82,14 @@ class PackedLayout:
     def _check_winograd(self) -> None:
         if self.winograd not in POINTS or len(self.outer_perm) not in (4, 5) or self.compensation or self.swizzle:
             raise EncodingError(
-                f"layout {self}: windows are transformed for {tuple(POINTS)} places, in 4 or 5 dimensions"
+                f"layout {self}: windows are transformed for tile sizes {tuple(POINTS)}, in 4 or 5 dimensions"
             )
         if any(d in self.inner_dims for d in self.window_dims):
             raise EncodingError(f"layout {self}: the dimensions of a transformed window have no tiles")
 
     @staticmethod
     def identity(rank: int) -> PackedLayout:
-        """Row-major, as tensors are outside of encodings.
+        """The row-major layout, which plain tensors have.
 
         Parameters
         ----------
@@ -104,7 +104,7 @@ class PackedLayout:
         return self.outer_perm == tuple(range(len(self.outer_perm))) and not self.inner_dims
 
     def __str__(self) -> str:
-        if not self.inner_dims and self.outer_perm == tuple(range(len(self.outer_perm))):
+        if self.is_identity:
             return f"identity<{len(self.outer_perm)}>"
         outer = ", ".join(map(str, self.outer_perm))
         inner = ", ".join(f"{d}:{t}" for d, t in zip(self.inner_dims, self.inner_tiles, strict=False))
@@ -124,7 +124,7 @@ class PackedLayout:
         return _parse(text)
 
     def tile(self, dim: int) -> int:
-        """The tile of a logical dimension, 1 where it has none.
+        """The tile of a logical dimension, 1 where it is not tiled.
 
         Parameters
         ----------
@@ -135,11 +135,11 @@ class PackedLayout:
 
     @property
     def window_dims(self) -> tuple[int, ...]:
-        """The logical dimensions of windows that are stored transformed; none where they are not."""
+        """The logical dimensions of windows that are stored transformed; empty where they are not."""
         return self.outer_perm[1:3] if self.winograd else ()
 
     def swizzled_column(self, row: Any, column: Any, dtype: str) -> Any:
-        """Where in its row of a swizzled tile a column lies; ints or expressions of the same type.
+        """The stored position of a column in its row of a swizzled tile; ints or expressions of the same type.
 
         Parameters
         ----------
@@ -180,7 +180,7 @@ class PackedLayout:
         return prod(self.packed_shape(shape), start=bytes_of(dtype))
 
     def transposed(self, perm: Sequence[int]) -> PackedLayout:
-        """The layout under which ``permute_dims(x, perm)`` has the very bytes that `x` has under this one.
+        """The layout under which ``permute_dims(x, perm)`` has the same bytes as `x` under this one.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class PackedLayout:
         )
 
     def permutation_to(self, other: PackedLayout) -> tuple[int, ...] | None:
-        """Axes that permute a tensor stored under this layout into one stored under another; None where one tiles.
+        """Axes that permute a tensor stored under this layout into one stored under another; None if either tiles.
 
         Parameters
         ----------
@@ -210,7 +210,7 @@ class PackedLayout:
         return tuple(self.outer_perm.index(d) for d in other.outer_perm)
 
     def pack(self, array: np.ndarray) -> np.ndarray:
-        """`array` as it is stored: what the pack kernel computes, for constants at compile time.
+        """The stored form of `array`, as the pack kernel computes it, for constants at compile time.
 
         Parameters
         ----------
@@ -265,9 +265,11 @@ class PackedLayout:
             order.append(self.outer_perm.index(d))
             if d in self.inner_dims:
                 order.append(rank + self.inner_dims.index(d))
-        held = [positions(self.winograd) if d in self.window_dims else shape[d] for d in range(rank)]
-        whole = stored.transpose(order).reshape([_ceil_div(held[d], self.tile(d)) * self.tile(d) for d in range(rank)])
-        array = whole[tuple(slice(0, extent) for extent in held)]
+        extents = [positions(self.winograd) if d in self.window_dims else shape[d] for d in range(rank)]
+        padded = stored.transpose(order).reshape(
+            [_ceil_div(extents[d], self.tile(d)) * self.tile(d) for d in range(rank)]
+        )
+        array = padded[tuple(slice(0, extent) for extent in extents)]
         if self.winograd:
             values = np.moveaxis(array, self.window_dims, (-2, -1))
             array = np.moveaxis(restore_windows(values, self.winograd), (-2, -1), self.window_dims)
@@ -286,11 +288,11 @@ def tiled(
     Parameters
     ----------
     index_map : IndexMap
-        Index map of the operand, as its shape has it: transposes are composed here.
+        Index map of the operand in the order of its shape, so that transposes are composed here.
     outer : sequence of str
         Order of the other dimensions: ("n", "k").
     tiles : mapping of str to int
-        Tile of each dimension, in storage order; tiles of one are left out.
+        Tile of each dimension, in storage order; tiles of size one are left out.
     compensation, swizzle : bool
         See `PackedLayout`.
     """
@@ -306,22 +308,22 @@ def tiled(
 
 
 def _swizzled(tiles: np.ndarray) -> np.ndarray:
-    """Tiles with the chunks of each row moved; twice is as before."""
+    """Tiles with the chunks of each row permuted; the permutation is its own inverse."""
     rows = tiles.shape[-2]
     chunks = (
         np.ascontiguousarray(tiles)
         .view(np.uint8)
         .reshape(*tiles.shape[:-1], SWIZZLED_BYTES // CHUNK_BYTES, CHUNK_BYTES)
     )
-    moved = np.empty_like(chunks)
+    permuted = np.empty_like(chunks)
     for row in range(8):
         order = np.arange(SWIZZLED_BYTES // CHUNK_BYTES) ^ row
-        moved[..., row:rows:8, :, :] = chunks[..., row:rows:8, order, :]
-    return moved.reshape(*tiles.shape[:-1], SWIZZLED_BYTES).view(tiles.dtype)
+        permuted[..., row:rows:8, :, :] = chunks[..., row:rows:8, order, :]
+    return permuted.reshape(*tiles.shape[:-1], SWIZZLED_BYTES).view(tiles.dtype)
 
 
 def unsupported_reason(layout: PackedLayout, encoding: Encoding) -> str:
-    """Why a layout cannot store the operand that an encoding is of; empty where it can."""
+    """The reason why a layout cannot store the operand of an encoding; empty where it can."""
     rank = len(encoding.index_map)
     if len(layout.outer_perm) != rank:
         return f"{layout} is for {len(layout.outer_perm)} dimensions, the operand has {rank}"

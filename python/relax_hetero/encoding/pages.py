@@ -1,4 +1,4 @@
-"""Pages of a cache of keys and values: how many tokens one holds, its shape, and where each number lies in it.
+"""Pages of a cache of keys and values: their size, shape, and the order of the numbers in them.
 
 The cache of a layer is one tensor ``(pages, kv_heads, elements)``. A page belongs to `PAGE` consecutive tokens of a
 sequence; for each head of keys and values it holds the keys, then the values, each in the order that the device's
@@ -10,9 +10,9 @@ Orders, of the keys of one head:
 - ``"lanes"``: ``(size, PAGE)``, neighbouring tokens are neighbours, as the lanes of a vector that scores 16 of them;
 - ``"chunks"``: ``(size / 8, PAGE, 8)``, eight neighbouring numbers of a token are what tensor cores take at once.
 
-Values are ``(PAGE, size)`` in the first two, and as keys in the third. Of ``"int8"``, a number is an integer from -127
-to 127 times a float32 scale, one for each token's key and one for each token's value; the scales of the keys, then
-those of the values, lie behind both.
+Values are ``(PAGE, size)`` in the first two, and like keys in the third. In ``"int8"`` pages, a number is an integer
+from -127 to 127 times a float32 scale, one for each token's key and one for each token's value; the scales of the keys,
+then those of the values, follow both.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ PAGE = 64
 """Tokens of a page."""
 
 TABLES = {False: "table_full", True: "table_window"}
-"""Names of the tables of layers that see all tokens, and of those that have a window."""
+"""Names of the page tables of layers that see all tokens (False), and of layers with a window (True)."""
 
 PAGE_TYPES = ("float16", "bfloat16", "float32", "int8")
 """Element types that a cache may have."""
 
 ORDERS = ("rows", "lanes", "chunks")
-"""How the keys of a page may lie."""
+"""Orders of the keys of a page."""
 
 _SCALE_BYTES = 4
 
@@ -51,7 +51,7 @@ def head_elements(size: int, dtype: str) -> int:
     Raises
     ------
     EncodingError
-        If there are no such pages.
+        If `dtype` is not one of `PAGE_TYPES`.
     """
     if dtype not in PAGE_TYPES:
         raise EncodingError(f"pages of {dtype}: expected one of {', '.join(PAGE_TYPES)}")
@@ -65,7 +65,7 @@ def pages_of_window(window: int, chunk: int) -> int:
 
 
 def page_shape(pages: Any, kv_heads: int, size: int, dtype: str = "float16") -> tuple[Any, int, int]:
-    """The shape of a layer's cache of so many pages (an int, or an expression)."""
+    """The shape of a layer's cache of a number of pages (an int, or an expression)."""
     return pages, kv_heads, head_elements(size, dtype)
 
 
@@ -76,12 +76,12 @@ def page_bytes(kv_heads: int, size: int, dtype: str = "float16") -> int:
 
 
 def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray, np.ndarray]:
-    """The keys and values of pages as numbers; for tests, and for whoever wants to look into a cache.
+    """The keys and values of pages as numbers, for tests and for inspecting a cache.
 
     Parameters
     ----------
     pages : array, (pages, kv_heads, elements)
-        As the device has it, of float16, float32 or int8 (bfloat16: as uint16).
+        The device's pages, of float16, float32 or int8 (bfloat16: as uint16).
     size : int
         Numbers of a key.
     order : str
@@ -98,7 +98,7 @@ def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray
     keys = pages[..., : PAGE * size].astype(np.float32)
     values = pages[..., PAGE * size : 2 * PAGE * size].astype(np.float32).reshape(count, heads, PAGE, size)
     if order == "chunks":
-        keys, values = (_of_chunks(one.reshape(count, heads, size // 8, PAGE, 8)) for one in (keys, values))
+        keys, values = (_rows_from_chunks(x.reshape(count, heads, size // 8, PAGE, 8)) for x in (keys, values))
     if order == "lanes":
         keys = keys.reshape(count, heads, size, PAGE).swapaxes(2, 3)
     keys = keys.reshape(count, heads, PAGE, size)
@@ -108,6 +108,6 @@ def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray
     return keys, values
 
 
-def _of_chunks(tiles: np.ndarray) -> np.ndarray:
+def _rows_from_chunks(tiles: np.ndarray) -> np.ndarray:
     pages, heads, chunks, tokens, width = tiles.shape
     return tiles.swapaxes(2, 3).reshape(pages, heads, tokens, chunks * width)

@@ -1,6 +1,6 @@
-"""Problems: all that a kernel is written from, its operands, how each is stored, what happens to the result.
+"""Problems: the task of a kernel as plain data: its operands, the layout of each, and the work on the result.
 
-A problem is plain data: equal problems are one kernel. Symbolic extents are names, numbered in order of appearance
+Equal problems share one kernel. Symbolic extents are names, numbered in order of appearance
 ("s0", "s1", ...), so that two dispatches that differ in the names of their symbols share a kernel.
 """
 
@@ -32,7 +32,7 @@ class Operand:
     index_map : IndexMap
         The iteration dimension of each dimension ("1": size one, broadcast).
     layout : PackedLayout
-        How it is stored; the kernel's buffer has ``layout.packed_shape(shape)``.
+        Storage layout; the kernel's buffer has ``layout.packed_shape(shape)``.
     """
 
     shape: tuple[Dim, ...]
@@ -69,13 +69,13 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class RowPhase:
-    """Work on the rows of a product's result, which takes their place.
+    """Row program that the kernel of a product applies to its result, which it replaces.
 
     Attributes
     ----------
     program : RowProgram
     product : int
-        The operand of the program that is the product's result, after its epilogue.
+        Index of the program's operand that is the product's result, after its epilogue.
     operands : tuple of Operand
         The program's other operands in order; index maps over batch dimensions, m and n.
     """
@@ -122,9 +122,9 @@ class MatmulProblem:
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
         init = [] if self.init is None else [self.init]
-        others = () if self.epilogue is None else self.epilogue.operands
-        in_rows = () if self.rows is None else self.rows.operands
-        return [self.lhs, self.rhs, *init, *others, *in_rows, self.result]
+        epilogue = () if self.epilogue is None else self.epilogue.operands
+        rows = () if self.rows is None else self.rows.operands
+        return [self.lhs, self.rhs, *init, *epilogue, *rows, self.result]
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class Window:
     Attributes
     ----------
     size : int
-        Places of the window (of the weight).
+        Filter taps along the dimension.
     stride, dilation : int
-        Distance between neighbouring windows, and between neighbouring taps of one, in elements.
+        Elements between neighbouring windows, and between neighbouring taps of one window.
     before, after : int
         Padding, in elements; a convolution's padding is zeros.
     """
@@ -149,11 +149,11 @@ class Window:
 
     @property
     def dilated_extent(self) -> int:
-        """Elements from the first to the last that a window touches."""
+        """Number of elements from the first to the last tap of a window."""
         return (self.size - 1) * self.dilation + 1
 
-    def places(self, extent: int) -> int:
-        """How many windows fit along `extent` elements and the padding.
+    def output_extent(self, extent: int) -> int:
+        """Number of windows that fit along `extent` elements and the padding.
 
         Parameters
         ----------
@@ -167,7 +167,7 @@ class Window:
 class ConvProblem:
     """A convolution: ``result = epilogue(sum over k, w0, w1, ... of data * weight)``.
 
-    Parameters of its kernel, in order: data, weight, the epilogue's operands, result. Logical shapes are those of
+    Parameters of its kernel, in order: data, weight, the epilogue's operands, result. Logical shapes follow
     NCHW, OIHW and NCHW, with any number of spatial dimensions; the layouts say how each is stored.
 
     Attributes
@@ -187,7 +187,7 @@ class ConvProblem:
     epilogue : Epilogue, optional
         Index maps of its operands over "b", "n", "y0", ...
     tf32 : bool
-        As of `MatmulProblem`.
+        See `MatmulProblem`.
     """
 
     data: Operand
@@ -202,16 +202,16 @@ class ConvProblem:
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
-        others = () if self.epilogue is None else self.epilogue.operands
-        return [self.data, self.weight, *others, self.result]
+        epilogue = () if self.epilogue is None else self.epilogue.operands
+        return [self.data, self.weight, *epilogue, self.result]
 
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """``result = softmax(scores(query * key^T)) * value``, every head for itself.
+    """Attention: ``result = softmax(scores(query * key^T)) * value``, for each head separately.
 
     Parameters of its kernel, in order: query, key, value, the operands of `scores`, result, and perhaps scratch: a
-    float32 tensor whose shape the kernel says.
+    float32 tensor whose shape the kernel chooses.
 
     Iteration dimensions: "b" batch, "h" heads, "g" heads of key and value, "m" queries, "n" keys, "d" the width of
     query and key, "e" that of the value. A dimension of an operand may run along several, outermost first: "h*d".
@@ -222,7 +222,7 @@ class AttentionProblem:
         Plain tensors; query over b, h, m, d; key over b, g, n, d; value over b, g, n, e; result over b, h, m, e. The
         same tensor may be several of them.
     starts : tuple of (tuple of int)
-        Position where query, key and value begin in each dimension of the tensor (slices of one tensor).
+        Offset of query, key and value in each dimension of the tensor (slices of one tensor).
     sizes : tuple of (str, Dim)
         Extents of every iteration dimension; h, g, d and e are ints, h is a multiple of g.
     scores : Epilogue
@@ -231,7 +231,7 @@ class AttentionProblem:
     causal : str
         "": every query sees every key; "top_left": query i sees keys up to i; "bottom_right": the last query sees all.
     nan_to_zero : bool
-        A row whose softmax is NaN, because every score is -inf, gives zeros.
+        Whether a row gives zeros where its softmax is NaN, because every score is -inf.
     tf32 : bool
         Whether products of float32 may round their operands to 10 bits of fraction.
     """
@@ -249,7 +249,7 @@ class AttentionProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """Operands of the kernel, in order, less the scratch."""
+        """Operands of the kernel, in order, without the scratch."""
         return [self.query, self.key, self.value, *self.scores.operands, self.result]
 
 
@@ -281,7 +281,7 @@ class ElementwiseProblem:
 
 @dataclass(frozen=True)
 class RowsProblem:
-    """``result = program(x0, x1, ...)`` of every row: what lies along the last dimension, "n".
+    """Row program: ``result = program(x0, x1, ...)`` for every row along the last dimension, "n".
 
     Parameters of its kernel, in order: operands, result. All are row-major; index maps name the dimensions before the
     last "d0", "d1", ...; an operand may lack any of them. The result's last dimension is "1" where its expression does
@@ -300,33 +300,32 @@ class RowsProblem:
 
 @dataclass(frozen=True)
 class QuantizedMatmulProblem:
-    """A product with weights in blocks of few bits: ``epilogue(sum over k of lhs * weight)``.
+    """A product with block-quantized weights: ``epilogue(sum over k of lhs * weight)``.
 
-    Parameters of its kernel, in order: lhs, weights, index if there is one, operands of the epilogue, result. Left
-    operand (float32; of GPUs also of 16 bits) and result are row-major, over batch dimensions and m, then "k" and "n".
+    Parameters of its kernel, in order: lhs, weights, index if there is one, operands of the epilogue, result. The left
+    operand (float32; on GPUs also 16-bit floats) and the result are row-major over batch dimensions, m, and "k" or "n".
 
     Attributes
     ----------
     weights : tuple of Operand
         In panels: one operand of bytes, as `encoding.block_panels` packs it. In fragments: weight, scales and perhaps
-        zero points (8 or 128 where there are none), or the minimums of a file's format, as `encoding.block_weights`
-        packs them.
+        zero points (without them 8 or 128), or the minimums of a file's format, as `encoding.block_weights` packs them.
     block : int
-        How many weights along k share a scale; a multiple of 8.
+        Number of weights along k that share a scale; a multiple of 8.
     bits : int
-        Bits of a weight as it is stored.
+        Bits of a stored weight.
     form : BlockFormat or None
-        Format of weights in panels, and of a file's in fragments.
+        Format of weights in panels, and of a file's weights in fragments.
     experts : int
-        How many matrices the weights are, below each other, each in whole panels; 0: one, for all rows.
+        Number of matrices, one after another, each in panels of its own; 0: one matrix for all rows.
     index : Operand or None
         Numbers of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are.
         The left operand has one row for a token, or one for each of its experts.
     activation_bits : int
-        Integers of so many bits, 8 or 16, with a scale for each block may stand for numbers of the left operand.
+        8 or 16: the left operand may be rounded to integers of so many bits, with a scale for each block.
     rows : str
-        Kind of the rows, "decode" or "chunk": all kernels of a kind add up a row in the same order, however many rows
-        they have; "" for any order.
+        Kind of the rows, "decode" or "chunk": all kernels of a kind add up a row in the same order, for any number of
+        rows; "" for any order.
     """
 
     lhs: Operand
@@ -344,20 +343,19 @@ class QuantizedMatmulProblem:
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
-        others = () if self.epilogue is None else self.epilogue.operands
-        return [self.lhs, *self.weights, *(() if self.index is None else (self.index,)), *others, self.result]
+        epilogue = () if self.epilogue is None else self.epilogue.operands
+        return [self.lhs, *self.weights, *(() if self.index is None else (self.index,)), *epilogue, self.result]
 
     @property
-    def is_row_by_expert(self) -> bool:
-        """True if each expert of a token has a row of the left operand of its own."""
+    def has_row_per_expert(self) -> bool:
+        """True if the left operand has a row for each expert of a token."""
         return self.lhs.shape[1] != 1
 
     @cached_property
     def plan(self) -> RecordPlan:
-        """Where everything lies in a panel."""
-        assert self.form is not None, "weights in fragments have no panels"
-        plan = RecordPlan(self.form, self.depth, 1)
-        return RecordPlan(self.form, self.depth, _static(self.weights[0].shape[-1]) // plan.panel_bytes)
+        """Layout of a panel."""
+        assert self.form is not None, "weights in fragments are not in panels"
+        return _panel_plan(self.form, self.depth, self.weights[0])
 
     @property
     def depth(self) -> int:
@@ -377,16 +375,16 @@ class QuantizedMatmulProblem:
 
 @dataclass(frozen=True)
 class BlockUnpackProblem:
-    """Weights in blocks of few bits as numbers, in the layout that a product of many rows reads.
+    """Dequantization of block-quantized weights, to the layout that a product of many rows reads.
 
     Parameters of its kernel, in order: weights, result.
 
     Attributes
     ----------
     product : QuantizedMatmulProblem
-        Whose weights they are; its left operand says the element type.
+        Product that reads the weights; the element type is that of its left operand.
     result : Operand
-        Over "k" and "n".
+        Weights over "k" and "n".
     """
 
     product: QuantizedMatmulProblem
@@ -399,20 +397,20 @@ class BlockUnpackProblem:
 
 
 APPEND = "append"
-"""Rows of a `CachedAttentionProblem` that is the first half of a chunk's: keys and values go into their pages."""
+"""Rows of a `CachedAttentionProblem` that only writes the keys and values of a chunk into their pages."""
 
 
 @dataclass(frozen=True)
 class CachedAttentionProblem:
-    """Attention with a paged cache, as `relax_hetero.op.cached_attention` says.
+    """Attention with a paged cache; see `relax_hetero.op.cached_attention`.
 
-    Parameters of its kernel, in order: the operands, of which `pages` is written, too; out, and perhaps scratch: a
-    float32 tensor whose shape the kernel says. Index maps name "m" rows, "p" pages, "s" slots, "t" pages of a slot.
+    Parameters of its kernel, in order: the operands (`pages` is also written), out, and perhaps scratch: a float32
+    tensor whose shape the kernel chooses. Index maps name "m" rows, "p" pages, "s" slots, "t" pages of a slot.
 
     Attributes
     ----------
     operands : tuple of Operand
-        qkv, pages, table, sequences, positions; then rotation, and factors of norms, those that there are.
+        qkv, pages, table, sequences, positions; then rotation and factors of norms, where present.
     out : Operand
     heads, kv_heads, size : int
     scale : float
@@ -423,10 +421,9 @@ class CachedAttentionProblem:
     rotary, norms : str
     eps : float
     rows : str
-        "decode" or "chunk"; "append" where keys and values of a chunk are written and nothing else is done: there is
-        no out then.
+        "decode" or "chunk"; "append": only write keys and values of a chunk, without an out.
     order : str
-        How keys lie in a page, see `encoding.pages`.
+        Order of keys in a page, see `encoding.pages`.
     """
 
     operands: tuple[Operand, ...]
@@ -445,7 +442,7 @@ class CachedAttentionProblem:
 
     @property
     def parameters(self) -> list[Operand]:
-        """Operands of the kernel, in order, less the scratch."""
+        """Operands of the kernel, in order, without the scratch."""
         return [*self.operands, *([] if self.rows == APPEND else [self.out])]
 
     @property
@@ -459,21 +456,21 @@ class CachedAttentionProblem:
         return self.operands[1].dtype
 
     @property
-    def turned(self) -> int:
-        """How many numbers of a head are rotated."""
+    def rotary_size(self) -> int:
+        """Number of elements of a head that are rotated."""
         return _static(self.operands[5].shape[1]) if self.rotary else 0
 
-    def other(self, name: str) -> int | None:
-        """The number of an operand: "rotation", "q_norm" or "k_norm"; None where there is none."""
+    def operand_index(self, name: str) -> int | None:
+        """The index of the operand "rotation", "q_norm" or "k_norm"; None where the problem lacks it."""
         names = ["rotation"] * bool(self.rotary) + [f"{letter}_norm" for letter in self.norms]
         return 5 + names.index(name) if name in names else None
 
 
 @dataclass(frozen=True)
 class BlockRowsProblem:
-    """Rows of weights in panels as numbers: ``result[i] = numbers[index[i]]``.
+    """Gather of rows of block-quantized weights: ``result[i] = dequantized[index[i]]``.
 
-    Parameters of its kernel, in order: weight, index, result. An index that is no row is the nearest one.
+    Parameters of its kernel, in order: weight, index, result. An index out of range is clamped.
 
     Attributes
     ----------
@@ -501,10 +498,12 @@ class BlockRowsProblem:
 
     @cached_property
     def plan(self) -> RecordPlan:
-        """Where everything lies in a panel."""
-        depth = _static(self.result.shape[-1])
-        plan = RecordPlan(self.form, depth, 1)
-        return RecordPlan(self.form, depth, _static(self.weight.shape[-1]) // plan.panel_bytes)
+        """Layout of a panel."""
+        return _panel_plan(self.form, _static(self.result.shape[-1]), self.weight)
+
+
+def _panel_plan(form: BlockFormat, depth: int, weight: Operand) -> RecordPlan:
+    return RecordPlan(form, depth, _static(weight.shape[-1]) // RecordPlan(form, depth, 1).panel_bytes)
 
 
 def _static(dim: Dim) -> int:
@@ -523,4 +522,4 @@ Problem = (
     | BlockUnpackProblem
     | CachedAttentionProblem
 )
-"""Whatever kernels are written for."""
+"""Tasks that kernels are written for."""

@@ -1,8 +1,8 @@
-"""Resolvers, found by target, turn an encoding into a layout.
+"""Resolvers: the objects that turn an encoding into a layout and a problem into a kernel, and their registry by target.
 
-A resolver is asked three things about a target that it was registered for: how an operand is stored (`resolve`), how
-many bytes that takes (`storage_size`), and what computes on operands so stored (`kernel`). "None" to the first means
-"no layout here", and the encoding is cancelled. Others register theirs without touching ours::
+A resolver answers three questions about a target that it was registered for: the layout of an operand (`resolve`), its
+bytes (`storage_size`), and the kernel that computes on operands in these layouts (`kernel`). "None" as a layout means
+"no layout here", and the encoding is cancelled. Other libraries register their own resolvers::
 
     register_resolver(MyResolver(), kind="llvm", features=["sve2"], priority=10)
 """
@@ -29,7 +29,7 @@ from .problem import Problem, QuantizedMatmulProblem
 
 
 class EncodingResolver(ABC):
-    """Layouts and kernels of a target; subclasses have no other public names than these.
+    """Layouts and kernels of a target; subclasses add no further public names.
 
     Attributes
     ----------
@@ -38,10 +38,10 @@ class EncodingResolver(ABC):
     problems : tuple of type
         Classes of problems that `kernel` solves, besides products, convolutions and elementwise ones.
     appends_in_own_kernel : bool
-        Whether keys and values of a chunk are written into their pages by a kernel of its own.
+        Whether a separate kernel writes the keys and values of a chunk into their pages.
     cache_key : str, optional
-        Text that changes whenever the answers do. Without it no module for devices of a third party's resolver is kept
-        in the compile cache.
+        Text that changes whenever the answers do. Without it, modules for devices of a third party's resolver are not
+        stored in the compile cache.
     """
 
     name = ""
@@ -53,7 +53,7 @@ class EncodingResolver(ABC):
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Choose the layout of an operand, identity included; None: cancel the encoding.
 
-        Asked for each of the three operands of a product or convolution (``encoding.moves`` is not None); None for
+        Called for each of the three operands of a product or convolution (``encoding.moves`` is not None); None for
         one of them cancels all.
 
         Parameters
@@ -66,7 +66,7 @@ class EncodingResolver(ABC):
 
     @abstractmethod
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """Write the code that solves `problem` on this target; parameters as the problem's class says.
+        """Write the code that solves `problem` on this target; the problem's class documents its parameters.
 
         Parameters
         ----------
@@ -92,17 +92,17 @@ class EncodingResolver(ABC):
         return layout.storage_bytes(shape, encoding.element_type)
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """Choose the layout of an operand that is not a constant, and so would be laid out anew in every call.
+        """Choose the layout of an operand that is not a constant, and so would be packed again in every call.
 
         Parameters
         ----------
         encoding, target
-            As `resolve` takes them.
+            See `resolve`.
         """
         return self.resolve(encoding, target)
 
     def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
-        """Algorithm of a convolution whose weight has this layout, and why; empty where there is one alone.
+        """Algorithm of a convolution whose weight has this layout, and the reason; empty if there is only one.
 
         Parameters
         ----------
@@ -116,7 +116,7 @@ class EncodingResolver(ABC):
         return ""
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
-        """Element types that one attention kernel computes no slower than its products and softmax would.
+        """Element types for which one attention kernel is at least as fast as separate products and softmax.
 
         Parameters
         ----------
@@ -128,7 +128,7 @@ class EncodingResolver(ABC):
         return frozenset()
 
     def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
-        """Channels that fill a tile: smaller groups of a convolution join up to them; 0: groups stay.
+        """Channels that fill a tile: smaller groups of a convolution are merged up to it; 0: groups are not merged.
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class EncodingResolver(ABC):
         return 0
 
     def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
-        """Layout of block-quantized weights; None where no kernel reads them.
+        """Layout of block-quantized weights; None without a kernel that reads them.
 
         Parameters
         ----------
@@ -173,7 +173,7 @@ class EncodingResolver(ABC):
 
 
 class _NoResolver(EncodingResolver):
-    """Cancels every encoding of a target that nobody answers for."""
+    """Resolver of a target without one: cancels every encoding."""
 
     name = "none"
 
@@ -196,15 +196,15 @@ class _Entry:
 
 
 _entries: list[_Entry] = []
-"""Resolvers that others have registered, the latest last."""
-# Their answers change with the sources of this library only.
-_OURS = f"{__name__.partition('.')[0]}."
+"""Resolvers that other libraries have registered, the latest last."""
+# The answers of this library's resolvers change with its sources only.
+_OWN_PACKAGE = f"{__name__.partition('.')[0]}."
 
 
 def register_resolver(
     resolver: EncodingResolver, kind: str, features: Sequence[str] = (), priority: int = 0
 ) -> Callable[[], None]:
-    """Register a resolver for targets of a kind that have all of some LLVM features.
+    """Register a resolver for targets of a kind that have all of the given features.
 
     Parameters
     ----------
@@ -216,12 +216,12 @@ def register_resolver(
         LLVM features a target must have ("avx512f"); a target's tag, its keys and "isa=" with the
         name of its row of `INSTRUCTION_SETS` count as features too.
     priority : int
-        The highest that fits answers; among equals the one with more features, then the latest. Ours have 0.
+        The highest that fits answers; among equals the one with more features, then the latest. Built-in ones have 0.
 
     Returns
     -------
     Callable
-        Takes the registration back.
+        Removes the registration.
 
     Raises
     ------
@@ -230,21 +230,21 @@ def register_resolver(
     """
     if not isinstance(resolver, EncodingResolver):
         raise EncodingError(f"found the resolver {resolver!r}, expected an object of a class of EncodingResolver")
-    known = [name for name in dir(EncodingResolver) if not name.startswith("_")]
+    names = [name for name in dir(EncodingResolver) if not name.startswith("_")]
     for name in dir(resolver):
-        if not name.startswith("_") and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "names of your own begin with '_'"
+        if not name.startswith("_") and name not in names:
+            matches = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {matches[0]!r}?" if matches else "names of your own begin with '_'"
             raise EncodingError(
-                f"{resolver.name!r} has {name!r}, expected names of EncodingResolver: {', '.join(known)}; {hint}"
+                f"{resolver.name!r} has {name!r}, expected names of EncodingResolver: {', '.join(names)}; {hint}"
             )
     entry = _Entry(resolver, kind, frozenset(features), priority)
     _entries.append(entry)
-    return lambda: _take_back(entry)
+    return lambda: _unregister(entry)
 
 
 def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
-    """The resolver that answers for a target, None if there is none.
+    """The resolver that answers for a target; None without one.
 
     Parameters
     ----------
@@ -252,26 +252,26 @@ def resolver_for(target: tvm.target.Target | str) -> EncodingResolver | None:
         Target or its text.
     """
     target = tvm.target.Target(target)
-    known = _features(target)
+    features = _features(target)
     entries = [*_own_entries(backend_of(target)), *_entries]
-    fitting = [
+    matches = [
         (entry.priority, len(entry.features), position)
         for position, entry in enumerate(entries)
-        if entry.kind == target.kind.name and known.issuperset(entry.features)
+        if entry.kind == target.kind.name and features.issuperset(entry.features)
     ]
-    return entries[max(fitting)[2]].resolver if fitting else None
+    return entries[max(matches)[2]].resolver if matches else None
 
 
-def answers_of(target: tvm.target.Target) -> EncodingResolver:
-    """The resolver of a target; one that cancels every encoding where there is none."""
+def resolver_or_default(target: tvm.target.Target) -> EncodingResolver:
+    """The resolver of a target; without one, a resolver that cancels every encoding."""
     return resolver_for(target) or _NO_RESOLVER
 
 
 def resolver_key(target: tvm.target.Target) -> str | None:
-    """A text that changes with the answers of a target's resolver; None where it has none, as others' may."""
+    """A text that changes with the answers of a target's resolver; None if a third party's resolver lacks one."""
     resolver = resolver_for(target)
     kind = type(resolver)
-    if resolver is None or kind.__module__.startswith(_OURS):
+    if resolver is None or kind.__module__.startswith(_OWN_PACKAGE):
         return kind.__qualname__
     key = resolver.cache_key
     return None if key is None else f"{kind.__module__}.{kind.__qualname__} {key}"
@@ -287,6 +287,6 @@ def _features(target: tvm.target.Target) -> frozenset[str]:
     return cpu.features | frozenset(map(str, target.keys)) | {f"isa={cpu.isa.name}", str(target.tag)}
 
 
-def _take_back(entry: _Entry) -> None:
-    # By identity: equal registrations are different ones.
-    _entries[:] = [other for other in _entries if other is not entry]
+def _unregister(entry: _Entry) -> None:
+    # Equal registrations are different ones: compare by identity.
+    _entries[:] = [registered for registered in _entries if registered is not entry]

@@ -1,7 +1,7 @@
-"""Work on rows, as text: ``"r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); divide(exp(subtract(x0, r0)), r1)"``.
+"""Row programs, as text: ``"r0 = max(x0); r1 = sum(exp(subtract(x0, r0))); divide(exp(subtract(x0, r0)), r1)"``.
 
-A row is what lies along the last axis. A program makes one result of every row of its operands: reductions in order,
-each of an elementwise expression over the operands and the reductions before it, then the expression of the result.
+A row runs along the last axis. A program computes one result from every row of its operands: reductions in order, each
+of an elementwise expression over the operands and the reductions before it, then the expression of the result.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from ..errors import EncodingError
 from .expression import Expression, Term
 
 KINDS = ("sum", "mean", "max", "min", "prod")
-"""Kinds of reductions. The greatest and the least of a row with NaN are NaN, as in numpy."""
+"""Kinds of reductions. Maximum and minimum of a row with NaN are NaN, as in numpy."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """One number of a row.
+    """Reduction of a row to one number.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class RowProgram:
-    """Function that is computed of every row.
+    """Function of every row of its operands.
 
     Attributes
     ----------
@@ -62,18 +62,18 @@ class RowProgram:
         Raises
         ------
         EncodingError
-            For other text: an unknown kind, a reduction that is used before it is made, an operand that is never used.
+            For other text: an unknown kind, a reduction used before its definition, or an operand that is never used.
         """
         *statements, last = (part.strip() for part in text.split(";"))
         count = 1 + max(map(int, re.findall(r"\bx([0-9]{1,6})\b", text)), default=-1)
         reductions: list[Reduction] = []
         for number, statement in enumerate(statements):
-            found = re.fullmatch(r"r([0-9]+) = ([a-z]+)\((.*)\)", statement)
-            if found is None or int(found[1]) != number or found[2] not in KINDS:
+            match = re.fullmatch(r"r([0-9]+) = ([a-z]+)\((.*)\)", statement)
+            if match is None or int(match[1]) != number or match[2] not in KINDS:
                 raise EncodingError(
                     f"found {statement!r} in {text!r}, expected 'r{number} = kind(expression)' of {KINDS}"
                 )
-            reductions.append(Reduction(found[2], _parse(found[3], count, number, text)))
+            reductions.append(Reduction(match[2], _parse(match[3], count, number, text)))
         program = RowProgram(count, tuple(reductions), _parse(last, count, len(reductions), text))
         used = {index for expression in program.expressions for index in operands_of(expression)}
         if not used.issuperset(range(count)) or count == 0:
@@ -88,8 +88,7 @@ class RowProgram:
         return self.result.dtype(types)
 
     def _text(self, expression: Expression) -> str:
-        named = re.sub(r"\bx([0-9]+)\b", lambda m: self._name(int(m[1])), str(expression))
-        return named
+        return re.sub(r"\bx([0-9]+)\b", lambda m: self._name(int(m[1])), str(expression))
 
     def _name(self, index: int) -> str:
         return f"x{index}" if index < self.num_operands else f"r{index - self.num_operands}"
@@ -101,7 +100,7 @@ def operands_of(expression: Expression) -> list[int]:
 
 
 def replaced(term: Term, table: dict[Term, Term]) -> Term:
-    """`term` with subterms replaced, the outermost first."""
+    """`term` with subterms replaced by those of a table, the outermost first."""
     if term in table:
         return table[term]
     if not term.args:
@@ -109,8 +108,8 @@ def replaced(term: Term, table: dict[Term, Term]) -> Term:
     return Term(term.op, tuple(replaced(arg, table) for arg in term.args), term.params)
 
 
-def _parse(text: str, operands: int, reductions: int, whole: str) -> Expression:
+def _parse(text: str, operands: int, reductions: int, program: str) -> Expression:
     for name in re.findall(r"\br([0-9]+)\b", text):
         if int(name) >= reductions:
-            raise EncodingError(f"{whole!r} uses r{name} before it is made")
+            raise EncodingError(f"{program!r} uses r{name} before it is defined")
     return Expression.parse(re.sub(r"\br([0-9]+)\b", lambda m: f"x{operands + int(m[1])}", text))

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 import tvm
 
 from ..encoding.block_panels import Panels
-from ..encoding.resolver import answers_of
+from ..encoding.resolver import resolver_or_default
 from ..target.vdevice import is_cpu
 
 _GATHERS: ContextVar[bool] = ContextVar("_GATHERS", default=False)
@@ -22,7 +22,7 @@ _GATHERS: ContextVar[bool] = ContextVar("_GATHERS", default=False)
 def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]:
     """Convert nodes inside for these devices; None is the native CPU."""
     can_gather = devices is None or all(
-        is_cpu(device) and isinstance(answers_of(device.target).block_layout(device.target), Panels)
+        is_cpu(device) and isinstance(resolver_or_default(device.target).block_layout(device.target), Panels)
         for device in devices
     )
     token = _GATHERS.set(can_gather)

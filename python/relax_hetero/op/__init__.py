@@ -1,7 +1,7 @@
 """Relax operators of this library.
 
-They are hints and transfers, requirements on sizes, encoded tensors, attention without and with a cache, rows, and
-4-bit weights.
+They are hints and transfers, requirements on sizes, encoded tensors, attention without and with a cache, row programs,
+and block-quantized weights.
 
 The operators of placement build TVM's own ``relax.hint_on_device`` and ``relax.to_vdevice`` calls, so that
 ``R.hint_on_device`` and ``R.to_vdevice`` in TVMScript are the same thing to every pass. Importing this package makes

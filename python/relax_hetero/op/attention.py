@@ -1,7 +1,7 @@
 """The operator of attention: ``relax.hetero.attention``, in TVMScript ``R.hetero.attention``.
 
-Its operands and result are plain row-major tensors. FormAttention makes it where a device has a kernel for it,
-MaterializeEncodings makes kernels of it.
+Its operands and result are plain row-major tensors. FormAttention forms it where a device has a kernel for it;
+MaterializeEncodings turns it into calls of kernels.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ def attention(
     nan_to_zero: bool = False,
     tf32: bool = False,
 ) -> relax.Call:
-    """``softmax(scores(query * key^T)) * value``, every head for itself.
+    """``softmax(scores(query * key^T)) * value``, for each head separately.
 
     Parameters
     ----------
     query, key, value : relax.Expr
-        Tensors; the same may be all three, as slices of it.
+        Tensors; all three may be slices of one tensor.
     masks : relax.Expr
         Operands ``x1``, ``x2``, ... of `scores`, which broadcast to (batch, heads, queries, keys).
     heads : Heads or str
-        Where heads lie in the tensors.
+        Positions of the heads in the tensors.
     scores : Expression or str
         Function that is applied to a product (``x0``) before softmax.
     causal : str
-        "top_left": query i sees keys up to i; "bottom_right": the last query sees all keys; "": all see all.
+        "top_left": query i sees keys up to i; "bottom_right": the last query sees all keys; "": every query sees all.
     nan_to_zero : bool
-        Whether a row of which every score is -inf gives zeros, not NaN.
+        Whether a row whose scores are all -inf gives zeros, not NaN.
     tf32 : bool
         Whether products of float32 tensors may round their operands to 10 bits of fraction, where tensor cores do.
 
     Raises
     ------
     EncodingError
-        If text is no map of heads or expression, or an operand is no Relax expression.
+        If text is not a map of heads or an expression, or an operand is not a Relax expression.
     """
     if causal not in CAUSAL:
         raise EncodingError(f"{ATTENTION}: found causal={causal!r}, expected one of {CAUSAL}")
@@ -78,25 +78,25 @@ def attention(
 
 
 def attention_sizes(call: relax.Call) -> dict[str, Any]:
-    """The extent of every iteration dimension of a call, PrimExprs; EncodingError where a tensor does not fit."""
+    """The extents of the iteration dimensions of a call, as PrimExprs; EncodingError where a tensor does not fit."""
     heads = Heads.parse(call.attrs.heads)
     sizes: dict[str, Any] = {
         name: tvm.tirx.IntImm("int64", size) for name, size in zip(NAMES, heads.sizes, strict=True) if size != DYNAMIC
     }
-    for index, found in enumerate(heads.operands):
+    for index, mapping in enumerate(heads.operands):
         extents = extents_of(call, index)
-        if len(extents) != len(found.dims):
+        if len(extents) != len(mapping.dims):
             raise EncodingError(
-                f"{ATTENTION}: operand {index} has {len(extents)} dimensions, its map ({found}) {len(found.dims)}"
+                f"{ATTENTION}: operand {index} has {len(extents)} dimensions, its map ({mapping}) {len(mapping.dims)}"
             )
-        for extent, names in zip(extents, found.dims, strict=True):
+        for extent, names in zip(extents, mapping.dims, strict=True):
             if len(names) == 1:
                 sizes.setdefault(names[0], extent)
     unknown = [name for name in NAMES if name not in sizes]
     if unknown:
-        raise EncodingError(f"{ATTENTION}: no operand tells the sizes {unknown} of {heads}")
-    for index, found in enumerate(heads.operands):
-        for extent, names, start in zip(extents_of(call, index), found.dims, found.starts, strict=True):
+        raise EncodingError(f"{ATTENTION}: no operand gives the sizes {unknown} of {heads}")
+    for index, mapping in enumerate(heads.operands):
+        for extent, names, start in zip(extents_of(call, index), mapping.dims, mapping.starts, strict=True):
             _check_fits(extent, [sizes[name] for name in names], start, index, heads)
     return sizes
 
@@ -119,13 +119,13 @@ def infer_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorT
             f"{ATTENTION}: found {len(call.args)} operands, expected query, key, value and those of {call.attrs.scores}"
         )
     sizes = attention_sizes(call)
-    full = [sizes[name] for name in "bhmn"]
+    score_shape = [sizes[name] for name in "bhmn"]
     for index in range(3, len(call.args)):
         extents = extents_of(call, index)
-        aligned = zip(reversed(extents), reversed(full), strict=False)
+        aligned = zip(reversed(extents), reversed(score_shape), strict=False)
         if len(extents) > 4 or any(not is_one(extent) and differ(extent, size) for extent, size in aligned):
             raise EncodingError(
-                f"{ATTENTION}: operand {index} has shape {extents}, expected one that broadcasts to {full}"
+                f"{ATTENTION}: operand {index} has shape {extents}, expected one that broadcasts to {score_shape}"
             )
     shape = []
     for names in Heads.parse(call.attrs.heads).result.dims:

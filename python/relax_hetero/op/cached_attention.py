@@ -1,8 +1,8 @@
 """The operator of attention with a cache: ``relax.hetero.cached_attention``, in TVMScript below ``R.hetero``.
 
-It is all that a decoder's layer does between its joined projection of queries, keys and values and its output
-projection. It writes the new keys and values over its operand `pages`: a caller that wants the old ones has to copy
-them before. MaterializeEncodings makes kernels of it that work in place.
+It computes everything in a decoder layer between the joint projection of queries, keys and values and the output
+projection. It overwrites its operand `pages` with the new keys and values: a caller that needs the old ones has to copy
+them first. MaterializeEncodings turns it into calls of kernels that work in place.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROTARIES = ("", "halves", "pairs")
 NORMS = ("", "q", "k", "qk")
 ROWS = ("decode", "chunk")
 PAGES = 1
-"""The number of the operand that is written in place."""
+"""Index of the operand that is written in place."""
 
-_FIRST_OTHER = 5
+_FIRST_OPTIONAL = 5
 _ACTIVATIONS = ("float32", "float16", "bfloat16")
 
 
@@ -63,7 +63,7 @@ def cached_attention(
     eps: float = 1e-6,
     rows: str = "decode",
 ) -> relax.Call:
-    """New keys and values into the cache, and the attention of new queries to their sequences' keys.
+    """Write new keys and values into the cache, then compute the attention of the new queries to their sequences' keys.
 
     Queries and keys are normalized per head if `norms` says so, then rotated; then row i's key and value are written
     to the page of its position; then its queries attend to the keys of its sequence at positions
@@ -78,35 +78,34 @@ def cached_attention(
     pages : relax.Expr
         (pages, kv_heads, elements), see `relax_hetero.encoding.pages`; overwritten.
     table : relax.Expr
-        (slots, most_pages) of int32: the page of a slot's positions 64 * j to 64 * j + 63 in column j, -1 where there
-        is none. Keys of pages that are not there are left out.
+        (slots, max_pages) of int32: column j is the page of a slot's positions 64 * j to 64 * j + 63, -1 without one.
+        Keys of missing pages are left out.
     sequences : relax.Expr
         (rows,) of int32: the slot of a row's sequence; -1: a row that writes nothing, and whose result is arbitrary
         but finite.
     positions : relax.Expr
-        (rows,) of int32.
+        (rows,) of int32: the position of a row in its sequence.
     others : relax.Expr
-        Where `rotary` is given, the rotation of each row's position, (rows, r) of float32, ``r <= size``: the cosines
-        of r/2 angles, then their sines. Then, as `norms` says, the factors of the norm of queries, and of keys, each
-        (size,) of float32.
+        With `rotary`, the rotation of each row's position, (rows, r) of float32, ``r <= size``: the cosines of r/2
+        angles, then their sines. Then the factors of the `norms` of queries and keys, each (size,) of float32.
     heads, kv_heads, size : int
-        Heads of queries; heads of keys and values; and the numbers of one. `heads` is a multiple of `kv_heads`.
+        Heads of queries; heads of keys and values; elements of a head. `heads` is a multiple of `kv_heads`.
     scale : float
         Factor of the scores.
     window : int
-        How many of the latest keys a query sees, its own included; 0: all.
+        Number of latest keys that a query sees, its own included; 0: all.
     softcap : float
-        0: none.
+        Bound of the scores; 0: none.
     rotary : str
-        "halves": number j of a head turns with number j + r/2; "pairs": number 2j with number 2j + 1; "": none does.
-        Numbers from r on stay.
+        "halves": element j of a head is rotated with element j + r/2; "pairs": element 2j with 2j + 1; "": none.
+        Elements from r on are not changed.
     norms : str
-        Which are divided by the root of the mean of their squares and multiplied by factors: "", "q", "k" or "qk".
+        Operands that get an RMS norm with factors, queries or keys: "", "q", "k" or "qk".
     eps : float
         Number that the norms add to the mean of squares.
     rows : str
-        "decode": every row is of another sequence. "chunk": all rows are of the sequence of row 0, at consecutive
-        positions, those with sequence -1 last; each row sees those before it.
+        "decode": every row belongs to another sequence. "chunk": all rows belong to the sequence of row 0, at
+        consecutive positions, rows with sequence -1 last; each row sees the rows before it.
 
     Returns
     -------
@@ -116,7 +115,7 @@ def cached_attention(
     Raises
     ------
     EncodingError
-        If an attribute has no meaning, or an operand is no Relax expression.
+        If an attribute is not valid, or an operand is not a Relax expression.
     """
     attrs = CachedAttentionAttrs(
         heads, kv_heads, size, float(scale), window, float(softcap), rotary, norms, float(eps), rows
@@ -125,15 +124,15 @@ def cached_attention(
     return make_call(CACHED_ATTENTION, [qkv, pages, table, sequences, positions, *others], attrs)
 
 
-def other_operands(attrs: CachedAttentionAttrs) -> list[str]:
-    """Operands after `positions`: "rotation", "q_norm", "k_norm", those that there are."""
+def optional_operands(attrs: CachedAttentionAttrs) -> list[str]:
+    """Names of the operands after `positions`: "rotation", "q_norm", "k_norm", where present."""
     return ["rotation"] * bool(attrs.rotary) + [f"{letter}_norm" for letter in str(attrs.norms)]
 
 
 def _check_attributes(attrs: CachedAttentionAttrs) -> None:
-    for name, known in (("rotary", ROTARIES), ("norms", NORMS), ("rows", ROWS)):
-        if getattr(attrs, name) not in known:
-            raise EncodingError(f"{CACHED_ATTENTION}: found {name}={getattr(attrs, name)!r}, expected one of {known}")
+    for name, choices in (("rotary", ROTARIES), ("norms", NORMS), ("rows", ROWS)):
+        if getattr(attrs, name) not in choices:
+            raise EncodingError(f"{CACHED_ATTENTION}: found {name}={getattr(attrs, name)!r}, expected one of {choices}")
     for name in ("heads", "kv_heads", "size"):
         if int(getattr(attrs, name)) < 1:
             raise EncodingError(f"{CACHED_ATTENTION}: found {name}={getattr(attrs, name)}, expected 1 at least")
@@ -154,11 +153,11 @@ def infer_cached_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> tvm.ir
     check_attrs(call, CachedAttentionAttrs)
     attrs = call.attrs
     _check_attributes(attrs)
-    others = other_operands(attrs)
-    if len(call.args) != _FIRST_OTHER + len(others):
+    optional = optional_operands(attrs)
+    if len(call.args) != _FIRST_OPTIONAL + len(optional):
         raise EncodingError(
-            f"{CACHED_ATTENTION}: found {len(call.args)} operands, expected {_FIRST_OTHER + len(others)}: "
-            f"qkv, pages, table, sequences, positions{''.join(', ' + name for name in others)}"
+            f"{CACHED_ATTENTION}: found {len(call.args)} operands, expected {_FIRST_OPTIONAL + len(optional)}: "
+            f"qkv, pages, table, sequences, positions{''.join(', ' + name for name in optional)}"
         )
     heads, kv_heads, size = int(attrs.heads), int(attrs.kv_heads), int(attrs.size)
     qkv = _operand(call, 0, "qkv", _ACTIVATIONS, [None, (heads + 2 * kv_heads) * size])
@@ -168,39 +167,41 @@ def infer_cached_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> tvm.ir
     _operand(call, 2, "table", ("int32",), [None, None])
     _operand(call, 3, "sequences", ("int32",), [qkv[0]])
     _operand(call, 4, "positions", ("int32",), [qkv[0]])
-    for index, name in enumerate(others, _FIRST_OTHER):
+    for index, name in enumerate(optional, _FIRST_OPTIONAL):
         if name == "rotation":
             _check_rotation(call, index, qkv[0], size)
         else:
             _operand(call, index, name, ("float32",), [size])
-    first, pages = call.args[0].ty, call.args[PAGES].ty
-    vdevice = first.vdevice or pages.vdevice
-    out = relax.TensorType([qkv[0], heads * size], first.dtype, vdevice)
-    return tvm.ir.TupleType([out, relax.TensorType(list(pages.shape.values), pages.dtype, pages.vdevice or vdevice)])
+    qkv_type, pages_type = call.args[0].ty, call.args[PAGES].ty
+    vdevice = qkv_type.vdevice or pages_type.vdevice
+    out = relax.TensorType([qkv[0], heads * size], qkv_type.dtype, vdevice)
+    return tvm.ir.TupleType(
+        [out, relax.TensorType(list(pages_type.shape.values), pages_type.dtype, pages_type.vdevice or vdevice)]
+    )
 
 
 def _check_rotation(call: relax.Call, index: int, rows: Any, size: int) -> None:
-    turned = number(_operand(call, index, "rotation", ("float32",), [rows, None])[1])
-    if not isinstance(turned, int) or turned % 2 or not 0 < turned <= size:
+    rotary_size = number(_operand(call, index, "rotation", ("float32",), [rows, None])[1])
+    if not isinstance(rotary_size, int) or rotary_size % 2 or not 0 < rotary_size <= size:
         raise EncodingError(
-            f"{CACHED_ATTENTION}: operand {index} (rotation) has rows of {turned}, "
+            f"{CACHED_ATTENTION}: operand {index} (rotation) has rows of {rotary_size}, "
             f"expected an even number of at most {size}"
         )
 
 
 def _operand(call: relax.Call, index: int, name: str, dtypes: tuple[str, ...], expected: list[Any]) -> list[Any]:
-    """The extents of an operand of one of some types; `expected` has None for extents that are free."""
-    where, ty = f"{CACHED_ATTENTION}: operand {index} ({name})", call.args[index].ty
+    """The extents of an operand after a check of its type and shape; `expected` has None for any extent."""
+    subject, ty = f"{CACHED_ATTENTION}: operand {index} ({name})", call.args[index].ty
     if not isinstance(ty, relax.TensorType) or str(ty.dtype) not in dtypes:
-        raise EncodingError(f"{where} is a {ty}, expected a tensor of {' or '.join(dtypes)}")
-    found = extents_of(call, index)
-    fits = len(found) == len(expected) and not any(
-        extent is not None and differ(its, extent) for its, extent in zip(found, expected, strict=True)
+        raise EncodingError(f"{subject} is a {ty}, expected a tensor of {' or '.join(dtypes)}")
+    extents = extents_of(call, index)
+    fits = len(extents) == len(expected) and not any(
+        size is not None and differ(extent, size) for extent, size in zip(extents, expected, strict=True)
     )
     if not fits:
-        wanted = ", ".join("any" if extent is None else str(number(extent)) for extent in expected)
-        raise EncodingError(f"{where} has shape {[number(extent) for extent in found]}, expected ({wanted})")
-    return found
+        shape = ", ".join("any" if size is None else str(number(size)) for size in expected)
+        raise EncodingError(f"{subject} has shape {[number(extent) for extent in extents]}, expected ({shape})")
+    return extents
 
 
 register_op(CACHED_ATTENTION, cached_attention, infer_cached_attention)

@@ -1,8 +1,8 @@
 """The operator of copies: ``relax.hetero.copy``, in TVMScript ``R.hetero.copy``.
 
-Relax has no op for "the same numbers in memory of their own": each that moves nothing may share its operand's memory.
-IsolateWrites makes copies where a kernel in place must not be seen by others; LowerTransfers makes transfers to the
-device where the value is of them.
+Relax lacks an op for "the same numbers in separate memory": an op that moves nothing may share its operand's memory.
+IsolateWrites inserts copies where other readers must not see the writes of an in-place kernel; LowerTransfers turns
+transfers within a device into copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COPY = "relax.hetero.copy"
 
 
 def copy(x: relax.Expr) -> relax.Call:
-    """The numbers of a tensor in a new tensor, which shares memory with nothing.
+    """Copy a tensor to a new one, which shares its memory with no other.
 
     Parameters
     ----------
@@ -31,13 +31,13 @@ def copy(x: relax.Expr) -> relax.Call:
     Raises
     ------
     EncodingError
-        If the operand is no Relax expression, or, once types are inferred, no tensor.
+        If the operand is not a Relax expression, or, once types are inferred, not a tensor.
     """
     return make_call(COPY, [x], None)
 
 
 def infer_copy(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    """The type of `copy`; EncodingError for an operand that is no tensor."""
+    """The type of `copy`; EncodingError for an operand that is not a tensor."""
     if not isinstance(call.args[0].ty, relax.TensorType):
         raise EncodingError(f"{COPY}: operand 0 is a {call.args[0].ty}, expected a tensor")
     return call.args[0].ty

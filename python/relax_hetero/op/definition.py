@@ -1,7 +1,7 @@
 """Definition of an operator ``relax.hetero.*``: its call, checks of the call, and its registration.
 
-TVM is told how to infer the type of a call, and that the operator is pure. TVMScript finds the function that makes a
-call as ``R.hetero.*``.
+The registration gives TVM the type inference of a call, and says that the operator is pure. TVMScript finds the
+function that makes a call as ``R.hetero.*``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tvm.relax.script import parser as relax_parser
 from ..errors import EncodingError
 
 Infer = Callable[[relax.Call, relax.BlockBuilder], "relax.TensorType | relax.ShapeType | tvm.ir.TupleType"]
-"""Gives the type of a call; raises EncodingError for the first thing that is wrong with it."""
+"""Function from a call to its type; it raises EncodingError for the first mistake in the call."""
 
 
 class Namespace:
-    """``R.hetero``: the functions of all operators, by their names."""
+    """``R.hetero``: the functions of all operators by name."""
 
 
 def register_op(name: str, function: Callable[..., relax.Call], infer: Infer) -> None:
-    """Make TVM know an operator, and TVMScript the function that calls it; once, when `relax_hetero.op` is imported."""
+    """Register an operator with TVM, and its function with TVMScript; once, when `relax_hetero.op` is imported."""
     tvm.ir._ffi_api.RegisterOp(name, f"{name}: see {function.__module__}")
     tvm.ir.register_op_attr(name, "FInferType", infer)
     tvm.ir.register_op_attr(name, "FPurity", True)
@@ -33,14 +33,14 @@ def register_op(name: str, function: Callable[..., relax.Call], infer: Infer) ->
 
 
 def register_statement(function: Callable[..., Any]) -> None:
-    """Have TVMScript find a function as ``R.hetero.*``."""
+    """Register a function with TVMScript as ``R.hetero.*``."""
     setattr(Namespace, function.__name__, staticmethod(function))
     for module in (relax_script, relax_parser):
         module.hetero = Namespace  # type: ignore[attr-defined]
 
 
 def make_call(name: str, operands: Sequence[relax.Expr], attrs: tvm.ir.Attrs | None) -> relax.Call:
-    """A call of an operator; EncodingError if an operand is no Relax expression."""
+    """A call of an operator; EncodingError if an operand is not a Relax expression."""
     for index, operand in enumerate(operands):
         if not isinstance(operand, relax.Expr):
             raise EncodingError(f"{name}: operand {index} is a {type(operand).__name__}, expected a Relax expression")
@@ -54,7 +54,7 @@ def check_attrs(call: relax.Call, attrs: type) -> None:
 
 
 def extents_of(call: relax.Call, index: int) -> list[Any]:
-    """The extents of an operand, PrimExprs; EncodingError where it is no tensor of known extents."""
+    """The extents of an operand, PrimExprs; EncodingError if it is not a tensor of known extents."""
     ty = call.args[index].ty
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         raise EncodingError(f"{call.op.name}: operand {index} is a {ty}, expected a tensor of known extents")
@@ -62,7 +62,7 @@ def extents_of(call: relax.Call, index: int) -> list[Any]:
 
 
 def number(extent: Any) -> Any:
-    """An extent as an int where it is one."""
+    """An extent as an int if it is a constant."""
     return int(extent) if isinstance(extent, tvm.tirx.IntImm) else extent
 
 

@@ -1,13 +1,13 @@
 """Operators of encoded tensors: ``relax.hetero.*``, in TVMScript ``R.hetero.*``.
 
-Tensor types stay logical until materialization; what an encoded tensor is for (`Encoding`, as text) and, once
-specialized, how it is stored (`PackedLayout`, as text) stands in the attributes of the op that makes it.
+Tensor types stay logical until materialization. The attributes of the op that makes an encoded tensor hold its role
+(`Encoding`, as text) and, once specialized, its storage (`PackedLayout`, as text).
 
 ============================================================  =========================================================
-``set_encoding(x, encoding, layout)``                         lay a plain tensor out
+``set_encoding(x, encoding, layout)``                         pack a plain tensor
 ``unset_encoding(x, encoding, layout)``                       back to row-major; encoding and layout are the operand's
 ``relayout(x, encoding, layout, from_layout)``                from one layout to another
-``prepacked(data, shape, encoding, layout)``                  stored bytes that are an encoded tensor of `shape` already
+``prepacked(data, shape, encoding, layout)``                  packed data as an encoded tensor of logical `shape`
 ``matmul(lhs, rhs, init?, encoding, layout, kernel)``         product of encoded tensors (encoding: the result's)
 ``conv(data, weight, encoding, layout, kernel)``              convolution of encoded tensors (encoding: the result's)
 ``elementwise(x0, x1, ..., expression, encoding, layout)``    elementwise on encoded x0; plain operands broadcast
@@ -37,7 +37,7 @@ SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE = (
 )
 ENCODED_OPS = (SET, UNSET, RELAYOUT, PREPACKED, MATMUL, CONV, ELEMENTWISE)
 PRODUCTS = (MATMUL, CONV)
-"""Encoded ops that sum products of two encoded operands; their kernels take elementwise work along."""
+"""Encoded ops that sum products of two encoded operands; their kernels compute epilogues."""
 
 EncodingLike = Encoding | str
 LayoutLike = PackedLayout | str
@@ -91,27 +91,27 @@ class EncodedElementwiseAttrs(tvm.ir.Attrs):
 
 
 def set_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "") -> relax.Call:
-    """Lay a tensor out for what `encoding` says; the type stays the logical one.
+    """Pack a tensor for the role that `encoding` describes; its type stays the logical one.
 
     Parameters
     ----------
     x : relax.Expr
         A plain tensor.
     encoding : Encoding or str
-        Op and operand that the tensor is laid out for.
+        Role of the tensor: the op and the operand.
     layout : PackedLayout or str
-        How it is stored; empty until SpecializeEncodings asks the device's resolver.
+        Storage of the tensor; empty until SpecializeEncodings asks the device's resolver.
 
     Raises
     ------
     EncodingError
-        If text is no encoding or layout, or the tensor's type is not the one the encoding is for.
+        If text is not an encoding or a layout, or the tensor's type differs from the encoding's.
     """
     return make_call(SET, [x], EncodingAttrs(_encoding(encoding), _layout(layout)))
 
 
 def unset_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "") -> relax.Call:
-    """An encoded tensor as a plain one; `encoding` and `layout` are those of `x`. Raises as `set_encoding`.
+    """Unpack an encoded tensor to a plain one. It raises the errors of `set_encoding`.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def unset_encoding(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike = "
 
 
 def relayout(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike, from_layout: LayoutLike) -> relax.Call:
-    """An encoded tensor from one layout to another, for `encoding`.
+    """Convert an encoded tensor from one layout to another, for `encoding`.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def relayout(x: relax.Expr, encoding: EncodingLike, layout: LayoutLike, from_lay
 
 
 def prepacked(data: relax.Expr, shape: Sequence[int] | str, encoding: EncodingLike, layout: LayoutLike) -> relax.Call:
-    """Bytes that are stored under `layout` already, as an encoded tensor of logical `shape`.
+    """Use data that is already packed under `layout` as an encoded tensor of logical `shape`.
 
     Parameters
     ----------
@@ -173,9 +173,9 @@ def matmul(
     init : relax.Expr, optional
         Initial value of the accumulator, of its type; encoded as operand 2, or plain and broadcast against the result.
     encoding : Encoding or str
-        The result's (operand 2).
+        Encoding of the result (operand 2).
     layout, kernel : str
-        The result's layout and the name of the kernel's variant; empty until SpecializeEncodings.
+        Layout of the result and name of the kernel variant; empty until SpecializeEncodings.
     """
     operands = [lhs, rhs] if init is None else [lhs, rhs, init]
     return make_call(MATMUL, operands, EncodedProductAttrs(_encoding(encoding), _layout(layout), kernel))
@@ -189,11 +189,11 @@ def conv(
     Parameters
     ----------
     data, weight : relax.Expr
-        Encoded as operands 0 and 1 of the same op; logical shapes are those of NCHW and OIHW.
+        Encoded as operands 0 and 1 of the same op; logical shapes are NCHW and OIHW.
     encoding : Encoding or str
-        The result's (operand 2), which says strides, padding, dilation and groups.
+        Encoding of the result (operand 2), with strides, padding, dilation and groups.
     layout, kernel : str
-        As of `matmul`.
+        See `matmul`.
     """
     return make_call(CONV, [data, weight], EncodedProductAttrs(_encoding(encoding), _layout(layout), kernel))
 
@@ -206,18 +206,18 @@ def elementwise(
     Parameters
     ----------
     operands : relax.Expr
-        The first is encoded and has the result's shape; others are encoded alike, or plain and broadcast against it.
+        The first is encoded and has the result's shape; further ones have its encoding, or are plain and broadcast.
     expression : Expression or str
-        Over ``x0``, ``x1``, ...
+        Function of ``x0``, ``x1``, ...
     encoding, layout
-        The result's.
+        Encoding and layout of the result.
     """
     text = str(expression if isinstance(expression, Expression) else Expression.parse(expression))
     return make_call(ELEMENTWISE, list(operands), EncodedElementwiseAttrs(text, _encoding(encoding), _layout(layout)))
 
 
 def encoded_op(expr: relax.Expr) -> str | None:
-    """The name of the encoded op that `expr` calls, None for anything else."""
+    """The name of the encoded op that `expr` calls; None for any other expression."""
     if isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name in ENCODED_OPS:
         return expr.op.name
     return None
@@ -231,7 +231,7 @@ def _layout(layout: LayoutLike) -> str:
     return str(layout if isinstance(layout, PackedLayout) or layout == "" else PackedLayout.parse(layout))
 
 
-# Type inference: the logical type of a result, and the first thing that is wrong with a call.
+# Type inference: the logical type of a result, or an error for the first mistake in a call.
 
 
 def _tensor(call: relax.Call, index: int) -> relax.TensorType:
@@ -245,47 +245,49 @@ def _extents(ty: relax.TensorType) -> list[Any] | None:
     return list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else None
 
 
-def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, what: str) -> None:
+def _check_encoded(call: relax.Call, ty: relax.TensorType, encoding: Encoding, subject: str) -> None:
     if ty.ndim not in (-1, len(encoding.index_map)):
-        raise EncodingError(f"{call.op.name}: {what} has {ty.ndim} dimensions, encoding {encoding} is for others")
+        raise EncodingError(f"{call.op.name}: {subject} has {ty.ndim} dimensions, encoding {encoding} is for others")
     for extent, name, size in zip(_extents(ty) or [], encoding.index_map, encoding.shape(), strict=False):
         if isinstance(extent, tvm.tirx.IntImm) and size >= 0 and int(extent) != size:
-            raise EncodingError(f"{call.op.name}: {what} has {name} = {int(extent)}, encoding {encoding} says {size}")
+            raise EncodingError(
+                f"{call.op.name}: {subject} has {name} = {int(extent)}, encoding {encoding} says {size}"
+            )
 
 
 def _check_layout(call: relax.Call, encoding: Encoding) -> None:
     for text in (call.attrs.layout, getattr(call.attrs, "from_layout", "")):
-        wrong = unsupported_reason(PackedLayout.parse(text), encoding) if text else ""
-        if wrong:
-            raise EncodingError(f"{call.op.name}: layout {wrong}: encoding {encoding}")
+        reason = unsupported_reason(PackedLayout.parse(text), encoding) if text else ""
+        if reason:
+            raise EncodingError(f"{call.op.name}: layout {reason}: encoding {encoding}")
 
 
-def _check_broadcast(call: relax.Call, index: int, onto: relax.TensorType) -> None:
+def _check_broadcast(call: relax.Call, index: int, result: relax.TensorType) -> None:
     """Refuse an operand that certainly does not broadcast to the shape of the result."""
-    ty, wanted = _tensor(call, index), _extents(onto)
-    found = _extents(ty)
-    if onto.ndim >= 0 and ty.ndim > onto.ndim:
-        raise EncodingError(f"{call.op.name}: operand {index} has {ty.ndim} dimensions, the result {onto.ndim}")
-    if found is None or wanted is None:
+    ty, result_shape = _tensor(call, index), _extents(result)
+    shape = _extents(ty)
+    if result.ndim >= 0 and ty.ndim > result.ndim:
+        raise EncodingError(f"{call.op.name}: operand {index} has {ty.ndim} dimensions, the result {result.ndim}")
+    if shape is None or result_shape is None:
         return
-    for extent, size in zip(reversed(found), reversed(wanted), strict=False):
+    for extent, size in zip(reversed(shape), reversed(result_shape), strict=False):
         if not is_one(extent) and differ(extent, size):
             raise EncodingError(
-                f"{call.op.name}: operand {index} has shape {_text(found)}, expected one that broadcasts to "
-                f"{_text(wanted)}"
+                f"{call.op.name}: operand {index} has shape {_shape_text(shape)}, expected one that broadcasts to "
+                f"{_shape_text(result_shape)}"
             )
 
 
-def _text(extents: list[Any]) -> str:
+def _shape_text(extents: list[Any]) -> str:
     return f"({', '.join(str(number(extent)) for extent in extents)})"
 
 
-def _infer_same(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
+def _infer_operand_type(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
     ty = _tensor(call, 0)
     encoding = Encoding.parse(call.attrs.encoding)
     _check_encoded(call, ty, encoding, "the operand")
     _check_layout(call, encoding)
-    # What has the result's encoding may be of another type: a residual, or what elementwise work made of the result.
+    # A tensor with the result's encoding may have another type: a residual, or the result after elementwise work.
     if encoding.operand_index != RESULT and str(ty.dtype) not in ("", stored_type(encoding.element_type)):
         raise EncodingError(f"{call.op.name}: the operand is {ty.dtype}, encoding {encoding} is for others")
     return ty
@@ -296,41 +298,43 @@ def _infer_prepacked(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
     attrs = call.attrs
     if not re.fullmatch("[0-9]{1,18}(x[0-9]{1,18})*", attrs.shape):
         raise EncodingError(f"{PREPACKED}: found shape {attrs.shape!r}, expected extents like '5x3'")
-    shape = [int(extent) for extent in attrs.shape.split("x")]
-    stored = PackedLayout.parse(attrs.layout).packed_shape(shape)
+    logical_shape = [int(extent) for extent in attrs.shape.split("x")]
+    packed_shape = PackedLayout.parse(attrs.layout).packed_shape(logical_shape)
     extents = _extents(ty)
-    found = None if extents is None else tuple(map(number, extents))
-    if found != stored:
+    operand_shape = None if extents is None else tuple(map(number, extents))
+    if operand_shape != packed_shape:
         raise EncodingError(
-            f"{PREPACKED}: the operand has shape {found}; {tuple(shape)} stored as {attrs.layout} has {stored}"
+            f"{PREPACKED}: the operand has shape {operand_shape}, expected {packed_shape}: {tuple(logical_shape)} "
+            f"packed as {attrs.layout}"
         )
-    logical = relax.TensorType(shape, ty.dtype, ty.vdevice)
+    logical = relax.TensorType(logical_shape, ty.dtype, ty.vdevice)
     _check_encoded(call, logical, Encoding.parse(attrs.encoding), "the stored tensor")
     return logical
 
 
 def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
-    """Type of matmul and conv: the result's extents are those of its operands, or follow from the encoding's sizes."""
+    """Type of matmul and conv: the result's extents follow from the operands and the encoding."""
     name, encoding = call.op.name, Encoding.parse(call.attrs.encoding)
     if encoding.operand_index != RESULT:
         raise EncodingError(
-            f"{name}: takes the encoding of its result, found {encoding}, which is that of {encoding.operand_name}"
+            f"{name}: takes the encoding of its result, found {encoding}, the encoding of {encoding.operand_name}"
         )
     if (encoding.moves is not None) != (name == CONV):
         raise EncodingError(f"{name}: found {encoding}, the encoding of another op")
     _check_layout(call, encoding)
-    one = tvm.tirx.IntImm("int64", 1)
-    extents: dict[str, Any] = {"1": one}
+    extents: dict[str, Any] = {"1": tvm.tirx.IntImm("int64", 1)}
     for index in (LHS, RHS):
         ty, operand = _tensor(call, index), encoding.of(index)
         _check_encoded(call, ty, operand, f"operand {index}")
         if str(ty.dtype) != stored_type(operand.element_type):
             raise EncodingError(f"{name}: operand {index} is {ty.dtype}, its encoding is for {operand.element_type}")
         for dim, extent in zip(operand.index_map, _extents(ty) or [], strict=False):
-            known = extents.setdefault(dim, extent)
-            if dim != "1" and differ(known, extent):
-                raise EncodingError(f"{name}: {dim} is {number(known)} in one operand and {number(extent)} in another")
-    _add_places(encoding, extents)
+            expected = extents.setdefault(dim, extent)
+            if dim != "1" and differ(expected, extent):
+                raise EncodingError(
+                    f"{name}: {dim} is {number(expected)} in one operand and {number(extent)} in another"
+                )
+    _add_output_extents(encoding, extents)
     vdevice = _tensor(call, LHS).vdevice or _tensor(call, RHS).vdevice
     names = encoding.index_map
     if any(dim not in extents for dim in names):
@@ -338,8 +342,8 @@ def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorTy
     return relax.TensorType([extents[dim] for dim in names], encoding.element_type, vdevice)
 
 
-def _add_places(encoding: Encoding, extents: dict[str, Any]) -> None:
-    """How many places a convolution's windows have along each spatial dimension whose extents are known."""
+def _add_output_extents(encoding: Encoding, extents: dict[str, Any]) -> None:
+    """Add the output extent of a convolution along each spatial dimension whose extents are known."""
     if encoding.moves is None:
         return
     spatial = len(encoding.moves.strides)
@@ -348,8 +352,8 @@ def _add_places(encoding: Encoding, extents: dict[str, Any]) -> None:
         if image is None or window is None:
             continue
         padding = encoding.moves.padding[d] + encoding.moves.padding[spatial + d]
-        room = image + padding - ((window - 1) * encoding.moves.dilation[d] + 1)
-        extents[f"y{d}"] = tvm.sym.Analyzer().simplify(tvm.tirx.floordiv(room, encoding.moves.strides[d]) + 1)
+        last_start = image + padding - ((window - 1) * encoding.moves.dilation[d] + 1)
+        extents[f"y{d}"] = tvm.sym.Analyzer().simplify(tvm.tirx.floordiv(last_start, encoding.moves.strides[d]) + 1)
 
 
 def _infer_matmul(call: relax.Call, ctx: relax.BlockBuilder) -> relax.TensorType:
@@ -374,12 +378,12 @@ def _infer_elementwise(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
         _check_broadcast(call, index, first)
     dtype = expression.dtype([str(_tensor(call, i).dtype) for i in range(len(call.args))])
     if not dtype:
-        raise EncodingError(f"{ELEMENTWISE}: {expression} is made of numbers alone, expected one of operands")
+        raise EncodingError(f"{ELEMENTWISE}: {expression} has no operands, expected at least one")
     return relax.TensorType(first.shape, dtype, first.vdevice, first.ndim if first.shape is None else -1)
 
 
 def _register(name: str, function: Callable[..., relax.Call], attrs: type, counts: range, infer: Infer) -> None:
-    """Make TVM know an operator: `infer` sees calls with the right attributes and number of operands only."""
+    """Register an operator; `infer` sees only calls with the right attributes and number of operands."""
 
     def checked(call: relax.Call, ctx: relax.BlockBuilder) -> relax.TensorType:
         check_attrs(call, attrs)
@@ -396,12 +400,12 @@ def _register(name: str, function: Callable[..., relax.Call], attrs: type, count
     register_op(name, function, checked)
 
 
-_MANY = 1 << 10
+_MAX_OPERANDS = 1 << 10
 
-_register(SET, set_encoding, EncodingAttrs, range(1, 2), _infer_same)
-_register(UNSET, unset_encoding, EncodingAttrs, range(1, 2), _infer_same)
-_register(RELAYOUT, relayout, RelayoutAttrs, range(1, 2), _infer_same)
+_register(SET, set_encoding, EncodingAttrs, range(1, 2), _infer_operand_type)
+_register(UNSET, unset_encoding, EncodingAttrs, range(1, 2), _infer_operand_type)
+_register(RELAYOUT, relayout, RelayoutAttrs, range(1, 2), _infer_operand_type)
 _register(PREPACKED, prepacked, PrepackedAttrs, range(1, 2), _infer_prepacked)
 _register(MATMUL, matmul, EncodedProductAttrs, range(2, 4), _infer_matmul)
 _register(CONV, conv, EncodedProductAttrs, range(2, 3), _infer_product)
-_register(ELEMENTWISE, elementwise, EncodedElementwiseAttrs, range(1, _MANY), _infer_elementwise)
+_register(ELEMENTWISE, elementwise, EncodedElementwiseAttrs, range(1, _MAX_OPERANDS), _infer_elementwise)

@@ -1,6 +1,6 @@
 """Relax ops of scalar functions that Relax itself lacks: ``relax.hetero.mish``, in TVMScript ``R.hetero.mish``.
 
-Each row of `encoding.functions` whose op is ``hetero.*`` has one. Where the op is not fused into another kernel, it is
+Each row of `encoding.functions` with an op ``hetero.*`` gets one. An op that is not fused into another kernel is
 legalized by the formula of its row.
 """
 
@@ -16,7 +16,7 @@ from .definition import make_call, register_op
 
 
 def apply_function(name: str, *operands: relax.Expr) -> relax.Call:
-    """A call of the Relax op that computes a function of expressions, by the function's name.
+    """Call the Relax op that computes a function of expressions.
 
     Parameters
     ----------

@@ -1,13 +1,13 @@
 """Operators of placement: hints (``relax.hint_on_device``) and explicit transfers (``relax.to_vdevice``).
 
-Both look vdevices up in the module that is being built right now, by TVMScript, else by a ``BlockBuilder``. Both take a
-tensor, or a tuple of which every tensor is treated alike.
+Both look vdevices up in the module under construction, by TVMScript or else by a ``BlockBuilder``. Both take a tensor,
+or a tuple, and then apply to each of its tensors.
 
 The stock attributes of a hint hold a device type, an index and a memory scope, not a vdevice. A hint means the first
-vdevice whose device type, ``vdevice_id`` and scope are those; where no scope fits and the hint says "global", which is
-also what "not given" looks like, the first of that device. Where several vdevices share a physical device and a scope,
-the attributes cannot tell them apart: `encode_hint` then writes the position in the module's list into the scope, as
-"vdevice:2". That form prints, parses and serializes like any scope.
+vdevice with this device type, ``vdevice_id`` and scope. If no scope fits and the hint says "global", which is also the
+default, it means the first vdevice of that device. Where several vdevices share a physical device and a scope, the
+attributes are ambiguous: `encode_hint` then writes the index in the module's list into the scope, as "vdevice:2". That
+form prints, parses and serializes like any scope.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tvm.script.ir_builder.ir import IRModuleFrame
 from ..errors import PlacementError, VDeviceError
 from ..target.vdevice import VDeviceSpec, device_name, lookup, physical, same_object, vdevice_index, vdevices_of
 
-# What the operators here take: an expression, or a Python tuple or list of such.
+# Operand of these operators: an expression, or a Python tuple or list of operands.
 Operand: TypeAlias = "relax.Expr | Sequence[Operand]"
 
 _POSITION = re.compile(r"vdevice:(0|[1-9][0-9]*)")
@@ -39,11 +39,11 @@ def hint_on_device(x: Operand, device: VDeviceSpec, memory_scope: str | None = N
     Parameters
     ----------
     x : relax.Expr, or tuple of them
-        A tensor, or a tuple (a Python one, a Relax one, or a tuple-typed variable) of which every tensor gets a hint.
+        A tensor, or a tuple (of Python, of Relax, or a tuple-typed variable), each tensor of which gets a hint.
     device : str, tvm.runtime.Device or VDevice
         Looked up at once in the module under construction (see `relax_hetero.target.vdevice.lookup`).
     memory_scope : str, optional
-        Restricts a tvm device to vdevices of this scope; must agree with a vdevice that is named otherwise.
+        Restricts a tvm device to vdevices of this scope; must equal the scope of a vdevice given in another form.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def hint_on_device(x: Operand, device: VDeviceSpec, memory_scope: str | None = N
     Raises
     ------
     VDeviceError
-        If the module has no such vdevice, or there is no module to look it up in.
+        If the module lacks the vdevice, or no module is under construction.
     PlacementError
         If `x` is neither a tensor nor a tuple.
     """
@@ -70,15 +70,15 @@ def hint_on_device(x: Operand, device: VDeviceSpec, memory_scope: str | None = N
 
 
 def to_vdevice(x: Operand, vdevice: VDeviceSpec) -> relax.Expr:
-    """Copy to a vdevice. Pure, allowed in dataflow blocks, never fused.
+    """Copy to a vdevice; the call is pure, allowed in dataflow blocks and never fused.
 
     Parameters
     ----------
     x : relax.Expr, or tuple of them
-        A tensor, or a tuple (a Python one, a Relax one, or a tuple-typed variable) of which every tensor is copied.
+        A tensor, or a tuple (of Python, of Relax, or a tuple-typed variable), each tensor of which is copied.
     vdevice : str, tvm.runtime.Device or VDevice
         The destination, looked up at once in the module under construction (see `relax_hetero.target.vdevice.lookup`).
-        A VDevice is taken as it is where no module is under construction.
+        A VDevice is used unchanged where no module is under construction.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def to_vdevice(x: Operand, vdevice: VDeviceSpec) -> relax.Expr:
     Raises
     ------
     VDeviceError
-        If the module has no such vdevice, or there is no module to look a name up in.
+        If the module lacks the vdevice, or no module is under construction to look a name up in.
     PlacementError
         If `x` is neither a tensor nor a tuple.
     """
@@ -107,20 +107,20 @@ def encode_hint(x: relax.Expr, vdevice: VDeviceSpec, vdevices: Sequence[tvm.rela
     x : relax.Expr
         Value to place.
     vdevice : VDeviceSpec
-        Device that the value is to be on.
+        Intended device of the value.
     vdevices : sequence of tvm.relax.VDevice
         Devices of the module, in order.
     """
-    wanted = lookup(vdevice, vdevices)
-    device_type, number = physical(wanted)
-    scope = str(wanted.memory_scope)
-    if not same_object(_decode(device_type, number, scope, vdevices), wanted):
-        scope = f"vdevice:{vdevice_index(wanted, vdevices)}"
-    return relax.op.hint_on_device(x, tvm.runtime.device(device_type, number), scope)
+    destination = lookup(vdevice, vdevices)
+    device_type, vdevice_id = physical(destination)
+    scope = str(destination.memory_scope)
+    if not same_object(_decode(device_type, vdevice_id, scope, vdevices), destination):
+        scope = f"vdevice:{vdevice_index(destination, vdevices)}"
+    return relax.op.hint_on_device(x, tvm.runtime.device(device_type, vdevice_id), scope)
 
 
 def hinted_vdevice(hint: relax.Call, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
-    """The vdevice of the list that a ``relax.hint_on_device`` call means; VDeviceError if it has none.
+    """The vdevice of the list that a ``relax.hint_on_device`` call means; VDeviceError without one.
 
     Parameters
     ----------
@@ -143,27 +143,27 @@ def is_hint(expr: relax.Expr) -> bool:
     Parameters
     ----------
     expr : relax.Expr
-        Any expression.
+        Expression of any kind.
     """
     return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == "relax.hint_on_device"
 
 
-def _decode(device_type: int, number: int, scope: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
+def _decode(device_type: int, vdevice_id: int, scope: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
     position = _POSITION.fullmatch(scope)
     if position is not None:
-        found = lookup(f"vdevice:{position[1]}", vdevices)
-        if physical(found) != (device_type, number):
+        vdevice = lookup(f"vdevice:{position[1]}", vdevices)
+        if physical(vdevice) != (device_type, vdevice_id):
             raise VDeviceError(
-                f"hint_on_device: {scope!r} is {device_name(found, vdevices)} on device {physical(found)}, "
-                f"but the hint is for device {(device_type, number)} (device type, index)"
+                f"hint_on_device: {scope!r} is {device_name(vdevice, vdevices)} on device {physical(vdevice)}, "
+                f"but the hint is for device {(device_type, vdevice_id)} (device type, index)"
             )
-        return found
-    device = tvm.runtime.device(device_type, number)
+        return vdevice
+    device = tvm.runtime.device(device_type, vdevice_id)
     first = lookup(device, vdevices)
-    candidates = [entry for entry in vdevices if physical(entry) == (device_type, number)]
-    fitting = next((entry for entry in candidates if entry.memory_scope == scope), None)
-    if fitting is not None:
-        return fitting
+    candidates = [entry for entry in vdevices if physical(entry) == (device_type, vdevice_id)]
+    match = next((entry for entry in candidates if entry.memory_scope == scope), None)
+    if match is not None:
+        return match
     if scope == "global":
         return first
     scopes = ", ".join(f"{device_name(entry, vdevices)} ({entry.memory_scope})" for entry in candidates)
@@ -171,10 +171,10 @@ def _decode(device_type: int, number: int, scope: str, vdevices: Sequence[tvm.re
 
 
 def each_tensor(operand: Operand, op_name: str, apply: Callable[[relax.Expr], relax.Expr]) -> relax.Expr:
-    """`apply` to a tensor, or to every tensor inside a tuple, field by field.
+    """Apply a function to a tensor, or to every tensor inside a tuple, field by field.
 
-    Fields that are shapes or scalars stay as they are: they have no device. Python tuples become Relax tuples; a
-    variable of tuple type is taken apart. PlacementError, which begins with `op_name`, for anything else.
+    Shapes and scalars inside a tuple lack a device and are not changed. Python tuples become Relax tuples; a variable
+    of tuple type is split into its fields. Any other operand raises a PlacementError that begins with `op_name`.
     """
     return _visit(operand, op_name, apply, in_tuple=False)
 
@@ -188,12 +188,12 @@ def _visit(operand: Operand, op_name: str, apply: Callable[[relax.Expr], relax.E
             f"{op_name} needs a Relax expression or a tuple of them, got {operand!r} ({type(operand).__name__})"
         )
     if _is_missing(operand.ty) and can_bind():
-        operand = bind(operand, op_name)  # the type, and whether it is a tuple, is known once it is bound
+        operand = bind(operand, op_name)  # infers the type
     if isinstance(operand.ty, relax.TensorType) or _is_missing(operand.ty):
         return apply(operand)
     if isinstance(operand.ty, tvm.ir.TupleType):
-        whole = bind(operand, op_name)
-        items = [relax.TupleGetItem(whole, index) for index in range(len(operand.ty.fields))]
+        variable = bind(operand, op_name)
+        items = [relax.TupleGetItem(variable, index) for index in range(len(operand.ty.fields))]
         return relax.Tuple([_visit(item, op_name, apply, in_tuple=True) for item in items])
     if in_tuple and isinstance(operand.ty, (relax.ShapeType, tvm.ir.PrimType)):
         return operand
@@ -201,26 +201,26 @@ def _visit(operand: Operand, op_name: str, apply: Callable[[relax.Expr], relax.E
 
 
 def _is_missing(ty: tvm.ir.Type) -> bool:
-    return type(ty) is tvm.ir.Type  # what TVM 0.27 gives expressions that were not normalized yet
+    return type(ty) is tvm.ir.Type  # TVM 0.27's type of expressions that are not normalized yet
 
 
 def vdevices_under_construction() -> list[tvm.relax.VDevice] | None:
-    """Vdevices of the module under construction, None where no module is.
+    """Vdevices of the module under construction; None without such a module.
 
-    TVMScript wins over a ``BlockBuilder``: parsing a module inside a builder's scope is about the parsed module.
+    TVMScript takes precedence over a ``BlockBuilder``: inside a builder's scope, the parsed module counts.
     """
     if IRBuilder.is_in_scope():
         frames = [frame for frame in IRBuilder.current().frames if isinstance(frame, IRModuleFrame)]
         if not frames:
             return None
-        found = list((frames[-1].global_infos or {}).get("vdevice", []))
-        return [entry for entry in found if isinstance(entry, tvm.relax.VDevice)]
+        infos = (frames[-1].global_infos or {}).get("vdevice", [])
+        return [entry for entry in infos if isinstance(entry, tvm.relax.VDevice)]
     builder = relax.BlockBuilder.current()
     return None if builder is None else vdevices_of(builder.get())
 
 
 def declared_vdevices(spec: VDeviceSpec) -> list[tvm.relax.VDevice]:
-    """Vdevices of the module under construction, in which `spec` is to be found; VDeviceError if there is no module."""
+    """Vdevices of the module under construction, to look `spec` up in; VDeviceError without a module."""
     vdevices = vdevices_under_construction()
     if vdevices is None:
         raise VDeviceError(
@@ -231,12 +231,12 @@ def declared_vdevices(spec: VDeviceSpec) -> list[tvm.relax.VDevice]:
 
 
 def resolve(spec: VDeviceSpec) -> tvm.relax.VDevice:
-    """Look `spec` up among the vdevices of the module under construction; VDeviceError if it is not there."""
+    """Look `spec` up among the vdevices of the module under construction; VDeviceError if it is missing."""
     return lookup(spec, declared_vdevices(spec))
 
 
 def bind(expr: relax.Expr, op_name: str) -> relax.Expr:
-    """A variable bound to `expr` in the function under construction; PlacementError if there is no function."""
+    """A variable bound to `expr` in the function under construction; PlacementError without a function."""
     if isinstance(expr, relax.Var):
         return expr
     if IRBuilder.is_in_scope():
@@ -248,5 +248,5 @@ def bind(expr: relax.Expr, op_name: str) -> relax.Expr:
 
 
 def can_bind() -> bool:
-    """Return whether `bind` has a function to emit into."""
+    """Return whether a function is under construction, into which `bind` can emit."""
     return IRBuilder.is_in_scope() or relax.BlockBuilder.current() is not None

@@ -1,8 +1,8 @@
-"""Operators of weights in blocks of few bits: ``relax.hetero.dequantize_blocks`` and ``relax.hetero.block_matmul``.
+"""Operators of block-quantized weights: ``relax.hetero.dequantize_blocks``, ``block_matmul`` and ``block_rows``.
 
-Importers write the first, which says what such weights mean as numbers; products that read nothing else become the
-second (FormQuantizedMatmuls), of which MaterializeEncodings makes kernels. All tensors are plain. (TVM has 4-bit types,
-and miscomputes with them: two weights are a byte here, and eight are an int32.)
+Importers emit dequantize_blocks, which defines the numbers of the weights. FormQuantizedMatmuls turns products and
+gathers of these numbers into block_matmul and block_rows, and MaterializeEncodings those into calls of kernels. All
+tensors are plain: a uint8 holds two 4-bit weights, an int32 eight, because TVM miscomputes with its 4-bit types.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ DEQUANTIZE_BLOCKS, BLOCK_MATMUL = "relax.hetero.dequantize_blocks", "relax.heter
 BLOCK_ROWS = "relax.hetero.block_rows"
 
 ACTIVATION_BITS = (8, 16)
-"""Bits of the integers that may stand for numbers of the other operand of a product."""
+"""Bits of the integers that the other operand of a product may be rounded to."""
 
 ROWS = ("", "decode", "chunk")
 """Kinds of rows of the other operand, as in `cached_attention`; empty for any."""
 
-_POINTS = ("uint8", "float32")
-_MINIMUMS = ("float16", "float32")
-_SCALES = ("float32", "float16")
+_ZERO_POINT_TYPES = ("uint8", "float32")
+_MINIMUM_TYPES = ("float16", "float32")
+_SCALE_TYPES = ("float32", "float16")
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
@@ -73,7 +73,7 @@ def dequantize_blocks(
     activation_bits: int = 16,
     rows: str = "",
 ) -> relax.Call:
-    """Weights in blocks as float32: ``(weight - zero) * scale``, or what a file's format says.
+    """Dequantize weights to float32: ``(weight - zero) * scale``, or as a file's format defines it.
 
     Parameters
     ----------
@@ -83,21 +83,21 @@ def dequantize_blocks(
     scales : relax.Expr, optional
         Without a format: (n, blocks) of float32, ``blocks = ceil(depth / block)``.
     zeros : relax.Expr, optional
-        Zero points, (n, blocks) of uint8 or float32; the middle (8 of 4 bits) where they are not given.
+        Zero points, (n, blocks) of uint8 or float32; by default the middle (8 for 4 bits).
     depth : int
         Weights of a row; the result has the shape (n, depth).
     block : int
-        How many weights share a scale: a multiple of 8. A format says it by itself.
+        Number of weights that share a scale, a multiple of 8. A format implies it.
     bits : int
-        Bits of a weight: 2, 4 or 8. A format says it by itself.
+        Bits of a weight: 2, 4 or 8. A format implies it.
     format : str
         A name of `relax_hetero.encoding.block_formats.FILE_FORMATS`: "q4_k", "f16", ...
     activation_bits : int
-        How exact products with these weights have to be: their other operand may become integers of 8 or 16 bits, with
-        a scale for each block of at most 32 or 128. Devices without such products keep more.
+        Precision of products with these weights: their other operand may be rounded to integers of 8 or 16 bits, with
+        a scale for each block of at most 32 or 128. Devices without such products keep more bits.
     rows : str
         "decode" or "chunk", as in cached_attention: CPUs then multiply a row with the same instructions for any number
-        of rows. "": with the instructions that suit the number of rows.
+        of rows. "": they choose instructions by the number of rows.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def dequantize_blocks(
     if format:
         form = block_format(format)
         block, bits = form.block, form.bits
-    operands = [data, *(one for one in (scales, zeros) if one is not None)]
+    operands = [data, *(operand for operand in (scales, zeros) if operand is not None)]
     _check(activation_bits, rows, DEQUANTIZE_BLOCKS)
     attrs = DequantizeBlocksAttrs(depth, block, bits, format, activation_bits, rows)
     return make_call(DEQUANTIZE_BLOCKS, operands, attrs)
@@ -135,21 +135,21 @@ def block_matmul(
     activation_bits: int = 16,
     rows: str = "",
 ) -> relax.Call:
-    """A product with weights in blocks: ``expression(x * numbers, ...)``, the numbers those of dequantize_blocks.
+    """A product with block-quantized weights: ``expression(x * weights, ...)``, dequantized as by dequantize_blocks.
 
     Parameters
     ----------
     x : relax.Expr
-        (..., m, k) of float32; of float16 or bfloat16 where the weights are fragments. With experts: (tokens, 1, 1, k),
-        or (tokens, used, 1, k), of float32.
+        (..., m, k) of float32; with weights in fragments also of float16 or bfloat16. With experts: (tokens, 1, 1, k)
+        or (tokens, used, 1, k) of float32.
     operands : relax.Expr
-        The weights as the layout of the device packs them: in panels of columns, one operand of bytes
-        (`relax_hetero.encoding.block_panels`); in fragments, weights, scales and zero points if there are any
+        The weights as packed by the layout of the device: in panels of columns, one operand of bytes
+        (`relax_hetero.encoding.block_panels`); in fragments, weights, scales and perhaps zero points
         (`relax_hetero.encoding.block_weights`). Then the operands ``x1``, ``x2``, ... of the expression.
     columns, block : int
-        Extent of n, and how many weights along k share a scale. A format says the latter by itself.
+        Extent of n, and number of weights along k that share a scale. A format implies the latter.
     bits : int
-        Bits of a weight. A format says it by itself.
+        Bits of a weight. A format implies it.
     zeros : bool
         Whether zero points are given.
     expression : Expression or str
@@ -157,13 +157,13 @@ def block_matmul(
     format : str
         Format of weights of a file, as in dequantize_blocks.
     experts : int
-        How many matrices the weights are, in panels; 0: one, for all rows. Behind the weights stands an operand
-        (tokens, used) of int32 or int64 then: which matrices each token is multiplied by; the nearest stand for
-        missing ones. The result has the shape (tokens, used, 1, columns).
+        Number of matrices of the weights, in panels; 0: one matrix for all rows. With experts, the weights are followed
+        by an operand (tokens, used) of int32 or int64, the matrices that each token is multiplied by; indices out of
+        range are clamped. The result then has the shape (tokens, used, 1, columns).
     activation_bits : int
         8: `x` is rounded to integers of 8 bits with a scale for each 32; 16: it is not.
     rows : str
-        As of dequantize_blocks.
+        See `dequantize_blocks`.
 
     Raises
     ------
@@ -190,7 +190,7 @@ class BlockRowsAttrs(tvm.ir.Attrs):
 
 
 def block_rows(weight: relax.Expr, index: relax.Expr, *, rows: int, depth: int, format: str) -> relax.Call:
-    """Rows of weights in panels as float32: those of some indices, of which the nearest stand for missing ones.
+    """Gather rows of weights in panels as float32; indices out of range are clamped.
 
     Parameters
     ----------
@@ -219,23 +219,23 @@ def infer_block_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
     weight, index = _tensor(call, 0, ("uint8",)), _tensor(call, 1, ("int32", "int64"))
     if len(weight) != 2 or not all(isinstance(extent, int) and extent > 0 for extent in weight):
         raise EncodingError(f"{BLOCK_ROWS}: operand 0 has shape {weight}, expected packed weights")
-    _expect(call, 0, weight, layout_of(weight, form, depth).shapes(int(call.attrs.rows), form, depth)[0])
+    _expect_shape(call, 0, weight, layout_of(weight, form, depth).shapes(int(call.attrs.rows), form, depth)[0])
     if len(index) != 1:
         raise EncodingError(f"{BLOCK_ROWS}: operand 1 has shape {index}, expected one dimension")
     return relax.TensorType([index[0], depth], "float32", call.args[0].ty.vdevice)
 
 
 def _tensor(call: relax.Call, index: int, dtypes: tuple[str, ...]) -> list[Any]:
-    """The extents of an operand that has one of some element types; ints where they are numbers."""
+    """The extents of an operand after a check of its element type; constants as ints."""
     ty = call.args[index].ty
     if not isinstance(ty, relax.TensorType) or str(ty.dtype) not in dtypes:
         raise EncodingError(f"{call.op.name}: operand {index} is a {ty}, expected a tensor of {' or '.join(dtypes)}")
     return [number(extent) for extent in extents_of(call, index)]
 
 
-def _expect(call: relax.Call, index: int, found: list[Any], expected: list[Any]) -> None:
-    if found != expected:
-        raise EncodingError(f"{call.op.name}: operand {index} has shape {found}, expected {expected}")
+def _expect_shape(call: relax.Call, index: int, shape: list[Any], expected: list[Any]) -> None:
+    if shape != expected:
+        raise EncodingError(f"{call.op.name}: operand {index} has shape {shape}, expected {expected}")
 
 
 def infer_dequantize_blocks(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
@@ -243,7 +243,7 @@ def infer_dequantize_blocks(call: relax.Call, _ctx: relax.BlockBuilder) -> relax
     check_attrs(call, DequantizeBlocksAttrs)
     depth, block = int(call.attrs.depth), int(call.attrs.block)
     if call.attrs.format:
-        return _infer_rows_of_a_file(call, depth)
+        return _infer_file_rows(call, depth)
     _check_call(call, DequantizeBlocksAttrs, 2)
     _check_block(call, block)
     data, row_bytes = _tensor(call, 0, ("uint8",)), bytes_of_row(depth, int(call.attrs.bits))
@@ -252,12 +252,12 @@ def infer_dequantize_blocks(call: relax.Call, _ctx: relax.BlockBuilder) -> relax
             f"{DEQUANTIZE_BLOCKS}: operand 0 has shape {data}, expected rows of {row_bytes} bytes or more"
         )
     for index in range(1, len(call.args)):
-        found = _tensor(call, index, ("float32",) if index == 1 else _POINTS)
-        _expect(call, index, found, [data[0], -(-depth // block)])
+        shape = _tensor(call, index, ("float32",) if index == 1 else _ZERO_POINT_TYPES)
+        _expect_shape(call, index, shape, [data[0], -(-depth // block)])
     return relax.TensorType([data[0], depth], "float32", call.args[0].ty.vdevice)
 
 
-def _infer_rows_of_a_file(call: relax.Call, depth: int) -> relax.TensorType:
+def _infer_file_rows(call: relax.Call, depth: int) -> relax.TensorType:
     form = block_format(str(call.attrs.format))
     _check_call(call, DequantizeBlocksAttrs, 1)
     if len(call.args) > 1:
@@ -285,18 +285,18 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     layout = layout_of(weight, form, x[-1])
     _tensor(call, 0, layout.lhs_types)
     shapes = _weight_shapes(call, layout, form, x[-1])
-    leads = _expert_dims(call, layout, x) if call.attrs.experts else x[:-1]
+    leading_dims = _expert_dims(call, layout, x) if call.attrs.experts else x[:-1]
     _check_call(call, BlockMatmulAttrs, 1 + len(shapes))
-    points = _MINIMUMS if call.attrs.format else _POINTS
-    for index, shape in enumerate(shapes, 1):
-        found = _tensor(call, index, (layout.weight_type,) if index == 1 else _SCALES if index == 2 else points)
-        _expect(call, index, found, shape)
+    minimum_types = _MINIMUM_TYPES if call.attrs.format else _ZERO_POINT_TYPES
+    dtypes = [(layout.weight_type,), _SCALE_TYPES, minimum_types]
+    for index, expected in enumerate(shapes, 1):
+        _expect_shape(call, index, _tensor(call, index, dtypes[index - 1]), expected)
     expression = Expression.parse(call.attrs.expression)
-    others = list(call.args[1 + len(shapes) + bool(call.attrs.experts) :])
-    if expression.num_operands > 1 + len(others):
-        raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - 1} operands besides")
-    dtype = expression.dtype(["float32", *(str(other.ty.dtype) for other in others)])
-    return relax.TensorType([*leads, columns], dtype, call.args[0].ty.vdevice)
+    epilogue_operands = list(call.args[1 + len(shapes) + bool(call.attrs.experts) :])
+    if expression.num_operands > 1 + len(epilogue_operands):
+        raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - 1} more operands")
+    dtype = expression.dtype(["float32", *(str(operand.ty.dtype) for operand in epilogue_operands)])
+    return relax.TensorType([*leading_dims, columns], dtype, call.args[0].ty.vdevice)
 
 
 def _weight_shapes(call: relax.Call, layout: BlockLayout, form: BlockFormat, depth: int) -> list[list[int]]:
@@ -307,7 +307,7 @@ def _weight_shapes(call: relax.Call, layout: BlockLayout, form: BlockFormat, dep
 
 
 def _expert_dims(call: relax.Call, layout: BlockLayout, x: list[Any]) -> list[Any]:
-    """The extents of a product by experts before its columns."""
+    """The extents of the result of a product with experts, without its columns."""
     if int(call.attrs.experts) < 0 or not isinstance(layout, Panels):
         raise EncodingError(f"{BLOCK_MATMUL}: found {call.attrs.experts} experts, expected some, in panels of columns")
     _check_call(call, BlockMatmulAttrs, 3)
@@ -322,14 +322,14 @@ def _expert_dims(call: relax.Call, layout: BlockLayout, x: list[Any]) -> list[An
 
 
 def form_of(call: relax.Call) -> BlockFormat:
-    """The format of the weights of a call of one of the operators."""
+    """The format of the weights of a call to one of the operators."""
     attrs = call.attrs
     has_zeros = bool(attrs.zeros) if isinstance(attrs, BlockMatmulAttrs) else len(call.args) > 2
     return source_form(str(attrs.format), int(attrs.bits), int(attrs.block), has_zeros)
 
 
 def weight_operands(call: relax.Call) -> int:
-    """How many operands of a call of block_matmul, behind the first, are weights."""
+    """Number of operands of a call to block_matmul that are weights; they follow the first operand."""
     depth = int(call.args[0].ty.shape.values[-1])
     form, weight = form_of(call), [int(extent) for extent in call.args[1].ty.shape.values]
     return len(_weight_shapes(call, layout_of(weight, form, depth), form, depth))

@@ -1,15 +1,15 @@
 """The operator of requirements on sizes: ``R.hetero.require`` in TVMScript, ``relax_hetero.op.require`` in Python.
 
 A requirement is a condition over the symbolic sizes of a function, such as ``a == b``, that must hold when the function
-is called, with the text of the error for a call where it does not. It is a statement: nothing reads its value.
+is called, and the text of the error that is raised otherwise. It is a statement: its value is not used.
 
-Dead code elimination removes ops that nothing reads, and ops with effects may not stand in dataflow blocks. A
-``match_cast`` is kept, because it checks something, and may stand everywhere. Therefore a requirement is written as
-the ``match_cast`` of a call of ``relax.hetero.requirement``, which is a shape of which nothing is known::
+Dead code elimination removes ops without readers, and dataflow blocks may not contain ops with effects. A
+``match_cast`` is kept, because it checks something, and is allowed everywhere. Therefore a requirement is written as
+the ``match_cast`` of a call to ``relax.hetero.requirement``, which has an unknown shape::
 
     _: R.Shape([1]) = R.match_cast(R.hetero.requirement(a == b, message="Add node 'sum': ..."), R.Shape([1]))
 
-``LowerToVM`` collects all requirements of a point into one function of the host.
+``LowerToVM`` merges consecutive requirements into one function on the host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .definition import check_attrs, register_op, register_statement
 REQUIREMENT = "relax.hetero.requirement"
 
 MET = relax.ShapeType([1])
-"""The type that a requirement is cast to: any shape of known rank would do."""
+"""The type that a requirement is cast to: an arbitrary shape of known rank."""
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.RequirementAttrs")
@@ -39,7 +39,7 @@ class RequirementAttrs(tvm.ir.Attrs):
 
 
 def requirement(condition: Any, message: str) -> relax.Call:
-    """The value of a `require` statement, which TVM's printer writes; `require` makes the statement.
+    """The value of a `require` statement, as TVM's printer writes it; `require` emits the statement.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def requirement(condition: Any, message: str) -> relax.Call:
     Raises
     ------
     EncodingError
-        If the condition is no boolean expression over sizes.
+        If the condition is not a boolean expression over sizes.
     """
     expr = as_condition(condition)
     if not tvm.ir.is_prim_expr(expr) or str(expr.ty) != "bool":
@@ -60,7 +60,7 @@ def requirement(condition: Any, message: str) -> relax.Call:
 
 
 def as_condition(condition: Any) -> Any:
-    """The expression that ``==`` of two sizes means, which makes it only when it is used; also for True and False."""
+    """A condition as an expression, from a Python bool or TVM's lazy ``==`` of two sizes."""
     if isinstance(condition, bool):
         return tirx.IntImm("bool", int(condition))
     as_object = None if isinstance(condition, tvm.ir.Expr) else getattr(condition, "asobject", None)
@@ -68,23 +68,23 @@ def as_condition(condition: Any) -> Any:
 
 
 def require(condition: Any, message: str) -> None:
-    """Have calls of the function under construction fail unless a condition over its sizes holds.
+    """Make calls of the function under construction fail unless a condition over its sizes holds.
 
     Parameters
     ----------
     condition : tirx.PrimExpr
         A boolean expression over symbolic sizes, int64: ``a == b``, ``T.any(a == 1, a == 3)``. Operands of ``and`` and
-        ``or`` are evaluated from the left, as far as they are needed.
+        ``or`` are evaluated from the left, with short circuit.
     message : str
-        The text of the error, which names the op and its tensors. The function's name stands before it, and the sizes
-        of the condition with their values behind it.
+        The text of the error, which names the op and its tensors. It is preceded by the function's name and followed by
+        the condition's sizes with their values.
 
     Raises
     ------
     EncodingError
-        If the condition is no boolean expression over sizes.
+        If the condition is not a boolean expression over sizes.
     PlacementError
-        If no function is under construction, by TVMScript or by a ``BlockBuilder``.
+        If no function is under construction, in TVMScript or a ``BlockBuilder``.
     """
     value = requirement(condition, message)
     if IRBuilder.is_in_scope():
@@ -109,7 +109,7 @@ def is_requirement(expr: relax.Expr) -> bool:
 
 
 def infer_requirement(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.ShapeType:
-    """A shape of which nothing is known, so that no pass can prove the cast."""
+    """An unknown shape, so that no pass can prove the cast."""
     check_attrs(call, RequirementAttrs)
     return relax.ShapeType(ndim=-1)
 

@@ -1,19 +1,19 @@
-"""Make TVMScript look vdevices up strictly.
+"""Strict look-up of vdevices in TVMScript.
 
 Stock TVMScript (0.27) splits ``"kind:i"`` itself. An unknown kind becomes a log line and a tensor without a device, a
 malformed number a Python error about ``int()``, and a VDevice object that is not the module's own is kept, although
-passes compare vdevices by identity. `make_tvmscript_strict` replaces the places where names are read:
+passes compare vdevices by identity. `make_tvmscript_strict` replaces the functions that read names:
 
-- ``TensorProxy.as_ty``, behind ``R.Tensor(..., vdevice)``;
+- ``TensorProxy.as_ty``, which ``R.Tensor(..., vdevice)`` calls;
 - ``R.to_vdevice`` and ``R.hint_on_device``, which become the operators of this package under stock parameter names;
-- ``I.lookup_vdevice``, which whatever else looks vdevices up goes through;
-- ``I.vdevice``, which becomes `VDevice`: an unknown kind is refused with the name that was meant.
+- ``I.lookup_vdevice``, which all other look-ups of vdevices call;
+- ``I.vdevice``, which becomes `VDevice`: an unknown kind is refused, with the nearest known name.
 
-Nothing else changes: what stock TVMScript accepts and resolves is resolved to the same vdevice. Errors are raised as
+Nothing else changes: names that stock TVMScript resolves are resolved to the same vdevice. Errors are raised as
 `VDeviceError`; TVM's parser turns them into its own ``DiagnosticError`` with the same message, the file and the line.
 
-Where nobody catches such an error, the program ends, and TVM's hook prints that there is a backtrace to be had instead
-of the error. `show_errors` puts the error before it.
+If such an error ends the program, TVM's hook prints how to get a backtrace instead of the error. `show_errors` prints
+the error first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ..target.vdevice import VDevice, VDeviceSpec
 from . import placement
 from .placement import Operand, resolve, vdevices_under_construction
 
-# Modules that hold a stock function under its own name; `from ... import *` copied it around.
+# Modules that hold a stock function under its own name, because of `from ... import *`.
 _RELAX_NAMESPACES: tuple[ModuleType, ...] = (relax_builder, relax_builder_package, relax_parser, relax_script)
 _IR_NAMESPACES: tuple[ModuleType, ...] = (ir_builder, ir_builder_package, ir_parser, relax_builder, relax_entry)
 
@@ -49,7 +49,7 @@ _stock_as_ty = TensorProxy.as_ty
 
 
 def make_tvmscript_strict() -> None:
-    """Replace TVMScript's look-up of vdevices by the strict one; calling it again changes nothing."""
+    """Replace TVMScript's look-up of vdevices by the strict one (idempotent)."""
     TensorProxy.as_ty = _as_ty
     for namespace in _RELAX_NAMESPACES:
         namespace.to_vdevice = to_vdevice  # type: ignore[attr-defined]
@@ -62,18 +62,18 @@ def make_tvmscript_strict() -> None:
 
 
 def show_errors() -> None:
-    """Have errors in TVMScript that end the program be printed; calling it again changes nothing."""
+    """Print errors in TVMScript that end the program (idempotent)."""
     if not isinstance(sys.excepthook, _ShowErrors):
         sys.excepthook = _ShowErrors(sys.excepthook)
 
 
 class _ShowErrors:
-    """A hook for exceptions that end the program, before the one that was there.
+    """Hook for exceptions that end the program, which calls the previous hook at its end.
 
     Parameters
     ----------
     hook : callable
-        TVM's, which prints no ``DiagnosticError`` unless ``TVM_BACKTRACE=1``, or one that calls it.
+        Previous hook: TVM's, which prints a ``DiagnosticError`` only with ``TVM_BACKTRACE=1``, or one that calls it.
     """
 
     def __init__(self, hook: Any) -> None:
@@ -86,7 +86,7 @@ class _ShowErrors:
 
 
 def vdevice(target: Any = None, vdevice_id: int = 0, memory_scope: str = "global") -> tvm.relax.VDevice:
-    """`VDevice` under the name of stock TVMScript."""
+    """Stock TVMScript's name of `VDevice`."""
     return VDevice(target, vdevice_id, memory_scope)
 
 
@@ -106,7 +106,7 @@ def lookup_vdevice(target_kind: str | None = None, device_index: int = -1) -> tv
     Raises
     ------
     VDeviceError
-        If there is no such vdevice, or no module under construction.
+        If the module lacks the vdevice, or no module is under construction.
     """
     if not isinstance(target_kind, str):
         raise VDeviceError(f"lookup_vdevice needs a target kind or 'vdevice', got {target_kind!r}")
@@ -114,7 +114,7 @@ def lookup_vdevice(target_kind: str | None = None, device_index: int = -1) -> tv
 
 
 def _as_ty(proxy: TensorProxy, dict_globals: dict[str, Any] | None = None) -> tvm.relax.TensorType:
-    """Resolve the proxy's vdevice, then let the stock method make the type."""
+    """Resolve the proxy's vdevice, then call the stock method."""
     vdevice: Any = proxy.vdevice
     unchecked = isinstance(vdevice, tvm.relax.VDevice) and vdevices_under_construction() is None
     if vdevice is not None and not unchecked:

@@ -1,7 +1,7 @@
-"""Traits of Relax ops: one row for each op, with all facts that passes, placement and reports read.
+"""Traits of Relax ops: one row for each op, with all properties that passes, placement and reports read.
 
-Functions of expressions have their rows in `encoding.functions`, and become rows here. Where a fact is the name of a
-rule (`permute`, `sizes`), the package that applies the rule has a function of that name.
+Functions of expressions have their rows in `encoding.functions`, and become rows here. Where a property is the name of
+a rule (`permute`, `sizes`), the package that applies the rule has a function of that name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..encoding.functions import FUNCTIONS
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about one op; the defaults are those of an op without a row.
+    """Properties of one op; the defaults hold for an op without a row.
 
     Attributes
     ----------
@@ -23,31 +23,31 @@ class Traits:
         Family whose members passes treat alike: "product" (of matrices), "conv", "conv_transpose", "attention",
         "einsum", "max_pool", "avg_pool", "row_norm", "channel_norm", "softmax", "reduction", "moment".
     is_elementwise : bool
-        Whether an element of the result is made of the operands' elements at its place, which may broadcast.
+        Whether an element of the result depends only on the (broadcast) operands' elements at its index.
     moves : bool
         Whether all elements of the result are elements of the operands.
     keeps_order : bool
-        Whether it moves nothing in memory: a new shape for the same elements.
+        Whether it only changes the shape: the elements stay in the same order in memory.
     ignores_numbers : bool
-        Whether it computes nothing with elements, so that bytes can stand for numbers; all that moves does so.
+        Whether it does not compute with elements, so that it also works on raw bytes; true for all `moves`.
     may_return_operand : bool
-        Whether the result may be the operand, where it turns out to change nothing; all that moves does so.
+        Whether the result may be the operand itself, if the op changes nothing; true for all `moves`.
     is_exact : bool
-        Whether the result is one of the values read or has their precision: nothing to round.
+        Whether the result is an operand's value or has its precision, so that nothing is rounded.
     joins_operand : bool
-        Whether it is computed in the kernel that makes an operand; all elementwise ops are.
+        Whether it may be fused into the kernel that computes an operand; true for all elementwise ops.
     flops : int
-        Arithmetic for one element, in instructions; 0 where nothing runs.
+        Instructions for one element; 0 for an op without a kernel.
     precision : str
         Role in `ToMixedPrecision`: "product", "moved", "stored" or "exact"; see `transform.quantize.precision_rules`.
     permute, sizes : str
         Names of the rules in `transform.permute.permute_rules` and `transform.sizes.op_sizes`; empty without one.
     takes_callee : bool
-        Whether the first argument is a function, which the op calls.
+        Whether the first argument is a function that the op calls.
     writes : bool
         Whether it writes to an operand.
     needs_no_kernel : bool
-        Whether later passes or the virtual machine carry it out: it needs no kernel.
+        Whether later passes or the virtual machine carry it out, without a kernel.
     """
 
     kind: str = ""
@@ -84,7 +84,7 @@ def _moving(names: str, precision: str = "moved", **facts: Any) -> dict[str, Tra
 
 
 def relax_ops(names: str) -> list[str]:
-    """Names of ops, separated by blanks, with ``relax.`` before each."""
+    """Names of ops, split at blanks and prefixed with ``relax.``."""
     return [f"relax.{name}" for name in names.split()]
 
 
@@ -110,7 +110,7 @@ TRAITS: dict[str, Traits] = {
     **_rows("ones_like full_like", permute="same"),
     **_rows("ewise_fma nn.cross_entropy_with_logits", sizes="equal_shapes"),
     **_rows("nn.nll_loss", sizes="nll_loss"),
-    # Elements moved.
+    # Moves of elements.
     **_moving("reshape", keeps_order=True, flops=0, permute="reshape", sizes="reshape", needs_no_kernel=True),
     **_moving("expand_dims squeeze flatten", keeps_order=True, flops=0, permute="reshape"),
     **_moving("nn.batch_flatten", keeps_order=True, permute="reshape"),
@@ -186,13 +186,13 @@ TRAITS: dict[str, Traits] = {
 
 
 def traits_of(name: str | None) -> Traits:
-    """The facts about an op by its name; None, of what is no op, has those of an op without a row."""
+    """The traits of an op by its name; the defaults for an op without a row and for None."""
     return TRAITS.get(name or "", _DEFAULT)
 
 
-def ops_where(holds: Callable[[Traits], bool]) -> frozenset[str]:
-    """Names of the ops with a row for which something holds."""
-    return frozenset(name for name, traits in TRAITS.items() if holds(traits))
+def ops_where(predicate: Callable[[Traits], bool]) -> frozenset[str]:
+    """Names of the ops whose traits satisfy a predicate."""
+    return frozenset(name for name, traits in TRAITS.items() if predicate(traits))
 
 
 ELEMENTWISE = ops_where(lambda traits: traits.is_elementwise)

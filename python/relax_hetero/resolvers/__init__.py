@@ -1,6 +1,6 @@
-"""The resolvers of this library, a file for each kind of device: `cpu`, `cuda`.
+"""The resolvers of this library, one file for each kind of device: `cpu`, `cuda`.
 
-The only package that knows which generator solves which problem.
+Only this package maps problems to generators of kernels.
 """
 
 from __future__ import annotations

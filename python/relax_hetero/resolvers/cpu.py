@@ -1,10 +1,9 @@
-"""Layouts for CPUs with vector instructions: x86 from SSE2 to AVX-512, and AArch64. Tables of `target` decide.
+"""Layouts and kernels for CPUs: x86 from SSE2 to AVX-512, AArch64, and generic ones, by the tables of `target`.
 
-The left operand and the result stay row-major: the kernel broadcasts elements of the left one from where they lie, as
+The left operand and the result of a product stay row-major: the kernel broadcasts elements of the left one directly, as
 fast as from packed storage, and stores rows of the result with a mask at their end. The right operand is packed into
-panels of n0 columns, ``[b.., n/n0, k/k0, n0, k0]``: a k-step reads one stretch of memory.
-
-Convolutions: see `cpu_convolutions`.
+panels of n0 columns, ``[b.., n/n0, k/k0, n0, k0]``, so that a k-step reads contiguous memory. Layouts of convolutions
+are in the first section.
 """
 
 from __future__ import annotations
@@ -45,40 +44,40 @@ if TYPE_CHECKING:
     from tvm import tirx
 
 
-# Layouts of convolutions on CPUs with vector instructions, and which form of convolution they are for.
+# Layouts of convolutions on CPUs with vector instructions, and the selection of their algorithm.
 #
-# Feature maps lie channels-last, ``[b, y0, y1, n]``: a vector is a run of channels, which exist in any number and
-# divide among groups without padding; the data of a 1x1 convolution are the rows of a matrix; pooling, concatenation
-# and elementwise work need nothing but permuted axes. An image of a few channels is read as it lies.
+# Feature maps are channels-last, ``[b, y0, y1, n]``: a vector is a run of channels, which may be of any number and are
+# split into groups without padding; the data of a 1x1 convolution are the rows of a matrix; pooling, concatenation and
+# elementwise ops only need permuted axes. An image of a few channels is not permuted.
 #
 # Weights are packed into panels of n0 output channels, ``[n/n0, w0, w1, k, n0]``; ``[n/n0, w0, w1, k/k0, n0, k0]``
-# where the CPU multiplies k0 neighbouring input channels at once (low precision), and so reads an image of few
-# channels padded to k0. Where vectors hold channels of several groups, or of a depthwise convolution, ``[1, w0, w1,
-# n]``, one channel at a time is widened and multiplied: one vector of weights meets one vector of channels.
+# where the CPU multiplies k0 neighbouring input channels at once (low precision), and reads an image of few channels
+# padded to k0. Where vectors have channels of several groups, or of a depthwise convolution, ``[1, w0, w1, n]``, a
+# vector of weights is multiplied by a vector of channels, one (widened) input channel at a time.
 #
 # Windows of 3 x 3 elements and stride 1 may be stored transformed, ``[n/n0, m + 2, m + 2, k, n0]``, for the kernel
-# that makes m x m places at a time with fewer multiplications (`encoding.winograd`), where that was measured to be
-# faster; those of volumes in their inner dimensions, ``[n/n0, m + 2, m + 2, w0, k, n0]``.
+# that computes m x m results at a time with fewer multiplications (`encoding.winograd`), where that was measured to be
+# faster; windows of volumes in their inner dimensions, ``[n/n0, m + 2, m + 2, w0, k, n0]``.
 
 FEW_CHANNELS = 4
-"""An image of no more channels is read as it lies: they would not fill a vector, and it need not be permuted first."""
+"""Maximum number of channels of an image that is not permuted: they would not fill a vector."""
 
 WINOGRAD = ("avx512", "avx2")
-"""Instruction sets for which Winograd's form was measured to be faster: 1.4 to 2 times from 32 channels on."""
+"""Instruction sets for which Winograd's algorithm was measured to be faster: 1.4 to 2 times from 32 channels on."""
 MIN_GAIN = 1.15
-"""Minimum estimated speed-up: its weights are larger, and the estimates are not exact."""
+"""Minimum estimated speed-up of Winograd's algorithm, whose weights are larger: the estimates are not exact."""
 
 
 def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     """The layout of an operand of a convolution.
 
-    None for types without a kernel, and for symbolic images of types that are not multiplied one channel at a time.
+    None for types without a kernel, and for symbolic images of types whose kernels need static ones.
     """
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     dot = dot_instruction_for(cpu, *encoding.element_types)
-    places, _ = _choose(encoding, cpu)
-    if dot is None or (_is_symbolic(encoding) and not places and not can_have_dynamic_height(dot)):
+    winograd, _ = _choose_winograd(encoding, cpu)
+    if dot is None or (_is_symbolic(encoding) and not winograd and not can_have_dynamic_height(dot)):
         return None
     spatial = tuple(range(2, len(encoding.index_map)))
     channels_last = PackedLayout((0, *spatial, 1))
@@ -94,45 +93,45 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     columns = conv_columns(cpu, encoding.element_types[2], channels, sizes["k"], moves.groups)
     if columns == 0:
         return PackedLayout((1, *spatial, 0))
-    if places:
-        return PackedLayout((0, *spatial[-2:], *spatial[:-2], 1), (0,), (columns,), winograd=places)
+    if winograd:
+        return PackedLayout((0, *spatial[-2:], *spatial[:-2], 1), (0,), (columns,), winograd=winograd)
     if dot.k0 == 1 or (moves.groups > 1 and columns > channels):
         return PackedLayout((0, *spatial, 1), (0,), (columns,))
     return PackedLayout((0, *spatial, 1), (0, 1), (columns, dot.k0), dot.compensation != 0)
 
 
 def form_of(encoding: Encoding, cpu: CpuTarget, weight: PackedLayout) -> str:
-    """Which form of a convolution a layout of the weight is for, and why."""
+    """Algorithm of a convolution whose weight has a layout, and the reason."""
     if weight.winograd:
         name = f"F({weight.winograd}x{weight.winograd}, {WINDOW}x{WINDOW})"
-        return f"{name}: {_choose(encoding, cpu)[1]}"
-    places, why = _choose(encoding, cpu)
-    return f"direct: {'the weights are not known when the model is compiled' if places else why}"
+        return f"{name}: {_choose_winograd(encoding, cpu)[1]}"
+    winograd, reason = _choose_winograd(encoding, cpu)
+    return f"direct: {'the weights are not known when the model is compiled' if winograd else reason}"
 
 
 def _is_symbolic(encoding: Encoding) -> bool:
-    """Return whether a call says how large images are."""
+    """Return whether the sizes of images are symbolic."""
     return any(size == DYNAMIC and name != "b" for name, size in encoding.iteration_sizes)
 
 
-def _places(encoding: Encoding) -> tuple[str, ...]:
+def _result_dims(encoding: Encoding) -> tuple[str, ...]:
     """The names of the result's spatial dimensions, the outermost first."""
     return tuple(name for name in encoding.index_maps[RESULT] if name.startswith("y"))
 
 
 def _share_of_data(encoding: Encoding) -> float:
-    """How much of what a volume's windows read along the outer dimension is no padding, which the direct form skips."""
+    """Share of reads along a volume's outer dimension that are not padding, which the direct algorithm skips."""
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     if len(moves.strides) < 3:
         return 1.0
-    starts = [place * moves.strides[0] - moves.padding[0] for place in range(sizes["y0"])]
-    read = [start + tap * moves.dilation[0] for start in starts for tap in range(sizes["w0"])]
-    return sum(0 <= at < sizes["x0"] for at in read) / max(1, len(read))
+    starts = [y * moves.strides[0] - moves.padding[0] for y in range(sizes["y0"])]
+    reads = [start + tap * moves.dilation[0] for start in starts for tap in range(sizes["w0"])]
+    return sum(0 <= x < sizes["x0"] for x in reads) / max(1, len(reads))
 
 
-def _choose(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
-    """How many places at a time, along each dimension, Winograd's form makes (0: it is not taken), and why."""
+def _choose_winograd(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
+    """Tile size m of Winograd's algorithm (0: the direct one is used), and the reason."""
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
     windows = [sizes[name] for name in encoding.index_maps[RHS][2:]]
@@ -152,46 +151,46 @@ def _choose(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
     width = conv_columns(cpu, "float32", channels, sizes["k"], moves.groups)
     if width == 0 or (moves.groups > 1 and (channels % width or width < cpu.lanes("float32"))):
         return 0, f"groups of {channels} channels do not fill panels"
-    images, *outer, rows, columns = (max(0, sizes[name]) for name in ("b", *_places(encoding)))
+    images, *outer, rows, columns = (max(0, sizes[name]) for name in ("b", *_result_dims(encoding)))
     images, depth = images * prod(outer), sizes["k"] * prod(windows[:-2])
-    found = {}
+    gains = {}
     for m in (2, 4) if encoding.accuracy == FAST else (2,):
         shape = Shape(m, images, (rows, columns), depth, channels, width, moves.groups)
-        found[m] = estimated_speedup(shape, cpu) * _share_of_data(encoding)
-    best = max(found, key=lambda m: found[m])
+        gains[m] = estimated_speedup(shape, cpu) * _share_of_data(encoding)
+    best = max(gains, key=lambda m: gains[m])
     if _is_symbolic(encoding):
         return best, "images of any size, whose times cannot be estimated"
-    if found[best] < MIN_GAIN:
-        return 0, f"F({best}x{best}, 3x3) is estimated to take {1 / found[best]:.2f} of the time, with larger weights"
-    return best, f"estimated to take {1 / found[best]:.2f} of the direct form's time"
+    if gains[best] < MIN_GAIN:
+        return 0, f"F({best}x{best}, 3x3) is estimated to take {1 / gains[best]:.2f} of the time, with larger weights"
+    return best, f"estimated to take {1 / gains[best]:.2f} of the direct form's time"
 
 
 IN_PLACE_BYTES = 256 * 1024
-"""A row-major right operand that is no larger is read in place: it fits the second-level cache, and packing it for one
-product costs more than it saves. Measured (AVX-512, float32, M=128): 3 to 8 % faster in place up to here, level at
-1 MiB, a third slower at 4 MiB."""
+"""Maximum size of a row-major right operand that is not packed: it fits the L2, and packing it for one product takes
+longer than it saves. Measured (AVX-512, float32, M=128): 3 to 8 % faster unpacked up to here, equal at 1 MiB, a third
+slower at 4 MiB."""
 
 MAX_SKINNY_ROWS = 8
-"""For no more rows of the left operand than this, laying a right operand out costs more than it saves. Measured
-(AVX-512, float32, 4096x4096): 8 rows take a third of the time in place, one row a tenth."""
+"""Maximum number of rows of the left operand for which packing the right one takes longer than it saves. Measured
+(AVX-512, float32, 4096x4096): 8 rows take a third of the time unpacked, one row a tenth."""
 
 GENERIC_TILE = 8
-"""Rows and columns of a tile of `GenericResolver` (as VMVX of IREE)."""
+"""Rows and columns of a tile of `GenericResolver` (as in IREE's VMVX)."""
 
 
 class CpuKernels(EncodingResolver):
-    """Kernels, block layouts and page order, which follow from the CPU alone; subclasses choose layouts."""
+    """Kernels, layouts of block-quantized weights and page order of all CPUs; subclasses choose layouts."""
 
     def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
-        """Panels of as many columns as a vector has lanes."""
+        """Panels, by the CPU's vectors."""
         return Panels(panel_columns(cpu_target_of(target)))
 
     def page_order(self, target: tvm.target.Target) -> str:
-        """Tokens in lanes, whatever the CPU: its kernels read a page's keys so."""
+        """Tokens in lanes, as all kernels of CPUs read the keys of a page."""
         return "lanes"
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """The project's own kernel for the target's CPU."""
+        """The kernel of this library for the target's CPU."""
         return _generators()[type(problem)](problem, cpu_target_of(target))
 
 
@@ -223,32 +222,37 @@ class CpuResolver(CpuKernels):
         return tiled(index_map, ("n", "k"), tiles, dot.compensation != 0)
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """As `resolve`, but a right operand that few rows meet stays as it is."""
+        """The layout of `resolve`, except that a right operand for few rows is not packed."""
         if encoding.moves is not None:
-            # Windows are transformed when a model is compiled, not in a call, unless there is no other form.
+            # Windows are transformed at compile time, and in a call only if the direct algorithm lacks a kernel.
             cpu = cpu_target_of(target)
             return conv_layout(replace(encoding, accuracy=EXACT), cpu) or conv_layout(encoding, cpu)
         dot = dot_instruction_for(cpu_target_of(target), *encoding.element_types)
-        few = 0 <= encoding.sizes["m"] <= MAX_SKINNY_ROWS
-        if dot is not None and encoding.operand_index == RHS and few and _is_readable(encoding, dot, by_few=True):
+        is_skinny = 0 <= encoding.sizes["m"] <= MAX_SKINNY_ROWS
+        if (
+            dot is not None
+            and encoding.operand_index == RHS
+            and is_skinny
+            and _is_readable(encoding, dot, is_skinny=True)
+        ):
             return PackedLayout.identity(len(encoding.index_map))
         if _is_packed_in_kernel(encoding, cpu_target_of(target)):
             return PackedLayout.identity(len(encoding.index_map))
         return self.resolve(encoding, target)
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
-        """Those of whole vectors, of heads of any width."""
+        """Floats of at most 32 bits, for heads of any width."""
         return frozenset(("float32", *HALF_TYPES))
 
     def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
-        """Which form of a convolution a layout of the weight is for, and why; for `explain`."""
+        """Algorithm of a convolution and the reason, for `explain`."""
         return form_of(encoding, cpu_target_of(target), weight)
 
 
 class GenericResolver(CpuKernels):
     """Tiles of 8 by 8, one k at a time, every operand packed: for ``c`` targets and CPUs outside of the tables.
 
-    Packing all three makes every access of the kernel's tile contiguous, whatever the C compiler makes of it.
+    Packing all three makes every access of the kernel's tile contiguous, which any C compiler vectorizes.
     """
 
     name = "generic"
@@ -267,47 +271,47 @@ class GenericResolver(CpuKernels):
 
 
 def panel_width(cpu: CpuTarget, dot: DotInstruction, n: int) -> int:
-    """Columns of a packed panel: those of the kernel's tile, one vector where N is no wider."""
+    """Columns of a packed panel: those of the kernel's tile, or of one vector if N is at most that."""
     lanes = cpu.lanes(dot.types[2])
     return lanes if 0 <= n <= lanes else tile_columns(cpu, dot.types[2])
 
 
 def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:
-    """True if the right operand is a small activation: it runs along a batch dimension; weights are shared by all."""
+    """True if the right operand is a small activation, which has a batch dimension unlike weights."""
     if not _is_readable(encoding, dot) or not any(name.startswith("b") for name in encoding.of(RHS).index_map):
         return False
     k, n = encoding.sizes["k"], encoding.sizes["n"]
     return DYNAMIC in (k, n) or k * n * bytes_of(encoding.element_types[RHS]) <= IN_PLACE_BYTES
 
 
-def _is_readable(encoding: Encoding, dot: DotInstruction, by_few: bool = False) -> bool:
-    """Return whether the kernel had better read the right operand as it lies: rows of n, one k a step.
+def _is_readable(encoding: Encoding, dot: DotInstruction, is_skinny: bool = False) -> bool:
+    """Return whether the kernel should read the right operand unpacked: rows of n, one k for each step.
 
-    Of float16 in pairs, two rows are riffled in every step, which is worth it where few rows of the left operand do.
+    Pairs of float16 are interleaved from two rows in every step, which is worth it for few rows of the left operand.
     """
-    is_single = dot.k0 == 1 or (by_few and dot.short > 0)
+    is_single = dot.k0 == 1 or (is_skinny and dot.short > 0)
     return is_single and encoding.of(RHS).index_map[-2:] == ("k", "n")
 
 
 def _is_packed_in_kernel(encoding: Encoding, cpu: CpuTarget) -> bool:
-    """Return whether tile registers multiply rows of n that the kernel packs itself, panel by panel.
+    """Return whether AMX multiplies rows of n that the kernel itself packs, panel by panel.
 
-    Vectors read them as well, a group of k at a time, where the process may not use tiles; but not with
-    compensation, which is part of packed storage.
+    If the process may not use AMX, vectors read them as well, a group of k at a time; but not with compensation, which
+    is part of packed storage.
     """
     if encoding.moves is not None or encoding.operand_index != RHS or encoding.index_map[-2:] != ("k", "n"):
         return False
-    tiles = amx_instruction_for(cpu, *encoding.element_types)
+    amx = amx_instruction_for(cpu, *encoding.element_types)
     dot = dot_instruction_for(cpu, *encoding.element_types)
     sizes = encoding.sizes
-    if tiles is None or dot is None or dot.compensation or DYNAMIC in (sizes["k"], sizes["n"]):
+    if amx is None or dot is None or dot.compensation or DYNAMIC in (sizes["k"], sizes["n"]):
         return False
-    return sizes["m"] == DYNAMIC or sizes["m"] >= tiles.min_rows
+    return sizes["m"] == DYNAMIC or sizes["m"] >= amx.min_rows
 
 
 @cache
 def _generators() -> dict[type, Callable[[Any, CpuTarget], tirx.PrimFunc]]:
-    """Which generator solves which problem; they load when the first kernel is written."""
+    """Generators by problem; they are imported when the first kernel is written."""
     from ..tir.attention.attention import attention_kernel
     from ..tir.attention.cached.cached_attention import cached_attention_kernel
     from ..tir.conv.convolution import conv_kernel

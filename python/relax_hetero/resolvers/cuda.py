@@ -1,14 +1,12 @@
-"""Layouts and kernels for NVIDIA GPUs; the table of `target.gpu_target` decides.
+"""Layouts and kernels for NVIDIA GPUs, by the table of `target.gpu_target`.
 
-The left operand and the result stay row-major: kernels copy tiles of the left one into shared memory as they lie there.
-A constant right operand of the tensor cores is packed into the tiles that they read from shared memory,
-``[b.., n/64, k/k0, 64, k0]`` with k0 elements of 128 bytes, swizzled: a tile is one stretch of memory, fetched by one
-copy with a plain pointer, and no size of the model has to be a multiple of anything. One layout serves tiles of any
-width, for a wider one is several of these.
+The left operand and the result of a product stay row-major: kernels copy tiles of the left one into shared memory. A
+constant right operand of the tensor cores is packed into the tiles that they read from shared memory,
+``[b.., n/64, k/k0, 64, k0]`` with k0 elements of 128 bytes, swizzled: a tile is contiguous memory, fetched by one copy
+with a plain pointer, and sizes of the model need not be multiples of anything. Wider tiles are several of these.
 
-Right operands that are activations are read as they lie, and so is what plain threads multiply.
-
-Layouts of convolutions are in `cuda_convolutions`.
+Right operands that are activations, and operands of plain threads, are not packed. Layouts of convolutions are in the
+first section.
 """
 
 from __future__ import annotations
@@ -45,19 +43,19 @@ if TYPE_CHECKING:
 
 # Layouts of convolutions for NVIDIA GPUs.
 #
-# Feature maps lie channels-last, ``[b, y0, y1, n]``: threads read runs of channels, and the data of a 1x1 convolution
-# are the rows of a matrix. An image of a few channels is stored with `IMAGE_CHANNELS`, so that a pixel is one access.
+# Feature maps are channels-last, ``[b, y0, y1, n]``: threads read runs of channels, and the data of a 1x1 convolution
+# are the rows of a matrix. An image of a few channels is padded to `IMAGE_CHANNELS`, so that a pixel is one access.
 #
-# Weights of tensor cores are tiles as those of products, one after another for the places of the window: ``[n/64, w0,
-# w1, k/k0, 64, k0]``, k0 elements of 128 bytes, swizzled. Where these would be mostly padding, k0 are 16 bytes and
-# not swizzled; of images so many are several places of the window, of halves ``[n/64, w0, w1/2, 1, 64, 2, 4]``.
+# Weights of tensor cores are tiles like those of products, one after another for the taps of the window: ``[n/64, w0,
+# w1, k/k0, 64, k0]``, k0 elements of 128 bytes, swizzled. Where these would be mostly padding, k0 is 16 bytes without
+# swizzle; for images 16 bytes are several taps of the window, in half precision ``[n/64, w0, w1/2, 1, 64, 2, 4]``.
 # Weights of plain threads are ``[w0, w1, k, n]``.
 
 COLUMNS = 64
-"""Columns of a packed tile: the rows of one wgmma where operands are swapped, and a divisor of every tile's width."""
+"""Columns of a packed tile: the rows of one wgmma with swapped operands, and a divisor of every tile's width."""
 
 MAX_PADDING = 1.25
-"""Times as many products as there are: more, and tiles of 16 bytes are used."""
+"""Maximum ratio of padded to actual channels; beyond it tiles of 16 bytes are used."""
 _MAX_MMA_PADDING = 4
 
 
@@ -79,7 +77,7 @@ def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
 
 
 def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
-    """The tile of the weight: of channels, or of two places of the window and channels; none for plain threads."""
+    """The tile of the weight: channels, or two taps and channels; empty for plain threads."""
     data = encoding.element_types[LHS]
     sizes, moves = encoding.sizes, encoding.moves
     assert moves is not None
@@ -93,31 +91,31 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     taps, chunk = 1, CHUNK_BYTES // element
     for size in window:
         taps *= size
-    in_lines = COLUMNS, SWIZZLED_BYTES // element
+    swizzled = COLUMNS, SWIZZLED_BYTES // element
     padded = -(-channels * element // SWIZZLED_BYTES) * SWIZZLED_BYTES / (channels * element)
     if gpu.tensor != "wgmma":
-        # Tensor cores make up for that many zeros.
-        return in_lines if channels * element % 4 == 0 and (taps == 1 or padded <= _MAX_MMA_PADDING) else ()
+        # Tensor cores are still faster with this much padding.
+        return swizzled if channels * element % 4 == 0 and (taps == 1 or padded <= _MAX_MMA_PADDING) else ()
     if taps > 1 and channels <= IMAGE_CHANNELS:
-        together = chunk // IMAGE_CHANNELS
-        chunks = -(-window[-1] // together) * (taps // window[-1])
-        tile = (COLUMNS, together, IMAGE_CHANNELS) if together > 1 else (COLUMNS, IMAGE_CHANNELS)
+        tap_count = chunk // IMAGE_CHANNELS
+        chunks = -(-window[-1] // tap_count) * (taps // window[-1])
+        tile = (COLUMNS, tap_count, IMAGE_CHANNELS) if tap_count > 1 else (COLUMNS, IMAGE_CHANNELS)
         return tile if chunks * CHUNK_BYTES >= SWIZZLED_BYTES else ()
     if taps > 1 and padded > MAX_PADDING and channels % chunk == 0 and taps * channels * element >= SWIZZLED_BYTES:
         return COLUMNS, chunk
-    return in_lines if channels * element % 4 == 0 else ()
+    return swizzled if channels * element % 4 == 0 else ()
 
 
 UNPACKED_ROWS = 128
-"""Rows from which on weights of few bits are unpacked once, before a product of 16-bit floats."""
+"""Minimum number of rows for which quantized weights are dequantized once, before a product of 16-bit floats."""
 MAX_HEAD = 256
-"""Maximum width of heads for attention by tensor cores: sums of values stay in registers."""
+"""Maximum width of heads for attention by tensor cores, whose accumulators are in registers."""
 MAX_TF32_HEAD = 128
-"""The same of float32: tiles are in shared memory."""
+"""Maximum width of heads in tf32, whose tiles are in shared memory."""
 
 
 class CudaResolver(EncodingResolver):
-    """Packed constant right operands of tensor cores, channels-last feature maps, everything else row-major."""
+    """Packed constant right operands of tensor cores, channels-last feature maps, other tensors row-major."""
 
     name = "cuda"
     problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, CachedAttentionProblem)
@@ -136,42 +134,42 @@ class CudaResolver(EncodingResolver):
         return tiled(encoding.index_map, ("n", "k"), tiles, swizzle=True)
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
-        """Row-major: laying an operand out in every call takes longer than reading it as it lies."""
+        """Row-major: packing an operand in every call takes longer than reading it unpacked."""
         if encoding.moves is not None:
             return self.resolve(encoding, target)
         return PackedLayout.identity(len(encoding.index_map))
 
     def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
-        """Fragments, where there are tensor cores; weights are computed by plain ops elsewhere."""
+        """Fragments on GPUs with tensor cores; elsewhere plain ops dequantize the weights."""
         return Fragments() if gpu_target_of(target).tensor else None
 
     def page_order(self, target: tvm.target.Target) -> str:
-        """Eight numbers of a token lie together, as tensor cores read keys and values."""
+        """Runs of eight numbers of a token, as tensor cores read keys and values."""
         return "chunks"
 
     def unpacked_layout(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> PackedLayout | None:
-        """Swizzled tiles, of products of `UNPACKED_ROWS` or more of 16-bit floats on Hopper's tensor cores."""
+        """Swizzled tiles, for products of `UNPACKED_ROWS` or more rows of 16-bit floats on Hopper's tensor cores."""
         gpu, dtype, extents = gpu_target_of(target), problem.lhs.dtype, problem.lhs.shape[:-1]
         rows = prod(extent if isinstance(extent, int) else 0 for extent in extents)
         tile = SWIZZLED_BYTES // 2
-        is_known = (
+        is_supported = (
             dtype in HALF_TYPES and gpu.tensor == "wgmma" and problem.depth % tile == 0 and problem.block % 16 == 0
         )
-        if rows < UNPACKED_ROWS or not is_known:
+        if rows < UNPACKED_ROWS or not is_supported:
             return None
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 
     def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
-        """A packed tile's, of halves that tensor cores multiply."""
+        """Columns of a packed tile, for half types that tensor cores multiply."""
         return COLUMNS if dtype in HALF_TYPES and gpu_target_of(target).multiplies(dtype, dtype, "float32") else 0
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
-        """Those that tensor cores multiply, of heads that registers hold; products and rows are for all others."""
+        """Types that tensor cores multiply, for heads that fit in registers."""
         types = {*HALF_TYPES, TF32} if width <= MAX_TF32_HEAD else set(HALF_TYPES) if width <= MAX_HEAD else set()
         return frozenset(types & gpu_target_of(target).mma_types)
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """The project's own kernel for the target's GPU."""
+        """The kernel of this library for the target's GPU."""
         generator = _generators().get(type(problem))
         if generator is None:
             raise EncodingError(f"target {target.kind.name} has no encoded kernels for {problem}")
@@ -180,7 +178,7 @@ class CudaResolver(EncodingResolver):
 
 @cache
 def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
-    """Which generator solves which problem; they load when the first kernel is written."""
+    """Generators by problem; they are imported when the first kernel is written."""
     from ..tir.cuda.attention.attention import cuda_attention_kernel
     from ..tir.cuda.conv.convolution import cuda_conv_kernel
     from ..tir.cuda.elementwise import elementwise_kernel

@@ -1,1 +1,1 @@
-"""Devices and machines: vdevices and their look-up, targets for this machine, and facts about CPUs."""
+"""Vdevices and their look-up, targets for this computer, back ends, and tables of facts about CPUs and GPUs."""

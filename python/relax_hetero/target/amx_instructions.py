@@ -1,8 +1,8 @@
-"""How CPUs with tile registers multiply each pair of element types: a table of facts.
+"""Table of AMX instructions, by element types.
 
-A tile register holds up to 16 rows of 64 bytes. One instruction multiplies a tile of the left operand, rows along m, by
-a tile of the right one, whose rows are groups of k0 neighbouring k of 16 columns, and adds to a tile of 16 columns of
-sums. The right operand is stored as for the CPU's vectors (`dot_instructions`), so that both can read it.
+A tile register holds up to 16 rows of 64 bytes. One instruction multiplies a tile of the left operand, with rows along
+m, by a tile of the right operand, whose rows are groups of k0 consecutive k of 16 columns, and adds to a tile of 16
+columns of sums. The right operand is packed as for vector instructions (`dot_instructions`), so that both can read it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .cpu_target import CpuTarget
 from .element_types import stored_type
 
 TILE_ROWS = 16
-"""Rows of a tile register at most."""
+"""Maximum number of rows of a tile register."""
 
 TILE_BYTES = 64
 """Bytes of a row of a tile register."""
@@ -21,23 +21,23 @@ TILE_BYTES = 64
 
 @dataclass(frozen=True)
 class AmxInstruction:
-    """A product of two tile registers, added to a third.
+    """An instruction that multiplies two tile registers and adds the product to a third.
 
     Attributes
     ----------
     features : tuple of str
-        LLVM features that a target needs.
+        Required LLVM features.
     types : tuple of str
         Element types of left operand, right operand and accumulator.
     instruction : str
-        LLVM intrinsic: numbers of the tiles of sums, left and right factors.
+        LLVM intrinsic; its operands are the numbers of the tiles of sums, left and right factors.
     k0 : int
-        k values of a group.
+        Number of k values of a group.
     min_rows : int
-        Products of fewer rows are left to vectors, which read the right operand as fast: measured with 768x768 on one
-        core of an Emerald Rapids.
+        Minimum number of rows of a product. With fewer rows vector instructions read the right operand as fast
+        (measured with 768x768 on one core of an Emerald Rapids).
     rate : int
-        Multiply-adds in the time of one of float32 by vectors, in a whole product.
+        Throughput relative to float32 vector instructions, over a whole product.
     """
 
     features: tuple[str, ...]
@@ -63,7 +63,7 @@ AMX_INSTRUCTIONS: tuple[AmxInstruction, ...] = (
 
 
 def amx_instruction_for(cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str) -> AmxInstruction | None:
-    """The CPU's product of tiles of these types, None if there is none."""
+    """The CPU's AMX instruction for these types, or None."""
     types = (stored_type(lhs_dtype), stored_type(rhs_dtype), acc_dtype)
     for instruction in AMX_INSTRUCTIONS:
         if instruction.types == types and cpu.features.issuperset(instruction.features):

@@ -1,7 +1,7 @@
-"""Kinds of devices, an object each: what the library asks of a kind, from its native target to its queue.
+"""The interface of device kinds (back ends), from native targets to queues, and their registry.
 
 A new kind is a package with a subclass of `Backend`, and a line in `relax_hetero.backends` that registers it. Methods
-that run a model must not import the compiler; those that compile may.
+that run a model must not import the compiler; methods that compile may.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ CPU = 1
 
 
 class Backend:
-    """A kind of device; the defaults are those of a kind that TVM knows and this library does not.
+    """A kind of device; the defaults serve any kind that TVM supports.
 
     Parameters
     ----------
     kind : str
         TVM target kind.
     device_type : int
-        DLPack device type (dlpack.h, DLDeviceType); -1: no device runs code of this kind.
+        DLPack device type (dlpack.h, DLDeviceType); -1 if no device runs code of this kind.
     type_name : str, optional
-        Name of the device type, as ``tvm.device`` takes it and TVM's runtime libraries are called.
+        Name of the device type in ``tvm.device`` and in names of TVM's runtime libraries.
     description : str
         Name in a sentence: "an NVIDIA GPU".
     words : str
-        Other names that people write for it, lower case.
+        Other names that people use for it, in lower case.
 
     Attributes
     ----------
     is_gpu : bool
         Whether kernels have blocks and threads.
     callable_by_hand : bool
-        Whether kernels can be called alone, with addresses.
+        Whether single kernels can be called with addresses.
     records_by_hand : bool
-        Whether `vm.CommandBuffer` runs here.
+        Whether `vm.CommandBuffer` supports it.
     records_graphs : bool
-        Whether command buffers become graphs of the driver.
+        Whether command buffers become driver graphs, such as CUDA graphs.
     checks_values : bool
         Whether kernels can refuse values at run time.
     has_sorts : bool
         Whether sorts, scans and scatters are kernels of `tir.cuda.loops` rather than TVM's.
     pins_memory : bool
-        Whether copies from and to pinned memory of the host are faster.
+        Whether copies from and to pinned host memory are faster.
     has_links : bool
-        Whether tensors go to devices of other hosts without passing through memory of the CPU.
+        Whether tensors can go to devices of other hosts without a copy to host memory.
     needs_workers : bool
-        Whether copies use worker threads of the host.
+        Whether copies use CPU worker threads.
     dlpack_stream : int, optional
-        Stream that a DLPack producer is asked to order its work before.
+        Stream to pass to DLPack producers, which order their work before it.
     """
 
     is_gpu = False
@@ -86,46 +86,46 @@ class Backend:
         return Target(self.kind)
 
     def native_target(self, index: int) -> tvm.target.Target:
-        """Target for device `index` of this machine, or the default where it is absent."""
+        """Target for device `index` of this computer, or the default if it is absent."""
         import tvm
 
         device = tvm.runtime.device(self.kind, index)
         return tvm.target.Target.from_device(device) if device.exist else self.default_target()
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
-        """Native target with what `target` says, where that says no more than the kind; None: it says enough."""
+        """Native target in place of one that specifies only the kind; None if `target` is specific enough."""
         return None
 
     def completed_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Target in JSON, completed with facts about this machine."""
+        """A target's JSON data, completed with facts about this computer."""
         return config
 
     def target_hint(self, text: str) -> str:
-        """End of an error about text that may describe a whole target; begins with "; ", empty for other text."""
+        """End of an error message for text that may describe a whole target: "; " and advice, or empty."""
         return ""
 
     # Costs.
 
     def product_rate(self, target: tvm.target.Target, dtype: str) -> float:
-        """Multiply-adds of `dtype` operands, summed in float32, in the time of one of float32."""
+        """Throughput of products of `dtype` with sums in float32, relative to float32."""
         return 1.0
 
     def peaks(self, target: tvm.target.Target) -> tuple[float, float, float]:
-        """Peak float32 flop/s, bytes/s of its memory, and how many times as fast products of 16-bit floats are."""
+        """Peak float32 flop/s, memory bytes/s, and speed-up of products of 16-bit floats."""
         return 5e12, 0.3e12, 1.0
 
     # Compiling.
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
-        """Resolvers of encodings, each with the features that it needs (`encoding.register_resolver`)."""
+        """Resolvers of encodings, each with its required features (`encoding.register_resolver`)."""
         return ()
 
     def schedule(self, kernel: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
-        """Give loops of a kernel that no generator wrote blocks and threads."""
+        """Bind loops of a kernel without a generator to blocks and threads."""
         return kernel
 
     def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
-        """Compile kernels of one target, as far as that can be done alone; called from several threads."""
+        """Compile kernels of one target, called from several threads; `link` completes them."""
         from tvm import tirx
 
         return tirx.build(kernels, target=target)
@@ -133,75 +133,76 @@ class Backend:
     def link(
         self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any
     ) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
-        """Finish what `build` returned, all of a model together.
+        """Complete the results of `build` for all targets of a model.
 
         Parameters
         ----------
         built : sequence
+            Results of `build`.
         progress : callable, optional
-            Told a step, how many parts of it are done, and how many there are.
+            Called with a stage, the number of its tasks that are done, and their total number.
         folder : CacheFolder, optional
             Compile cache.
 
         Returns
         -------
         list of Module, dict of str to bytes
-            Modules to be linked, in order; machine code of kernels that they hold as source, by its key.
+            Modules to link, in order; machine code, by key, of kernels that they contain as source.
         """
         return list(built), {}
 
     def compiler_identity(self) -> str:
-        """Version of a compiler outside of TVM that makes the code; empty for none."""
+        """Version of an external compiler; empty without one."""
         return ""
 
     def why_uncached(self) -> str:
-        """Reason why code cannot be kept in the compile cache; empty for none."""
+        """Reason why code must not be cached, or empty."""
         return ""
 
     # Running.
 
     def load_dependencies(self) -> bool:
-        """Load the libraries that TVM's runtime library has not found; whether another try is worthwhile."""
+        """Load libraries that TVM's runtime library did not find; returns whether to try again."""
         return False
 
     def load(self) -> bool:
-        """Load TVM's runtime library for the device type, if it is there; whether it is loaded now."""
+        """Load TVM's runtime library for the device type; returns whether it is loaded."""
         from .runtime_libraries import load_library
 
         return load_library(f"tvm_runtime_{self.type_name}", self.load_dependencies)
 
     def count(self) -> int:
-        """Devices of this machine that `relax-hetero devices` lists."""
+        """Number of devices of this computer that `relax-hetero devices` lists."""
         return 0
 
     def why_absent(self) -> str:
-        """Reason why a device is not here; empty where nothing is known."""
+        """Reason why a device is absent, or empty if unknown."""
         return ""
 
     def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
-        """BindingError if code for `spec` (called `name`) does not run on a device that is here."""
+        """Require that a present device can run code for `spec` (called `name`); BindingError otherwise."""
 
     def connect(self, devices: Sequence[runtime.Device]) -> None:
-        """Prepare devices of one machine, all of this type, for copies between each other."""
+        """Prepare a machine's devices of this type for copies between each other."""
 
     def copy(self, source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:
-        """Copy between contiguous tensors as `vm.device.tensors.copy_into` does; False: TVM is to do it."""
+        """Copy between contiguous tensors as `vm.device.tensors.copy_into` does; False to let TVM copy."""
         return False
 
     def error_record(self, index: int) -> Any:
-        """Record that kernels of a device write refused values to; None where they write none."""
+        """Record in which kernels of a device report refused values, or None."""
         return None
 
     def queue(self, device: runtime.Device, name: str) -> Any:
-        """Queue of a device whose thread only issues work (`vm.queue.stream_queue`); None: the thread waits for it."""
+        """Asynchronous queue of a device (`vm.queue.stream_queue`); None if its thread waits for each piece of work."""
         return None
 
     def copy_queues(self, indices: Sequence[int]) -> Any:
-        """Queues for copies from and to devices (`vm.queue.cuda_copy_queues`); None: those of the devices copy."""
+        """Copy queues of devices (`vm.queue.stream_queue.CopyQueues`); None if the devices' own queues copy."""
         return None
 
     def runner(self, machine: Any, recording: Any, compiled: bool) -> Any:
-        """Runner of a command buffer that was recorded by hand (`vm.command_buffer.runners`)."""
+        """Runner of a command buffer recorded by hand (`vm.command_buffer.runners`)."""
         raise NotImplementedError(self.kind)
 
 
@@ -211,19 +212,19 @@ def _table() -> dict[str, Backend]:
 
 
 def register_backend(backend: Backend) -> None:
-    """Add a kind of device, or replace one."""
+    """Register a kind of device, or replace it."""
     _table()[backend.kind] = backend
     backend_of_type.cache_clear()
 
 
 def backends() -> list[Backend]:
-    """All kinds of devices, in order of their registration."""
+    """All kinds of devices, in order of registration."""
     return list(_table().values())
 
 
-def backend_of(what: str | tvm.target.Target) -> Backend:
-    """The back end of a target or its kind; one with all defaults where none is registered."""
-    kind = what if isinstance(what, str) else str(what.kind.name)
+def backend_of(target: str | tvm.target.Target) -> Backend:
+    """The back end of a target or a kind; for unregistered kinds one with all defaults."""
+    kind = target if isinstance(target, str) else str(target.kind.name)
     return _table().get(kind) or Backend(kind)
 
 
@@ -234,6 +235,6 @@ def backend_of_device(device: runtime.Device) -> Backend:
 
 @cache
 def backend_of_type(device_type: int) -> Backend:
-    """The back end that runs devices of a DLPack device type: the first that is registered for it."""
+    """The back end that runs devices of a DLPack device type: the first registered one."""
     unknown = Backend(f"device type {device_type}", device_type)
     return next((backend for backend in backends() if backend.device_type == device_type), unknown)

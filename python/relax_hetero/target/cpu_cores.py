@@ -1,4 +1,4 @@
-"""The CPU cores of this process; needs nothing of TVM."""
+"""CPU cores and NUMA nodes of this process, and the load by other processes; independent of TVM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 NUMA_NODE = "numa:"
-"""How the ``model`` of a CPU target begins that is the CPUs of one NUMA node; the node's number follows."""
+"""Prefix of the ``model`` of a CPU target for one NUMA node, before the node's number."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
@@ -18,10 +18,9 @@ _NODES = Path("/sys/devices/system/node")
 
 @cache
 def num_cores() -> int:
-    """Physical CPU cores this process may use, at least 1.
+    """Number of physical CPU cores that this process may use, limited by a container's CPU quota; at least 1.
 
-    Hyper-threads of one core count once (they share its arithmetic units), and so does the CPU quota of a
-    container where Linux tells it.
+    Hyper-threads of one core count once, because they share its arithmetic units.
     """
     cores = len(cpus_of_cores())
     quota = _cgroup_cpus()
@@ -30,22 +29,22 @@ def num_cores() -> int:
 
 @cache
 def cpus_of_cores() -> list[list[int]]:
-    """The numbers of the CPUs this process may use, those of one physical core together."""
+    """The CPUs that this process may use, grouped by physical core."""
     try:
         allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not on this operating system
+    except AttributeError:  # not supported by this operating system
         allowed = set(range(os.cpu_count() or 1))
-    found: dict[str, list[int]] = {}
+    cores: dict[str, list[int]] = {}
     for cpu in sorted(allowed):
-        found.setdefault(_core_of(cpu), []).append(cpu)
-    return list(found.values())
+        cores.setdefault(_core_of(cpu), []).append(cpu)
+    return list(cores.values())
 
 
 @cache
 def cpus_of_nodes() -> dict[int, list[list[int]]]:
-    """CPUs of each NUMA node that this process may use, those of one physical core together.
+    """The CPUs that this process may use, grouped by NUMA node and physical core; nodes without CPUs are left out.
 
-    Nodes without any are left out. Where the system tells of no nodes, all CPUs are node 0's.
+    All CPUs belong to node 0 if the system does not report nodes.
     """
     node_of: dict[int, int] = {}
     for folder in _NODES.glob("node[0-9]*"):
@@ -53,20 +52,20 @@ def cpus_of_nodes() -> dict[int, list[list[int]]]:
             node_of.update(dict.fromkeys(listed_cpus((folder / "cpulist").read_text()), int(folder.name[4:])))
         except (OSError, ValueError):
             continue
-    found: dict[int, list[list[int]]] = {}
+    nodes: dict[int, list[list[int]]] = {}
     for core in cpus_of_cores():
-        found.setdefault(node_of.get(core[0], 0), []).append(core)
-    return dict(sorted(found.items()))
+        nodes.setdefault(node_of.get(core[0], 0), []).append(core)
+    return dict(sorted(nodes.items()))
 
 
 def listed_cpus(text: str) -> list[int]:
-    """The numbers in Linux' way to write a set of CPUs: ``0-3,8,10-11``; ValueError for any other text."""
+    """Parse Linux' notation of a set of CPUs, such as ``0-3,8,10-11``; ValueError for other text."""
     ranges = [part.split("-") for part in text.strip().split(",") if part]
     return [cpu for ends in ranges for cpu in range(int(ends[0]), int(ends[-1]) + 1)]
 
 
 def _core_of(cpu: int) -> str:
-    """A name shared by the hyper-threads of one core."""
+    """A key that the hyper-threads of one core share."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:
@@ -74,11 +73,11 @@ def _core_of(cpu: int) -> str:
 
 
 def _cgroup_cpus() -> int | None:
-    """CPUs granted by the quotas of the process' control groups and all around them, rounded up; None without any."""
+    """The CPU quota of this process, the minimum over its cgroups and their parents, rounded up; None without one."""
     quotas = []
     for controllers, path in _control_groups():
         folder = _CGROUPS / controllers / path.lstrip("/")
-        # A container may see the path that its group has outside, of which only the root is mounted inside.
+        # A container may see its cgroup's path outside, while only the root is mounted inside.
         for group in (folder, *folder.parents):
             quotas.append(_quota(group))
             if group == _CGROUPS / controllers:
@@ -87,7 +86,7 @@ def _cgroup_cpus() -> int | None:
 
 
 def _control_groups() -> list[tuple[str, str]]:
-    """Controllers, as the folder of version 1 is called ("" for version 2), and the group that has them."""
+    """Pairs of controllers (the folder of cgroup v1, "" for v2) and the path of their group."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -97,7 +96,7 @@ def _control_groups() -> list[tuple[str, str]]:
 
 
 def _quota(group: Path) -> float | None:
-    """CPUs that a control group may use, None if it has no quota."""
+    """The CPU quota of a control group, or None."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()
@@ -108,23 +107,23 @@ def _quota(group: Path) -> float | None:
         return None
 
 
-# Share of this machine's CPUs that other work takes while something is measured.
+# Load by other processes during a measurement.
 
-_MIN_SECONDS = 0.05  # the system counts ticks of 0.01
-_IDLE_FIELDS = (3, 4)  # columns of /proc/stat: idle, and waiting for input or output
-_GUESTS = 8  # columns from here on are counted in earlier ones
+_MIN_SECONDS = 0.05  # the system counts ticks of 0.01 s
+_IDLE_FIELDS = (3, 4)  # columns of /proc/stat: idle, iowait
+_GUESTS = 8  # columns from here on are also counted in earlier ones
 
 
 class CpuWatch:
-    """Watches the CPUs from its creation on."""
+    """Measures the CPU load by other processes since its creation."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def others(self) -> float:
-        """Share of this process's CPUs that others have used since, including time stolen by other virtual machines.
+        """Fraction of this process's CPUs that others have used, including time stolen by other virtual machines.
 
-        0 where the time was too short to tell, or the system does not say.
+        0 if the time was too short to measure, or the system does not report it.
         """
         started, busy, own = self._begin
         seconds, now = time.perf_counter() - started, _busy_seconds()
@@ -140,7 +139,7 @@ def _own_seconds() -> float:
 
 
 def _busy_seconds() -> tuple[float, int] | None:
-    """Seconds that the CPUs which this process may use have worked, and how many they are."""
+    """Busy seconds of the CPUs that this process may use, and their number."""
     with suppress(OSError, ValueError, AttributeError, IndexError):
         allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         tick = os.sysconf("SC_CLK_TCK")
@@ -149,7 +148,7 @@ def _busy_seconds() -> tuple[float, int] | None:
             for line in file:
                 name, *columns = line.split()
                 if name in allowed:
-                    ticks += sum(int(text) for at, text in enumerate(columns[:_GUESTS]) if at not in _IDLE_FIELDS)
+                    ticks += sum(int(text) for i, text in enumerate(columns[:_GUESTS]) if i not in _IDLE_FIELDS)
                     count += 1
         if count:
             return ticks / tick, count

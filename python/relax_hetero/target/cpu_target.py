@@ -1,6 +1,6 @@
-"""Facts about CPUs that layouts and kernels are chosen by, in one table.
+"""Table of facts about CPUs, for the choice of layouts and kernels.
 
-A row is an instruction set; a target gets the first row all of whose features it has. Adding a CPU is adding a row.
+A row is an instruction set; a target gets the first row whose features it has. To add a CPU, add a row.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class InstructionSet:
     arch : str
         LLVM's name of the architecture: "x86_64", "aarch64", or "" for any.
     features : tuple of str
-        LLVM features that a target needs for this row.
+        Required LLVM features.
     vector_bytes : int
-        Bytes of a vector register; 0: no vector code is written, the compiler may do as it likes.
+        Bytes of a vector register; 0: vectorization is left to the compiler.
     registers : int
-        Vector registers.
+        Number of vector registers.
     """
 
     name: str
@@ -46,10 +46,10 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
 
 
 QUICK_BF16 = "quick-avx512bf16"
-"""Beside LLVM's features: the CPU multiplies pairs of bfloat16 faster than it widens and multiplies them."""
+"""Feature besides LLVM's: vdpbf16ps is faster than widening to float32 and multiplying."""
 
-# Whose vdpbf16ps is slow: a Xeon (Sapphire Rapids) makes 105 to 112 Gop/s by it, 148 of widened pairs, 240 of float32;
-# a Zen 5 makes twice as much by it as of float32. Virtual machines show Xeons under older names.
+# CPUs with a slow vdpbf16ps. A Xeon (Sapphire Rapids) reaches 105 to 112 Gop/s with it, 148 with widened pairs, and 240
+# in float32; a Zen 5 is twice as fast with it as in float32. Virtual machines report Xeons under older names.
 _SLOW_BF16_CPUS = frozenset(
     """cooperlake sapphirerapids emeraldrapids graniterapids graniterapids-d diamondrapids skylake-avx512 cascadelake
     cannonlake icelake-client icelake-server rocketlake tigerlake""".split()
@@ -58,15 +58,14 @@ _SLOW_BF16_CPUS = frozenset(
 
 @dataclass(frozen=True)
 class CpuTarget:
-    """A CPU target as kernels see it.
+    """Facts about a CPU target.
 
     Attributes
     ----------
     features : frozenset of str
-        Every LLVM feature of the target ("avx512vnni", "dotprod", ...), for instructions beyond the row's, and
-        `QUICK_BF16`.
+        All LLVM features of the target ("avx512vnni", "dotprod", ...), and `QUICK_BF16`.
     cores : int
-        ``num-cores`` of the target, 1 where it has none: how many parts parallel loops are cut into.
+        ``num-cores`` of the target, by default 1: the number of tasks of parallel loops.
     kind : str
         Target kind: "llvm" or "c".
     """
@@ -77,12 +76,12 @@ class CpuTarget:
     kind: str
 
     def lanes(self, dtype: str) -> int:
-        """Elements of a vector register, 1 on a CPU without vectors."""
+        """Number of elements of a vector register; 1 without vectors."""
         return max(1, self.isa.vector_bytes * 8 // tvm.DataType(dtype).bits)
 
 
 def cpu_target_of(target: tvm.target.Target) -> CpuTarget:
-    """The facts of a CPU target; targets that are no CPU of the table get the generic row."""
+    """The facts of a CPU target; unknown CPUs get the generic row."""
     return _cpu_target_of(str(target))
 
 
@@ -98,10 +97,10 @@ def _cpu_target_of(text: str) -> CpuTarget:
         features |= {QUICK_BF16}
     triple = str(codegen.llvm_get_system_triple() if not target.attrs.get("mtriple") else target.attrs["mtriple"])
     if "linux" not in triple:
-        # Kernels ask for permission to use tile registers by a system call of Linux.
+        # Kernels request permission to use AMX with a system call of Linux.
         features = frozenset(name for name in features if not name.startswith("amx"))
     arch = triple.split("-")[0].replace("arm64", "aarch64")
     for isa in INSTRUCTION_SETS:
         if isa.arch in ("", arch) and features.issuperset(isa.features):
             return CpuTarget(isa, features, cores, "llvm")
-    raise AssertionError("the last row fits every target")
+    raise AssertionError("the generic row matches every target")

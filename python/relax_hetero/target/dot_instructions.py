@@ -1,23 +1,23 @@
-"""How each CPU multiplies each pair of element types: a table of facts.
+"""Table of the instructions by which CPUs multiply each pair of element types.
 
-A row says which instruction a k-step uses. A step takes `k0` consecutive k of one row of the left operand (a group,
-the same for every lane) and `k0` consecutive k of one column a lane of the right operand, and adds their products to
-one accumulator a lane. The table is read from the top; adding an instruction is adding a row. What a row's `form`
-means in code stands in `relax_hetero.tir.matmul.k_step`.
+A row describes the instruction of a k-step. A step takes `k0` consecutive k of one row of the left operand (broadcast
+to all lanes) and `k0` consecutive k of one column per lane of the right operand, and adds their products to one
+accumulator per lane. The first matching row counts. To add an instruction, add a row; `relax_hetero.tir.matmul.k_step`
+implements the values of `form`.
 
-A byte dot product wants one operand signed and the other not, or both alike. Where the left operand's sign is wrong,
-its top bit is flipped: int8 becomes uint8 plus 128, uint8 becomes int8 minus 128; the right operand's layout then
-carries -128 times every column's sum (`PackedLayout.compensation`), which starts the accumulators, times
-`DotInstruction.compensation`.
+A byte dot product requires one signed and one unsigned operand, or equal signedness. If the left operand's signedness
+is wrong, its top bit is flipped: int8 becomes uint8 plus 128, uint8 becomes int8 minus 128. The right operand's layout
+then contains -128 times every column's sum (`PackedLayout.compensation`), which, times `DotInstruction.compensation`,
+initializes the accumulators.
 
-AVX512-FP16 multiplies and adds float16 twice as fast as AVX-512 float32, but also adds in float16. Such a row adds the
-products of a few steps so (`DotInstruction.short`), and these short sums in float32
-(`relax_hetero.tir.matmul.fp16_partial_sums`). A step takes a pair of k in a lane each, not one k: pairs are broadcast
-from memory as words of 32 bits, which costs nothing, where an element of 16 bits costs a shuffle.
+AVX512-FP16 multiplies and adds float16 twice as fast as AVX-512 does float32, but accumulates in float16. Such a row
+accumulates a few steps in float16 (`DotInstruction.short`), and these partial sums in float32
+(`relax_hetero.tir.matmul.fp16_partial_sums`). Its steps take a pair of k per lane, because broadcasting a pair from
+memory as a 32-bit word is free, while broadcasting a 16-bit element costs a shuffle.
 
 Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the left operand by two columns of the right
-one, eight bytes each, and so do twice the work of a dot product. They take all four pairs of signs. A product of one
-row computes that row twice, which is no slower than a dot product of twice the steps.
+operand, eight bytes each, which is twice the work of a dot product. They support all four pairs of signs. A product of
+one row computes that row twice, which is no slower than dot products of twice the steps.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from .element_types import stored_type
 
 @dataclass(frozen=True)
 class DotInstruction:
-    """One k-step on one CPU.
+    """The instruction of a k-step.
 
     Attributes
     ----------
     name : str
-        Short, for kernel names and ``explain``: "fma", "vnni", "sdot".
+        Short name for kernel names and ``explain``: "fma", "vnni", "sdot".
     isas : tuple of str
-        Names of the `InstructionSet` rows that have it.
+        Names of the `InstructionSet` rows that include it.
     features : tuple of str
-        Features of the target needed beyond the row's.
+        Required features besides the row's.
     types : tuple of str
         Element types of left operand, right operand and accumulator.
     form : str
-        How it is emitted, a key of `relax_hetero.tir.matmul.k_step.FORMS`.
+        Key of `relax_hetero.tir.matmul.k_step.FORMS`, which emits the code.
     k0 : int
-        k values of a step; the right operand is packed with k in tiles of k0, innermost.
+        Number of k values of a step; the right operand is packed with innermost tiles of k0 along k.
     instruction : str
-        LLVM intrinsic, where the form needs one.
+        LLVM intrinsic, if the form uses one.
     swapped : bool
-        The right operand is the instruction's first factor.
+        Whether the right operand is the instruction's first factor.
     flip : bool
-        The top bit of every byte of the left operand is flipped.
+        Whether the top bit of every byte of the left operand is flipped.
     compensation : int
-        Factor of the layout's compensation block before it starts the accumulators: 1, -1, or 0 where the layout has
-        none. K=0 has a block of zeros.
+        Factor of the layout's compensation block in the initial accumulators: 1, -1, or 0 for layouts without one. K=0
+        has a block of zeros.
     temporaries : int
-        Vector registers that a step needs beside the accumulators, the right factors and one left factor, with two
-        vectors of columns; a CPU with few registers takes fewer rows for them.
+        Vector registers that a step needs besides the accumulators, the right factors and one left factor, with two
+        vectors of columns; CPUs with few registers use fewer rows because of them.
     short : int
-        Steps whose products are added in the operands' own type before their sums join the accumulators; 0: every step
-        adds to the accumulators. `widened_instruction` is the same step without such sums.
+        Number of steps of a partial sum in the operands' own type; 0 if every step adds to the accumulators.
+        `widened_instruction` is the same step without partial sums.
     rows : int
-        Rows of the left operand that a step multiplies at once: 1, or 2 by a matrix instruction, whose accumulators
-        hold blocks of two rows and two columns while a tile adds up.
+        Rows of the left operand that a step multiplies: 1, or 2 for matrix instructions, whose accumulators hold blocks
+        of two rows and two columns.
     """
 
     name: str
@@ -81,7 +81,7 @@ class DotInstruction:
     rows: int = 1
 
     def whole_rows(self, rows: int) -> int:
-        """So many rows of a tile, and those that a step multiplies besides."""
+        """`rows` rounded up to a multiple of the rows of a step."""
         return -(-rows // self.rows) * self.rows
 
 
@@ -159,8 +159,8 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
 def dot_instruction_for(
     cpu: CpuTarget, lhs_dtype: str, rhs_dtype: str, acc_dtype: str, by_rows: bool = False
 ) -> DotInstruction | None:
-    """The CPU's best way to multiply these types, None if there is none; `by_rows`, one row of the left operand."""
-    lhs_dtype, rhs_dtype = stored_type(lhs_dtype), stored_type(rhs_dtype)  # what may be rounded need not be
+    """The CPU's best instruction for these types, or None; `by_rows` excludes steps of several rows."""
+    lhs_dtype, rhs_dtype = stored_type(lhs_dtype), stored_type(rhs_dtype)  # tfloat32 permits rounding; no CPU rounds
     for dot in DOT_INSTRUCTIONS:
         if (
             dot.types == (lhs_dtype, rhs_dtype, acc_dtype)
@@ -173,5 +173,5 @@ def dot_instruction_for(
 
 
 def widened_instruction(dot: DotInstruction) -> DotInstruction:
-    """The step of a row with short sums, of operands that are stored alike, with every product in the accumulators."""
+    """The step for the same operands without float16 partial sums, which adds every product to the accumulators."""
     return replace(dot, name="cvtph", form="f16_pairs", short=0, temporaries=6)

@@ -1,4 +1,4 @@
-"""Element types by name, those that numpy lacks included."""
+"""Element types by name, including types that numpy lacks."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 import tvm_ffi
 
 HALF_TYPES = ("bfloat16", "float16")
-"""Floats of two bytes: kernels read and write them, and compute in float32."""
+"""16-bit floats, which kernels load and store, computing in float32."""
 
 TF32 = "tfloat32"
-"""In encodings: float32 in memory, of which products read the first 19 bits where the device is faster so."""
+"""Type in encodings: float32 in memory, of which products may read only the first 19 bits if that is faster."""
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type of a TVM element type; AttributeError for what neither numpy nor ml_dtypes knows."""
+    """The numpy type of a TVM element type; AttributeError for types that numpy and ml_dtypes lack."""
     try:
         return np.dtype(name)
     except TypeError:
-        import ml_dtypes  # bfloat16 and its kin; TVM depends on it, a process with the runtime alone may lack it
+        import ml_dtypes  # a dependency of TVM, but perhaps absent with TVM's runtime alone
 
         return np.dtype(getattr(ml_dtypes, name))
 
 
 def short_name(name: str) -> str:
-    """``f32``, ``bf16``, ``u8``, ``s8``: an element type as names of kernels and reports have it."""
+    """The short name of an element type in names of kernels and in reports: ``f32``, ``bf16``, ``u8``, ``s8``."""
     kind = name.rstrip("0123456789")
     return _SHORT.get(kind, kind) + name[len(kind) :]
 
@@ -40,7 +40,7 @@ def bytes_of(name: str) -> int:
 
 
 def stored_type(name: str) -> str:
-    """The type that elements have in memory."""
+    """The type of elements in memory."""
     return "float32" if name == TF32 else name
 
 
@@ -51,5 +51,5 @@ def bytes_for(shape: tuple[int, ...], dtype: str) -> int:
 
 @functools.cache
 def bits_of(dtype: tvm_ffi.dtype) -> int:
-    """Bits of an element, all lanes of a vector type together."""
+    """Bits of an element, including all lanes of a vector type."""
     return int(dtype.bits) * int(dtype.lanes)

@@ -1,7 +1,7 @@
-"""Facts about NVIDIA GPUs that layouts and kernels are chosen by, in one table.
+"""Table of facts about NVIDIA GPUs, for the choice of layouts and kernels.
 
-A row is a compute capability; a target gets the row of its ``arch``, and any other GPU the plain row: no tensor cores,
-and limits that every GPU since 2014 has. Adding a GPU is adding a row.
+A row is an architecture. A target gets the row of its ``arch``; other GPUs get a generic row without tensor cores and
+with limits that every GPU since 2014 meets. To add a GPU, add a row.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ import tvm
 from .element_types import HALF_TYPES, TF32
 
 WARP = 32
-"""Threads that run in step."""
+"""Threads of a warp."""
 
 WARPGROUP = 128
-"""Threads, four warps, that issue one wgmma together."""
+"""Threads of a warpgroup (four warps), which issues wgmma."""
 
 MAX_BLOCK_THREADS = 1024
-"""Maximum number of threads of a block, on every GPU."""
+"""Maximum number of threads of a block on every GPU."""
 
 VECTOR_BYTES = 16
-"""The widest access of a thread."""
+"""Maximum bytes of a thread's memory access."""
 
 
 @dataclass(frozen=True, eq=False)
 class GpuModel:
-    """Timings that tilings of products and attention are chosen by; cycles are those of a multiprocessor.
+    """Timings of a GPU, for the choice of tilings of products and attention, in cycles of a multiprocessor.
 
     Attributes
     ----------
     step_cycles : mapping of (int, int) to int
-        Cycles of a wgmma k-step of 128 bytes, by rows and columns of the tile, where loads do not take longer: fitted
-        to convolutions and products of 100 to 50,000 rows.
+        Cycles of a wgmma k-step of 128 bytes, by rows and columns of the tile, if it is not bound by loads; fitted to
+        convolutions and products of 100 to 50,000 rows.
     swapped_step_cycles : tuple of float
-        The same with swapped operands: cycles of a step, of each 32 elements of the tile, of each line (row or column),
-        and of each line more where two warpgroups multiply.
+        Cost model with swapped operands: cycles per step, per 32 elements of the tile, per row and column of the tile,
+        and additionally per row and column with two warpgroups.
     gathered_step_factor : float
-        How many times as long a step takes where operands come through registers.
+        Relative duration of a step whose operands are gathered through registers.
     second_block_step_fraction : float
-        Fraction of a step's cycles that a second resident block adds: one multiplies while the other waits for loads.
+        Fraction of a step's cycles that a second resident block adds (one computes while the other waits for loads).
     l2_bytes_per_cycle : int
-        Bytes of tiles that all multiprocessors load from L2 in a cycle.
+        Bytes that all multiprocessors together load from L2 per cycle.
     resident_blocks : mapping of int to int
-        Blocks that run at the same time, by blocks of a cluster: those of one cluster share a GPC, whose number of
-        multiprocessors is not a multiple of every size. Measured (8 queries, 8,192 keys of width 128): 16 heads in six
-        parts take 21 us, in seven parts 34; 32 heads in three parts 39 us, in four parts 49.
+        Number of concurrent blocks by cluster size: blocks of a cluster share a GPC, whose number of multiprocessors is
+        not a multiple of every size. Measured with 8 queries and 8,192 keys of width 128: 16 heads split over 6 blocks
+        take 21 us, over 7 blocks 34 us; 32 heads over 3 blocks 39 us, over 4 blocks 49 us.
     launch_cycles : int
-        Cycles of a launch and its first loads.
+        Cycles of a launch with its first loads.
     store_cycles : int
         Cycles before a block stores its first result.
     stored_elements_per_cycle : float
-        Elements of the result that a block stores in a cycle.
+        Elements of the result that a block stores per cycle.
     cluster_cycles, cluster_block_cycles : int
-        Cycles of a cluster's start, and of meeting each further block.
+        Cycles of a cluster's start, and additionally for each further block.
     exchanged_bytes_per_cycle : float
-        Bytes of sums that a block reads from others of its cluster in a cycle.
+        Bytes of sums that a block reads from other blocks of its cluster per cycle.
     """
 
     step_cycles: Mapping[tuple[int, int], int]
@@ -103,35 +103,35 @@ H200 = GpuModel(
 
 @dataclass(frozen=True)
 class GpuTarget:
-    """A CUDA target as kernels see it.
+    """Facts about a CUDA target.
 
     Attributes
     ----------
     arch : str
-        As in the target: "sm_90a".
+        The target's architecture: "sm_90a".
     capability : int
-        90 for compute capability 9.0.
+        Compute capability; 90 stands for 9.0.
     tensor : str
-        The tensor cores' instruction: "wgmma" (operands read from shared memory), "mma" (``mma.sync``, operands in
-        registers) or "": none that is used.
+        Tensor-core instruction: "wgmma" (operands in shared memory), "mma" (``mma.sync``, operands in registers) or ""
+        (none used).
     mma_types : frozenset of str
-        Element types of operands that ``mma.sync`` or wgmma multiply.
+        Element types that ``mma.sync`` or wgmma multiply.
     shared_bytes : int
-        Shared memory that one block may ask for.
+        Maximum shared memory of a block.
     shared_bytes_sm : int
         Shared memory of a multiprocessor, for all its blocks.
     registers : int
         32-bit registers of a multiprocessor.
     multiprocessors : int
-        Number of multiprocessors of the largest model; persistent kernels launch so many blocks.
+        Number of multiprocessors of the largest model, and of blocks of persistent kernels.
     cache_bytes : int
-        The second-level cache of the largest model.
+        L2 cache of the largest model.
     async_copies : bool
-        Whether ``cp.async`` brings global memory to shared memory without registers (from 8.0).
+        Whether ``cp.async`` is available (from 8.0).
     bulk_copies : bool
-        Whether bulk copies, mbarrier and clusters are there (from 9.0).
+        Whether bulk copies, mbarrier and clusters are available (from 9.0).
     model : GpuModel
-        Timings of the architecture; those of the H200 where nobody has measured.
+        Timings; by default those of the H200.
     """
 
     arch: str
@@ -149,19 +149,19 @@ class GpuTarget:
 
     @property
     def overlaps_launches(self) -> bool:
-        """True if a launch may begin before the one before it has ended (from 9.0)."""
+        """True if programmatic dependent launch is available (from 9.0)."""
         return self.capability >= 90
 
     def multiplies(self, lhs: str, rhs: str, acc: str) -> bool:
         """Return whether the tensor cores multiply elements of these types and accumulate in `acc`.
 
-        The factors are of one type, or bytes of either sign, or any float8. Bytes accumulate in int32, tf32 in float32,
-        others in any float of up to 32 bits.
+        Both operands have one type, or are bytes of any signedness, or any float8. Bytes accumulate in int32, tf32 in
+        float32, and others in any float of up to 32 bits.
         """
         families = (_BYTES, _FP8)
-        alike = lhs == rhs or any(lhs in family and rhs in family for family in families)
+        is_one_family = lhs == rhs or any(lhs in family and rhs in family for family in families)
         sums = {"int32"} if lhs in _BYTES else {"float32"} if lhs == TF32 else {"float32", *HALF_TYPES}
-        return bool(self.tensor) and alike and {lhs, rhs} <= self.mma_types and acc in sums
+        return bool(self.tensor) and is_one_family and {lhs, rhs} <= self.mma_types and acc in sums
 
 
 _BYTES = frozenset(("int8", "uint8"))
@@ -169,8 +169,8 @@ _AMPERE_TYPES = _BYTES | {"float16", "bfloat16", TF32}
 _FP8 = frozenset(("float8_e4m3fn", "float8_e5m2"))
 
 # Sources: CUDA C++ programming guide, table of technical specifications per compute capability (shared memory,
-# registers); PTX ISA (which instruction needs which target); data sheets of A100, L40, H100 and H200 (multiprocessors).
-# sm_90 is what code for H100 is called that may not use wgmma: it runs as the row of 8.9 does, with Hopper's limits.
+# registers); PTX ISA (required targets of instructions); data sheets of A100, L40, H100 and H200 (multiprocessors).
+# sm_90 is code for H100 without wgmma: the same instructions as 8.9, with Hopper's limits.
 _GPUS: dict[str, GpuTarget] = {
     gpu.arch: gpu
     for gpu in (
@@ -183,17 +183,17 @@ _GPUS: dict[str, GpuTarget] = {
 }
 
 
-# Compute capabilities whose own instructions, such as wgmma, only code for them alone may use.
-_OWN_INSTRUCTIONS = frozenset({"9.0"})
+# Compute capabilities with architecture-specific instructions, such as wgmma, which need the suffix "a".
+_ARCH_SPECIFIC = frozenset({"9.0"})
 
 
 def arch_of(capability: str) -> str:
-    """The architecture that code for a GPU is compiled for: ``sm_90a`` for compute capability "9.0"."""
-    return f"sm_{capability.replace('.', '')}{'a' if capability in _OWN_INSTRUCTIONS else ''}"
+    """The architecture to compile for: ``sm_90a`` for compute capability "9.0"."""
+    return f"sm_{capability.replace('.', '')}{'a' if capability in _ARCH_SPECIFIC else ''}"
 
 
 def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
-    """The facts of a CUDA target; one whose ``arch`` is in no row gets plain SIMT kernels and the limits of all."""
+    """The facts of a CUDA target; an unknown ``arch`` gets SIMT kernels and minimum limits."""
     return _gpu_target_of(str(target.attrs.get("arch", "")))
 
 
@@ -217,12 +217,12 @@ _PEAKS = {
     0: (5e12, 0.3e12),
 }
 
-# How many times as fast as float32 arithmetic the tensor cores multiply elements of two bytes, by their instruction.
+# Speed of tensor cores with 16-bit floats relative to float32 arithmetic, by instruction.
 _TENSOR_SPEEDUPS = {"wgmma": 12.0, "mma": 6.0}
 
 
 def peaks_of(target: tvm.target.Target) -> tuple[float, float, float]:
-    """Peak float32 flop/s, bytes/s, and how many times as fast tensor cores multiply 16-bit floats."""
+    """Peak float32 flop/s, bytes/s, and speed-up of tensor cores with 16-bit floats."""
     number = int("".join(filter(str.isdigit, str(target.attrs.get("arch", "")))) or 0)
     flops, bandwidth = next(figures for capability, figures in _PEAKS.items() if number >= capability)
     return flops, bandwidth, _TENSOR_SPEEDUPS.get(gpu_target_of(target).tensor, 1.0)

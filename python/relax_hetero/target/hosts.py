@@ -1,14 +1,14 @@
-"""Hosts: the logical names of the machines that a module's vdevices are on.
+"""Hosts: logical names of the computers that a module's vdevices are on.
 
-A host is part of a vdevice, so that devices of two hosts that are alike in all else are two devices. TVM's vdevice has
-no field for it; its target carries the name as a key, ``host:b``. TVMScript prints and reads keys, structural equality
-compares them, and TVM's own passes, which look for the keys that they know ("cpu", "gpu"), pass over it.
+A host is part of a vdevice, so that otherwise equal devices of two hosts differ. TVM's vdevice lacks a field for it, so
+the target has the name as a key, ``host:b``. TVMScript prints and parses keys, structural equality compares them, and
+TVM's own passes ignore unknown keys.
 
-A second list of global infos beside ``vdevice`` would not do: entries of two hosts would be structurally equal, and TVM
-takes equal entries for one; its printer numbers the entries of all lists together, so names would not read back.
+A second list of global infos would not work: TVM merges structurally equal entries, such as equal devices of two hosts,
+and its printer numbers the entries of all lists together, so that names would not parse back.
 
-A target made from the name of a kind alone (``"b/llvm"``) means whatever hardware host `b` has: it carries the key
-``native`` until that host says what it is (`relax_hetero.cluster`).
+A target that is just the name of a kind (``"b/llvm"``) stands for the hardware of host `b`: it has the key ``native``
+until that host describes itself (`relax_hetero.cluster`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tvm.target import Target
 
 from ..errors import VDeviceError
 
-# What is assumed of a link between two hosts that nobody measured: 10 Gb/s Ethernet, and half of what a call over two
-# actors of Ray costs (apps/bench/cluster_bench).
+# Assumed link between two hosts: 10 Gb/s Ethernet, and half the latency of a call over two Ray actors
+# (apps/bench/cluster_bench).
 NETWORK_BYTES_PER_SECOND = 1.25e9
 NETWORK_LATENCY_SECONDS = 1e-3
 
@@ -32,30 +32,30 @@ _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 def host_of(vdevice: tvm.relax.VDevice | Target) -> str | None:
-    """The host that a vdevice (or a target of one) is on; None where it names none."""
+    """The host of a vdevice or its target, or None."""
     target = vdevice.target if isinstance(vdevice, tvm.relax.VDevice) else vdevice
     return next((str(key)[len(_KEY) :] for key in target.keys if str(key).startswith(_KEY)), None)
 
 
 def hosts_of(vdevices: Iterable[tvm.relax.VDevice]) -> list[str]:
-    """The hosts that vdevices are on, in the order of the list; empty where none names one.
+    """The distinct hosts of vdevices, in order.
 
     Raises
     ------
     VDeviceError
-        If some vdevices name a host and others do not.
+        Only some of the vdevices name a host.
     """
-    found = [host_of(vdevice) for vdevice in vdevices]
-    if None in found and any(host is not None for host in found):
+    hosts = [host_of(vdevice) for vdevice in vdevices]
+    if None in hosts and any(host is not None for host in hosts):
         raise VDeviceError(
-            f"vdevice {found.index(None)} of the list names no host, and others do "
-            f"({', '.join(repr(host) for host in dict.fromkeys(found) if host)}): expected a host for each, or for none"
+            f"vdevice {hosts.index(None)} of the list names no host, and others do "
+            f"({', '.join(repr(host) for host in dict.fromkeys(hosts) if host)}): expected a host for each, or for none"
         )
-    return [host for host in dict.fromkeys(found) if host is not None]
+    return [host for host in dict.fromkeys(hosts) if host is not None]
 
 
 def check_host(host: object) -> str:
-    """`host` itself; VDeviceError if it is not the name of one."""
+    """Require a valid host name; VDeviceError otherwise."""
     if not isinstance(host, str) or not _HOST.fullmatch(host):
         raise VDeviceError(
             f"host must be a name of letters, digits, '_', '-' and '.', such as 'b', got {host!r} "
@@ -65,21 +65,22 @@ def check_host(host: object) -> str:
 
 
 def split_host(name: str) -> tuple[str | None, str]:
-    """``"b/cuda:0"`` as ``("b", "cuda:0")``; the host is None where the name has no "/"."""
+    """Split ``"b/cuda:0"`` into ``("b", "cuda:0")``; the host is None for names without "/"."""
     host, divider, rest = name.partition("/")
     return (check_host(host), rest) if divider else (None, name)
 
 
 def on_host(target: Target, host: str | None, native: bool = False) -> Target:
-    """The target on a host, or on none.
+    """Move a target to a host.
 
     Parameters
     ----------
     target : Target
+        Target of any host.
     host : str, optional
-        None takes the target off its host.
+        Name of the host; None removes the host.
     native : bool
-        Whether the host's own hardware is meant, which is known when it runs.
+        Whether the target stands for the host's own hardware, which is known at run time.
     """
     keys = [str(key) for key in target.keys if not str(key).startswith(_KEY) and str(key) != _NATIVE]
     if host is not None:
@@ -91,10 +92,10 @@ def on_host(target: Target, host: str | None, native: bool = False) -> Target:
 
 
 def is_native(target: Target) -> bool:
-    """Return whether the target stands for whatever hardware its host has."""
+    """Return whether a target stands for the hardware of its host."""
     return _NATIVE in target.keys
 
 
 def vdevices_on(host: str | None, vdevices: Sequence[tvm.relax.VDevice]) -> list[tvm.relax.VDevice]:
-    """The vdevices of a list that are on `host`, in order."""
+    """The vdevices on `host`, in order."""
     return [vdevice for vdevice in vdevices if host_of(vdevice) == host]

@@ -1,14 +1,14 @@
-"""The instruction sets of a CPU by the names that people use, from LLVM's names of its features.
+"""Common names of a CPU's instruction sets, from LLVM's features.
 
-LLVM's name of a whole CPU may mislead: a hypervisor can report a CPU by the number of another one, and LLVM then calls
-a Xeon with tile registers "rocketlake", with the rest as features beyond that name.
+LLVM's name of a CPU may mislead: a hypervisor can report another model number, so that LLVM calls a Xeon with AMX
+"rocketlake" and lists additional features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-# Of each group the first row all of whose features there are. Sources: Intel SDM, AMD64 manuals, Arm ARM.
+# The first row of each group whose features are present counts. Sources: Intel SDM, AMD64 manuals, Arm ARM.
 _GROUPS: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...] = (
     (
         ("AVX-512", ("avx512f", "avx512bw", "avx512vl", "avx512dq")),
@@ -37,8 +37,8 @@ def instruction_names(features: Collection[str]) -> tuple[str, ...]:
     Parameters
     ----------
     features : collection of str
-        LLVM's, as ``llvm_get_cpu_features`` gives them for a target; none give no name.
+        LLVM's features, from ``llvm_get_cpu_features``.
     """
-    has = frozenset(features)
-    first = (next((name for name, needed in group if has.issuperset(needed)), None) for group in _GROUPS)
-    return tuple(name for name in first if name is not None)
+    present = frozenset(features)
+    names = (next((name for name, required in group if present.issuperset(required)), None) for group in _GROUPS)
+    return tuple(name for name in names if name is not None)

@@ -1,7 +1,4 @@
-"""Make vdevices from what users write: targets, strings, dicts.
-
-The checked constructor, and the reading of ``vdevices=`` and ``--vdevice`` lists.
-"""
+"""The checked constructor of vdevices, and the parser of ``vdevices=`` and ``--vdevice`` lists."""
 
 from __future__ import annotations
 
@@ -33,20 +30,20 @@ def VDevice(
     memory_scope: str = "global",
     host: str | None = None,
 ) -> tvm.relax.VDevice:
-    """Make TVM's vdevice, checked.
+    """Make a vdevice from checked arguments.
 
     Parameters
     ----------
     target : str, dict, Target or Device
-        As TVM takes it. One that says no more than its kind (``llvm``, ``cuda``) is compiled for the hardware of
-        this machine; ``{"kind": "llvm", "mcpu": "generic"}`` is the oldest CPU of its architecture.
+        Target in any form that TVM accepts. A kind alone (``llvm``, ``cuda``) stands for the hardware of this computer;
+        ``{"kind": "llvm", "mcpu": "generic"}`` is the oldest CPU of its architecture.
     vdevice_id : int
-        The device's number at run time, e.g. 1 for ``cuda(1)``.
+        Number of the device at run time, such as 1 for ``cuda(1)``.
     memory_scope : str
-        TVM storage scope, e.g. "global".
+        TVM storage scope, such as "global".
     host : str, optional
-        The host that the device is on, of several (`relax_hetero.cluster`). A target that is the name of a kind alone
-        then means the hardware of that host.
+        Host of the device in a cluster (`relax_hetero.cluster`). A kind alone then stands for the hardware of that
+        host.
 
     Returns
     -------
@@ -56,65 +53,64 @@ def VDevice(
     Raises
     ------
     VDeviceError
-        If the target cannot be made or names no kind of device, the id is not an int >= 0, or the scope or the host is
-        malformed.
+        An invalid target, or one whose kind is not a device; an id that is not an int >= 0; or a malformed scope or
+        host.
     """
-    made = _target(target)
-    check_cpu_names(made)
+    tvm_target = _target(target)
+    check_cpu_names(tvm_target)
     if host is not None:
-        made = on_host(made, check_host(host), native=isinstance(target, str) and target in device_kinds())
-    if made.kind.name not in device_kinds():
-        raise VDeviceError(f"a vdevice needs a target kind of a device ({', '.join(device_kinds())}), got {made.kind}")
+        is_kind = isinstance(target, str) and target in device_kinds()
+        tvm_target = on_host(tvm_target, check_host(host), native=is_kind)
+    kind = tvm_target.kind.name
+    if kind not in device_kinds():
+        raise VDeviceError(f"a vdevice needs a target kind of a device ({', '.join(device_kinds())}), got {kind}")
     if isinstance(vdevice_id, bool) or not isinstance(vdevice_id, int) or not 0 <= vdevice_id < 2**31:
-        raise VDeviceError(f"vdevice_id of {made.kind.name!r} must be an int >= 0, got {vdevice_id!r}")
+        raise VDeviceError(f"vdevice_id of {kind!r} must be an int >= 0, got {vdevice_id!r}")
     if not isinstance(memory_scope, str) or not _SCOPE.fullmatch(memory_scope):
-        raise VDeviceError(
-            f"memory_scope of {made.kind.name!r} must be a storage scope such as 'global', got {memory_scope!r}"
-        )
-    return tvm.relax.VDevice(made, vdevice_id, memory_scope)
+        raise VDeviceError(f"memory_scope of {kind!r} must be a storage scope such as 'global', got {memory_scope!r}")
+    return tvm.relax.VDevice(tvm_target, vdevice_id, memory_scope)
 
 
 def physical(vdevice: tvm.relax.VDevice) -> tuple[int, int]:
-    """The physical device it lives on by default: (DLPack device type, ``vdevice_id``)."""
+    """The default physical device of a vdevice: (DLPack device type, ``vdevice_id``)."""
     return int(vdevice.target.get_target_device_type()), int(vdevice.vdevice_id)
 
 
 def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.relax.VDevice]:
-    """Read a `vdevices=` list (one entry alone is a list of one).
+    """Parse a `vdevices=` list, or a single entry.
 
     Parameters
     ----------
     specs : str, dict, Target, VDevice, or an iterable of them
-        Strings are a target kind (``llvm`` and ``cuda`` mean the hardware of this machine), a kind with the physical id
-        it has at run time ("cuda:1" is ``vdevice_id`` 1), a TVM target tag ("nvidia/nvidia-h100"), or a target in
-        JSON, each after its host where there are several ("b/cuda:1"): then the name of a kind means the hardware of
-        that host. Dicts and targets are taken as they are, except that a CUDA dict without "arch" gets this machine's.
+        A string is a target kind (``llvm`` and ``cuda`` stand for the hardware of this computer), a kind with a
+        physical id at run time ("cuda:1" is ``vdevice_id`` 1), a TVM target tag ("nvidia/nvidia-h100"), or a target in
+        JSON. In a cluster it begins with its host ("b/cuda:1"), and a kind stands for the hardware of that host. Dicts
+        and targets are used unchanged, except that a CUDA dict without "arch" gets this computer's.
 
     Returns
     -------
     vdevices : list[VDevice]
-        In the same order. Entries without an id are numbered per host and device *type*, so that "llvm" and "c" (both
-        CPU) get 0 and 1: each takes the lowest id that no earlier entry of its type has. Ids given twice are kept, they
-        share one physical device.
+        Vdevices in the same order. Entries without an id get the lowest id that is free on their host for their device
+        *type*, so that "llvm" and "c" (both CPU) get 0 and 1. Entries with equal ids share one physical device.
 
     Raises
     ------
     VDeviceError
-        If the list is empty, an entry names no device, or only some are on hosts; the message names the entry.
+        An empty list, an invalid entry, or a list of which only some entries name hosts.
     """
     if isinstance(specs, (str, dict, Target, tvm.relax.VDevice)):
         specs = [specs]
     elif not isinstance(specs, Iterable):
         raise VDeviceError(f"vdevices must be a list of strings, dicts, targets or VDevices, got {specs!r}")
-    taken: dict[tuple[str | None, int], set[int]] = {}
+    used_ids: dict[tuple[str | None, int], set[int]] = {}
     vdevices = []
     for position, spec in enumerate(specs):
         try:
-            vdevices.append(_parse_entry(spec, taken))
+            vdevices.append(_parse_entry(spec, used_ids))
         except VDeviceError as error:
             raise VDeviceError(f"vdevices[{position}]: {error}") from error
         device_type, number = physical(vdevices[-1])
-        taken.setdefault((host_of(vdevices[-1]), device_type), set()).add(number)
+        used_ids.setdefault((host_of(vdevices[-1]), device_type), set()).add(number)
     if not vdevices:
         raise VDeviceError("vdevices is empty; name at least one device, e.g. 'llvm'")
     hosts_of(vdevices)
@@ -123,7 +119,7 @@ def parse_vdevices(specs: VDeviceEntry | Iterable[VDeviceEntry]) -> list[tvm.rel
 
 def _parse_entry(spec: VDeviceEntry, used_ids: dict[tuple[str | None, int], set[int]]) -> tvm.relax.VDevice:
     if isinstance(spec, tvm.relax.VDevice):
-        VDevice(spec.target, int(spec.vdevice_id), str(spec.memory_scope))  # only for its checks
+        VDevice(spec.target, int(spec.vdevice_id), str(spec.memory_scope))  # for its checks
         return spec
     host: str | None = None
     kind: str | None = None
@@ -140,19 +136,19 @@ def _parse_entry(spec: VDeviceEntry, used_ids: dict[tuple[str | None, int], set[
         used = used_ids.get((host or host_of(target), int(target.get_target_device_type())), set())
         number = next(candidate for candidate in range(len(used) + 1) if candidate not in used)
         if kind is not None and kind in device_kinds() and host is None:
-            target = native(kind, number)  # the second GPU of a machine may be another model
+            target = native(kind, number)  # the computer's second GPU may be another model
     if host is not None:
         target = on_host(target, host, native=kind in device_kinds())
     return VDevice(target, number)
 
 
 def _is_tag(spec: str) -> bool:
-    """Return whether a name with a "/" is one of TVM's tags ("nvidia/nvidia-h100"), and names no host."""
+    """Return whether a name with a "/" is a TVM target tag ("nvidia/nvidia-h100") rather than a host's."""
     return "/" in spec and spec.partition(":")[0] in list_tags()
 
 
 def _split_number(spec: str) -> tuple[str, int | None]:
-    """Split "cuda:1" into kind (or target tag) and physical id; None if it gives none."""
+    """Split "cuda:1" into kind (or target tag) and physical id or None."""
     match = _NUMBERED.fullmatch(spec)
     if match is None:
         raise VDeviceError(
@@ -162,7 +158,7 @@ def _split_number(spec: str) -> tuple[str, int | None]:
 
 
 def _hint(spec: str) -> str:
-    """End of an error about an unknown target: the probable meaning, and the kinds that exist."""
+    """End of an error message about an unknown target: a suggestion, and all kinds."""
     return (
         f"{device_hint(spec, device_kinds(), [str(tag) for tag in list_tags()])}; kinds are {', '.join(device_kinds())}"
     )
@@ -187,7 +183,7 @@ def _with_arch(target: str | dict[str, Any] | Target) -> str | dict[str, Any] | 
 
 
 def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device, spelled: str | None = None) -> Target:
-    """The target; VDeviceError if there is none, which quotes `spelled`, the whole text that `target` was cut from."""
+    """Make a target; the VDeviceError quotes `spelled`, the full text that contains `target`."""
     if isinstance(target, Target):
         return target
     try:
@@ -204,6 +200,6 @@ def _target(target: str | dict[str, Any] | Target | tvm.runtime.Device, spelled:
                 what = f"{target!r} is not a target; give the kind alone, and the number as vdevice_id="
                 raise VDeviceError(what) from error
             raise VDeviceError(f"{(spelled or target)!r} is not a target{_hint(spelled or kind)}") from error
-        why = str(error).partition(" Target creation from ")[0].splitlines()[0].rpartition(") is false: ")[2]
-        raise VDeviceError(f"{target!r} is not a target: {why}") from error
+        reason = str(error).partition(" Target creation from ")[0].splitlines()[0].rpartition(") is false: ")[2]
+        raise VDeviceError(f"{target!r} is not a target: {reason}") from error
     raise VDeviceError(f"a target is a string, a dict, a Target or a Device, got {target!r} ({type(target).__name__})")

@@ -1,4 +1,4 @@
-"""Targets for the hardware this process runs on.
+"""Targets for the hardware of this computer.
 
 TVM's own defaults are generic: ``Target("llvm")`` compiles for the oldest CPU of its architecture, and a CUDA
 target without ``arch`` is sm_50. The functions here ask LLVM, the CUDA driver and the operating system instead.
@@ -28,30 +28,29 @@ _NOT_DEVICES = frozenset({"composite", "cuda_host", "test"})
 
 
 def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Target:
-    """A target for the hardware of this very machine.
+    """A target for the hardware of this computer.
 
     Parameters
     ----------
     kind : str
-        A target kind. "llvm" gives this CPU's name, its features beyond (or short of) what the name implies, and
-        its core count; ``cuda`` the architecture and limits of a GPU (sm_90a on Hopper, which is also assumed where
-        none is present); other kinds what TVM detects, or its defaults where the device is absent.
+        Target kind. "llvm" gives this CPU's name, its features that differ from those of the name, and its number of
+        cores; ``cuda`` the architecture and limits of a GPU (sm_90a on Hopper, which is also the default without a
+        GPU); other kinds what TVM detects, or TVM's defaults if the device is absent.
     index : int
-        Which device of the kind is asked; meaningless for CPUs.
+        Index of the device of this kind; ignored for CPUs.
     numa : int, optional
-        NUMA node for "llvm". The target is then the CPUs of that node: its cores are counted, work runs on them, and
-        the device's memory comes from there.
+        NUMA node for "llvm": the device then consists of that node's CPUs and memory.
 
     Returns
     -------
     target : tvm.target.Target
-        Target with the attributes of the hardware here.
+        Target with the attributes of the hardware.
 
     Raises
     ------
     VDeviceError
-        If `kind` is not a kind of target that a device can have, or a device of it has to be asked and is absent; if
-        this process has no CPUs in the node `numa`, or `kind` has no nodes.
+        A `kind` that is not a device's, or whose device must be queried and is absent; a node `numa` without CPUs of
+        this process, or with another kind than "llvm".
     """
     if kind not in device_kinds():
         hint = device_hint(kind, device_kinds()) if isinstance(kind, str) else ""
@@ -59,69 +58,69 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
             hint = "; give the kind alone, and the number as index="
         raise VDeviceError(f"{kind!r} is not a target kind of a device{hint}; kinds are {', '.join(device_kinds())}")
     if numa is not None:
-        return Target(_of_node(kind, numa))
+        return Target(_numa_config(kind, numa))
     return backend_of(kind).native_target(index)
 
 
 def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
-    """The vdevice on the hardware of this machine, where its target says no more than the kind; else itself.
+    """Complete a vdevice whose target specifies only the kind with the hardware of this computer.
 
-    TVM gives such a target, as in ``I.vdevice("llvm")``, the oldest CPU of this architecture, or the GPU it guesses. A
-    CPU's target is complete with ``mcpu`` or ``mattr`` (``{"kind": "llvm", "mcpu": "generic"}`` is the oldest), or with
-    another triple than this machine's; a CUDA one where anything in it differs from what TVM guesses.
+    TVM makes such a target, as in ``I.vdevice("llvm")``, for the oldest CPU of this architecture, or for a guessed GPU.
+    A CPU target is specific if it has ``mcpu`` or ``mattr`` (``{"kind": "llvm", "mcpu": "generic"}`` is the oldest CPU)
+    or another triple; a CUDA target if anything in it differs from TVM's guess.
     """
     target, index = vdevice.target, int(vdevice.vdevice_id)
-    made = None if host_of(target) is not None else backend_of(target).completed(target, index)
-    if made is None:
+    completed = None if host_of(target) is not None else backend_of(target).completed(target, index)
+    if completed is None:
         return vdevice
-    made = made.with_host(target.host) if target.host is not None else made
-    return tvm.relax.VDevice(made, index, str(vdevice.memory_scope))
+    completed = completed.with_host(target.host) if target.host is not None else completed
+    return tvm.relax.VDevice(completed, index, str(vdevice.memory_scope))
 
 
 def completed_llvm(target: Target) -> Target | None:
-    """Target of this CPU with the attributes of a given one that has neither CPU nor features; else None."""
+    """The target of this CPU with the attributes of `target`, if that specifies neither CPU nor features; else None."""
     attrs = target.attrs
     if attrs.keys() & {"mcpu", "mattr"} or attrs.get("mtriple") != default_target("llvm").attrs["mtriple"]:
         return None
-    own = {name: value for name, value in target.export().items() if name not in ("mtriple", "host")}
-    return Target({**_native_llvm(), **own})
+    overrides = {name: value for name, value in target.export().items() if name not in ("mtriple", "host")}
+    return Target({**_native_llvm(), **overrides})
 
 
 def check_cpu_names(target: Target) -> None:
-    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not know.
+    """Refuse an ``mtriple`` or ``mcpu`` that LLVM does not support.
 
-    TVM crashes for the first, and for the second compiles for the oldest CPU after a line on the error stream.
+    TVM crashes with the former, and with the latter compiles for the oldest CPU after printing a line.
 
     Raises
     ------
     VDeviceError
-        Names the nearest one that is known.
+        An unsupported name; the message suggests a similar one.
     """
     if str(target.kind.name) != "llvm":
         return
     triple = str(target.attrs.get("mtriple", "")) or str(default_target("llvm").attrs["mtriple"])
     arch = triple.partition("-")[0]
-    known = [str(name) for name in codegen.llvm_get_targets()]
-    if arch not in known and not _ARCH_ALIAS.fullmatch(arch):
-        near = difflib.get_close_matches(arch, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; it knows {', '.join(known)}"
-        raise VDeviceError(f"mtriple {triple!r} begins with {arch!r}, which is no architecture of this LLVM{hint}")
+    architectures = [str(name) for name in codegen.llvm_get_targets()]
+    if arch not in architectures and not _ARCH_ALIAS.fullmatch(arch):
+        similar = difflib.get_close_matches(arch, architectures, n=1)
+        hint = f"; did you mean {similar[0]!r}?" if similar else f"; it knows {', '.join(architectures)}"
+        raise VDeviceError(f"mtriple {triple!r} begins with {arch!r}, which is not an architecture of this LLVM{hint}")
     cpu, cpus = str(target.attrs.get("mcpu", "generic")), _cpus_of(triple)
     if cpus and cpu not in cpus and not _is_alias(cpu, triple):
-        near = difflib.get_close_matches(cpu, cpus, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "rh.native('llvm') is this CPU, \"generic\" the oldest"
-        raise VDeviceError(f"mcpu {cpu!r} is no CPU that LLVM knows for {triple!r}; {hint}")
+        similar = difflib.get_close_matches(cpu, cpus, n=1)
+        hint = f"did you mean {similar[0]!r}?" if similar else "rh.native('llvm') is this CPU, \"generic\" the oldest"
+        raise VDeviceError(f"mcpu {cpu!r} is not a CPU that LLVM knows for {triple!r}; {hint}")
 
 
 def _is_alias(cpu: str, triple: str) -> bool:
-    """True if LLVM knows a CPU that its list lacks, such as ``apple-m1``: it has more features than the generic one."""
+    """Return whether LLVM supports a CPU that its list lacks, such as ``apple-m1``, with more features than generic."""
     if cpu == str(codegen.llvm_get_system_cpu()):
         return True
-    found, features = (
+    features_of_cpu, features = (
         {str(name) for name in codegen.llvm_get_cpu_features(Target({"kind": "llvm", "mtriple": triple, "mcpu": name}))}
         for name in (cpu, "generic")
     )
-    return not found <= features
+    return not features_of_cpu <= features
 
 
 @cache
@@ -131,13 +130,13 @@ def _cpus_of(triple: str) -> tuple[str, ...]:
 
 @cache
 def default_target(kind: str) -> Target:
-    """TVM's target for a kind alone, without the warning that it guesses where there is no GPU."""
+    """TVM's target for a kind, without TVM's warning that it guesses a GPU."""
     return backend_of(kind).default_target()
 
 
 @cache
 def device_kinds() -> tuple[str, ...]:
-    """The target kinds a vdevice can have, in alphabetical order."""
+    """The target kinds of devices, in alphabetical order."""
     return tuple(sorted(str(kind) for kind in Target.list_kinds() if str(kind) not in _NOT_DEVICES))
 
 
@@ -155,8 +154,8 @@ def _native_llvm() -> dict[str, object]:
         "mcpu": cpu,
         "num-cores": num_cores(),
     }
-    # A virtual machine may hide features that the CPU's name implies (using them would be an illegal
-    # instruction), or have some that it does not (then LLVM's guess of the name was too old).
+    # A virtual machine may hide features that the CPU's name implies, or, if LLVM's guess of the name is too old, have
+    # additional ones.
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     present = {str(name) for name, has in host.items() if has}
     absent = {str(name) for name in host} - present
@@ -167,12 +166,12 @@ def _native_llvm() -> dict[str, object]:
     return config
 
 
-def _of_node(kind: str, node: int) -> dict[str, object]:
+def _numa_config(kind: str, node: int) -> dict[str, object]:
     nodes = cpus_of_nodes()
     if kind != "llvm" or type(node) is not int or node not in nodes:
         raise VDeviceError(
             f"{kind!r} with numa={node!r}: expected 'llvm' and a node on which this process may use CPUs: "
             f"{', '.join(map(str, nodes))}"
         )
-    # TVM keeps the text in "model" and does nothing with it.
+    # TVM stores "model" without using it.
     return {**_native_llvm(), "num-cores": min(num_cores(), len(nodes[node])), "model": f"{NUMA_NODE}{node}"}

@@ -1,7 +1,7 @@
-"""Costs of types: how fast each device multiplies one, against float32 on the same device; a table.
+"""Table of the throughput of products by element type, relative to float32 on the same device.
 
-Rates are of whole products and convolutions of many rows, whose operands are rounded in the kernels before: half the
-bytes of few rows, which memory bounds, are worth more than any of them.
+Rates are for products and convolutions of many rows, whose operands earlier kernels have rounded. Products of few rows
+are memory-bound, where half the bytes gain more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from .element_types import HALF_TYPES, TF32
 from .gpu_target import gpu_target_of
 
 # By instruction set and `DotInstruction.name`. Measured on AVX-512: "dpbf16" on a Zen 5, "bf16" and "fmaph" on a Xeon,
-# whose own instruction for pairs of bfloat16 is slower still. "bfmmla" multiplies four times the numbers of an "fma"
-# (Arm's optimization guides; not measured).
+# whose vdpbf16ps is even slower. "bfmmla" does four times the work of an "fma" (Arm's optimization guides, unmeasured).
 _CPU_RATES = {
     ("avx512", "dpbf16"): 2.0,
     ("avx512", "bf16"): 0.6,
@@ -26,15 +25,12 @@ _CPU_RATES = {
     ("neon", "bfmmla"): 4.0,
 }
 
-# Dense products by tensor cores and by the other units (data sheets of A100, L40, H100): at least so many times.
+# Minimum ratio of dense tensor-core throughput to float32 throughput (data sheets of A100, L40, H100).
 _TENSOR_RATES = {**dict.fromkeys(HALF_TYPES, 8.0), TF32: 4.0}
 
 
 def product_rate(target: tvm.target.Target, dtype: str) -> float:
-    """Multiply-adds of operands of `dtype`, with sums in float32, in the time of one of float32.
-
-    1.0 for float32, and where nothing is known.
-    """
+    """Throughput of products of `dtype` with sums in float32, relative to float32; 1.0 if unknown."""
     if dtype == "float32":
         return 1.0
     return backend_of(target).product_rate(target, dtype)
@@ -42,8 +38,8 @@ def product_rate(target: tvm.target.Target, dtype: str) -> float:
 
 def gpu_product_rate(target: tvm.target.Target, dtype: str) -> float:
     """The rate of an NVIDIA GPU's tensor cores."""
-    is_known = gpu_target_of(target).multiplies(dtype, dtype, "float32")
-    return _TENSOR_RATES.get(dtype, 1.0) if is_known else 1.0
+    has_instruction = gpu_target_of(target).multiplies(dtype, dtype, "float32")
+    return _TENSOR_RATES.get(dtype, 1.0) if has_instruction else 1.0
 
 
 def cpu_product_rate(target: tvm.target.Target, dtype: str) -> float:
@@ -51,8 +47,8 @@ def cpu_product_rate(target: tvm.target.Target, dtype: str) -> float:
     if dtype == TF32:
         return 1.0
     cpu = cpu_target_of(target)
-    tiles = amx_instruction_for(cpu, dtype, dtype, "float32")
-    if tiles is not None:
-        return float(tiles.rate)
+    amx = amx_instruction_for(cpu, dtype, dtype, "float32")
+    if amx is not None:
+        return float(amx.rate)
     dot = dot_instruction_for(cpu, dtype, dtype, "float32")
     return 1.0 if dot is None else _CPU_RATES.get((cpu.isa.name, dot.name), 1.0)

@@ -1,7 +1,7 @@
-"""TVM's runtime libraries for kinds of devices, loaded when they are needed.
+"""TVM's runtime libraries of device kinds, and the files of CUDA.
 
-A process with the compiler loads the support of every kind of device when tvm is imported; one with the runtime only
-loads none.
+With the compiler, importing tvm loads the support of every kind of device; with the runtime only, it is loaded here on
+demand.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _failures: dict[str, str] = {}
 
 
 def load_library(library: str, load_dependencies: Callable[[], bool] = lambda: False) -> bool:
-    """Load a library of TVM if it is there.
+    """Load a library of TVM.
 
     Parameters
     ----------
     library : str
         Name without "lib" and ".so".
     load_dependencies : callable
-        Called after a failure: loads what the library needs, and says whether another try is worthwhile.
+        Called after a failure: loads dependencies, and returns whether to try again.
 
     Returns
     -------
     bool
-        Whether it is loaded now.
+        Whether the library is loaded.
     """
     with _lock:
         if library in _LOADED_LIBS:
@@ -50,12 +50,12 @@ def load_library(library: str, load_dependencies: Callable[[], bool] = lambda: F
 
 
 def why_not_loaded(library: str) -> str:
-    """Why `load_library` has failed; empty where it has not."""
+    """Reason why `load_library` failed, or empty."""
     return _failures.get(library, "")
 
 
 def _load(library: str) -> str:
-    """Load a library of TVM; the reason where that fails."""
+    """Load a library of TVM; returns the reason of a failure, or an empty text."""
     try:
         paths = libinfo.package_lib_paths()
         _LOADED_LIBS[library] = load_lib_ctypes("tvm", library, "RTLD_LOCAL", extra_lib_paths=paths)
@@ -64,40 +64,38 @@ def _load(library: str) -> str:
     return ""
 
 
-# Where files of CUDA lie: in pip's ``nvidia`` packages, or in a toolkit; found without an environment variable.
-#
-# Needs nothing of TVM, and no GPU. NVIDIA's packages put libraries and headers below ``site-packages/nvidia``, where
-# neither the dynamic loader nor a compiler looks.
+# Files of CUDA, in pip's ``nvidia`` packages or in a toolkit. NVIDIA's packages install libraries and headers below
+# ``site-packages/nvidia``, where neither the dynamic loader nor a compiler searches. Independent of TVM and of a GPU.
 
 _VARIABLES = ("CUDA_PATH", "CUDA_HOME")
 _TOOLKIT = "/usr/local/cuda"
 
 
 def cuda_roots() -> list[Path]:
-    """Folders with a ``lib`` or ``include`` of CUDA: pip's packages, then toolkits; the newest of pip's first."""
+    """Folders with a ``lib`` or ``include`` of CUDA: pip's packages, the newest first, then toolkits."""
     return list(dict.fromkeys(path for path in (*_packages(), *_toolkits()) if path.is_dir()))
 
 
 def cuda_libraries(name: str) -> list[Path]:
-    """The files that match a pattern, such as ``libnvrtc.so.*[0-9]``, in the library folders of all roots."""
-    found: dict[str, Path] = {}
+    """Files that match a pattern, such as ``libnvrtc.so.*[0-9]``, in the library folders of all roots."""
+    libraries: dict[str, Path] = {}
     for root in cuda_roots():
         for folder in ("lib", "lib64", "targets/*/lib"):
             for path in sorted(root.glob(f"{folder}/{name}"), reverse=True):
-                found.setdefault(os.path.realpath(path), path)
-    return list(found.values())
+                libraries.setdefault(os.path.realpath(path), path)
+    return list(libraries.values())
 
 
 def cuda_includes(header: str) -> list[Path]:
-    """The include folders that have a header."""
+    """Include folders that contain a header."""
     folders = ("include", "targets/*/include")
     return [path.parent for root in cuda_roots() for inc in folders for path in sorted(root.glob(f"{inc}/{header}"))]
 
 
 def nvcc_path() -> Path | None:
-    """The toolkit's compiler."""
-    found = shutil.which("nvcc")
-    candidates = [Path(found)] if found else []
+    """Path of the toolkit's compiler, or None."""
+    on_path = shutil.which("nvcc")
+    candidates = [Path(on_path)] if on_path else []
     candidates += [root / "bin" / "nvcc" for root in _toolkits()]
     return next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
 
@@ -105,17 +103,17 @@ def nvcc_path() -> Path | None:
 def _packages() -> Iterator[Path]:
     try:
         spec = importlib.util.find_spec("nvidia")
-    except (ImportError, ValueError):  # a module of that name that is no package
+    except (ImportError, ValueError):  # a module of that name that is not a package
         return
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        # ``cu13`` has all of CUDA 13; before, each package had a folder.
+        # ``cu13`` has all of CUDA 13; earlier versions have a folder for each package.
         yield from sorted(Path(location).glob("cu[0-9]*"), reverse=True)
         yield from sorted(Path(location).glob("cuda_*"))
 
 
 def _toolkits() -> Iterator[Path]:
     yield from (Path(os.environ[name]) for name in _VARIABLES if os.environ.get(name))
-    found = shutil.which("nvcc")
-    if found:
-        yield Path(os.path.realpath(found)).parents[1]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        yield Path(os.path.realpath(nvcc)).parents[1]
     yield Path(_TOOLKIT)

@@ -1,7 +1,7 @@
-"""How large the tiles of matrix products and convolutions are: a table from instruction set to rows and columns.
+"""Table of tile sizes of matrix products and convolutions, by instruction set.
 
-A kernel keeps ``rows * vectors`` accumulators in registers, beside `vectors` of the right operand and one broadcast of
-the left one. More rows save loads of the right operand, more vectors save broadcasts.
+A kernel keeps ``rows * vectors`` accumulators in registers, besides `vectors` of the right operand and one broadcast of
+the left operand. More rows save loads of the right operand, more vectors save broadcasts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from .cpu_target import CpuTarget
 from .dot_instructions import DotInstruction
 
-# More places of a convolution's tile gain nothing: with two vectors each, this many fill the registers of AVX-512.
 MAX_PIXELS = 14
+"""Maximum number of pixels of a convolution's tile: with two vectors each, they fill the registers of AVX-512."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class TileSizes:
     Attributes
     ----------
     rows : int
-        m of a tile.
+        Rows (m) of a tile.
     vectors : int
-        n of a tile, in vectors of the accumulator's type (in elements where a CPU has no vectors).
+        Columns (n) of a tile, in vectors of the accumulator's type (in elements on CPUs without vectors).
     groups : int
-        The most places of a convolution's tile whose steps take groups of input channels.
+        Maximum number of pixels of a convolution's tile whose steps take several input channels.
     """
 
     rows: int
@@ -34,13 +34,13 @@ class TileSizes:
     groups: int = MAX_PIXELS
 
 
-# Measured for AVX-512 (8x32 is within 3 % of the best for nearly every shape); elsewhere the largest that fits the
-# registers with room for the operands.
+# Measured for AVX-512 (8x32 is within 3 % of the best for nearly every shape); otherwise the largest tile that fits
+# the registers besides the operands.
 TILE_SIZES: dict[str, TileSizes] = {
     "avx512": TileSizes(8, 2),
     "avx2": TileSizes(6, 2),
     "sse": TileSizes(4, 2),
-    # LLVM loads groups ahead on AArch64: with 14 places, sums go to the stack and back.
+    # LLVM hoists loads on AArch64: with 14 pixels it spills accumulators.
     "neon": TileSizes(8, 2, 12),
     "generic": TileSizes(4, 4),
 }
@@ -52,14 +52,14 @@ def tile_sizes(cpu: CpuTarget) -> TileSizes:
 
 
 def tile_columns(cpu: CpuTarget, acc_dtype: str) -> int:
-    """n of a tile: what the right operand is packed by."""
+    """Columns of a tile, by which the right operand is packed."""
     return tile_sizes(cpu).vectors * cpu.lanes(acc_dtype)
 
 
 def conv_pixels(cpu: CpuTarget, dot: DotInstruction, vectors: int) -> int:
-    """The most places of a convolution's tile of so many vectors of output channels.
+    """Maximum number of pixels of a convolution's tile with `vectors` vectors of output channels.
 
-    Accumulators, a vector of weights each, one register for the data and what a step needs besides fit the registers.
+    Accumulators, weights, one register for the data and the temporaries of a step fit the registers.
     """
     registers = cpu.isa.registers - 1 - dot.temporaries
     max_pixels = tile_sizes(cpu).groups if dot.k0 > 1 else MAX_PIXELS
@@ -67,14 +67,14 @@ def conv_pixels(cpu: CpuTarget, dot: DotInstruction, vectors: int) -> int:
     return max(dot.rows, pixels // dot.rows * dot.rows)
 
 
-# A tile of a convolution may be wider than that of a matrix product, where this keeps all channels of a group together.
 MAX_VECTORS = 6
+"""Maximum vectors of a grouped convolution's tile; wider than in products, to keep the channels of a group together."""
 
 
 def conv_columns(
     cpu: CpuTarget, dtype: str, out_channels_per_group: int, in_channels_per_group: int, groups: int
 ) -> int:
-    """Number of output channels by which the weight of a convolution is packed.
+    """Tile of output channels by which the weight of a convolution is packed.
 
     Parameters
     ----------
@@ -84,13 +84,12 @@ def conv_columns(
     Returns
     -------
     int
-        The tile along the output channels: the weight is stored as ``[OC/tile, KH, KW, IC/groups, tile]``. 0: a
-        depthwise convolution, whose weight is stored with its channels last, ``[1, KH, KW, OC]``.
+        Number of output channels of a tile: the weight is stored as ``[OC/tile, KH, KW, IC/groups, tile]``. 0 for
+        depthwise convolutions, whose weight is stored with channels last, ``[1, KH, KW, OC]``.
 
     Notes
     -----
-    A tile never holds a part of one group beside a part of another: it divides the channels of a group, or it is one
-    vector that holds several whole groups.
+    A tile either divides the channels of a group, or is one vector of several complete groups.
     """
     lanes, preferred = cpu.lanes(dtype), tile_columns(cpu, dtype)
     if groups > 1 and in_channels_per_group == 1:
@@ -106,7 +105,7 @@ def conv_columns(
     divisors = [size for size in range(1, MAX_VECTORS * lanes + 1) if channels % size == 0]
 
     def cost(size: int) -> tuple[int, int]:
-        # Lanes that compute nothing, then the distance from the tile that is best where all sizes fit.
+        # Idle lanes first, then the distance from the preferred tile.
         vectors = -(-size // lanes)
         return channels // size * vectors, abs(size - preferred)
 

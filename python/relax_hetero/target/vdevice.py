@@ -1,9 +1,8 @@
-"""Virtual devices: strict look-up, identity, default and host rules.
+"""Virtual devices: strict look-up, names, equality, and the rules of default and host devices.
 
-A vdevice is TVM's own ``relax.VDevice`` (target, ``vdevice_id``, ``memory_scope``), kept in
-``mod.global_infos["vdevice"]``. Its *physical* device is (device type of its target, ``vdevice_id``); several
-vdevices may share one. Names are written ``kind:i``: the i-th vdevice of that target kind in the list, or
-``host/kind:i``: the i-th of that kind on that host, where vdevices name hosts (`target.hosts`).
+A vdevice is TVM's ``relax.VDevice`` (target, ``vdevice_id``, ``memory_scope``) in ``mod.global_infos["vdevice"]``. Its
+*physical* device is (device type of its target, ``vdevice_id``); several vdevices may share one. ``kind:i`` is the i-th
+vdevice of that target kind in the list, and in a cluster (`target.hosts`) ``host/kind:i`` the i-th of that host.
 """
 
 from __future__ import annotations
@@ -41,35 +40,35 @@ __all__ = [
     "with_vdevices",
 ]
 
-# What users may write where a vdevice is looked up.
+# Forms in which users refer to a vdevice.
 VDeviceSpec: TypeAlias = "str | tvm.runtime.Device | tvm.relax.VDevice"
 
 _CPU = 1  # kDLCPU
-# TVMScript prints "kind:i:scope", so that form is read too; it counts the kind over all hosts.
+# TVMScript prints "kind:i:scope", where i counts the kind over all hosts.
 _NAME = re.compile(
     r"((?P<host>[^/:\s]+)/)?(?P<kind>[A-Za-z_][A-Za-z0-9_]*)(:(?P<index>0|[1-9][0-9]*)(:(?P<scope>[^\s:]+))?)?"
 )
 
 
 def same_object(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
-    """Return whether both are one object (``VDevice.same_as`` of TVM 0.27 recurses without end)."""
+    """Return whether both are one object (``VDevice.same_as`` of TVM 0.27 recurses infinitely)."""
     return bool(tvm_ffi.Object.same_as(a, b))
 
 
 def same_vdevice(a: tvm.relax.VDevice | None, b: tvm.relax.VDevice | None) -> bool:
-    """True if both describe one vdevice: equal target, ``vdevice_id`` and ``memory_scope``; two Nones are the same."""
+    """Return whether both are None, or equal in target, ``vdevice_id`` and ``memory_scope``."""
     if a is None or b is None:
         return a is b
     return same_object(a, b) or bool(tvm_ffi.structural_equal(a, b))
 
 
 def on_one_device(a: tvm.relax.VDevice, b: tvm.relax.VDevice) -> bool:
-    """Return whether both are one physical device by default: of one host, type and number."""
+    """Return whether both have the same default physical device: host, type and number."""
     return host_of(a) == host_of(b) and physical(a) == physical(b)
 
 
 def is_cpu(vdevice: tvm.relax.VDevice) -> bool:
-    """Return whether it lives in host memory and runs on the CPU."""
+    """Return whether a vdevice is a CPU."""
     return physical(vdevice)[0] == _CPU
 
 
@@ -79,66 +78,66 @@ def vdevices_of(mod: tvm.IRModule) -> list[tvm.relax.VDevice]:
     Raises
     ------
     VDeviceError
-        If the module's list holds anything but vdevices with a target and an id >= 0.
+        An entry of the list that is not a vdevice with a target and an id >= 0.
     """
-    found = list((mod.global_infos or {}).get("vdevice", []))
-    for index, entry in enumerate(found):
+    vdevices = list((mod.global_infos or {}).get("vdevice", []))
+    for index, entry in enumerate(vdevices):
         if not isinstance(entry, tvm.relax.VDevice):
             raise VDeviceError(f"entry {index} of the module's vdevice list is a {type(entry).__name__}, not a VDevice")
         if entry.target is None:
             raise VDeviceError(f"entry {index} of the module's vdevice list has no target")
         if entry.vdevice_id < 0:
             raise VDeviceError(f"entry {index} of the module's vdevice list has the id {entry.vdevice_id}, not >= 0")
-    return found
+    return vdevices
 
 
 def with_vdevices(mod: tvm.IRModule, vdevices: Iterable[tvm.relax.VDevice]) -> tvm.IRModule:
-    """The module with another vdevice list; its functions are shared, the input is untouched."""
+    """A copy of the module with another list of vdevices, which shares the functions."""
     updated = mod.clone()
     updated.update_global_info("vdevice", list(vdevices))
     return updated
 
 
 def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> int:
-    """Its position in the list: of this very object, else of the first equal one.
+    """The index of a vdevice in the list: of the object itself, else of the first equal one.
 
     Raises
     ------
     VDeviceError
-        If no entry equals it.
+        No equal entry.
     """
     for index, entry in enumerate(vdevices):
         if same_object(vdevice, entry):
             return index
-    for meant in (vdevice, with_hardware(vdevice)):  # what `compile` takes it for
+    for candidate in (vdevice, with_hardware(vdevice)):  # `compile` replaces generic vdevices by the latter
         for index, entry in enumerate(vdevices):
-            if same_vdevice(meant, entry):
+            if same_vdevice(candidate, entry):
                 return index
     raise VDeviceError(f"{_describe(vdevice)} is not among the vdevices; {_available(vdevices)}")
 
 
 def device_name(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
-    """Its name in messages and look-ups, ``kind:i``, or ``host/kind:i`` where it is on a host."""
+    """The name of a vdevice, ``kind:i`` or ``host/kind:i``."""
     return _name_at(vdevice_index(vdevice, vdevices), vdevices)
 
 
 def device_identifier(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
-    """Its name as a part of a function's name: ``llvm_0``, ``b_cuda_0``."""
+    """The name of a vdevice as part of an identifier: ``llvm_0``, ``b_cuda_0``."""
     return identifier(device_name(vdevice, vdevices))
 
 
 def identifier(name: str) -> str:
-    """A device's or a host's name as a part of a function's name."""
+    """The name of a device or a host as part of an identifier."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
 
 
 def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
-    """The device of what nothing else places: the first.
+    """The default device for unplaced values: the first one.
 
     Raises
     ------
     VDeviceError
-        If the list is empty.
+        An empty list.
     """
     if not vdevices:
         raise VDeviceError("no vdevices are declared, so there is no default one")
@@ -148,9 +147,9 @@ def default_vdevice(vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
 def host_vdevice(
     vdevices: Sequence[tvm.relax.VDevice], of: tvm.relax.VDevice | None = None
 ) -> tvm.relax.VDevice | None:
-    """Where shapes, conditions and prints are read: the last CPU vdevice, None if the list has none.
+    """The device that reads shapes, conditions and prints: the last CPU vdevice, or None.
 
-    Where vdevices name hosts, it is the last CPU of the host that `of` is on, by default of the first vdevice's.
+    In a cluster it is the last CPU on the host of `of`, by default on the first vdevice's host.
     """
     if not vdevices:
         return None
@@ -159,37 +158,36 @@ def host_vdevice(
 
 
 def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
-    """Find the vdevice that `spec` names. Strict: there is no fallback.
+    """Look up a vdevice, without a fallback.
 
     Parameters
     ----------
     spec : str, tvm.runtime.Device or VDevice
         ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all;
-        ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` likewise among those of host `b`
-        (TVMScript's printed form ``"kind:i:scope"`` is the same vdevice, whose scope must be that one).
-        A device matches the first entry of its device type whose ``vdevice_id`` is its index. A VDevice matches
-        this very entry, else the first that equals it.
+        ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` count vdevices of host `b` only. TVMScript's printed form
+        ``"kind:i:scope"`` also requires that scope. A device matches the first entry of its device type whose
+        ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal entry.
     vdevices : Sequence[VDevice]
-        The list, usually ``vdevices_of(mod)``.
+        List to search, usually ``vdevices_of(mod)``.
 
     Returns
     -------
     vdevice : VDevice
-        The list's own object.
+        Entry of the list.
 
     Raises
     ------
     VDeviceError
-        If nothing matches; the message names what is available.
+        No match; the message lists the available names.
     """
     if isinstance(spec, str):
         return _lookup_name(spec, vdevices)
     if isinstance(spec, tvm.relax.VDevice):
         return vdevices[vdevice_index(spec, vdevices)]
     if isinstance(spec, tvm_ffi.core.Device):
-        wanted = (int(spec.dlpack_device_type()), int(spec.index))
+        key = (int(spec.dlpack_device_type()), int(spec.index))
         for entry in vdevices:
-            if physical(entry) == wanted:
+            if physical(entry) == key:
                 return entry
         raise VDeviceError(f"no vdevice is on the physical device {spec!r}; {_available(vdevices)}")
     raise VDeviceError(
@@ -214,10 +212,10 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
         if (kind == "vdevice" or _kind(entry) == kind) and (host is None or host_of(entry) == host)
     ]
     if index < len(candidates):
-        found = candidates[index]
-        if match["scope"] in (None, found.memory_scope):
-            return found
-        raise VDeviceError(f"vdevice {name!r} has memory_scope {found.memory_scope!r}; {_available(vdevices)}")
+        vdevice = candidates[index]
+        if match["scope"] in (None, vdevice.memory_scope):
+            return vdevice
+        raise VDeviceError(f"vdevice {name!r} has memory_scope {vdevice.memory_scope!r}; {_available(vdevices)}")
     if not candidates and vdevices:
         hint = _hint(name, vdevices)
         raise VDeviceError(f"no vdevice of kind {kind!r} (asked for {name!r}){hint}; {_available(vdevices)}")

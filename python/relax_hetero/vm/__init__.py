@@ -10,7 +10,7 @@ from .command_buffer.binding_table import BindingTable
 from .command_buffer.command_buffer import CommandBuffer
 from .command_buffer.runners import Submission
 from .device.cuda_memory import pinned_array
-from .device.tensor_arrays import make_tensors_arrays
+from .device.tensor_arrays import add_array_methods
 from .file.executable import Executable
 from .file.load import load
 from .machine import BoundFunction, VirtualMachine
@@ -46,4 +46,4 @@ __all__ = [
     "pinned_array",
 ]
 
-make_tensors_arrays()
+add_array_methods()

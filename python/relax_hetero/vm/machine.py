@@ -16,18 +16,18 @@ from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
 from . import resize_taps  # noqa: F401 - registers its functions
 from .args.argument_binding import ArgumentBinder, BoundArguments
-from .args.argument_copies import decoded, encoded
+from .args.argument_copies import decode_strings, encode_strings
 from .args.call_cache import CachedCall, CallCache
-from .args.donated_arguments import argument_memory, exclusive_calls, for_one_run, retained_ranges
+from .args.donated_arguments import argument_memory, arguments_for_run, exclusive_calls, retained_ranges
 from .args.results import check_out, fill, to_python
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
-from .device.error_records import know_checks
+from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.memory_limit import MemoryLimits, PoolWatch
-from .device.pinned_staging import use_loop
+from .device.pinned_staging import install_copy_loop
 from .device.tensors import copy_into
-from .device.threads import enter_call, leave_call, threads_of
+from .device.threads import attach_threads, enter_call, leave_call
 from .file.executable import Executable
 from .file.export import generate_code
 from .file.versions import usable_version
@@ -41,11 +41,11 @@ from .region.cuda_graph import with_graphs
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
 
-# Calls in steps, as code written for TVM's own machine makes them: inputs first, then the run, then the outputs.
+# Stateful calls, as TVM's own virtual machine has them: set_input, invoke_stateful, get_outputs.
 
 
 class StatefulCalls:
-    """The inputs and outputs that a machine keeps between calls, by function. Used by one thread at a time."""
+    """Inputs and outputs that a machine keeps between stateful calls, by function; not thread-safe."""
 
     def __init__(self) -> None:
         self._inputs: dict[str, BoundArguments] = {}
@@ -56,27 +56,27 @@ class StatefulCalls:
         self._inputs[signature.name] = bound._replace(borrowed=retained_ranges(signature, bound.values))
 
     def inputs_of_run(self, signature: FunctionSignature) -> BoundArguments:
-        """The arguments of one run; BindingError where none are set, or a run has consumed them."""
+        """The arguments of one run; BindingError if none are set, or a run has consumed them."""
         name = signature.name
         if name not in self._inputs:
             used = f"; a run consumes {', '.join(map(repr, signature.donated))}" if signature.donated else ""
             raise BindingError(f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first{used}")
         bound = self._inputs.pop(name) if signature.donated else self._inputs[name]
-        return bound._replace(values=for_one_run(signature, bound.values))
+        return bound._replace(values=arguments_for_run(signature, bound.values))
 
     def set_outputs(self, name: str, outputs: Any) -> None:
         """Keep the result of a function's run."""
         self._outputs[name] = outputs
 
     def outputs(self, name: str) -> Any:
-        """The result of a function's last run; BindingError where it has not run."""
+        """The result of a function's last run; BindingError if it has not run."""
         if name not in self._outputs:
             raise BindingError(f"function {name!r} has no outputs; expected invoke_stateful({name!r}) first")
         return self._outputs[name]
 
 
-# TVM's kinds of allocator; the pooled one keeps freed buffers for the next call.
 _POOLED_ALLOCATOR = 2
+"""TVM's `AllocatorType::kPooled`, which keeps freed buffers for the next call."""
 
 _Tensor = tvm_ffi.core.Tensor
 
@@ -84,19 +84,19 @@ _Tensor = tvm_ffi.core.Tensor
 class VirtualMachine:
     """An executable, ready to run on devices of this process.
 
-    Plain calls from several threads wait for each other; machines of their own run side by side, and so do calls that
-    are submitted.
+    Plain calls of one machine run one at a time, whichever threads make them. Submitted calls, and calls of different
+    machines, run concurrently.
 
     Parameters
     ----------
     executable : Executable
-        Executable to run; where optional devices are absent, the version of it that does without them.
+        Executable to run; if optional devices are absent, its version for the remaining devices runs.
     devices : None, sequence or mapping
-        None: the manifest's. A sequence: one device per manifest entry. A mapping from entries (``"llvm:1"``,
-        ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device`` or text such as
-        ``"cpu:1"``): these, else the manifest's.
+        None: the manifest's devices. A sequence: one device per manifest entry. A mapping from some entries
+        (``"llvm:1"``, ``"llvm"``, ``"vdevice:1"``, an index, a VDevice, a ``tvm.Device``) to devices (``tvm.Device``
+        or text such as ``"cpu:1"``); other entries keep the manifest's.
     max_in_flight : int
-        How many submitted calls may be under way at once; `submit` and `submit_async` wait for room.
+        Maximum number of submitted calls in flight; beyond it `submit` and `submit_async` wait.
     memory_limit : None, int, str or mapping
         Maximum memory of weights, results and transient tensors on each device, by the executable's `memory_plan`:
         bytes or text (``"512MB"``), or a mapping from entries to these. Symbolic sizes are checked by each call.
@@ -104,14 +104,14 @@ class VirtualMachine:
     Attributes
     ----------
     executable : Executable
-        The version that runs.
+        Executable that runs, chosen for the devices that are present.
     graphs : list of CudaGraph
         The command buffers of CUDA devices that can run as graphs.
 
     Raises
     ------
     BindingError
-        A wrong count, an unknown entry, a device of another type than compiled for or that is not here.
+        A wrong count, an unknown entry, an absent device, or one of another type than compiled for.
     HeteroError
         Code that this process cannot load.
     MemoryLimitError
@@ -130,11 +130,11 @@ class VirtualMachine:
                 f"VirtualMachine: {describe_value(executable)}; expected an Executable, of rh.compile or rh.load"
             )
         executable, devices, memory_limit = usable_version(executable, devices, memory_limit)
-        about = executable.metadata
-        bound = bind_devices(about, devices)
-        limits = None if memory_limit is None else MemoryLimits(about, memory_limit, max_in_flight)
+        metadata = executable.metadata
+        bound = bind_devices(metadata, devices)
+        limits = None if memory_limit is None else MemoryLimits(metadata, memory_limit, max_in_flight)
         self.executable = executable
-        self._devices = (*bound, host_device(about, bound))
+        self._devices = (*bound, host_device(metadata, bound))
         self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
         self._lock = MachineLock()
         self._arguments = ArgumentBinder(executable, self._devices, self._scopes, limits)
@@ -145,21 +145,21 @@ class VirtualMachine:
         module = executable.runnable()
         try:
             generate_code(module)
-            self._threads = threads_of(executable.devices, module)
-            use_loop(module)
-            know_checks(about.checks)
+            self._threads = attach_threads(executable.devices, module)
+            install_copy_loop(module)
+            register_checks(metadata.checks)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
             self._set_defaults()
-            self._values, self.graphs = with_graphs(about, self._devices, self._constants.values, module)
-        except Exception as error:  # TVM raises its own kinds
-            raise explain_failure("making the machine", error, about) from error
-        self._repeated = {call.function: self._module[call.repeated] for call in about.repeated}
-        self._shares = {call.function: call.shares for call in about.repeated}
+            self._values, self.graphs = with_graphs(metadata, self._devices, self._constants.values, module)
+        except Exception as error:  # TVM raises exceptions of its own
+            raise explain_failure("making the machine", error, metadata) from error
+        self._repeated = {call.function: self._module[call.repeated] for call in metadata.repeated}
+        self._shares = {call.function: call.shares for call in metadata.repeated}
         load = partial(_load, module, self._devices)
         self._submitter = Submitter(
             self, executable, self._devices, self._arguments, self._lock, self._pool, self._constants, max_in_flight,
-            partial(Queues, about, self._devices, self._scopes, self._values, load, self._threads.are_stock),
+            partial(Queues, metadata, self._devices, self._scopes, self._values, load, self._threads.are_stock),
             self._threads,
         )  # fmt: skip
 
@@ -172,7 +172,7 @@ class VirtualMachine:
         return list(self._devices[:-1])
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel `name`, for `CommandBuffer.dispatch`; BindingError where the executable has none to call so.
+        """The kernel `name`, for `CommandBuffer.dispatch`; BindingError if the executable lacks it.
 
         Parameters
         ----------
@@ -182,7 +182,7 @@ class VirtualMachine:
         return load_kernel(self.executable, name)
 
     def __getitem__(self, name: str) -> BoundFunction:
-        """The function `name`, to be called with the model's inputs by position or by name.
+        """The function `name`, called with the model's inputs by position or by name.
 
         Arguments are numpy arrays, tvm tensors, objects with ``__dlpack__``, Python scalars for 0-d tensors, tuples
         of these, and sequences of integers for shapes. Each is moved to its parameter's device. ``out=`` takes
@@ -225,7 +225,7 @@ class VirtualMachine:
             submitter = self._submitter
             is_free = submitter.calls.is_idle and name not in submitter.queued_functions
             # A kernel or a callback that calls its machine in a queue's thread must not wait for that queue.
-            if is_free or (thread_state.is_worker and submitter.is_host_alone):
+            if is_free or (thread_state.is_worker and submitter.is_host_only):
                 cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
                 if call is not None:
                     return self._run_cached(name, cache, call, tensors, out)
@@ -234,10 +234,10 @@ class VirtualMachine:
         return self.submit_into(out, name, args, kwargs or {}, copy=False).result()
 
     def prepare(self, name: str, tensors: Sequence[runtime.Tensor], only: int | None = None) -> Callable[[], Any]:
-        """A plain call of a function with these very tensors, whose arguments are checked once, now.
+        """Check a plain call once, and return a function that repeats it with the same tensors.
 
-        For loops that write new values into the same tensors, such as decode steps of a language model: the host's work
-        for a call is the call alone.
+        Useful in loops that write new values into the same tensors, such as decode steps of a language model: repeated
+        calls skip the checks of arguments.
 
         Parameters
         ----------
@@ -247,53 +247,52 @@ class VirtualMachine:
             All arguments, in order, on their parameters' devices; they are kept. Donated ones stay the caller's, who
             must not use their memory for anything else.
         only : int, optional
-            The result that is wanted of a tuple; by default all.
+            Index of the one result to return of a tuple; by default all.
 
         Raises
         ------
         BindingError
-            For arguments that do not fit, or would be copied.
+            Arguments that do not fit, or would be copied.
         """
         signature = self.executable.signature(name)
         if len(tensors) != len(signature.inputs):
             raise BindingError(f"function {name!r} has {len(signature.inputs)} inputs, found {len(tensors)} arguments")
         with self._lock.held:
-            cache, ordered, known, taken = self._arguments.recall(name, tuple(tensors), None)
-            if known is None:
+            cache, ordered, cached, arguments = self._arguments.recall(name, tuple(tensors), None)
+            if cached is None:
                 self._arguments.bind_new(name, cache, ordered, tuple(tensors), {})
-                cache, ordered, known, taken = self._arguments.recall(name, tuple(tensors), None)
-        if known is None:
+                cache, ordered, cached, arguments = self._arguments.recall(name, tuple(tensors), None)
+        if cached is None:
             raise BindingError(f"function {name!r} would copy an argument, expected tensors where its code reads them")
-        call = known
+        call = cached
 
         def run() -> Any:
             with self._lock.held:
                 submitter = self._submitter
                 if submitter.calls.is_idle and name not in submitter.queued_functions:
-                    return self._run_cached(name, cache, call, taken, None, only)
+                    return self._run_cached(name, cache, call, arguments, None, only)
             result = self.call(name, tensors)
             return result if only is None else result[only]
 
         return run
 
     def submit(self, name: str, /, *args: Any, copy: bool = True, **kwargs: Any) -> Fence:
-        """Have function `name` run, without waiting for it; arrays are copied, so they may be changed at once.
+        """Submit function `name` without waiting for it; arrays are copied, so they may be changed at once.
 
-        Arguments are as in a call, and are checked now. A `Fence` among them stands for its result, and they are
-        checked when that is there. Steps on different devices overlap, within a call and between calls; what a call
-        gives does not depend on it. Where `max_in_flight` calls are under way, this waits; in a thread that runs an
-        asyncio event loop it never does, and the call stands in line instead: its arguments are checked when there is
-        room, and its fence raises the errors. `submit_async` holds a producer back there. A machine that is dropped
-        ends with the last of its calls.
+        Arguments are as in a call, and are checked now. A `Fence` among them stands for its result; arguments are then
+        checked when that result is available. Steps on different devices overlap, within a call and between calls,
+        without effect on results. If `max_in_flight` calls are in flight, this waits, except in a thread that runs an
+        asyncio event loop: there the call is queued, its arguments are checked when it begins, and its fence raises
+        the errors. `submit_async` throttles a producer there. A dropped machine ends with the last of its calls.
 
         Parameters
         ----------
         name : str
             Name of the function.
         copy : bool
-            Whether arrays of numpy and of other libraries are copied, where the call would read the caller's memory.
-            With False they are lent, and must not change until the fence is done. Tensors of TVM, such as results, are
-            always lent, and so are donated arguments. (An input that is called "copy" is given by position.)
+            Whether to copy arrays of numpy and of other libraries where the call would read the caller's memory.
+            With False they are borrowed, and must not change until the fence is done. TVM tensors, such as results,
+            and donated arguments are always borrowed. (Pass an input named "copy" by position.)
         *args, **kwargs : object
             Arguments by position and by name.
 
@@ -305,18 +304,18 @@ class VirtualMachine:
         Raises
         ------
         BindingError
-            As in a call; and for memory that a call under way consumes, or that this one does and another reads.
+            As in a call; also for memory that a call in flight consumes, or that this call consumes and another reads.
         HeteroError
-            In a process that was forked since the machine took calls.
+            In a process that was forked after the machine took calls.
         """
         return self.submit_into(None, name, args, kwargs, copy)
 
     async def submit_async(self, name: str, /, *args: Any, copy: bool = True, **kwargs: Any) -> Fence:
-        """`submit` for coroutines: wait for room without holding the event loop up, then submit.
+        """`submit` for coroutines: wait for capacity without blocking the event loop, then submit.
 
-        ``fence = await vm.submit_async("main", x)`` returns once the call is under way, so that a loop over inputs
-        never has more than `max_in_flight` of them at work; ``await fence`` gives the result. Arguments are read when
-        there is room, before this returns. A task that is cancelled while it waits leaves the line.
+        ``fence = await vm.submit_async("main", x)`` returns once the call is in flight, so that a loop over inputs
+        never has more than `max_in_flight` calls running; ``await fence`` gives the result. Arguments are read before
+        this returns. A task that is cancelled while it waits leaves the waiting list.
 
         Parameters
         ----------
@@ -328,7 +327,7 @@ class VirtualMachine:
     def submit_into(
         self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], copy: bool = True
     ) -> Fence:
-        """`submit` that fills the buffers `out`, unless that is None: ``vm[name].submit(*args, **kwargs, out=out)``.
+        """`submit` that fills the buffers `out` unless None: ``vm[name].submit(*args, **kwargs, out=out)``.
 
         Parameters
         ----------
@@ -354,11 +353,11 @@ class VirtualMachine:
         return self._submitter.calls.wait(timeout)
 
     def trace(self, limit: int = 1000) -> AbstractContextManager[Trace]:
-        """Record what runs when, while a ``with`` block lasts: ``with vm.trace() as trace``, then ``trace.save(path)``.
+        """Record when each step runs during a ``with`` block: ``with vm.trace() as trace``, then ``trace.save(path)``.
 
-        Plain calls go through the queues meanwhile. The end of the block waits for the calls that were recorded, at
-        most `limit`; `Trace.left_out` counts the others. BindingError for a `limit` that is no positive integer;
-        HeteroError, in the ``with``, while another trace is taken of this machine.
+        Plain calls go through the queues meanwhile. The end of the block waits for the recorded calls, at most `limit`;
+        `Trace.left_out` counts the others. BindingError for a `limit` that is not a positive integer; HeteroError, in
+        the ``with``, while another trace of this machine is being taken.
 
         Parameters
         ----------
@@ -373,15 +372,15 @@ class VirtualMachine:
         Parameters
         ----------
         params : mapping or sequence
-            Parameters by name, then some may be given now and others later; or all of them in order.
+            Some or all parameters by name, or all of them in order.
         function : str, optional
-            Which function takes them. Without it, every function that has parameters of these names, such as the
-            ``prefill`` and ``decode`` of a language model: they share one copy on each device.
+            Function that takes them. By default every function with parameters of these names, such as ``prefill``
+            and ``decode`` of a language model: they share one copy on each device.
 
         Raises
         ------
         BindingError
-            Unknown names, a wrong count, values that do not fit. Nothing is changed then.
+            Unknown names, a wrong count, values that do not fit. The parameters are unchanged then.
         """
         with self._lock.held:
             self._arguments.set_params(params, function)
@@ -390,10 +389,10 @@ class VirtualMachine:
         for name, signature in self.executable.metadata.signatures.items():
             if signature.defaults:
                 values = self._constants.values
-                self._arguments.set_params({each: values[at] for each, at in signature.defaults.items()}, name)
+                self._arguments.set_params({param: values[index] for param, index in signature.defaults.items()}, name)
 
     def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Place the arguments of function `name` for `invoke_stateful`; checked as in a call.
+        """Check the arguments of function `name` as in a call, and place them for `invoke_stateful`.
 
         Parameters
         ----------
@@ -407,7 +406,7 @@ class VirtualMachine:
             self._stateful.set_inputs(signature, self._arguments.bind(signature, args, kwargs, keep=True))
 
     def invoke_stateful(self, name: str) -> None:
-        """Run function `name` on what `set_input` was given; BindingError without it.
+        """Run function `name` on the arguments of `set_input`; BindingError if there are none.
 
         Parameters
         ----------
@@ -460,7 +459,7 @@ class VirtualMachine:
             Arguments by position and by name.
         """
         signature = self.executable.signature(name)
-        with self._submitter.alone():
+        with self._submitter.when_idle():
             bound = self._arguments.bind(signature, args, kwargs, keep=False)
             recorder = ProfileRecorder(
                 self.executable.metadata, self._devices, RegionCalls(self.executable, self._constants.values)
@@ -474,9 +473,9 @@ class VirtualMachine:
 
     @contextmanager
     def clock_buffers(self) -> Iterator[BufferClock]:
-        """Measure how much of the plain calls in a ``with`` block is inside of command buffers and other kernels.
+        """Measure how much time plain calls in a ``with`` block spend in command buffers and other kernels.
 
-        Each runs as a whole, as it does without a clock; `BufferClock.own` is the time that the clock takes.
+        Command buffers run whole, as without the clock; `BufferClock.own` is the clock's own time.
         """
         clock = BufferClock(self.executable.metadata, self._devices)
         self._module["set_instrument"](clock.instrument)
@@ -494,25 +493,25 @@ class VirtualMachine:
         out: Any,
         only: int | None = None,
     ) -> Any:
-        """`_run` of a call that looks like an earlier one."""
+        """Run a call whose arguments have the fingerprint of an earlier one."""
         buffer = None
         if out is not None:
             signature = self.executable.signature(name)
-            met = cache.out_fingerprint(out)
-            if met is not None and met[0] in call.outs:
-                buffer = met[1]
+            match = cache.out_fingerprint(out)
+            if match is not None and match[0] in call.outs:
+                buffer = match[1]
             else:
                 check_out(out, signature, call.dims.copy())
-                if met is not None and call.settles(signature):
-                    call.outs.add(met[0])
+                if match is not None and call.determines_output_shape(signature):
+                    call.outs.add(match[0])
         values = call.values(tensors)
-        self._check_apart(name, values)
+        self._check_exclusive(name, values)
         repeated = self._repeated.get(name)
         if repeated is None:
             result = self._invoke(name, values)
         else:
             if call.shared is None:
-                call.shared = self._shared_by(name, values)
+                call.shared = self._shared_facts(name, values)
             result = self._run_function(name, repeated, (*values, *call.shared))
         if call.round != self._pool.round and call.dims.values:
             call.round = self._pool.round
@@ -521,7 +520,7 @@ class VirtualMachine:
             ranges = self._constants.ranges
             if only is not None:
                 result = result[only]
-            if isinstance(result, _Tensor):  # as `to_python` does, without a list of ranges
+            if isinstance(result, _Tensor):  # fast path of `to_python`, without a list of ranges
                 address = result.data_ptr()
                 if not call.shares(address, tensors) and not ranges.hold(address):
                     return result
@@ -532,19 +531,19 @@ class VirtualMachine:
         return out
 
     def _run(self, signature: FunctionSignature, bound: BoundArguments, out: Any) -> Any:
-        values, dims, lent = bound
+        values, dims, borrowed = bound
         if out is not None:
             check_out(out, signature, dims.copy())
-        self._check_apart(signature.name, values)
+        self._check_exclusive(signature.name, values)
         result = self._invoke(signature.name, values)
         if dims.values:
             self._pool.note((signature.name, *dims.values.values()), (values, result))
         if out is not None:
             return fill(out, result)
-        return to_python(result, self._constants.ranges, lent)
+        return to_python(result, self._constants.ranges, borrowed)
 
-    def _check_apart(self, name: str, values: Sequence[Any]) -> None:
-        """Refuse arguments that calls of other machines, under way, consume; callbacks belong to such a call."""
+    def _check_exclusive(self, name: str, values: Sequence[Any]) -> None:
+        """Refuse arguments that calls in flight consume; a callback is itself part of such a call."""
         if exclusive_calls and not thread_state.is_worker:
             exclusive_calls.check(argument_memory(self.executable.signature(name), values))
 
@@ -556,8 +555,8 @@ class VirtualMachine:
         function, constants = closure
         return self._run_function(name, function, (*values, *constants))
 
-    def _shared_by(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Facts that calls with arguments that look like these share."""
+    def _shared_facts(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Values that all calls with arguments of this fingerprint share."""
         symbol = self._shares[name]
         if not symbol:
             return ()
@@ -607,9 +606,9 @@ class BoundFunction:
         return self.machine.call(self.name, args, kwargs, out)
 
     def submit(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
-        """Have the function run, without waiting for it; see `VirtualMachine.submit`.
+        """Submit the function without waiting for it; see `VirtualMachine.submit`.
 
-        Buffers given as `out` are not to be used until the fence is done.
+        The buffers `out` must not be used until the fence is done.
 
         Parameters
         ----------
@@ -621,7 +620,7 @@ class BoundFunction:
         return self.machine.submit_into(out, self.name, args, kwargs, copy)
 
     async def submit_async(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
-        """`submit` that waits for room without holding the event loop up; see `VirtualMachine.submit_async`.
+        """Wait for capacity without blocking the event loop, then submit; see `VirtualMachine.submit_async`.
 
         Parameters
         ----------
@@ -635,32 +634,32 @@ class BoundFunction:
 
 
 class FunctionOfStrings(BoundFunction):
-    """A function some of whose inputs or results are strings: arrays of them, which it computes with as numbers.
+    """A function with string inputs or results, which its code computes with as integer codes.
 
-    Inputs are arrays or lists of `str`; results are `StringArray`. `VirtualMachine.call` takes and gives the numbers.
+    Inputs are arrays or lists of `str`; results are `StringArray`. `VirtualMachine.call` takes and returns the codes.
     """
 
     __slots__ = ()
 
     def __call__(self, *args: Any, out: Any = None, **kwargs: Any) -> Any:
-        """Run the function; BindingError for elements that are no strings, and for `out` where it gives strings."""
+        """Run the function; BindingError for elements that are not strings, and for `out` if results are strings."""
         signature = self.signature
         if out is not None and signature.string_outputs:
             raise BindingError(f"function {self.name!r} returns strings, which no buffer holds: call it without out=")
-        given, named, texts = encoded(signature, args, kwargs)
-        return decoded(signature, self.machine.call(self.name, given, named, out), texts)
+        positional, named, texts = encode_strings(signature, args, kwargs)
+        return decode_strings(signature, self.machine.call(self.name, positional, named, out), texts)
 
     def submit(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
-        """Not to be had: BindingError."""
+        """Unsupported: raises BindingError."""
         raise BindingError(f"function {self.name!r} takes or returns strings, which only plain calls do")
 
     async def submit_async(self, *args: Any, out: Any = None, copy: bool = True, **kwargs: Any) -> Fence:
-        """Not to be had: BindingError."""
+        """Unsupported: raises BindingError."""
         return self.submit()
 
 
 def _load(module: runtime.Module, devices: Sequence[runtime.Device]) -> runtime.Module:
-    """A virtual machine of TVM's for the code; one serves one thread at a time."""
+    """A TVM virtual machine for the code; each serves one thread at a time."""
     machine = module["vm_load_executable"]()
     machine["vm_initialization"](*(n for d in devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR)))
     return machine

@@ -20,18 +20,18 @@ from .region.walk_commands import raise_kernel_error
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
 MACHINE = "(allocation, shapes, bytecode)"
-"""Row of the virtual machine's own work: all that is neither kernel nor transfer."""
+"""Row of the virtual machine's own work: everything besides kernels and transfers."""
 TO_DEVICE = "to_device"
 """Row of the transfers to a device."""
 _MAX_ROWS = 40
 """Rows that a notebook shows at once; the others are folded."""
 _RUN, _SKIP_RUN = 0, 1
-"""Answers of an instrument to TVM (VMInstrumentReturnKind)."""
+"""Return values of an instrument (TVM's `VMInstrumentReturnKind`)."""
 
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """A kernel on one device, transfers to one device, a command buffer that runs as a whole, or the machine's work.
+    """A kernel on one device, transfers to one device, a whole command buffer, or the virtual machine's own work.
 
     Attributes
     ----------
@@ -43,15 +43,15 @@ class ProfileRow:
     ops : tuple of str
         The model's ops that the kernel computes.
     calls : int
-        How often it ran.
+        Number of runs.
     microseconds : float
-        All calls together.
+        Total time of all calls.
     share : float
-        Share of the whole call, 0 to 1.
+        Fraction of the whole call, 0 to 1.
     operations, bytes : int
-        Operations and bytes of each call, as `DispatchSpec` has them; 0 where they are not known.
+        Operations and bytes of each call, as in `DispatchSpec`; 0 if unknown.
     precision : str
-        Element types of its products, else of its arguments, as `DispatchSpec` has them.
+        Element types of its products, else of its arguments, as in `DispatchSpec`.
     """
 
     symbol: str
@@ -72,7 +72,7 @@ class CommandTime:
     Attributes
     ----------
     region, kernel, variable : str
-        The command buffer, the kernel, and what the model calls the result.
+        The command buffer, the kernel, and the result's name in the model.
     microseconds : float
     """
 
@@ -93,9 +93,9 @@ class Profile:
     rows : tuple of ProfileRow
         Kernels, transfers and the machine's own work, longest first.
     microseconds : float
-        The whole call, measuring included.
+        Time of the whole call, including the cost of measuring.
     commands : tuple of CommandTime
-        Commands of command buffers whose kernels were measured one by one, in order.
+        Times of commands in order, for command buffers whose kernels were measured one by one.
     """
 
     function: str
@@ -132,10 +132,10 @@ class Profile:
             for row in self.rows
         ]
         caption = f"Profile of {self.function!r}: {self.microseconds:,.1f} µs"
-        parts = [table(caption, columns, rows[:_MAX_ROWS])]
+        tables = [table(caption, columns, rows[:_MAX_ROWS])]
         if len(rows) > _MAX_ROWS:
-            parts.append(folded(f"{len(rows) - _MAX_ROWS} more rows", table("", columns, rows[_MAX_ROWS:])))
-        return view(*parts)
+            tables.append(folded(f"{len(rows) - _MAX_ROWS} more rows", table("", columns, rows[_MAX_ROWS:])))
+        return view(*tables)
 
 
 def _rate(operations: int, microseconds: float) -> str:
@@ -148,7 +148,7 @@ def _shorten(ops: Sequence[str], limit: int = 48) -> str:
 
 
 class ProfileRecorder:
-    """Measures the calls that a machine's bytecode makes; a call's own time is without the calls inside it.
+    """Measures the calls that a machine's bytecode makes; a call's own time excludes nested calls.
 
     Parameters
     ----------
@@ -165,12 +165,12 @@ class ProfileRecorder:
     ) -> None:
         self._metadata, self._regions = metadata, regions
         self._buffers = {region.name: region for region in metadata.regions}
-        self._places = [(device.dlpack_device_type(), device.index) for device in devices]
+        self._device_keys = [(device.dlpack_device_type(), device.index) for device in devices]
         distinct = {(d.dlpack_device_type(), d.index): d for d in devices if d.dlpack_device_type() != CPU}
         self._devices = list(distinct.values())
         self._stack: list[tuple[float, list[float]]] = []
         self._own: dict[tuple[str, int], list[float]] = {}
-        self._begin = self._end = self._unseen = 0.0
+        self._begin = self._end = self._overhead = 0.0
         self._commands: list[CommandTime] = []
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
@@ -179,7 +179,7 @@ class ProfileRecorder:
         now = time.perf_counter()
         if before:
             self._begin = self._begin or now
-            calls = self._regions.of(symbol, args) if self._regions is not None else None
+            calls = self._regions.kernel_calls(symbol, args) if self._regions is not None else None
             if calls is not None:
                 self._measure(symbol, calls, now)
                 return _SKIP_RUN
@@ -194,7 +194,7 @@ class ProfileRecorder:
         return _RUN
 
     def _measure(self, region: str, calls: Iterable[tuple[Dispatch, Callable[[], int]]], begin: float) -> None:
-        """Run the kernels of a command buffer; what else it takes to do so one by one counts nowhere."""
+        """Run the kernels of a command buffer one by one; the overhead of doing so is left out of all times."""
         inside = 0.0
         for command, call in calls:
             start = time.perf_counter()
@@ -206,7 +206,7 @@ class ProfileRecorder:
             self._commands.append(CommandTime(region, command.kernel, command.variable, elapsed * 1e6))
             inside += elapsed
         self._end = time.perf_counter()
-        self._unseen += self._end - begin - inside
+        self._overhead += self._end - begin - inside
         if self._stack:
             self._stack[-1][1].append(self._end - begin)
 
@@ -216,7 +216,7 @@ class ProfileRecorder:
                 device.sync()
 
     def _device(self, symbol: str, args: Sequence[Any]) -> int:
-        """The manifest index of the device that a call runs on, of a transfer its destination; -1 for the host."""
+        """The manifest index of a call's device (a transfer's destination); -1 for the host."""
         if symbol == _TRANSFER:
             return int(args[1])
         dispatch = self._metadata.dispatches.get(symbol)
@@ -224,13 +224,13 @@ class ProfileRecorder:
             return -1 if dispatch is None else dispatch.device
         devices = (arg.device for arg in args if isinstance(arg, runtime.Tensor))
         used = {(device.dlpack_device_type(), device.index) for device in devices}
-        here = (index for index in dispatch.devices if index >= 0 and self._places[index] in used)
-        return next(here, dispatch.device)
+        matches = (index for index in dispatch.devices if index >= 0 and self._device_keys[index] in used)
+        return next(matches, dispatch.device)
 
     def profile(self, function: str) -> Profile:
         """The rows, longest first."""
         metadata = self._metadata
-        total = (self._end - self._begin - self._unseen) * 1e6
+        total = (self._end - self._begin - self._overhead) * 1e6
         names = [*device_names(metadata.devices), "host"]
         rows: list[ProfileRow] = []
         for (symbol, index), times in self._own.items():
@@ -243,7 +243,7 @@ class ProfileRecorder:
                 work = dispatch.operations, dispatch.bytes, dispatch.precision
                 rows.append(ProfileRow(symbol, names[index], dispatch.ops, len(times), microseconds, share, *work))
             elif symbol in self._buffers:
-                row = _whole(self._buffers[symbol], metadata)
+                row = _buffer_row(self._buffers[symbol], metadata)
                 rows.append(replace(row, calls=len(times), microseconds=microseconds, share=share))
             elif not symbol.startswith(_BUILTIN) and symbol not in metadata.signatures:
                 rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))
@@ -253,8 +253,8 @@ class ProfileRecorder:
         return Profile(function, tuple(rows), total, tuple(self._commands))
 
 
-def _whole(region: RegionSpec, metadata: Metadata) -> ProfileRow:
-    """The row of a command buffer that runs as a whole, without its times."""
+def _buffer_row(region: RegionSpec, metadata: Metadata) -> ProfileRow:
+    """The row of a whole command buffer, without its times."""
     kernels = [metadata.dispatches[c.kernel] for c in region.commands if isinstance(c, Dispatch)]
     ops = tuple(op for kernel in kernels for op in kernel.ops)
     precisions = ", ".join(dict.fromkeys(kernel.precision for kernel in kernels if kernel.operations))
@@ -263,7 +263,7 @@ def _whole(region: RegionSpec, metadata: Metadata) -> ProfileRow:
 
 
 class BufferClock:
-    """The time inside of command buffers, other kernels and transfers, each as a whole, in the calls of a machine.
+    """Clock of the time that a machine's calls spend in command buffers, other kernels and transfers.
 
     Parameters
     ----------
@@ -275,7 +275,7 @@ class BufferClock:
     Attributes
     ----------
     seconds : float
-        Inside, over all calls so far.
+        Time in them, over all calls so far.
     own : float
         Time that the clock itself took.
     """

@@ -1,7 +1,7 @@
-"""Resize: the input elements that every output element is a sum of, and their weights, along one axis.
+"""Filter taps of ONNX Resize along one axis: the input elements that each output element sums, and their weights.
 
-The import computes them for sizes it knows and makes constants of them. For other sizes bytecode calls the packed
-functions below, so that both have the same numbers. The definitions are those of ONNX's Resize (opset 19 and before).
+For static sizes the importer computes taps as constants. For dynamic sizes bytecode calls the packed functions below,
+so both cases have the same numbers. The definitions are those of ONNX's Resize up to opset 19.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .device.tensors import from_numpy
 INDICES, WEIGHTS = "relax_hetero.resize_places", "relax_hetero.resize_weights"
 SIZES, SCALES = "relax_hetero.resize_sizes", "relax_hetero.resize_scales"
 
-WHOLE = ("align_corners", "pytorch_half_pixel", "tf_crop_and_resize")
-"""Transformations that mean different things to implementations where a scale makes no whole number of elements."""
+AMBIGUOUS_TRANSFORMATIONS = ("align_corners", "pytorch_half_pixel", "tf_crop_and_resize")
+"""Transformations that implementations define differently if scale * size is not an integer."""
 
 OUTSIDE = -1
-"""The place of an output element that no input element is near: it is extrapolated."""
+"""Tap index of an output element outside of the input, which is extrapolated."""
 
 
 BELOW_OR_ABOVE = "below_or_above"
-"""How Resize of opset 10 takes the nearest element: the one below, or the one above where the axis shrinks."""
+"""Nearest mode of Resize in opset 10: the element below, or the one above if the axis shrinks."""
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,22 @@ class ResizeForm:
     has_scales: bool
 
     def text(self) -> str:
-        """As bytecode holds it."""
+        """JSON text, as bytecode passes it."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class ResizedAxis:
-    """How one axis is resized.
+    """Sizes and scale of a resized axis.
 
     Attributes
     ----------
     before, after : int
         Its size in the input and in the output.
     scale : float
-        As given, or after / before; the two need not agree, as sizes are rounded.
+        The node's scale, or after / before; the two may differ, because sizes are rounded.
     region : (float, float)
-        The part of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges.
+        Range of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges.
     """
 
     before: int
@@ -81,9 +81,9 @@ class ResizeTaps:
 
 
 def source_coordinates(axis: ResizedAxis, transformation: str) -> np.ndarray:
-    """Where in the input, in elements, every output element lies.
+    """Position of every output element in the input, in elements.
 
-    In single precision, as implementations compute it: which of two neighbours is nearest can hang on the last bit.
+    Single precision, as in other implementations: the last bit can decide which of two neighbours is nearest.
     """
     position = np.arange(axis.after, dtype=np.float32)
     scale, half = np.float32(axis.scale), np.float32(0.5)
@@ -111,7 +111,7 @@ def source_coordinates(axis: ResizedAxis, transformation: str) -> np.ndarray:
 
 
 def _nearest(distance: np.ndarray, mode: str, scale: float) -> np.ndarray:
-    """True if the right neighbour is taken; `distance` from the left one is in (0, 1], whole coordinates having 1."""
+    """Whether to take the right neighbour; `distance` from the left one is in (0, 1], and 1 for whole coordinates."""
     is_whole = distance == 1.0
     if mode == BELOW_OR_ABOVE:
         mode = "ceil" if scale < 1 else "floor"
@@ -136,16 +136,16 @@ def _cubic_kernel(distance: np.ndarray, a: float) -> np.ndarray:
 
 
 def _shrink(axis: ResizedAxis, form: ResizeForm) -> float:
-    """The antialiasing filter widens the kernel by this where the axis shrinks."""
+    """Factor by which antialiasing scales distances when the axis shrinks, which widens the filter."""
     return min(axis.scale, 1.0) if form.antialias else 1.0
 
 
 def tap_count(axis: ResizedAxis, form: ResizeForm) -> int:
-    """How many input elements an output element is a sum of."""
-    return 1 if form.mode == "nearest" else 2 - 2 * _first(axis, form)
+    """Number of input elements that an output element sums."""
+    return 1 if form.mode == "nearest" else 2 - 2 * _first_offset(axis, form)
 
 
-def _first(axis: ResizedAxis, form: ResizeForm) -> int:
+def _first_offset(axis: ResizedAxis, form: ResizeForm) -> int:
     return math.floor(-(1 if form.mode == "linear" else 2) / _shrink(axis, form)) + 1
 
 
@@ -158,25 +158,29 @@ def taps(axis: ResizedAxis, form: ResizeForm) -> ResizeTaps:
     outside = (source < 0) | (source > axis.before - 1) if form.transformation == "tf_crop_and_resize" else None
     if form.mode == "nearest":
         nearest = left + _nearest(distance, form.nearest_mode, axis.scale)
-        places = np.clip(nearest, 0, axis.before - 1)[:, None]
-        return ResizeTaps(places, np.ones(places.shape), outside)
-    first = _first(axis, form)
+        indices = np.clip(nearest, 0, axis.before - 1)[:, None]
+        return ResizeTaps(indices, np.ones(indices.shape), outside)
+    first = _first_offset(axis, form)
     offsets = np.arange(first, 2 - first)
-    away = (offsets[None, :] - distance[:, None]) * shrink
-    weights = _linear_kernel(away) if form.mode == "linear" else _cubic_kernel(away, form.cubic_coeff_a)
+    distances = (offsets[None, :] - distance[:, None]) * shrink
+    weights = _linear_kernel(distances) if form.mode == "linear" else _cubic_kernel(distances, form.cubic_coeff_a)
     if form.antialias:
         weights = weights / weights.sum(axis=1, keepdims=True)
-    places = left[:, None] + offsets[None, :]
+    indices = left[:, None] + offsets[None, :]
     if form.exclude_outside:
-        weights = np.where((places >= 0) & (places < axis.before), weights, 0.0)
+        weights = np.where((indices >= 0) & (indices < axis.before), weights, 0.0)
         total = weights.sum(axis=1, keepdims=True)
         weights = weights / np.where(total == 0, 1.0, total)
-    return ResizeTaps(np.clip(places, 0, axis.before - 1), weights, outside)
+    return ResizeTaps(np.clip(indices, 0, axis.before - 1), weights, outside)
 
 
-def not_whole(axis: ResizedAxis, form: ResizeForm) -> str | None:
-    """Message where a scale makes no whole number of elements and implementations differ on what that means."""
-    if not form.has_scales or form.transformation not in WHOLE or axis.scale * axis.before == axis.after:
+def fractional_size_error(axis: ResizedAxis, form: ResizeForm) -> str | None:
+    """Error text if a scale gives a fractional size, on which implementations differ; else None."""
+    if (
+        not form.has_scales
+        or form.transformation not in AMBIGUOUS_TRANSFORMATIONS
+        or axis.scale * axis.before == axis.after
+    ):
         return None
     return (
         f"{form.transformation} with scale {axis.scale:g} of {axis.before} elements makes no whole number of them, "
@@ -194,7 +198,7 @@ def sizes_by_policy(dims: Sequence[int], sizes: Sequence[int], policy: str) -> t
 
 
 def check_numbers(dims: Sequence[int], numbers: Sequence[float], name: str) -> str | None:
-    """Fault of scales or sizes ("scale", "size") of axes, if any."""
+    """Error text for invalid scales or sizes of axes (`name` is "scale" or "size"); else None."""
     for dim, number in zip(dims, numbers, strict=True):
         if not math.isfinite(number) or number < 0 or (name == "scale" and number == 0):
             return f"has a {name} of {number:g}, expected a positive number"
@@ -204,51 +208,51 @@ def check_numbers(dims: Sequence[int], numbers: Sequence[float], name: str) -> s
 
 
 @functools.lru_cache(maxsize=64)
-def _taps(axis: ResizedAxis, form: ResizeForm) -> ResizeTaps:
+def _cached_taps(axis: ResizedAxis, form: ResizeForm) -> ResizeTaps:
     return taps(axis, form)
 
 
-def _found(sizes: Sequence[int], settings: runtime.Tensor, number: int, text: str, title: str) -> ResizeTaps:
-    """The taps of axis `number` of those that a node resizes, from what bytecode passes."""
+def _axis_taps(sizes: Sequence[int], settings: runtime.Tensor, number: int, text: str, title: str) -> ResizeTaps:
+    """The taps of the node's `number`-th resized axis, from the arguments that bytecode passes."""
     before, after = (int(size) for size in sizes)
     form = ResizeForm(**json.loads(text))
     scale, low, high = (float(value) for value in settings.numpy().reshape(3, -1)[:, number])
     if after == 0 or before == 0:
-        # The number of taps is that of the kernel that reads them, be there rows or not.
+        # The kernel that reads the taps expects its own number of them, even of zero rows.
         columns = tap_count(ResizedAxis(1, 1, 1.0), form)
         return ResizeTaps(np.zeros((after, columns), "int64"), np.zeros((after, columns)), None)
     if math.isnan(scale):
         scale = after / before
     axis = ResizedAxis(before, after, scale, (low, high))
-    problem = not_whole(axis, form)
+    problem = fractional_size_error(axis, form)
     if problem is not None:
         raise HeteroError(f"{title}: {problem}")
     available, nbytes = host_memory(), 48 * after * tap_count(axis, form)
     if nbytes > available:
         raise MemoryLimitError(f"{title}: its tables take {nbytes:,} bytes, found {available:,} bytes of memory")
-    return _taps(axis, form)
+    return _cached_taps(axis, form)
 
 
 @tvm_ffi.register_global_func(INDICES, override=True)
 def resize_indices(
     sizes: Sequence[int], settings: runtime.Tensor, number: int, text: str, title: str
 ) -> runtime.Tensor:
-    """The input elements along an axis: ``int64[after, taps]``, OUTSIDE in the rows that are extrapolated.
+    """The input elements along an axis: ``int64[after, taps]``, OUTSIDE in extrapolated rows.
 
     Parameters
     ----------
     sizes : sequence of int
-        Extent of the axis, before and after.
+        Extents of the axis before and after.
     settings : runtime.Tensor
-        float64, of all axes: scales (NaN for the quotient of the sizes), then begins of regions, then ends.
+        float64 vector for all axes: scales (NaN for the quotient of the sizes), region begins, region ends.
     number : int
-        Which of these axes.
+        Index into these axes.
     text, title : str
         The node's attributes, and its name in errors.
     """
-    found = _found(sizes, settings, number, text, title)
-    places = found.indices if found.outside is None else np.where(found.outside[:, None], OUTSIDE, found.indices)
-    return from_numpy(np.array(places, "int64"), settings.device)
+    axis = _axis_taps(sizes, settings, number, text, title)
+    indices = axis.indices if axis.outside is None else np.where(axis.outside[:, None], OUTSIDE, axis.indices)
+    return from_numpy(np.array(indices, "int64"), settings.device)
 
 
 @tvm_ffi.register_global_func(WEIGHTS, override=True)
@@ -256,21 +260,21 @@ def resize_weights(
     sizes: Sequence[int], settings: runtime.Tensor, number: int, text: str, title: str, dtype: str
 ) -> runtime.Tensor:
     """The weights of `resize_indices`: ``[after, taps]``."""
-    found = _found(sizes, settings, number, text, title)
-    return from_numpy(np.array(found.weights, dtype), settings.device)
+    weights = _axis_taps(sizes, settings, number, text, title).weights
+    return from_numpy(np.array(weights, dtype), settings.device)
 
 
-def _by_policy(dims: Sequence[int], numbers: runtime.Tensor, policy: str, title: str) -> tuple[list[int], list[float]]:
-    sizes, given = [int(dim) for dim in dims], numbers.numpy().reshape(-1).tolist()
+def _resized(dims: Sequence[int], numbers: runtime.Tensor, policy: str, title: str) -> tuple[list[int], list[float]]:
+    sizes, values = [int(dim) for dim in dims], numbers.numpy().reshape(-1).tolist()
     name = "scale" if policy == "scales" else "size"
-    problem = check_numbers(sizes, given, name)
+    problem = check_numbers(sizes, values, name)
     if problem is None and policy != "scales" and 0 in sizes:
         problem = "resizes an axis of 0 elements"
     if problem is not None:
         raise HeteroError(f"{title}: {problem}")
     if policy == "scales":
-        return [int(dim * scale) for dim, scale in zip(sizes, given, strict=True)], given
-    return sizes_by_policy(sizes, [int(size) for size in given], policy)
+        return [int(dim * scale) for dim, scale in zip(sizes, values, strict=True)], values
+    return sizes_by_policy(sizes, [int(size) for size in values], policy)
 
 
 @tvm_ffi.register_global_func(SIZES, override=True)
@@ -280,12 +284,12 @@ def resize_sizes(dims: Sequence[int], numbers: runtime.Tensor, policy: str, titl
     Parameters
     ----------
     numbers : runtime.Tensor
-        Scales, where `policy` is "scales"; else wanted sizes, and it is a `keep_aspect_ratio_policy`.
+        Scales if `policy` is "scales"; otherwise target sizes, and `policy` is a `keep_aspect_ratio_policy`.
     """
-    return from_numpy(np.array(_by_policy(dims, numbers, policy, title)[0], "int64"), numbers.device)
+    return from_numpy(np.array(_resized(dims, numbers, policy, title)[0], "int64"), numbers.device)
 
 
 @tvm_ffi.register_global_func(SCALES, override=True)
 def resize_scales(dims: Sequence[int], numbers: runtime.Tensor, policy: str, title: str) -> runtime.Tensor:
     """Scales that go with `resize_sizes`, a float64 vector."""
-    return from_numpy(np.array(_by_policy(dims, numbers, policy, title)[1], "float64"), numbers.device)
+    return from_numpy(np.array(_resized(dims, numbers, policy, title)[1], "float64"), numbers.device)

@@ -49,7 +49,7 @@ def test_same_bits_whatever_comes_late(graph, seed):
     try:
         with (
             mock.patch.object(QueuePlan, "execute", delayed(QueuePlan.execute, late)),
-            mock.patch.object(QueuedCall, "_ended", delayed(QueuedCall._ended, late)),
+            mock.patch.object(QueuedCall, "_mark_ended", delayed(QueuedCall._mark_ended, late)),
             mock.patch.object(QueuedCall, "_settle", delayed(QueuedCall._settle, late)),
             mock.patch.object(DeviceQueue, "push", delayed(DeviceQueue.push, late)),
             ThreadPoolExecutor(3) as pool,

@@ -75,7 +75,7 @@ def test_meaning_of_the_fields():
         ("dilation=1x1, ", "", "expected 'strides="),
         ("groups=2", "groups=3", "3 groups of k=32 channels are not c=64"),
         ("n=128", "n=127", "n=127 output channels are not divided by 2 groups"),
-        ("y0=28", "y0=29", "found y0=29, the windows have 28 places"),
+        ("y0=28", "y0=29", "found y0=29, expected 28"),
         ("; strides=2x1, padding=1x2x1x2, dilation=1x1, groups=2", "", "has strides, padding, dilation and groups"),
     ],
 )

@@ -53,7 +53,7 @@ def test_operands_and_types():
     expression = Expression.parse("add(cast(x1, 'float32'), multiply(x3, 2.0))")
     assert expression.num_operands == 4
     assert expression.dtype(["int8", "int32", "int8", "float32"]) == "float32"
-    with pytest.raises(EncodingError, match=r"add in expression .* meets element types \['float16', 'float32'\]"):
+    with pytest.raises(EncodingError, match=r"add in expression .* mixes element types \['float16', 'float32'\]"):
         expression.dtype(["int8", "int32", "int8", "float16"])
 
 

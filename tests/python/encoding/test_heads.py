@@ -29,7 +29,7 @@ def test_one_place_of_a_dimension() -> None:
 
 
 def test_a_map_moves_in_its_last_dimension() -> None:
-    assert str(Heads.parse(TEXT).key.permuted(4)) == "b, n, g*d+100"
+    assert str(Heads.parse(TEXT).key.shifted(4)) == "b, n, g*d+100"
 
 
 @given(st.permutations(["b", "m", "h", "d"]), st.lists(st.integers(0, 9), min_size=4, max_size=4))
@@ -42,7 +42,7 @@ def test_any_order(names: list[str], starts: list[int]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("->", "=>", "is no map of heads"),
+        ("->", "=>", "is not a map of heads"),
         ("h*d)", "h^d)", r"found dimension 'h\^d'"),
         ("h*d)", "h)", "query runs along"),
         ("h*d)", "h*h*d)", "query runs along"),
@@ -52,7 +52,7 @@ def test_any_order(names: list[str], starts: list[int]) -> None:
         ("g=12", "g=0", "are numbers"),
         ("b=1, ", "", "expected sizes of b, h, g, m, n, d, e"),
         ("m=?", "m=x", "a number or"),
-        ("(b, m, h*e)", "(b, m, h*e+1)", "the result is a whole tensor"),
+        ("(b, m, h*e)", "(b, m, h*e+1)", "the result is not a slice"),
     ],
 )
 def test_malformed_maps_are_refused(old: str, new: str, message: str) -> None:

@@ -17,7 +17,7 @@ from relax_hetero.encoding import (
     register_resolver,
     resolver_for,
 )
-from relax_hetero.encoding.resolver import answers_of
+from relax_hetero.encoding.resolver import resolver_or_default
 from relax_hetero.errors import EncodingError
 
 X86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
@@ -151,7 +151,7 @@ def test_defaults_decline_and_store_by_layout():
     assert resolver.storage_size(encoding, (7, 5), target) == 7 * 5 * 4
     assert resolver.resolve_activation(encoding, target) == resolver.resolve(encoding, target)
     assert resolver.block_layout(target) is None
-    assert answers_of(tvm.target.Target("vulkan")).resolve(encoding, target) is None
+    assert resolver_or_default(tvm.target.Target("vulkan")).resolve(encoding, target) is None
 
 
 def test_a_third_party_answers_and_its_kernel_computes(registered):

@@ -45,8 +45,8 @@ def test_type_of_the_result():
     [
         ("r1 = max(x0); r1", "r1 = max"),
         ("r0 = median(x0); r0", "median"),
-        ("r0 = max(r1); r1 = sum(x0); r0", "before it is made"),
-        ("add(x0, r0)", "before it is made"),
+        ("r0 = max(r1); r1 = sum(x0); r0", "before it is defined"),
+        ("add(x0, r0)", "before it is defined"),
         ("r0 = max(x0); r0; x0; ", "expected"),
         ("add(x0, x2)", r"uses operands \[0, 2\]"),
         ("1.0", "expected"),

@@ -71,7 +71,10 @@ def test_a_permuted_weight_has_the_same_bytes() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (((0, 2, 3, 1), (0,), (32,), False, False, 3), "are transformed for \\(2, 4\\) places, in 4 or 5 dimensions"),
+        (
+            ((0, 2, 3, 1), (0,), (32,), False, False, 3),
+            "are transformed for tile sizes \\(2, 4\\), in 4 or 5 dimensions",
+        ),
         (((0, 2, 1), (0,), (32,), False, False, 2), "in 4 or 5 dimensions"),
         (((0, 2, 3, 1), (0, 2), (32, 2), False, False, 2), "the dimensions of a transformed window have no tiles"),
     ],

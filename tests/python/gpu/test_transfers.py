@@ -19,7 +19,7 @@ from relax_hetero.vm.device.cuda_copies import begin_copy, enable_peer_access
 from relax_hetero.vm.device.cuda_library import CUDA_HOST, cuda_library
 from relax_hetero.vm.device.cuda_streams import Stream
 from relax_hetero.vm.device.memory_pools import PINNED_BYTES, PinnedPool
-from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, STAGED_BYTES
+from relax_hetero.vm.device.pinned_staging import CHUNK_BYTES, FIRST_CHUNK_BYTES, STAGED_BYTES
 from relax_hetero.vm.device.tensors import alias, copy_into, copy_to, empty, from_array, from_numpy
 from seeds import fresh_rng
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no NVIDIA G
 two_gpus = pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")
 
 CPU, GPU = tvm.cpu(0), tvm.cuda(0)
-SIZES = [1, FIRST_PART_BYTES + 1, STAGED_BYTES - 1, STAGED_BYTES, STAGED_BYTES + 3, PART_BYTES * 40 + 12_345]
+SIZES = [1, FIRST_CHUNK_BYTES + 1, STAGED_BYTES - 1, STAGED_BYTES, STAGED_BYTES + 3, CHUNK_BYTES * 40 + 12_345]
 LARGE = 256_000_000
 
 

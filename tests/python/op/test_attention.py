@@ -89,5 +89,5 @@ def test_arguments_that_are_refused() -> None:
         attention(x, x, x, heads=HEADS, causal="left")
     with pytest.raises(EncodingError, match="operand 1 is a int"):
         attention(x, 3, x, heads=HEADS)  # type: ignore[arg-type]
-    with pytest.raises(EncodingError, match="is no map of heads"):
+    with pytest.raises(EncodingError, match="is not a map of heads"):
         attention(x, x, x, heads="heads")

@@ -108,7 +108,7 @@ X, PANELS, FRAGMENTS = ((4, 96), "float32"), ((3, 1920), "uint8"), ((5, 2, 32, 4
         ([((4, 60), "float32"), PANELS], {}, r"operand 1 has shape \[3, 1920\], expected \[2, 1920\]"),
         ([X, ((3, 1921), "uint8")], {}, r"operand 1 has shape \[3, 1921\], expected \[3, 1920\]"),
         ([X, PANELS], {"format": "q5_0"}, r"operand 1 has shape \[3, 1920\], expected \[3, 1914\]"),
-        ([X, PANELS], {"expression": "add(x0, x1)"}, "needs 1 operands besides"),
+        ([X, PANELS], {"expression": "add(x0, x1)"}, "needs 1 more operands"),
         ([((4, 96), "float16"), PANELS], {}, "operand 0 .* expected a tensor of float32"),
         ([X, FRAGMENTS, ((5, 2, 8, 2), "float32")], {}, r"operand 2 has shape \[5, 2, 8, 2\], expected \[5, 3, 8, 2\]"),
         ([X, FRAGMENTS, FRAGMENT_SCALES], {"zeros": True}, "found 3 operands, expected 4 at least"),

@@ -46,7 +46,7 @@ def infer(program, *types):
     ("program", "shapes", "message"),
     [
         ("r0 = sum(x0); add(x0, x1)", [(2, 8)], "found 1 operands"),
-        ("add(x0, x1)", [(2, 8), (2, 7)], "extent 7 where others have 8"),
+        ("add(x0, x1)", [(2, 8), (2, 7)], "extent 7 where another has 8"),
         ("r0 = sum(x0); r0", [()], "scalars only"),
         ("r0 = sum(x0); r0", [None], "expected a tensor of known extents"),
     ],

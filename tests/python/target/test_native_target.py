@@ -69,7 +69,7 @@ def test_an_assumed_architecture_is_logged_once(caplog, monkeypatch):
     absent.exist = False
     monkeypatch.setattr(tvm, "cuda", lambda index: absent)
     monkeypatch.setattr(cuda, "_native_config", cuda._native_config.__wrapped__)  # without its cache
-    cuda._say_assumed_arch.cache_clear()
+    cuda._warn_of_default_arch.cache_clear()
     assert [entry.target.arch for entry in parse_vdevices(["cuda:0", "cuda:1"])] == ["sm_90a", "sm_90a"]
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "sm_90a" in caplog.text
 

@@ -45,7 +45,7 @@ def conv_problem(
     types = (dtype,) * 3 if isinstance(dtype, str) else dtype
     ins, outs = channels
     rank = len(extents) + 2
-    places = tuple(window.places(extent) for window, extent in zip(windows, extents, strict=True))
+    places = tuple(window.output_extent(extent) for window, extent in zip(windows, extents, strict=True))
     weight = (outs, ins // groups, *(window.size for window in windows))
     shapes = ((batch, ins, *extents), weight, (batch, outs, *places))
     maps = conv_maps(len(extents))
@@ -98,7 +98,7 @@ def reference(problem: ConvProblem, data: np.ndarray, weight: np.ndarray) -> np.
     """The sums of products, without the epilogue, in float64."""
     windows, groups = problem.windows, problem.groups
     padded = np.pad(data.astype("float64"), [(0, 0), (0, 0), *((w.before, w.after) for w in windows)])
-    places = [w.places(extent) for w, extent in zip(windows, data.shape[2:], strict=True)]
+    places = [w.output_extent(extent) for w, extent in zip(windows, data.shape[2:], strict=True)]
     total = np.zeros((len(data), groups, weight.shape[0] // groups, int(np.prod(places))))
     for taps in np.ndindex(*weight.shape[2:]):
         cut = tuple(

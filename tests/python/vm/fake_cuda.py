@@ -211,4 +211,4 @@ class FakeLibrary(CudaLibrary):
 @cache
 def staging_loop():
     """The loop of copies that executables for GPUs bring along."""
-    return loop_of(worker_threads._compiled(str(native("llvm").attrs["mtriple"])))
+    return loop_of(worker_threads._compile(str(native("llvm").attrs["mtriple"])))

@@ -18,7 +18,7 @@ from tvm.target import Target
 
 from ...artifact.signature import FunctionSignature
 from ...driver.bind_params import bind_defaults
-from ...driver.compile import prepared, run_steps
+from ...driver.compile import prepare_module, run_steps
 from ...driver.link.parallel_codegen import Progress
 from ...driver.signatures import signatures_before_lowering
 from ...errors import BuildError
@@ -360,7 +360,7 @@ def cut_module(
     """
     if isinstance(mod, tvm.IRModule) and natives is not None:
         mod = with_natives(mod, natives)
-    mod = prepared(mod, params, None, "default", accuracy, "rh.cluster")
+    mod = prepare_module(mod, params, None, "default", accuracy, "rh.cluster")
     mod = bind_defaults(mod)  # hosts are sent what a call gives, and keep constants alone
     mod = without_donated(mod)  # what a host gets is a copy, or memory of Ray that it may not write to
     hosts = hosts_of(vdevices_of(mod))

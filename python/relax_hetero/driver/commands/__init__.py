@@ -1,1 +1,1 @@
-"""Command buffers in an executable: what it says about them, CUDA graphs, buffers recorded by hand."""
+"""Command buffers of an executable: their metadata, CUDA graphs, and compilation of buffers recorded by hand."""

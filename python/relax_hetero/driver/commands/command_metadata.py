@@ -1,4 +1,4 @@
-"""Metadata of command buffers: regions, kernels that can be called by address, and the constants of CUDA graphs."""
+"""Metadata of command buffers: regions, kernels that can be called by address, and constants of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,65 +23,65 @@ from ..link.link import argument_alignment
 
 
 def with_public_kernels(mod: tvm.IRModule, devices: Sequence[DeviceSpec]) -> tuple[tvm.IRModule, dict[str, KernelSpec]]:
-    """A lowered module in which public kernels can be called by address, and the kernels of all command buffers.
+    """Make the public kernels of a lowered module callable by address; returns also the kernels of command buffers.
 
     Parameters
     ----------
     devices : sequence of DeviceSpec
-        The manifest. A kernel is for the first device of its target.
+        Manifest. A kernel belongs to the first device of its target.
 
     Raises
     ------
     BuildError
-        A kernel whose workgroup numbers are not among its parameters.
+        A kernel whose workgroup indices are not among its parameters.
     """
     targets = [device.target for device in devices]
     kernels = kernels_of(mod)
-    found: dict[str, KernelSpec] = {}
+    public: dict[str, KernelSpec] = {}
     for name in public_kernels(mod):
         func = mod[name]
         signature = raw_signature(func)
         if name not in kernels and signature is not None and str(func.attrs["target"]) in targets:
-            found[name] = kernel_spec(name, func, signature, targets.index(str(func.attrs["target"])))
-    mod, symbols = with_pointer_functions(mod, list(found))
-    kernels.update({name: replace(spec, symbol=symbols.get(name, "")) for name, spec in found.items()})
+            public[name] = kernel_spec(name, func, signature, targets.index(str(func.attrs["target"])))
+    mod, symbols = with_pointer_functions(mod, list(public))
+    kernels.update({name: replace(spec, symbol=symbols.get(name, "")) for name, spec in public.items()})
     return mod, kernels
 
 
 def linked_regions(lifted: LiftedConstants) -> tuple[RegionSpec, ...]:
-    """The regions of a lowered module, their constants by their place in the lifted tuple."""
+    """The regions of a lowered module, with the indices of their constants in the lifted tuple."""
     directs = _directs(lifted)
     regions = regions_as_linked(lifted.mod)
     return tuple(replace(region, directs=directs.get(region.name, ())) for region in regions)
 
 
 def regions_as_linked(mod: tvm.IRModule) -> list[RegionSpec]:
-    """The regions of a module with what the code that `link` makes of them asks of a slot's address."""
+    """The regions of a module, with the alignments of slots that code of `link` requires."""
     alignment = argument_alignment(mod)
     on_cpu = [is_cpu(vdevice) for vdevice in vdevices_of(mod)]
 
-    def linked(slot: SlotSpec) -> SlotSpec:
+    def align(slot: SlotSpec) -> SlotSpec:
         return replace(slot, alignment=min(slot.alignment, alignment)) if on_cpu[slot.device] else slot
 
-    return [replace(region, slots=tuple(map(linked, region.slots))) for region in regions_of(mod)]
+    return [replace(region, slots=tuple(map(align, region.slots))) for region in regions_of(mod)]
 
 
 def _directs(lifted: LiftedConstants) -> dict[str, tuple[int, ...]]:
-    """Which constants each region reads: as entries of its table of addresses, or as arguments."""
-    found: dict[str, tuple[int, ...]] = {}
+    """The constants that each region reads, from its address table or as arguments."""
+    directs: dict[str, tuple[int, ...]] = {}
     for _, func in relax_functions(lifted.mod):
-        places: dict[relax.Var, int] = {}
+        fetched: dict[relax.Var, int] = {}
         for binding in walk_bindings(func):
             call = binding.value
             if not isinstance(call, relax.Call):
                 continue
             if _is_fetch(call) and call.args[0].same_as(func.params[-1]):
-                places[binding.var] = int(call.args[1].value)
+                fetched[binding.var] = int(call.args[1].value)
             elif isinstance(call.op, tvm.ir.GlobalVar) and COMMANDS in lifted.mod[call.op].attrs:
-                found[call.op.name_hint] = tuple(
-                    index for arg in call.args if arg in places for index in _constants(lifted, places[arg])
+                directs[call.op.name_hint] = tuple(
+                    index for arg in call.args if arg in fetched for index in _constants(lifted, fetched[arg])
                 )
-    return found
+    return directs
 
 
 def _is_fetch(call: relax.Call) -> bool:
@@ -94,11 +94,11 @@ def _constants(lifted: LiftedConstants, index: int) -> list[int]:
 
 
 def region_dispatches(mod: tvm.IRModule) -> dict[str, DispatchSpec]:
-    """The kernels that command buffers call, as kernels that functions call are listed."""
-    used: dict[str, dict[int, None]] = {}
+    """The kernels that command buffers call."""
+    devices: dict[str, dict[int, None]] = {}
     for region in regions_of(mod):
         for name in region.kernels:
-            used.setdefault(name, {})[region.device] = None
+            devices.setdefault(name, {})[region.device] = None
     return {
         spec.name: DispatchSpec(
             spec.device,
@@ -106,14 +106,14 @@ def region_dispatches(mod: tvm.IRModule) -> dict[str, DispatchSpec]:
             operations_of(func),
             _bytes(spec),
             precision_of(func, [tensor.dtype for tensor in spec.tensors]),
-            tuple(device for device in used.get(spec.name, ()) if device != spec.device),
+            tuple(device for device in devices.get(spec.name, ()) if device != spec.device),
         )
         for spec, func in kernel_functions(mod)
     }
 
 
 def _bytes(kernel: KernelSpec) -> int:
-    """Bytes of its tensors, each once; 0 where an extent is symbolic."""
+    """Total bytes of a kernel's tensors; 0 if an extent is symbolic."""
     total = 0
     for tensor in kernel.tensors:
         if any(isinstance(extent, str) for extent in tensor.shape):
@@ -123,7 +123,7 @@ def _bytes(kernel: KernelSpec) -> int:
 
 
 def graph_tables(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
-    """A lowered module whose graphs' constants are no attributes any more, and the table of each graph."""
+    """Remove the attributes with graphs' constants from a lowered module; returns also each graph's address table."""
     graphs = {gv: func for gv, func in mod.functions.items() if GRAPH_CONSTANTS in func.attrs}
     if not graphs:
         return mod, []
@@ -135,7 +135,7 @@ def graph_tables(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
                 continue
             name = call.op.name_hint
             if name not in tables:  # the steps of a schedule call the same graphs
-                # Behind the inputs, of which some may be constants.
+                # The state comes after the inputs, some of which may be constants.
                 state = [arg for arg in call.args if is_tensor_constant(arg)][-1]
                 tables[name] = AddressTable(state, list(graphs[call.op].attrs[GRAPH_CONSTANTS]), [], name)
     plain = {gv: func.without_attr(GRAPH_CONSTANTS) for gv, func in graphs.items()}

@@ -1,13 +1,13 @@
-"""Commands recorded by hand become one host function, compiled in this process.
+"""Compilation of commands recorded by hand into one host function, in this process.
 
-Made of a fill and the dispatch of a kernel::
+A fill and a dispatch become::
 
-    def commands(table: T.int64, fixed: T.int64, parameter_0: T.int64) -> T.int32:  # where two tables of int64 lie
+    def commands(table: T.int64, fixed: T.int64, parameter_0: T.int64) -> T.int32:  # addresses of two int64 tables
         fill.4(load(table) + 64, T.int32(0), 16)  # bytes of slot 0, whose address is the first entry of the table
-        status = call.i64.i64(load(fixed), load(table), parameter_0)  # the kernel by its address
+        status = call.i64.i64(load(fixed), load(table), parameter_0)  # calls the kernel by address
         return status  # of the first kernel that fails, else 0
 
-Memory is integers here. `tir.commands.command_list` writes each command; what reads the addresses stands in this file.
+Addresses are integers here. `tir.commands.command_list` writes the commands; this module writes the address arithmetic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ..link.llvm_kernels import build_llvm
 _NAME = "relax_hetero.commands"
 
 HostFunction = Callable[..., int]
-"""Function of the addresses of three tables: slots (addresses, sizes), directs and kernels, and parameters."""
+"""Function of the addresses of two tables (slots with sizes; directs and kernels), and of the parameters."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -47,21 +47,23 @@ def compile_commands(
     parameters: tuple[str, ...],
     kernels: tuple[KernelSpec, ...],
 ) -> HostFunction:
-    """A function that runs commands; equal commands, on whatever memory, share it.
+    """Compile commands to a function; cached, because it does not depend on the memory.
 
     Parameters
     ----------
     commands : tuple of Command
+        Commands to run in order.
     slots, directs : int
-        How many there are.
+        Numbers of slots and of direct buffers.
     parameters : tuple of str
-        Their element types.
+        Element types of parameters.
     kernels : tuple of KernelSpec
+        Kernels that the commands call.
 
     Returns
     -------
     callable
-        Gives the status of the first kernel that failed, after which nothing ran, else 0.
+        Function that returns the status of the first failing kernel, after which it stops, else 0.
 
     Raises
     ------
@@ -72,12 +74,12 @@ def compile_commands(
     try:
         func = _Writer(slots, directs, parameters, kernels).write(commands).with_attr("target", target)
         return build_llvm(target, tvm.IRModule({_NAME: func}))[_NAME]
-    except Exception as error:  # what TVM raises has no common class
+    except Exception as error:  # TVM's exceptions here have no common class
         raise BuildError(f"a command buffer does not compile: {reason(error)}") from error
 
 
 class _Writer:
-    """Writes the host function of commands that were recorded by hand."""
+    """Writer of the host function of commands."""
 
     def __init__(self, slots: int, directs: int, parameters: Sequence[str], kernels: Sequence[KernelSpec]) -> None:
         self._slots, self._directs = slots, directs
@@ -88,7 +90,7 @@ class _Writer:
         self._list: CommandList
 
     def write(self, commands: Sequence[Command]) -> tirx.PrimFunc:
-        """The PrimFunc."""
+        """Write the PrimFunc of commands."""
         with Function(_NAME) as function:
             for param in (self._table, self._fixed, *self._params):
                 T.arg(str(param.name), param)

@@ -1,1 +1,1 @@
-"""Kernels and bytecode become one library, `link.py` first: constants lifted, addresses in tables, code by target."""
+"""Code generation and linking (begin with `link.py`): lifted constants, address tables, code by target."""

@@ -1,6 +1,6 @@
 """Calls of kernels from command buffers on llvm devices: by address from a table, or by name in `tvm.compile`.
 
-Command buffers find constants and kernels by address, in one table that the machine fills.
+Command buffers read the addresses of constants and kernels from one table that the machine fills.
 
 Before::
 
@@ -12,12 +12,11 @@ After::
     def main_commands(direct: T.Buffer((2,), "int64"), x: T.Buffer, y: T.Buffer):
         ... T.call_extern("int32", "relax_hetero.call.ppp", direct[1], x.data, T.reinterpret(ptr, direct[0]), y.data)
 
-A constant is a *direct* reference: it is where it is for as long as the machine lives, so passing it with each call, of
-hundreds, would be waste. A kernel could be called by name if it stood in the same LLVM module, but LLVM compiles a
-module on one core, and kernels are compiled in modules of a few (`parallel_codegen`). A call by address costs
-nanoseconds.
+A constant is a *direct* reference: its address is fixed for the life of the machine, so passing hundreds of them with
+each call would be waste. Kernels could be called by name only within one LLVM module, which LLVM compiles on one core;
+instead they are compiled in modules of a few kernels (`parallel_codegen`). A call by address costs nanoseconds.
 
-Each kernel that is called by address gets a packed function ``relax_hetero.address.NAME`` that says where it is.
+Each kernel that is called by address gets a packed function ``relax_hetero.address.NAME`` that returns its address.
 
 ``tvm.compile`` compiles kernels and command buffers together, and calls by name: see `with_noinline_kernels`.
 """
@@ -60,14 +59,14 @@ _LLVM_TYPES = {"bool": "i1", "float16": "half", "bfloat16": "bfloat", "float32":
 
 @dataclass(frozen=True)
 class AddressTable:
-    """A constant of zeros that the machine replaces: by addresses of other constants, then of kernels.
+    """A placeholder constant that the machine fills with addresses of other constants, then of kernels.
 
     Attributes
     ----------
     tensor : tvm.ir.GenericConst
-        Constant that lowered code names.
+        Placeholder in lowered code.
     region : str
-        The command buffer whose state it is (`form_cuda_graphs`); ``""`` for a table alone.
+        Command buffer whose graph state it is (`form_cuda_graphs`); ``""`` for a plain table.
     """
 
     tensor: tvm.ir.GenericConst
@@ -77,7 +76,7 @@ class AddressTable:
 
 
 def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
-    """A lowered module whose command buffers on llvm devices take a table of addresses, and the tables."""
+    """Make command buffers on llvm devices of a lowered module take address tables; returns also the tables."""
     buffers = {gv: func for gv, func in mod.functions.items() if is_llvm_buffer(func)}
     if not buffers:
         return mod, []
@@ -89,32 +88,33 @@ def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:
     devices = {region.name: vdevices[region.device] for region in regions_of(mod)}
     rewritten: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
 
-    fixed: dict[tvm.ir.GlobalVar, list[int]] = {}
+    # Indices of the arguments that are constants in all calls of a buffer. A step of a schedule calls the same buffer
+    # as its function, and may receive a value that is a constant there.
+    constant_args: dict[tvm.ir.GlobalVar, list[int]] = {}
 
-    def note(binding: relax.Binding) -> relax.Binding:
-        # A step of a schedule calls the buffer of its function, and may be given what is a constant there.
+    def find_constants(binding: relax.Binding) -> relax.Binding:
         call = binding.value
         if isinstance(call, relax.Call) and call.op in buffers:
-            found = fixed.get(call.op, range(len(call.args)))
-            fixed[call.op] = [i for i in found if is_tensor_constant(call.args[i])]
+            candidates = constant_args.get(call.op, range(len(call.args)))
+            constant_args[call.op] = [i for i in candidates if is_tensor_constant(call.args[i])]
         return binding
 
     for _, relax_func in relax_functions(mod):
-        map_bindings(relax_func, note)
+        map_bindings(relax_func, find_constants)
 
     def change(binding: relax.Binding) -> relax.Binding:
         call = binding.value
         if not isinstance(call, relax.Call) or call.op not in buffers:
             return binding
-        taken = fixed[call.op]
-        constants = [call.args[i] for i in taken]
+        indices = constant_args[call.op]
+        constants = [call.args[i] for i in indices]
         func = buffers[call.op]
         kernels = global_vars_in(func.body)
         table = _table(len(constants) + len(kernels), devices[call.op.name_hint])
         tables.append(AddressTable(table, constants, [kernel.name_hint for kernel in kernels]))
-        buffer = _with_table(func, taken, kernels)
+        buffer = _with_table(func, indices, kernels)
         rewritten[call.op] = buffer.with_attr(TRUSTED, True) if is_trusted else buffer
-        args = [table, *(arg for i, arg in enumerate(call.args) if i not in taken)]
+        args = [table, *(arg for i, arg in enumerate(call.args) if i not in indices)]
         new = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
         return relax.VarBinding(binding.var, new, binding.span)
 
@@ -129,22 +129,22 @@ def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
 
 
 def with_pointer_functions(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
-    """A lowered module with kernels also as functions of pointers.
+    """Add functions of pointers for kernels to a lowered module.
 
-    For llvm devices these are plain functions, called by address; for cuda devices packed ones that launch.
+    For llvm devices these are plain functions, called by address; for cuda devices packed functions that launch.
 
     Parameters
     ----------
     kernels : sequence of str
-        PrimFuncs by name; those that cannot be called raw are left out.
+        Names of PrimFuncs; those that cannot be called with raw pointers are left out.
 
     Returns
     -------
     tvm.IRModule, dict
-        And the symbol that each kernel is called by.
+        Module, and the symbol of each kernel's function.
     """
     functions = dict(mod.functions.items())
-    taken = {gv.name_hint for gv in functions}
+    names = {gv.name_hint for gv in functions}
     symbols: dict[str, str] = {}
     for gv, func in mod.functions.items():
         if gv.name_hint not in kernels or not isinstance(func, tirx.PrimFunc):
@@ -152,17 +152,21 @@ def with_pointer_functions(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[t
         kind, signature = func.attrs["target"].kind.name, raw_signature(func)
         if signature is None or not backend_of(kind).callable_by_hand:
             continue
-        # Kernels of a GPU get names of C++ from that of the function.
+        # Names of GPU kernels derive from the function's, and must be C++ identifiers.
         name = gv.name_hint if kind == "llvm" else re.sub(r"\W", "_", gv.name_hint)
-        raw = fresh_global_var(f"{name}_raw", gv.ty, taken)
-        made = raw_kernel(func, signature)
-        functions[raw] = named_kernel(raw, made) if kind == "llvm" else made.with_attr("global_symbol", raw.name_hint)
+        raw = fresh_global_var(f"{name}_raw", gv.ty, names)
+        pointer_func = raw_kernel(func, signature)
+        functions[raw] = (
+            named_kernel(raw, pointer_func)
+            if kind == "llvm"
+            else pointer_func.with_attr("global_symbol", raw.name_hint)
+        )
         symbols[gv.name_hint] = raw.name_hint
     return (copy_module(mod, functions), symbols) if symbols else (mod, symbols)
 
 
 def with_address_functions(part: tvm.IRModule) -> tvm.IRModule:
-    """A module to be compiled with a function ``relax_hetero.address.NAME`` for each kernel called by address."""
+    """Add a function ``relax_hetero.address.NAME`` to a module for each kernel that is called by address."""
     functions = dict(part.functions.items())
     for gv, func in part.functions.items():
         if str(func.attrs.get("global_symbol", "")) == kernel_symbol(gv.name_hint):
@@ -172,7 +176,7 @@ def with_address_functions(part: tvm.IRModule) -> tvm.IRModule:
 
 
 def named_kernel(gv: tvm.ir.GlobalVar, raw: tirx.PrimFunc) -> tirx.PrimFunc:
-    """A raw kernel with a symbol, which TVM leaves in the calling convention it has."""
+    """A raw kernel with a symbol, and attributes by which TVM keeps its calling convention."""
     return raw.with_attr({"global_symbol": kernel_symbol(gv.name_hint), "calling_conv": int(CallingConv.C_PACKED_FUNC)})
 
 
@@ -203,14 +207,14 @@ def _table(length: int, device: relax.VDevice) -> tvm.ir.GenericConst:
 
 
 def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence[tvm.ir.GlobalVar]) -> tirx.PrimFunc:
-    """A command buffer that reads these parameters' addresses, then the kernels', from its first parameter."""
+    """A command buffer that reads the addresses of some parameters and of kernels from its new first parameter."""
     direct = tirx.decl_buffer((max(len(constants) + len(kernels), 1),), "int64", "direct")
     entries: dict[Any, int] = {func.params[i]: entry for entry, i in enumerate(constants)}
     entries.update({kernel: len(constants) + entry for entry, kernel in enumerate(kernels)})
     thunks: dict[str, str] = {}
 
-    def entry(what: Any) -> tirx.Expr:
-        return direct[tirx.const(entries[what], "int64")]
+    def entry(key: Any) -> tirx.Expr:
+        return direct[tirx.const(entries[key], "int64")]
 
     def on_call(call: tvm.ir.Call) -> tvm.ir.Expr:
         if call.op in entries:
@@ -228,27 +232,27 @@ def _with_table(func: tirx.PrimFunc, constants: Sequence[int], kernels: Sequence
 
 
 def llvm_type(arg: tvm.ir.Expr) -> str:
-    """LLVM's name of the type that an argument is passed as."""
+    """The LLVM type of an argument."""
     return "ptr" if isinstance(arg.ty, tvm.ir.PointerType) else llvm_scalar(str(arg.ty.dtype))
 
 
 def llvm_scalar(dtype: str) -> str:
-    """LLVM's name of an element type of TVM's."""
+    """The LLVM type of a TVM element type."""
     return _LLVM_TYPES.get(dtype) or f"i{tvm.DataType(dtype).bits}"
 
 
 def kernel_symbol(kernel: str) -> str:
-    """The symbol of a kernel called by address: a function may have any name, an LLVM identifier may not."""
+    """The symbol of a kernel called by address: its name, escaped to an LLVM identifier."""
     return _SYMBOL + re.sub(r"[^A-Za-z0-9_.]", lambda match: f"${ord(match[0]):x}$", kernel)
 
 
 def thunk(types: Sequence[str]) -> tuple[str, str]:
-    """A function in LLVM's language that calls an address, as TIR cannot: its name, and its text.
+    """The name and the LLVM IR of a function that calls an address, which TIR cannot express.
 
     Parameters
     ----------
     types : sequence of str
-        LLVM's names of the types of arguments; the address comes before them, as an i64.
+        LLVM types of the arguments; the address comes before them, as an i64.
     """
     name = _THUNK + ".".join(types)
     params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))
@@ -261,14 +265,14 @@ def thunk(types: Sequence[str]) -> tuple[str, str]:
 
 
 def with_noinline_kernels(mod: tvm.IRModule) -> tvm.IRModule:
-    """A module of PrimFuncs whose command buffers on llvm devices call kernels that LLVM does not inline.
+    """Prevent LLVM from inlining kernels into command buffers on llvm devices, in a module of PrimFuncs.
 
-    TVM writes on each access of memory which variable of its kernel it goes through, and LLVM takes accesses through
-    two variables for different memory. Within a kernel they are. In a host function with its kernels inlined, one
-    kernel loads what another stored, and LLVM would load first. TIR has no word for a function that is not to be
-    inlined, LLVM's language has: the host function calls each kernel through a function of that language.
+    TVM emits TBAA metadata by which LLVM assumes that two variables of a kernel never alias. That holds within a
+    kernel, but not in a host function with inlined kernels, where one kernel loads what another has stored, and LLVM
+    could move the load before the store. TIR cannot mark functions as noinline, so the host function calls each kernel
+    through a function in LLVM IR.
 
-    ``rh.compile`` needs none of this: it compiles kernels apart from host functions.
+    ``rh.compile`` does not need this: it compiles kernels separately from host functions.
     """
     buffers = {gv: func for gv, func in mod.functions.items() if is_llvm_buffer(func)}
     if not buffers:

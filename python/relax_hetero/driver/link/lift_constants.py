@@ -1,7 +1,7 @@
-"""Constants leave the code: they become one tuple, the last parameter of every function that needs it.
+"""Lifting of constants out of the code, into a tuple that is the last parameter of every function that needs it.
 
-TVM's virtual machine copies every constant to its first device and keeps the executable's own copy too. Lifted, a
-constant is placed once on the device that uses it, and the file's bytes can be mapped instead of copied.
+TVM's virtual machine copies every constant to its first device and keeps the executable's own copy, too. A lifted
+constant is stored once, on the device that uses it, and the file's bytes can be mapped instead of copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LiftedConstants:
     Attributes
     ----------
     defaults : dict of str to dict of str to int
-        Function -> parameter -> index of the constant that is its default.
+        Index of the default constant by function and parameter.
     """
 
     mod: tvm.IRModule
@@ -52,7 +52,7 @@ class _ConstantTuple:
         vdevice = constant.ty.vdevice or self.vdevices[0]
         device = vdevice_index(vdevice, self.vdevices)
         data = constant.value
-        key = (device, hash(data))  # by identity: the table keeps the tensor alive
+        key = (device, hash(data))  # identity, which is unique because the table keeps the tensor alive
         if key not in self.index:
             self.index[key] = len(self.specs)
             shape = tuple(int(extent) for extent in data.shape)
@@ -64,14 +64,14 @@ class _ConstantTuple:
         return self.index[key]
 
     def add_table(self, direct: AddressTable) -> None:
-        """Add a table of addresses, after the constants it stands for."""
+        """Add an address table, after the constants that it refers to."""
         entries: list[int | str] = [*(self.add(constant) for constant in direct.constants), *direct.kernels]
         index = self.add(direct.tensor)
         self.specs[index] = replace(self.specs[index], addresses=tuple(entries), region=direct.region)
 
 
 def lift_constants(mod: tvm.IRModule, tables: Sequence[AddressTable] = ()) -> LiftedConstants:
-    """Lift every tensor constant of a lowered module (LowerToVM), and those that tables of addresses stand for."""
+    """Lift every tensor constant of a lowered module (LowerToVM), and the constants of address tables."""
     functions = dict(relax_functions(mod))
     takers = _takers(mod, functions)
     table = _ConstantTuple(vdevices_of(mod))
@@ -102,7 +102,7 @@ def _defaults(func: relax.Function, table: _ConstantTuple) -> dict[str, int]:
             tvm.ir.GenericConst(tensor, relax.TensorType(tensor.shape, str(tensor.dtype), types[str(name)].vdevice))
         )
         for name, tensor in func.attrs[DEFAULTS].items()
-        if str(name) in types  # passes of others bind parameters, or rename them
+        if str(name) in types  # unless a pass of the caller's has bound or renamed the parameter
     }
 
 
@@ -112,27 +112,27 @@ def _get_item(constants: relax.Var, index: int, ty: relax.TensorType) -> relax.C
 
 
 def _takers(mod: tvm.IRModule, functions: dict[tvm.ir.GlobalVar, relax.Function]) -> set[tvm.ir.GlobalVar]:
-    """Functions that hold a constant or call one that does."""
-    holds: set[tvm.ir.GlobalVar] = set()
+    """Functions that contain a constant, or call one that does."""
+    takers: set[tvm.ir.GlobalVar] = set()
     callers: dict[tvm.ir.GlobalVar, list[tvm.ir.GlobalVar]] = {}
     for gv, func in functions.items():
 
         def on_constant(constant: tvm.ir.GenericConst, gv: tvm.ir.GlobalVar = gv) -> None:
             if is_tensor_constant(constant):
-                holds.add(gv)
+                takers.add(gv)
 
         def on_global(callee: tvm.ir.GlobalVar, gv: tvm.ir.GlobalVar = gv) -> None:
             if callee in functions:
                 callers.setdefault(callee, []).append(gv)
 
         structural_walk(func.body, [(tvm.ir.GenericConst, on_constant), (tvm.ir.GlobalVar, on_global)])
-    pending = list(holds)
+    pending = list(takers)
     while pending:
         for caller in callers.get(pending.pop(), []):
-            if caller not in holds:
-                holds.add(caller)
+            if caller not in takers:
+                takers.add(caller)
                 pending.append(caller)
-    return holds
+    return takers
 
 
 def _replace(func: relax.Function, table: _ConstantTuple) -> tuple[relax.Expr, dict[int, relax.Var]]:
@@ -150,7 +150,7 @@ def _replace(func: relax.Function, table: _ConstantTuple) -> tuple[relax.Expr, d
 
 
 def _pass_on(call: relax.Call, takers: set[tvm.ir.GlobalVar], constants: relax.Var) -> relax.Call:
-    # A closure binds its function's last parameters, so the constants go last there too.
+    # A closure binds the last parameters of its function, so the constants come last there, too.
     is_closure = isinstance(call.op, relax.ExternFunc) and call.op.global_symbol == "vm.builtin.make_closure"
     callee = call.args[0] if is_closure else call.op
     if isinstance(callee, tvm.ir.GlobalVar) and callee in takers:

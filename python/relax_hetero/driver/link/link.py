@@ -1,7 +1,7 @@
-"""Kernels become code: TIR modules of one target each, linked with the bytecode into one executable.
+"""Code generation by target, and linking with the bytecode into one executable.
 
-TVM builds all host kernels of a module for the first target it meets, and CUDA kernels as host code where none is
-given. Here kernels are grouped by their own target, and no module is of two.
+TVM builds all host kernels of a module for the first target that it finds, and CUDA kernels without a target as host
+code. Here kernels are grouped into modules by their own target.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm
 from .parallel_codegen import Progress, build_in_parallel, cut
 from .threads.worker_threads import with_launch_setters, worker_threads
 
-# A function that calls itself last becomes a loop of the bytecode: its stack does not grow with the trips.
+# Tail calls become loops of the bytecode, so that the stack does not grow with the number of trips.
 #
 # Before, in a lowered module::
 #
@@ -44,12 +44,12 @@ from .threads.worker_threads import with_launch_setters, worker_threads
 #             r = v
 #         return r
 #
-# After, the module has one trip of it, and the bytecode repeats that trip::
+# After, the module has a function of one trip, and the bytecode repeats it::
 #
 #     def loop_trip(i, n, v):
 #         if less(i, n):
 #             i1, v1 = step(i, v)
-#             r = (1, i1, v1)     # again, with these instead of i and v
+#             r = (1, i1, v1)     # repeat, with these instead of i and v
 #         else:
 #             r = (0, v)          # the result
 #         return r
@@ -58,17 +58,17 @@ from .threads.worker_threads import with_launch_setters, worker_threads
 #           if t[0]: i, v = t[1], t[2]; go to loop
 #           return t[1]
 #
-# TVM's virtual machine keeps a frame on the C++ stack for each call, so that some ten thousand trips would end the
-# process. Relax has no loop, and a tail call says the same; every pass before this one sees an ordinary function.
+# TVM's virtual machine uses a frame of the C++ stack for each call, so that some ten thousand trips would crash the
+# process. Relax lacks loops, so passes before this one see an ordinary recursive function.
 
 _CHECKS = ("vm.builtin.match_shape", "vm.builtin.check_tensor_info", "vm.builtin.check_tuple_info")
 _STORE = 1
-"""The code by which match_shape keeps an extent (MatchShapeCode::kStoreToHeap in TVM's sources)."""
+"""The code by which match_shape stores an extent (MatchShapeCode::kStoreToHeap in TVM's sources)."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A function that is a loop of the bytecode.
+    """A function that becomes a loop of the bytecode.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Loop:
     params : tuple of str
         Names of the parameters of both.
     state : tuple of int
-        Positions of the parameters that a trip gives anew.
+        Indices of the parameters that a trip updates.
     """
 
     name: str
@@ -89,12 +89,12 @@ class Loop:
 
 
 def with_trips(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[Loop]]:
-    """A lowered module, its functions that call themselves last replaced by one trip of theirs, and these loops.
+    """Replace tail-recursive functions of a lowered module by functions of one trip; returns also their loops.
 
-    The trips stand in the places of the functions, under other symbols: calls of the functions mean the loops, which
-    `emit` adds to the bytecode.
+    A trip replaces its function under another symbol. Calls of the function refer to the loop, which `emit` adds to the
+    bytecode.
     """
-    functions, taken = dict(mod.functions.items()), {gv.name_hint for gv in mod.functions}
+    functions, names = dict(mod.functions.items()), {gv.name_hint for gv in mod.functions}
     loops: list[Loop] = []
     for gv, func in relax_functions(mod):
         calls = list(_tail_calls(func.body, gv))
@@ -104,9 +104,9 @@ def with_trips(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[Loop]]:
             i for i, param in enumerate(func.params) if any(not call.args[i].same_as(param) for call in calls)
         )
         name = f"{gv.name_hint}_trip"
-        while name in taken:
+        while name in names:
             name += "_"
-        taken.add(name)
+        names.add(name)
         body = _Trip(gv, carried).sequence(func.body, [], func.body.body)
         functions[gv] = with_body(func, body).with_attr("global_symbol", name)
         loops.append(Loop(gv.name_hint, name, tuple(param.name for param in func.params), carried))
@@ -114,7 +114,7 @@ def with_trips(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[Loop]]:
 
 
 def emit(builder: relax.ExecBuilder, loops: Sequence[Loop]) -> None:
-    """Add loops to the bytecode, whose trips are there."""
+    """Add loops to bytecode that has their trips."""
     for loop in loops:
         count = len(loop.params)
         trip, is_again, result = (count + i for i in range(3))
@@ -122,7 +122,7 @@ def emit(builder: relax.ExecBuilder, loops: Sequence[Loop]) -> None:
         with builder.function(loop.name, count, list(loop.params)):
             builder.emit_call(loop.trip, params, trip)
             builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(0)], is_again)
-            # The instructions of another trip: one for each carried value, the release of the tuple, the jump.
+            # Instructions to skip on the last trip: one for each carried value, the release of the tuple, the jump.
             builder.emit_if(builder.r(is_again), len(loop.state) + 3)
             for field, index in enumerate(loop.state, 1):
                 builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(field)], index)
@@ -133,8 +133,8 @@ def emit(builder: relax.ExecBuilder, loops: Sequence[Loop]) -> None:
 
 
 def _tail_calls(body: relax.Expr, own: tvm.ir.GlobalVar) -> Iterator[relax.Call]:
-    """The calls of a function by itself whose result is its result."""
-    last = _last(body)
+    """The tail calls of a function by itself."""
+    last = _result_binding(body)
     if last is None:
         return
     if isinstance(last.value, relax.If):
@@ -144,8 +144,8 @@ def _tail_calls(body: relax.Expr, own: tvm.ir.GlobalVar) -> Iterator[relax.Call]
         yield last.value
 
 
-def _last(body: relax.Expr) -> relax.Binding | None:
-    """The binding that makes what a body gives, if nothing but checks and the freeing of memory stand behind it."""
+def _result_binding(body: relax.Expr) -> relax.Binding | None:
+    """The binding of a body's result, if only checks and releases of memory follow it."""
     if not isinstance(body, relax.SeqExpr) or not isinstance(body.body, relax.Var):
         return None
     result = body.body
@@ -154,14 +154,14 @@ def _last(body: relax.Expr) -> relax.Binding | None:
             if binding.var.same_as(result):
                 if not isinstance(binding.value, relax.Var):
                     return binding
-                result = binding.value  # a second name
-            elif not _is_idle(binding.value):
+                result = binding.value  # an alias
+            elif not _may_follow_tail_call(binding.value):
                 return None
     return None
 
 
-def _is_idle(value: relax.Expr) -> bool:
-    """Return whether something only frees memory or checks types: the last trip does that for the result."""
+def _may_follow_tail_call(value: relax.Expr) -> bool:
+    """Return whether an expression only frees memory or checks types, which the last trip does for the result."""
     if op_name(value) == "relax.vm.kill_object" or isinstance(value, (relax.Var, relax.TupleGetItem)):
         return True
     if not isinstance(value, relax.Call) or not isinstance(value.op, relax.ExternFunc):
@@ -175,49 +175,49 @@ def _is_idle(value: relax.Expr) -> bool:
 
 @dataclass(frozen=True)
 class _Trip:
-    """Writes the body of one trip."""
+    """Writer of the body of one trip."""
 
     own: tvm.ir.GlobalVar
     state: tuple[int, ...]
 
     def sequence(self, body: relax.Expr, rest: list[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
-        """A body, what follows it in the bodies around it, and the function's result, as one body of a trip."""
+        """Rewrite a body, followed by the `rest` of the enclosing bodies and the function's result."""
         assert isinstance(body, relax.SeqExpr)
-        last: Any = _last(body)
-        before = [binding for block in body.blocks for binding in block.bindings]
+        last: Any = _result_binding(body)
+        bindings = [binding for block in body.blocks for binding in block.bindings]
         calls = list(_tail_calls(body, self.own))
         if calls and isinstance(last.value, relax.If):
-            position = next(i for i, binding in enumerate(before) if binding.same_as(last))
-            behind = [*before[position + 1 :], *rest]
+            position = next(i for i, binding in enumerate(bindings) if binding.same_as(last))
+            after = [*bindings[position + 1 :], *rest]
             branches = (
-                self.sequence(branch, *_renamed([relax.VarBinding(last.var, branch.body), *behind], result))
+                self.sequence(branch, *_with_new_variables([relax.VarBinding(last.var, branch.body), *after], result))
                 for branch in (last.value.true_branch, last.value.false_branch)
             )
             answer = relax.Var(last.var.name, relax.AnyType())
             choice = typed(relax.If(last.value.cond, *branches, last.value.span), answer.ty)
-            return _ending([*before[:position], relax.VarBinding(answer, choice, last.span)], answer)
+            return _sequence([*bindings[:position], relax.VarBinding(answer, choice, last.span)], answer)
         if calls:
-            position = next(i for i, binding in enumerate(before) if binding.same_as(last))
+            position = next(i for i, binding in enumerate(bindings) if binding.same_as(last))
             answer = relax.Var(last.var.name, relax.AnyType())
             again = relax.VarBinding(answer, _tuple(1, [last.value.args[i] for i in self.state]), last.span)
-            return _ending([*before[:position], again], answer)
+            return _sequence([*bindings[:position], again], answer)
         answer = relax.Var("result", relax.AnyType())
-        return _ending([*before, *rest, relax.VarBinding(answer, _tuple(0, [result]))], answer)
+        return _sequence([*bindings, *rest, relax.VarBinding(answer, _tuple(0, [result]))], answer)
 
 
-def _renamed(bindings: list[relax.Binding], result: relax.Expr) -> tuple[list[relax.Binding], relax.Expr]:
-    """Bindings of variables of their own, and a result in terms of these: bytecode has one register a variable."""
+def _with_new_variables(bindings: list[relax.Binding], result: relax.Expr) -> tuple[list[relax.Binding], relax.Expr]:
+    """Copy bindings and a result with new variables, because bytecode has one register per variable."""
     new: dict[relax.Var, relax.Var] = {}
 
-    def of(expr: relax.Expr) -> relax.Expr:
+    def rename(expr: relax.Expr) -> relax.Expr:
         return structural_map(expr, (relax.Var, lambda var: new.get(var, var)))
 
     copies: list[relax.Binding] = []
     for binding in bindings:
-        value = of(binding.value)
+        value = rename(binding.value)
         new[binding.var] = relax.Var(binding.var.name, binding.var.ty)
         copies.append(relax.VarBinding(new[binding.var], value, binding.span))
-    return copies, of(result)
+    return copies, rename(result)
 
 
 def _tuple(is_again: int, values: list[relax.Expr]) -> relax.Call:
@@ -225,7 +225,7 @@ def _tuple(is_again: int, values: list[relax.Expr]) -> relax.Call:
     return relax.Call(make, [relax.prim_value(is_again), *values], None, [relax.AnyType()], ret_ty=relax.AnyType())
 
 
-def _ending(bindings: list[relax.Binding], result: relax.Var) -> relax.SeqExpr:
+def _sequence(bindings: list[relax.Binding], result: relax.Var) -> relax.SeqExpr:
     return typed(relax.SeqExpr([relax.BindingBlock(bindings)], result), result.ty)
 
 
@@ -241,8 +241,8 @@ class Linked:
     module : tvm.runtime.Module
         Module of kind ``relax.VMExecutable``.
     machine_code : dict of str to bytes
-        Machine code of CUDA kernels that the module holds as source, because TVM's CUDA runtime is not here; by
-        `vm.file.cuda_modules.source_key`.
+        Machine code, by `vm.file.cuda_modules.source_key`, of CUDA kernels that the module contains as source because
+        TVM's CUDA runtime is absent.
     """
 
     module: tvm.runtime.Module
@@ -250,22 +250,22 @@ class Linked:
 
 
 def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolder | None = None) -> Linked:
-    """Build a lowered module without constants.
+    """Compile and link a lowered module without constants.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        Lowered (LowerToVM), constants lifted; each PrimFunc has a target, or none if it computes shapes on the host.
+        Lowered module (LowerToVM) with lifted constants; PrimFuncs without a target compute shapes on the host.
     progress : Progress, optional
-        Told how many kernels are compiled.
+        Called with the number of compiled kernels.
     folder : CacheFolder, optional
-        Folder of the compile cache, where machine code of CUDA kernels is kept.
+        Compile cache, which also stores machine code of CUDA kernels.
 
     Raises
     ------
     BuildError
-        A kernel does not compile, is written for another kind of device or calls a symbol that is nowhere, or TVM has
-        no code generator for its target; names the kernel and the target. There is no CUDA compiler.
+        A kernel does not compile, is written for another kind of device or calls an undefined symbol; TVM lacks a code
+        generator for its target; or there is no CUDA compiler.
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else any_host()
@@ -275,71 +275,71 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
         mod, loops = with_trips(mod)
         rest = vm_build._vmcodegen(builder, mod)
         emit(builder, loops)
-    except Exception as error:  # as below
+    except Exception as error:  # TVM's exceptions here have no common class
         raise BuildError(f"no bytecode can be made of this module: {reason(error)}") from error
     groups = group_by_target(rest, host_target)
     for target, group in groups:
         if target.kind.name == "llvm" and not external:
             check_external_symbols(group)
     parts = [(target, with_address_functions(part)) for target, group in groups for part in cut(target, group)]
-    if not external:  # which would run on TVM's threads, beside the others
+    if not external:  # external code runs on TVM's threads, which would compete with workers
         parts = with_launch_setters(parts)
-    built = build_in_parallel(parts, lambda target, part: _built(target, part, host_target), progress)
-    libraries, machine_code = _finished([target for target, _ in parts], built, progress, folder)
+    built = build_in_parallel(parts, lambda target, part: _check_and_build(target, part, host_target), progress)
+    libraries, machine_code = _link_by_backend([target for target, _ in parts], built, progress, folder)
     libraries += worker_threads(parts, host_target)
     if not libraries and not external and host_target.kind.name == "llvm":
-        # TVM would put an empty module of C there, which a compiler of C would have to link.
+        # Otherwise TVM adds an empty C module, which needs a C compiler to link.
         libraries = [build_llvm(host_target, tvm.IRModule())]
     first = libraries[0] if libraries else None
     return Linked(relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {}), machine_code)
 
 
 def any_host() -> tvm.target.Target:
-    """The target of host code in an executable without a CPU device: launches of kernels, on any CPU of this kind.
+    """The target of host code in an executable without a CPU device: any CPU of this architecture.
 
-    Nothing in its manifest says what this CPU has, and the file is made to be run on other machines.
+    The file may run on other computers, and its manifest does not list the features of a CPU to check.
     """
     return tvm.target.Target({"kind": "llvm", "mtriple": str(native("llvm").attrs["mtriple"])})
 
 
-def _finished(
+def _link_by_backend(
     targets: Sequence[tvm.target.Target],
     built: Sequence[Any],
     progress: Progress | None = None,
     folder: CacheFolder | None = None,
 ) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
-    """Modules of each target, finished by the targets' back ends; and machine code apart (`Backend.link`)."""
+    """Have the back ends of the targets finish their modules; returns also separate machine code (`Backend.link`)."""
     modules, machine_code = list(built), dict[str, bytes]()
     kinds = [target.kind.name for target in targets]
     for kind in dict.fromkeys(kinds):
-        own = [index for index, other in enumerate(kinds) if other == kind]
-        finished, codes = backend_of(kind).link([built[index] for index in own], progress, folder)
-        for index, module in zip(own, finished, strict=True):
+        indices = [index for index, other in enumerate(kinds) if other == kind]
+        linked, codes = backend_of(kind).link([built[index] for index in indices], progress, folder)
+        for index, module in zip(indices, linked, strict=True):
             modules[index] = module
         machine_code.update(codes)
     return modules, machine_code
 
 
 def external_modules(mod: tvm.IRModule) -> list[tvm.runtime.Module]:
-    """Code that a module brings along compiled."""
+    """Compiled modules in a module's attributes (``external_mods``)."""
     return list(mod.attrs["external_mods"]) if mod.attrs and "external_mods" in mod.attrs else []
 
 
 def argument_alignment(mod: tvm.IRModule) -> int:
-    """The alignment in bytes that the linked code needs of a host tensor's address."""
+    """The alignment in bytes that linked code requires of a host tensor's address."""
     return ALIGNMENT if external_modules(mod) else ARGUMENT_ALIGNMENT
 
 
 def check_external_symbols(mod: tvm.IRModule) -> None:
-    """Check the symbols that the CPU kernels of a module call against its own and those of this process.
+    """Require that the module or this process defines all symbols that the module's CPU kernels call.
 
-    LLVM's JIT would end the process when a kernel calls a symbol that nobody defines. Kernels that bring code along
-    (``pragma_import_llvm``) are not looked into.
+    LLVM's JIT aborts the process when a kernel calls an undefined symbol. Kernels that import code
+    (``pragma_import_llvm``) are not checked.
 
     Raises
     ------
     BuildError
-        Names the kernel and the symbol.
+        An undefined symbol; the message names the kernel.
     """
     process = ctypes.CDLL(None)
     for kernel, symbols in external_calls(mod).items():
@@ -352,7 +352,7 @@ def check_external_symbols(mod: tvm.IRModule) -> None:
 
 
 def external_calls(mod: tvm.IRModule) -> dict[str, list[str]]:
-    """The symbols that each kernel of a module calls and the module itself lacks; by the kernels' names, in order."""
+    """The symbols that each kernel of a module calls and the module lacks, by kernel in order of names."""
     kernels = [(gv, func) for gv, func in mod.functions.items() if isinstance(func, tirx.PrimFunc)]
     own = {str(func.attrs["global_symbol"]) for _, func in kernels if "global_symbol" in func.attrs}
     return {
@@ -362,23 +362,23 @@ def external_calls(mod: tvm.IRModule) -> dict[str, list[str]]:
 
 
 def _external_symbols(func: tirx.PrimFunc) -> list[str]:
-    found: list[str] = []
+    symbols: list[str] = []
     imports: list[str] = []
 
     def on_call(call: tvm.ir.Call) -> None:
         if isinstance(call.op, tvm.ir.Op) and call.op.name in _EXTERNAL_CALLS:
-            found.append(str(call.args[0].value))
+            symbols.append(str(call.args[0].value))
 
     def on_attribute(statement: tirx.AttrStmt) -> None:
         if statement.attr_key.startswith("pragma_import"):
             imports.append(statement.attr_key)
 
     structural_walk(func.body, [(tvm.ir.Call, on_call), (tirx.AttrStmt, on_attribute)])
-    return [] if imports else found
+    return [] if imports else symbols
 
 
 def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tvm.target.Target, tvm.IRModule]]:
-    """The module's PrimFuncs, a module for each distinct target, in order of the targets' text."""
+    """Split a module's PrimFuncs into a module for each target, in order of the targets' text."""
     groups: dict[str, tuple[tvm.target.Target, dict[tvm.ir.GlobalVar, tirx.PrimFunc]]] = {}
     for gv, func in mod.functions.items():
         if isinstance(func, tirx.PrimFunc):
@@ -388,12 +388,12 @@ def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tv
 
 
 def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
-    """Compile kernels of one target; BuildError names the first that does not compile."""
-    return _finished([target], [_built(target, group, host)])[0][0]
+    """Compile and link kernels of one target; the BuildError names the first that does not compile."""
+    return _link_by_backend([target], [_check_and_build(target, group, host)])[0][0]
 
 
-def _built(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:
-    """Compile kernels of one target, as far as `Backend.build` does."""
+def _check_and_build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:
+    """Check and compile kernels of one target (`Backend.build`)."""
     kind = target.kind.name
     if tvm.get_global_func(f"target.build.{kind}", allow_missing=True) is None:
         names = ", ".join(sorted(gv.name_hint for gv in group.get_global_vars())[:3])
@@ -403,12 +403,12 @@ def _built(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Targ
         )
     for gv, func in group.functions.items():
         if "global_symbol" in func.attrs and not runs_commands(func) and binds_threads(func) != _is_gpu(target):
-            found = "binds GPU threads" if binds_threads(func) else "binds no GPU threads, so it would run on the host"
-            raise BuildError(f"kernel {gv.name_hint!r} for target kind {kind!r} {found}")
+            fault = "binds GPU threads" if binds_threads(func) else "binds no GPU threads, so it would run on the host"
+            raise BuildError(f"kernel {gv.name_hint!r} for target kind {kind!r} {fault}")
     try:
         return _build(target, group, host)
-    except Exception as error:  # what TVM raises here has no common class
-        raise _blame(target, group, host, error) from error
+    except Exception as error:  # TVM's exceptions here have no common class
+        raise _kernel_error(target, group, host, error) from error
 
 
 def runs_commands(func: tirx.PrimFunc) -> bool:
@@ -440,10 +440,12 @@ def _code_generators() -> list[str]:
     return sorted(n[len(prefix) :] for n in list_global_func_names() if n.startswith(prefix))
 
 
-def _blame(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target, error: Exception) -> BuildError:
+def _kernel_error(
+    target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target, error: Exception
+) -> BuildError:
     for gv, func in sorted(group.functions.items(), key=lambda pair: pair[0].name_hint):
         if runs_commands(func):
-            continue  # what it calls is not there
+            continue  # its callees would be missing
         try:
             _build(target, tvm.IRModule({gv: func}), host)
         except Exception as single:  # the same errors as above

@@ -1,7 +1,7 @@
-"""Kernels of llvm devices become LLVM modules: TVM's steps, and the changes that kernels of a model need between.
+"""Compilation of kernels of llvm devices: TVM's pipeline with some passes in between.
 
-Parameters may begin at any address that numpy gives, checks of arguments that are known to fit are dropped, temporaries
-of plain functions get a device, and functions of vectors become arithmetic (`lower_vector_math`).
+The passes relax the alignment of parameters to numpy's, drop checks of arguments that the machine has made, add a
+device to temporaries of plain functions, and expand vector functions to arithmetic (`lower_vector_math`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from ...transform.ir.rewriting import relax_functions, walk_bindings
 from ...transform.lower.settle_packed_results import is_foreign
 from ...vm.file.export import SYMBOL_PREFIX
 
-# LowerVectorMath: functions of vectors become arithmetic.
+# LowerVectorMath: expansion of vector functions to arithmetic.
 #
-# TVM's code generator hands ``T.exp`` of a vector to LLVM, which calls the C library once per lane. Here such a call
-# becomes one of a function in LLVM's language, made of the formulas of `tir.math.vector_math`, that is imported and
-# inlined.
+# TVM's code generator passes ``T.exp`` of a vector to LLVM, which calls the C library once per lane. Here such a call
+# becomes a call of an imported, inlined function in LLVM IR, made from the formulas of `tir.math.vector_math`.
 #
 # Before::
 #
@@ -40,10 +39,9 @@ from ...vm.file.export import SYMBOL_PREFIX
 #     T.attr(0, "pragma_import_llvm", "define <16 x float> @relax_hetero.exp.16(<16 x float> %x0) { ... }")
 #     B[i * 16 : i * 16 + 16] = T.call_pure_extern("relax_hetero.exp.16", A[i * 16 : i * 16 + 16], "float32x16")
 #
-# What rounds vectors to bfloat16 (`tir.math.casts`) becomes an instruction where the machine has one.
-# Vectors of float16 and bfloat16 are computed in float32; float64 and scalars stay the C library's, vectors of float64
-# lane by lane where LLVM does not do that itself. Assumes vectorized loops, kernels of the kind llvm, and that
-# LowerIntrin is still to come.
+# Rounding of vectors to bfloat16 (`tir.math.casts`) becomes an instruction if the CPU has one. Vectors of float16 and
+# bfloat16 are computed in float32. Scalars and float64 use the C library, vectors of float64 lane by lane where LLVM
+# does not split them itself. The pass assumes vectorized loops and kernels of the kind llvm, before LowerIntrin.
 
 _MODULES: dict[Any, str] = {
     vector_math: "exp log tanh erf sigmoid",
@@ -58,15 +56,15 @@ _FUNCTIONS: dict[str, Callable[..., tirx.Expr]] = {
     "square": vector_powers.square,
     "cube": vector_powers.cube,
 }
-_COMPUTED = ("float32", "float16", "bfloat16")
-# Those that LLVM has no vectors of, and so TVM no code for vectors of float64.
-_SCALAR = frozenset(f"tirx.{name}" for name in "erf log1p sinh cosh asinh acosh asin acos atan".split())
+_EXPANDED_TYPES = ("float32", "float16", "bfloat16")
+# Functions without LLVM vector intrinsics, so TVM cannot generate code for vectors of float64.
+_SCALAR_ONLY = frozenset(f"tirx.{name}" for name in "erf log1p sinh cosh asinh acosh asin acos atan".split())
 _KNOWN_POWERS = {2.0: "square", 3.0: "cube"}
 _IMPORT = "pragma_import_llvm"
 
 
 def LowerVectorMath() -> tvm.transform.Pass:
-    """Replace functions of vectors in the PrimFuncs of a module."""
+    """Expand vector functions in the PrimFuncs of a module."""
 
     @tvm.transform.module_pass(opt_level=0, name="LowerVectorMath")
     def run(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
@@ -76,25 +74,24 @@ def LowerVectorMath() -> tvm.transform.Pass:
 
 
 def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """See the module's docstring."""
+    """Expand vector functions in a PrimFunc; see above."""
     used: set[tuple[str, int]] = set()
-
-    rounds = _rounds_to_bfloat16(func)
+    has_bfloat16_rounding = _has_bfloat16_rounding(func)
 
     def on_call(call: tvm.ir.Call) -> tvm.ir.Call:
         if not isinstance(call.op, tvm.ir.Op) or call.op.name not in (*_FUNCTIONS, BITS):
             return call
         element, _, lanes = str(call.ty.dtype).partition("x")
         if call.op.name == BITS:
-            if not lanes or not rounds:
+            if not lanes or not has_bfloat16_rounding:
                 return call
             used.add((BITS, int(lanes)))
             return T.call_pure_extern(str(call.ty.dtype), _symbol(BITS, int(lanes)), *call.args)
-        if lanes and element == "float64" and call.op.name in _SCALAR:
+        if lanes and element == "float64" and call.op.name in _SCALAR_ONLY:
             return _lane_by_lane(call, int(lanes))
-        if not lanes or element not in _COMPUTED:
+        if not lanes or element not in _EXPANDED_TYPES:
             return call
-        name, operands = _of_known_power(call.op.name, list(call.args))
+        name, operands = _simplify_power(call.op.name, list(call.args))
         used.add((name, int(lanes)))
         single = f"float32x{lanes}"
         operands = [operand if element == "float32" else T.cast(operand, single) for operand in operands]
@@ -112,25 +109,25 @@ def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
 def _lane_by_lane(call: tvm.ir.Call, lanes: int) -> tirx.Expr:
     operand = tirx.Var("operand", call.args[0].ty)
     scalar = tvm.ir.PrimType(str(call.ty.dtype).partition("x")[0])
-    parts = [tvm.ir.Call(call.op, [lane_of(operand, lane)], ret_ty=scalar) for lane in range(lanes)]
-    return tirx.Let(operand, call.args[0], tirx.Shuffle(parts, list(range(lanes))))
+    results = [tvm.ir.Call(call.op, [lane_of(operand, lane)], ret_ty=scalar) for lane in range(lanes)]
+    return tirx.Let(operand, call.args[0], tirx.Shuffle(results, list(range(lanes))))
 
 
-def _of_known_power(name: str, operands: list[tirx.Expr]) -> tuple[str, list[tirx.Expr]]:
-    """Squares and cubes are products."""
+def _simplify_power(name: str, operands: list[tirx.Expr]) -> tuple[str, list[tirx.Expr]]:
+    """Replace powers of 2 and 3 by products."""
     if name != "tirx.pow" or not isinstance(operands[1], tirx.Broadcast):
         return name, operands
     exponent = operands[1].value
-    known = _KNOWN_POWERS.get(float(exponent.value)) if isinstance(exponent, tirx.FloatImm) else None
-    return (known, operands[:1]) if known else (name, operands)
+    product = _KNOWN_POWERS.get(float(exponent.value)) if isinstance(exponent, tirx.FloatImm) else None
+    return (product, operands[:1]) if product else (name, operands)
 
 
 def _symbol(name: str, lanes: int) -> str:
     return f"relax_hetero.{name.rpartition('.')[2]}.{lanes}"
 
 
-def _rounds_to_bfloat16(func: tirx.PrimFunc) -> bool:
-    """Return whether a kernel's machine has an instruction for it; for others LLVM calls a library, lane by lane."""
+def _has_bfloat16_rounding(func: tirx.PrimFunc) -> bool:
+    """Return whether a kernel's CPU can round to bfloat16; for other CPUs LLVM calls a library for each lane."""
     target = func.attrs.get("target")
     return target is not None and target.kind.name == "llvm" and "avx512bf16" in cpu_target_of(target).features
 
@@ -150,11 +147,11 @@ def _definition(name: str, lanes: int) -> str:
     return llvm_function(_symbol(name, lanes), params, vector_math.as_expression(function, *params))
 
 
-# Bytes at whose multiples malloc of 64-bit systems, and so numpy, puts arrays (max_align_t).
 ARGUMENT_ALIGNMENT = 16
+"""Bytes of alignment of malloc on 64-bit systems (max_align_t), and hence of numpy's arrays."""
 
 TRUSTED = "relax_hetero.trusted"
-"""On a PrimFunc: its arguments have been checked."""
+"""Attribute of a PrimFunc whose arguments have been checked before."""
 
 
 def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Module:
@@ -165,12 +162,12 @@ def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Mo
     target : tvm.target.Target
         Target of the kind llvm.
     group : tvm.IRModule
-        PrimFuncs only, of this target or none.
+        PrimFuncs of this target or without one.
 
     Returns
     -------
     tvm.runtime.Module
-        Module of kind ``llvm``. Errors of TVM for code that does not compile have no common class.
+        Module of kind ``llvm``. TVM's exceptions for code that does not compile have no common class.
     """
     full = target if target.host is not None else target.with_host(target)
     pipeline, finalize, _ = tirx.get_default_tir_pipeline(full)
@@ -182,21 +179,21 @@ def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Mo
 
 
 def loosen_alignment(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """`func` with parameters that may begin at any multiple of `ARGUMENT_ALIGNMENT` bytes.
+    """Reduce the assumed alignment of a function's parameters to `ARGUMENT_ALIGNMENT` bytes.
 
-    TVM's code relies on tensors that begin at multiples of 64 bytes, as its own allocations do; numpy's would have to
-    be copied. The x86 instructions that fault on other addresses are no faster at these than the others. Only SSE,
-    which folds loads of aligned memory into arithmetic, gains, and it asks for 16 bytes.
+    TVM's code assumes its own allocations' alignment of 64 bytes, for which numpy arrays would have to be copied. On
+    x86 aligned moves are no faster than unaligned ones on aligned addresses. Only SSE gains from alignment, because it
+    folds aligned loads into arithmetic, and it requires just 16 bytes.
     """
-    loosened = {
-        param: _loosened(param)
+    params = {
+        param: _loosen_param(param)
         for param in func.params
         if is_buffer_var(param) and int(param.ty.data_alignment) > ARGUMENT_ALIGNMENT
     }
-    return structural_map(func, (tvm.ir.Var, lambda var: loosened.get(var, var))) if loosened else func
+    return structural_map(func, (tvm.ir.Var, lambda var: params.get(var, var))) if params else func
 
 
-def _loosened(buffer: tvm.ir.Var) -> tvm.ir.Var:
+def _loosen_param(buffer: tvm.ir.Var) -> tvm.ir.Var:
     ty = buffer.ty
     return tirx.decl_buffer(
         ty.shape,
@@ -213,10 +210,10 @@ def _loosened(buffer: tvm.ir.Var) -> tvm.ir.Var:
 
 
 def types_are_true(mod: tvm.IRModule) -> bool:
-    """Return whether every tensor in a module's Relax functions is what its type says, if the arguments of calls are.
+    """Return whether all tensors in a module's Relax functions match their types, given checked arguments.
 
-    The machine has checked the arguments of a call; all else was allocated, or is a constant. Only the results of other
-    packed functions may be anything.
+    The machine checks arguments; other tensors are allocated or constants. Only results of foreign packed functions may
+    differ from their types.
     """
     for _, func in relax_functions(mod):
         if any(not _is_checked(param.ty) for param in func.params):
@@ -235,10 +232,9 @@ def _is_checked(ty: tvm.ir.Type) -> bool:
 
 
 def without_checks(mod: tvm.IRModule) -> tvm.IRModule:
-    """Drop TVM's checks of the arguments of functions marked `TRUSTED`; assumes packed functions (MakePackedAPI).
+    """Drop TVM's argument checks in functions marked `TRUSTED`; runs after MakePackedAPI.
 
-    TVM checks every tensor that a packed function is given, in code that takes LLVM the longer the more tensors there
-    are: a command buffer of a model has hundreds.
+    LLVM's compile time grows with the number of checked tensors, and a command buffer of a model has hundreds.
     """
     trusted = {
         gv: func for gv, func in mod.functions.items() if isinstance(func, tirx.PrimFunc) and TRUSTED in func.attrs
@@ -251,10 +247,10 @@ def without_checks(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def with_workspace_device(mod: tvm.IRModule) -> tvm.IRModule:
-    """The functions of a CPU, of which those that are no packed functions name the device of their temporaries.
+    """Add the device of temporaries to functions that are not packed functions.
 
-    TVM takes the device from the arguments of a packed function, and refuses temporaries in any other. It has to be
-    said between TVM's two pipelines: an earlier pass, StorageRewrite, moves temporaries to the top of the function.
+    TVM takes the device from the arguments of a packed function, and refuses temporaries in other functions. This runs
+    between TVM's two pipelines, because StorageRewrite in the first moves temporaries to the begin of the function.
     """
     functions = {gv: func if _is_packed(func) else _with_device(func) for gv, func in mod.functions.items()}
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
@@ -266,12 +262,12 @@ def _is_packed(func: tirx.PrimFunc) -> bool:
 
 def _with_device(func: tirx.PrimFunc) -> tirx.PrimFunc:
     body = func.body
-    # Temporaries are given back where the scope ends, which must be before a return.
+    # Temporaries are freed at the end of the scope, which must be before a return.
     if isinstance(body, tirx.SeqStmt) and isinstance(body.seq[-1], tirx.stmt.Return):
         return func.with_body(tirx.SeqStmt([_scope(tirx.SeqStmt(list(body.seq)[:-1])), body.seq[-1]]))
     return func.with_body(_scope(body))
 
 
 def _scope(body: tirx.Stmt) -> tirx.Stmt:
-    # CPUs have one workspace, whatever their numbers.
+    # All CPU devices share one workspace.
     return tirx.AttrStmt(tvm.ir.StringImm("default"), "device_id", tirx.const(0, "int32"), body)

@@ -1,7 +1,7 @@
-"""Kernels of a target are compiled a few at a time, on all cores.
+"""Parallel compilation of kernels in modules of a few kernels each.
 
-LLVM compiles a module on one core. A module is cut into parts of a few kernels whose code does not depend on how many
-cores there are, so that a model compiles to the same bytes anywhere.
+LLVM compiles a module on one core. The split into modules does not depend on the number of cores, so that a model
+compiles to the same bytes on any computer.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from tvm_ffi import VisitInterrupt, structural_walk
 from ...target.cpu_cores import num_cores
 from ...vm.device.interruptible import run_in_threads
 
-# Each module repeats some code and set-up, worth about a tenth of a kernel; fewer kernels a module share work better.
-KERNELS_A_MODULE = 4
+KERNELS_PER_MODULE = 4
+"""Fewer balance the load better, but each module repeats set-up worth about a tenth of a kernel."""
 
 Build = Callable[[Target, tvm.IRModule], tvm.runtime.Module]
 Progress = Callable[[str, int, int], None]
-"""Called with a step, how many parts of it are done, and how many there are."""
+"""Function that is called with a stage, the number of its tasks that are done, and their total number."""
 
 
 def cut(target: Target, group: tvm.IRModule) -> list[tvm.IRModule]:
-    """Kernels of one target as modules that are compiled one by one, in order of the kernels' names.
+    """Split the kernels of one target into modules, in order of the kernels' names.
 
-    Kernels of llvm targets are cut apart unless one of them calls another; kernels of other targets stay together.
+    Kernels of other targets than llvm, and kernels that call each other, stay together.
     """
     kernels = sorted(group.functions.items(), key=lambda pair: pair[0].name_hint)
-    if target.kind.name != "llvm" or len(kernels) <= KERNELS_A_MODULE or _call_each_other(kernels):
+    if target.kind.name != "llvm" or len(kernels) <= KERNELS_PER_MODULE or _call_each_other(kernels):
         return [group]
-    parts = -(-len(kernels) // KERNELS_A_MODULE)
-    return [tvm.IRModule(dict(kernels[part::parts])) for part in range(parts)]
+    count = -(-len(kernels) // KERNELS_PER_MODULE)
+    return [tvm.IRModule(dict(kernels[index::count])) for index in range(count)]
 
 
 def build_in_parallel(
     parts: Sequence[tuple[Target, tvm.IRModule]], build: Build, progress: Progress | None = None
 ) -> list[tvm.runtime.Module]:
-    """The results of `build` for each part, in order; it is called from several threads.
+    """Call `build` for each part in several threads; returns the results in order.
 
     Raises
     ------
     Exception
-        The error that `build` raises for the first part, in order, that fails.
+        The error of `build` for the first part, in order, that fails.
     """
     counter = _Counter(progress, sum(len(part.functions) for _, part in parts))
     context = tvm.transform.PassContext.current()
-    if context.instruments:  # the caller's objects, which are asked from the caller's thread only
+    if context.instruments:  # the caller's objects, which must be called from the caller's thread
         return [counter.done(part, build(target, part)) for target, part in parts]
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
@@ -58,11 +58,11 @@ def build_in_parallel(
             return build(target, part)
 
     tasks = [partial(task, target, part) for target, part in parts]
-    return run_in_threads(tasks, num_cores(), "relax_hetero.driver", lambda number: counter.done(parts[number][1]))
+    return run_in_threads(tasks, num_cores(), "relax_hetero.driver", lambda index: counter.done(parts[index][1]))
 
 
 class _Counter:
-    """Tells how many kernels are built."""
+    """Counter of compiled kernels, which reports progress."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._built, self._total = progress, 0, total
@@ -76,7 +76,7 @@ class _Counter:
 
 
 def _copy(context: tvm.transform.PassContext) -> tvm.transform.PassContext:
-    """The settings of a context, which is itself one thread's."""
+    """A copy of a context for another thread."""
     return tvm.transform.PassContext(
         int(context.opt_level), list(context.required_pass), list(context.disabled_pass), None, dict(context.config)
     )

@@ -1,4 +1,4 @@
-"""Functions for calls whose arguments look like those of an earlier call: nothing is checked or worked out again.
+"""Entry points for repeated calls with arguments of the same shapes, which skip checks and shape computations.
 
 Before::
 
@@ -13,7 +13,7 @@ Before::
         storage = R.vm.alloc_storage(size, 0, "uint8", "global")
         ...
 
-After, beside the unchanged `main`::
+After, in addition to the unchanged `main`::
 
     @R.function
     def main_shared(x, constants):      # the checks, the sizes of tensors, and the constants
@@ -25,11 +25,11 @@ After, beside the unchanged `main`::
         storage = R.vm.alloc_storage(size, 0, "uint8", "global")
         ...
 
-The machine knows of each call whether its arguments have the devices, element types and shapes of an earlier one
-(`vm.args.call_cache`). It calls `main_shared` once for each of these looks, and `main_repeated` from then on. So a
-symbolic function costs the host as little as a static one.
+The machine recognizes calls whose arguments have the devices, element types and shapes of an earlier call
+(`vm.args.call_cache`). It calls `main_shared` once for each such combination, and `main_repeated` from then on, so that
+a symbolic function costs the CPU as little as a static one.
 
-A function has them if its parameters are tensors, and all its sizes follow from the sizes of these.
+A function gets these entry points if its parameters are tensors whose sizes determine all other sizes.
 """
 
 from __future__ import annotations
@@ -53,44 +53,44 @@ from ...transform.ir.rewriting import (
 _HEAP, _NO_HEAP = "vm.builtin.alloc_shape_heap", "relax.null_value"
 _CHECK, _MATCH = "vm.builtin.check_tensor_info", "vm.builtin.match_shape"
 _SHARED = ("vm.builtin.make_prim_value", "vm.builtin.make_shape", "vm.builtin.tuple_getitem")
-"""Calls that give the same for the same constants, sizes and types."""
-_OF_KNOWN_SHAPE = ("relax.vm.alloc_tensor", "vm.builtin.reshape")
-"""Calls that make a tensor of a shape that they are given."""
+"""Calls whose results depend only on constants, sizes and types."""
+_MAKE_TENSOR = ("relax.vm.alloc_tensor", "vm.builtin.reshape")
+"""Calls that make a tensor of a given shape."""
 _STORE = 1
-"""The code by which `_MATCH` keeps an extent (MatchShapeCode::kStoreToHeap in TVM's sources)."""
+"""The code by which `_MATCH` stores an extent (MatchShapeCode::kStoreToHeap in TVM's sources)."""
 
 
 def with_repeated_calls(mod: tvm.IRModule, names: Iterable[str]) -> tuple[tvm.IRModule, tuple[RepeatedCall, ...]]:
-    """A lowered module without constants, with these functions for those of the functions `names` that can have them.
+    """Add these entry points to a module for those of the functions `names` that can have them.
 
-    Assumes that shapes are lowered and constants lifted. All other functions stay as they are.
+    Assumes that shapes are lowered and constants lifted.
     """
-    functions, taken = dict(mod.functions.items()), {gv.name_hint for gv in mod.functions}
-    wanted, found = set(names), []
+    functions, all_names = dict(mod.functions.items()), {gv.name_hint for gv in mod.functions}
+    eligible, repeated_calls = set(names), []
 
     def add(name: str, func: relax.Function) -> str:
-        gv = fresh_global_var(name, func.ty, taken)
+        gv = fresh_global_var(name, func.ty, all_names)
         functions[gv] = func.with_attr("global_symbol", gv.name_hint)
         return gv.name_hint
 
     for gv, func in relax_functions(mod):
         name = gv.name_hint
-        parts = _parts_of(func, mod) if name in wanted else None
+        parts = _split(func, mod) if name in eligible else None
         if parts is not None:
             repeated = add(f"{name}_repeated", parts.repeated())
-            shares = add(f"{name}_shared", parts.giving_shared()) if parts.shared else ""
-            found.append(RepeatedCall(name, repeated, shares))
-    return (copy_module(mod, functions) if found else mod), tuple(found)
+            shares = add(f"{name}_shared", parts.shared_values()) if parts.shared else ""
+            repeated_calls.append(RepeatedCall(name, repeated, shares))
+    return (copy_module(mod, functions) if repeated_calls else mod), tuple(repeated_calls)
 
 
 @dataclass
 class _Parts:
-    """The bindings of a function: what calls with arguments of one look share, and the rest.
+    """The bindings of a function, split into those that repeated calls share, and the rest.
 
     Attributes
     ----------
     used : list of relax.Var
-        Variables of the shared part that the rest uses.
+        Variables of shared bindings that the rest uses.
     """
 
     func: relax.Function
@@ -99,42 +99,42 @@ class _Parts:
     used: list[relax.Var] = field(default_factory=list)
 
     def repeated(self) -> relax.Function:
-        """A function of the tensors, and of what is shared."""
+        """The function of the tensors and the shared values."""
         body = _sequence(self.rest, self.func.body.body, self.func.ret_ty)
         return relax.Function([*_tensors(self.func), *self.used], body, self.func.ret_ty, self.func.is_pure)
 
-    def giving_shared(self) -> relax.Function:
-        """A function of all parameters that gives what is shared."""
-        given = relax.Tuple(self.used)
-        body = _sequence(self.shared, given, given.ty)
-        return relax.Function(list(self.func.params), body, given.ty, self.func.is_pure)
+    def shared_values(self) -> relax.Function:
+        """The function of all parameters that returns the shared values."""
+        values = relax.Tuple(self.used)
+        body = _sequence(self.shared, values, values.ty)
+        return relax.Function(list(self.func.params), body, values.ty, self.func.is_pure)
 
 
-def _parts_of(func: relax.Function, mod: tvm.IRModule) -> _Parts | None:
-    """The parts of a function; None where a parameter is no tensor, or sizes follow from values."""
+def _split(func: relax.Function, mod: tvm.IRModule) -> _Parts | None:
+    """Split the bindings of a function; None if a parameter is not a tensor, or sizes depend on data."""
     tensors = _tensors(func)
     if not isinstance(func.body, relax.SeqExpr) or not all(isinstance(var.ty, relax.TensorType) for var in tensors):
         return None
     parts = _Parts(func)
     shared = set(func.params) - set(tensors)
-    heaps: set[relax.Var] = set()  # memory in which extents are kept
-    made: set[relax.Var] = set()  # tensors whose shapes are known without a look at them
+    heaps: set[relax.Var] = set()  # shape heaps
+    known_shapes: set[relax.Var] = set()  # tensors of shapes that need no check
     for binding in walk_bindings(func, nested=False):
         var, value = binding.var, binding.value
         callee, operands = _callee(value), _variables(value)
         if callee in (_HEAP, _NO_HEAP):
             heaps.add(var)
-        elif callee == _MATCH and value.args[0] in made and not _stores(value):
+        elif callee == _MATCH and value.args[0] in known_shapes and not _stores(value):
             continue
         elif not (
             (callee in (_CHECK, _MATCH) and operands <= shared | set(tensors))
             or (callee in _SHARED and operands <= shared)
-            or _is_of_sizes(value, mod, shared, heaps)
+            or _computes_sizes(value, mod, shared, heaps)
         ):
             if operands & heaps:
                 return None
-            if callee in _OF_KNOWN_SHAPE:
-                made.add(var)
+            if callee in _MAKE_TENSOR:
+                known_shapes.add(var)
             parts.rest.append(binding)
             continue
         shared.add(var)
@@ -146,15 +146,15 @@ def _parts_of(func: relax.Function, mod: tvm.IRModule) -> _Parts | None:
     return parts
 
 
-def _is_of_sizes(value: relax.Expr, mod: tvm.IRModule, shared: set[relax.Var], heaps: set[relax.Var]) -> bool:
-    """True if an expression calls a kernel of numbers, or of the memory of extents, which computes or checks some."""
+def _computes_sizes(value: relax.Expr, mod: tvm.IRModule, shared: set[relax.Var], heaps: set[relax.Var]) -> bool:
+    """Return whether an expression calls a kernel on shape heaps or shared scalars."""
     if not isinstance(value, relax.Call) or not isinstance(mod.functions.get(value.op), tirx.PrimFunc):
         return False
     return all(arg in heaps or (arg in shared and isinstance(arg.ty, tvm.ir.PrimType)) for arg in value.args)
 
 
 def _stores(match: relax.Call) -> bool:
-    """True if a call of `_MATCH` keeps an extent: its operands are tensor, memory, rank, and codes with numbers."""
+    """Return whether a call of `_MATCH` (tensor, heap, rank, pairs of code and number) stores an extent."""
     rank = int(match.args[2].value)
     return any(int(code.value) == _STORE for code in match.args[3 : 3 + 2 * rank : 2])
 
@@ -164,13 +164,13 @@ def _sequence(bindings: list[relax.Binding], result: relax.Expr, ty: tvm.ir.Type
 
 
 def _tensors(func: relax.Function) -> list[relax.Var]:
-    """The parameters, less the tuple of constants, which is the last one where there are constants."""
+    """The parameters without the tuple of constants, which comes last if there is one."""
     params = list(func.params)
     return params[:-1] if params and isinstance(params[-1].ty, tvm.ir.TupleType) else params
 
 
 def _callee(value: relax.Expr) -> str:
-    """The name of the packed function, built-in or op that an expression calls; empty for any other."""
+    """The name of the packed function, built-in or op that an expression calls; otherwise empty."""
     if not isinstance(value, relax.Call):
         return ""
     callee = value.args[0] if op_name(value) == "relax.call_builtin_with_ctx" else value.op
@@ -178,5 +178,5 @@ def _callee(value: relax.Expr) -> str:
 
 
 def _variables(expr: relax.Expr) -> set[relax.Var]:
-    """The variables that an expression uses, in its branches too; not the symbols in their types."""
+    """The variables that an expression uses, including its branches, without symbols in types."""
     return set(relax.analysis.free_vars(expr))

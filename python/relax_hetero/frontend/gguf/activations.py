@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tvm
 
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...errors import FrontendError
 from ...target.vdevice import default_vdevice, lookup
 from ..onnx.node_names import NodeInfo
@@ -77,5 +77,5 @@ class ActivationTypes:
 
 
 def _default_type(vdevice: tvm.relax.VDevice, trained: str) -> str:
-    layout = answers_of(vdevice.target).block_layout(vdevice.target)
+    layout = resolver_or_default(vdevice.target).block_layout(vdevice.target)
     return trained if layout is not None and trained in layout.lhs_types else "float32"

@@ -26,7 +26,7 @@ from ...encoding.block_formats import FILE_FORMATS, BlockFormat
 from ...encoding.block_panels import Panels
 from ...encoding.block_weights import BlockLayout, Fragments
 from ...encoding.pages import page_bytes
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...errors import PlacementError
 from ...target.vdevice import device_name
 from ..auto.cost_model import CostModel
@@ -42,7 +42,7 @@ COPIED_EXPERTS = 3
 
 def layouts_of(vdevices: Sequence[tvm.relax.VDevice]) -> list[BlockLayout | None]:
     """Layout of block-quantized weights on each device; None if it lacks kernels for them."""
-    return [answers_of(vdevice.target).block_layout(vdevice.target) for vdevice in vdevices]
+    return [resolver_or_default(vdevice.target).block_layout(vdevice.target) for vdevice in vdevices]
 
 
 def resident_bytes(tensor: FileTensor, layout: BlockLayout | None) -> float:

@@ -21,7 +21,7 @@ from ...vm.resize_taps import (
     ResizeForm,
     ResizeTaps,
     check_numbers,
-    not_whole,
+    fractional_size_error,
     sizes_by_policy,
     tap_count,
     taps,
@@ -196,7 +196,7 @@ def resize(node: Node) -> relax.Expr:
     if is_cropped and region is not None:
         axes = _with_regions(node, axes, resized_axes, region)
     for axis in axes.values():
-        problem = not_whole(axis, form)
+        problem = fractional_size_error(axis, form)
         if problem is not None:
             raise node.refusal(problem)
     return _resize_static(node, data, axes, form)

@@ -586,7 +586,7 @@ def _check_problem(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
         raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but {exception}")
     for d, window in enumerate(problem.windows):
         extent, actual = problem.data.shape[2 + d], problem.result.shape[2 + d]
-        expected = window.places(extent) if isinstance(extent, int) and isinstance(actual, int) else actual
+        expected = window.output_extent(extent) if isinstance(extent, int) and isinstance(actual, int) else actual
         if expected != actual:
             raise EncodingError(f"convolution: found {actual} pixels along spatial dimension {d}, expected {expected}")
     _check_layouts(problem, dot)

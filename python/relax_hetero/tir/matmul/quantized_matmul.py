@@ -219,7 +219,7 @@ class _Loops:
         self.experts, self.panels = spec.problem.experts, ceil_div(spec.problem.columns, spec.problem.panel)
         self.block = minimum(tokens, TOKEN_BLOCK) if isinstance(tokens, int) else TOKEN_BLOCK
         self.rows = min(max_tile_rows(spec, cpu), self.block)
-        self.lefts = used if spec.problem.is_row_by_expert else 1
+        self.lefts = used if spec.problem.has_row_per_expert else 1
         """Rows of the left operand per token."""
         work = tokens * used * spec.problem.columns * spec.problem.depth if isinstance(tokens, int) else None
         self.tasks = tasks_for(cpu.cores, "multiply-adds", work)

@@ -1,1 +1,1 @@
-"""Encodings: set, propagated, specialized to devices, hoisted to compile time, made into kernels."""
+"""Passes that set encodings, propagate them, specialize them to devices, pack constants and emit kernels."""

@@ -1,8 +1,8 @@
-"""Permutations around matrix products become index maps of their encodings.
+"""Absorption of permutations around matrix products into the index maps of their encodings.
 
-``set(permute_dims(x))`` is ``set(x)`` whose index map names the dimensions in x's order: a weight that is stored (n, k)
-is packed from there, and the heads of an attention, (b0, m, b1, k), are read where they lie. ``permute_dims(unset(y))``
-is the unset of a result that is written in that order, if its innermost dimension stays the innermost.
+``set(permute_dims(x))`` becomes ``set(x)`` with an index map in the order of x's dimensions: an (n, k) weight is packed
+as it is, and the heads of an attention, (b0, m, b1, k), are read in place. ``permute_dims(unset(y))`` becomes the unset
+of a result that is written in the permuted order, if its innermost dimension stays innermost.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from ...op import encoded as op
 from ..ir.axes import permutation
 from ..ir.blocks import Block, is_one, renamed, shape_of, tensor_type
 from ..ir.op_names import PERMUTE, TRANSFER
-from ..ir.rewriting import op_name
+from ..ir.rewriting import op_name, typed
 from .encoded_products import ProductWriter
 
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one matrix product.
+    """New form of one matrix product.
 
     Attributes
     ----------
     encoding : Encoding
         Encoding of the result, with the new index maps.
     operands : tuple of relax.Expr
-        The plain left and right operand, without their permutations.
+        Plain left and right operand, without their permutations.
     chain : tuple of int
-        Other bindings that name the encoding: elementwise, unset_encoding, set_encoding of their operands.
+        Indices of other bindings with the encoding: elementwise, unset_encoding, set_encoding of their operands.
     permuted : tuple of int, optional
-        How the result's dimensions move, where a permutation of the result is absorbed.
+        Permutation of the result that is absorbed, if any.
     permute : int
-        The binding of that permutation.
+        Index of the binding of that permutation.
     """
 
     encoding: Encoding
@@ -49,16 +49,16 @@ class Change:
 
 
 def absorb_permutes(block: Block) -> list[relax.Binding] | None:
-    """The block's bindings without permutations that encodings can express; None where there are none."""
+    """The block's bindings without permutations that encodings can express; None if there are none."""
     products: dict[int, Change] = {}
-    roles: dict[int, Change] = {}
+    followers: dict[int, Change] = {}
     for index, binding in enumerate(block.bindings):
-        change = _change(block, binding, roles) if op_name(binding.value) == op.MATMUL else None
+        change = _change(block, binding, followers) if op_name(binding.value) == op.MATMUL else None
         if change is not None:
             products[index] = change
-            roles.update(dict.fromkeys(change.chain, change))
+            followers.update(dict.fromkeys(change.chain, change))
             if change.permuted is not None:
-                roles[change.permute] = change
+                followers[change.permute] = change
     if not products:
         return None
     writer = ProductWriter(block.is_dataflow)
@@ -67,15 +67,15 @@ def absorb_permutes(block: Block) -> list[relax.Binding] | None:
         binding = renamed(old, names)
         if index in products:
             _write_product(writer, products[index], binding, names)
-        elif index in roles:
-            _write_follower(writer, roles[index], index, binding, names)
+        elif index in followers:
+            _write_follower(writer, followers[index], index, binding, names)
         else:
             writer.bindings.append(binding)
     return writer.bindings
 
 
 def _change(block: Block, binding: relax.Binding, earlier: Container[int]) -> Change | None:
-    """Change of a product; permutations at `earlier` indices are absorbed by the product before them."""
+    """The change of a product; permutations at `earlier` indices are absorbed by the product before them."""
     call = binding.value
     encoding = Encoding.parse(call.attrs.encoding)
     if call.attrs.layout or len(call.args) > 2 and not _is_plain(block, call.args[2]):
@@ -84,27 +84,27 @@ def _change(block: Block, binding: relax.Binding, earlier: Container[int]) -> Ch
     if chain is None:
         return None
     operands, maps = [], list(encoding.index_maps)
-    for side in (LHS, RHS):
-        found = block.definition(call.args[side])
-        if op_name(found) != op.SET or found.attrs.layout:
+    for index in (LHS, RHS):
+        encoded = block.definition(call.args[index])
+        if op_name(encoded) != op.SET or encoded.attrs.layout:
             return None
-        operand = found.args[0]
+        operand = encoded.args[0]
         while op_name(block.definition(operand)) == PERMUTE and block.positions.get(operand) not in earlier:
             permute = block.definition(operand)
-            maps[side] = _before(maps[side], permutation(permute))
+            maps[index] = _map_before(maps[index], permutation(permute))
             operand = permute.args[0]
         operands.append(operand)
-    moved, last = _moved_result(block, encoding, call, chain)
-    if moved is not None:
-        maps[RESULT] = tuple(encoding.index_map[axis] for axis in moved)
+    axes, permute_index = _permuted_result(block, encoding, call, chain)
+    if axes is not None:
+        maps[RESULT] = tuple(encoding.index_map[axis] for axis in axes)
     if tuple(maps) == encoding.index_maps:
         return None
     new = replace(encoding, index_maps=(maps[LHS], maps[RHS], maps[RESULT]))
-    return Change(new, (operands[0], operands[1]), chain, moved, last)
+    return Change(new, (operands[0], operands[1]), chain, axes, permute_index)
 
 
-def _before(index_map: IndexMap, axes: Sequence[int]) -> IndexMap:
-    """The index map of x for which that of ``permute_dims(x, axes)`` is `index_map`."""
+def _map_before(index_map: IndexMap, axes: Sequence[int]) -> IndexMap:
+    """The index map of x, given the `index_map` of ``permute_dims(x, axes)``."""
     names = dict(zip(axes, index_map, strict=True))
     return tuple(names[axis] for axis in range(len(axes)))
 
@@ -115,7 +115,7 @@ def _is_plain(block: Block, operand: relax.Expr) -> bool:
 
 
 def _chain(block: Block, var: relax.Var, encoding: str) -> tuple[int, ...] | None:
-    """Every binding that carries on the encoding of product `var`, None if one of them cannot take another."""
+    """Indices of all bindings with the encoding of product `var`; None if one of them requires this encoding."""
     chain: list[int] = []
     pending = [var]
     while pending:
@@ -128,31 +128,31 @@ def _chain(block: Block, var: relax.Var, encoding: str) -> tuple[int, ...] | Non
                 return None
             chain.append(index)
             if name == op.ELEMENTWISE:
-                others = _encoded_operands(block, index, encoding)
-                if others is None:
+                operands = _encoded_operands(block, index, encoding)
+                if operands is None:
                     return None
-                chain += others
+                chain += operands
                 pending.append(block.bindings[index].var)
     return tuple(chain)
 
 
 def _encoded_operands(block: Block, index: int, encoding: str) -> list[int] | None:
-    """The `set_encoding` of operands that only elementwise op `index` uses, None if an operand is encoded otherwise."""
-    found = []
+    """Indices of the set_encoding of an elementwise op's operands; None if one has other users or another encoding."""
+    indices = []
     for operand in block.bindings[index].value.args[1:]:
         if _is_plain(block, operand):
             continue
         definition = block.definition(operand)
         if op_name(definition) != op.SET or definition.attrs.encoding != encoding or block.sole_user(operand) != index:
             return None
-        found.append(block.positions[operand])
-    return found
+        indices.append(block.positions[operand])
+    return indices
 
 
-def _moved_result(
+def _permuted_result(
     block: Block, encoding: Encoding, product: relax.Call, chain: Sequence[int]
 ) -> tuple[tuple[int, ...] | None, int]:
-    """The axes of the permutation that the result goes through, and its binding."""
+    """The axes of the permutation that is the only user of the result, and the index of its binding."""
     unsets = [index for index in chain if op_name(block.bindings[index].value) == op.UNSET]
     user = block.sole_user(block.bindings[unsets[0]].var) if len(unsets) == 1 else None
     if user is None or op_name(block.bindings[user].value) != PERMUTE:
@@ -160,16 +160,16 @@ def _moved_result(
     permute = block.bindings[user]
     users = [op_name(block.bindings[index].value) for index in block.users.get(permute.var, [])]
     if block.is_local(permute.var) and set(users) == {op.SET}:
-        return None, -1  # the product that reads it takes the permutation
+        return None, -1  # the product that reads it absorbs the permutation
     axes = permutation(permute.value)
-    others = [*product.args[2:], *(arg for index in chain for arg in block.bindings[index].value.args[1:])]
+    operands = [*product.args[2:], *(arg for index in chain for arg in block.bindings[index].value.args[1:])]
     stays_innermost = encoding.index_map[axes[-1]] == encoding.index_map[-1] == "n"
-    if not stays_innermost or not all(_only_along_last(operand) for operand in others):
+    if not stays_innermost or not all(_varies_only_along_last(operand) for operand in operands):
         return None, -1
     return tuple(axes), user
 
 
-def _only_along_last(operand: relax.Expr) -> bool:
+def _varies_only_along_last(operand: relax.Expr) -> bool:
     shape = shape_of(operand)
     return shape is not None and all(is_one(extent) for extent in shape[:-1])
 
@@ -182,8 +182,8 @@ def _write_product(
         names.get(operand, operand) if isinstance(operand, relax.Var) else operand for operand in change.operands
     ]
     encoded = [
-        writer.lay_out(x, change.encoding.of(side), var.name.removesuffix("_encoded"))
-        for side, x in enumerate(operands)
+        writer.encode(x, change.encoding.of(index), var.name.removesuffix("_encoded"))
+        for index, x in enumerate(operands)
     ]
     attrs = op.EncodedProductAttrs(str(change.encoding), "", call.attrs.kernel)
     _write_result(writer, change, binding, relax.Call(call.op, [*encoded, *call.args[2:]], attrs), names)
@@ -194,7 +194,7 @@ def _write_result(
 ) -> None:
     var = binding.var
     if change.permuted is None:
-        writer.bind(var, _with_type(call, var.ty))
+        writer.bind(var, typed(call, var.ty))
         return
     shape = shape_of(var)
     ty = var.ty
@@ -213,15 +213,11 @@ def _write_follower(
     call, var = binding.value, binding.var
     attrs: tvm.ir.Attrs = op.EncodingAttrs(str(change.encoding), "")
     if change.permuted is not None and op_name(call) == op.UNSET:
-        names[var] = call.args[0]  # the permutation's binding is what becomes the unset
+        names[var] = call.args[0]  # the binding of the permutation becomes the unset
     elif index == change.permute and change.permuted is not None:
-        writer.bind(var, _with_type(relax.Call(tvm.ir.Op.get(op.UNSET), [call.args[0]], attrs), var.ty))
+        writer.bind(var, typed(relax.Call(tvm.ir.Op.get(op.UNSET), [call.args[0]], attrs), var.ty))
     elif op_name(call) == op.ELEMENTWISE:
         attrs = op.EncodedElementwiseAttrs(call.attrs.expression, str(change.encoding), "")
         _write_result(writer, change, binding, relax.Call(call.op, list(call.args), attrs), names)
     else:
-        writer.bind(var, _with_type(relax.Call(call.op, list(call.args), attrs), var.ty))
-
-
-def _with_type(call: relax.Call, ty: tvm.ir.Type) -> relax.Call:
-    return relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty)
+        writer.bind(var, typed(relax.Call(call.op, list(call.args), attrs), var.ty))

@@ -1,6 +1,6 @@
-"""How exact a user wants which convolutions: checked when a model is compiled, noted on its module, read by name.
+"""Accuracies of convolutions that a user requires: checked and stored on the module, and read by a variable's name.
 
-Names are those of variables, as `explain` shows them.
+The names of variables are those that `explain` shows.
 """
 
 from __future__ import annotations
@@ -20,32 +20,29 @@ from ..ir.module_attrs import ACCURACY
 from ..ir.rewriting import op_name, relax_functions, walk_bindings
 from .encoded_convolutions import CONV_OPS
 
-_NEAR_MISSES = 3
-
 
 def with_accuracy(mod: tvm.IRModule, accuracy: Any, user: str) -> tvm.IRModule:
-    """A module marked with the accuracy of its convolutions; the very module for the default.
+    """The module with the accuracy of its convolutions as an attribute; the same module for the default.
 
     Parameters
     ----------
     accuracy : str or mapping of str to str
-        Accuracy of all convolutions, or by names of variables, in which ``*`` stands for any letters; the last that
-        fits holds.
+        Accuracy of all convolutions, or by patterns of variable names with ``*``; the last match takes precedence.
     user : str
-        Whose argument it is, for messages.
+        Function that takes the argument, for messages.
 
     Raises
     ------
     BuildError
-        For another accuracy.
+        For an unknown accuracy.
     """
     pairs = list(accuracy.items()) if isinstance(accuracy, Mapping) else [("*", accuracy)]
     for name, value in pairs:
         if value not in ACCURACIES:
-            of = "" if name == "*" else f" of {name!r}"
-            raise BuildError(f"{user}: accuracy{of} is {value!r}, expected one of {', '.join(map(repr, ACCURACIES))}")
+            key = "" if name == "*" else f" of {name!r}"
+            raise BuildError(f"{user}: accuracy{key} is {value!r}, expected one of {', '.join(map(repr, ACCURACIES))}")
     if all(pair == ("*", DEFAULT) for pair in pairs):
-        return mod  # names are checked where convolutions are known, whatever is asked for them
+        return mod
     return mod.with_attr(ACCURACY, [[str(name), value] for name, value in pairs])
 
 
@@ -55,24 +52,24 @@ class Accuracies:
     Raises
     ------
     BuildError
-        For a name that no convolution has; it lists near names.
+        For a pattern that matches no convolution; the message lists near names.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
-        marked = mod.attrs[ACCURACY] if mod.attrs and ACCURACY in mod.attrs else []
-        self._pairs = [(str(name), str(value)) for name, value in marked]
+        entries = mod.attrs[ACCURACY] if mod.attrs and ACCURACY in mod.attrs else []
+        self._pairs = [(str(name), str(value)) for name, value in entries]
         if any(name != "*" for name, _ in self._pairs):
             self._check(_convolutions(mod))
 
     def of(self, name: str) -> str:
-        """The accuracy of the convolution that a variable holds."""
+        """The accuracy of the convolution bound to a variable."""
         return next((value for pattern, value in reversed(self._pairs) if fnmatchcase(name, pattern)), DEFAULT)
 
     def _check(self, names: list[str]) -> None:
         for pattern, _ in self._pairs:
             if not any(fnmatchcase(name, pattern) for name in names):
-                near = difflib.get_close_matches(pattern, names, n=_NEAR_MISSES)
-                hint = f"near names: {', '.join(map(repr, near))}" if near else "and no name is near it"
+                near_names = difflib.get_close_matches(pattern, names)
+                hint = f"near names: {', '.join(map(repr, near_names))}" if near_names else "and no name is near it"
                 raise BuildError(f"accuracy has {pattern!r}, which names no convolution; {hint}")
 
 

@@ -1,4 +1,4 @@
-"""Encoded ops as stock ops again, where a device has no layout for them: what SetEncoding and PropagateEncodings undid.
+"""Cancellation of encodings: encoded ops become stock ops again where a device lacks a layout for them.
 
 ``R.hetero.matmul`` becomes permute_dims (where index maps are permuted), astype (where element types differ), matmul
 and add (of an initial accumulator), ``R.hetero.conv`` the convolution; ``R.hetero.elementwise`` becomes the Relax ops
@@ -20,20 +20,21 @@ from .replaced_bindings import Replacement
 
 
 def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
-    """Bindings that make `out.var` the product or convolution of plain operands; parameters as of `stock_matmul`."""
+    """Bindings that compute `out.var` as the product or convolution of plain operands; see `stock_matmul`."""
     return (stock_matmul if encoding.moves is None else stock_convolution)(encoding, operands, out)
 
 
 def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
-    """Bindings that make `out.var` the product of plain operands.
+    """Bindings that compute `out.var` as the product of plain operands.
 
     Parameters
     ----------
     encoding : Encoding
         Encoding of the op.
     operands : sequence of relax.Expr
-        lhs, rhs and, where given, the initial accumulator.
+        lhs, rhs and perhaps the initial accumulator.
     out : Replacement
+        Writer of the bindings.
     """
     vdevice = out.var.ty.vdevice
     batch = encoding.batch_dims
@@ -51,7 +52,7 @@ def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Replac
 
 
 def stock_elementwise(expression: Expression, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
-    """Bindings that make `out.var` the expression of plain operands."""
+    """Bindings that compute `out.var` as an expression of plain operands."""
 
     def emit(call: relax.Expr, ty: relax.TensorType) -> relax.Expr:
         return out.bind(call, ty, str(call.op.name).rpartition(".")[2])
@@ -60,20 +61,20 @@ def stock_elementwise(expression: Expression, operands: Sequence[relax.Expr], ou
 
 
 def _operand(encoding: Encoding, value: relax.Expr, dims: tuple[str, ...], out: Replacement) -> relax.Expr:
-    """An operand as stock matmul wants it: named dimensions in order, batch dimensions aligned at the end."""
+    """An operand in the form of stock matmul: dimensions in the order of `dims`, the batch aligned at the end."""
     names = encoding.index_map
-    which = "lhs" if encoding.operand_index == LHS else "rhs"
+    operand_name = "lhs" if encoding.operand_index == LHS else "rhs"
     ordered = [name for name in dims if name in names]
     if ordered != [name for name in names if name != "1"]:
         order = [i for i, name in enumerate(names) if name == "1"] + [names.index(name) for name in ordered]
-        value = out.stock(relax.op.permute_dims(value, order), out.var.ty.vdevice, f"{which}_permuted")
+        value = out.stock(relax.op.permute_dims(value, order), out.var.ty.vdevice, f"{operand_name}_permuted")
         names = tuple(names[i] for i in order)
     aligned = [name if name in names else "1" for name in dims]
     if _without_leading_ones(names) == _without_leading_ones(aligned):
         return value
     extents = dict(zip(names, extents_of(value.ty), strict=True))
     shape = [extents[name] if name != "1" else tirx.IntImm("int64", 1) for name in aligned]
-    return out.stock(relax.op.reshape(value, shape), out.var.ty.vdevice, f"{which}_reshaped")
+    return out.stock(relax.op.reshape(value, shape), out.var.ty.vdevice, f"{operand_name}_reshaped")
 
 
 def _without_leading_ones(names: Sequence[str]) -> list[str]:
@@ -81,16 +82,16 @@ def _without_leading_ones(names: Sequence[str]) -> list[str]:
     return list(names[first:])
 
 
-def _cast(value: relax.Expr, dtype: str, which: str, out: Replacement) -> relax.Expr:
+def _cast(value: relax.Expr, dtype: str, operand_name: str, out: Replacement) -> relax.Expr:
     if str(value.ty.dtype) == dtype:
         return value
-    return out.stock(relax.op.astype(value, dtype), out.var.ty.vdevice, f"{which}_{dtype}")
+    return out.stock(relax.op.astype(value, dtype), out.var.ty.vdevice, f"{operand_name}_{dtype}")
 
 
 def _as_result(
     value: relax.Expr, names: tuple[str, ...], result_names: tuple[str, ...], out: Replacement
 ) -> relax.Expr:
-    """The product, whose dimensions are `names`, with those of the op's result."""
+    """The product, whose dimensions are `names`, permuted and reshaped to the op's result."""
     ordered = [name for name in result_names if name != "1"]
     if list(names) != ordered:
         call = relax.op.permute_dims(value, [names.index(name) for name in ordered])

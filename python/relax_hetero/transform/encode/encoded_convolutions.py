@@ -1,4 +1,4 @@
-"""Writing a convolution on encoded operands, and as a stock op again.
+"""Conversion of stock convolutions to convolutions on encoded operands, and back.
 
 Before::
 
@@ -11,7 +11,7 @@ After::
     out = R.hetero.conv(data, weight, encoding="conv2d[2]<...>")
     y: R.Tensor((1, 128, 28, 28), "float32") = R.hetero.unset_encoding(out, "conv2d[2]<...>")
 
-Encodings speak of NCHW data and OIHW weights; what an op says of other orders of dimensions becomes permutations.
+Encodings describe NCHW data and OIHW weights; other layouts of an op's attributes become permutations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .encoded_products import ProductWriter
 from .replaced_bindings import Replacement
 
 CONV_OPS = {f"relax.nn.{name}": spatial for spatial, name in enumerate(CONVOLUTIONS, 1)}
-"""Stock convolutions, and how many spatial dimensions they have."""
+"""Number of spatial dimensions of each stock convolution."""
 
 _SPATIAL = "DHW"
 _ACCUMULATORS = {
@@ -43,11 +43,11 @@ _ACCUMULATORS = {
     ("uint8", "int8"): "int32",
     ("int8", "int8"): "int32",
 }
-"""Element types of data and weight, and that of the sums. Halves are added up in float32: one rounding, at the end."""
+"""Type of the sums by types of data and weight. Halves are summed in float32, and rounded once at the end."""
 
 
 class _Refused(Exception):
-    """A convolution that stays a stock op; says why."""
+    """The reason why a convolution stays a stock op."""
 
 
 def emit_convolution(
@@ -58,11 +58,11 @@ def emit_convolution(
     Parameters
     ----------
     writer : ProductWriter
-        Where the bindings go.
+        Collector of the bindings.
     binding : relax.VarBinding
-        Any.
+        Any binding.
     function : str
-        Its name, for the report of what was declined.
+        Name of the function, for remarks on declined convolutions.
     tf32 : bool
         Whether operands of float32 may be rounded to 10 bits of fraction.
     accuracy : str
@@ -71,8 +71,8 @@ def emit_convolution(
     Returns
     -------
     bool
-        Whether it has been written: not what is no convolution, has other element types than floats throughout,
-        halves into float32 and bytes by int8 into int32, tiles in its layouts, or sizes that do not provably fit.
+        Whether it was written: the binding is a convolution of floats, of halves into float32, or of bytes and int8
+        into int32, without tiles in its layouts, whose sizes provably fit.
     """
     spatial = CONV_OPS.get(op_name(binding.value) or "")
     if spatial is None:
@@ -94,34 +94,34 @@ def _emit(writer: ProductWriter, binding: relax.VarBinding, spatial: int, tf32: 
     if any(sorted(layout) != sorted(order) for layout, order in zip(layouts, canonical, strict=True)):
         raise _Refused(f"found layouts {layouts}, expected permutations of {canonical}")
     orders = [[layout.index(letter) for letter in order] for layout, order in zip(layouts, canonical, strict=True)]
-    known = [shape for shape in map(shape_of, (data, weight, var)) if shape is not None]
-    if len(known) < len(orders):
+    tensor_shapes = [shape for shape in map(shape_of, (data, weight, var)) if shape is not None]
+    if len(tensor_shapes) < len(orders):
         raise _Refused("found no shape of an operand or of the result")
-    shapes = [[shape[axis] for axis in order] for shape, order in zip(known, orders, strict=True)]
+    shapes = [[shape[axis] for axis in order] for shape, order in zip(tensor_shapes, orders, strict=True)]
     dtypes = (str(data.ty.dtype), str(weight.ty.dtype), str(var.ty.dtype))
     accumulator = _ACCUMULATORS.get(dtypes[:2])
-    rounded = dtypes[LHS] if "float" in dtypes[LHS] else accumulator
-    if accumulator is None or dtypes[RESULT] not in (accumulator, rounded):
+    result_dtype = dtypes[LHS] if "float" in dtypes[LHS] else accumulator
+    if accumulator is None or dtypes[RESULT] not in (accumulator, result_dtype):
         expected = ", ".join(f"{a} * {b} -> {c}" for (a, b), c in _ACCUMULATORS.items())
         raise _Refused(f"found element types {dtypes}, expected one of {expected}")
-    multiplied = (TF32, TF32) if tf32 and dtypes[:2] == ("float32", "float32") else dtypes[:2]
-    encoding = replace(_encoding(shapes, attrs, (*multiplied, accumulator)), accuracy=accuracy)
+    operand_dtypes = (TF32, TF32) if tf32 and dtypes[:2] == ("float32", "float32") else dtypes[:2]
+    encoding = replace(_encoding(shapes, attrs, (*operand_dtypes, accumulator)), accuracy=accuracy)
     name = var.name
     encoded = []
     for index, x in ((LHS, data), (RHS, weight)):
         operand = encoding.of(index)
         x = writer.permuted(x, orders[index], f"{name}_{operand.operand_name}_permuted")
-        encoded.append(writer.lay_out(x, operand, name))
+        encoded.append(writer.encode(x, operand, name))
     result_type = tensor_type(shapes[RESULT], encoding.element_type, data.ty)
     out = writer.emit(op.conv(*encoded, encoding=encoding), result_type, f"{name}_encoded")
     plain = writer.cast(writer.plain(out, encoding, f"{name}_plain"), dtypes[RESULT], f"{name}_{dtypes[RESULT]}")
-    back = [canonical[RESULT].index(letter) for letter in layouts[RESULT]]
-    writer.permuted(plain, back, name)
+    result_axes = [canonical[RESULT].index(letter) for letter in layouts[RESULT]]
+    writer.permuted(plain, result_axes, name)
     writer.bind(var, writer.bindings.pop().value)
 
 
 def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtypes: tuple[str, str, str]) -> Encoding:
-    """Encoding of the result."""
+    """The encoding of the result."""
     maps = conv_maps(len(shapes[0]) - 2)
     sizes: dict[str, int] = {}
     for names, shape in zip(maps, shapes, strict=True):
@@ -142,14 +142,14 @@ def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtypes: tuple[str, st
 
 
 def stock_convolution(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
-    """Bindings that make `out.var` the convolution of plain operands; `encoding` is of any of them."""
+    """Bindings that compute `out.var` as the convolution of plain operands; any operand's `encoding` will do."""
     moves = encoding.moves
     assert moves is not None
     vdevice, accumulator = out.var.ty.vdevice, encoding.element_types[RESULT]
     if accumulator == "int32":
         operands = [out.stock(relax.op.astype(x, accumulator), vdevice, "wide") for x in operands]
-    make = getattr(relax.op.nn, encoding.op_type)
-    call = make(
+    stock_conv = getattr(relax.op.nn, encoding.op_type)
+    call = stock_conv(
         *operands,
         strides=list(moves.strides),
         padding=list(moves.padding),

@@ -1,4 +1,4 @@
-"""Writing a matrix product on encoded operands: the encoding its shapes have, and the bindings."""
+"""Matrix products on encoded operands: their encoding by shapes, and their bindings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ ONE = tirx.IntImm("int64", 1)
 
 @dataclass
 class ProductWriter(Emitter):
-    """An emitter that writes products, and lays an operand out once however many products want it alike.
+    """Emitter of products, which packs an operand once for all products that read it in the same encoding.
 
     Attributes
     ----------
-    laid_out : dict
-        From operand and encoding to the encoded variable.
+    packed : dict
+        Encoded variable by operand and encoding.
     """
 
-    laid_out: dict[tuple[relax.Var, str], relax.Var] = field(default_factory=dict)
+    packed: dict[tuple[relax.Var, str], relax.Var] = field(default_factory=dict)
 
     def product(
         self, lhs: relax.Expr, rhs: relax.Expr, encoding: Encoding, name: str, init: relax.Expr | None = None
     ) -> relax.Var:
-        """The encoded product of two plain tensors of two or more dimensions; `encoding` is of any operand."""
-        encoded_lhs = self.lay_out(lhs, encoding.of(LHS), name)
-        encoded_rhs = self.lay_out(rhs, encoding.of(RHS), name)
+        """The encoded product of two plain tensors of two or more dimensions; any operand's `encoding` will do."""
+        encoded_lhs = self.encode(lhs, encoding.of(LHS), name)
+        encoded_rhs = self.encode(rhs, encoding.of(RHS), name)
         extents: dict[str, Any] = {"1": ONE}
         for index, operand in ((LHS, lhs), (RHS, rhs)):
             extents.update(zip(encoding.index_maps[index], shape_of(operand) or [], strict=True))
@@ -41,15 +41,15 @@ class ProductWriter(Emitter):
         return self.emit(op.matmul(encoded_lhs, encoded_rhs, init, encoding=result), ty, f"{name}_encoded")
 
     def plain(self, x: relax.Var, encoding: Encoding, name: str) -> relax.Var:
-        """The plain tensor of an encoded one."""
+        """Unpack an encoded tensor."""
         return self.emit(op.unset_encoding(x, encoding), x.ty, name)
 
     def reshape(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Var:
-        """`x` in another shape."""
+        """Reshape `x`."""
         return self.emit(relax.op.reshape(x, list(shape)), tensor_type(shape, str(x.ty.dtype), x.ty), name)
 
     def permuted(self, x: relax.Expr, axes: Sequence[int], name: str) -> relax.Expr:
-        """`x` with its dimensions in another order; itself in its own."""
+        """`x` with its dimensions permuted; `x` itself for the identity."""
         if list(axes) == sorted(axes):
             return x
         shape = shape_of(x) or []
@@ -57,18 +57,18 @@ class ProductWriter(Emitter):
         return self.emit(relax.op.permute_dims(x, list(axes)), ty, name)
 
     def cast(self, x: relax.Expr, dtype: str, name: str) -> relax.Expr:
-        """`x` as another type; itself if it is of that type."""
+        """`x` cast to a type; `x` itself if it has the type."""
         if str(x.ty.dtype) == dtype:
             return x
         return self.emit(relax.op.astype(x, dtype), tensor_type(shape_of(x) or [], dtype, x.ty), name)
 
     def matrix(self, x: relax.Expr, index: int, name: str) -> relax.Expr:
-        """Operand `index` of a product with two dimensions at least: a vector becomes a row (lhs) or column (rhs)."""
+        """Operand `index` of a product as a matrix or batch of them: a vector becomes a row (lhs) or a column (rhs)."""
         shape = shape_of(x) or []
         return x if len(shape) > 1 else self.reshape(x, as_matrix(shape, index), f"{name}_matrix")
 
     def matched(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Expr:
-        """`x`, checked at run time to have a shape that its type only may have; itself where the type has it."""
+        """`x` with a run-time check that it has a shape; `x` itself if its type has the shape."""
         if same_shape(shape_of(x) or [], shape):
             return x
         ty = tensor_type(shape, str(x.ty.dtype), x.ty)
@@ -77,40 +77,40 @@ class ProductWriter(Emitter):
         return var
 
     def end_as(self, result: relax.Var, var: relax.Var) -> None:
-        """Give the last binding, which made `result`, the variable `var` that a product had before."""
+        """Bind the value of the last binding, which is `result`, to the product's original variable `var` instead."""
         if len(shape_of(result) or []) > len(shape_of(var) or []):
             result = self.reshape(result, shape_of(var) or [], var.name)
         last = self.bindings.pop()
         self.bind(var, last.value)
 
-    def lay_out(self, x: relax.Expr, encoding: Encoding, name: str) -> relax.Var:
-        """`x` encoded, the same variable for the same operand and encoding."""
+    def encode(self, x: relax.Expr, encoding: Encoding, name: str) -> relax.Var:
+        """Encode `x`; the same operand and encoding give the same variable."""
         key = (x, str(encoding))
-        if isinstance(x, relax.Var) and key in self.laid_out:
-            return self.laid_out[key]
+        if isinstance(x, relax.Var) and key in self.packed:
+            return self.packed[key]
         var = self.emit(op.set_encoding(x, encoding), x.ty, f"{name}_{encoding.operand_name}")
         if isinstance(x, relax.Var):
-            self.laid_out[key] = var
+            self.packed[key] = var
         return var
 
 
 def as_matrix(shape: Sequence[Any], index: int) -> list[Any]:
-    """The shape an operand has in a product of matrices: numpy's rule for vectors."""
+    """The shape of an operand as a matrix, by numpy's rule for vectors."""
     if len(shape) > 1:
         return list(shape)
     return [ONE, *shape] if index == LHS else [*shape, ONE]
 
 
 def with_one_k(lhs: Sequence[Any], rhs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Shapes of operands that have one extent along k, as far as types tell whether they have: see `matched`.
+    """Shapes of the operands with equal extents along k; `matched` checks at run time what types do not prove.
 
-    ``(m, k)`` times ``(6, n)`` is ``(m, 6)`` times ``(6, n)``: a product is valid for nothing else.
+    ``(m, k)`` times ``(6, n)`` is ``(m, 6)`` times ``(6, n)``: no other k makes the product valid.
     """
-    left, right = list(lhs), list(rhs)
-    numbers = [isinstance(extent, tirx.IntImm) for extent in (left[-1], right[-2])]
-    if not all(numbers) and not same_extent(left[-1], right[-2]):
-        left[-1] = right[-2] = right[-2] if numbers[1] else left[-1]
-    return left, right
+    lhs_shape, rhs_shape = list(lhs), list(rhs)
+    is_static = [isinstance(extent, tirx.IntImm) for extent in (lhs_shape[-1], rhs_shape[-2])]
+    if not all(is_static) and not same_extent(lhs_shape[-1], rhs_shape[-2]):
+        lhs_shape[-1] = rhs_shape[-2] = rhs_shape[-2] if is_static[1] else lhs_shape[-1]
+    return lhs_shape, rhs_shape
 
 
 def product_encoding(
@@ -125,12 +125,12 @@ def product_encoding(
     element_types : tuple of str
         Element types of left operand, right operand, accumulator.
     index : int
-        Which operand the encoding is of.
+        Operand index of the encoding.
 
     Returns
     -------
     Encoding or None
-        None where extents that must be one are not provably one.
+        Encoding; None if extents that must be equal are not provably equal.
     """
     if not same_extent(lhs[-1], rhs[-2]):
         return None
@@ -149,7 +149,7 @@ def product_encoding(
 
 
 def _batch_map(shape: Sequence[Any], batch: Sequence[Any]) -> IndexMap:
-    """Names of an operand's batch dimensions; "1" where its size of one meets a larger one."""
+    """Names of an operand's batch dimensions; "1" for a dimension of size one that is broadcast."""
     first = len(batch) - len(shape)
     return tuple(
         "1" if is_one(extent) and not is_one(batch[axis]) else f"b{axis}" for axis, extent in enumerate(shape, first)

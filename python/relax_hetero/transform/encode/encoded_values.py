@@ -1,4 +1,4 @@
-"""Which variables of a function hold encoded tensors, how those are stored, and the types of what is stored."""
+"""Encoded tensors of a function: their variables, layouts and physical types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..ir.rewriting import op_name, walk_bindings
 
 @dataclass(frozen=True)
 class EncodedValue:
-    """Encoding, layout and type of an encoded tensor.
+    """Encoding and layout of an encoded tensor.
 
     Attributes
     ----------
@@ -37,37 +37,37 @@ class EncodedValue:
 def encoded_values(func: relax.Function) -> dict[relax.Var, EncodedValue]:
     """The variables of `func` that hold encoded tensors, in program order.
 
-    Those are the results of every encoded op but `unset_encoding`, and what `to_vdevice` or another name makes of
-    them: a transfer keeps encoding and layout.
+    They are the results of all encoded ops except `unset_encoding`, and their transfers and aliases, which keep
+    encoding and layout.
     """
-    found: dict[relax.Var, EncodedValue] = {}
+    encoded: dict[relax.Var, EncodedValue] = {}
     for binding in walk_bindings(func):
-        value = encoded_value(binding.value, found)
+        value = encoded_value(binding.value, encoded)
         if value is not None:
-            found[binding.var] = value
-    return found
+            encoded[binding.var] = value
+    return encoded
 
 
-def encoded_value(expr: relax.Expr, known: dict[relax.Var, EncodedValue]) -> EncodedValue | None:
-    """Encoded tensor that `expr` is, None if it is none; `known` are the variables before it."""
+def encoded_value(expr: relax.Expr, encoded: dict[relax.Var, EncodedValue]) -> EncodedValue | None:
+    """The encoded tensor that `expr` is, None for any other value; `encoded` are the variables before it."""
     if isinstance(expr, relax.Var):
-        return known.get(expr)
+        return encoded.get(expr)
     name = encoded_op(expr)
     if name is not None:
         return None if name == UNSET else EncodedValue(Encoding.parse(expr.attrs.encoding), layout_of(expr))
     if op_name(expr) == TRANSFER and isinstance(expr.args[0], relax.Var):
-        return known.get(expr.args[0])
+        return encoded.get(expr.args[0])
     return None
 
 
 def layout_of(call: relax.Call) -> PackedLayout | None:
-    """The layout an encoded op names, None where it names none yet."""
+    """The layout of an encoded op; None before SpecializeEncodings."""
     return PackedLayout.parse(call.attrs.layout) if call.attrs.layout else None
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor operand of an encoded op: what the program means by it, and how it is stored.
+    """A tensor operand of an encoded op: its logical type and its layout.
 
     Attributes
     ----------
@@ -82,18 +82,18 @@ class Stored:
 
     @staticmethod
     def plain(ty: relax.TensorType) -> Stored:
-        """A tensor outside of encodings."""
+        """A tensor without an encoding."""
         return Stored(ty, PackedLayout.identity(len(extents_of(ty))))
 
     def operand(self, symbols: Symbols, index_map: IndexMap) -> Operand:
-        """The tensor as problems have it."""
+        """The tensor as an operand of a problem."""
         shape = tuple(symbols.dim(extent) for extent in extents_of(self.ty))
         return Operand(shape, str(self.ty.dtype), index_map, self.layout)
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Work on the rows of a product's result: see `RowPhase`, whose operands are tensors here."""
+    """Row phase of a product: a `RowPhase` whose operands are tensors of the program."""
 
     program: RowProgram
     product: int
@@ -106,18 +106,18 @@ def extents_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
     Raises
     ------
     EncodingError
-        Where the type does not know them: encodings need extents, if only symbolic ones.
+        If the type lacks extents.
     """
     if ty.shape is None or not isinstance(ty.shape, relax.ShapeExpr):
-        raise EncodingError(f"an encoded op on a {ty}: found no shape, expected extents (symbolic ones will do)")
+        raise EncodingError(f"an encoded op on a {ty}: found no shape, expected extents (also symbolic ones)")
     return list(ty.shape.values)
 
 
 def physical_type(stored: Stored, vdevice: relax.VDevice | None = None) -> relax.TensorType:
-    """The type of the bytes of a tensor under its layout."""
+    """The type of a stored tensor under its layout."""
     if stored.layout.is_identity:
         return stored.ty
     shape = stored.layout.packed_shape([plain_extent(extent) for extent in extents_of(stored.ty)])
     analyzer = tvm.sym.Analyzer()
-    simple = [e if isinstance(e, int) else analyzer.simplify(e) for e in shape]
-    return relax.TensorType(simple, stored.ty.dtype, vdevice or stored.ty.vdevice)
+    extents = [e if isinstance(e, int) else analyzer.simplify(e) for e in shape]
+    return relax.TensorType(extents, stored.ty.dtype, vdevice or stored.ty.vdevice)

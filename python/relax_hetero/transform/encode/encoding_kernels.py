@@ -1,4 +1,4 @@
-"""The kernels of a module's encoded ops: asked of resolvers, checked, named and shared.
+"""Kernels of a module's encoded ops: requested from resolvers, checked, named and shared.
 
 A kernel is named after its problem and device, such as ``matmul_128x768x3072_llvm_0``: one name per distinct problem
 and target.
@@ -29,7 +29,7 @@ from ...encoding.problem import (
     Operand,
     Problem,
 )
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.encoded import PRODUCTS, encoded_op
@@ -54,17 +54,17 @@ from .kernel_problems import (
 
 
 class VariantNames:
-    """Names by (problem, target), for one module."""
+    """Names of the kernel variants of one module, by problem and target."""
 
     def __init__(self, mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> None:
-        self._used_names = {gv.name_hint for gv in mod.get_global_vars()} | _named_already(mod)
+        self._used_names = {gv.name_hint for gv in mod.get_global_vars()} | _variant_names(mod)
         self._names: dict[tuple[MatmulProblem | ConvProblem, str], str] = {}
         self._devices: dict[str, str] = {}
         for vdevice in vdevices:
             self._devices.setdefault(str(vdevice.target), device_identifier(vdevice, vdevices))
 
     def name(self, problem: MatmulProblem | ConvProblem, target: tvm.target.Target) -> str:
-        """The variant that solves `problem` on `target`; equal ones share it."""
+        """The name of the variant that solves `problem` on `target`; equal problems share it."""
         key = (problem, str(target))
         if key not in self._names:
             self._names[key] = self._fresh(f"{_describe(problem)}_{self.device(target)}")
@@ -88,7 +88,7 @@ def _describe(problem: MatmulProblem | ConvProblem) -> str:
 
 
 def _describe_convolution(problem: ConvProblem) -> str:
-    """``conv2d_1x64x56x56_128x3x3_s2``: data, output channels and window, then what is not as it mostly is."""
+    """Name such as ``conv2d_1x64x56x56_128x3x3_s2``: data, output channels and window, then non-default attributes."""
     data, weight, windows = problem.data, problem.weight, problem.windows
     parts = [f"conv{len(windows)}d", shape_text(data.shape), shape_text([weight.shape[0], *weight.shape[2:]])]
     for letter, values in (("s", [w.stride for w in windows]), ("d", [w.dilation for w in windows])):
@@ -113,27 +113,27 @@ def _types_text(lhs: str, rhs: str) -> str:
 
 
 def shape_text(sizes: Sequence[Dim]) -> str:
-    """``128x768``, D for a symbolic extent."""
+    """Sizes as text, ``128x768``; D stands for a symbolic extent."""
     return "x".join("D" if isinstance(size, str) else str(size) for size in sizes)
 
 
-def _named_already(mod: tvm.IRModule) -> set[str]:
+def _variant_names(mod: tvm.IRModule) -> set[str]:
     values = [binding.value for _, func in relax_functions(mod) for binding in walk_bindings(func)]
     return {str(call.attrs.kernel) for call in values if encoded_op(call) in PRODUCTS} - {""}
 
 
-_WITHOUT_PATTERN = 8  # TVM's kOpaque: stock fusion leaves such a kernel alone
-_NAMED_OPS = 3
-"""Ops of an epilogue that a kernel's name tells."""
+_OPAQUE_PATTERN = 8  # TVM's kOpaque: stock fusion does not fuse such a kernel
+_MAX_NAMED_OPS = 3
+"""Maximum number of ops of an epilogue in a kernel's name."""
 
 
 @dataclass
 class KernelTable:
-    """The PrimFuncs of one module: one per distinct key and target, made on first request."""
+    """PrimFuncs of one module: one per distinct key and target, written on first request."""
 
     used_names: set[str]
     functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
-    _known: dict[tuple[Any, str], tvm.ir.GlobalVar] = field(default_factory=dict)
+    _kernels: dict[tuple[Any, str], tvm.ir.GlobalVar] = field(default_factory=dict)
 
     def get(
         self,
@@ -143,7 +143,7 @@ class KernelTable:
         ops: Sequence[str],
         make: Callable[[], tirx.PrimFunc],
     ) -> tvm.ir.GlobalVar:
-        """The kernel that solves `key` on `target`; `make` writes it, once.
+        """The kernel that solves `key` on `target`; `make` writes it once.
 
         Parameters
         ----------
@@ -151,33 +151,33 @@ class KernelTable:
             Complete description of the computation.
         target : tvm.target.Target
         name : str
-            Name if it is new, with a number where that is taken.
+            Name of a new kernel; a number is appended if it is used already.
         ops : sequence of str
-            Ops that it computes, for profiles.
+            Ops that the kernel computes, for profiles.
         make : Callable
-            Writes the PrimFunc.
+            Function that writes the PrimFunc.
         """
         full_key = (key, str(target))
-        if full_key not in self._known:
+        if full_key not in self._kernels:
             func = make().with_attr(
-                {"target": target, "op_pattern": _WITHOUT_PATTERN, OPS: list(ops), **work_attributes(key)}
+                {"target": target, "op_pattern": _OPAQUE_PATTERN, OPS: list(ops), **work_attributes(key)}
             )
             if "global_symbol" in func.attrs:
                 func = func.without_attr("global_symbol")
             gvar = fresh_global_var(name, func.ty, self.used_names)
             self.functions[gvar] = func
-            self._known[full_key] = gvar
-        return self._known[full_key]
+            self._kernels[full_key] = gvar
+        return self._kernels[full_key]
 
 
 class EncodingKernels:
-    """One PrimFunc for each distinct problem and target.
+    """Kernels of a module: one PrimFunc for each distinct problem and target.
 
     Parameters
     ----------
     mod : tvm.IRModule
     vdevices : sequence of relax.VDevice
-        The module's.
+        Devices of the module.
     """
 
     def __init__(self, mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> None:
@@ -186,7 +186,7 @@ class EncodingKernels:
 
     @property
     def functions(self) -> dict[tvm.ir.GlobalVar, tirx.PrimFunc]:
-        """Those made so far."""
+        """The kernels written so far."""
         return self._table.functions
 
     def product(
@@ -195,77 +195,79 @@ class EncodingKernels:
         operands: Sequence[Stored],
         result: Stored,
         expression: Expression | None,
-        others: Sequence[Stored],
+        epilogue_operands: Sequence[Stored],
         name: str,
-        where: str,
+        op_text: str,
         rows: StoredRows | None = None,
         row_ops: Sequence[str] = (),
     ) -> tvm.ir.GlobalVar:
-        """The kernel of a product or convolution (its operands, perhaps an initial accumulator), its epilogue and rows.
+        """The kernel of a product or convolution (and perhaps an initial accumulator), its epilogue and row phase.
 
-        `row_ops` are the names of what is done on rows.
+        `row_ops` are the names of the ops of the row phase; `op_text` names the op in errors, here and below.
         """
         target = target_of(result.ty.vdevice)
         expression = expression and _named(expression, result)
-        problem = product_problem(encoding, operands, result, expression, others, rows)
+        problem = product_problem(encoding, operands, result, expression, epilogue_operands, rows)
         epilogue = [*_op_names(expression), *row_ops]
-        full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_NAMED_OPS]])
-        return self._solve(problem, target, full_name, [encoding.op_type, *epilogue], where)
+        full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_MAX_NAMED_OPS]])
+        return self._solve(problem, target, full_name, [encoding.op_type, *epilogue], op_text)
 
     def elementwise(
-        self, expression: Expression, operands: Sequence[Stored], result: Stored, where: str
+        self, expression: Expression, operands: Sequence[Stored], result: Stored, op_text: str
     ) -> tvm.ir.GlobalVar:
-        """The kernel of elementwise work that no product takes along."""
+        """The kernel of an elementwise op that is not fused into a product."""
         target = target_of(result.ty.vdevice)
         expression = _named(expression, result)
         problem = elementwise_problem(expression, operands, result)
         op_names = _op_names(expression)
-        name = "_".join([*op_names[: _NAMED_OPS + 1], shape_text(problem.result.shape), self._names.device(target)])
-        return self._solve(problem, target, name, op_names, where)
+        name = "_".join([*op_names[: _MAX_NAMED_OPS + 1], shape_text(problem.result.shape), self._names.device(target)])
+        return self._solve(problem, target, name, op_names, op_text)
 
     def rows(
-        self, program: RowProgram, operands: Sequence[Stored], result: Stored, ops: str, where: str
+        self, program: RowProgram, operands: Sequence[Stored], result: Stored, ops: str, op_text: str
     ) -> tvm.ir.GlobalVar:
-        """The kernel of work on rows; `ops` are the names of what it was made of, separated by commas."""
+        """The kernel of a row program; `ops` are the names of the ops that it replaces, separated by commas."""
         target = target_of(result.ty.vdevice)
         problem = rows_problem(program, operands, result)
         names = [name for name in ops.split(",") if name] or ["rows"]
         shape = next((operand.shape for operand in problem.operands if "n" in operand.index_map), problem.result.shape)
-        name = "_".join([*names[: _NAMED_OPS + 1], shape_text(shape), self._names.device(target)])
-        return self._solve(problem, target, name, names, where)
+        name = "_".join([*names[: _MAX_NAMED_OPS + 1], shape_text(shape), self._names.device(target)])
+        return self._solve(problem, target, name, names, op_text)
 
     def attention(
-        self, call: relax.Call, result: relax.TensorType, where: str
+        self, call: relax.Call, result: relax.TensorType, op_text: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
-        """The kernel of an attention, and the type of the scratch that it takes last, if it takes any."""
+        """The kernel of an attention, and the type of its last parameter if that is scratch."""
         target = target_of(result.vdevice)
         problem = attention_problem(call, result)
         sizes = dict(problem.sizes)
         name = f"attention_{shape_text([sizes[dim] for dim in 'bhmnd'])}_{self._names.device(target)}"
         ops = ["matmul", *_op_names(problem.scores.expression), "softmax", "matmul"]
-        return self._with_scratch(problem, target, name, ops, where, result.vdevice)
+        return self._with_scratch(problem, target, name, ops, op_text, result.vdevice)
 
     def cached_attention(
-        self, call: relax.Call, out: relax.TensorType, where: str
+        self, call: relax.Call, out: relax.TensorType, op_text: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
-        """As `attention`, of an attention with a cache, which is its operand number `PAGES`."""
+        """The kernel of an attention with a cache, and the type of its scratch, as in `attention`."""
         target = target_of(out.vdevice)
-        problem = cached_attention_problem(call, out, answers_of(target).page_order(target))
+        problem = cached_attention_problem(call, out, resolver_or_default(target).page_order(target))
         rows, heads = problem.out.shape[0], [problem.heads, problem.kv_heads, problem.size]
         name = f"{problem.rows}_attention_{shape_text([rows, *heads])}_{self._names.device(target)}"
         ops = ["rms_norm"] * bool(problem.norms) + ["rotary"] * bool(problem.rotary)
         ops += ["append", "matmul", "softmax", "matmul"]
-        return self._with_scratch(problem, target, name, ops, where, out.vdevice)
+        return self._with_scratch(problem, target, name, ops, op_text, out.vdevice)
 
-    def append(self, call: relax.Call, out: relax.TensorType, where: str) -> tvm.ir.GlobalVar | None:
-        """Kernel that writes keys and values of a chunk into their pages before `cached_attention`; None: that does."""
+    def append(self, call: relax.Call, out: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar | None:
+        """The kernel that writes keys and values of a chunk into their pages; None if `cached_attention` does it."""
         target = target_of(out.vdevice)
-        if str(call.attrs.rows) != "chunk" or not answers_of(target).appends_in_own_kernel:
+        if str(call.attrs.rows) != "chunk" or not resolver_or_default(target).appends_in_own_kernel:
             return None
-        problem = replace(cached_attention_problem(call, out, answers_of(target).page_order(target)), rows=APPEND)
+        problem = replace(
+            cached_attention_problem(call, out, resolver_or_default(target).page_order(target)), rows=APPEND
+        )
         sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
         ops = ["rms_norm"] * ("k" in problem.norms) + ["rotary"] * bool(problem.rotary) + ["append"]
-        return self._solve(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, where)
+        return self._solve(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, op_text)
 
     def _with_scratch(
         self,
@@ -273,60 +275,62 @@ class EncodingKernels:
         target: tvm.target.Target,
         name: str,
         ops: Sequence[str],
-        where: str,
+        op_text: str,
         vdevice: relax.VDevice,
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
-        kernel = self._solve(problem, target, name, ops, where)
+        kernel = self._solve(problem, target, name, ops, op_text)
         params = self.functions[kernel].params
         if len(params) == len(problem.parameters):
             return kernel, None
         scratch = params[-1]
         return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), vdevice)
 
-    def quantized_matmul(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
-        """The kernel of a product with weights in blocks."""
+    def quantized_matmul(self, call: relax.Call, result: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar:
+        """The kernel of a product with block-quantized weights."""
         target = target_of(result.vdevice)
         problem = quantized_matmul_problem(call, result)
         epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
         sizes = [*problem.result.shape, problem.depth]
-        name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_NAMED_OPS]])
-        return self._solve(problem, target, name, ["block_matmul", *epilogue], where)
+        name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_MAX_NAMED_OPS]])
+        return self._solve(problem, target, name, ["block_matmul", *epilogue], op_text)
 
     def unpacked_matmul(
-        self, call: relax.Call, result: relax.TensorType, where: str
+        self, call: relax.Call, result: relax.TensorType, op_text: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType, tvm.ir.GlobalVar, int] | None:
-        """Kernel that unpacks the weights of a product of many rows, its result, and the product; the weights' number.
+        """Kernel that dequantizes the weights of a product of many rows, its result; the product; the weights' count.
 
-        None where the target multiplies as many rows by the weights' bits.
+        None if the target multiplies that many rows by the quantized weights.
         """
         target = target_of(result.vdevice)
         problem = quantized_matmul_problem(call, result)
-        layout = answers_of(target).unpacked_layout(problem, target)
+        layout = resolver_or_default(target).unpacked_layout(problem, target)
         if layout is None:
             return None
         numbers = Operand((problem.depth, problem.columns), problem.lhs.dtype, ("k", "n"), layout)
         sizes, device = [problem.columns, problem.depth], self._names.device(target)
-        # One kernel for a weight, whatever it is multiplied by.
+        # One kernel for a weight, independent of the other operand.
         plain = replace(problem, lhs=_one_row(problem.lhs), result=_one_row(problem.result), epilogue=None)
         name = f"block_unpack_{shape_text(sizes)}_{device}"
-        unpack = self._solve(BlockUnpackProblem(plain, numbers), target, name, ["block_unpack"], where)
+        unpack = self._solve(BlockUnpackProblem(plain, numbers), target, name, ["block_unpack"], op_text)
         product = MatmulProblem(problem.lhs, numbers, problem.result, "float32", epilogue=problem.epilogue)
         epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
-        name = "_".join(["matmul", shape_text([*problem.result.shape, problem.depth]), device, *epilogue[:_NAMED_OPS]])
-        multiply = self._solve(product, target, name, ["block_matmul", *epilogue], where)
+        name = "_".join(
+            ["matmul", shape_text([*problem.result.shape, problem.depth]), device, *epilogue[:_MAX_NAMED_OPS]]
+        )
+        multiply = self._solve(product, target, name, ["block_matmul", *epilogue], op_text)
         shape = [int(extent) for extent in layout.packed_shape([problem.depth, problem.columns])]
         ty = relax.TensorType(shape, problem.lhs.dtype, result.vdevice)
         return unpack, ty, multiply, len(problem.weights)
 
-    def block_rows(self, call: relax.Call, result: relax.TensorType, where: str) -> tvm.ir.GlobalVar:
-        """The kernel that unpacks rows of weights in blocks."""
+    def block_rows(self, call: relax.Call, result: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar:
+        """The kernel that dequantizes rows of block-quantized weights."""
         target = target_of(result.vdevice)
         problem = block_rows_problem(call, result)
         name = f"block_rows_{shape_text(problem.result.shape)}_{self._names.device(target)}"
-        return self._solve(problem, target, name, ["block_rows"], where)
+        return self._solve(problem, target, name, ["block_rows"], op_text)
 
-    def relayout(self, source: Stored, result: Stored, where: str) -> tvm.ir.GlobalVar:
-        """The kernel that lays a tensor out anew; one of both is row-major for packing and unpacking."""
+    def relayout(self, source: Stored, result: Stored, op_text: str) -> tvm.ir.GlobalVar:
+        """The kernel that packs, unpacks (one of the layouts is row-major) or relayouts a tensor."""
         target = target_of(result.ty.vdevice)
         symbols = Symbols()
         shape = tuple(symbols.dim(extent) for extent in result.ty.shape.values)
@@ -339,7 +343,7 @@ class EncodingKernels:
         key = (op, shape, dtype, *layouts)
 
         def make() -> tirx.PrimFunc:
-            return _checked(_relayout_kernel(shape, dtype, *layouts, target), buffers, target, where)
+            return _checked(_relayout_kernel(shape, dtype, *layouts, target), buffers, target, op_text)
 
         return self._table.get(key, target, name, [op], make)
 
@@ -349,21 +353,23 @@ class EncodingKernels:
         target: tvm.target.Target,
         name: str,
         ops: Sequence[str],
-        where: str,
+        op_text: str,
     ) -> tvm.ir.GlobalVar:
         def make() -> tirx.PrimFunc:
-            resolver = answers_of(target)
+            resolver = resolver_or_default(target)
             try:
                 func = resolver.kernel(problem, target)
             except EncodingError as error:
-                raise EncodingError(f"{where}, on target {target}: {error}") from error
-            except Exception as error:  # a third party's code raises what it likes, and names nothing
+                raise EncodingError(f"{op_text}, on target {target}: {error}") from error
+            except Exception as error:  # a third party's code raises any error, without naming the op
                 raise EncodingError(
-                    f"{where}: resolver {resolver.name!r} wrote no kernel for target {target}: "
+                    f"{op_text}: resolver {resolver.name!r} wrote no kernel for target {target}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            may_scratch = isinstance(problem, (AttentionProblem, CachedAttentionProblem))
-            return _checked(func, problem.parameters, target, f"{where}, resolver {resolver.name!r}", may_scratch)
+            may_have_scratch = isinstance(problem, (AttentionProblem, CachedAttentionProblem))
+            return _checked(
+                func, problem.parameters, target, f"{op_text}, resolver {resolver.name!r}", may_have_scratch
+            )
 
         return self._table.get(problem, target, name, ops, make)
 
@@ -371,7 +377,7 @@ class EncodingKernels:
 def _relayout_kernel(
     shape: tuple[Dim, ...], dtype: str, source: PackedLayout, result: PackedLayout, target: tvm.target.Target
 ) -> tirx.PrimFunc:
-    """The kernel that stores a tensor anew; compiler parts load when they are needed."""
+    """The kernel that changes a tensor's layout; generators are imported when they are needed."""
     if "gpu" in target.keys:
         from ...tir.cuda.pack import relayout_kernel
 
@@ -387,7 +393,7 @@ def _relayout_kernel(
 
 
 def _one_row(operand: Operand) -> Operand:
-    """An operand of one row in the place of many."""
+    """The operand with one row instead of many."""
     return replace(operand, shape=(1, operand.shape[-1]), index_map=("m", operand.index_map[-1]), layout=_ROW_MAJOR)
 
 
@@ -395,7 +401,7 @@ _ROW_MAJOR = PackedLayout.identity(2)
 
 
 def _named(expression: Expression, result: Stored) -> Expression:
-    """The expression with its activations by name, which there are none of in double precision."""
+    """The expression with its activations by name, which only exist up to single precision."""
     return expression if str(result.ty.dtype) == "float64" else named(expression)
 
 
@@ -407,36 +413,36 @@ def _op_names(expression: Expression | None) -> list[str]:
 
 
 def _checked(
-    func: Any, buffers: Sequence[Operand], target: tvm.target.Target, where: str, may_scratch: bool = False
+    func: Any, buffers: Sequence[Operand], target: tvm.target.Target, op_text: str, may_have_scratch: bool = False
 ) -> tirx.PrimFunc:
-    """A kernel that takes the buffers of its problem, and perhaps one of scratch, whose shape is its own.
+    """Check that a kernel takes the buffers of its problem, and perhaps one of scratch, whose shape is its own.
 
-    Anything else would read memory as what it is not.
+    Any other kernel would misinterpret memory.
     """
-    what = f"{where}, on target {target}: found"
+    prefix = f"{op_text}, on target {target}: found"
     if not isinstance(func, tirx.PrimFunc):
-        raise EncodingError(f"{what} {type(func).__name__}, expected a PrimFunc")
-    more = len(func.params) - len(buffers)
-    if more not in (0, int(may_scratch)) or not all(map(is_buffer_var, func.params)):
-        count = f"{len(buffers)} buffers{' and perhaps one of scratch' if may_scratch else ''}"
-        raise EncodingError(f"{what} a kernel of parameters {list(func.params)}, expected {count}")
+        raise EncodingError(f"{prefix} {type(func).__name__}, expected a PrimFunc")
+    num_scratch = len(func.params) - len(buffers)
+    if num_scratch not in (0, int(may_have_scratch)) or not all(map(is_buffer_var, func.params)):
+        count = f"{len(buffers)} buffers{' and perhaps one of scratch' if may_have_scratch else ''}"
+        raise EncodingError(f"{prefix} a kernel of parameters {list(func.params)}, expected {count}")
     for index, (buffer, operand) in enumerate(zip(func.params, buffers, strict=False)):
-        _check_buffer(buffer, operand, f"{what} parameter {index}")
+        _check_buffer(buffer, operand, f"{prefix} parameter {index}")
     return func
 
 
-def _check_buffer(buffer: tirx.Buffer, operand: Operand, what: str) -> None:
+def _check_buffer(buffer: tirx.Buffer, operand: Operand, prefix: str) -> None:
     if str(buffer.dtype) != operand.dtype:
-        raise EncodingError(f"{what} of type {buffer.dtype}, expected {operand.dtype}")
-    wanted = _stored_extents(operand)
+        raise EncodingError(f"{prefix} of type {buffer.dtype}, expected {operand.dtype}")
+    expected = _stored_extents(operand)
     extents = [int(extent) if isinstance(extent, tirx.IntImm) else None for extent in buffer.shape]
-    if len(extents) != len(wanted) or any(
-        w is not None and f is not None and w != f for f, w in zip(extents, wanted, strict=True)
+    if len(extents) != len(expected) or any(
+        a is not None and b is not None and a != b for a, b in zip(extents, expected, strict=True)
     ):
-        raise EncodingError(f"{what} of shape {list(buffer.shape)}, expected {wanted} (None: symbolic)")
+        raise EncodingError(f"{prefix} of shape {list(buffer.shape)}, expected {expected} (None: symbolic)")
 
 
 def _stored_extents(operand: Operand) -> list[int | None]:
-    """The extents of an operand's buffer, None where they are symbolic."""
+    """The extents of an operand's buffer, None for a symbolic one."""
     shape = [tirx.Var(extent, "int64") if isinstance(extent, str) else extent for extent in operand.shape]
     return [extent if isinstance(extent, int) else None for extent in operand.layout.packed_shape(shape)]

@@ -1,4 +1,4 @@
-"""HoistEncodings: constants are laid out at compile time.
+"""HoistEncodings: pack constants at compile time.
 
 Before::
 
@@ -8,9 +8,9 @@ After::
 
     b = R.hetero.prepacked(metadata["relax.expr.Constant"][0], "768x768", "matmul[1]<...>", layout="pack<...>")
 
-There is one packed copy for each distinct (constant, layout), shared by all its users, functions included, and placed
-once on each device that uses it; the source goes with its last user. A transfer or relayout of a packed constant is a
-constant packed for where it goes.
+Each distinct (constant, layout) has one packed copy, shared by all its users across functions, and placed once on each
+device that uses it; the unpacked constant is dropped unless something else uses it. A transfer or relayout of a packed
+constant becomes a constant that is packed for the destination.
 
 Assumes SpecializeEncodings. A second run changes nothing.
 """
@@ -34,24 +34,24 @@ from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, with_functions
 from .encoded_values import Stored, physical_type
 
-_COMPUTED = (PERMUTE, RESHAPE, CAST, TRANSFER)
-"""Ops on a constant that are computed here, where an encoding is all they are for."""
+FOLDED_OPS = (PERMUTE, RESHAPE, CAST, TRANSFER)
+"""Ops whose result on a constant is a constant: HoistEncodings computes them for encodings."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A constant, and what the program does to it before it is encoded."""
+    """A constant, and the folded ops between it and its encoding."""
 
     data: tvm.runtime.Tensor
-    steps: tuple[tuple[str, Any], ...] = ()
+    ops: tuple[tuple[str, Any], ...] = ()
 
     @property
     def key(self) -> tuple[int, tuple[tuple[str, Any], ...]]:
-        """Equal for the same constant treated alike; the module keeps the constant alive, so its identity will do."""
-        return hash(self.data), self.steps
+        """Hashable key of the constant, by its identity (the module keeps it alive), and the ops."""
+        return hash(self.data), self.ops
 
     def then(self, op: str, call: relax.Call) -> _Source:
-        """With one more step."""
+        """The source with one more op."""
         if op == CAST:
             parameter: Any = str(call.attrs.dtype)
         elif op == PERMUTE:
@@ -60,16 +60,16 @@ class _Source:
             parameter = tuple(reversed(range(rank))) if axes is None else tuple(int(axis) % rank for axis in axes)
         else:
             parameter = tuple(int(extent) for extent in call.ty.shape.values)
-        return _Source(self.data, (*self.steps, (op, parameter)))
+        return _Source(self.data, (*self.ops, (op, parameter)))
 
     def array(self) -> np.ndarray:
-        """Its elements."""
+        """The elements of the result."""
         array = _array(self.data)
-        for step, parameter in self.steps:
-            if step == CAST:
+        for op, parameter in self.ops:
+            if op == CAST:
                 array = array.astype(numpy_dtype(parameter))
             else:
-                array = array.transpose(parameter) if step == PERMUTE else array.reshape(parameter)
+                array = array.transpose(parameter) if op == PERMUTE else array.reshape(parameter)
         return array
 
 
@@ -96,14 +96,14 @@ HoistEncodings = declare_pass("HoistEncodings", hoist_encodings)
 
 def _without_sources(block: Block) -> list[relax.Binding] | None:
     def is_source(value: relax.Expr) -> bool:
-        return encoded_op(value) == PREPACKED or op_name(value) in _COMPUTED
+        return encoded_op(value) == PREPACKED or op_name(value) in FOLDED_OPS
 
-    kept = without_unused(block.bindings, block, is_source)
-    return kept if len(kept) < len(block.bindings) else None
+    bindings = without_unused(block.bindings, block, is_source)
+    return bindings if len(bindings) < len(block.bindings) else None
 
 
 class _Packer:
-    """Constants among variables, plain and encoded, and those that have been packed."""
+    """Rewriter of bindings, with the plain, encoded and packed constants so far."""
 
     def __init__(self) -> None:
         self.sources: dict[relax.Var, _Source] = {}
@@ -111,47 +111,47 @@ class _Packer:
         self.packed: dict[tuple[Any, PackedLayout], tvm.runtime.Tensor] = {}
 
     def change(self, binding: relax.Binding) -> relax.Binding:
-        """The binding with its constant packed, if it is one that an encoding wants packed."""
+        """The binding with its constant packed, if it encodes a constant."""
         var, value = binding.var, binding.value
-        known = self._encoded(value)
-        if known is None:
+        encoded = self._encoded(value)
+        if encoded is None:
             source = self._source(value)
             if source is not None:
                 self.sources[var] = source
             return binding
-        self.encoded[var] = known
-        layout = PackedLayout.parse(known.layout)
+        self.encoded[var] = encoded
+        layout = PackedLayout.parse(encoded.layout)
         if layout.is_identity and encoded_op(value) != RELAYOUT:
             return binding
         shape = [int(extent) for extent in var.ty.shape.values]
-        data = tvm.ir.GenericConst(self._pack(known.source, layout), physical_type(Stored(var.ty, layout)))
-        call = ops.prepacked(data, shape, known.encoding, layout)
+        data = tvm.ir.GenericConst(self._pack(encoded.source, layout), physical_type(Stored(var.ty, layout)))
+        call = ops.prepacked(data, shape, encoded.encoding, layout)
         return relax.VarBinding(var, typed(call, var.ty), binding.span)
 
     def _encoded(self, value: relax.Expr) -> _Encoded | None:
-        """Encoded, specialized constant that `value` is; None if it is none."""
+        """The encoded, specialized constant that `value` is; None for any other value."""
         name = encoded_op(value)
         if name == SET and value.attrs.layout:
             source = self._source(value.args[0])
             return None if source is None else _Encoded(source, str(value.attrs.encoding), str(value.attrs.layout))
-        known = self.encoded.get(value.args[0]) if name == RELAYOUT or op_name(value) == TRANSFER else None
-        if known is None or name is None:
-            return known
-        return _Encoded(known.source, str(value.attrs.encoding), str(value.attrs.layout))
+        operand = self.encoded.get(value.args[0]) if name == RELAYOUT or op_name(value) == TRANSFER else None
+        if operand is None or name is None:
+            return operand
+        return _Encoded(operand.source, str(value.attrs.encoding), str(value.attrs.layout))
 
     def _source(self, value: relax.Expr) -> _Source | None:
-        """Plain constant that `value` is, None if it is none."""
+        """The plain constant that `value` is; None for any other value."""
         if isinstance(value, relax.Var):
             return self.sources.get(value)
         if isinstance(value, tvm.ir.GenericConst):
             return _Source(value.value) if isinstance(value.value, tvm.runtime.Tensor) else None
         name = op_name(value) or ""
-        source = self._source(value.args[0]) if name in _COMPUTED else None
+        source = self._source(value.args[0]) if name in FOLDED_OPS else None
         if source is None or name == TRANSFER:
             return source
         shape = value.ty.shape
         if not isinstance(shape, relax.ShapeExpr) or not all(isinstance(dim, tirx.IntImm) for dim in shape.values):
-            return None  # reshaped to sizes that only a call knows
+            return None  # reshaped to symbolic sizes
         return source.then(name, value)
 
     def _pack(self, source: _Source, layout: PackedLayout) -> tvm.runtime.Tensor:
@@ -162,8 +162,8 @@ class _Packer:
 
 
 def _array(data: tvm.runtime.Tensor) -> np.ndarray:
-    """The elements of a tensor in host memory, not copied where numpy knows the type."""
+    """The elements of a tensor in host memory, without a copy if numpy has the type."""
     try:
         return np.from_dlpack(data)
-    except (BufferError, RuntimeError, TypeError):  # bfloat16 and its kin, other devices
+    except (BufferError, RuntimeError, TypeError):  # bfloat16 and float8, other devices
         return data.numpy()

@@ -1,7 +1,6 @@
-"""The problems that encoded ops state to resolvers, a function for each kind of op.
+"""Problems of encoded ops, which resolvers write kernels for: a function for each kind of op.
 
-A problem says what a kernel computes on which operands, in which layouts, with symbols instead of variables, so that
-equal problems are equal objects.
+A problem has names instead of symbolic variables, so that equal problems are equal objects.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from ...encoding.problem import (
 from ...encoding.row_program import RowProgram
 from ...errors import EncodingError
 from ...op.attention import attention_sizes
-from ...op.cached_attention import other_operands
+from ...op.cached_attention import optional_operands
 from ...op.quantized_matmul import form_of, weight_operands
 from ...target.element_types import TF32
 from ..ir.blocks import is_one, same_shape
@@ -48,17 +47,17 @@ def product_problem(
     operands: Sequence[Stored],
     result: Stored,
     expression: Expression | None = None,
-    others: Sequence[Stored] = (),
+    epilogue_operands: Sequence[Stored] = (),
     rows: StoredRows | None = None,
 ) -> MatmulProblem | ConvProblem:
-    """The problem of an encoded product or convolution of `operands`, with its epilogue; see `matmul_problem`.
+    """The problem of an encoded product or convolution of `operands`; see `matmul_problem`.
 
-    No rows stand behind a convolution.
+    A convolution cannot have a row phase.
     """
     if encoding.moves is not None:
-        return conv_problem(encoding, operands[0], operands[1], result, expression, others)
+        return conv_problem(encoding, operands[0], operands[1], result, expression, epilogue_operands)
     init = operands[2] if len(operands) > 2 else None
-    return matmul_problem(encoding, operands[0], operands[1], result, init, expression, others, rows)
+    return matmul_problem(encoding, operands[0], operands[1], result, init, expression, epilogue_operands, rows)
 
 
 def matmul_problem(
@@ -68,7 +67,7 @@ def matmul_problem(
     result: Stored,
     init: Stored | None = None,
     expression: Expression | None = None,
-    others: Sequence[Stored] = (),
+    epilogue_operands: Sequence[Stored] = (),
     rows: StoredRows | None = None,
 ) -> MatmulProblem:
     """The problem of a product of encoded tensors.
@@ -79,21 +78,21 @@ def matmul_problem(
         Encoding of the op.
     lhs, rhs, result : Stored
     init : Stored, optional
-        Initial accumulator: broadcast against the result.
+        Initial accumulator, broadcast against the result.
     expression : Expression, optional
-        The epilogue, ``x0`` the accumulator.
-    others : sequence of Stored
-        The epilogue's operands x1, x2, ..., broadcast against the result.
+        Epilogue, with the accumulator as ``x0``.
+    epilogue_operands : sequence of Stored
+        Operands x1, x2, ... of the epilogue, broadcast against the result.
     rows : StoredRows, optional
-        Work on the result's rows.
+        Row phase.
     """
     symbols = Symbols()
     maps = encoding.index_maps
     operands = [s.operand(symbols, maps[i]) for s, i in ((lhs, LHS), (rhs, RHS))]
-    first = None if init is None else init.operand(symbols, _broadcast_map(init, result, maps[RESULT]))
+    init_operand = None if init is None else init.operand(symbols, _broadcast_map(init, result, maps[RESULT]))
     epilogue = None
     if expression is not None:
-        inputs = tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in others)
+        inputs = tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in epilogue_operands)
         epilogue = Epilogue(expression, inputs)
     phase = None
     if rows is not None:
@@ -101,7 +100,7 @@ def matmul_problem(
         phase = RowPhase(rows.program, rows.product, inputs)
     out = result.operand(symbols, maps[RESULT])
     tf32 = encoding.element_types[LHS] == TF32
-    return MatmulProblem(operands[0], operands[1], out, encoding.element_type, first, epilogue, phase, tf32)
+    return MatmulProblem(operands[0], operands[1], out, encoding.element_type, init_operand, epilogue, phase, tf32)
 
 
 def conv_problem(
@@ -110,9 +109,9 @@ def conv_problem(
     weight: Stored,
     result: Stored,
     expression: Expression | None = None,
-    others: Sequence[Stored] = (),
+    epilogue_operands: Sequence[Stored] = (),
 ) -> ConvProblem:
-    """The problem of a convolution of encoded tensors; parameters as of `matmul_problem`."""
+    """The problem of a convolution of encoded tensors; see `matmul_problem` for its parameters."""
     moves, symbols, maps = encoding.moves, Symbols(), encoding.index_maps
     assert moves is not None
     spatial = len(moves.strides)
@@ -126,18 +125,20 @@ def conv_problem(
         )
         for d in range(spatial)
     )
-    left, right = data.operand(symbols, maps[LHS]), weight.operand(symbols, maps[RHS])
+    data_operand, weight_operand = data.operand(symbols, maps[LHS]), weight.operand(symbols, maps[RHS])
     epilogue = None
     if expression is not None:
-        inputs = tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in others)
+        inputs = tuple(s.operand(symbols, _broadcast_map(s, result, maps[RESULT])) for s in epilogue_operands)
         epilogue = Epilogue(expression, inputs)
     out = result.operand(symbols, maps[RESULT])
     tf32 = encoding.element_types[LHS] == TF32
-    return ConvProblem(left, right, out, encoding.element_types[RESULT], windows, moves.groups, epilogue, tf32)
+    return ConvProblem(
+        data_operand, weight_operand, out, encoding.element_types[RESULT], windows, moves.groups, epilogue, tf32
+    )
 
 
 def elementwise_problem(expression: Expression, operands: Sequence[Stored], result: Stored) -> ElementwiseProblem:
-    """The problem of an elementwise op: operands broadcast against the result."""
+    """The problem of an elementwise op, whose operands broadcast against the result."""
     symbols = Symbols()
     names = tuple(f"d{i}" for i in range(len(extents_of(result.ty))))
     inputs = tuple(s.operand(symbols, _broadcast_map(s, result, names)) for s in operands)
@@ -145,17 +146,17 @@ def elementwise_problem(expression: Expression, operands: Sequence[Stored], resu
 
 
 def _broadcast_map(stored: Stored, result: Stored, names: IndexMap) -> IndexMap:
-    """Trailing dimensions align; an extent of one where the result's is another is broadcast."""
-    shape, full = extents_of(stored.ty), extents_of(result.ty)
+    """The index map of an operand that broadcasts to `names`: trailing dimensions align, extents of one are "1"."""
+    shape, result_shape = extents_of(stored.ty), extents_of(result.ty)
     if len(shape) > len(names):
         raise EncodingError(f"an operand of {len(shape)} dimensions cannot be broadcast to {len(names)}")
     start = len(names) - len(shape)
-    aligned = zip(shape, full[start:], names[start:], strict=True)
-    return tuple("1" if is_one(extent) and not is_one(whole) else name for extent, whole, name in aligned)
+    aligned = zip(shape, result_shape[start:], names[start:], strict=True)
+    return tuple("1" if is_one(extent) and not is_one(size) else name for extent, size, name in aligned)
 
 
 def rows_problem(program: RowProgram, operands: Sequence[Stored], result: Stored) -> RowsProblem:
-    """The problem of `R.hetero.rows`: operands broadcast against the rows that they have together.
+    """The problem of `R.hetero.rows`, whose operands broadcast together.
 
     Parameters
     ----------
@@ -163,30 +164,30 @@ def rows_problem(program: RowProgram, operands: Sequence[Stored], result: Stored
     operands : sequence of Stored
         Plain tensors.
     result : Stored
-        Plain; the last extent is 1 where the result does not vary along a row.
+        Plain tensor; its last extent is 1 if the result does not vary along a row.
     """
     symbols = Symbols()
     rank = len(extents_of(result.ty))
-    # Rows of one element still run along n.
-    single = all(is_one(extent) for stored in operands for extent in extents_of(stored.ty)[-1:])
+    # If all rows have one element, they still run along n.
+    has_unit_rows = all(is_one(extent) for stored in operands for extent in extents_of(stored.ty)[-1:])
 
     def operand(stored: Stored) -> Operand:
-        return _operand(symbols, stored, rank, single)
+        return _operand(symbols, stored, rank, has_unit_rows)
 
     return RowsProblem(program, tuple(map(operand, operands)), operand(result))
 
 
-def _operand(symbols: Symbols, stored: Stored, rank: int, single: bool) -> Operand:
-    """Dimensions align from the last, which is "n"; extents of one are "1", whatever the others have there."""
+def _operand(symbols: Symbols, stored: Stored, rank: int, has_unit_rows: bool) -> Operand:
+    """An operand of a row program: dimensions align at the last, which is "n"; extents of one are "1"."""
     shape = tuple(symbols.dim(extent) for extent in extents_of(stored.ty))
     names = [f"d{axis}" for axis in range(rank - 1)] + ["n"]
     aligned = zip(shape, names[rank - len(shape) :], strict=True)
-    index_map = tuple("1" if extent == 1 and not (single and name == "n") else name for extent, name in aligned)
+    index_map = tuple("1" if extent == 1 and not (has_unit_rows and name == "n") else name for extent, name in aligned)
     return Operand(shape, str(stored.ty.dtype), index_map, PackedLayout.identity(len(shape)))
 
 
 def attention_problem(call: relax.Call, result: relax.TensorType) -> AttentionProblem:
-    """Problem of a call of `R.hetero.attention`."""
+    """Problem of a call to `R.hetero.attention`."""
     heads, sizes = Heads.parse(call.attrs.heads), attention_sizes(call)
     symbols = Symbols()
 
@@ -195,7 +196,7 @@ def attention_problem(call: relax.Call, result: relax.TensorType) -> AttentionPr
         return Operand(shape, str(ty.dtype), index_map, PackedLayout.identity(len(shape)))
 
     types = [arg.ty for arg in call.args]
-    query, key, value = (operand(ty, found.index_map) for ty, found in zip(types, heads.operands, strict=False))
+    query, key, value = (operand(ty, heads_map.index_map) for ty, heads_map in zip(types, heads.operands, strict=False))
     masks = tuple(operand(ty, _mask_map(ty, sizes)) for ty in types[3:])
     return AttentionProblem(
         query,
@@ -229,19 +230,18 @@ _CACHED_MAPS = {
     "q_norm": ("d",),
     "k_norm": ("d",),
 }
-"""Dimensions of the operands of `R.hetero.cached_attention`."""
+"""Index maps of the operands of `R.hetero.cached_attention`."""
 
 
 def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str) -> CachedAttentionProblem:
-    """Problem of a call of `R.hetero.cached_attention` on a device with pages of an order."""
+    """Problem of a call to `R.hetero.cached_attention`, with the device's order of keys in pages."""
     symbols, attrs = Symbols(), call.attrs
-    names = ["qkv", "pages", "table", "sequences", "positions", *other_operands(attrs)]
+    names = ["qkv", "pages", "table", "sequences", "positions", *optional_operands(attrs)]
     operands = (
         Stored.plain(arg.ty).operand(symbols, _CACHED_MAPS[name]) for arg, name in zip(call.args, names, strict=True)
     )
-    found = tuple(operands)
     return CachedAttentionProblem(
-        found,
+        tuple(operands),
         Stored.plain(out).operand(symbols, ("m", "n")),
         int(attrs.heads),
         int(attrs.kv_heads),
@@ -258,30 +258,28 @@ def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str
 
 
 def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> QuantizedMatmulProblem:
-    """Problem of a call of `R.hetero.block_matmul`."""
+    """Problem of a call to `R.hetero.block_matmul`."""
     symbols = Symbols()
     names = (*(f"b{axis}" for axis in range(len(extents_of(result)) - 2)), "m", "n")
     stored = [Stored.plain(arg.ty) for arg in call.args]
-    first, form = 1 + weight_operands(call), form_of(call)
-    whole, epilogue = extents_of(result), None
+    end, form = 1 + weight_operands(call), form_of(call)
+    shape, epilogue = extents_of(result), None
     lhs = stored[0].operand(symbols, (*names[:-1], "k"))
     layout = layout_of([int(extent) for extent in extents_of(stored[1].ty)], form, int(extents_of(stored[0].ty)[-1]))
-    weights = tuple(one.operand(symbols, layout.index_map) for one in stored[1:first])
+    weights = tuple(weight.operand(symbols, layout.index_map) for weight in stored[1:end])
     experts, index = int(call.attrs.experts), None
     if experts:
-        index = stored[first].operand(symbols, names[:-2])
-        first += 1
+        index = stored[end].operand(symbols, names[:-2])
+        end += 1
     expression = Expression.parse(call.attrs.expression)
     if expression != Expression.operand(0):
-        maps = [
-            names if same_shape(extents_of(one.ty), whole) else _of_columns(one, whole[-1]) for one in stored[first:]
-        ]
-        operands = (one.operand(symbols, index_map) for one, index_map in zip(stored[first:], maps, strict=True))
+        maps = [names if same_shape(extents_of(x.ty), shape) else _column_map(x, shape[-1]) for x in stored[end:]]
+        operands = (x.operand(symbols, index_map) for x, index_map in zip(stored[end:], maps, strict=True))
         epilogue = Epilogue(expression, tuple(operands))
     out = Stored.plain(result).operand(symbols, names)
     in_panels = isinstance(layout, Panels)
     bits = form.bits if in_panels else stored_bits(form)
-    known = form if in_panels or form.record_bytes else None
+    problem_form = form if in_panels or form.record_bytes else None
     return QuantizedMatmulProblem(
         lhs,
         weights,
@@ -289,7 +287,7 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
         form.block,
         epilogue,
         bits,
-        known,
+        problem_form,
         experts,
         index,
         int(call.attrs.activation_bits),
@@ -298,7 +296,7 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
 
 
 def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:
-    """Problem of a call of `R.hetero.block_rows`."""
+    """Problem of a call to `R.hetero.block_rows`."""
     symbols = Symbols()
     weight, index = (Stored.plain(arg.ty) for arg in call.args)
     return BlockRowsProblem(
@@ -310,7 +308,7 @@ def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsP
     )
 
 
-def _of_columns(operand: Stored, columns: Any) -> tuple[str, ...]:
-    """The map of one number, or of one for each column."""
+def _column_map(operand: Stored, columns: Any) -> tuple[str, ...]:
+    """The index map of a scalar, or of one number for each column."""
     extents = extents_of(operand.ty)
     return ("n",) if same_shape(extents, [columns]) else ("1",) * len(extents)

@@ -1,4 +1,4 @@
-"""MaterializeEncodings: encoded ops become kernels on tensors as they are stored.
+"""MaterializeEncodings: turn encoded ops into calls of kernels on packed tensors.
 
 Before::
 
@@ -12,12 +12,11 @@ After::
 
     y = R.call_tir(cls.matmul_128x768x3072_llvm_0_add_relu, (x, weight, bias), out_ty=R.Tensor((128, 3072), ...))
 
-What lays tensors out becomes a kernel too, a plain `permute_dims` where nothing is tiled (other passes can move that),
-and vanishes where the layout is identity; what was packed and is unpacked
-only to be packed for another op goes from the one layout to the other. Types become those of the bytes.
-Elementwise ops of which each is the only user of the one before, the first of a product's, become the epilogue of the
-product's kernel: its accumulators never leave registers before bias, activation and residual are applied.
-`R.hetero.rows` becomes a kernel too, or a phase of the kernel of the product whose result only it reads (`epilogues`).
+Packing becomes a kernel, a plain `permute_dims` if nothing is tiled (other passes can move that), or nothing if the
+layout is the identity. A tensor that is unpacked only to be packed for another op is converted directly. Types
+become those of the packed tensors. A chain of elementwise ops after a product, each the only user of the one before,
+becomes the epilogue of the product's kernel: accumulators stay in registers for bias, activation and residual.
+`R.hetero.rows` becomes a kernel, or a phase of the kernel of the product whose result it alone reads (`epilogues`).
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
 `relax_hetero.tir.pack.pack`; equal problems on equal targets share one. A second run changes nothing.
@@ -57,7 +56,7 @@ def materialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     EncodingError
-        When it runs: an op has no layout yet, or a resolver's kernel does not fit its problem.
+        When it runs: an op lacks a layout, or a resolver's kernel does not fit its problem.
     """
     verify_encodings(mod)
     kernels = EncodingKernels(mod, vdevices_of(mod))
@@ -69,7 +68,7 @@ MaterializeEncodings = declare_pass("MaterializeEncodings", materialize_encoding
 
 
 class _Function:
-    """One function: what each encoded variable has become."""
+    """Rewriter of one function, with the stored form of each encoded variable."""
 
     def __init__(self, name: str, kernels: EncodingKernels, func: relax.Function) -> None:
         self.name = name
@@ -78,12 +77,12 @@ class _Function:
         self.fused = fused_variables(func)
         self.phases = find_row_phases(func, self.fused)
         self.fused |= self.phases.encoded
-        self.relaid = _relaid_variables(func)
+        self.relayouts = _find_relayouts(func)
         self.chains: dict[relax.Var, Chain] = {}
         self.stored: dict[relax.Var, Stored] = {}
-        self.tuples = _tuples_used_whole(func)
-        self.fields: dict[relax.Var, relax.Var] = {}  # tuples whose fields are now those of another
-        self.parts: dict[relax.Var, tuple[relax.Var, ...]] = {}  # tuples whose fields are variables
+        self.tuples = _vars_used_beyond_fields(func)
+        self.tuple_of: dict[relax.Var, relax.Var] = {}  # replacement of a tuple, with the same fields and more
+        self.fields: dict[relax.Var, tuple[relax.Var, ...]] = {}  # tuples that became variables, one for each field
         self.merges = Merges()
 
     def materialize(self) -> relax.Function:
@@ -102,66 +101,66 @@ class _Function:
             return self._cached_attention(binding)
         if op_name(value) in (BLOCK_MATMUL, BLOCK_ROWS):
             return self._quantized_op(binding)
-        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
-            field = relax.TupleGetItem(self.fields[value.tuple_value], value.index)
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.tuple_of:
+            field = relax.TupleGetItem(self.tuple_of[value.tuple_value], value.index)
             return relax.VarBinding(binding.var, field, binding.span)
-        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.parts:
-            return self.merges.alias(binding.var, self.parts[value.tuple_value][int(value.index)])
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
+            return self.merges.alias(binding.var, self.fields[value.tuple_value][int(value.index)])
         if op_name(value) == TRANSFER and value.args[0] in self.stored:
             stored = self.stored[value.args[0]]
-            there = Stored(binding.var.ty, stored.layout)
-            moved = relax.op.to_vdevice(self.merges.resolve(value.args[0]), binding.var.ty.vdevice)
-            return self._bind(binding, typed(moved, physical_type(there)), there)
+            copy = Stored(binding.var.ty, stored.layout)
+            transfer = relax.op.to_vdevice(self.merges.resolve(value.args[0]), binding.var.ty.vdevice)
+            return self._bind(binding, typed(transfer, physical_type(copy)), copy)
         return binding
 
     def _encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         var, call = binding.var, binding.value
-        where = f"{name} of variable {var.name!r} in function {self.name!r}"
+        op_text = f"{name} of variable {var.name!r} in function {self.name!r}"
         if not call.attrs.layout:
-            raise EncodingError(f"{where} has no layout; expected a module that SpecializeEncodings has been through")
+            raise EncodingError(f"{op_text} lacks a layout; expected a module after SpecializeEncodings")
         layout = PackedLayout.parse(call.attrs.layout)
         stored = Stored(var.ty, layout)
         if name == PREPACKED:
             self.stored[var] = stored
             return self.merges.drop(var, call.args[0])
         if name == SET:
-            return self._laid_out(binding, self._stored(call.args[0]), stored, where)
+            return self._packed(binding, self._stored(call.args[0]), stored, op_text)
         if name == RELAYOUT:
-            return self._laid_out(binding, Stored(var.ty, PackedLayout.parse(call.attrs.from_layout)), stored, where)
+            return self._packed(binding, Stored(var.ty, PackedLayout.parse(call.attrs.from_layout)), stored, op_text)
         if name == UNSET:
             if var in self.phases.plain:
                 self.chains[var] = self.chains[call.args[0]]
                 return []
             if layout.is_identity:
                 return self.merges.alias(var, call.args[0])
-            if var in self.relaid:
+            if var in self.relayouts:
                 self.stored[var] = stored
                 return self.merges.drop(var, call.args[0])
-            return relax.VarBinding(var, self._relaid(call, stored, Stored.plain(var.ty), where), binding.span)
+            return relax.VarBinding(var, self._relayout(call, stored, Stored.plain(var.ty), op_text), binding.span)
         if name in PRODUCTS:
             chain = Chain(call)
         elif call.args[0] in self.chains:
             chain = self.chains[call.args[0]].then(call)
         else:
-            return self._elementwise(binding, stored, where)
+            return self._elementwise(binding, stored, op_text)
         if var in self.fused:
             self.chains[var] = chain
             return []
-        return self._product(binding, chain, stored, where)
+        return self._product(binding, chain, stored, op_text)
 
-    def _laid_out(
-        self, binding: relax.Binding, source: Stored, stored: Stored, where: str
+    def _packed(
+        self, binding: relax.Binding, source: Stored, stored: Stored, op_text: str
     ) -> relax.Binding | list[relax.Binding]:
         if source.layout == stored.layout:
             self.stored[binding.var] = stored
             return self.merges.drop(binding.var, binding.value.args[0])
-        return self._bind(binding, self._relaid(binding.value, source, stored, where), stored)
+        return self._bind(binding, self._relayout(binding.value, source, stored, op_text), stored)
 
-    def _relaid(self, call: relax.Call, source: Stored, stored: Stored, where: str) -> relax.Call:
-        """The operand of `call` from one layout to another: a kernel, or a plain permutation where that is all."""
+    def _relayout(self, call: relax.Call, source: Stored, stored: Stored, op_text: str) -> relax.Call:
+        """Convert the operand of `call` to another layout: by a kernel, or a plain permutation if that suffices."""
         axes = source.layout.permutation_to(stored.layout)
         if axes is None:
-            kernel = self.kernels.relayout(source, stored, where)
+            kernel = self.kernels.relayout(source, stored, op_text)
             return self._call(kernel, call.args, physical_type(stored))
         permute = relax.op.permute_dims(self.merges.resolve(call.args[0]), list(axes))
         return typed(permute, physical_type(stored))
@@ -171,128 +170,130 @@ class _Function:
         binding: relax.Binding,
         chain: Chain,
         stored: Stored,
-        where: str,
+        op_text: str,
         rows: StoredRows | None = None,
         row_args: Sequence[relax.Expr] = (),
     ) -> relax.Binding:
-        """The call of a product's kernel; with `rows`, the binding is that of the work on its rows."""
+        """Call of a product's kernel; with `rows`, the binding is that of the row program."""
         encoding = Encoding.parse(chain.product.attrs.encoding)
         operands = [self._stored(arg) for arg in chain.product.args]
         expression = None if chain.expression == Expression.operand(0) else chain.expression
-        others = [self._stored(arg) for arg in chain.others]
+        extra = [self._stored(arg) for arg in chain.epilogue_operands]
         name = str(chain.product.attrs.kernel)
         row_ops = str(binding.value.attrs.ops).split(",") if rows is not None else []
-        kernel = self.kernels.product(encoding, operands, stored, expression, others, name, where, rows, row_ops)
-        call = self._call(kernel, [*chain.product.args, *chain.others, *row_args], physical_type(stored))
+        kernel = self.kernels.product(encoding, operands, stored, expression, extra, name, op_text, rows, row_ops)
+        call = self._call(kernel, [*chain.product.args, *chain.epilogue_operands, *row_args], physical_type(stored))
         return self._bind(binding, call, stored)
 
-    def _elementwise(self, binding: relax.Binding, stored: Stored, where: str) -> relax.Binding:
+    def _elementwise(self, binding: relax.Binding, stored: Stored, op_text: str) -> relax.Binding:
         call = binding.value
         expression = Expression.parse(call.attrs.expression)
-        kernel = self.kernels.elementwise(expression, [self._stored(arg) for arg in call.args], stored, where)
+        kernel = self.kernels.elementwise(expression, [self._stored(arg) for arg in call.args], stored, op_text)
         return self._bind(binding, self._call(kernel, call.args, physical_type(stored)), stored)
 
     def _rows(self, binding: relax.Binding) -> relax.Binding:
         var, call = binding.var, binding.value
         program = RowProgram.parse(call.attrs.program)
-        where = f"{ROWS} of variable {var.name!r} in function {self.name!r}"
+        op_text = f"{ROWS} of variable {var.name!r} in function {self.name!r}"
         product = self.phases.products.get(var)
         if product is not None:
-            number = next(i for i, arg in enumerate(call.args) if arg.same_as(product))
+            index = next(i for i, arg in enumerate(call.args) if arg.same_as(product))
             chain, args = self.chains[product], [arg for arg in call.args if not arg.same_as(product)]
-            rows = StoredRows(program, number, tuple(map(self._stored, args)))
-            return self._product(binding, chain, Stored.plain(var.ty), where, rows, args)
+            rows = StoredRows(program, index, tuple(map(self._stored, args)))
+            return self._product(binding, chain, Stored.plain(var.ty), op_text, rows, args)
         operands = [self._stored(arg) for arg in call.args]
-        kernel = self.kernels.rows(program, operands, Stored.plain(var.ty), str(call.attrs.ops), where)
+        kernel = self.kernels.rows(program, operands, Stored.plain(var.ty), str(call.attrs.ops), op_text)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _attention(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
-        """The call of a kernel, whose scratch, if it wants any, is a second result that nobody reads."""
-        where = f"{ATTENTION} of variable {binding.var.name!r} in function {self.name!r}"
-        kernel, scratch = self.kernels.attention(binding.value, binding.var.ty, where)
+        """Call of a kernel, whose scratch, if any, is a second result without readers."""
+        op_text = f"{ATTENTION} of variable {binding.var.name!r} in function {self.name!r}"
+        kernel, scratch = self.kernels.attention(binding.value, binding.var.ty, op_text)
         var, call = binding.var, binding.value
         if scratch is None:
             return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
         types = [var.ty, scratch]
         operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
         value = typed(relax.call_tir(kernel, operands, types), tvm.ir.TupleType(types))
-        both = type(var)(f"{var.name}_scratch", value.ty)
-        first = relax.VarBinding(var, relax.TupleGetItem(both, 0), binding.span)
-        return [relax.VarBinding(both, value, binding.span), first]
+        results = type(var)(f"{var.name}_scratch", value.ty)
+        first = relax.VarBinding(var, relax.TupleGetItem(results, 0), binding.span)
+        return [relax.VarBinding(results, value, binding.span), first]
 
     def _cached_attention(self, binding: relax.Binding) -> list[relax.Binding]:
-        """The call of a kernel that writes its pages in place; scratch, if it wants any, is a further result."""
+        """Call of a kernel that writes its pages in place; scratch, if any, is a further result."""
         var, call = binding.var, binding.value
-        where = f"{CACHED_ATTENTION} of variable {var.name!r} in function {self.name!r}"
+        op_text = f"{CACHED_ATTENTION} of variable {var.name!r} in function {self.name!r}"
         out, pages = var.ty.fields
-        append = self.kernels.append(call, out, where)
+        append = self.kernels.append(call, out, op_text)
         if append is not None:
-            return self._appended_attention(binding, append, where)
-        kernel, scratch = self.kernels.cached_attention(call, out, where)
+            return self._appended_attention(binding, append, op_text)
+        kernel, scratch = self.kernels.cached_attention(call, out, op_text)
         types = [out, pages] if scratch is None else [out, pages, scratch]
         operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
-        places = [-1, PAGES, -1][: len(types)]
-        value = relax.call_tir_inplace(kernel, operands, places, types)
+        inplace_indices = [-1, PAGES, -1][: len(types)]
+        value = relax.call_tir_inplace(kernel, operands, inplace_indices, types)
         value = typed(value, tvm.ir.TupleType(types))
         if scratch is None:
             return [relax.VarBinding(var, value, binding.span)]
-        whole = type(var)(f"{var.name}_scratch", value.ty)
-        self.fields[var] = whole
-        # Nobody but those that take a field of it reads most of such tuples; a tuple of fields would end runs.
-        return [relax.VarBinding(whole, value, binding.span), *self._tuple(binding, whole)]
+        results = type(var)(f"{var.name}_scratch", value.ty)
+        self.tuple_of[var] = results
+        # The tuple without scratch is only made if something reads it as a tuple: it would end a run of commands.
+        return [relax.VarBinding(results, value, binding.span), *self._tuple(binding, results)]
 
-    def _appended_attention(self, binding: relax.Binding, append: tvm.ir.GlobalVar, where: str) -> list[relax.Binding]:
-        """The call of a kernel that writes pages in place, and of one that reads them."""
+    def _appended_attention(
+        self, binding: relax.Binding, append: tvm.ir.GlobalVar, op_text: str
+    ) -> list[relax.Binding]:
+        """Calls of a kernel that writes pages in place, and of one that reads them."""
         var, call = binding.var, binding.value
         kind, (out, pages) = type(var), var.ty.fields
         operands = [self.merges.resolve(arg) for arg in call.args]
-        written = kind(f"{var.name}_pages", pages)
-        new = typed(relax.call_tir_inplace(append, relax.Tuple(operands), [PAGES], [pages]), pages)
-        operands[PAGES] = written
-        kernel, _ = self.kernels.cached_attention(call, out, where)
-        attended = kind(f"{var.name}_rows", out)
+        new_pages = kind(f"{var.name}_pages", pages)
+        write = typed(relax.call_tir_inplace(append, relax.Tuple(operands), [PAGES], [pages]), pages)
+        operands[PAGES] = new_pages
+        kernel, _ = self.kernels.cached_attention(call, out, op_text)
+        rows = kind(f"{var.name}_rows", out)
         value = typed(relax.call_tir(kernel, relax.Tuple(operands), out), out)
-        self.parts[var] = (attended, written)
-        made = [relax.VarBinding(written, new, binding.span), relax.VarBinding(attended, value, binding.span)]
+        self.fields[var] = (rows, new_pages)
+        bindings = [relax.VarBinding(new_pages, write, binding.span), relax.VarBinding(rows, value, binding.span)]
         if var in self.tuples:
-            made.append(relax.VarBinding(var, relax.Tuple([attended, written]), binding.span))
-        return made
+            bindings.append(relax.VarBinding(var, relax.Tuple([rows, new_pages]), binding.span))
+        return bindings
 
-    def _tuple(self, binding: relax.Binding, whole: relax.Var) -> list[relax.Binding]:
-        """The first fields of `whole` as the tuple that the binding was, where it is used as a tuple."""
+    def _tuple(self, binding: relax.Binding, results: relax.Var) -> list[relax.Binding]:
+        """The original tuple, made of the first fields of `results`, if it is used as a tuple."""
         var, kind = binding.var, type(binding.var)
         if var not in self.tuples:
             return []
-        parts = [kind(f"{var.name}_{index}", ty) for index, ty in enumerate(var.ty.fields)]
-        bound = [relax.VarBinding(part, relax.TupleGetItem(whole, index)) for index, part in enumerate(parts)]
-        return [*bound, relax.VarBinding(var, relax.Tuple(parts), binding.span)]
+        fields = [kind(f"{var.name}_{index}", ty) for index, ty in enumerate(var.ty.fields)]
+        items = [relax.VarBinding(field, relax.TupleGetItem(results, index)) for index, field in enumerate(fields)]
+        return [*items, relax.VarBinding(var, relax.Tuple(fields), binding.span)]
 
     def _quantized_op(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
-        """The call of a kernel on the weights' bits, or of one that unpacks them, and of a product."""
+        """Call of a kernel on quantized weights, or calls of a kernel that dequantizes them and of a product."""
         var, call = binding.var, binding.value
-        where = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
+        op_text = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
         is_product = op_name(call) == BLOCK_MATMUL
-        parts = self.kernels.unpacked_matmul(call, var.ty, where) if is_product else None
-        if parts is not None:
-            unpack, ty, multiply, count = parts
-            numbers = type(var)(f"{var.name}_numbers", ty)
-            made = relax.VarBinding(numbers, self._call(unpack, call.args[1 : 1 + count], ty), binding.span)
-            product = self._call(multiply, [call.args[0], numbers, *call.args[1 + count :]], var.ty)
-            return [made, relax.VarBinding(var, product, binding.span)]
-        write = self.kernels.quantized_matmul if is_product else self.kernels.block_rows
-        kernel = write(call, var.ty, where)
+        unpacked = self.kernels.unpacked_matmul(call, var.ty, op_text) if is_product else None
+        if unpacked is not None:
+            unpack, ty, multiply, count = unpacked
+            weights = type(var)(f"{var.name}_numbers", ty)
+            dequantize = relax.VarBinding(weights, self._call(unpack, call.args[1 : 1 + count], ty), binding.span)
+            product = self._call(multiply, [call.args[0], weights, *call.args[1 + count :]], var.ty)
+            return [dequantize, relax.VarBinding(var, product, binding.span)]
+        write_kernel = self.kernels.quantized_matmul if is_product else self.kernels.block_rows
+        kernel = write_kernel(call, var.ty, op_text)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _stored(self, expr: relax.Expr) -> Stored:
-        known = self.stored.get(expr) if isinstance(expr, relax.Var) else None
-        return known or Stored.plain(expr.ty)
+        stored = self.stored.get(expr) if isinstance(expr, relax.Var) else None
+        return stored or Stored.plain(expr.ty)
 
     def _call(self, kernel: tvm.ir.GlobalVar, args: Sequence[relax.Expr], ty: relax.TensorType) -> relax.Call:
         operands = relax.Tuple([self.merges.resolve(arg) for arg in args])
         return typed(relax.call_tir(kernel, operands, ty), ty)
 
     def _bind(self, binding: relax.Binding, value: relax.Call, stored: Stored) -> relax.Binding:
-        """`value` bound to a variable of the stored tensor's type; the old one stands for it from now on."""
+        """Bind `value` to a variable of the stored tensor's type, which replaces the original variable."""
         self.stored[binding.var] = stored
         ty = physical_type(stored)
         var = binding.var
@@ -302,23 +303,23 @@ class _Function:
         return relax.VarBinding(var, value, binding.span)
 
 
-def _tuples_used_whole(func: relax.Function) -> set[relax.Var]:
-    """The variables that anything but the taking of a field uses."""
-    left = user_counts(func)
+def _vars_used_beyond_fields(func: relax.Function) -> set[relax.Var]:
+    """Variables with uses other than the access to a field."""
+    counts = user_counts(func)
     for binding in walk_bindings(func):
         if isinstance(binding.value, relax.TupleGetItem) and isinstance(binding.value.tuple_value, relax.Var):
-            left[binding.value.tuple_value] -= 1
-    return {var for var, count in left.items() if count}
+            counts[binding.value.tuple_value] -= 1
+    return {var for var, count in counts.items() if count}
 
 
-def _relaid_variables(func: relax.Function) -> set[relax.Var]:
-    """Plain tensors that only set_encoding reads, and that an unset_encoding made."""
+def _find_relayouts(func: relax.Function) -> set[relax.Var]:
+    """Plain results of unset_encoding that only set_encoding reads: both together are a relayout."""
     unset: set[relax.Var] = set()
-    left = user_counts(func)
+    counts = user_counts(func)
     for binding in walk_bindings(func):
         name, var = encoded_op(binding.value), binding.var
         if name == UNSET and isinstance(var, relax.DataflowVar) == isinstance(binding.value.args[0], relax.DataflowVar):
             unset.add(var)
         elif name == SET and binding.value.args[0] in unset:
-            left[binding.value.args[0]] -= 1
-    return {var for var in unset if left.get(var, 0) == 0}
+            counts[binding.value.args[0]] -= 1
+    return {var for var in unset if counts.get(var, 0) == 0}

@@ -1,13 +1,13 @@
-"""Products of 8-bit integers that models write as products of wider numbers.
+"""Quantized products: products of 8-bit integers that models write with wider types.
 
 ONNX's MatMulInteger and QLinearMatMul arrive as ``matmul(astype(a, i32) - za, astype(b, i32) - zb)``, quantize-
-dequantize models as ``matmul((astype(a, i32) - za) * sa, (astype(b, i32) - zb) * sb)`` in float32. Both are the product
-of the 8-bit tensors with corrections::
+dequantize models as ``matmul((astype(a, i32) - za) * sa, (astype(b, i32) - zb) * sb)`` in float32. Both equal the
+product of the 8-bit tensors with corrections::
 
     sum((a - za)(b - zb)) = sum(a b) - za * sum(b - zb) - zb * sum(a)        over k
 
-exactly so modulo 2**32, and scales that do not depend on k are applied once, to the sums. The right operand is made
-signed (u8 less 128 is s8, and so is its zero point), since u8*s8 and s8*s8 are what machines multiply.
+exactly modulo 2**32, and scales that do not depend on k are applied once, to the sums. The right operand is made signed
+(128 is subtracted from u8 and its zero point), since machines multiply u8*s8 and s8*s8.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ACCUMULATOR = "int32"
 def emit_quantized_product(
     writer: ProductWriter, binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr]
 ) -> bool:
-    """Write an integer product in place of ``R.matmul``, where its operands are 8-bit integers.
+    """Write an integer product in place of ``R.matmul``, if its operands are 8-bit integers.
 
     Parameters
     ----------
@@ -41,14 +41,14 @@ def emit_quantized_product(
     binding : relax.VarBinding
         Binding of an R.matmul.
     block : Block
-        The block it stands in.
+        Block that contains the binding.
     constants : dict
-        Signed constants made so far, so that what is shared stays shared.
+        Signed constants so far, so that shared constants stay shared.
 
     Returns
     -------
     bool
-        False, and nothing written, if the product is none of 8-bit integers.
+        False, with nothing written, unless the operands are 8-bit integers.
     """
     var = binding.var
     lhs, rhs = (read_quantized(binding.value.args[index], index, block) for index in (LHS, RHS))
@@ -59,29 +59,29 @@ def emit_quantized_product(
     a_shape, b_shape = (as_matrix(shape_of(binding.value.args[index]) or [], index) for index in (LHS, RHS))
     shapes = with_one_k(a_shape, b_shape)
     encoding = product_encoding(*shapes, (str(lhs.data.ty.dtype), "int8", _ACCUMULATOR))
-    if encoding is None or (lhs.is_float and not _fits_int32(lhs, rhs, encoding)):
-        return False  # in int32 sums wrap by definition, but not in float32
+    if encoding is None or (lhs.is_float and not fits_int32(encoding.sizes["k"], lhs, rhs)):
+        return False  # sums in int32 wrap by definition, sums in float32 do not
     plain = _emit_integers(writer, lhs, _signed(writer, rhs, constants, var.name), encoding, shapes, var.name)
     writer.end_as(_scaled(writer, plain, lhs, rhs, var.name) if lhs.is_float else plain, var)
     return True
 
 
-def _fits_int32(lhs: Quantized, rhs: Quantized, encoding: Encoding) -> bool:
-    is_short = 0 <= encoding.sizes["k"] <= MAX_INT32_TERMS
-    return is_short and all(side.zero is None or side.zero.is_narrow for side in (lhs, rhs))
+def fits_int32(num_terms: int, *operands: Quantized) -> bool:
+    """Return whether sums of so many products (negative: unknown) cannot overflow int32."""
+    return 0 <= num_terms <= MAX_INT32_TERMS and all(x.zero is None or x.zero.is_narrow for x in operands)
 
 
 def _emit_integers(
     writer: ProductWriter, lhs: Quantized, rhs: Quantized, encoding: Encoding, shapes: Sequence[list[Any]], name: str
 ) -> relax.Var:
-    """``(a - za) * (b - zb)`` in int32, plain, of operands that have `shapes` as matrices."""
+    """The plain product ``(a - za) * (b - zb)`` in int32; `shapes` are those of the operands as matrices."""
     a, b = (
         writer.matched(
-            writer.matrix(_permuted(writer, side, f"{name}_{text}"), index, f"{name}_{text}"),
+            writer.matrix(writer.permuted(x.data, x.perm, f"{prefix}_permuted"), index, prefix),
             shapes[index],
-            f"{name}_{text}_matched",
+            f"{prefix}_matched",
         )
-        for index, text, side in ((LHS, "lhs", lhs), (RHS, "rhs", rhs))
+        for index, prefix, x in ((LHS, f"{name}_lhs", lhs), (RHS, f"{name}_rhs", rhs))
     )
     result = encoding.of(RESULT)
     init = columns = rows = None
@@ -90,20 +90,20 @@ def _emit_integers(
     if rhs.zero is not None:
         rows = _sum(writer, writer.cast(a, _ACCUMULATOR, f"{name}_lhs_wide"), -1, f"{name}_rows")
     if lhs.zero is not None and lhs.zero.is_scalar:
-        init, columns = _times_negated(writer, columns, lhs.zero, f"{name}_init"), None
+        init, columns = _multiply_negated(writer, columns, lhs.zero, f"{name}_init"), None
     out = writer.product(a, b, encoding, name, init)
     if columns is not None and lhs.zero is not None:
         zero = emitted_parameter(writer, lhs.zero, f"{name}_lhs_zero")
         zero = writer.reshape(zero, [*(shape_of(zero) or []), 1], f"{name}_lhs_zero_column")
-        out = _less_product(writer, out, zero, columns, result, f"{name}_less_columns")
+        out = _subtract_product(writer, out, zero, columns, result, f"{name}_less_columns")
     if rows is not None and rhs.zero is not None:
         zero = emitted_parameter(writer, rhs.zero, f"{name}_rhs_zero")
-        out = _less_product(writer, out, rows, zero, result, f"{name}_less_rows")
+        out = _subtract_product(writer, out, rows, zero, result, f"{name}_less_rows")
     return writer.plain(out, result, f"{name}_plain")
 
 
 def _signed(writer: ProductWriter, rhs: Quantized, constants: dict[Any, relax.Expr], name: str) -> Quantized:
-    """The right operand as int8; a constant takes its zero point in where the difference fits."""
+    """The right operand as int8; a constant absorbs its zero point if the difference fits."""
     if rhs.data_value is not None:
         signed = signed_constant(rhs, constants)
         if signed is not None:
@@ -111,27 +111,27 @@ def _signed(writer: ProductWriter, rhs: Quantized, constants: dict[Any, relax.Ex
     if str(rhs.data.ty.dtype) == "int8":
         return rhs
     wide = writer.cast(rhs.data, "int16", f"{name}_rhs_int16")
-    moved = binary(
+    shifted = binary(
         writer, relax.op.subtract, wide, constant_on_device_of(np.array(128, "int16"), wide), f"{name}_rhs_moved"
     )
-    data = writer.cast(moved, "int8", f"{name}_rhs_int8")
+    data = writer.cast(shifted, "int8", f"{name}_rhs_int8")
     zero = rhs.zero or Parameter(constant_on_device_of(np.array(0, "int32"), data), (), np.array(0, "int32"))
-    return replace(rhs, data=data, zero=_moved(writer, zero, f"{name}_rhs_zero"))
+    return replace(rhs, data=data, zero=_shifted_zero_point(writer, zero, f"{name}_rhs_zero"))
 
 
-def _moved(writer: ProductWriter, zero: Parameter, name: str) -> Parameter:
+def _shifted_zero_point(writer: ProductWriter, zero: Parameter, name: str) -> Parameter:
     if zero.value is not None:
         value = zero.value - np.int32(128)
         return Parameter(constant_on_device_of(value, zero.expr), zero.shape, value)
     expr = emitted_parameter(writer, zero, name)
-    moved = binary(
+    shifted = binary(
         writer, relax.op.subtract, expr, constant_on_device_of(np.array(128, "int32"), expr), f"{name}_moved"
     )
-    return Parameter(moved, zero.shape)
+    return Parameter(shifted, zero.shape)
 
 
 def _column_sums(writer: ProductWriter, rhs: Quantized, b: relax.Expr, name: str) -> relax.Expr:
-    """``sum(b - zb)`` over k: (n,), or (..., 1, n)."""
+    """The sums ``sum(b - zb)`` over k, of shape (n,) or (..., 1, n)."""
     zero = rhs.zero
     if rhs.data_value is None or (zero is not None and zero.value is None):
         wide = writer.cast(b, _ACCUMULATOR, f"{name}_wide")
@@ -140,19 +140,19 @@ def _column_sums(writer: ProductWriter, rhs: Quantized, b: relax.Expr, name: str
                 writer, relax.op.subtract, wide, emitted_parameter(writer, zero, f"{name}_zero"), f"{name}_shifted"
             )
         return _sum(writer, wide, -2, name)
-    array = as_array(rhs.data_value.transpose(rhs.perm))
+    array = _as_matrix_array(rhs.data_value.transpose(rhs.perm))
     sums = array.sum(axis=-2, keepdims=True, dtype=_ACCUMULATOR)
     if zero is not None and zero.value is not None:
         sums = sums - np.int32(array.shape[-2]) * zero.value
     return constant_on_device_of(sums.reshape(-1) if array.ndim == 2 else sums, b)
 
 
-def as_array(array: np.ndarray) -> np.ndarray:
-    """A right operand with two dimensions at least."""
+def _as_matrix_array(array: np.ndarray) -> np.ndarray:
+    """A right operand as an array of at least two dimensions."""
     return array if array.ndim > 1 else array[:, np.newaxis]
 
 
-def _times_negated(writer: ProductWriter, columns: relax.Expr, zero: Parameter, name: str) -> relax.Expr:
+def _multiply_negated(writer: ProductWriter, columns: relax.Expr, zero: Parameter, name: str) -> relax.Expr:
     if zero.value is not None and not isinstance(columns, relax.Var):
         return constant_on_device_of(columns.value.numpy() * -zero.value, columns)
     expr = emitted_parameter(writer, zero, f"{name}_zero")
@@ -160,12 +160,12 @@ def _times_negated(writer: ProductWriter, columns: relax.Expr, zero: Parameter, 
     return binary(writer, relax.op.multiply, columns, negated, name)
 
 
-def _less_product(
+def _subtract_product(
     writer: ProductWriter, out: relax.Var, first: relax.Expr, second: relax.Expr, encoding: Encoding, name: str
 ) -> relax.Var:
-    number = scalar_of(second)
-    operands = (out, first, second) if number is None else (out, first)
-    expression = f"subtract(x0, multiply(x1, {'x2' if number is None else number}))"
+    scalar = scalar_of(second)
+    operands = (out, first, second) if scalar is None else (out, first)
+    expression = f"subtract(x0, multiply(x1, {'x2' if scalar is None else scalar}))"
     return writer.emit(op.elementwise(*operands, expression=expression, encoding=encoding), out.ty, name)
 
 
@@ -180,25 +180,17 @@ def _scaled(writer: ProductWriter, plain: relax.Var, lhs: Quantized, rhs: Quanti
             )
             scale = binary(writer, relax.op.multiply, first, second, f"{name}_scale")
         return binary(writer, relax.op.multiply, value, scale, name)
-    for index, scale_of in ((LHS, lhs.scale), (RHS, rhs.scale)):
-        if scale_of is not None:
-            scale = emitted_parameter(writer, scale_of, f"{name}_scale_{index}")
-            if index == LHS and not scale_of.is_scalar:
+    for index, parameter in ((LHS, lhs.scale), (RHS, rhs.scale)):
+        if parameter is not None:
+            scale = emitted_parameter(writer, parameter, f"{name}_scale_{index}")
+            if index == LHS and not parameter.is_scalar:
                 scale = writer.reshape(scale, [*(shape_of(scale) or []), 1], f"{name}_scale_column")
             value = binary(writer, relax.op.multiply, value, scale, name)
     return value
 
 
-def _permuted(writer: ProductWriter, side: Quantized, name: str) -> relax.Expr:
-    if side.perm == tuple(range(len(side.perm))):
-        return side.data
-    shape = shape_of(side.data) or []
-    ty = tensor_type([shape[d] for d in side.perm], str(side.data.ty.dtype), side.data.ty)
-    return writer.emit(relax.op.permute_dims(side.data, list(side.perm)), ty, f"{name}_permuted")
-
-
 def emitted_parameter(writer: ProductWriter, parameter: Parameter, name: str) -> relax.Expr:
-    """A zero point or scale in its own shape: () or (size,)."""
+    """A zero point or scale with shape () or (size,)."""
     if parameter.value is not None:
         return constant_on_device_of(parameter.value, parameter.expr)
     if len(shape_of(parameter.expr) or []) == len(parameter.shape):
@@ -213,8 +205,8 @@ def _sum(writer: ProductWriter, x: relax.Expr, axis: int, name: str) -> relax.Va
 
 
 def binary(
-    writer: ProductWriter, make: Callable[..., relax.Call], a: relax.Expr, b: relax.Expr, name: str
+    writer: ProductWriter, op_builder: Callable[..., relax.Call], a: relax.Expr, b: relax.Expr, name: str
 ) -> relax.Var:
-    """An op of two tensors that broadcast, of the element type of the first."""
+    """Emit an op of two tensors that broadcast, with the element type of the first."""
     shape = broadcast(shape_of(a) or [], shape_of(b) or []) or []
-    return writer.emit(make(a, b), tensor_type(shape, str(a.ty.dtype), a.ty), name)
+    return writer.emit(op_builder(a, b), tensor_type(shape, str(a.ty.dtype), a.ty), name)

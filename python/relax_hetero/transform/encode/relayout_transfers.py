@@ -1,4 +1,4 @@
-"""Encoded tensors that cross devices: never reinterpreted, laid out again on the cheaper side."""
+"""Transfers of encoded tensors between layouts: the relayout runs on the cheaper device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..ir.rewriting import with_vdevice
 from .encoded_values import extents_of
 from .replaced_bindings import Replacement
 
-# Bytes a second: of a GPU that lays data out, of one core with vectors and without, and of a copy between two memories.
-# Only their ratios matter. (Sources: memory of GPUs since 2020 gives 0.7 to 5 TB/s; packing kernels measured at 10 to
+# Throughput of a relayout on a GPU, on one core with vectors and without, and of a copy between two memories. Only
+# their ratios matter. (Sources: memory of GPUs since 2020 gives 0.7 to 5 TB/s; packing kernels measured at 10 to
 # 40 GB/s a core from memory, scalar loops at about 1; host memory copied at 20 GB/s, PCIe 4 x16 at 25.)
 GPU_BYTES_PER_SECOND = 1000e9
 VECTOR_BYTES_PER_SECOND = 20e9
@@ -31,16 +31,16 @@ _SYMBOLIC_EXTENT = 128
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor on its way.
+    """A transfer of an encoded tensor between two layouts.
 
     Attributes
     ----------
     encoding : Encoding
     ty : relax.TensorType
-        Its logical type at the source.
+        Logical type at the source.
     source, destination : relax.VDevice
     from_layout, to_layout : PackedLayout
-        On either side.
+        Layouts at the source and at the destination.
     """
 
     encoding: Encoding
@@ -51,19 +51,19 @@ class Crossing:
     to_layout: PackedLayout
 
     @property
-    def before(self) -> bool:
-        """True if the source lays it out again: that and its transfer cost no more than the other way round.
+    def is_relayout_at_source(self) -> bool:
+        """True if a relayout at the source and the transfer take no longer than the transfer and a relayout after it.
 
-        Compensation and transformed windows are left to the CPU whose layout has them: GPUs never compute either.
+        GPUs do not compute compensation and transformed windows; the CPU at the destination does.
         """
         if (self.to_layout.compensation or self.to_layout.winograd) and _is_gpu(self.source):
             return False
         old, new = self._bytes(self.from_layout), self._bytes(self.to_layout)
-        at_source = (old + new) / _rate(self.source) + self._wire(new)
-        at_destination = self._wire(old) + (old + new) / _rate(self.destination)
+        at_source = (old + new) / _bytes_per_second(self.source) + self._transfer_seconds(new)
+        at_destination = self._transfer_seconds(old) + (old + new) / _bytes_per_second(self.destination)
         return at_source <= at_destination
 
-    def _wire(self, size: int) -> float:
+    def _transfer_seconds(self, size: int) -> float:
         if on_one_device(self.source, self.destination):
             return 0.0
         return size / (
@@ -75,11 +75,11 @@ class Crossing:
         return int(layout.storage_bytes(extents, str(self.ty.dtype)))
 
 
-def _rate(vdevice: relax.VDevice) -> float:
+def _bytes_per_second(vdevice: relax.VDevice) -> float:
     if _is_gpu(vdevice):
         return GPU_BYTES_PER_SECOND
-    machine = cpu_target_of(vdevice.target)
-    return machine.cores * (VECTOR_BYTES_PER_SECOND if machine.isa.vector_bytes else SCALAR_BYTES_PER_SECOND)
+    cpu = cpu_target_of(vdevice.target)
+    return cpu.cores * (VECTOR_BYTES_PER_SECOND if cpu.isa.vector_bytes else SCALAR_BYTES_PER_SECOND)
 
 
 def _is_gpu(vdevice: relax.VDevice) -> bool:
@@ -87,14 +87,14 @@ def _is_gpu(vdevice: relax.VDevice) -> bool:
 
 
 def transferred(value: relax.Expr, crossing: Crossing, out: Replacement) -> list[relax.Binding]:
-    """Bindings that make `out.var`, on the destination and in its layout, of an encoded `value` at the source."""
-    there = with_vdevice(crossing.ty, crossing.destination)
-    again = (crossing.encoding, crossing.to_layout, crossing.from_layout)
+    """Bindings that move an encoded `value` from the source to `out.var` at the destination, in its layout."""
+    ty = with_vdevice(crossing.ty, crossing.destination)
+    arguments = (crossing.encoding, crossing.to_layout, crossing.from_layout)
     transfer: Any = relax.op.to_vdevice
     if crossing.from_layout == crossing.to_layout:
-        return out.finish(out.bind(transfer(value, crossing.destination), there, "there"))
-    if crossing.before:
-        value = out.bind(ops.relayout(value, *again), crossing.ty, "laid_out")
-        return out.finish(out.bind(transfer(value, crossing.destination), there, "there"))
-    value = out.bind(transfer(value, crossing.destination), there, "there")
-    return out.finish(out.bind(ops.relayout(value, *again), there, "laid_out"))
+        return out.finish(out.bind(transfer(value, crossing.destination), ty, "there"))
+    if crossing.is_relayout_at_source:
+        value = out.bind(ops.relayout(value, *arguments), crossing.ty, "laid_out")
+        return out.finish(out.bind(transfer(value, crossing.destination), ty, "there"))
+    value = out.bind(transfer(value, crossing.destination), ty, "there")
+    return out.finish(out.bind(ops.relayout(value, *arguments), ty, "laid_out"))

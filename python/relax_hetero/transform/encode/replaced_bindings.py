@@ -1,7 +1,7 @@
-"""Rewriting bindings of encoded values: `Replacement` for one, `Merges` of equal variables, errors that name a binding.
+"""Helpers for rewriting bindings of encoded values: `Replacement` for one, `Merges` of equal variables, error context.
 
-A cancelled or identity ``y = R.hetero.unset_encoding(v)`` makes `y` and `v` one. The name of the program's own variable
-stays, which is that of `y`; where both must stay (two results of one value), an alias ``y = v`` does.
+A cancelled or identity ``y = R.hetero.unset_encoding(v)`` merges `y` and `v`. The merged variable is named after `y`,
+the program's own variable; where both must stay (two results of one value), an alias ``y = v`` remains.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..ir.rewriting import BindingMap, map_bindings, typed, walk_bindings, walk_
 
 
 class Replacement:
-    """Collects the bindings that replace the binding of `var`.
+    """Collector of the bindings that replace the binding of `var`.
 
     Parameters
     ----------
     var : relax.Var
-        Whose name temporaries take, with what they are for.
+        Variable whose name, with a suffix, temporaries get.
     is_local : bool
         Whether the binding is in a dataflow block, where temporaries are DataflowVars.
     """
@@ -31,18 +31,18 @@ class Replacement:
         self.kind = relax.DataflowVar if is_local else relax.Var
         self.bindings: list[relax.Binding] = []
 
-    def bind(self, value: relax.Expr, ty: relax.TensorType, what: str) -> relax.Var:
-        """A temporary for `value`."""
-        var = self.kind(f"{self.var.name}_{what}", ty)
+    def bind(self, value: relax.Expr, ty: relax.TensorType, suffix: str) -> relax.Var:
+        """Bind `value` to a temporary."""
+        var = self.kind(f"{self.var.name}_{suffix}", ty)
         self.bindings.append(relax.VarBinding(var, typed(value, ty)))
         return var
 
-    def stock(self, call: relax.Call, vdevice: relax.VDevice | None, what: str) -> relax.Var:
-        """A temporary for a call of a stock op; its type is inferred, on `vdevice`."""
-        return self.bind(call, inferred(call, vdevice), what)
+    def stock(self, call: relax.Call, vdevice: relax.VDevice | None, suffix: str) -> relax.Var:
+        """Bind a call of a stock op to a temporary, of its inferred type on `vdevice`."""
+        return self.bind(call, inferred(call, vdevice), suffix)
 
     def finish(self, value: relax.Expr) -> list[relax.Binding]:
-        """All bindings, the last of them of `var` itself to `value`; a last temporary takes its place."""
+        """All bindings, with `var` bound to `value` at the end; `var` replaces a last temporary."""
         last = self.bindings[-1] if self.bindings else None
         if last is not None and last.var.same_as(value):
             call = last.value
@@ -54,7 +54,7 @@ class Replacement:
 
 
 def inferred(call: relax.Call, vdevice: relax.VDevice | None) -> relax.TensorType:
-    """The type of a stock op's result on a device: stock inference refuses or loses devices, so it sees none."""
+    """The type of a stock op's result on a device; inference runs without devices, which it refuses or loses."""
     args = [_placeholder(arg) for arg in call.args]
     plain = relax.Call(call.op, args, call.attrs, call.ty_args)
     return with_vdevice(relax.BlockBuilder().normalize(plain).ty, vdevice)
@@ -67,26 +67,26 @@ def _placeholder(arg: relax.Expr) -> relax.Expr:
 
 
 def dataflow_variables(func: relax.Function) -> set[relax.Var]:
-    """Variables bound in the function's own dataflow blocks, those that leave them included."""
-    found: set[relax.Var] = set()
+    """Variables bound in the function's own dataflow blocks, including the blocks' outputs."""
+    variables: set[relax.Var] = set()
     blocks: Iterable[relax.BindingBlock] = func.body.blocks if isinstance(func.body, relax.SeqExpr) else ()
     for block in blocks:
         if isinstance(block, relax.DataflowBlock):
-            found.update(binding.var for binding in block.bindings)
-    return found
+            variables.update(binding.var for binding in block.bindings)
+    return variables
 
 
 class Merges:
-    """Replacements of variables of one function, which a pass notes while it rewrites it."""
+    """Replacements of variables of one function, collected while a pass rewrites it."""
 
     def __init__(self) -> None:
         self._removed: dict[relax.Var, relax.Expr] = {}
         self._replacements: list[relax.Var] = []
 
     def drop(self, var: relax.Var, value: relax.Expr) -> list[relax.Binding]:
-        """`var`, which no function returns, is `value`: its binding goes. Call `resolve` on operands from now on.
+        """Replace `var`, which no function returns, by `value` and drop its binding; `resolve` later operands.
 
-        It stays, as an alias, where it is what brings `value` out of a dataflow block.
+        The binding stays, as an alias, if it is the output of a dataflow block for `value`.
         """
         value = self.resolve(value)
         if isinstance(value, relax.DataflowVar) and not isinstance(var, relax.DataflowVar):
@@ -95,40 +95,40 @@ class Merges:
         return []
 
     def alias(self, var: relax.Var, value: relax.Expr) -> relax.Binding:
-        """`var` is `value`; `apply` decides which of the two stays."""
+        """Merge `var` and `value`; `apply` decides which of the two stays."""
         self._replacements.append(var)
         return relax.VarBinding(var, self.resolve(value))
 
     def resolve(self, expr: relax.Expr) -> relax.Expr:
-        """Present form of an operand."""
+        """The current replacement of an operand."""
         return self._removed.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
     def apply(self, func: relax.Function) -> relax.Function:
-        """`func`, rewritten by the pass, with dropped variables replaced and aliases merged."""
+        """The function, as rewritten by the pass, with dropped variables replaced and aliases merged."""
         if not self._removed and not self._replacements:
             return func
         replaced = dict(self._removed)
 
-        def now(expr: relax.Expr) -> relax.Expr:
+        def latest(expr: relax.Expr) -> relax.Expr:
             while isinstance(expr, relax.Var) and expr in replaced:
                 expr = replaced[expr]
             return expr
 
-        wanted = set(self._replacements)
+        aliases = set(self._replacements)
         scopes = _scopes(func)
-        kept: set[relax.Var] = set()
+        renamed: set[relax.Var] = set()
         for binding in walk_bindings(func):
-            var, value = binding.var, now(binding.value)
-            if var not in wanted:
+            var, value = binding.var, latest(binding.value)
+            if var not in aliases:
                 continue
-            inner = isinstance(var, relax.DataflowVar)
-            is_local = scopes.get(value) == scopes[var] and value not in kept
-            if is_local and (isinstance(value, relax.DataflowVar) or not inner):
+            is_inner = isinstance(var, relax.DataflowVar)
+            is_local = scopes.get(value) == scopes[var] and value not in renamed
+            if is_local and (isinstance(value, relax.DataflowVar) or not is_inner):
                 replaced[value] = var
-                kept.add(var)
-            elif inner or not isinstance(value, relax.DataflowVar):
+                renamed.add(var)
+            elif is_inner or not isinstance(value, relax.DataflowVar):
                 replaced[var] = value
-        func = structural_map(func, (relax.Var, now))
+        func = structural_map(func, (relax.Var, latest))
         return map_bindings(func, lambda binding: [] if _is_self(binding) else binding)
 
 
@@ -137,20 +137,20 @@ def _is_self(binding: relax.Binding) -> bool:
 
 
 def _scopes(func: relax.Function) -> dict[relax.Var, int]:
-    """The number of the branch that each bound variable is bound in; parameters have none."""
-    return {binding.var: number for number, scope in enumerate(walk_scopes(func)) for binding in scope}
+    """The index of the branch that binds each variable; parameters are missing."""
+    return {binding.var: index for index, scope in enumerate(walk_scopes(func)) for binding in scope}
 
 
 def error_context(change: BindingMap, function: str) -> BindingMap:
-    """`change`, whose EncodingErrors name the binding's variable and the function where they do not yet."""
+    """Wrap `change` so that its EncodingErrors name the binding's variable and the function."""
 
     def named(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         try:
             return change(binding)
         except EncodingError as error:
-            where = f"variable {binding.var.name!r} in function {function!r}"
-            if where in str(error):
+            subject = f"variable {binding.var.name!r} in function {function!r}"
+            if subject in str(error):
                 raise
-            raise EncodingError(f"{where}: {error}") from error
+            raise EncodingError(f"{subject}: {error}") from error
 
     return named

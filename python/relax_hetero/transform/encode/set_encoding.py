@@ -1,4 +1,4 @@
-"""SetEncoding: every matrix product and convolution says what its operands are for.
+"""SetEncoding: encode the operands of every matrix product and convolution.
 
 Before::
 
@@ -11,16 +11,15 @@ After::
     out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]<...>")
     y: R.Tensor((8, 4), "float32") = R.hetero.unset_encoding(out, "matmul[2]<...>")
 
-`R.nn.conv1d`, `conv2d` and `conv3d` of floats and bytes become `R.hetero.conv` (`encoded_convolutions`).
-`R.matmul` in every form becomes `R.hetero.matmul`: batched and broadcast, of vectors (reshaped to matrices), of half
-precision (accumulated in float32), of 8-bit integers. Products and convolutions of 8-bit integers, written as those of
-wider numbers, become integer ones (`quantized_products`, `quantized_convolutions`). Left alone are products of other
-integers, of unknown rank or shape, and of shapes that do not provably fit.
+`R.nn.conv1d`, `conv2d` and `conv3d` of floats and bytes become `R.hetero.conv` (`encoded_convolutions`), with the
+accuracy that `rh.compile` was called with, if that is not the default. `R.matmul` in every form becomes
+`R.hetero.matmul`: batched and broadcast, of vectors (reshaped to matrices), of half precision (accumulated in float32),
+of 8-bit integers. Products and convolutions of 8-bit integers that are written with wider types become integer ones
+(`quantized_products`, and the first section here). Products of other integers, of unknown rank or shape, and of shapes
+that do not provably fit are not changed.
 
-Convolutions carry the accuracy that `rh.compile` was asked for, where that is not the default.
-
-Assumes nothing, and asks no device anything: every product is encoded, and SpecializeEncodings cancels what a
-device has no layout for. A second run changes nothing.
+Assumes nothing, and does not depend on devices: SpecializeEncodings cancels encodings that a device lacks a layout for.
+A second run changes nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from ..ir.declare import declare_pass
 from ..ir.module_attrs import WITHOUT_TF32
 from ..ir.rewriting import op_name, relax_functions, typed, with_functions
 from ..quantize.quantized_operands import (
-    MAX_INT32_TERMS,
     Parameter,
     Quantized,
     is_part_of_quantized,
@@ -50,13 +48,13 @@ from ..quantize.quantized_operands import (
 from .accuracies import Accuracies
 from .encoded_convolutions import CONV_OPS, emit_convolution
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
-from .quantized_products import binary, emit_quantized_product, emitted_parameter
+from .quantized_products import binary, emit_quantized_product, emitted_parameter, fits_int32
 
-# Convolutions of 8-bit integers that models write as convolutions of wider numbers.
+# Quantized convolutions: convolutions of 8-bit integers that models write with wider types.
 #
 # ONNX's ConvInteger and QLinearConv arrive as ``conv(astype(x, i32) - zx, astype(w, i32) - zw)``, quantize-dequantize
-# models as ``conv((astype(x, i32) - zx) * sx, (astype(w, i32) - zw) * sw)`` in float32. Both are the convolution of the
-# 8-bit tensors with corrections, over the taps of a window::
+# models as ``conv((astype(x, i32) - zx) * sx, (astype(w, i32) - zw) * sw)`` in float32. Both equal the convolution of
+# the 8-bit tensors with corrections, summed over the taps of a window::
 #
 #     sum((x - zx)(w - zw)) = sum(x w) - zx * sum(w - zw) - zw * sum(x)
 #
@@ -68,53 +66,53 @@ from .quantized_products import binary, emit_quantized_product, emitted_paramete
 # After::
 #
 #     padded = R.nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], pad_value=7)
-#     sums = R.nn.conv2d(padded, w, out_dtype="int32")                # its operands are encoded in the same step
+#     sums = R.nn.conv2d(padded, w, out_dtype="int32")                # encoded at the same time
 #     y = R.multiply(R.astype(R.subtract(sums, 7 * w.sum()), "float32"), sx * sw)
 #
-# The encoded op pads with zeros, which stand for no zero where data have a zero point: such data are padded before.
-# Weights become signed as those of products do (`signed_constant`).
+# The encoded op pads with the byte 0, which is not the number 0 of data with a zero point: such data are padded before.
+# Weights become signed as in products (`signed_constant`).
 
 _ACCUMULATOR = "int32"
-_CHANNELS = 0
+_CHANNEL_AXIS = 0
 """The axis of a weight along which its zero points and scales may vary."""
 
 
 def emit_quantized_convolution(
     writer: ProductWriter, binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr], function: str
 ) -> bool:
-    """Write an integer convolution in place of one of wider numbers, where its operands are 8-bit integers.
+    """Write an integer convolution in place of one with wider types, if its operands are 8-bit integers.
 
     Parameters
     ----------
     writer : ProductWriter
     binding : relax.VarBinding
-        Any.
+        Any binding.
     block : Block
-        The block it stands in.
+        Block that contains the binding.
     constants : dict
-        Signed constants made so far, so that what is shared stays shared.
+        Signed constants so far, so that shared constants stay shared.
     function : str
-        Its name, for the report of what was declined.
+        Name of the function, for remarks on declined convolutions.
 
     Returns
     -------
     bool
-        False, and nothing written, if it is no convolution of 8-bit integers with channels first, weights that are
+        False, with nothing written, unless it is a convolution of 8-bit integers with channels first, weights that are
         constant or signed, and data with one zero point and one scale.
     """
     if op_name(binding.value) not in CONV_OPS:
         return False
-    found = _read(binding, block, constants)
-    if found is None:
+    operands = _quantized_operands(binding, block, constants)
+    if operands is None:
         return False
-    kept = len(writer.bindings)
-    if _Writer(writer, binding, *found, function).write():
+    num_bindings = len(writer.bindings)
+    if _QuantizedConvolution(writer, binding, *operands, function).write():
         return True
-    del writer.bindings[kept:]
+    del writer.bindings[num_bindings:]
     return False
 
 
-def _read(
+def _quantized_operands(
     binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr]
 ) -> tuple[Quantized, Quantized] | None:
     call, spatial = binding.value, CONV_OPS[op_name(binding.value) or ""]
@@ -122,7 +120,7 @@ def _read(
     layouts = [str(call.attrs.data_layout), str(call.attrs.kernel_layout)]
     if layouts != [f"NC{letters}", f"OI{letters}"] or str(call.attrs.out_layout) not in ("", layouts[0]):
         return None
-    data, weight = read_along(call.args[LHS], None, block), read_along(call.args[RHS], _CHANNELS, block)
+    data, weight = read_along(call.args[LHS], None, block), read_along(call.args[RHS], _CHANNEL_AXIS, block)
     shapes = [shape_of(x) for x in (*call.args, binding.var)]
     if data is None or weight is None or None in shapes or data.is_float != weight.is_float:
         return None
@@ -135,17 +133,16 @@ def _read(
         if not isinstance(extent, tirx.IntImm):
             return None
         taps *= int(extent)
-    # In int32 sums wrap by definition, but not in float32.
-    fits = taps <= MAX_INT32_TERMS and all(side.zero is None or side.zero.is_narrow for side in (data, weight))
-    if data.is_float and not fits:
+    # Sums in int32 wrap by definition, sums in float32 do not.
+    if data.is_float and not fits_int32(taps, data, weight):
         return None
     if weight.data_value is not None:
-        weight = signed_constant(weight, constants, _CHANNELS) or weight
+        weight = signed_constant(weight, constants, _CHANNEL_AXIS) or weight
     return (data, weight) if str(weight.data.ty.dtype) == "int8" else None
 
 
-class _Writer:
-    """The bindings of one convolution."""
+class _QuantizedConvolution:
+    """Writer of the bindings of one has_quantized convolution."""
 
     def __init__(
         self, writer: ProductWriter, binding: relax.VarBinding, data: Quantized, weight: Quantized, function: str
@@ -157,7 +154,7 @@ class _Writer:
         self.spatial = CONV_OPS[op_name(binding.value) or ""]
 
     def write(self) -> bool:
-        """Return whether the convolution could be encoded; else what has been written is to be removed."""
+        """Return whether the convolution could be encoded; if not, the caller removes its bindings."""
         writer, var = self.writer, self.binding.var
         data, weight = self._plain(self.data, "data"), self._plain(self.weight, "weight")
         if any(self.padding) and self.data.zero is not None:
@@ -168,21 +165,21 @@ class _Writer:
         if self.data.zero is not None:
             columns = self._column_sums(weight)
             zero = emitted_parameter(writer, self.data.zero, f"{self.name}_zero")
-            total = self._less(total, self._times(columns, zero, "columns_times_zero"), "less_columns")
+            total = self._subtract(total, self._multiply(columns, zero, "columns_times_zero"), "less_columns")
         if self.weight.zero is not None:
             windows = self._window_sums(data)
             if windows is None:
                 return False
             zero = self._along_channels(self.weight.zero, "weight_zero")
-            total = self._less(total, self._times(windows, zero, "windows_times_zero"), "less_windows")
+            total = self._subtract(total, self._multiply(windows, zero, "windows_times_zero"), "less_windows")
         writer.end_as(self._scaled(total) if self.data.is_float else total, var)
         return True
 
-    def _plain(self, side: Quantized, which: str) -> relax.Expr:
-        return self.writer.permuted(side.data, side.perm, f"{self.name}_{which}_permuted")
+    def _plain(self, operand: Quantized, suffix: str) -> relax.Expr:
+        return self.writer.permuted(operand.data, operand.perm, f"{self.name}_{suffix}_permuted")
 
     def _padded(self, data: relax.Expr) -> relax.Expr:
-        """The data with their zero point around them."""
+        """The data padded with their zero point."""
         pairs = [(0, 0), (0, 0), *zip(self.padding[: self.spatial], self.padding[self.spatial :], strict=True)]
         zero = self.data.zero
         shape = [extent + sum(pair) for extent, pair in zip(shape_of(data) or [], pairs, strict=True)]
@@ -200,10 +197,10 @@ class _Writer:
         return self.writer.emit(relax.op.where(inside, padded, point), ty, f"{self.name}_padded")
 
     def _convolved(self, data: relax.Expr, weight: relax.Expr, groups: int, name: str) -> relax.Var | None:
-        """The encoded convolution of bytes, plain; None where it cannot be encoded."""
-        make = getattr(relax.op.nn, f"conv{self.spatial}d")
+        """The unpacked result of an encoded convolution of bytes; None where it cannot be encoded."""
+        stock_conv = getattr(relax.op.nn, f"conv{self.spatial}d")
         attrs = self.attrs
-        call = make(
+        call = stock_conv(
             data,
             weight,
             strides=list(attrs.strides),
@@ -219,7 +216,7 @@ class _Writer:
         return var if is_encoded else None
 
     def _column_sums(self, weight: relax.Expr) -> relax.Expr:
-        """``sum(w - zw)`` over the taps: (n, 1, ...), aligned with the result's channels."""
+        """The sums ``sum(w - zw)`` over the taps, of shape (n, 1, ...), aligned with the result's channels."""
         zero, value = self.weight.zero, self.weight.data_value
         shape = [*(shape_of(weight) or [])[:1], *[1] * self.spatial]
         axes = list(range(1, 2 + self.spatial))
@@ -240,7 +237,7 @@ class _Writer:
         return self.writer.reshape(sums, shape, f"{self.name}_columns_along")
 
     def _window_sums(self, data: relax.Expr) -> relax.Expr | None:
-        """``sum(x)`` over every window: (b, 1, ...), or one for each channel where there are several groups."""
+        """The sums ``sum(x)`` over every window, of shape (b, 1, ...); with several groups, one for each channel."""
         groups, shape = int(self.attrs.groups), [int(extent) for extent in shape_of(self.binding.value.args[RHS]) or []]
         ones = constant_on_device_of(np.ones((groups, *shape[1:]), "int8"), data)
         windows = self._convolved(data, ones, groups, f"{self.name}_windows")
@@ -250,22 +247,22 @@ class _Writer:
         repeated = relax.op.repeat(windows, shape[0] // groups, 1)
         return self.writer.emit(repeated, result, f"{self.name}_windows_repeated")
 
-    def _along_channels(self, parameter: Parameter, which: str) -> relax.Expr:
-        expr = emitted_parameter(self.writer, parameter, f"{self.name}_{which}")
+    def _along_channels(self, parameter: Parameter, suffix: str) -> relax.Expr:
+        expr = emitted_parameter(self.writer, parameter, f"{self.name}_{suffix}")
         if parameter.is_scalar:
             return expr
         shape = [*parameter.shape, *[1] * self.spatial]
         if parameter.value is not None:
             return constant_on_device_of(parameter.value.reshape([int(extent) for extent in shape]), expr)
-        return self.writer.reshape(expr, shape, f"{self.name}_{which}_along")
+        return self.writer.reshape(expr, shape, f"{self.name}_{suffix}_along")
 
-    def _times(self, a: relax.Expr, b: relax.Expr, which: str) -> relax.Expr:
+    def _multiply(self, a: relax.Expr, b: relax.Expr, suffix: str) -> relax.Expr:
         if isinstance(a, relax.Var) or isinstance(b, relax.Var):
-            return binary(self.writer, relax.op.multiply, a, b, f"{self.name}_{which}")
+            return binary(self.writer, relax.op.multiply, a, b, f"{self.name}_{suffix}")
         return constant_on_device_of(a.value.numpy() * b.value.numpy(), a)
 
-    def _less(self, total: relax.Var, correction: relax.Expr, which: str) -> relax.Var:
-        return binary(self.writer, relax.op.subtract, total, correction, f"{self.name}_{which}")
+    def _subtract(self, total: relax.Var, correction: relax.Expr, suffix: str) -> relax.Var:
+        return binary(self.writer, relax.op.subtract, total, correction, f"{self.name}_{suffix}")
 
     def _scaled(self, total: relax.Var) -> relax.Var:
         value = self.writer.cast(total, "float32", f"{self.name}_float")
@@ -273,14 +270,14 @@ class _Writer:
         for index, parameter in ((LHS, self.data.scale), (RHS, self.weight.scale)):
             if parameter is not None:
                 factor = self._along_channels(parameter, f"scale_{index}")
-                scale = factor if scale is None else self._times(scale, factor, "scale")
+                scale = factor if scale is None else self._multiply(scale, factor, "scale")
         if scale is not None:
             value = binary(self.writer, relax.op.multiply, value, scale, self.name)
         assert isinstance(value, relax.Var)
         return value
 
 
-# Type of the operands -> type of the accumulator. What is narrower is accumulated in single: one rounding, at the end.
+# Accumulator type by operand type. Narrow floats are accumulated in single precision and rounded once, at the end.
 _ACCUMULATORS = {
     "float32": "float32",
     "float64": "float64",
@@ -289,7 +286,7 @@ _ACCUMULATORS = {
 
 
 def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring; the very module where there is nothing to do."""
+    """See the module's docstring; it returns the same module if nothing changes."""
     constants: dict[Any, relax.Expr] = {}
     functions = {}
     accuracies = Accuracies(mod)
@@ -310,14 +307,14 @@ def _encode_block(
     exact: frozenset[str] | None,
     accuracies: Accuracies,
 ) -> list[relax.Binding] | None:
-    """The block with its products encoded; `exact` names those of float32 that stay exact, None: all."""
+    """The block with its products encoded; `exact` names the float32 products that stay exact (None: all of them)."""
     writer = ProductWriter(block.is_dataflow)
-    changed = quantized = False
+    changed = has_quantized = False
     for binding in block.bindings:
         if isinstance(binding, relax.VarBinding) and emit_quantized_convolution(
             writer, binding, block, constants, function
         ):
-            changed = quantized = True
+            changed = has_quantized = True
             continue
         tf32 = exact is not None and binding.var.name not in exact
         if isinstance(binding, relax.VarBinding) and emit_convolution(
@@ -327,7 +324,7 @@ def _encode_block(
             continue
         if isinstance(binding, relax.VarBinding) and op_name(binding.value) == "relax.matmul":
             if emit_quantized_product(writer, binding, block, constants):
-                changed = quantized = True
+                changed = has_quantized = True
                 continue
             if _emit_float_product(writer, binding, tf32):
                 changed = True
@@ -335,20 +332,20 @@ def _encode_block(
         writer.bindings.append(binding)
     if not changed:
         return None
-    return without_unused(writer.bindings, block, is_part_of_quantized) if quantized else writer.bindings
+    return without_unused(writer.bindings, block, is_part_of_quantized) if has_quantized else writer.bindings
 
 
 def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding, tf32: bool) -> bool:
     var = binding.var
     lhs, rhs = binding.value.args
     lhs_shape, rhs_shape = shape_of(lhs), shape_of(rhs)
-    dtype, wanted = str(lhs.ty.dtype), str(var.ty.dtype)
+    dtype, result_dtype = str(lhs.ty.dtype), str(var.ty.dtype)
     if not lhs_shape or not rhs_shape or str(rhs.ty.dtype) != dtype or dtype not in _ACCUMULATORS:
         return False
-    if wanted not in _ACCUMULATORS:
+    if result_dtype not in _ACCUMULATORS:
         return False
-    if wanted == "float64":
-        dtype = wanted
+    if result_dtype == "float64":
+        dtype = result_dtype
     shapes = with_one_k(as_matrix(lhs_shape, LHS), as_matrix(rhs_shape, RHS))
     multiplied = TF32 if tf32 and dtype == "float32" else dtype
     encoding = product_encoding(*shapes, (multiplied, multiplied, _ACCUMULATORS[dtype]))
@@ -356,10 +353,10 @@ def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding, tf32: 
         return False
     name = var.name
     operands = []
-    for index, side, x in ((LHS, "lhs", lhs), (RHS, "rhs", rhs)):
-        matrix = writer.matrix(writer.cast(x, dtype, f"{name}_{side}_{dtype}"), index, f"{name}_{side}")
-        operands.append(writer.matched(matrix, shapes[index], f"{name}_{side}_matched"))
+    for index, operand_name, x in ((LHS, "lhs", lhs), (RHS, "rhs", rhs)):
+        matrix = writer.matrix(writer.cast(x, dtype, f"{name}_{operand_name}_{dtype}"), index, f"{name}_{operand_name}")
+        operands.append(writer.matched(matrix, shapes[index], f"{name}_{operand_name}_matched"))
     out = writer.product(operands[LHS], operands[RHS], encoding, name)
     plain = writer.plain(out, encoding, f"{name}_plain")
-    writer.end_as(writer.cast(plain, wanted, f"{name}_{wanted}"), var)
+    writer.end_as(writer.cast(plain, result_dtype, f"{name}_{result_dtype}"), var)
     return True

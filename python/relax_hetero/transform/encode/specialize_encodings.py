@@ -1,4 +1,4 @@
-"""SpecializeEncodings: every encoded value gets the layout of the device it is on.
+"""SpecializeEncodings: give every encoded value the layout of its device.
 
 Before::
 
@@ -15,13 +15,14 @@ After::
     c_laid_out = R.hetero.relayout(c, ..., layout="pack<...>", from_layout="identity<2>")
     d = R.to_vdevice(c_laid_out, "c:0")
 
-The resolver of a value's own device decides, so that an op is made for the device that executes it and reads what the
-device that holds a resource keeps there. Where a device has no resolver, or it has no layout for one operand of a
-product, that product is a stock op again, with all that was computed on its encoded values. A tensor that crosses to
-a device of another layout is laid out again on the cheaper side, never reinterpreted. (Source: the data-tiling design
-document's SpecializeEncodings, which updates host and device together and drops what has no solver.)
+The resolver of a value's own device chooses its layout: the executing device for an op's result, the storing device for
+a resource. Where a device lacks a resolver, or the resolver a layout for an operand of a product, the product and all
+ops on its encoded values become stock ops again. A tensor that crosses to a device with another layout is converted on
+the cheaper side, never reinterpreted. (Source: the data-tiling design document's SpecializeEncodings, which updates
+host and device together and drops encodings without a solver.)
 
-Assumes a placed module (RealizeVDevice). Layouts that are there already stay, and a second run changes nothing.
+Assumes a placed module (RealizeVDevice). Existing layouts are kept, and a second run changes nothing. The sections of
+this file: the report of a module's encodings, checked answers of resolvers, and the pass.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tvm import relax, tirx
 from ...encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Encoding
 from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout, unsupported_reason
-from ...encoding.resolver import EncodingResolver, answers_of, resolver_for
+from ...encoding.resolver import EncodingResolver, resolver_for, resolver_or_default
 from ...errors import EncodingError
 from ...op import encoded as ops
 from ...op.encoded import CONV, ELEMENTWISE, PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
@@ -46,7 +47,7 @@ from ...target.vdevice import device_name, vdevices_of
 from ..ir.blocks import Block, rewrite_blocks, without_unused
 from ..ir.callee_devices import target_of
 from ..ir.declare import declare_pass
-from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
+from ..ir.op_names import TRANSFER
 from ..ir.remarks import is_collecting, publish
 from ..ir.reports import CancelledEntry, EncodedOpEntry, EncodedTransferEntry, EncodingReport, OperandEntry, Size
 from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_functions
@@ -54,12 +55,13 @@ from .cancel_encodings import stock_elementwise, stock_product
 from .encoded_values import Stored, layout_of
 from .encoding_kernels import VariantNames
 from .epilogues import Chain, fused_variables
+from .hoist_encodings import FOLDED_OPS
 from .kernel_problems import product_problem
 from .relayout_transfers import Crossing, transferred
 from .replaced_bindings import Merges, Replacement, dataflow_variables, error_context
 from .verify_encodings import verify_encodings
 
-# Reads from a module what is encoded in it: ops, layouts, sizes and encoded transfers.
+# Report of a module's encodings: ops, layouts, sizes and encoded transfers.
 
 
 def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = ()) -> EncodingReport:
@@ -68,34 +70,34 @@ def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = 
     Parameters
     ----------
     mod : tvm.IRModule
-        A placed module.
+        Placed module.
     cancelled : sequence of CancelledEntry
-        Encodings that SpecializeEncodings cancelled; a module does not remember them.
+        Encodings that SpecializeEncodings cancelled, which the module does not contain any more.
 
     Returns
     -------
     EncodingReport
-        Layouts are empty, and sizes after packing those before it, where the module is not specialized yet.
+        Report; before SpecializeEncodings, layouts are empty and sizes are those of the unpacked tensors.
     """
     report = EncodingReport(cancelled=list(cancelled))
     vdevices = vdevices_of(mod)
     for gv, func in relax_functions(mod):
-        reader = _Reader(gv.name_hint, func, vdevices)
+        builder = _ReportBuilder(gv.name_hint, func, vdevices)
         for binding in walk_bindings(func):
             if encoded_op(binding.value) in (*PRODUCTS, ELEMENTWISE):
-                report.ops += reader.op(binding)
-            elif op_name(binding.value) == TRANSFER and binding.var in reader.encoded:
-                report.transfers.append(reader.transfer(binding))
+                report.ops += builder.op(binding)
+            elif op_name(binding.value) == TRANSFER and binding.var in builder.encoded:
+                report.transfers.append(builder.transfer(binding))
     return report
 
 
 def name_in_model(var: relax.Var) -> str:
-    """The name of a value before SetEncoding and PropagateEncodings, which call its encoded form ``<name>_encoded``."""
+    """The name of a value before SetEncoding and PropagateEncodings, which append ``_encoded`` to it."""
     return str(var.name).removesuffix("_encoded")
 
 
 def product_name(call: relax.Call) -> str:
-    """Name of an encoded product in reports: "matmul", batched or not, or "conv2d"."""
+    """Name of an encoded product in reports: "matmul" (also batched) or "conv2d"."""
     op_type = Encoding.parse(str(call.attrs.encoding)).op_type
     return op_type if op_type in CONVOLUTIONS else "matmul"
 
@@ -107,8 +109,8 @@ class _Encoded:
     packed: str
 
 
-class _Reader:
-    """One function: which variables hold encoded tensors, who uses them, what is fused into which product."""
+class _ReportBuilder:
+    """Builder of the entries of one function, with its encoded tensors, their users and fused chains."""
 
     def __init__(self, function: str, func: relax.Function, vdevices: Sequence[relax.VDevice]) -> None:
         self.function = function
@@ -120,14 +122,14 @@ class _Reader:
             self.values[binding.var] = binding.value
             for var in _operands(binding.value):
                 self.users[var].append(binding)
-            found = self._made_by(binding)
-            if found is not None:
-                self.encoded[binding.var] = found
+            encoded = self._encoded_result(binding)
+            if encoded is not None:
+                self.encoded[binding.var] = encoded
         self.fused = fused_variables(func)
         self.products: dict[relax.Var, tuple[relax.Var, Chain]] = {}
 
     def op(self, binding: relax.Binding) -> list[EncodedOpEntry]:
-        """The entry of a product with what is fused into it, at its end, or of elementwise work that stands alone."""
+        """The entry of a product, at the end of its chain of fused ops, or of a separate elementwise op."""
         var, call = binding.var, binding.value
         product, chain = var, Chain(call)
         if encoded_op(call) in PRODUCTS:
@@ -142,7 +144,7 @@ class _Reader:
         if var in self.fused:
             self.products[var] = product, chain
             return []
-        roles += [(f"x{index}", arg) for index, arg in enumerate(chain.others, 1)]
+        roles += [(f"x{index}", arg) for index, arg in enumerate(chain.epilogue_operands, 1)]
         is_product = encoded_op(chain.product) in PRODUCTS
         has_epilogue = is_product and chain.expression != Expression.operand(0)
         entry = EncodedOpEntry(
@@ -158,7 +160,7 @@ class _Reader:
         return [entry]
 
     def _form(self, call: relax.Call) -> str:
-        """How a convolution is computed, and why; empty before SpecializeEncodings."""
+        """Algorithm of a convolution, and the reason; empty before SpecializeEncodings."""
         if not call.attrs.kernel:
             return ""
         stored = self.encoded.get(call.args[RHS])
@@ -166,32 +168,32 @@ class _Reader:
             return ""
         encoding, layout = Encoding.parse(str(call.attrs.encoding)), PackedLayout.parse(stored.layout)
         target = target_of(call.ty.vdevice)
-        return answers_of(target).convolution_form(encoding, target, layout)
+        return resolver_or_default(target).convolution_form(encoding, target, layout)
 
     def transfer(self, binding: relax.Binding) -> EncodedTransferEntry:
         """The entry of a transfer of an encoded tensor."""
         source = binding.value.args[0]
-        on_wire = self.encoded[source]
-        before, after = self.values.get(source), self.users[binding.var]
+        layout = self.encoded[source].layout
+        producer, users = self.values.get(source), self.users[binding.var]
         relayout = ""
-        if encoded_op(before) == RELAYOUT:
-            relayout = self._relayout(source, before)
-        elif len(after) == 1 and encoded_op(after[0].value) == RELAYOUT:
-            relayout = self._relayout(after[0].var, after[0].value)
+        if encoded_op(producer) == RELAYOUT:
+            relayout = self._relayout(source, producer)
+        elif len(users) == 1 and encoded_op(users[0].value) == RELAYOUT:
+            relayout = self._relayout(users[0].var, users[0].value)
         return EncodedTransferEntry(
             function=self.function,
             variable=name_in_model(binding.var),
             source=self._device(source),
             destination=self._device(binding.var),
-            layout=on_wire.layout,
-            bytes=_bytes(binding.var.ty, on_wire.layout),
+            layout=layout,
+            bytes=_bytes(binding.var.ty, layout),
             relayout=relayout,
         )
 
     def _relayout(self, var: relax.Var, call: relax.Call) -> str:
         return f"on {self._device(var)}: {call.attrs.from_layout} to {call.attrs.layout}"
 
-    def _made_by(self, binding: relax.Binding) -> _Encoded | None:
+    def _encoded_result(self, binding: relax.Binding) -> _Encoded | None:
         value, name = binding.value, encoded_op(binding.value)
         if op_name(value) == TRANSFER:
             source = self.encoded.get(value.args[0])
@@ -203,22 +205,22 @@ class _Reader:
         if stored is None or stored.is_identity:
             packed = ""
         elif name in (SET, PREPACKED, RELAYOUT):
-            in_a_call = "at run time" if stored.inner_dims else "as a permutation"
-            packed = in_a_call if isinstance(value.args[0], relax.Var) else "at compile time"
+            method = "at run time" if stored.inner_dims else "as a permutation"
+            packed = method if isinstance(value.args[0], relax.Var) else "at compile time"
         return _Encoded(str(value.attrs.encoding), layout, packed)
 
     def _operand(self, role: str, var: relax.Var) -> OperandEntry:
-        found, ty = self.encoded[var], var.ty
+        encoded, ty = self.encoded[var], var.ty
         return OperandEntry(
             role=role,
             variable=str(var.name),
             shape="x".join(map(_text, ty.shape.values)) if ty.shape is not None else "?",
             dtype=str(ty.dtype),
-            encoding=found.encoding,
-            layout=found.layout,
+            encoding=encoded.encoding,
+            layout=encoded.layout,
             bytes_before=_bytes(ty, ""),
-            bytes_after=_bytes(ty, found.layout),
-            packed=found.packed or "never",
+            bytes_after=_bytes(ty, encoded.layout),
+            packed=encoded.packed or "never",
         )
 
     def _device(self, var: relax.Var) -> str:
@@ -226,14 +228,14 @@ class _Reader:
 
 
 def _roles(call: relax.Call) -> list[tuple[str, relax.Expr]]:
-    """A product's operands, by what they are."""
+    """A product's operands with their roles."""
     encoding = Encoding.parse(str(call.attrs.encoding))
     names = (encoding.of(LHS).operand_name, encoding.of(RHS).operand_name, "init")
     return [*zip(names, call.args, strict=False)]
 
 
 def _operands(value: relax.Expr) -> Iterator[relax.Var]:
-    """The variables among a call's arguments, tuples flattened."""
+    """Variables among a call's arguments, with tuples flattened."""
     fields = value.args if isinstance(value, relax.Call) else getattr(value, "fields", ())
     for field in fields:
         if isinstance(field, relax.Var):
@@ -243,7 +245,7 @@ def _operands(value: relax.Expr) -> Iterator[relax.Var]:
 
 
 def _bytes(ty: relax.TensorType, layout: str) -> Size:
-    """Bytes of a tensor under a layout, row-major for none; an expression where they depend on a symbolic extent."""
+    """Bytes of a tensor under a layout ("": row-major); an expression if an extent is symbolic."""
     if ty.shape is None:
         return "?"
     stored = PackedLayout.parse(layout) if layout else PackedLayout.identity(len(ty.shape.values))
@@ -258,11 +260,11 @@ def _text(extent: Any) -> str:
     return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(extent))
 
 
-# Answers of a device's resolver about encodings, asked once and checked.
+# Answers of resolvers about encodings, requested once and checked.
 
 
 class Layouts:
-    """Answers by (encoding, target)."""
+    """Cache of layouts by encoding and target."""
 
     def __init__(self) -> None:
         self._resolvers: dict[str, EncodingResolver | None] = {}
@@ -276,54 +278,54 @@ class Layouts:
             self._resolvers[key] = resolver_for(target)
         return self._resolvers[key]
 
-    def layout(self, encoding: Encoding, target: tvm.target.Target, where: str) -> PackedLayout | None:
-        """How an operand is stored; None where its product has no layouts on this target.
+    def layout(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> PackedLayout | None:
+        """The layout of an operand; None if its product lacks layouts on this target.
 
         Parameters
         ----------
         encoding : Encoding
         target : tvm.target.Target
-        where : str
-            The variable, for messages.
+        var_text : str
+            Variable, for messages.
 
         Raises
         ------
         EncodingError
-            If the resolver answers with anything but a layout of the operand's rank, or raises.
+            If the resolver raises, or returns an object that is not a layout of the operand's rank.
         """
-        found = self._product(encoding, target, where)
-        return None if isinstance(found, str) else found[encoding.operand_index]
+        layouts = self._product(encoding, target, var_text)
+        return None if isinstance(layouts, str) else layouts[encoding.operand_index]
 
-    def layout_of_activation(self, encoding: Encoding, target: tvm.target.Target, where: str) -> PackedLayout | None:
-        """As `layout`, of an operand that is no constant."""
-        layout = self.layout(encoding, target, where)
+    def layout_of_activation(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> PackedLayout | None:
+        """The layout of an operand that is not a constant; see `layout`."""
+        layout = self.layout(encoding, target, var_text)
         resolver = self.resolver(target)
         if resolver is None or layout is None:
             return layout
         key = (encoding, str(target))
         if key not in self._activations:
-            self._activations[key] = _answer(resolver, resolver.resolve_activation, encoding, target, where)
+            self._activations[key] = _answer(resolver, resolver.resolve_activation, encoding, target, var_text)
         return self._activations[key]
 
-    def why_not(self, encoding: Encoding, target: tvm.target.Target) -> str:
-        """Why there is no layout."""
-        found = self._product(encoding, target, "")
-        return found if isinstance(found, str) else ""
+    def missing_reason(self, encoding: Encoding, target: tvm.target.Target) -> str:
+        """The reason why a product lacks layouts; empty if it has them."""
+        answer = self._product(encoding, target, "")
+        return answer if isinstance(answer, str) else ""
 
-    def _product(self, encoding: Encoding, target: tvm.target.Target, where: str) -> tuple[PackedLayout, ...] | str:
+    def _product(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> tuple[PackedLayout, ...] | str:
         key = (encoding.of(RESULT), str(target))
         if key not in self._products:
-            self._products[key] = self._ask(key[0], target, where)
+            self._products[key] = self._request(key[0], target, var_text)
         return self._products[key]
 
-    def _ask(self, encoding: Encoding, target: tvm.target.Target, where: str) -> tuple[PackedLayout, ...] | str:
+    def _request(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> tuple[PackedLayout, ...] | str:
         resolver = self.resolver(target)
         if resolver is None:
             return f"no resolver for target kind {target.kind.name!r}"
         layouts = []
         for index in (LHS, RHS, RESULT):
             operand = encoding.of(index)
-            layout = _answer(resolver, resolver.resolve, operand, target, where)
+            layout = _answer(resolver, resolver.resolve, operand, target, var_text)
             if layout is None:
                 return f"resolver {resolver.name!r} has no layout for the {operand.operand_name} of {encoding}"
             _check_size(resolver, operand, layout, target)
@@ -336,40 +338,36 @@ def _answer(
     resolve: Callable[[Encoding, tvm.target.Target], PackedLayout | None],
     operand: Encoding,
     target: tvm.target.Target,
-    where: str,
+    var_text: str,
 ) -> PackedLayout | None:
-    """Answer of a resolver's method about an operand, checked."""
-    asked = f"resolver {resolver.name!r}, asked how target {target} stores {operand} for {where}"
+    """The checked answer of a resolver's method about an operand."""
+    prefix = f"resolver {resolver.name!r}, asked how target {target} stores {operand} for {var_text}"
     try:
         layout = resolve(operand, target)
     except EncodingError:
         raise
-    except Exception as error:  # a third party's code raises what it likes, and names nothing
-        raise EncodingError(f"{asked}: {type(error).__name__}: {error}") from error
+    except Exception as error:  # a third party's code raises any error, without naming the op
+        raise EncodingError(f"{prefix}: {type(error).__name__}: {error}") from error
     rank = len(operand.index_map)
     if layout is not None and (not isinstance(layout, PackedLayout) or len(layout.outer_perm) != rank):
-        raise EncodingError(f"{asked}: found {layout!r}, expected a PackedLayout of {rank} dimensions, or None")
-    wrong = "" if layout is None else unsupported_reason(layout, operand)
-    if wrong:
-        raise EncodingError(f"{asked}: {wrong}")
+        raise EncodingError(f"{prefix}: found {layout!r}, expected a PackedLayout of {rank} dimensions, or None")
+    reason = "" if layout is None else unsupported_reason(layout, operand)
+    if reason:
+        raise EncodingError(f"{prefix}: {reason}")
     return layout
 
 
 def _check_size(resolver: EncodingResolver, operand: Encoding, layout: PackedLayout, target: tvm.target.Target) -> None:
-    """The bytes that a resolver tells a user to keep hold what its kernels write; asked where sizes are numbers."""
+    """Check that the storage size of a resolver covers its layout, if sizes are static."""
     shape = operand.shape()
     if DYNAMIC in shape:
         return
-    told, needed = resolver.storage_size(operand, shape, target), layout.storage_bytes(shape, operand.element_type)
-    if not isinstance(told, (int, tirx.IntImm)) or int(told) < needed:
+    size, needed = resolver.storage_size(operand, shape, target), layout.storage_bytes(shape, operand.element_type)
+    if not isinstance(size, (int, tirx.IntImm)) or int(size) < needed:
         raise EncodingError(
-            f"resolver {resolver.name!r} says that {operand} takes {told} bytes on target {target}; expected at least "
+            f"resolver {resolver.name!r} says that {operand} takes {size} bytes on target {target}; expected at least "
             f"{needed}, those of its layout {layout}"
         )
-
-
-_FOLDED = (CAST, PERMUTE, RESHAPE, TRANSFER)
-"""Ops that make a constant of a constant, since HoistEncodings computes them."""
 
 
 def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
@@ -378,7 +376,7 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     EncodingError
-        When it runs: a resolver answers with what is no layout of the operand.
+        When it runs: a resolver returns an object that is not a layout of the operand.
     """
     verify_encodings(mod)
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
@@ -386,7 +384,7 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     cancelled: list[CancelledEntry] = []
     for gv, func in relax_functions(mod):
         functions[gv] = _Function(gv.name_hint, layouts, names, cancelled, mod).specialize(func)
-    mod = rewrite_blocks(with_functions(mod, functions), _without_idle_packing)
+    mod = rewrite_blocks(with_functions(mod, functions), _without_unused_packing)
     verify_encodings(mod)
     if is_collecting():
         publish(describe_encodings(mod, cancelled))
@@ -396,14 +394,14 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
 SpecializeEncodings = declare_pass("SpecializeEncodings", specialize_encodings)
 
 
-def _without_idle_packing(block: Block) -> list[relax.Binding] | None:
-    """A tensor is laid out for nobody where transfers take the plain one."""
-    kept = without_unused(block.bindings, block, lambda value: encoded_op(value) == SET)
-    return kept if len(kept) < len(block.bindings) else None
+def _without_unused_packing(block: Block) -> list[relax.Binding] | None:
+    """The block's bindings without unused packing, whose tensor is transferred unpacked."""
+    bindings = without_unused(block.bindings, block, lambda value: encoded_op(value) == SET)
+    return bindings if len(bindings) < len(block.bindings) else None
 
 
 class _Function:
-    """One function: its encoded values so far, with their layouts (None: plain, since cancelled)."""
+    """Rewriter of one function, with its encoded values and their layouts so far (None: cancelled, so plain)."""
 
     def __init__(
         self, name: str, layouts: Layouts, names: VariantNames, cancelled: list[CancelledEntry], mod: tvm.IRModule
@@ -416,9 +414,9 @@ class _Function:
         self.values: dict[relax.Var, tuple[Encoding, PackedLayout | None]] = {}
         self.merges = Merges()
         self.local: set[relax.Var] = set()
-        self.settled: set[relax.Var] = set()  # whose layout stood in the text, and so those of its transfers
-        self.plain: dict[relax.Var, relax.Expr] = {}  # what was encoded
-        self.constants: set[relax.Var] = set()  # not packed in a call
+        self.settled: set[relax.Var] = set()  # values with a layout before the pass, and their transfers
+        self.plain: dict[relax.Var, relax.Expr] = {}  # plain tensor of each set_encoding
+        self.constants: set[relax.Var] = set()  # constants, which are packed at compile time
 
     def specialize(self, func: relax.Function) -> relax.Function:
         self.local = dataflow_variables(func)
@@ -432,7 +430,7 @@ class _Function:
             return self._transfer(binding)
         if isinstance(binding.value, relax.Var) and binding.value in self.values:
             self.values[binding.var] = self.values[binding.value]
-        source = binding.value.args[0] if op_name(binding.value) in _FOLDED else binding.value
+        source = binding.value.args[0] if op_name(binding.value) in FOLDED_OPS else binding.value
         if self._is_constant(source):
             self.constants.add(binding.var)
         return binding
@@ -454,8 +452,8 @@ class _Function:
             return binding
         if name in PRODUCTS:
             kernel = self._kernel(encoding, layout, binding)
-            make = ops.conv if name == CONV else ops.matmul
-            new = make(*operands, encoding=encoding, layout=layout, kernel=kernel)
+            op_builder = ops.conv if name == CONV else ops.matmul
+            new = op_builder(*operands, encoding=encoding, layout=layout, kernel=kernel)
         elif name == ELEMENTWISE:
             new = ops.elementwise(*operands, expression=call.attrs.expression, encoding=encoding, layout=layout)
         else:
@@ -463,8 +461,10 @@ class _Function:
         return relax.VarBinding(var, typed(new, call.ty), binding.span)
 
     def _layout(self, encoding: Encoding, var: relax.Var, activation: bool = False) -> PackedLayout | None:
-        ask = self.layouts.layout_of_activation if activation else self.layouts.layout
-        return ask(encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}")
+        layout_of_operand = self.layouts.layout_of_activation if activation else self.layouts.layout
+        return layout_of_operand(
+            encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}"
+        )
 
     def _is_constant(self, expr: relax.Expr) -> bool:
         return isinstance(expr, tvm.ir.GenericConst) or (isinstance(expr, relax.Var) and expr in self.constants)
@@ -475,8 +475,8 @@ class _Function:
         return self.names.name(problem, target_of(binding.var.ty.vdevice))
 
     def _stored(self, expr: relax.Expr) -> Stored:
-        known = self.values.get(expr) if isinstance(expr, relax.Var) else None
-        return Stored.plain(expr.ty) if known is None or known[1] is None else Stored(expr.ty, known[1])
+        encoded = self.values.get(expr) if isinstance(expr, relax.Var) else None
+        return Stored.plain(expr.ty) if encoded is None or encoded[1] is None else Stored(expr.ty, encoded[1])
 
     def _cancel(
         self, name: str, encoding: Encoding, binding: relax.Binding, operands: list[relax.Expr]
@@ -491,12 +491,12 @@ class _Function:
             return stock_elementwise(Expression.parse(call.attrs.expression), operands, out)
         vdevice = var.ty.vdevice
         device = device_name(vdevice, self.vdevices) if vdevice is not None else ""
-        reason = self.layouts.why_not(encoding, target_of(vdevice))
+        reason = self.layouts.missing_reason(encoding, target_of(vdevice))
         self.cancelled.append(CancelledEntry(self.name, name_in_model(var), product_name(call), device, reason))
         return stock_product(encoding, operands, out)
 
     def _transfer(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
-        """A tensor that is encoded on one side, or on both."""
+        """Rewrite the transfer of a tensor that is encoded on one device, or on both."""
         var, call = binding.var, binding.value
         source = call.args[0]
         encoding, old = self.values[source]

@@ -1,17 +1,17 @@
-"""VerifyEncodings: a module in which a plain op reads an encoded value is refused.
+"""VerifyEncodings: refuse a module in which a plain op reads an encoded value.
 
-An encoded tensor's type is the logical one, so type inference lets every op take it, and would read bytes in the wrong
-order. Encoded values go into encoded ops, as the operand their encoding is of, and through ``to_vdevice``; they do not
-leave functions or `If` branches, do not go into tuples, and no kernel takes them.
+An encoded tensor has its logical type, so type inference accepts it in every op, which would then read elements in the
+wrong order. Encoded values may be operands of encoded ops, according to their encoding, and of ``to_vdevice``; they may
+not leave functions or `If` branches, be fields of tuples or arguments of kernels.
 
 Before, which raises an EncodingError that names ``relax.exp``, ``a`` and ``main``::
 
     a = R.hetero.set_encoding(x, "matmul[0]<...>")
     y = R.exp(a)
 
-After, for modules that are right: the very same module.
+After, for correct modules: the same module.
 
-Assumes nothing: it can stand between any two passes. The module is returned as it is.
+Assumes nothing: it can run between any two passes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .encoded_values import EncodedValue, encoded_values, layout_of
 
 
 def verify_encodings(mod: tvm.IRModule) -> None:
-    """Raise for the first encoded value that something plain consumes.
+    """Raise for the first encoded value that a plain op consumes.
 
     Parameters
     ----------
@@ -43,28 +43,28 @@ def verify_encodings(mod: tvm.IRModule) -> None:
     Raises
     ------
     EncodingError
-        Names the op, the encoded variable, its encoding and the function.
+        If an encoded value is misused; the message names the op, the variable, its encoding and the function.
     """
     for gv, func in relax_functions(mod):
-        known = encoded_values(func)
+        encoded = encoded_values(func)
         for binding in walk_bindings(func):
-            _check_binding(binding, known, gv.name_hint)
+            _check_binding(binding, encoded, gv.name_hint)
         for result in _results(func):
             for var in used_vars(result):
-                if var in known:
+                if var in encoded:
                     raise EncodingError(
-                        f"{_of(var, known[var])} leaves function {gv.name_hint!r} or one of its branches; "
+                        f"{_describe(var, encoded[var])} leaves function {gv.name_hint!r} or one of its branches; "
                         "expected unset_encoding before that"
                     )
 
 
 def _verified(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module, once `verify_encodings` has nothing against it.
+    """Check the module by `verify_encodings`, and return it.
 
     Raises
     ------
     EncodingError
-        When it runs. Names the op, the encoded variable, its encoding and the function.
+        When it runs: an encoded value is misused; the message names op, variable, encoding and function.
     """
     verify_encodings(mod)
     return mod
@@ -89,61 +89,61 @@ def _results(func: relax.Function) -> Iterator[relax.Expr]:
                 pending.append(binding.value.body)
 
 
-def _check_binding(binding: relax.Binding, known: dict[relax.Var, EncodedValue], function: str) -> None:
+def _check_binding(binding: relax.Binding, encoded: dict[relax.Var, EncodedValue], function: str) -> None:
     value = binding.value
     name = encoded_op(value)
     if name is not None:
-        _check_encoded_op(name, binding, known, function)
+        _check_encoded_op(name, binding, encoded, function)
         return
-    if isinstance(value, (relax.If, relax.Function, relax.Var)):  # a second name; what branches do is checked there
+    if isinstance(value, (relax.If, relax.Function, relax.Var)):  # an alias, or bindings that are checked themselves
         return
     if op_name(value) == TRANSFER:
         return
     for var in used_vars(value):
-        if var in known:
+        if var in encoded:
             raise EncodingError(
                 f"op {_consumer(value)} of variable {binding.var.name!r} in function {function!r} consumes "
-                f"{_of(var, known[var])}, which only relax.hetero ops and to_vdevice may; "
+                f"{_describe(var, encoded[var])}, which only relax.hetero ops and to_vdevice may; "
                 "expected unset_encoding before it"
             )
 
 
-def _check_encoded_op(name: str, binding: relax.Binding, known: dict[relax.Var, EncodedValue], function: str) -> None:
+def _check_encoded_op(name: str, binding: relax.Binding, encoded: dict[relax.Var, EncodedValue], function: str) -> None:
     call = binding.value
-    where = f"op {name} of variable {binding.var.name!r} in function {function!r}"
+    subject = f"op {name} of variable {binding.var.name!r} in function {function!r}"
     for index, operand in enumerate(call.args):
-        found = known.get(operand) if isinstance(operand, relax.Var) else None
+        actual = encoded.get(operand) if isinstance(operand, relax.Var) else None
         expected, may_be_plain = _expected(name, call, index)
-        if found is None and not may_be_plain:
-            raise EncodingError(f"{where}: operand {index} is plain, expected one encoded for {_text(expected)}")
-        if found is not None and expected is None:
-            raise EncodingError(f"{where}: operand {index} is {_of(operand, found)}, expected a plain tensor")
-        if found is not None and expected is not None and not _fits(found, expected):
+        if actual is None and not may_be_plain:
+            raise EncodingError(f"{subject}: operand {index} is plain, expected encoding {_text(expected)}")
+        if actual is not None and expected is None:
+            raise EncodingError(f"{subject}: operand {index} is {_describe(operand, actual)}, expected a plain tensor")
+        if actual is not None and expected is not None and not _fits(actual, expected):
             raise EncodingError(
-                f"{where}: operand {index} is {_of(operand, found)}, expected one encoded for {_text(expected)}"
+                f"{subject}: operand {index} is {_describe(operand, actual)}, expected encoding {_text(expected)}"
             )
 
 
 def _expected(name: str, call: relax.Call, index: int) -> tuple[EncodedValue | None, bool]:
-    """Encoding that operand `index` has to have, None for plain; and whether it may be plain as well."""
-    own = EncodedValue(Encoding.parse(call.attrs.encoding), layout_of(call))
+    """Required encoding of operand `index` (None: plain), and whether the operand may be plain as well."""
+    result = EncodedValue(Encoding.parse(call.attrs.encoding), layout_of(call))
     if name in (SET, PREPACKED):
         return None, True
     if name in PRODUCTS and index in (LHS, RHS):
-        return EncodedValue(own.encoding.of(index), None), False
+        return EncodedValue(result.encoding.of(index), None), False
     if name == RELAYOUT:
         source = call.attrs.from_layout
-        return EncodedValue(own.encoding, PackedLayout.parse(source) if source else None), False
-    return own, index > 0  # unset_encoding; elementwise and init, where what is plain broadcasts
+        return EncodedValue(result.encoding, PackedLayout.parse(source) if source else None), False
+    return result, index > 0  # unset_encoding; elementwise and init, where plain operands broadcast
 
 
-def _fits(layout: EncodedValue, expected: EncodedValue) -> bool:
-    if layout.encoding != expected.encoding:
+def _fits(value: EncodedValue, expected: EncodedValue) -> bool:
+    if value.encoding != expected.encoding:
         return False
-    return layout.layout is None or expected.layout is None or layout.layout == expected.layout
+    return value.layout is None or expected.layout is None or value.layout == expected.layout
 
 
-def _of(var: relax.Var, value: EncodedValue) -> str:
+def _describe(var: relax.Var, value: EncodedValue) -> str:
     return f"variable {var.name!r}, encoded for {_text(value)}"
 
 

@@ -1,1 +1,1 @@
-"""Ops that become one op: attention, work on rows, products with 4-bit weights."""
+"""Passes that form one op of several: attention, row programs, products with block-quantized weights."""

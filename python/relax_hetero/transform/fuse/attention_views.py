@@ -1,8 +1,7 @@
-"""Where an attention's operands come from and where its result goes, through permutations, reshapes, slices and casts.
+"""Views of an attention's operands and result through permutations, reshapes, slices and casts.
 
-A `HeadsTrace` says along which iteration dimensions each dimension of a tensor runs. `traced` goes back from an operand
-to the tensor that it was made of, as long as every op on the way only moves, scales or rounds elements; `followed`
-goes on from the result in the same way.
+A `HeadsTrace` maps each dimension of a tensor to iteration dimensions. `traced` goes from an operand back to its
+earliest source, as long as each op only moves, scales or rounds elements; `followed` goes forward from the result.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class HeadsTrace:
-    """A tensor and where the heads lie in it.
+    """A tensor and the positions of the heads in it.
 
     Attributes
     ----------
@@ -35,7 +34,7 @@ class HeadsTrace:
     dims, starts
         See `HeadsMap`.
     factor : float
-        Factor of its elements.
+        Factor that its elements are multiplied by.
     """
 
     value: relax.Expr
@@ -45,45 +44,45 @@ class HeadsTrace:
 
     @staticmethod
     def of(value: relax.Expr, dims: Sequence[Sequence[str]]) -> HeadsTrace:
-        """A whole tensor."""
+        """The trace of a complete tensor."""
         return HeadsTrace(value, tuple(map(tuple, dims)), (0,) * len(dims))
 
     @property
     def map(self) -> HeadsMap:
-        """Where the heads lie."""
+        """Positions of the heads."""
         return HeadsMap(self.dims, self.starts)
 
     @property
     def innermost(self) -> str:
-        """The iteration dimension of neighbours in memory, "" for none."""
+        """The iteration dimension of neighbours in memory; "" without one."""
         return self.dims[-1][-1] if self.dims and self.dims[-1] else ""
 
 
 def traced(block: Block, view: HeadsTrace, sizes: Mapping[str, Any], innermost: tuple[str, ...]) -> HeadsTrace:
-    """The earliest value whose elements the view is, if in another order; its neighbours run along `innermost`.
+    """The earliest source with the view's elements, in any order; its innermost dimension should be in `innermost`.
 
-    `innermost` are names that are each as good as the other. What is scaled between two casts is scaled without them.
+    All names in `innermost` are equally good. Elements that are scaled between two casts are scaled without the casts.
     """
     best, dtype = view, str(view.value.ty.dtype)
     while True:
-        before = _before(block, view, sizes)
-        if before is None:
+        source = _source(block, view, sizes)
+        if source is None:
             return best
-        view = before
-        is_near = view.innermost in innermost or best.innermost not in innermost
-        if is_near and str(view.value.ty.dtype) == dtype:
+        view = source
+        is_good = view.innermost in innermost or best.innermost not in innermost
+        if is_good and str(view.value.ty.dtype) == dtype:
             best = view
 
 
-def _before(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> HeadsTrace | None:
-    """The view of the operand of the op that made a value, None where that op does more than move elements."""
+def _source(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> HeadsTrace | None:
+    """The view of the operand of the op that computes a value; None if the op does more than move or scale elements."""
     call = block.definition(view.value)
     if isinstance(call, relax.TupleGetItem):
-        return _before_split(block, view, call)
-    step = _STEPS.get(op_name(call) or "")
-    if step is None or shape_of(call.args[0]) is None:
+        return _split(block, view, call)
+    trace_back = _TRACE_BACK.get(op_name(call) or "")
+    if trace_back is None or shape_of(call.args[0]) is None:
         return None
-    return step(view, call, sizes)
+    return trace_back(view, call, sizes)
 
 
 def _permuted(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace:
@@ -103,27 +102,27 @@ def _reshaped(view: HeadsTrace, call: relax.Call, sizes: Mapping[str, Any]) -> H
 
 
 def _expanded(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
-    """Before expand_dims: without the dimensions of one."""
+    """The operand of expand_dims: without the new dimensions."""
     rank = len(view.dims)
     new = {int(axis) % rank for axis in call.attrs.axis}
     if any(view.dims[axis] or view.starts[axis] for axis in new):
         return None
-    kept = [axis for axis in range(rank) if axis not in new]
-    dims, starts = tuple(view.dims[axis] for axis in kept), tuple(view.starts[axis] for axis in kept)
+    axes = [axis for axis in range(rank) if axis not in new]
+    dims, starts = tuple(view.dims[axis] for axis in axes), tuple(view.starts[axis] for axis in axes)
     return replace(view, value=call.args[0], dims=dims, starts=starts)
 
 
 def _squeezed(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace:
-    """Before squeeze: with the dimensions of one."""
+    """The operand of squeeze: with the removed dimensions."""
     shape = shape_of(call.args[0]) or []
     axes = call.attrs.axis
-    gone = (
+    removed = (
         {axis for axis, extent in enumerate(shape) if is_one(extent)}
         if axes is None
         else {int(axis) % len(shape) for axis in axes}
     )
     dims, starts = list(view.dims), list(view.starts)
-    for axis in sorted(gone):
+    for axis in sorted(removed):
         dims.insert(axis, ())
         starts.insert(axis, 0)
     return replace(view, value=call.args[0], dims=tuple(dims), starts=tuple(starts))
@@ -144,8 +143,8 @@ def _sliced(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> He
     return replace(view, value=call.args[0], starts=tuple(starts))
 
 
-def _taken(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
-    """Before ``take`` of one place: that place of a further dimension."""
+def _indexed(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
+    """The operand of ``take`` with one index: a further dimension of which one index is used."""
     index = call.args[1]
     shape = shape_of(call.args[0]) or []
     if not isinstance(index, tvm.ir.GenericConst) or shape_of(index) != [] or call.attrs.axis is None:
@@ -160,15 +159,15 @@ def _taken(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> Hea
 
 
 def _scaled(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
-    left, right = call.args
-    number = scalar_of(right)
+    operand, scale = call.args
+    number = scalar_of(scale)
     if op_name(call) == "relax.divide":
-        return None if number in (None, 0) else replace(view, value=left, factor=view.factor / number)
+        return None if number in (None, 0) else replace(view, value=operand, factor=view.factor / number)
     if number is None:
-        left, number = right, scalar_of(left)
-    if number is None or len(shape_of(left) or []) != len(view.dims):
+        operand, number = scale, scalar_of(operand)
+    if number is None or len(shape_of(operand) or []) != len(view.dims):
         return None
-    return replace(view, value=left, factor=view.factor * number)
+    return replace(view, value=operand, factor=view.factor * number)
 
 
 def _recast(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
@@ -177,7 +176,7 @@ def _recast(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> He
 
 
 def _repeated(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
-    """Before ``repeat`` of every head."""
+    """The operand of ``repeat`` of every head."""
     if call.attrs.axis is None or any(view.starts):
         return None
     axis = int(call.attrs.axis) % len(view.dims)
@@ -187,51 +186,51 @@ def _repeated(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> 
     return replace(view, value=call.args[0], dims=dims)
 
 
-def _shared(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
-    """Before broadcast_to: a dimension that was one is not run along any more. Only "r" may be: heads that share."""
-    found = shape_of(call.args[0]) or []
-    if len(found) != len(view.dims) or any(view.starts):
+def _broadcast(view: HeadsTrace, call: relax.Call, _sizes: Mapping[str, Any]) -> HeadsTrace | None:
+    """The operand of broadcast_to, which may only broadcast "r", the query heads that share a key head."""
+    shape = shape_of(call.args[0]) or []
+    if len(shape) != len(view.dims) or any(view.starts):
         return None
     dims = tuple(
-        () if is_one(extent) and names == ("r",) else names for extent, names in zip(found, view.dims, strict=True)
+        () if is_one(extent) and names == ("r",) else names for extent, names in zip(shape, view.dims, strict=True)
     )
-    same = [
+    is_valid = [
         same_extent(old, new) or names == ("r",)
-        for old, new, names in zip(found, shape_of(call) or [], view.dims, strict=True)
+        for old, new, names in zip(shape, shape_of(call) or [], view.dims, strict=True)
     ]
-    return replace(view, value=call.args[0], dims=dims) if all(same) else None
+    return replace(view, value=call.args[0], dims=dims) if all(is_valid) else None
 
 
-_STEPS = {
+_TRACE_BACK = {
     PERMUTE: _permuted,
     RESHAPE: _reshaped,
     "relax.expand_dims": _expanded,
     "relax.squeeze": _squeezed,
     "relax.strided_slice": _sliced,
-    "relax.take": _taken,
+    "relax.take": _indexed,
     "relax.multiply": _scaled,
     "relax.divide": _scaled,
     CAST: _recast,
-    "relax.broadcast_to": _shared,
+    "relax.broadcast_to": _broadcast,
     "relax.repeat": _repeated,
 }
 
 
-def sharing(block: Block, value: relax.Expr) -> int:
-    """How many heads share a key or value that is repeated for them on the way to `value`; 1 where none is."""
+def repeated_heads(block: Block, value: relax.Expr) -> int:
+    """Number of query heads for which a key or value head is repeated in `value`; 1 without repetition."""
     call = block.definition(value)
-    while op_name(call) in _STEPS:
+    while op_name(call) in _TRACE_BACK:
         if op_name(call) == "relax.repeat":
             return int(call.attrs.repeats)
         if op_name(call) == "relax.broadcast_to":
             pairs = zip(shape_of(call.args[0]) or [], shape_of(call) or [], strict=False)
-            grown = [new for old, new in pairs if is_one(old) and not is_one(new)]
-            return int(grown[0]) if len(grown) == 1 and isinstance(grown[0], tirx.IntImm) else 1
+            sizes = [new for old, new in pairs if is_one(old) and not is_one(new)]
+            return int(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tirx.IntImm) else 1
         call = block.definition(call.args[0])
     return 1
 
 
-def _before_split(block: Block, view: HeadsTrace, item: relax.TupleGetItem) -> HeadsTrace | None:
+def _split(block: Block, view: HeadsTrace, item: relax.TupleGetItem) -> HeadsTrace | None:
     call = block.definition(item.tuple_value)
     if op_name(call) != "relax.split":
         return None
@@ -253,22 +252,22 @@ def _before_split(block: Block, view: HeadsTrace, item: relax.TupleGetItem) -> H
 
 
 def regrouped(dims: Dims, shape: Sequence[Any], sizes: Mapping[str, Any]) -> Dims | None:
-    """The same elements in another shape: whole iteration dimensions share its dimensions. None where they do not."""
+    """Dimensions of the same elements in another shape; None if it splits an iteration dimension."""
     names = [name for dim in dims for name in dim if not is_one(sizes[name])]
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     for extent in shape:
         group: list[str] = []
         product: Any = tirx.IntImm("int64", 1)
         while names and not same_extent(product, extent):
             group.append(names.pop(0))
             product = tvm.sym.Analyzer().simplify(product * sizes[group[-1]])
-        # One dimension of several needs their sizes: numbers, so that no kernel has to guess.
+        # Iteration dimensions that share a dimension need static sizes, which kernels divide by.
         if not same_extent(product, extent) or (
             len(group) > 1 and not all(isinstance(sizes[name], tirx.IntImm) for name in group)
         ):
             return None
-        found.append(tuple(group))
-    return None if names else tuple(found)
+        groups.append(tuple(group))
+    return None if names else tuple(groups)
 
 
 def _ints(arg: relax.Expr) -> list[int] | None:
@@ -278,22 +277,22 @@ def _ints(arg: relax.Expr) -> list[int] | None:
     if fields is None:
         return None
     values = [field if isinstance(field, tirx.IntImm) else getattr(field, "value", None) for field in fields]
-    known = [int(value) for value in values if isinstance(value, (int, tirx.IntImm))]
-    return known if len(known) == len(values) else None
+    numbers = [int(value) for value in values if isinstance(value, (int, tirx.IntImm))]
+    return numbers if len(numbers) == len(values) else None
 
 
 def followed(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> tuple[HeadsTrace, list[int]]:
-    """The last value that is the view's elements in another order, and the bindings that are passed on the way.
+    """The last value with the view's elements, in any order, and the indices of the bindings up to it.
 
-    Each is the only user of the one before; the last one's neighbours are neighbours in the view.
+    Each binding is the only user of the one before; the last value has the innermost dimension of the view.
     """
     best, innermost = view, view.innermost
-    passed: list[int] = []
-    steps: list[int] = []
+    best_path: list[int] = []
+    path: list[int] = []
     while True:
         index = block.sole_user(view.value)
         if index is None or not isinstance(block.bindings[index], relax.VarBinding):
-            return best, passed
+            return best, best_path
         call, var = block.bindings[index].value, block.bindings[index].var
         name = op_name(call)
         dims: Dims | None = None
@@ -304,14 +303,14 @@ def followed(block: Block, view: HeadsTrace, sizes: Mapping[str, Any]) -> tuple[
         elif name == RESHAPE and shape_of(var) is not None:
             dims = regrouped(view.dims, shape_of(var) or [], sizes)
         if dims is None:
-            return best, passed
+            return best, best_path
         view = HeadsTrace.of(var, dims)
-        steps.append(index)
+        path.append(index)
         if view.innermost == innermost:
-            best, passed = view, list(steps)
+            best, best_path = view, list(path)
 
 
 def rounds(value: relax.Expr) -> bool:
-    """Return whether this is a cast from float32 to half precision."""
+    """Return whether a value is a cast from float32 to half precision."""
     is_cast = op_name(value) == CAST and str(value.args[0].ty.dtype) == "float32"
     return is_cast and str(value.attrs.dtype) in HALF_TYPES

@@ -1,4 +1,4 @@
-"""FormQuantizedMatmuls: products with weights in blocks become one op where the device has a kernel for it.
+"""FormQuantizedMatmuls: turn products with block-quantized weights into one op where the device has a kernel for it.
 
 Before::
 
@@ -9,21 +9,21 @@ After::
 
     y = R.hetero.block_matmul(x, packed, bias, columns=4096, block=32, expression="add(x0, x1)")
 
-(On a GPU, the scales are an operand of their own.) Rows that a ``take`` reads of weights become
-``R.hetero.block_rows`` of the same packed constant: a table of tokens that is the last product's weight, too, is one
-in memory.
+(On a GPU, the scales are a separate operand.) A ``take`` of rows of weights becomes ``R.hetero.block_rows`` of the same
+packed constant, so that token embeddings that are also the last product's weight are stored once.
 
-A product of each row by matrices that an index chooses, as those of a mixture of experts, becomes one op as well, where
-the device reads weights in panels::
+A product of each row by matrices that an index selects, as in a mixture of experts, becomes one op as well, where the
+device reads weights in panels::
 
     table = R.reshape(R.hetero.dequantize_blocks(data, depth=2048, format="q4_k"), (128, 768, 2048))
     y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0), axes=[0, 1, 3, 2]))    # x: (m, 1, 1, 2048)
 
-becomes ``R.hetero.block_matmul(x, packed, index, columns=768, experts=128, format="q4_k")``: no matrix is taken.
+becomes ``R.hetero.block_matmul(x, packed, index, columns=768, experts=128, format="q4_k")``, without a copy of a
+matrix.
 
-The constants are packed as the device's kernel reads them. Elementwise work of which each is the only user of the one
-before becomes part of the op. Where there is no kernel, or the weights are no constants or used by something else,
-what they mean is computed by plain ops: of constants at compile time, of parameters in every call.
+The constants are packed as the device's kernel reads them. Elementwise ops after the product, each the only user of the
+one before, become part of the op. Without a kernel, or with weights that are not constant or have other users, plain
+ops dequantize the weights: constants at compile time, parameters in every call.
 
 Assumes a placed module (RealizeVDevice). A second run changes nothing.
 """
@@ -44,7 +44,7 @@ from ...encoding.block_panels import BlockSource, Panels
 from ...encoding.block_weights import BlockLayout, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, block_matmul, block_rows, form_of
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
@@ -66,13 +66,13 @@ from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
 
-# Plain ops for weights in blocks, for devices without a kernel, and for weights that only a call knows.
+# Plain ops that dequantize weights, for devices without a kernel, and for weights that are not constant.
 
-_HALVES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+_FLOAT16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 
 
 def write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
-    """Bind a variable to the numbers of a call of dequantize_blocks."""
+    """Bind a variable to the result of a call to dequantize_blocks, computed by plain ops."""
     if not call.attrs.format:
         _write_integers(emitter, call, var)
         return
@@ -87,7 +87,7 @@ def write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
 
 @dataclass
 class _RelaxArrays:
-    """`encoding.block_formats.Arrays` of Relax ops: uint8, or float32 where numbers are made."""
+    """`encoding.block_formats.Arrays` of Relax ops, of uint8 or float32."""
 
     emitter: Emitter
     var: relax.Var
@@ -106,13 +106,11 @@ class _RelaxArrays:
         return tvm.ir.GenericConst(tvm.runtime.tensor(value), ty)
 
     def part(self, x: relax.Expr, begin: int, end: int) -> relax.Expr:
-        """See `Arrays`."""
         shape = shape_of(x) or []
         value = relax.op.strided_slice(x, [len(shape) - 1], [begin], [end])
         return self.emit(value, [*shape[:-1], end - begin])
 
     def reshape(self, x: relax.Expr, shape: Sequence[int]) -> relax.Expr:
-        """See `Arrays`."""
         old, new = shape_of(x) or [], list(shape)
         if -1 in new:
             # The first extent, which may be symbolic, stays.
@@ -120,14 +118,12 @@ class _RelaxArrays:
         return self.emit(relax.op.reshape(x, new), new, str(x.ty.dtype))
 
     def stack(self, parts: Sequence[relax.Expr], axis: int) -> relax.Expr:
-        """See `Arrays`."""
         shape = shape_of(parts[0]) or []
-        one = [*shape[:axis], 1, *shape[axis:]]
-        wide = [self.emit(relax.op.reshape(part, one), one) for part in parts]
-        return self.emit(relax.op.concat(wide, axis), [*shape[:axis], len(parts), *shape[axis:]])
+        expanded_shape = [*shape[:axis], 1, *shape[axis:]]
+        expanded = [self.emit(relax.op.reshape(part, expanded_shape), expanded_shape) for part in parts]
+        return self.emit(relax.op.concat(expanded, axis), [*shape[:axis], len(parts), *shape[axis:]])
 
     def bits(self, x: relax.Expr, first: int, count: int) -> relax.Expr:
-        """See `Arrays`."""
         shape = shape_of(x) or []
         if first:
             x = self.emit(relax.op.right_shift(x, self.number(first, "uint8")), shape)
@@ -136,32 +132,28 @@ class _RelaxArrays:
         return x
 
     def join(self, x: relax.Expr, above: relax.Expr, first: int) -> relax.Expr:
-        """See `Arrays`."""
         shape = shape_of(x) or []
-        moved = self.emit(relax.op.left_shift(above, self.number(first, "uint8")), shape)
-        return self.emit(relax.op.bitwise_or(x, moved), shape)
+        shifted = self.emit(relax.op.left_shift(above, self.number(first, "uint8")), shape)
+        return self.emit(relax.op.bitwise_or(x, shifted), shape)
 
     def flip(self, x: relax.Expr, bit: int) -> relax.Expr:
-        """See `Arrays`."""
         return self.emit(relax.op.bitwise_xor(x, self.number(1 << bit, "uint8")), shape_of(x) or [])
 
     def half(self, x: relax.Expr) -> relax.Expr:
-        """See `Arrays`."""
-        return self._of_pairs(x, _HALVES.astype(np.float32))
+        return self._look_up_pairs(x, _FLOAT16_VALUES.astype(np.float32))
 
     def bf16(self, x: relax.Expr) -> relax.Expr:
-        """See `Arrays`."""
-        return self._of_pairs(x, (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32))
+        return self._look_up_pairs(x, (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32))
 
-    def _of_pairs(self, x: relax.Expr, table: np.ndarray) -> relax.Expr:
-        """The number of each pair of bytes, looked up: no Relax op reads bytes as another type."""
+    def _look_up_pairs(self, x: relax.Expr, table: np.ndarray) -> relax.Expr:
+        """The number of each pair of bytes, from a table: Relax lacks an op that reinterprets bytes."""
         shape = shape_of(x) or []
         low, high = (
-            self.emit(relax.op.astype(self.part(x, at, at + 1), "int32"), [*shape[:-1], 1], "int32") for at in (0, 1)
+            self.emit(relax.op.astype(self.part(x, i, i + 1), "int32"), [*shape[:-1], 1], "int32") for i in (0, 1)
         )
-        moved = self.emit(relax.op.left_shift(high, self.number(8, "int32")), [*shape[:-1], 1], "int32")
-        both = self.emit(relax.op.bitwise_or(low, moved), [*shape[:-1], 1], "int32")
-        index = self.emit(relax.op.reshape(both, shape[:-1]), shape[:-1], "int32")
+        shifted = self.emit(relax.op.left_shift(high, self.number(8, "int32")), [*shape[:-1], 1], "int32")
+        pairs = self.emit(relax.op.bitwise_or(low, shifted), [*shape[:-1], 1], "int32")
+        index = self.emit(relax.op.reshape(pairs, shape[:-1]), shape[:-1], "int32")
         return self.emit(relax.op.take(self.array(table), index, axis=0), shape[:-1], "float32")
 
     def widened(self, x: relax.Expr, is_signed: bool) -> relax.Expr:
@@ -169,11 +161,11 @@ class _RelaxArrays:
         shape = shape_of(x) or []
         if not is_signed or str(x.ty.dtype) == "float32":
             return self.emit(relax.op.astype(x, "float32"), shape, "float32")
-        turned = self.emit(relax.op.astype(self.flip(x, 7), "float32"), shape, "float32")
-        return self.emit(relax.op.subtract(turned, self.number(128, "float32")), shape, "float32")
+        offset = self.emit(relax.op.astype(self.flip(x, 7), "float32"), shape, "float32")
+        return self.emit(relax.op.subtract(offset, self.number(128, "float32")), shape, "float32")
 
     def repeated(self, x: relax.Expr, count: int) -> relax.Expr:
-        """Each number of a row `count` times."""
+        """Repeat each number of a row `count` times."""
         rows, columns = shape_of(x) or []
         return self.emit(relax.op.repeat(x, count, 1), [rows, columns * count], "float32")
 
@@ -183,7 +175,7 @@ class _RelaxArrays:
 
 
 def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, depth: int, var: relax.Var) -> None:
-    """Rows of a file's bytes as numbers, by the operations of `parts_of_rows`."""
+    """Dequantize rows of a file's bytes, with the readers of `parts_of_rows`."""
     arrays, rows = _RelaxArrays(emitter, var), (shape_of(raw) or [])[0]
     parts = parts_of_rows(raw, form, depth, arrays, rows)
     if form.is_plain:
@@ -193,8 +185,8 @@ def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, dept
 
     def by_weight(inner: relax.Expr, outer: relax.Expr | None) -> relax.Expr:
         if outer is not None:
-            per_record = arrays.repeated(outer, form.span // form.block)
-            inner = arrays.times(arrays.widened(inner, is_signed=True), per_record)
+            per_block = arrays.repeated(outer, form.span // form.block)
+            inner = arrays.times(arrays.widened(inner, is_signed=True), per_block)
         return arrays.repeated(inner, form.block)
 
     fields = arrays.widened(parts.fields, is_signed=False)
@@ -211,23 +203,23 @@ def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, dept
 
 
 def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
-    """Weights, less their zero points, times their scales."""
+    """Dequantize integers: ``(weight - zero) * scale``."""
     arrays = _RelaxArrays(emitter, var)
     data, scales = call.args[0], call.args[1]
     rows, size = shape_of(data) or []
     depth, block, bits = int(call.attrs.depth), int(call.attrs.block), int(call.attrs.bits)
 
-    def first(value: relax.Expr, dtype: str) -> relax.Expr:
+    def without_padding(value: relax.Expr, dtype: str) -> relax.Expr:
         return arrays.emit(relax.op.strided_slice(value, [1], [0], [depth]), [rows, depth], dtype)
 
     def by_block(value: relax.Expr) -> relax.Expr:
-        return first(arrays.repeated(arrays.widened(value, is_signed=False), block), "float32")
+        return without_padding(arrays.repeated(arrays.widened(value, is_signed=False), block), "float32")
 
-    flat = data
+    quants = data
     if bits < 8:
-        fields = [arrays.bits(data, at, bits) for at in range(0, 8, bits)]
-        flat = arrays.reshape(arrays.stack(fields, 2), [rows, int(size) * (8 // bits)])
-    numbers = arrays.widened(first(flat, "uint8"), is_signed=False)
+        fields = [arrays.bits(data, bit, bits) for bit in range(0, 8, bits)]
+        quants = arrays.reshape(arrays.stack(fields, 2), [rows, int(size) * (8 // bits)])
+    numbers = arrays.widened(without_padding(quants, "uint8"), is_signed=False)
     points = by_block(call.args[2]) if len(call.args) > 2 else arrays.number(middle_of(bits), "float32")
     shifted = arrays.emit(relax.op.subtract(numbers, points), [rows, depth], "float32")
     value = relax.op.multiply(shifted, by_block(scales))
@@ -235,12 +227,12 @@ def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
 
 
 _MAX_OPS = 32
-"""Maximum number of ops that a product takes along."""
+"""Maximum number of elementwise ops that are fused into a product."""
 
 
 @dataclass
 class _Product:
-    """A product with weights in blocks, and the elementwise work behind it.
+    """A product with block-quantized weights, and the elementwise ops after it.
 
     Attributes
     ----------
@@ -248,17 +240,17 @@ class _Product:
     weight : relax.Call
         Call of dequantize_blocks.
     layout : BlockLayout
-        How the device's kernel reads the weight.
+        Layout in which the device's kernel reads the weight.
     inside : list of int
         Indices of the bindings before the last one.
     end : int
     expression : Expression
     operands : list of relax.Expr
-        ``x1``, ``x2``, ...
+        Operands ``x1``, ``x2``, ...
     experts : int
-        How many matrices the weight is; 0: one, for all rows.
+        Number of matrices of the weight; 0: one for all rows.
     index : relax.Expr or None
-        Numbers of the experts that each row is multiplied by.
+        Indices of the experts that each row is multiplied by.
     """
 
     lhs: relax.Expr
@@ -278,7 +270,7 @@ class _Product:
 
 
 def form_quantized_matmuls(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring; the very module where there is nothing to do."""
+    """See the module's docstring; it returns the same module if nothing changes."""
     packer = _Packer()
     return rewrite_blocks(mod, lambda block: _form(block, packer))
 
@@ -289,19 +281,18 @@ FormQuantizedMatmuls = declare_pass("FormQuantizedMatmuls", form_quantized_matmu
 def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
     if not any(op_name(binding.value) == DEQUANTIZE_BLOCKS for binding in block.bindings):
         return None
-    block = _with_rows_taken(block, packer)
+    block = _with_block_rows(block, packer)
     products: dict[int, _Product] = {}
-    taken: set[int] = set()
+    claimed: set[int] = set()
     for index in reversed(range(len(block.bindings))):
-        product = _product_at(block, index)
-        if product is not None and index not in taken:
-            _take_elementwise(block, product, taken, [other.lhs for other in products.values()])
+        product = _match_product(block, index)
+        if product is not None and index not in claimed:
+            _fuse_elementwise(block, product, claimed, [later.lhs for later in products.values()])
             products[product.end] = product
-            taken.update([*product.inside, product.end])
-    formed = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
-    kept = without_unused(formed or block.bindings, block, _is_weight)
+            claimed.update([*product.inside, product.end])
+    bindings = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
     emitter = Emitter(block.is_dataflow)
-    for binding in kept:
+    for binding in without_unused(bindings or block.bindings, block, _is_weight):
         if op_name(binding.value) == DEQUANTIZE_BLOCKS:
             write_plain(emitter, _with_definitions(block, binding.value), binding.var)
         else:
@@ -309,9 +300,9 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
     return emitter.bindings
 
 
-def _with_rows_taken(block: Block, packer: _Packer) -> Block:
-    """Takes of rows of weights are takes of what the weights are stored in."""
-    emitter, found = Emitter(block.is_dataflow), False
+def _with_block_rows(block: Block, packer: _Packer) -> Block:
+    """The block with each take of rows of weights replaced by a gather from the quantized weights."""
+    emitter, changed = Emitter(block.is_dataflow), False
     for binding in block.bindings:
         value = binding.value
         is_take = op_name(value) == "relax.take" and value.attrs.axis is not None and int(value.attrs.axis) == 0
@@ -319,17 +310,17 @@ def _with_rows_taken(block: Block, packer: _Packer) -> Block:
         if weight is None or op_name(weight) != DEQUANTIZE_BLOCKS or shape_of(value.args[1]) is None:
             emitter.bindings.append(binding)
             continue
-        found = True
+        changed = True
         _write_rows(emitter, _with_definitions(block, weight), binding, packer)
-    return Block(emitter.bindings, block.is_dataflow, block.used_later) if found else block
+    return Block(emitter.bindings, block.is_dataflow, block.used_later) if changed else block
 
 
 def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, packer: _Packer) -> None:
-    """The numbers of some rows, by the device's kernel or by plain ops on these rows' bytes."""
+    """Write a gather of rows, by the device's kernel or by plain ops on these rows' bytes."""
     var, index = binding.var, binding.value.args[1]
     target, depth = target_of(var.ty.vdevice), int(weight.attrs.depth)
-    layout, extents = answers_of(target).block_layout(target), shape_of(index) or []
-    is_known = all(is_tensor_constant(arg) for arg in weight.args)
+    layout, extents = resolver_or_default(target).block_layout(target), shape_of(index) or []
+    is_constant = all(is_tensor_constant(arg) for arg in weight.args)
     rows = prod(extents) if len(extents) != 1 else extents[0]
     flat = index
     if len(extents) != 1:
@@ -339,8 +330,8 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
     numbers = type(var)(f"{var.name}_rows", ty) if len(extents) != 1 else var
     if (
         isinstance(layout, Panels)
-        and BlockRowsProblem in answers_of(target).problems
-        and is_known
+        and BlockRowsProblem in resolver_or_default(target).problems
+        and is_constant
         and layout.fits(form_of(weight), depth)
     ):
         (packed,) = packer.pack(weight, layout, var.ty.vdevice)
@@ -348,14 +339,14 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
         call = block_rows(packed, flat, rows=count, depth=depth, format=form_of(weight).name)
         emitter.bind(numbers, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
     else:
-        taken = [_rows_of(emitter, arg, flat, rows, var) for arg in weight.args]
-        write_plain(emitter, relax.Call(weight.op, taken, weight.attrs, ret_ty=ty), numbers)
+        operands = [_take_rows(emitter, arg, flat, rows, var) for arg in weight.args]
+        write_plain(emitter, relax.Call(weight.op, operands, weight.attrs, ret_ty=ty), numbers)
     if numbers is not var:
         value = relax.op.reshape(numbers, shape_of(var))
         emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
 
 
-def _rows_of(emitter: Emitter, data: relax.Expr, index: relax.Expr, rows: Any, var: relax.Var) -> relax.Expr:
+def _take_rows(emitter: Emitter, data: relax.Expr, index: relax.Expr, rows: Any, var: relax.Var) -> relax.Expr:
     ty = tensor_type([rows, *(shape_of(data) or [])[1:]], str(data.ty.dtype), var.ty)
     return emitter.emit(relax.op.take(data, index, axis=0), ty, f"{var.name}_taken")
 
@@ -364,15 +355,15 @@ def _is_weight(value: relax.Expr) -> bool:
     return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST, RESHAPE, "relax.take")
 
 
-def _product_at(block: Block, index: int) -> _Product | None:
-    """The product of a binding, None where it is none with such weights, or the device has no kernel for it."""
+def _match_product(block: Block, index: int) -> _Product | None:
+    """The product of a binding; None without block-quantized weights, or without a kernel of the device for them."""
     binding = block.bindings[index]
     if op_name(binding.value) != "relax.matmul" or shape_of(binding.var) is None:
         return None
     lhs, rhs = binding.value.args
     if len(shape_of(rhs) or []) == 4:
-        return _product_of_experts(block, index)
-    if len(shape_of(rhs) or []) != 2:  # of several heads, as in attention
+        return _match_expert_product(block, index)
+    if len(shape_of(rhs) or []) != 2:  # a batched product
         return None
     weight = block.definition(rhs)
     order = [0, 1]
@@ -384,13 +375,13 @@ def _product_at(block: Block, index: int) -> _Product | None:
         weight = block.definition(weight.args[0])
     if op_name(weight) != DEQUANTIZE_BLOCKS or order != [1, 0] or len(shape_of(lhs) or []) < 2:
         return None
-    is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
+    is_constant = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
     dtypes = (str(lhs.ty.dtype), str(binding.var.ty.dtype))
     layout = _block_layout(binding.var)
-    if not is_known or "float64" in dtypes or layout is None or not _fits(layout, weight):
+    if not is_constant or "float64" in dtypes or layout is None or not _fits(layout, weight):
         return None
     if op_name(block.definition(lhs)) == CAST and str(block.definition(lhs).args[0].ty.dtype) in layout.lhs_types:
-        # Its numbers are the same as before the cast to a wider type.
+        # The cast to a wider type does not change the numbers.
         narrow = block.definition(lhs).args[0]
         lhs = narrow if dtypes[0] == "float32" else lhs
     weight = _with_definitions(block, weight)
@@ -402,35 +393,42 @@ def _product_at(block: Block, index: int) -> _Product | None:
 
 def _block_layout(result: relax.Var) -> BlockLayout | None:
     target = target_of(result.ty.vdevice)
-    return answers_of(target).block_layout(target)
+    return resolver_or_default(target).block_layout(target)
 
 
-def _product_of_experts(block: Block, index: int) -> _Product | None:
-    """A product of rows by matrices that are taken of a table of them; None for any other."""
+def _match_expert_product(block: Block, index: int) -> _Product | None:
+    """The product of a binding of rows by matrices that are taken from a table of experts; None for any other."""
     var, (lhs, rhs) = block.bindings[index].var, block.bindings[index].value.args
-    turned = block.definition(rhs)
-    if op_name(turned) != PERMUTE or list(permutation(turned)) != [0, 1, 3, 2]:
+    transposed = block.definition(rhs)
+    if op_name(transposed) != PERMUTE or list(permutation(transposed)) != [0, 1, 3, 2]:
         return None
-    taken = block.definition(turned.args[0])
-    if op_name(taken) != "relax.take" or taken.attrs.axis is None or int(taken.attrs.axis) != 0:
+    experts = block.definition(transposed.args[0])
+    if op_name(experts) != "relax.take" or experts.attrs.axis is None or int(experts.attrs.axis) != 0:
         return None
-    table, chosen = block.definition(taken.args[0]), taken.args[1]
+    table, index_expr = block.definition(experts.args[0]), experts.args[1]
     weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
     layout, sizes = _block_layout(var), shape_of(table) or []
     if op_name(weight) != DEQUANTIZE_BLOCKS or not isinstance(layout, Panels) or not _fits(layout, weight):
         return None
     if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth):
         return None
-    rows, of_index = shape_of(lhs) or [], shape_of(chosen) or []
-    if len(rows) != 4 or len(of_index) != 2 or not is_one(rows[2]) or not isinstance(of_index[1], tvm.tirx.IntImm):
+    lhs_shape, index_shape = shape_of(lhs) or [], shape_of(index_expr) or []
+    if (
+        len(lhs_shape) != 4
+        or len(index_shape) != 2
+        or not is_one(lhs_shape[2])
+        or not isinstance(index_shape[1], tvm.tirx.IntImm)
+    ):
         return None
-    fits = same_shape(rows[:1], of_index[:1]) and (is_one(rows[1]) or same_shape(rows[1:2], of_index[1:]))
-    is_known = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
-    is_float = str(lhs.ty.dtype) == str(var.ty.dtype) == "float32" and str(chosen.ty.dtype) in ("int32", "int64")
-    if not (fits and is_known and is_float):
+    fits = same_shape(lhs_shape[:1], index_shape[:1]) and (
+        is_one(lhs_shape[1]) or same_shape(lhs_shape[1:2], index_shape[1:])
+    )
+    is_constant = all(is_tensor_constant(block.definition(arg)) for arg in weight.args)
+    is_float = str(lhs.ty.dtype) == str(var.ty.dtype) == "float32" and str(index_expr.ty.dtype) in ("int32", "int64")
+    if not (fits and is_constant and is_float):
         return None
     weight, sums = _with_definitions(block, weight), Expression.operand(0)
-    return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=chosen)
+    return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
 
 
 def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
@@ -438,18 +436,18 @@ def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
 
 
 def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
-    """A call of dequantize_blocks that names constants in the place of variables that are bound to them."""
+    """A call to dequantize_blocks with constants instead of the variables that are bound to them."""
     return relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
 
 
-def _take_elementwise(block: Block, product: _Product, claimed: set[int], kept: list[relax.Expr]) -> None:
-    """Take along elementwise work, as long as each op is the only user of the one before.
+def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed: list[relax.Expr]) -> None:
+    """Fuse elementwise ops after a product, as long as each is the only user of the one before.
 
-    Values of `kept` stay: products behind this one read them, past a cast that is their user in the block.
+    Values of `needed` are not fused: later products read them directly, instead of the cast that is their user.
     """
     for _ in range(_MAX_OPS):
         last = block.bindings[product.end].var
-        index = None if any(last.same_as(value) for value in kept) else block.sole_user(last)
+        index = None if any(last.same_as(value) for value in needed) else block.sole_user(last)
         if (
             index is None
             or index in claimed
@@ -457,10 +455,10 @@ def _take_elementwise(block: Block, product: _Product, claimed: set[int], kept: 
         ):
             return
         binding = block.bindings[index]
-        found = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
-        if found is None or not same_shape(shape_of(binding.var) or [], shape_of(last) or []):
+        parsed = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
+        if parsed is None or not same_shape(shape_of(binding.var) or [], shape_of(last) or []):
             return
-        expression, tensors = found
+        expression, tensors = parsed
         operands = list(product.operands)
         terms = []
         for tensor in tensors:
@@ -469,21 +467,21 @@ def _take_elementwise(block: Block, product: _Product, claimed: set[int], kept: 
                 continue
             if not _is_readable(tensor, last):
                 return
-            known = next((i for i, other in enumerate(operands) if other.same_as(tensor)), len(operands))
-            operands[known:] = operands[known:] or [tensor]
-            terms.append(Expression.operand(1 + known))
+            operand = next((i for i, x in enumerate(operands) if x.same_as(tensor)), len(operands))
+            operands[operand:] = operands[operand:] or [tensor]
+            terms.append(Expression.operand(1 + operand))
         product.expression, product.operands = expression.substitute(terms), operands
         product.inside.append(product.end)
         product.end = index
 
 
 def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
-    """Return whether an operand has the result's shape, or one number for a column or for all."""
-    shape, whole = shape_of(tensor), shape_of(result) or []
+    """Return whether an operand has the result's shape, or is a row of columns or a scalar."""
+    shape, result_shape = shape_of(tensor), shape_of(result) or []
     if shape is None:
         return False
-    return same_shape(shape, whole) or (
-        all(map(is_one, shape[:-1])) and same_shape(broadcast(shape[-1:], whole[-1:]) or [], whole[-1:])
+    return same_shape(shape, result_shape) or (
+        all(map(is_one, shape[:-1])) and same_shape(broadcast(shape[-1:], result_shape[-1:]) or [], result_shape[-1:])
     )
 
 
@@ -493,11 +491,11 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         ty = tensor_type(shape_of(lhs) or [], "float32", lhs.ty)
         lhs = emitter.emit(relax.op.astype(lhs, "float32"), ty, f"{var.name}_lhs")
     operands = []
-    for number, operand in enumerate(product.operands, 1):
+    for index, operand in enumerate(product.operands, 1):
         shape = shape_of(operand) or []
         if len(shape) > 1 and not same_shape(shape, shape_of(var) or []):
             ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
-            operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{number}")
+            operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{index}")
         operands.append(operand)
     weights = packer.pack(product.weight, product.layout, var.ty.vdevice, product.experts)
     call = block_matmul(
@@ -519,7 +517,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
 
 
 class _Packer:
-    """The weights packed so far, of which there is one for each operands of dequantize_blocks and layout."""
+    """Cache of packed weights, by the operands of dequantize_blocks and the layout."""
 
     def __init__(self) -> None:
         self._packed: dict[tuple[Any, ...], list[tvm.runtime.Tensor]] = {}
@@ -527,9 +525,9 @@ class _Packer:
     def pack(
         self, weight: relax.Call, layout: BlockLayout, vdevice: relax.VDevice | None, experts: int = 0
     ) -> list[relax.Expr]:
-        """The operands of a call of dequantize_blocks as the kernel of a device reads them."""
+        """Pack the operands of a call to dequantize_blocks in the layout of the device's kernel."""
         form, depth = form_of(weight), int(weight.attrs.depth)
-        # The module keeps the constants alive, so their identities will do.
+        # The module keeps the constants alive, so their identities are valid keys.
         key = (*(hash(arg.value) for arg in weight.args), form, depth, layout, experts)
         if key not in self._packed:
             source = BlockSource(tuple(arg.value.numpy() for arg in weight.args), form, depth)

@@ -1,4 +1,4 @@
-"""Products of one tensor that only an attention reads become one product, of which it reads slices.
+"""Merging of products of one tensor that only an attention reads: it reads slices of one product instead.
 
 Before::
 
@@ -12,7 +12,7 @@ After::
     qkv = R.add(R.matmul(x, concatenated weights), concatenated biases)
     y = R.hetero.attention(qkv, qkv, qkv, heads="(b, m, h*d) * (b, n, g*d+768) * (b, n, g*e+1536) -> ...")
 
-One wide product has fewer ends of panels and one hand-over to the other cores, and the left operand is read once.
+One wide product has fewer partial panels and one dispatch to the other cores, and reads the left operand once.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class _Product:
     ----------
     var : relax.Var
     x : relax.Expr
-        The left operand.
+        Left operand.
     weight : GenericConst
-        (k, n)
+        Weight of shape (k, n).
     bias : GenericConst or None
-        (n,)
+        Bias of shape (n,).
     types : tuple of str
         Types of the product, and of the cast at its end.
     inside : list of int
-        Its bindings.
+        Indices of its bindings.
     """
 
     var: relax.Var
@@ -61,7 +61,7 @@ class _Product:
 
 
 def merge_products(block: Block) -> list[relax.Binding] | None:
-    """The block's bindings with products merged; None where there are none to merge."""
+    """The block's bindings with products merged; None if there are none to merge."""
     merged: dict[int, list[_Product]] = {}
     for index, binding in enumerate(block.bindings):
         if op_name(binding.value) == ATTENTION:
@@ -70,18 +70,18 @@ def merge_products(block: Block) -> list[relax.Binding] | None:
                 merged[index] = products
     if not merged:
         return None
-    gone = {index for products in merged.values() for product in products for index in product.inside}
+    removed = {index for products in merged.values() for product in products for index in product.inside}
     emitter = Emitter(block.is_dataflow)
     for index, binding in enumerate(block.bindings):
         if index in merged:
             _write(emitter, binding, merged[index])
-        elif index not in gone:
+        elif index not in removed:
             emitter.bindings.append(binding)
     return emitter.bindings
 
 
 def _mergeable(block: Block, index: int, call: relax.Call) -> list[_Product]:
-    """Products among query, key and value that share the left operand of the value's, all with a bias or none."""
+    """Products among query, key and value with one left operand, all with a bias or all without."""
     products: list[_Product] = []
     for var in dict.fromkeys(call.args[:3]):
         product = _product(block, index, var) if isinstance(var, relax.Var) else None
@@ -112,13 +112,17 @@ def _product(block: Block, index: int, var: relax.Var) -> _Product | None:
         inside.insert(0, block.positions[call.args[0]])
         call = block.definitions[call.args[0]]
     if op_name(call) == "relax.add":
-        left, bias = call.args if isinstance(call.args[1], tvm.ir.GenericConst) else reversed(call.args)
+        product, bias = call.args if isinstance(call.args[1], tvm.ir.GenericConst) else reversed(call.args)
         if not isinstance(bias, tvm.ir.GenericConst) or len(shape_of(bias) or []) != 1:
             return None
-        if not isinstance(left, relax.Var) or block.sole_user(left) != inside[0] or left not in block.definitions:
+        if (
+            not isinstance(product, relax.Var)
+            or block.sole_user(product) != inside[0]
+            or product not in block.definitions
+        ):
             return None
-        call = block.definitions[left]
-        inside.insert(0, block.positions[left])
+        call = block.definitions[product]
+        inside.insert(0, block.positions[product])
     if op_name(call) != "relax.matmul" or not isinstance(call.args[1], tvm.ir.GenericConst):
         return None
     weight = call.args[1]
@@ -141,7 +145,7 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
     shape = [*(shape_of(first.x) or [])[:-1], width]
     wide, narrow = (tensor_type(shape, dtype, first.var.ty) for dtype in first.types)
     is_cast = first.types[0] != first.types[1]
-    # A product says its type where that is not the type of its operands.
+    # out_dtype is given only where it differs from the operands' type.
     out_dtype = None if str(first.x.ty.dtype) == first.types[0] else first.types[0]
     matmul = relax.op.matmul(first.x, weight, out_dtype=out_dtype)
     result = emitter.emit(matmul, wide, f"{name}_product" if first.bias is not None or is_cast else name)
@@ -152,8 +156,8 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
         result = emitter.emit(relax.op.astype(result, first.types[1]), narrow, name)
     heads = Heads.parse(call.attrs.heads)
     maps = [
-        found.permuted(starts[arg]) if arg in starts else found
-        for arg, found in zip(call.args[:3], heads.operands, strict=True)
+        heads_map.shifted(starts[arg]) if arg in starts else heads_map
+        for arg, heads_map in zip(call.args[:3], heads.operands, strict=True)
     ]
     args = [result if arg in starts else arg for arg in call.args]
     heads = replace(heads, query=maps[0], key=maps[1], value=maps[2])
@@ -163,6 +167,6 @@ def _write(emitter: Emitter, binding: relax.Binding, products: Sequence[_Product
 
 def _concatenated(constants: Sequence[Any], axis: int) -> tvm.ir.GenericConst:
     array = np.concatenate([constant.value.numpy() for constant in constants], axis)
-    like = constants[0].ty
-    ty = relax.TensorType(list(array.shape), like.dtype, like.vdevice)
+    first_ty = constants[0].ty
+    ty = relax.TensorType(list(array.shape), first_ty.dtype, first_ty.vdevice)
     return tvm.ir.GenericConst(tvm.runtime.tensor(np.ascontiguousarray(array)), ty)

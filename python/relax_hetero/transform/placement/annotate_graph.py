@@ -1,4 +1,4 @@
-"""AnnotateGraph: the graph of the placed model stays with the module, as data, for reports.
+"""AnnotateGraph: store the graph of the placed model as data in the module, for reports.
 
 Before::
 
@@ -8,12 +8,12 @@ After, the same with::
 
     I.module_attrs({"relax_hetero.graph": '{"texts": ["", "y", "relax.exp", ...], ...}'})
 
-The passes that follow fuse, encode and lower the ops, and what remains are kernels. The record says which op reads what
-which other op makes, with shapes, devices and the names that the model's file has. Variables keep their names, by which
-FormDispatches notes the ops that each kernel computes (`transform.ir.kernel_nodes`).
+Later passes fuse, encode and lower the ops to kernels. The graph has the ops and the values between them, with shapes,
+devices and the names of the model's file. Variables keep their names, by which FormDispatches records the ops that each
+kernel computes (`transform.ir.kernel_nodes`).
 
-Assumes a placed module in A-normal form that keeps findings (`RecordRemarks`). A second run changes nothing; a
-lowered module stays as it is.
+Assumes a placed module in A-normal form that records remarks (`RecordRemarks`). A second run changes nothing; a
+lowered module is not changed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from ..ir.extents import NoTextError, dim_text
 from ..ir.kernels import tensor_bytes
 from ..ir.module_attrs import is_lowered
 from ..ir.remarks import Aliases, records_remarks, remarks_of, with_remarks
-from ..ir.rewriting import relax_functions, walk_bindings
+from ..ir.rewriting import handle, relax_functions, walk_bindings
 
-# A node of the function, and a position in what it makes; -1 for all of it.
+# A node of the function, and an index among its values; -1 for all of them.
 _Read = tuple[int, int]
 
 _TRANSFERS = ("relax.to_vdevice", "relax.hint_on_device", "relax_hetero.to_device")
@@ -58,52 +58,53 @@ def annotate_graph(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def graph_of(mod: tvm.IRModule) -> ModelGraph:
-    """The graph of a module in A-normal form; devices are those that its types name."""
+    """The graph of a module in A-normal form, with the devices of its types."""
     tables = _Tables(mod)
     functions = tuple(_Function(tables, func).graph(str(gv.name_hint)) for gv, func in relax_functions(mod))
     return ModelGraph(tuple(tables.texts), tuple(tables.values), functions)
 
 
 def _aliases(mod: tvm.IRModule) -> Aliases:
-    """The variables that are bound to others: later passes keep one of the names."""
-    found: Aliases = {}
+    """Variables that are bound to other variables: later passes keep only one of the names."""
+    aliases: Aliases = {}
     for gv, func in relax_functions(mod):
-        of: dict[relax.Var, relax.Var] = {}
+        originals: dict[relax.Var, relax.Var] = {}
         for binding in walk_bindings(func):
             if isinstance(binding.value, relax.Var):
-                of[binding.var] = of.get(binding.value, binding.value)
-        if of:
-            found[str(gv.name_hint)] = {var.name: [value.name] for var, value in of.items()}
-    return found
+                originals[binding.var] = originals.get(binding.value, binding.value)
+        if originals:
+            aliases[str(gv.name_hint)] = {var.name: [value.name] for var, value in originals.items()}
+    return aliases
 
 
 AnnotateGraph = declare_pass("AnnotateGraph", annotate_graph)
 
 
 class _Tables:
-    """Texts and values, each once."""
+    """Tables of the graph's texts and values, without duplicates."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self.texts: dict[str, int] = {"": 0}
         self.values: dict[GraphValue, int] = {}
         self.origins = remarks_of(mod).origins or {}
         self._vdevices = vdevices_of(mod)
-        self._devices: dict[Any, int] = {}
+        self._devices: dict[int, int] = {}
 
     def text(self, text: str) -> int:
         return self.texts.setdefault(text, len(self.texts))
 
     def device(self, ty: tvm.ir.Type) -> int:
-        """The name of the device of the first tensor of a type."""
+        """Index of the name of the device of the first tensor in a type."""
         vdevice = next((t.vdevice for t in _tensors(ty) if t.vdevice is not None), None)
         if vdevice is None:
             return 0
-        if vdevice not in self._devices:
-            self._devices[vdevice] = self.text(device_name(vdevice, self._vdevices))
-        return self._devices[vdevice]
+        key = handle(vdevice)
+        if key not in self._devices:
+            self._devices[key] = self.text(device_name(vdevice, self._vdevices))
+        return self._devices[key]
 
     def values_of(self, ty: tvm.ir.Type) -> tuple[int, ...]:
-        """The values of a type: of each field, where it is a tuple of tensors."""
+        """Indices of the values of a type: one for each tensor in it."""
         return tuple(self._value(tensor) for tensor in _tensors(ty))
 
     def _value(self, ty: relax.TensorType) -> int:
@@ -111,9 +112,9 @@ class _Tables:
         shape: tuple[int | str, ...] | None = None
         if isinstance(ty.shape, relax.ShapeExpr):
             shape = tuple(_extent(extent) for extent in ty.shape.values)
-        numbers = [extent for extent in shape or () if isinstance(extent, int)]
-        is_known = shape is not None and dtype != "" and len(numbers) == len(shape)
-        value = GraphValue(shape, self.text(dtype), int(tensor_bytes(numbers, tvm.DataType(dtype))) if is_known else -1)
+        sizes = [extent for extent in shape or () if isinstance(extent, int)]
+        is_static = shape is not None and dtype != "" and len(sizes) == len(shape)
+        value = GraphValue(shape, self.text(dtype), int(tensor_bytes(sizes, tvm.DataType(dtype))) if is_static else -1)
         return self.values.setdefault(value, len(self.values))
 
 
@@ -133,12 +134,12 @@ def _extent(extent: Any) -> int | str:
 
 
 class _Function:
-    """Collects the nodes of one function."""
+    """Builder of the graph of one function."""
 
     def __init__(self, tables: _Tables, func: relax.Function) -> None:
         self._tables, self._func = tables, func
         self._nodes: list[GraphNode] = []
-        # What a variable stands for: one read for each field of a tuple that is written out.
+        # Reads of each variable; a tuple that is written out has one read for each field.
         self._reads: dict[relax.Var, list[_Read]] = {}
         self._constants: dict[tvm.ir.Constant, int] = {}
 
@@ -171,29 +172,33 @@ class _Function:
 
     def _sequence(self, body: relax.Expr) -> list[_Read]:
         if not isinstance(body, relax.SeqExpr):
-            return self._of(body)
+            return self._reads_of(body)
         for block in body.blocks:
             for binding in block.bindings:
                 self._bind(binding)
-        return self._of(body.body)
+        return self._reads_of(body.body)
 
     def _bind(self, binding: relax.Binding) -> None:
         var, value = binding.var, binding.value
         if isinstance(value, relax.Function):
-            return  # a local function; its calls read what they are given
+            return  # a local function; its calls read their arguments
         if isinstance(value, relax.If):
-            reads = [*self._of(value.cond), *self._sequence(value.true_branch), *self._sequence(value.false_branch)]
+            reads = [
+                *self._reads_of(value.cond),
+                *self._sequence(value.true_branch),
+                *self._sequence(value.false_branch),
+            ]
             self._reads[var] = [(self._add(OP, var.name, "if", var.ty, reads), -1)]
         elif isinstance(value, relax.Call) and not tvm.ir.is_prim_expr(value):
-            reads = [read for arg in value.args for read in self._of(arg)]
+            reads = [read for arg in value.args for read in self._reads_of(arg)]
             op = _op_text(value)
             kind = TRANSFER if op in _TRANSFERS else OP
             self._reads[var] = [(self._add(kind, var.name, op, var.ty, reads), -1)]
         else:
-            self._reads[var] = self._of(value)
+            self._reads[var] = self._reads_of(value)
 
-    def _of(self, expr: Any) -> list[_Read]:
-        """Reads of an expression; shapes and attributes read nothing."""
+    def _reads_of(self, expr: Any) -> list[_Read]:
+        """Reads of an expression; none for shapes and attributes."""
         if isinstance(expr, relax.Var):
             return self._reads.get(expr, [])
         if isinstance(expr, tvm.ir.Constant):
@@ -201,13 +206,13 @@ class _Function:
                 self._constants[expr] = self._add(CONSTANT, f"constant {len(self._constants)}", "", expr.ty, [])
             return [(self._constants[expr], -1)]
         if isinstance(expr, relax.Tuple):
-            return [read for field in expr.fields for read in self._of(field)]
+            return [read for field in expr.fields for read in self._reads_of(field)]
         if isinstance(expr, relax.TupleGetItem):
             return self._field(expr)
         return []
 
     def _field(self, expr: relax.TupleGetItem) -> list[_Read]:
-        reads, index = self._of(expr.tuple_value), int(expr.index)
+        reads, index = self._reads_of(expr.tuple_value), int(expr.index)
         if len(reads) == 1 and reads[0][1] < 0 and index < len(self._nodes[reads[0][0]].values):
             return [(reads[0][0], index)]
         return [reads[index]] if 1 < len(reads) > index else reads

@@ -1,4 +1,4 @@
-"""Decide, callers first, on which devices each function is needed: one clone per distinct answer."""
+"""Clones of functions, determined callers first: one for each distinct assignment of devices that callers need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...target.vdevice import device_identifier
 from ..ir.rewriting import fresh_name
 from .graph import FuncTree, Graph, Location, Origin, Tree
 from .program import CallRef, Program, Unit
-from .solve import Solution, check_rigid, is_mixed, nearest_origin, place_part
+from .solve import Solution, check_rigid, is_mixed, nearest_origin, place_component
 
 
 @dataclass(slots=True, eq=False)
@@ -22,13 +22,13 @@ class Clone:
     devices : list of int
         Devices of every node of the group's graph.
     names : dict
-        Names of its functions: name in the source module -> name in the result.
+        Names of its functions in the result, by name in the source module.
     first : bool
-        Whether it keeps the names; others are private clones.
+        Whether it keeps the names; the other clones are private.
     caller : str
-        The function and variable whose call placed it, for reports; empty where nobody calls it.
+        Function whose call placed it, for reports; empty without a caller.
     mixed : bool
-        Whether values are used on other devices than their own.
+        Whether values are used on devices other than their own.
     """
 
     group: RecursionGroup
@@ -42,8 +42,8 @@ class Clone:
 def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copies: bool) -> list[list[Clone]]:
     """The clones of every group.
 
-    A group that nobody outside calls gets one clone, its open classes placed by hints (round two) or by default.
-    The others get one per distinct set of devices that their callers ask for; the first call in module order keeps
+    A group without callers outside gets one clone, whose open classes are placed by hints (round two) or by default.
+    Other groups get one for each distinct set of devices that their callers need; the first call in module order keeps
     the names.
 
     Returns
@@ -54,20 +54,20 @@ def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copie
     Raises
     ------
     PlacementError
-        If two hints meet in a part of a function that nothing else places.
+        If two hints meet in a component of a function without fixed devices.
     """
-    made: list[list[Clone]] = [[] for _ in groups]
-    taken = {str(gvar.name_hint) for gvar in program.mod.functions.keys()}
+    clones: list[list[Clone]] = [[] for _ in groups]
+    used_names = {str(gvar.name_hint) for gvar in program.mod.functions.keys()}
     callers = _callers(groups)
     for group in reversed(groups):
         requests: dict[tuple[int, ...], str] = {}
         for unit, refs in callers[group.index]:
-            for caller in made[unit.group]:
+            for caller in clones[unit.group]:
                 for ref in refs:
-                    asked = [-1] * len(group.solution.classes)
+                    class_devices = [-1] * len(group.solution.classes)
                     for class_index, site in ref.classes.items():
-                        asked[class_index] = caller.devices[site]
-                    requests.setdefault(tuple(asked), caller.names[unit.name])
+                        class_devices[class_index] = caller.devices[site]
+                    requests.setdefault(tuple(class_devices), caller.names[unit.name])
         if not requests:
             requests[tuple([-1] * len(group.solution.classes))] = ""
         by_devices: dict[tuple[int, ...], Clone] = {}
@@ -78,64 +78,64 @@ def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copie
             names = {unit.name: unit.name for unit in group.units}
             if by_devices:
                 suffix = _suffix(program, group, devices)
-                names = {name: fresh_name(f"{name}_{suffix}", taken) for name in names}
+                names = {name: fresh_name(f"{name}_{suffix}", used_names) for name in names}
             mixed = insert_copies and is_mixed(group.graph, devices)
             by_devices[tuple(devices)] = Clone(group, devices, names, not by_devices, caller_name, mixed)
-        made[group.index] = list(by_devices.values())
-    return made
+        clones[group.index] = list(by_devices.values())
+    return clones
 
 
 def clone_for(clones: Sequence[Clone], caller: Clone, classes: dict[int, int]) -> Clone:
-    """The clone that a call of `caller` needs."""
+    """The clone that a call in `caller` needs."""
     for clone in clones:
         class_of = clone.group.solution.classes
         if all(clone.devices[class_of[index][0]] == caller.devices[site] for index, site in classes.items()):
             return clone
-    raise AssertionError("every call was asked for when clones were made")
+    raise AssertionError("make_clones makes a clone for every call")
 
 
 def _callers(groups: Sequence[RecursionGroup]) -> list[list[tuple[Unit, list[CallRef]]]]:
-    """Units of other groups that mention each group, in module order, with their mentions in program order."""
-    found: list[dict[int, tuple[Unit, list[CallRef]]]] = [{} for _ in groups]
+    """Units of other groups that refer to each group, in module order, with their references in program order."""
+    callers: list[dict[int, tuple[Unit, list[CallRef]]]] = [{} for _ in groups]
     for group in groups:
         for unit in group.units:
             for ref in unit.calls:
-                found[ref.callee.group].setdefault(unit.index, (unit, []))[1].append(ref)
-    return [[by_unit[index] for index in sorted(by_unit)] for by_unit in found]
+                callers[ref.callee.group].setdefault(unit.index, (unit, []))[1].append(ref)
+    return [[by_unit[index] for index in sorted(by_unit)] for by_unit in callers]
 
 
-def _devices(program: Program, group: RecursionGroup, asked: tuple[int, ...], insert_copies: bool) -> list[int]:
-    """All nodes' devices where the callers ask for these devices of the open classes (-1: none asked)."""
+def _devices(program: Program, group: RecursionGroup, class_devices: tuple[int, ...], insert_copies: bool) -> list[int]:
+    """Devices of all nodes, given the devices that callers need for the open classes (-1: any)."""
     solution: Solution = group.solution
     devices = list(solution.devices)
-    for part, device in zip(solution.classes, asked, strict=True):
+    for component, device in zip(solution.classes, class_devices, strict=True):
         if device >= 0:
-            for node in part:
+            for node in component:
                 devices[node] = device
         else:
-            placed = place_part(group.graph, part, {}, program.names, program.host, insert_copies)
-            for node, own in placed.items():
-                devices[node] = own
+            placed = place_component(group.graph, component, {}, program.names, program.host, insert_copies)
+            for node, node_device in placed.items():
+                devices[node] = node_device
     check_rigid(group.graph, devices, program.names)
     return devices
 
 
 def _suffix(program: Program, group: RecursionGroup, devices: list[int]) -> str:
-    """The devices of a clone's interface, as part of a name."""
-    used = dict.fromkeys(devices[part[0]] for part in group.solution.classes)
+    """The devices of a clone's interface, as the suffix of a name."""
+    used = dict.fromkeys(devices[component[0]] for component in group.solution.classes)
     return "_".join(device_identifier(program.vdevices[device], program.vdevices) for device in used)
 
 
 @dataclass(slots=True, eq=False)
 class RecursionGroup:
-    """Functions that call each other, or one function alone.
+    """Functions that call each other, or a single function.
 
     Attributes
     ----------
     index : int
-        Callees come before their callers.
+        Index of the group; callees come before their callers.
     units : list of Unit
-        In module order.
+        Functions in module order.
     """
 
     index: int
@@ -144,28 +144,28 @@ class RecursionGroup:
     solution: Solution
 
 
-def mention(graph: Graph, callee: Unit, group: RecursionGroup, location: Location) -> tuple[Tree, CallRef]:
-    """Nodes in the caller's graph for one call (or other mention) of a function.
+def add_reference(graph: Graph, callee: Unit, group: RecursionGroup, location: Location) -> tuple[Tree, CallRef]:
+    """Nodes in the caller's graph for one reference (usually a call) to a function.
 
-    Every mention gets its own, so that a function may be called on several devices. A parameter or result that the
-    callee places is a site fixed to that device; those that must share a device which is open share a site.
+    Every reference gets its own nodes, so that a function may be called on several devices. A parameter or result that
+    the callee places is a site fixed to that device; parameters and results of one open class share a site.
 
     Parameters
     ----------
     graph : Graph
-        Graph of the caller; sites are added.
+        Graph of the caller, which gets the sites.
     callee : Unit
     group : RecursionGroup
-        The group of the callee.
+        Group of the callee.
     location : Location
-        The call.
+        Location of the call.
 
     Returns
     -------
     tree : FuncTree
-        Its nodes are sites.
+        Tree whose nodes are sites.
     ref : CallRef
-        Which site decides which class.
+        Site that determines each open class.
     """
     sites: dict[int, int] = {}
 
@@ -180,16 +180,15 @@ def mention(graph: Graph, callee: Unit, group: RecursionGroup, location: Locatio
         device = group.solution.devices[node]
         if device >= 0:
             site = graph.add(location)
-            graph.fixed[site] = (device, Origin("callee", callee.name, location.function, _because(group, node)))
+            graph.fixed[site] = (device, Origin("callee", callee.name, location.function, _lazy_origin(group, node)))
             if node in group.graph.inferred:
                 graph.inferred[site] = group.graph.inferred[node]
         else:
             class_index = group.solution.class_of[node]
-            known = sites.get(class_index)
-            if known is None:
-                known = sites[class_index] = graph.add(location)
-                _pass_hints(graph, known, group, class_index)
-            site = known
+            if class_index not in sites:
+                sites[class_index] = graph.add(location)
+                _pass_hints(graph, sites[class_index], group, class_index)
+            site = sites[class_index]
         if node in group.graph.opaque:
             graph.opaque.add(site)
         return site
@@ -197,15 +196,15 @@ def mention(graph: Graph, callee: Unit, group: RecursionGroup, location: Locatio
     return visit(callee.tree), CallRef(callee, sites)
 
 
-def _because(group: RecursionGroup, node: int) -> Callable[[], str]:
+def _lazy_origin(group: RecursionGroup, node: int) -> Callable[[], str]:
     return lambda: str(nearest_origin(group.graph, node))
 
 
 def _pass_hints(graph: Graph, site: int, group: RecursionGroup, class_index: int) -> None:
-    """Hints inside the callee count in round two of the caller: the first of each device."""
-    found: dict[int, Origin] = {}
+    """Pass hints inside the callee to round two of the caller, the first of each device."""
+    hints: dict[int, Origin] = {}
     for node in group.solution.classes[class_index]:
         for device, origin in group.graph.hints.get(node, ()):
-            found.setdefault(device, origin)
-    if found:
-        graph.hints[site] = list(found.items())
+            hints.setdefault(device, origin)
+    if hints:
+        graph.hints[site] = list(hints.items())

@@ -1,7 +1,4 @@
-"""Read the functions of one recursion group into a graph.
-
-`_Collector` reads their bindings and scopes, `CallReader` what calls add.
-"""
+"""Construction of the graph of one recursion group: `_Collector` reads bindings and scopes, `CallReader` calls."""
 
 from __future__ import annotations
 
@@ -16,29 +13,29 @@ from ...op.placement import hinted_vdevice
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.rewriting import global_vars_in, handle
 from . import ops
-from .clones import RecursionGroup, mention
+from .clones import RecursionGroup, add_reference
 from .graph import ANY, HOST, ConstLeaf, FuncTree, Graph, Location, Origin, Tree, location_text, nodes_of, tensors_of
 from .program import CallRef, Program, Record, Scope, Unit
 from .trees import Trees, fits, names_device, run
 
-PLAIN = (relax.Var, relax.DataflowVar)
+VARIABLE_TYPES = (relax.Var, relax.DataflowVar)
 
 
 class CallReader:
-    """State of a recursion group while its functions are read, and the sites that calls add to it.
+    """State of the construction for a recursion group, and the sites that calls add to its graph.
 
     Attributes
     ----------
     unit, name
-        The function of the module that is being read.
+        Function of the module that is read at present.
     callees : list of CallRef
-        Callees of the binding that is being read.
+        Callees of the present binding.
     location : Location
-        Place of that binding.
-    makers : dict
-        Values of unknown kind -> the site that makes them: a match_cast to a tensor ties them.
+        Location of the present binding.
+    producers : dict
+        Site that produces each ``R.Object``: a match_cast to a tensor connects them.
     callbacks : set
-        Function arguments whose types name no device: they take tensors on any device.
+        Function arguments whose types do not name devices: they take tensors on any device.
     """
 
     def __init__(self, program: Program, units: dict[str, Unit], groups: Sequence[RecursionGroup]) -> None:
@@ -52,16 +49,16 @@ class CallReader:
         self.name = ""
         self.callees: list[CallRef] = []
         self.location = Location("", None)
-        self.makers: dict[int, int] = {}
+        self.producers: dict[int, int] = {}
         self.callbacks: set[int] = set()
 
     def _of(self, expr: relax.Expr) -> Tree:
-        if type(expr) in PLAIN:
+        if type(expr) in VARIABLE_TYPES:
             return self.trees.variable(expr)
-        return self.trees.of(expr, self._mention)
+        return self.trees.of(expr, self._reference)
 
-    def _mention(self, gvar: tvm.ir.GlobalVar) -> Tree:
-        """The tree of a Relax function, None for a PrimFunc; notes which clone of it this place needs."""
+    def _reference(self, gvar: tvm.ir.GlobalVar) -> Tree:
+        """The tree of a Relax function (None for a PrimFunc); the reference determines a clone."""
         name = str(gvar.name_hint)
         unit = self.units.get(name)
         if unit is not None:
@@ -70,8 +67,8 @@ class CallReader:
         callee = self.program.units.get(name)
         if callee is None:
             return None
-        spot = Location(self.name, self.location.var, f"call of '{name}'")
-        tree, ref = mention(self.graph, callee, self.groups[callee.group], spot)
+        location = Location(self.name, self.location.var, f"call of '{name}'")
+        tree, ref = add_reference(self.graph, callee, self.groups[callee.group], location)
         self.callees.append(ref)
         self.unit.calls.append(ref)
         return tree
@@ -113,14 +110,14 @@ class CallReader:
             self._op(record, call, args, record.op)
         elif isinstance(op, tvm.ir.GlobalVar):
             name = str(op.name_hint)
-            tree = self._mention(op)
+            tree = self._reference(op)
             record.op = f"call of '{name}'"
             if tree is None:
                 record.op = name
                 self._op(record, call, args, name)
             else:
                 self._invoke(record, call, tree, args)
-        elif type(op) in PLAIN and not isinstance(op.ty, relax.PackedFuncType):
+        elif type(op) in VARIABLE_TYPES and not isinstance(op.ty, relax.PackedFuncType):
             record.op = f"call of '{op.name}'"
             func = self._of(op)
             if func is None and handle(op) in self.callbacks:
@@ -131,7 +128,7 @@ class CallReader:
             self._op(record, call, args, "")
 
     def _callback(self, record: Record, ty: relax.FuncType) -> Tree:
-        """The tree of a callback for one call; the result is on the first tensor's device unless its type names one."""
+        """The tree of a callback for one call; its result is on the first tensor's device by default."""
         func = self.trees.make(ty, None, self.name)
         if isinstance(func, FuncTree) and not names_device(record.var.ty):
             for first in list(nodes_of(func.params))[:1]:
@@ -140,7 +137,7 @@ class CallReader:
         return func
 
     def _op(self, record: Record, call: relax.Call, args: list[relax.Expr], name: str) -> None:
-        """An op whose tensors share a device, or that the host reads, makes, or copies."""
+        """Add an op whose tensors share a device, or that the host reads, produces or copies."""
         record.kind = "op"
         graph, var = self.graph, record.var
         if name in ops.HOST_READS:
@@ -159,9 +156,9 @@ class CallReader:
                         constants.append(leaf)
                     else:
                         operands.append(leaf)
-        ties = not (record.host_read or name in ops.CROSSING)
+        shares_device = not (record.host_read or name in ops.CROSSING)
         site = ANY
-        if ties and (operands or constants or names_tensor(var.ty)):
+        if shares_device and (operands or constants or names_tensor(var.ty)):
             site = graph.add(self._location(record))
             opaque = graph.opaque
             for node in operands:
@@ -172,25 +169,25 @@ class CallReader:
             record.operand_devices = site
         record.site = site
         record.written = () if record.host_read else ops.written_operands(call, len(args))
-        home = record.result_device = self.trees.make(var.ty, var, self.name)
-        record.produced = home
-        self.trees.declare(var.ty, home, Origin("variable", var.name, self.name), operands)
+        result = record.result_device = self.trees.make(var.ty, var, self.name)
+        record.produced = result
+        self.trees.declare(var.ty, result, Origin("variable", var.name, self.name), operands)
         if len(call.ty_args) and names_device_in(call.ty_args):
             self._declare_ty_args(record, call)
         made_on_host = name in ops.MADE_ON_HOST and self.program.host >= 0
-        for node in nodes_of(home):
+        for node in nodes_of(result):
             if made_on_host:
                 graph.made_on_host.add(node)
             elif site != ANY:
                 if node in graph.opaque:
-                    self.makers[node] = site
+                    self.producers[node] = site
                 else:
                     graph.connect(site, node)
         if made_on_host:
             record.produced = HOST
 
     def _declare_ty_args(self, record: Record, call: relax.Call) -> None:
-        """``out_ty`` fixes results as an annotation does; where both differ, it fixes the op and they the results."""
+        """Fix results to ``out_ty`` as to an annotation; if both differ, ``out_ty`` fixes the op instead."""
         types = list(call.ty_args)
         ty = types[0] if len(types) == 1 else tvm.ir.TupleType(types)
         origin = Origin("out_ty", record.var.name, self.name)
@@ -199,45 +196,45 @@ class CallReader:
     def _declare_out(self, ty: tvm.ir.Type, tree: Tree, site: int, origin: Origin) -> None:
         if isinstance(ty, relax.TensorType) and ty.vdevice is not None and isinstance(tree, int):
             device = self.program.index_of(ty.vdevice, f"'{origin.name}' in function '{origin.function}'")
-            known = self.graph.fixed.get(tree)
-            if known is None:
+            annotated = self.graph.fixed.get(tree)
+            if annotated is None:
                 self.graph.fixed[tree] = (device, origin)
-            elif known[0] != device and site != ANY:
+            elif annotated[0] != device and site != ANY:
                 self.graph.fixed.setdefault(site, (device, origin))
         elif isinstance(ty, tvm.ir.TupleType) and isinstance(tree, tuple):
             for sub_ty, sub in zip(ty.fields, tree, strict=False):
                 self._declare_out(sub_ty, sub, site, origin)
 
     def _crossing(self, record: Record, call: relax.Call, args: list[relax.Expr]) -> None:
-        """A hint or a transfer: the result is fixed, the operand is not tied to it."""
+        """Add a hint or a transfer: its result is fixed, and not connected to the operand."""
         var, is_hint = record.var, record.op == HINT
         vdevices = self.program.vdevices
         vdevice = hinted_vdevice(call, vdevices) if is_hint else call.attrs.dst_vdevice
         device = self.program.index_of(vdevice, record.op)
         record.kind, record.device = ("hint" if is_hint else "to_vdevice"), device
         record.args, record.trees = args, [self._of(args[0])]
-        home = record.result_device = record.produced = self.trees.make(var.ty, var, self.name)
+        result = record.result_device = record.produced = self.trees.make(var.ty, var, self.name)
         origin = Origin(record.kind, var.name, self.name)
         constant = self.constant_of(record.trees[0])
-        if constant is not None and isinstance(home, int):
-            self.graph.constants[home] = constant
+        if constant is not None and isinstance(result, int):
+            self.graph.constants[result] = constant
         for leaf in tensors_of(record.trees[0]):
             if isinstance(leaf, ConstLeaf):
                 leaf.use(ANY, device)
             elif is_hint:
                 self.graph.hints.setdefault(leaf, []).append((device, origin))
-        for node in nodes_of(home):
+        for node in nodes_of(result):
             self.graph.fixed[node] = (device, origin)
-        self._check_crossing(var.ty, args[0].ty, home, record)
+        self._check_crossing(var.ty, args[0].ty, result, record)
 
     def constant_of(self, tree: Tree) -> relax.Expr | None:
-        """The constant that a tensor is, if it is one."""
+        """The constant that a tensor is; None for any other tensor."""
         if isinstance(tree, ConstLeaf):
             return tree.expr
         return self.graph.constants.get(tree) if isinstance(tree, int) else None
 
     def _check_crossing(self, ty: tvm.ir.Type, source: tvm.ir.Type, tree: Tree, record: Record) -> None:
-        """The annotation of a crossing's result must agree, unless inference took it over from the operand."""
+        """Check that the annotation of the result agrees, unless inference copied it from the operand."""
         if isinstance(ty, tvm.ir.TupleType) and isinstance(tree, tuple):
             sources = source.fields if isinstance(source, tvm.ir.TupleType) else [source] * len(tree)
             for sub, sub_source, sub_tree in zip(ty.fields, sources, tree, strict=False):
@@ -256,7 +253,7 @@ class CallReader:
             self.graph.inferred[tree] = declared
 
     def _make_closure(self, record: Record, args: list[relax.Expr]) -> None:
-        """The function with its last parameters bound."""
+        """Add a closure: the function with its last parameters bound."""
         record.kind, record.args = "op", args
         func, bound = self._of(args[0]), self._of(args[1])
         record.trees = [func, bound]
@@ -269,21 +266,21 @@ class CallReader:
         record.result_device = record.produced = FuncTree(func.params[:free], func.ret)
 
     def _invoke(self, record: Record, call: relax.Call, func: Tree, args: list[relax.Expr], first: int = 0) -> None:
-        """A call of a Relax function, a local function or a closure: arguments are passed, results received."""
+        """Add a call of a Relax function, a local function or a closure: connect arguments and results."""
         if not isinstance(func, FuncTree):
             self._unknown_callee(record)
             self._op(record, call, args, "")
             return
         record.kind, record.args = "call", args
         record.written = ops.written_operands(call, len(args))
-        spot = self._location(record)
+        location = self._location(record)
         record.trees = [None] * first + [self._of(arg) for arg in args[first:]]
         if first:
-            passed = record.trees[1]
-            record.operand_devices = [None, self.trees.tie(passed, func.params, spot)]
+            arguments = record.trees[1]
+            record.operand_devices = [None, self.trees.tie(arguments, func.params, location)]
         else:
             record.operand_devices = [
-                self.trees.tie(tree, param, spot) for tree, param in zip(record.trees, func.params, strict=False)
+                self.trees.tie(tree, param, location) for tree, param in zip(record.trees, func.params, strict=False)
             ]
         var = record.var
         record.result_device = (
@@ -291,20 +288,20 @@ class CallReader:
         )
         record.produced = func.ret
         if record.result_device is not func.ret:
-            self.trees.tie(func.ret, record.result_device, spot)
+            self.trees.tie(func.ret, record.result_device, location)
             origin = Origin("variable", var.name, self.name)
             self.trees.declare(var.ty, record.result_device, origin, (func.ret,), fieldwise=True)
 
     def _unknown_callee(self, record: Record) -> None:
         if len(self.program.vdevices) > 1:
             raise PlacementError(
-                f"{location_text(record.op, record.var.name, self.name)}: the function it calls is not known here, so "
-                "neither are the devices it takes its arguments on; call it by name, or as a local function"
+                f"{location_text(record.op, record.var.name, self.name)}: the called function is unknown, and so are "
+                "the devices of its parameters; call it by name, or as a local function"
             )
 
 
 def names_tensor(ty: tvm.ir.Type) -> bool:
-    """Return whether an op with a result of this type makes something that may be a tensor."""
+    """Return whether a result of this type may be or contain a tensor."""
     if isinstance(ty, tvm.ir.TupleType):
         return any(names_tensor(field) for field in ty.fields)
     return isinstance(ty, (relax.TensorType, relax.AnyType))
@@ -322,9 +319,9 @@ def collect(program: Program, units: Sequence[Unit], groups: Sequence[RecursionG
     ----------
     program : Program
     units : sequence of Unit
-        The functions of the group; their trees and scopes are filled in.
+        Functions of the group, which get their trees and scopes.
     groups : sequence of RecursionGroup
-        All groups they call, solved.
+        Solved groups of all callees.
 
     Returns
     -------
@@ -333,7 +330,7 @@ def collect(program: Program, units: Sequence[Unit], groups: Sequence[RecursionG
     Raises
     ------
     PlacementError
-        For a module that is not in normal form, a device that is not in the list, a call whose callee cannot be known.
+        For a module that is not in normal form, a device that is not in the list, or a call of an unknown function.
     """
     collector = _Collector(program, {unit.name: unit for unit in units}, groups)
     for unit in units:
@@ -345,18 +342,18 @@ def collect(program: Program, units: Sequence[Unit], groups: Sequence[RecursionG
 
 class _Collector(CallReader):
     def signature(self, unit: Unit) -> None:
-        """Nodes of parameters and result, before any body refers to them."""
+        """Add the nodes of parameters and result, before any body refers to them."""
         unit.access = self.access
-        given = [p for p in unit.func.params if isinstance(p.ty, relax.FuncType) and not names_device(p.ty)]
-        if given and "global_symbol" in unit.func.attrs and not self._is_called(unit.name):
-            self.callbacks.update(map(handle, given))
+        callbacks = [p for p in unit.func.params if isinstance(p.ty, relax.FuncType) and not names_device(p.ty)]
+        if callbacks and "global_symbol" in unit.func.attrs and not self._is_called(unit.name):
+            self.callbacks.update(map(handle, callbacks))
         params = [self._parameter(param, unit.name) for param in unit.func.params]
         unit.tree.params = tuple(params)
         unit.tree.ret = self.trees.make(unit.func.ret_ty, None, unit.name)
         self.graph.interface.update(nodes_of(unit.tree))
 
     def _is_called(self, name: str) -> bool:
-        """Return whether a function of the module refers to one of that name."""
+        """Return whether a function of the module refers to the function of this name."""
         bodies = (unit.func.body for unit in self.program.units.values())
         return any(name == gvar.name_hint for body in bodies for gvar in global_vars_in(body))
 
@@ -367,7 +364,7 @@ class _Collector(CallReader):
         return tree
 
     def function(self, unit: Unit) -> Generator[Any, Any, None]:
-        """Walk one function of the module."""
+        """Read one function of the module."""
         self.unit, self.name = unit, unit.name
         unit.scope = yield self._scope(unit.func.body, None, 0)
         self._result(unit.scope, unit.func.ret_ty, unit.tree.ret, unit.name)
@@ -398,7 +395,7 @@ class _Collector(CallReader):
                         scopes.append((yield self._scope(branch, scope, record.index)))
                         scopes[-1].is_function = record.func is not None
                     record.scopes = scopes
-                    self._after(record)
+                    self._finish_scopes(record)
                 self.trees.env[handle(record.var)] = record.result_device
                 records.append(record)
             scope.blocks.append((block, start, len(records)))
@@ -412,7 +409,7 @@ class _Collector(CallReader):
         return scope
 
     def _binding(self, record: Record) -> Sequence[relax.Expr] | None:
-        """Read a binding; the scopes inside it, if any, are read by the caller."""
+        """Read a binding, and return the bodies of its nested scopes, which the caller reads."""
         value, var = record.value, record.var
         kind = type(value)
         if kind is relax.Call:
@@ -436,28 +433,28 @@ class _Collector(CallReader):
             self._alias(record, self._of(value))
         return None
 
-    def _after(self, record: Record) -> None:
-        """Rest of an `If` or a local function once the scopes inside are read."""
+    def _finish_scopes(self, record: Record) -> None:
+        """Finish an `If` or a local function after its scopes are read."""
         if record.kind == "function":
             assert record.func is not None
             self._result(record.scopes[0], record.value.ret_ty, record.func.ret, record.var.name)
             return
-        spot = self._location(record)
+        location = self._location(record)
         record.result_device = self.trees.make(record.var.ty, record.var, self.name)
         operands = [branch.body_tree for branch in record.scopes]
         for branch in record.scopes:
-            branch.body_device = self.trees.tie(branch.body_tree, record.result_device, spot)
+            branch.body_device = self.trees.tie(branch.body_tree, record.result_device, location)
         origin = Origin("variable", record.var.name, self.name)
         self.trees.declare(record.var.ty, record.result_device, origin, operands, fieldwise=True)
 
     def _alias(self, record: Record, tree: Tree) -> None:
-        """A variable that is another value, a tuple of values, a field, a constant or a checked view of one."""
+        """Add a variable that is bound to another value, a tuple, a field, a constant or a match_cast of one."""
         var, binding = record.var, record.binding
         is_cast = isinstance(binding, relax.MatchCast)
         ty = binding.ty if is_cast else var.ty
         record.args, record.trees = [record.value], [tree]
         if is_cast and isinstance(tree, int) and tree in self.graph.opaque and isinstance(ty, relax.TensorType):
-            self._reveal(record, tree, ty)
+            self._cast_object(record, tree, ty)
             return
         declared = names_device(ty)
         if fits(tree, ty) and not declared:
@@ -467,29 +464,29 @@ class _Collector(CallReader):
             if isinstance(tree, int) and tree not in self.access:
                 self.access[tree] = (var, ())
             return
-        spot = self._location(record)
-        home = self.trees.make(ty, var, self.name)
-        record.result_device = record.produced = home
+        location = self._location(record)
+        result = self.trees.make(ty, var, self.name)
+        record.result_device = record.produced = result
         origin = Origin("match_cast" if is_cast else "variable", var.name, self.name)
         operands = () if is_cast else (tree,)
-        record.operand_devices = [self.trees.tie(tree, home, spot)]
-        self.trees.declare(ty, home, origin, operands, fieldwise=True)
+        record.operand_devices = [self.trees.tie(tree, result, location)]
+        self.trees.declare(ty, result, origin, operands, fieldwise=True)
         constant = self.constant_of(tree)
-        if constant is not None and isinstance(home, int):
-            self.graph.constants[home] = constant
+        if constant is not None and isinstance(result, int):
+            self.graph.constants[result] = constant
 
-    def _reveal(self, record: Record, node: int, ty: relax.TensorType) -> None:
-        """An ``R.Object`` turns out to be a tensor, where the object is, and that is with the call that made it."""
+    def _cast_object(self, record: Record, node: int, ty: relax.TensorType) -> None:
+        """Add a match_cast of an ``R.Object`` to a tensor, on the device of the call that produced the object."""
         var = record.var
-        if node in self.makers:
-            self.graph.connect(self.makers.pop(node), node)
-        home = self.trees.make(ty, var, self.name)
-        assert isinstance(home, int)
+        if node in self.producers:
+            self.graph.connect(self.producers.pop(node), node)
+        result = self.trees.make(ty, var, self.name)
+        assert isinstance(result, int)
         site = self.graph.add(self._location(record))
         self.graph.connect(node, site)
-        self.graph.connect(site, home)
-        record.result_device, record.produced = home, node
-        self.trees.declare(ty, home, Origin("match_cast", var.name, self.name))
+        self.graph.connect(site, result)
+        record.result_device, record.produced = result, node
+        self.trees.declare(ty, result, Origin("match_cast", var.name, self.name))
 
 
 _BINDING_KINDS: dict[type, tuple[str, str]] = {
@@ -502,7 +499,7 @@ _BINDING_KINDS: dict[type, tuple[str, str]] = {
 
 
 def _located(error: HeteroError, record: Record, function: str) -> HeteroError:
-    """The error with function, variable and op in front, unless it says so already."""
+    """The error with function, variable and op in front, unless its text has them."""
     text = str(error)
     if f"function '{function}'" in text:
         return error

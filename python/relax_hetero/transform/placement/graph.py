@@ -1,9 +1,8 @@
-"""The placement problem as a graph: values and the places where they must agree.
+"""The placement problem as a graph of values and sites.
 
-A *value* node stands for one tensor: a parameter, the result of an op, one field of a tuple. A *site* node stands
-for a place whose tensors share a device: an op, an annotated binding, the result of an ``If``, an argument passed to
-a function. Edges run from operands to sites and from sites to results. `to_vdevice`, hints and host reads have no
-edges: they cross devices.
+A *value* node is one tensor: a parameter, the result of an op, one field of a tuple. A *site* node is a point of the
+program whose tensors share a device: an op, an annotated binding, the result of an ``If``, an argument of a call. Edges
+run from operands to sites and from sites to results. `to_vdevice`, hints and host reads lack edges: they cross devices.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import tvm
 from tvm import relax
 
-# Wanted instead of a node: the host vdevice, or whatever device the value is on.
+# Special nodes: the host vdevice, and the device that the value is on.
 HOST = -1
 ANY = -2
 
@@ -30,45 +29,45 @@ class FuncTree:
 
 @dataclass(slots=True, eq=False)
 class ConstLeaf:
-    """A constant, which lives wherever it is used; a binding that names it goes with the first use.
+    """A constant, which is on every device that uses it; a binding of it is on the device of the first use.
 
     Attributes
     ----------
     expr : relax.Expr
-        The constant.
+        Constant.
     first_use : int
-        Node (or HOST) that the first use wants, ANY while there is none.
+        Node (or HOST) of the first use; ANY without a use.
     pinned : int
-        Device (index) where the first use is a hint or `to_vdevice`, else -1.
+        Device (index) of the first use if that is a hint or `to_vdevice`, else -1.
     """
 
     expr: relax.Expr
     first_use: int = ANY
     pinned: int = -1
 
-    def use(self, want: int, device: int = -1) -> None:
-        """Note a use, in program order."""
+    def use(self, node: int, device: int = -1) -> None:
+        """Record a use; uses are recorded in program order."""
         if self.first_use == ANY and self.pinned < 0:
-            self.first_use, self.pinned = want, device
+            self.first_use, self.pinned = node, device
 
 
-# Where the tensors of a variable are in the graph; it has the structure of the variable's type. None holds no tensor.
+# Nodes of the tensors of a variable, in the structure of its type. None: a value without tensors.
 Tree: TypeAlias = "None | int | ConstLeaf | FuncTree | tuple[Tree, ...]"
 
 
 class Origin(NamedTuple):
-    """Where a fixed device comes from.
+    """Origin of a fixed device.
 
     Attributes
     ----------
     kind : str
         "parameter", "variable", "match_cast", "return", "hint", "to_vdevice", "out_ty" or "callee".
     name : str
-        The variable; for "return" and "callee" the function.
+        Variable; for "return" and "callee" the function.
     function : str
-        The function it stands in.
+        Function that contains it.
     because : callable, optional
-        For "callee": says what fixes it there.
+        For "callee": function that returns the origin inside the callee.
     """
 
     kind: str
@@ -90,7 +89,7 @@ _SENTENCES = {
     "hint": "the hint_on_device of '{name}' in '{function}'",
     "to_vdevice": "the to_vdevice of '{name}' in '{function}'",
     "out_ty": "the out_ty of '{name}' in '{function}'",
-    "callee": "function '{name}', where it comes from {because}",
+    "callee": "function '{name}', from {because}",
 }
 
 
@@ -102,11 +101,11 @@ class Location(NamedTuple):
     function : str
         Name of the Relax function.
     var : tvm.ir.Var, optional
-        The variable; None for the result of a function.
+        Variable; None for the result of a function.
     op : str
-        Op of a site, e.g. "relax.add", "call of 'f'", "return". Empty for a value.
+        Op of a site, e.g. "relax.add", "call of 'f'", "return"; empty for a value.
     path : tuple of int
-        Position inside the variable's tuple.
+        Path inside the variable's tuple.
     """
 
     function: str
@@ -116,41 +115,42 @@ class Location(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """The variable as a reader writes it, e.g. ``t[0]``."""
+        """The variable as in source text, e.g. ``t[0]``."""
         name = "result" if self.var is None else str(self.var.name)
         return name + "".join(f"[{index}]" for index in self.path)
 
     @property
     def where(self) -> str:
-        """The place in words: op, variable, function."""
+        """The location as text: op, variable, function."""
         return location_text(self.op, "" if self.var is None else str(self.var.name), self.function)
 
 
 @dataclass(slots=True)
 class Graph:
-    """Nodes are numbered in program order. All tables are indexed by node.
+    """Graph of a recursion group. Nodes are numbered in program order; all tables are indexed by node.
 
     Attributes
     ----------
     sources, targets : list of list of int
-        Operands and results of a site; of a value the sites that make it and those that use it, in program order.
+        Operands and results of a site; producing and using sites of a value, in program order.
     locations : list of Location
+        Location of each node.
     fixed : dict
-        Node to its fixed device (index) and the origin of that.
+        Fixed device (index) of a node, and its origin.
     hints : dict
-        Node to the devices hinted for it (round two), in program order.
+        Devices that are hinted for a node (round two), in program order.
     opaque : set
-        Values of type ``R.Object``, which may or may not be tensors.
+        Values of type ``R.Object``, which may be tensors or not.
     interface : set
-        Nodes through which callers see a function: they stay open where nothing in the function places them.
+        Nodes of parameters and results: callers place them if the function does not.
     made_on_host : set
-        Values that the host makes, and copies to their device.
+        Values that the host produces and copies to their device.
     constants : dict
-        Value nodes of annotated variables that are bound to a constant.
+        Constant of each value node of an annotated variable that is bound to a constant.
     inferred : dict
-        Node to a device that its type names only because TVM's inference took it over from the operand of a hint.
+        Device in the type of a node that TVM's inference copied from the operand of a hint.
     rigid : list
-        Pairs that cannot be joined by a transfer: (node, node, site that joins them).
+        Pairs without a possible transfer: (source, target, site between them).
     """
 
     sources: list[list[int]] = field(default_factory=list)
@@ -166,14 +166,14 @@ class Graph:
     rigid: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, location: Location) -> int:
-        """A new node without edges."""
+        """Add a node without edges."""
         self.locations.append(location)
         self.sources.append([])
         self.targets.append([])
         return len(self.locations) - 1
 
     def connect(self, source: int, target: int) -> None:
-        """An edge from operand to site, or from site to result."""
+        """Add an edge from operand to site, or from site to result."""
         self.targets[source].append(target)
         self.sources[target].append(source)
 
@@ -182,13 +182,13 @@ class Graph:
         return bool(self.locations[node].op)
 
     def neighbours(self, node: int) -> Iterator[int]:
-        """All nodes that share its device."""
+        """All adjacent nodes, which share the node's device."""
         yield from self.sources[node]
         yield from self.targets[node]
 
 
 def nodes_of(tree: Tree) -> Iterator[int]:
-    """The nodes of a tree in order, those of function values included, constants not."""
+    """The nodes of a tree in order, including those of function values, without constants."""
     if isinstance(tree, int):
         yield tree
     elif isinstance(tree, tuple):
@@ -201,7 +201,7 @@ def nodes_of(tree: Tree) -> Iterator[int]:
 
 
 def tensors_of(tree: Tree) -> Iterator[int | ConstLeaf]:
-    """The tensors of a tree in order, constants included, without those inside function values."""
+    """The tensors of a tree in order, including constants, without those of function values."""
     if isinstance(tree, (int, ConstLeaf)):
         yield tree
     elif isinstance(tree, tuple):
@@ -209,8 +209,13 @@ def tensors_of(tree: Tree) -> Iterator[int | ConstLeaf]:
             yield from tensors_of(sub)
 
 
+def subtree(tree: Tree, index: int) -> Tree:
+    """A field of a tuple's tree; any other tree holds for all fields."""
+    return tree[index] if isinstance(tree, tuple) and index < len(tree) else tree
+
+
 def location_text(op: str, variable: str, function: str) -> str:
-    """Where something is, as messages say it; no variable is the result of the function."""
+    """A location for messages; without a variable, the result of the function."""
     if not variable:
         return f"{op} of function '{function}'"
     return f"{op} binding '{variable}' in function '{function}'"

@@ -1,4 +1,4 @@
-"""Expressions on the device they are wanted on, inside one function that is being written."""
+"""Operands of a function that is written: types with devices, and expressions on the device that a use needs."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tvm import relax
 
 from ..ir.rewriting import handle
 from .clones import Clone
-from .graph import ANY, HOST, ConstLeaf, FuncTree, Tree
+from .graph import ANY, HOST, ConstLeaf, FuncTree, Tree, subtree
 from .program import CallRef, Program, Unit
 from .transfers import TransferPlan
 
-# Write devices into types.
+# Types with devices.
 
-# The vdevice of one tensor.
+# Function that gives the vdevice of one tensor.
 Resolve = Callable[["int | ConstLeaf"], relax.VDevice]
 
 
 def tensor_on(ty: relax.TensorType, vdevice: relax.VDevice) -> relax.TensorType:
-    """The tensor type on that vdevice; itself if it names this very object."""
+    """The tensor type with a vdevice; the same type if it names this object."""
     old = ty.vdevice
     if old is not None and handle(old) == handle(vdevice):
         return ty
@@ -32,12 +32,12 @@ def tensor_on(ty: relax.TensorType, vdevice: relax.VDevice) -> relax.TensorType:
 
 
 def on_devices(ty: tvm.ir.Type, tree: Tree, resolve: Resolve) -> tvm.ir.Type:
-    """A type with the device of every tensor in it, taken from a tree of its structure.
+    """A type with the device of every tensor in it, from a tree of the same structure.
 
     Returns
     -------
     ty : Type
-        The very argument if nothing changes.
+        The same type if nothing changes.
     """
     if isinstance(ty, relax.TensorType):
         return tensor_on(ty, resolve(tree)) if isinstance(tree, (int, ConstLeaf)) else ty
@@ -60,12 +60,12 @@ def on_devices(ty: tvm.ir.Type, tree: Tree, resolve: Resolve) -> tvm.ir.Type:
 
 
 def same_devices(ty: tvm.ir.Type, other: tvm.ir.Type) -> bool:
-    """Return whether two types of one structure name the same vdevice objects; a missing type has none."""
+    """Return whether two types of the same structure name the same vdevice objects."""
     if isinstance(ty, relax.TensorType) and isinstance(other, relax.TensorType):
-        here, there = ty.vdevice, other.vdevice
-        if here is None or there is None:
-            return here is there
-        return handle(here) == handle(there)
+        vdevice, other_vdevice = ty.vdevice, other.vdevice
+        if vdevice is None or other_vdevice is None:
+            return vdevice is other_vdevice
+        return handle(vdevice) == handle(other_vdevice)
     if isinstance(ty, tvm.ir.TupleType) and isinstance(other, tvm.ir.TupleType):
         return all(same_devices(sub, other_sub) for sub, other_sub in zip(ty.fields, other.fields, strict=True))
     return type(ty) is type(other)
@@ -75,21 +75,21 @@ _VARS = (relax.Var, relax.DataflowVar)
 
 
 class PlacementNote(NamedTuple):
-    """One thing the report tells about.
+    """Note about one value for the placement report.
 
     Attributes
     ----------
     kind : str
         "op", "transfer", "param" or "constant".
     name : str
-        The variable; of a constant the one that uses it first.
+        Variable; for a constant the variable that uses it first.
     ty : Type
     op : str
     device : int
     node : int
-        Where to ask why; HOST for what the host reads or makes, ANY where a use decides.
+        Node that explains the device; HOST for reads and results of the host, ANY if a use determines it.
     reason : str
-        A sentence; empty where `node` tells.
+        Reason as text; empty if it follows from `node`.
     """
 
     kind: str
@@ -102,22 +102,22 @@ class PlacementNote(NamedTuple):
 
 
 class Operands:
-    """Variables as they are now, and the bindings written so far.
+    """State of a function that is written: replaced variables, and the bindings so far.
 
-    What does not change stays the very Python object it was read as (TVM makes a new one at every access).
+    Unchanged nodes keep their Python object (TVM makes a new one at every access), so that ``is`` detects changes.
 
     Attributes
     ----------
     out : list of Binding
-        Bindings of the block that is being written.
+        Bindings of the present block.
     dataflow : bool
-        Whether the block is a dataflow block.
-    mentions : iterator of CallRef
-        The Relax functions that the current binding mentions, in order.
+        Whether the present block is a dataflow block.
+    references : iterator of CallRef
+        References to Relax functions in the present binding, in order.
     notes : list of PlacementNote
-        Notes of transfers and copies that were written, for the report.
+        Notes about transfers and copies, for the report.
     current : str
-        The variable whose binding is being written.
+        Variable of the present binding.
     """
 
     def __init__(self, program: Program, unit: Unit, clone: Clone, plan: TransferPlan) -> None:
@@ -132,41 +132,35 @@ class Operands:
         self.env: dict[int, relax.Expr] = {}
         self.out: list[relax.Binding] = []
         self.dataflow = False
-        self.mentions: Iterator[CallRef] = iter(())
+        self.references: Iterator[CallRef] = iter(())
         self.notes: list[PlacementNote] = []
         self.current = "result"
-        # Values that the host made and that live elsewhere: the variable on the host.
+        # Variable on the host of each value that the host produced for another device.
         self.on_host: dict[int, relax.Var] = {}
         self._constants: dict[tuple[int, int], relax.Expr] = {}
 
     def callee(self, ref: CallRef) -> tvm.ir.GlobalVar:
-        """The function that a mention means."""
+        """The global variable of the clone that a reference needs."""
         raise NotImplementedError
 
     def device(self, leaf: int | ConstLeaf) -> int:
-        """Where a tensor lives."""
+        """The device of a tensor."""
         if isinstance(leaf, int):
             return self.program.host if leaf == HOST else self.devices[leaf]
         if leaf.pinned >= 0:
             return leaf.pinned
-        return max(0, self.wanted(leaf.first_use))
-
-    def wanted(self, want: Tree, at: int = ANY) -> int:
-        """The device a node stands for, for a tensor that is on device `at`; negative where any will do."""
-        if not isinstance(want, int) or want == ANY:
-            return ANY
-        return self.program.reader(at) if want == HOST else self.devices[want]
+        return max(0, self.program.required_device(self.devices, leaf.first_use))
 
     def vdevice(self, leaf: int | ConstLeaf) -> relax.VDevice:
-        """The vdevice object a tensor lives on."""
+        """The vdevice object of a tensor."""
         return self.vdevices[self.device(leaf)]
 
     def retyped(self, ty: tvm.ir.Type, tree: Tree) -> tvm.ir.Type:
-        """A type with the devices of a tree."""
+        """The type with the devices of a tree."""
         return on_devices(ty, tree, self.vdevice)
 
     def define(self, var: relax.Var, tree: Tree) -> relax.Var:
-        """The variable with its devices; later uses of the old one become it."""
+        """The variable with its devices, which replaces the old variable in later uses."""
         old = var.ty
         ty = self.retyped(old, tree)
         if ty is old:
@@ -176,33 +170,33 @@ class Operands:
         return new
 
     def bind(self, name: str, value: relax.Expr, dataflow: bool) -> relax.Var:
-        """Write a new binding; the value has its type."""
+        """Write a new binding of a value with a type."""
         var = (relax.DataflowVar if dataflow else relax.Var)(name, value.ty)
         self.out.append(relax.VarBinding(var, value))
         return var
 
     def transferred(self, value: relax.Expr, device: int) -> relax.Call:
-        """A copy of a tensor, typed."""
+        """A transfer of a tensor to a device, with its type."""
         vdevice = self.vdevices[device]
         call = relax.op.to_vdevice(value, vdevice)
         relax.expr._update_type(call, tensor_on(value.ty, vdevice))
         return call
 
     def constant(self, expr: relax.Expr, device: int) -> relax.Expr:
-        """A constant on a device. Its data is shared, and so is the expression among uses on that device."""
+        """A constant on a device; uses on the device share the expression, and all devices the data."""
         key = (handle(expr), device)
-        known = self._constants.get(key)
-        if known is None:
+        constant = self._constants.get(key)
+        if constant is None:
             old = expr.ty
             ty = tensor_on(old, self.vdevices[device])
-            known = expr if ty is old else relax.expr._ffi_api.MakeTensorConst(expr.value, ty, expr.span)
-            self._constants[key] = known
-            why = f"constant: used by '{self.current}' on {self.program.names[device]}"
-            self.notes.append(PlacementNote("constant", self.current, ty, "constant", device, ANY, why))
-        return expr if handle(known) == key[0] else known
+            constant = expr if ty is old else relax.expr._ffi_api.MakeTensorConst(expr.value, ty, expr.span)
+            self._constants[key] = constant
+            reason = f"constant: used by '{self.current}' on {self.program.names[device]}"
+            self.notes.append(PlacementNote("constant", self.current, ty, "constant", device, ANY, reason))
+        return expr if handle(constant) == key[0] else constant
 
     def mapped(self, expr: relax.Expr) -> relax.Expr:
-        """An expression in terms of the new variables, on whatever device it is."""
+        """An expression with the new variables, on the device that it is on."""
         kind = type(expr)
         if kind in _VARS:
             return self.env.get(handle(expr), expr)
@@ -211,80 +205,76 @@ class Operands:
             fields = [self.mapped(field) for field in old]
             return _same_or_tuple(expr, old, fields)
         if kind is relax.TupleGetItem:
-            old_whole = expr.tuple_value
-            whole = self.mapped(old_whole)
-            item = relax.TupleGetItem(whole, int(expr.index), expr.span)
-            return expr if whole is old_whole and same_devices(expr.ty, item.ty) else item
+            old_tuple = expr.tuple_value
+            new_tuple = self.mapped(old_tuple)
+            item = relax.TupleGetItem(new_tuple, int(expr.index), expr.span)
+            return expr if new_tuple is old_tuple and same_devices(expr.ty, item.ty) else item
         if kind is tvm.ir.GlobalVar and str(expr.name_hint) in self.program.units:
-            new = self.callee(next(self.mentions))
+            new = self.callee(next(self.references))
             return expr if handle(new) == handle(expr) else new
         return expr
 
-    def coerce(self, expr: relax.Expr, tree: Tree, want: Tree, place: tuple[int, int]) -> relax.Expr:
-        """An operand, every tensor of it on the device where it is wanted.
+    def coerce(self, expr: relax.Expr, tree: Tree, required: Tree, point: tuple[int, int]) -> relax.Expr:
+        """An operand with every tensor on the device that the use needs.
 
         Parameters
         ----------
         expr, tree
-            The expression in the source module, and where its tensors are.
-        want : Tree
-            Where they are wanted: one node for all, or a tree; None and ANY mean where they are.
-        place : tuple
-            (scope, record index) of the use.
+            Expression in the source module, and the nodes of its tensors.
+        required : Tree
+            Node whose device is needed: one for all tensors, or a tree; None and ANY: the present device.
+        point : tuple
+            Scope and record index of the use.
         """
         kind = type(expr)
         if kind is relax.Tuple and isinstance(tree, tuple):
             old = list(expr.fields)
             fields = [
-                self.coerce(field, sub, _field(want, index), place)
+                self.coerce(field, sub, subtree(required, index), point)
                 for index, (field, sub) in enumerate(zip(old, tree, strict=True))
             ]
             return _same_or_tuple(expr, old, fields)
         if kind is tvm.ir.GenericConst and isinstance(tree, ConstLeaf):
-            device = self.wanted(want)
+            device = self.program.required_device(self.devices, required)
             return self.constant(expr, self.device(tree) if device < 0 else device)
-        return self._moved(self.mapped(expr), tree, want, place)
+        return self._on_required_device(self.mapped(expr), tree, required, point)
 
-    def _moved(self, value: relax.Expr, tree: Tree, want: Tree, place: tuple[int, int]) -> relax.Expr:
-        if tree is None or isinstance(tree, FuncTree) or not self._differs(tree, want):
+    def _on_required_device(self, value: relax.Expr, tree: Tree, required: Tree, point: tuple[int, int]) -> relax.Expr:
+        if tree is None or isinstance(tree, FuncTree) or not self._differs(tree, required):
             return value
         if isinstance(tree, tuple):
             fields = []
             for index, sub in enumerate(tree):
-                sub_want = _field(want, index)
-                if isinstance(sub, (int, ConstLeaf)) and self._differs(sub, sub_want):
-                    fields.append(self._moved(value, sub, sub_want, place))
+                sub_required = subtree(required, index)
+                if isinstance(sub, (int, ConstLeaf)) and self._differs(sub, sub_required):
+                    fields.append(self._on_required_device(value, sub, sub_required, point))
                 else:
                     item = self.bind(f"{value.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
-                    fields.append(self._moved(item, sub, sub_want, place))
+                    fields.append(self._on_required_device(item, sub, sub_required, point))
             return relax.Tuple(fields)
-        device = self.wanted(want, self.device(tree))
+        device = self.program.required_device(self.devices, required, self.device(tree))
         if isinstance(tree, ConstLeaf):
             return self.constant(tree.expr, device)
         if tree in self.constants:
             return self.constant(self.constants[tree], device)
         if device == self.program.host and tree in self.on_host:
             return self.on_host[tree]
-        copy = self.plan.by_use[place[0], place[1], tree, device].var
+        copy = self.plan.by_use[point[0], point[1], tree, device].var
         assert copy is not None, "a transfer is written before its uses"
         return copy
 
-    def _differs(self, tree: Tree, want: Tree) -> bool:
+    def _differs(self, tree: Tree, required: Tree) -> bool:
         if isinstance(tree, tuple):
-            return any(self._differs(sub, _field(want, index)) for index, sub in enumerate(tree))
+            return any(self._differs(sub, subtree(required, index)) for index, sub in enumerate(tree))
         if not isinstance(tree, (int, ConstLeaf)) or tree in self.opaque:
             return False
-        here = self.device(tree)
-        device = self.wanted(want, here)
-        return device >= 0 and device != here
-
-
-def _field(want: Tree, index: int) -> Tree:
-    return want[index] if isinstance(want, tuple) else want
+        device = self.device(tree)
+        required_device = self.program.required_device(self.devices, required, device)
+        return required_device >= 0 and required_device != device
 
 
 def _same_or_tuple(expr: relax.Tuple, old: list[relax.Expr], fields: list[relax.Expr]) -> relax.Tuple:
-    """The tuple itself where no field changed, and its own type, which other passes may leave behind, fits them."""
-    made = relax.Tuple(fields, expr.span)
-    same = all(new is field for new, field in zip(fields, old, strict=True))
-    return expr if same and same_devices(expr.ty, made.ty) else made
+    """The same tuple if no field changed and its type, which may be stale after other passes, has their devices."""
+    new_tuple = relax.Tuple(fields, expr.span)
+    is_same = all(new is field for new, field in zip(fields, old, strict=True))
+    return expr if is_same and same_devices(expr.ty, new_tuple.ty) else new_tuple

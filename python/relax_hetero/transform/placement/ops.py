@@ -1,4 +1,4 @@
-"""Placement of single ops. An op that stands in no table here ties all its tensors together."""
+"""Placement of single ops. An op without an entry here has all its tensors on one device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ...op.traits import ops_where
 from ..ir.op_names import IN_PLACE
 
-# Their tensors are read by the host while the machine runs: shapes, messages, assertions.
+# Ops whose tensors the host reads at run time: shapes, messages, assertions.
 HOST_READS = frozenset(
     {
         "relax.tensor_to_shape",
@@ -22,10 +22,10 @@ HOST_READS = frozenset(
     }
 )
 
-# Their result is made by the host.
+# Ops whose result the host produces.
 MADE_ON_HOST = frozenset({"relax.shape_to_tensor", "relax.run.shape_to_tensor"})
 
-# Packed functions that copy to the device their result is annotated with.
+# Packed functions that copy to the device in the annotation of their result.
 CROSSING = frozenset({"relax_hetero.to_device", "vm.builtin.to_device"})
 
 CALLS_OF_FIRST_ARGUMENT = ops_where(lambda traits: traits.takes_callee)
@@ -33,12 +33,12 @@ CALLS_OF_FIRST_ARGUMENT = ops_where(lambda traits: traits.takes_callee)
 MAKE_CLOSURE = "relax.make_closure"
 INVOKE_CLOSURE = frozenset({"relax.invoke_closure", "relax.invoke_pure_closure"})
 
-# They may write to tensors they are given.
+# Ops that may write to their operands.
 _WRITING = frozenset({*IN_PLACE, "relax.call_builtin_with_ctx"})
 
 
 def callee_name(call: relax.Call) -> str | None:
-    """The packed function a call is of, if any: called directly, or as the first argument of ``call_pure_packed`` etc.
+    """The packed function that is called, directly or as the first argument of ``call_pure_packed`` etc., if any.
 
     Returns
     -------
@@ -56,15 +56,15 @@ def callee_name(call: relax.Call) -> str | None:
 
 
 def written_operands(call: relax.Call, count: int) -> Sequence[int]:
-    """Which of a call's `count` operands it may change in place, so that copies made before are out of date."""
+    """Indices among a call's `count` operands that it may write to, so that earlier copies are stale."""
     op = call.op
-    every = range(count)
+    all_operands = range(count)
     if isinstance(op, tvm.ir.Op):
         if op.name == CACHED_ATTENTION:
             return [PAGES]
-        return every if op.name in _WRITING else ()
+        return all_operands if op.name in _WRITING else ()
     if isinstance(op, relax.ExternFunc):
-        return () if str(op.global_symbol) in HOST_READS | CROSSING else every
+        return () if str(op.global_symbol) in HOST_READS | CROSSING else all_operands
     if isinstance(op, (tvm.ir.GlobalVar, relax.Var)):
-        return every if isinstance(op.ty, relax.FuncType) and not op.ty.purity else ()
-    return every
+        return all_operands if isinstance(op.ty, relax.FuncType) and not op.ty.purity else ()
+    return all_operands

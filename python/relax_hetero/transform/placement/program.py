@@ -1,4 +1,4 @@
-"""A module as placement reads it: functions, scopes and bindings, and the groups of functions that call each other."""
+"""The module in the form of placement: functions, scopes and bindings, and recursion groups of functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...target.hosts import hosts_of
 from ...target.vdevice import device_name, host_vdevice, vdevice_index, vdevices_of
 from ..ir.op_names import IN_PLACE
 from ..ir.rewriting import handle, op_name, relax_functions, walk_bindings
-from .graph import ANY, FuncTree, Tree
+from .graph import ANY, HOST, FuncTree, Tree
 
 
 @dataclass(slots=True, eq=False)
@@ -28,27 +28,27 @@ class Record:
         "op", "call" (of a Relax function), "hint", "to_vdevice", "alias" (also match_cast), "tuple", "getitem",
         "const", "if", "function" or "other".
     op : str
-        For messages and reports.
+        Op for messages and reports.
     args : list of Expr
-        The expressions that may hold tensors: of a call its arguments, of an ``If`` its condition.
+        Expressions that may hold tensors: the arguments of a call, the condition of an ``If``.
     trees : list of Tree
-        Trees of those.
+        Trees of `args`.
     operand_devices : int, or list of Tree
-        The node (HOST, ANY) whose device they are wanted on: one for all, or one tree for each.
+        Node (or HOST, ANY) whose device the operands are needed on: one for all, or a tree for each.
     result_device : Tree
-        Where the variable's tensors live.
+        Nodes of the variable's tensors.
     produced : Tree
-        Where the value makes them; differs from `result_device` only where a transfer follows.
+        Nodes of the value's tensors; they differ from `result_device` only if a transfer follows.
     scopes : list of Scope
         Branches of an ``If``; body of a local function.
     device : int
         Target device of a hint or `to_vdevice`.
-    callee : list of CallRef
-        Clones of Relax functions that the value refers to.
+    callees : list of CallRef
+        References to Relax functions in the value.
     func : FuncTree
         Parameters and result of a local function.
     written : sequence of int
-        Operands that the op may write to: transfers of them made before it are not reused after it.
+        Operands that the op may write to, so that earlier transfers of them are not reused after it.
     host_read : bool
         Whether the host reads the operands.
     """
@@ -80,13 +80,13 @@ class Scope:
     Attributes
     ----------
     body : relax.Expr
-        The value of the sequence.
+        Value of the sequence.
     blocks : list
-        (block, index of its first record, index past its last).
+        Tuples of a block, the index of its first record, and the index after its last.
     body_tree, body_device : Tree
-        Trees of the value of the sequence, and of where it is wanted.
+        Trees of the value of the sequence, and of the nodes whose devices it is needed on.
     parent, parent_index
-        The scope and record it is nested in; None for the body of a module's function.
+        Enclosing scope and record; None for the body of a module's function.
     is_function : bool
         Whether it is the body of a local function.
     """
@@ -106,13 +106,13 @@ class Scope:
 
 @dataclass(slots=True, eq=False)
 class CallRef:
-    """One mention of a Relax function outside the caller's own recursion group.
+    """One reference to a Relax function.
 
     Attributes
     ----------
     callee : Unit
     classes : dict
-        Open class of the callee's group -> the site in the caller that decides its device.
+        Site in the caller that determines the device of each open class of the callee's group.
     """
 
     callee: Unit
@@ -126,16 +126,17 @@ class Unit:
     Attributes
     ----------
     index : int
-        Position in the module.
+        Index in the module.
     tree : FuncTree
+        Nodes of parameters and result.
     scope : Scope
-        Its body; a placeholder until it is read.
+        Body; a placeholder until it is read.
     group : int
-        Its recursion group.
+        Index of its recursion group.
     access : dict
-        Value node -> the variable, and the path into its tuple, that holds it.
+        Variable that contains each value node, and the path into its tuple.
     calls : list of CallRef
-        Its mentions of functions of other groups, in program order.
+        References to functions of other groups, in program order.
     """
 
     index: int
@@ -150,17 +151,17 @@ class Unit:
 
 
 class Program:
-    """A module's functions and devices.
+    """Functions and devices of a module.
 
     Parameters
     ----------
     mod : IRModule
-        With at least one vdevice.
+        Module with at least one vdevice.
 
     Raises
     ------
     VDeviceError
-        If some vdevices name a host and others do not.
+        If only some of the vdevices name a host.
     """
 
     def __init__(self, mod: tvm.IRModule) -> None:
@@ -171,9 +172,9 @@ class Program:
         host = host_vdevice(self.vdevices)
         self.host = ANY if host is None else vdevice_index(host, self.vdevices)
         self._readers = [host_vdevice(self.vdevices, vdevice) for vdevice in self.vdevices]
-        # By identity first: entries of the list that equal each other stay two devices.
+        # By identity, since equal entries of the list are different devices.
         self._index = {handle(vdevice): index for index, vdevice in reversed(list(enumerate(self.vdevices)))}
-        self._foreign: list[relax.VDevice] = []  # kept alive, so that their handles stay theirs
+        self._foreign: list[relax.VDevice] = []  # kept alive, so that their handles are not reused
         self.writes_in_place = any(
             op_name(binding.value) in IN_PLACE for _, func in relax_functions(mod) for binding in walk_bindings(func)
         )
@@ -181,41 +182,47 @@ class Program:
         for gvar, func in mod.functions.items():
             if isinstance(func, relax.Function):
                 name = str(gvar.name_hint)
-                unread = Scope(func.body, None, 0, 0)
-                self.units[name] = Unit(len(self.units), gvar, func, name, FuncTree((), None), unread)
+                placeholder = Scope(func.body, None, 0, 0)
+                self.units[name] = Unit(len(self.units), gvar, func, name, FuncTree((), None), placeholder)
 
     def reader(self, device: int) -> int:
-        """The CPU that reads a tensor of `device` as a shape or condition, on the device's own machine.
+        """The CPU that reads a tensor of `device` as a shape or condition, on the same host of a cluster.
 
-        ANY where that has none; a negative `device` is on no machine in particular.
+        ANY if the host lacks a CPU; a negative `device` stands for an unknown one.
         """
         if device < 0:
             return self.host
-        found = self._readers[device]
-        return ANY if found is None else vdevice_index(found, self.vdevices)
+        vdevice = self._readers[device]
+        return ANY if vdevice is None else vdevice_index(vdevice, self.vdevices)
+
+    def required_device(self, devices: Sequence[int], required: Tree, device: int = ANY) -> int:
+        """The device that a tensor on `device` is needed on, by a node or HOST; ANY if every device will do."""
+        if not isinstance(required, int) or required == ANY:
+            return ANY
+        return self.reader(device) if required == HOST else devices[required]
 
     def index_of(self, vdevice: relax.VDevice, where: str) -> int:
-        """Position of a vdevice in the module's list.
+        """Index of a vdevice in the module's list.
 
         Raises
         ------
         PlacementError
-            If the list has none that equals it; the message starts with `where`.
+            If the list lacks an equal vdevice; the message starts with `where`.
         """
         key = handle(vdevice)
-        found = self._index.get(key)
-        if found is None:
+        index = self._index.get(key)
+        if index is None:
             try:
-                found = vdevice_index(vdevice, self.vdevices)
+                index = vdevice_index(vdevice, self.vdevices)
             except VDeviceError as error:
                 raise PlacementError(f"{where}: {error}") from error
-            self._index[key] = found
+            self._index[key] = index
             self._foreign.append(vdevice)
-        return found
+        return index
 
 
 def recursion_groups(program: Program) -> list[list[Unit]]:
-    """Functions that call each other, directly or not, as one group each; callees before their callers.
+    """Recursion groups: functions that call each other, directly or indirectly; callees before their callers.
 
     Returns
     -------
@@ -240,10 +247,9 @@ def recursion_groups(program: Program) -> list[list[Unit]]:
                 open_units.append(index)
                 is_open.add(index)
             descended = False
-            for at in range(position, len(callees[index])):
-                callee = callees[index][at]
+            for next_position, callee in enumerate(callees[index][position:], position + 1):
                 if callee not in order:
-                    work += [(index, at + 1), (callee, 0)]
+                    work += [(index, next_position), (callee, 0)]
                     descended = True
                     break
                 if callee in is_open:
@@ -259,9 +265,9 @@ def recursion_groups(program: Program) -> list[list[Unit]]:
             if work:
                 caller = work[-1][0]
                 low[caller] = min(low[caller], low[index])
-    for number, group in enumerate(groups):
+    for group_index, group in enumerate(groups):
         for unit in group:
-            unit.group = number
+            unit.group = group_index
     return groups
 
 

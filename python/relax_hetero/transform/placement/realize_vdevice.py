@@ -1,4 +1,4 @@
-"""RealizeVDevice: every value and every op gets its device; what crosses devices becomes a transfer.
+"""RealizeVDevice: give every value and op its device, and make values that cross devices explicit transfers.
 
 Before::
 
@@ -13,13 +13,13 @@ After::
         h: R.Tensor((4,), "float32", "cuda:0") = R.to_vdevice(e, "cuda:0")
         z: R.Tensor((4,), "float32", "cuda:0") = R.add(h, y)
 
-Devices spread from annotations, hints and transfers to all that is free, by the rules of docs/explanation/placement.md.
-Afterwards every parameter, binding, constant, ``out_ty`` and result names its vdevice, the very object in
-``mod.global_infos["vdevice"]``, and hints are gone. TVM's pass of this name lets the first annotation it visits win,
-overwrites others without an error, and stops at function calls.
+Devices propagate from annotations, hints and transfers to free values, by the rules of docs/explanation/placement.md.
+Afterwards every parameter, binding, constant, ``out_ty`` and result names its vdevice, the same object as in
+``mod.global_infos["vdevice"]``, and hints are removed. TVM's pass of this name applies the first annotation that it
+visits, overwrites others without an error, and stops at function calls.
 
-Assumes A-normal form. A module without vdevices and a lowered module are returned as they are; a second run changes
-nothing.
+Assumes A-normal form. A module without vdevices and a lowered module are not changed; a second run changes nothing.
+The last section is the pass RealizeTargets.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from .solve import Path, shortest_paths, solve
 from .update_vdevice import succeed_vdevices
 from .verify import verify_placement
 
-# Placement of each value, and its reason, in words.
+# The report: placement of each value with its reason as text.
 
 
-def entries_of(function: str, notes: Sequence[PlacementNote], clone: Clone, names: list[str]) -> list[PlacementEntry]:
-    """Put the notes of one written function into words."""
+def report_entries(
+    function: str, notes: Sequence[PlacementNote], clone: Clone, names: list[str]
+) -> list[PlacementEntry]:
+    """Entries of the report for the notes of one written function."""
     reasons = _Reasons(clone, names)
     return [
         PlacementEntry(
@@ -67,7 +69,7 @@ class _Reasons:
         self.names = names
         self.graph: Graph = clone.group.graph
         self.fixed, _ = shortest_paths(self.graph, self.graph.fixed)
-        hints = {node: found[0] for node, found in self.graph.hints.items() if node not in self.fixed}
+        hints = {node: origins[0] for node, origins in self.graph.hints.items() if node not in self.fixed}
         self.hinted: dict[int, Path] = shortest_paths(self.graph, hints)[0] if hints else {}
 
     def __call__(self, note: PlacementNote) -> str:
@@ -89,18 +91,18 @@ class _Reasons:
         return "default device"
 
     def _follows(self, node: int, path: Path, paths: dict[int, Path]) -> str:
-        """The nearest fixed value, and the first op on the way to it."""
+        """The nearest fixed value, and the first op on the path to it."""
         start = self.graph.locations[path.start]
         if path.start == node or (self.graph.is_site(node) and path.start in self.graph.targets[node]):
             return f"fixed by {path.origin}"
-        via = node if self.graph.is_site(node) else path.before
-        op = f" through {self.graph.locations[via].op}" if via >= 0 and self.graph.locations[via].op else ""
-        what = f"'{start.variable}'" if not start.op else f"the {start.op}"
-        return f"follows {what}{op}, which is on {self.names[path.device]} by {path.origin}"
+        site = node if self.graph.is_site(node) else path.before
+        op = f" through {self.graph.locations[site].op}" if site >= 0 and self.graph.locations[site].op else ""
+        source = f"'{start.variable}'" if not start.op else f"the {start.op}"
+        return f"follows {source}{op}, which is on {self.names[path.device]} by {path.origin}"
 
 
 def _bytes(ty: tvm.ir.Type) -> int | None:
-    """Size of a value of static shape; 0 for what holds no tensor."""
+    """Bytes of a value of static shape; 0 without tensors, None for a symbolic shape."""
     if isinstance(ty, tvm.ir.TupleType):
         total = 0
         for field_ty in ty.fields:
@@ -139,10 +141,10 @@ def realize_vdevice(mod: tvm.IRModule, insert_copies: bool = False) -> tuple[tvm
     Returns
     -------
     placed, report
-        The very module if nothing changes.
+        The same module if nothing changes.
     """
     report = PlacementReport()
-    if is_lowered(mod):  # storage and shape heaps there have no device of their own
+    if is_lowered(mod):  # storage and shape heaps of a lowered module lack a device
         return mod, report
     program = Program(mod)
     if not program.vdevices:
@@ -164,14 +166,14 @@ def _realized(mod: tvm.IRModule, insert_copies: bool = False) -> tvm.IRModule:
     ----------
     mod : tvm.IRModule
     insert_copies : bool
-        Whether to insert a transfer where two fixed devices meet; else that is an error.
+        Whether to insert a transfer where two fixed devices meet, instead of raising an error.
 
     Raises
     ------
     PlacementError
-        When it runs: two fixed devices, or two hints, meet; a callee is not known.
+        When it runs: two fixed devices, or two hints, meet; a callee is unknown.
     VDeviceError
-        When it runs: a hint names a device the module does not have.
+        When it runs: a hint names a device that the module lacks.
     """
     return realize_vdevice(mod, insert_copies)[0]
 
@@ -182,35 +184,35 @@ RealizeVDevice = declare_pass("RealizeVDevice", _realized)
 def _write_module(program: Program, clones: list[list[Clone]], report: PlacementReport) -> tvm.IRModule:
     mod = program.mod
     gvars: dict[str, tvm.ir.GlobalVar] = {}
-    todo: list[tuple[Unit, Clone]] = []
+    pending: list[tuple[Unit, Clone]] = []
     for unit in program.units.values():
         for clone in clones[unit.group]:
             gvars[clone.names[unit.name]] = _global_var(program, unit, clone)
-            todo.append((unit, clone))
+            pending.append((unit, clone))
     changed = False
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     written: dict[str, list[tuple[tvm.ir.GlobalVar, relax.Function]]] = {}
-    for unit, clone in todo:
+    for unit, clone in pending:
         func, notes = _write_function(program, clones, gvars, unit, clone)
         gvar = gvars[clone.names[unit.name]]
         changed = changed or func is not unit.func or gvar is not unit.gvar
         if gvar is not unit.gvar:
             relax.expr._update_type(gvar, func.ty)
         written.setdefault(unit.name, []).append((gvar, func))
-        report.entries += entries_of(clone.names[unit.name], notes, clone, program.names)
+        report.entries += report_entries(clone.names[unit.name], notes, clone, program.names)
     if not changed:
         return mod
     for gvar, base_func in mod.functions.items():
-        first, *others = written.get(str(gvar.name_hint), [(gvar, base_func)])
-        functions.update([first, *((clone, copy_with_new_vars(func)) for clone, func in others)])
+        original, *private_clones = written.get(str(gvar.name_hint), [(gvar, base_func)])
+        functions.update([original, *((clone, copy_with_new_vars(func)) for clone, func in private_clones)])
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def _global_var(program: Program, unit: Unit, clone: Clone) -> tvm.ir.GlobalVar:
-    """The old one where name and type stay, so that untouched callers stay untouched."""
+    """The old variable if its name and type stay, so that unchanged callers stay unchanged."""
     name = clone.names[unit.name]
     old = unit.gvar.ty
-    # BindParams leaves the variable with the parameters it bound.
+    # BindParams does not remove bound parameters from the variable's type.
     is_current = isinstance(old, relax.FuncType) and old.params is not None and len(old.params) == len(unit.func.params)
     same_type = is_current and old is on_devices(
         old, unit.tree, lambda leaf: program.vdevices[clone.devices[leaf] if isinstance(leaf, int) else 0]
@@ -228,8 +230,8 @@ def _write_function(
     def callee(ref: CallRef) -> tvm.ir.GlobalVar:
         if ref.callee.group == unit.group:
             return gvars[clone.names[ref.callee.name]]
-        called = clone_for(clones[ref.callee.group], clone, ref.classes)
-        return gvars[called.names[ref.callee.name]]
+        callee_clone = clone_for(clones[ref.callee.group], clone, ref.classes)
+        return gvars[callee_clone.names[ref.callee.name]]
 
     func, notes = rewrite(program, unit, clone, callee)
     if not clone.first:
@@ -237,7 +239,7 @@ def _write_function(
     return func, notes
 
 
-# RealizeTargets: vdevices whose target names only a kind get this machine's CPU or GPU.
+# RealizeTargets: complete the target of vdevices that name only a kind with this machine's CPU or GPU.
 #
 # Before::
 #
@@ -248,30 +250,30 @@ def _write_function(
 #     I.module_global_infos({"vdevice": [I.vdevice({"kind": "llvm", "mcpu": "znver5", "num-cores": 16}),
 #                                        I.vdevice("c", 1)]})
 #
-# Thus ``I.vdevice("llvm")`` means what ``vdevices=["llvm"]`` means; TVM's own default is the oldest CPU of this
+# Thus ``I.vdevice("llvm")`` and ``vdevices=["llvm"]`` mean the same; TVM's own default is the oldest CPU of this
 # architecture, which ``{"kind": "llvm", "mcpu": "generic"}`` names. All references to the vdevices are updated.
 #
-# Assumes nothing. A lowered module is returned as it is, and so is one whose targets say more; a second run changes
-# nothing. A vdevice stays as it is where it would be like another one of the list.
+# Assumes nothing. A lowered module and one with complete targets are not changed; a second run changes nothing. A
+# vdevice is not changed if it would become equal to another one of the list.
 
 
 def realize_targets(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring.
+    """Complete the targets of vdevices; see the comment above.
 
     Raises
     ------
     VDeviceError
-        When it runs: a CPU or an architecture that LLVM does not know.
+        When it runs: LLVM does not know a CPU or an architecture.
     """
     old = vdevices_of(mod)
     new: list[relax.VDevice] = []
     for vdevice in old:
         check_cpu_names(vdevice.target)
-        made = with_hardware(vdevice)
-        new.append(vdevice if any(same_vdevice(made, other) for other in (*old, *new)) else made)
+        complete = with_hardware(vdevice)
+        new.append(vdevice if any(same_vdevice(complete, entry) for entry in (*old, *new)) else complete)
     if is_lowered(mod) or all(same_vdevice(*pair) for pair in zip(old, new, strict=True)):
         return mod
-    placement = remarks_of(mod).placement  # the names of the devices are the same
+    placement = remarks_of(mod).placement  # the names of the devices do not change
     return with_remarks(succeed_vdevices(mod, new, new), placement=placement)
 
 

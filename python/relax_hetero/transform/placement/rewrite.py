@@ -1,10 +1,11 @@
-"""Write one clone of a function: explicit devices in every type, transfers where they are planned, no hints.
+"""Writer of one clone of a function: explicit devices in every type, planned transfers, no hints.
 
-Types are written, never inferred: stock inference refuses or forgets the device of n-ary ops.
+Types are written, never inferred: stock inference refuses or loses the device of n-ary ops.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -21,15 +22,15 @@ from .program import CallRef, Program, Record, Scope, Unit
 from .transfers import Transfer, plan_transfers
 from .trees import run
 
-# (scope, record index)
-Place = tuple[int, int]
+# Scope and record index.
+ProgramPoint = tuple[int, int]
 
 
 class CallWriter(Operands):
-    """Writes one binding at a time into the open block."""
+    """Writer of single bindings into the open block."""
 
     def rebind(self, record: Record, value: relax.Expr, var: relax.Var | None = None) -> relax.Var:
-        """Write a binding of the program with its new value; the very binding where nothing changed."""
+        """Write a binding of the program with its new value; the same binding if nothing changed."""
         binding = record.binding
         if var is None:
             var = self.define(record.var, record.result_device)
@@ -44,41 +45,41 @@ class CallWriter(Operands):
         self.out.append(binding)
         return var
 
-    def write_call(self, record: Record, place: Place) -> None:
+    def write_call(self, record: Record, point: ProgramPoint) -> None:
         """Write an op, or a call of a Relax function."""
         call = record.value
         old_op, old_ty, old_ty_args = call.op, call.ty, list(call.ty_args)
         op = old_op if type(old_op) is tvm.ir.Op else self.mapped(old_op)
-        wants = record.operand_devices
+        required = record.operand_devices
         args = []
         for position, (arg, tree) in enumerate(zip(record.args, record.trees, strict=True)):
-            want = wants if isinstance(wants, int) else wants[position]
-            args.append(self.mapped(arg) if tree is None else self.coerce(arg, tree, want, place))
-        made = self._made(record)
-        ty = self.retyped(old_ty, made)
-        ty_args = self._ty_args(old_ty_args, made)
-        parts = zip([op, ty, *args, *ty_args], [old_op, old_ty, *record.args, *old_ty_args], strict=True)
-        changed = any(new is not old for new, old in parts)
+            node = required if isinstance(required, int) else required[position]
+            args.append(self.mapped(arg) if tree is None else self.coerce(arg, tree, node, point))
+        produced = self._produced(record)
+        ty = self.retyped(old_ty, produced)
+        ty_args = self._ty_args(old_ty_args, produced)
+        pairs = zip([op, ty, *args, *ty_args], [old_op, old_ty, *record.args, *old_ty_args], strict=True)
+        changed = any(new is not old for new, old in pairs)
         value = relax.Call(op, args, call.attrs, ty_args, call.span, ty) if changed else call
-        if made is record.result_device:
-            self._note_op(record, self.rebind(record, value), made)
+        if produced is record.result_device:
+            self._note_op(record, self.rebind(record, value))
             return
         raw = self.bind(f"{record.var.name}_made", value, isinstance(record.var, relax.DataflowVar))
-        self._note_op(record, raw, made)
-        if made == HOST and isinstance(record.result_device, int):
+        self._note_op(record, raw)
+        if produced == HOST and isinstance(record.result_device, int):
             self.on_host[record.result_device] = raw
-        var = self.rebind(record, self._transferred(raw, record.result_device, made))
-        self.record_transferred(record, var, made)
+        var = self.rebind(record, self._transferred(raw, record.result_device, produced))
+        self.record_transferred(record, var, produced)
 
-    def record_transferred(self, record: Record, var: relax.Var, value: Tree) -> None:
-        """Report what a result needed to get from where it was made to where its variable lives."""
-        for here, there in zip(tensors_of(record.result_device), tensors_of(value), strict=True):
-            device, names = self.device(here), self.program.names
-            if device != self.device(there) and here not in self.opaque:
-                why = f"transfer: made on {names[self.device(there)]}, belongs on {names[device]}"
-                self.notes.append(PlacementNote("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
+    def record_transferred(self, record: Record, var: relax.Var, produced: Tree) -> None:
+        """Add notes about the transfers of a result from the producing device to the device of its variable."""
+        for target, source in zip(tensors_of(record.result_device), tensors_of(produced), strict=True):
+            device, names = self.device(target), self.program.names
+            if device != self.device(source) and target not in self.opaque:
+                reason = f"transfer: made on {names[self.device(source)]}, belongs on {names[device]}"
+                self.notes.append(PlacementNote("transfer", var.name, var.ty, TRANSFER, device, ANY, reason))
 
-    def _note_op(self, record: Record, var: relax.Var, value: Tree) -> None:
+    def _note_op(self, record: Record, var: relax.Var) -> None:
         if record.host_read or record.produced == HOST:
             device = max(0, self.program.host)
             self.notes.append(PlacementNote("op", var.name, var.ty, record.op, device, HOST, ""))
@@ -86,33 +87,32 @@ class CallWriter(Operands):
             site = record.site
             self.notes.append(PlacementNote("op", var.name, var.ty, record.op, self.devices[site], site, ""))
 
-    def _made(self, record: Record) -> Tree:
-        """Where a call makes its result: a tree, `record.home` itself if the variable stays there."""
-        home = record.result_device
+    def _produced(self, record: Record) -> Tree:
+        """The nodes on whose devices a call produces its result: `record.result_device` unless a transfer follows."""
+        result = record.result_device
         if record.produced == HOST:
-            return home if self.all_on(home, self.program.host) else _everywhere(home, HOST)
+            return result if self.all_on(result, self.program.host) else _fill(result, HOST)
         if not self.mixed:
-            return home
+            return result
         if record.kind == "call":
-            here, there = list(tensors_of(home)), list(tensors_of(record.produced))
-            same = [self.device(leaf) for leaf in here] == [self.device(leaf) for leaf in there]
-            return home if same else record.produced
-        if record.site < 0 or self.all_on(home, self.devices[record.site]):
-            return home
-        return _everywhere(home, record.site)
+            devices, produced = ([self.device(x) for x in tensors_of(tree)] for tree in (result, record.produced))
+            return result if devices == produced else record.produced
+        if record.site < 0 or self.all_on(result, self.devices[record.site]):
+            return result
+        return _fill(result, record.site)
 
     def all_on(self, tree: Tree, device: int) -> bool:
-        """Return whether all tensors of a tree live on this device; an ``R.Object`` lives on none."""
+        """Return whether all tensors of a tree are on a device; an ``R.Object`` does not have one."""
         return all(self.device(leaf) == device or leaf in self.opaque for leaf in tensors_of(tree))
 
     def _transferred(self, value: relax.Expr, device: Tree, written: Tree) -> relax.Expr:
-        """Value that was made elsewhere, transferred tensor by tensor."""
+        """A value that was produced on other devices, transferred tensor by tensor."""
         if isinstance(device, tuple) and isinstance(written, tuple):
             fields = []
-            for index, (sub, sub_made) in enumerate(zip(device, written, strict=True)):
+            for index, (sub, sub_written) in enumerate(zip(device, written, strict=True)):
                 item = self.bind(f"{value.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
-                moved = self._transferred(item, sub, sub_made)
-                fields.append(moved if moved is item else self._named(f"{item.name}_moved", moved))
+                copied = self._transferred(item, sub, sub_written)
+                fields.append(copied if copied is item else self._named(f"{item.name}_moved", copied))
             return relax.Tuple(fields)
         if (
             not isinstance(device, (int, ConstLeaf))
@@ -126,19 +126,19 @@ class CallWriter(Operands):
         return value if isinstance(value, relax.Tuple) else self.bind(name, value, self.dataflow)
 
     def _ty_args(self, ty_args: list[tvm.ir.Type], value: Tree) -> list[tvm.ir.Type]:
-        """The explicit result types of ``call_tir`` and its kin; several of them are the fields of a tuple."""
+        """The explicit result types of ``call_tir`` and similar ops; several of them are the fields of a tuple."""
         if len(ty_args) == 1:
             return [self.retyped(ty_args[0], value)]
         if isinstance(value, tuple) and len(value) == len(ty_args):
             return [self.retyped(ty, sub) for ty, sub in zip(ty_args, value, strict=True)]
         return ty_args
 
-    def write_crossing(self, record: Record, place: Place) -> None:
-        """A hint or `to_vdevice`: an alias where the operand already is on the device, else a transfer."""
+    def write_crossing(self, record: Record, point: ProgramPoint) -> None:
+        """Write a hint or `to_vdevice`: an alias if the operand is on the device already, else a transfer."""
         arg, tree, device = record.args[0], record.trees[0], record.device
         transfer = None
         if isinstance(tree, int) and self.mixed:
-            transfer = self.plan.by_use.get((place[0], place[1], tree, device))
+            transfer = self.plan.by_use.get((point[0], point[1], tree, device))
         if transfer is not None and transfer.provider is not record:
             assert transfer.var is not None, "a transfer is written before its uses"
             self.rebind(record, transfer.var)
@@ -148,8 +148,8 @@ class CallWriter(Operands):
         if transfer is not None:
             transfer.var = var
         if op_name(value) == TRANSFER:
-            why = f"transfer: {record.op} to {self.program.names[device]}"
-            self.notes.append(PlacementNote("transfer", var.name, var.ty, TRANSFER, device, ANY, why))
+            reason = f"transfer: {record.op} to {self.program.names[device]}"
+            self.notes.append(PlacementNote("transfer", var.name, var.ty, TRANSFER, device, ANY, reason))
 
     def _crossed(self, record: Record, value: relax.Expr, tree: Tree) -> relax.Expr:
         device = record.device
@@ -157,7 +157,7 @@ class CallWriter(Operands):
             return self.constant(tree.expr, device)
         if isinstance(tree, int):
             if self.devices[tree] == device:
-                # An alias, unless one of the two may be overwritten while the other is read.
+                # An alias, unless an op may write to one of the two while the other is still read.
                 is_own = record.kind == "to_vdevice" and self.program.writes_in_place
                 return typed(copy(value), value.ty) if is_own else value
             if tree in self.constants:
@@ -174,28 +174,29 @@ class CallWriter(Operands):
         fields = []
         for index, sub in enumerate(tree):
             item = self.bind(f"{record.var.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
-            moved = self._crossed(record, item, sub)
-            fields.append(moved if moved is item else self._named(f"{item.name}_moved", moved))
+            copied = self._crossed(record, item, sub)
+            fields.append(copied if copied is item else self._named(f"{item.name}_moved", copied))
         return relax.Tuple(fields)
 
 
-def _everywhere(tree: Tree, node: int) -> Tree:
+def _fill(tree: Tree, node: int) -> Tree:
+    """A tree of the same structure with one node for all tensors."""
     if isinstance(tree, tuple):
-        return tuple(_everywhere(sub, node) for sub in tree)
+        return tuple(_fill(sub, node) for sub in tree)
     return node if isinstance(tree, (int, ConstLeaf)) else tree
 
 
-# The global variable that a mention of a function becomes.
+# Function from a reference to the global variable of a clone.
 Callee = Callable[[CallRef], tvm.ir.GlobalVar]
 
 
 def rewrite(program: Program, unit: Unit, clone: Clone, callee: Callee) -> tuple[relax.Function, list[PlacementNote]]:
-    """The function on the clone's devices, and what is to report about it.
+    """The function on the clone's devices, and notes for the report.
 
     Returns
     -------
     func, notes
-        The very function of the module if nothing changes.
+        The same function if nothing changes.
     """
     writer = _Writer(program, unit, clone, callee)
     func = run(writer.function(unit.func, unit.scope, unit.tree.params, unit.tree.ret))
@@ -208,13 +209,13 @@ class _Writer(CallWriter):
         self._callee = callee
 
     def callee(self, ref: CallRef) -> tvm.ir.GlobalVar:
-        """The function that a mention means."""
+        """The global variable of the clone that a reference needs."""
         return self._callee(ref)
 
     def function(
         self, func: relax.Function, scope: Scope, params: tuple[Tree, ...], ret: Tree
     ) -> Generator[Any, Any, relax.Function]:
-        """A function of the module, or a local one."""
+        """Write a function of the module, or a local function."""
         old_params = list(func.params)
         new_params = [self.define(param, tree) for param, tree in zip(old_params, params, strict=True)]
         for var, tree in zip(new_params, params, strict=True):
@@ -237,26 +238,26 @@ class _Writer(CallWriter):
             bindings: list[relax.Binding] = []
             self._open(block, bindings)
             for record in scope.records[start:stop]:
-                place = (id(scope), record.index)
-                for transfer in before.get(place, ()):
+                point = (id(scope), record.index)
+                for transfer in before.get(point, ()):
                     self._insert(transfer)
                 inner = []
                 for nested in record.scopes:
                     inner.append((yield self._nested(record, nested)))
                     self._open(block, bindings)
-                self.mentions = iter(record.callees)
-                self._write(record, inner, place)
-            old = [record.binding for record in scope.records[start:stop]]
-            if len(bindings) != len(old) or any(new is not was for new, was in zip(bindings, old, strict=True)):
+                self.references = iter(record.callees)
+                self._write(record, inner, point)
+            old_bindings = [record.binding for record in scope.records[start:stop]]
+            if len(bindings) != len(old_bindings) or any(map(operator.is_not, bindings, old_bindings)):
                 changed = True
                 block = type(block)(bindings, block.span)
             blocks.append(block)
         self.out, self.dataflow, self.current = [], False, "result"
-        place = (id(scope), len(scope.records))
-        for transfer in before.get(place, ()):
+        point = (id(scope), len(scope.records))
+        for transfer in before.get(point, ()):
             self._insert(transfer)
-        self.mentions = iter(scope.callees)
-        body = self.coerce(scope.body, scope.body_tree, scope.body_device, place)
+        self.references = iter(scope.callees)
+        body = self.coerce(scope.body, scope.body_tree, scope.body_device, point)
         if self.out:
             blocks.append(relax.BindingBlock(self.out))
         if not changed and not self.out and body is scope.body and same_devices(scope.seq.ty, body.ty):
@@ -287,34 +288,34 @@ class _Writer(CallWriter):
         name = f"{name}_{self.program.names[device].replace(':', '_')}"
         copy = self.bind(name, self.transferred(value, device), local)
         transfer.var = copy
-        why = f"transfer: needed by '{transfer.needed_by}' on {self.program.names[device]}"
-        self.notes.append(PlacementNote("transfer", name, copy.ty, TRANSFER, device, ANY, why))
+        reason = f"transfer: needed by '{transfer.needed_by}' on {self.program.names[device]}"
+        self.notes.append(PlacementNote("transfer", name, copy.ty, TRANSFER, device, ANY, reason))
 
-    def _write(self, record: Record, inner: list[Any], place: Place) -> None:
+    def _write(self, record: Record, inner: list[Any], point: ProgramPoint) -> None:
         self.current = record.var.name
         kind = record.kind
         if kind == "op" or kind == "call":
-            self.write_call(record, place)
+            self.write_call(record, point)
         elif kind == "hint" or kind == "to_vdevice":
-            self.write_crossing(record, place)
+            self.write_crossing(record, point)
         elif kind == "if":
-            self._write_if(record, inner, place)
+            self._write_if(record, inner, point)
         elif kind == "function":
             self.rebind(record, inner[0], self.env.get(handle(record.var), record.var))
-        elif self._is_revealed_elsewhere(record):
-            self._write_revealed(record)
+        elif self._is_cast_with_transfer(record):
+            self._write_cast_with_transfer(record)
         else:
-            want = None if isinstance(record.operand_devices, int) else record.operand_devices[0]
-            self.rebind(record, self.coerce(record.value, record.trees[0], want, place))
+            required = None if isinstance(record.operand_devices, int) else record.operand_devices[0]
+            self.rebind(record, self.coerce(record.value, record.trees[0], required, point))
 
-    def _is_revealed_elsewhere(self, record: Record) -> bool:
-        here, there = record.result_device, record.produced
-        if not self.mixed or here is there or not isinstance(there, int):
+    def _is_cast_with_transfer(self, record: Record) -> bool:
+        result, source = record.result_device, record.produced
+        if not self.mixed or result is source or not isinstance(source, int):
             return False
-        return not self.all_on(here, self.device(there))
+        return not self.all_on(result, self.device(source))
 
-    def _write_revealed(self, record: Record) -> None:
-        """A match_cast of an object on one device, whose variable belongs on another."""
+    def _write_cast_with_transfer(self, record: Record) -> None:
+        """Write a match_cast of an object on one device to a variable on another."""
         binding = record.binding
         ty = self.retyped(binding.ty, record.produced)
         raw = (relax.DataflowVar if self.dataflow else relax.Var)(f"{record.var.name}_made", ty)
@@ -324,9 +325,9 @@ class _Writer(CallWriter):
         self.out.append(relax.VarBinding(var, self.transferred(raw, self.device(record.result_device)), binding.span))
         self.record_transferred(record, var, record.produced)
 
-    def _write_if(self, record: Record, inner: list[Any], place: Place) -> None:
+    def _write_if(self, record: Record, inner: list[Any], point: ProgramPoint) -> None:
         value = record.value
-        cond = self.coerce(record.args[0], record.trees[0], HOST, place)
+        cond = self.coerce(record.args[0], record.trees[0], HOST, point)
         old_ty = value.ty
         ty = self.retyped(old_ty, record.result_device)
         same = all(new is nested.seq for new, nested in zip(inner, record.scopes, strict=True))

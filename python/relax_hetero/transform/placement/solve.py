@@ -1,8 +1,8 @@
-"""Give every connected part of the graph its device.
+"""Assignment of a device to every connected component of the graph.
 
-Round one: a part with fixed devices has that one device; two that meet are an error, or go to `propagate` where
-copies are allowed. Round two: a part without gets the device that is hinted for one of its values. A part that callers
-can still place stays open, as a numbered class.
+Round one: a component with one fixed device gets it; two fixed devices that meet are an error, or are resolved by
+`propagate` where copies are allowed. Round two: a component without a fixed device gets the device that is hinted for
+one of its values. A component that callers can still place stays open, as a numbered class.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import TypeAlias
 from ...errors import PlacementError
 from .graph import Graph, Location, Origin, location_text
 
-# Devices of a part of the graph in which several fixed devices meet, and copies may be inserted.
+# Propagation in a component in which several fixed devices meet, where copies may be inserted.
 #
-# Forward, in program order: an op takes its result's fixed device, else that of its first placed operand, and makes its
-# results there. Then backward: a free value goes with its first placed use, and so does the op that makes it. Both, in
-# turn, until nothing changes. What is placed is never moved, so the work is linear in the edges but for the queues.
+# Forward, in program order: an op takes its result's fixed device, else that of its first placed operand, and places
+# its results there. Then backward: a free value takes the device of its first placed use, and so does its producer.
+# Both alternate to a fixpoint. Placed nodes do not change, so the time is linear in the edges except for the queues.
 
 
-def propagate(graph: Graph, part: list[int], seeds: dict[int, int]) -> dict[int, int]:
-    """The device of every node of a connected part.
+def propagate(graph: Graph, component: list[int], seeds: dict[int, int]) -> dict[int, int]:
+    """The device of every node of a connected component.
 
     Parameters
     ----------
     graph : Graph
-    part : list of int
-        All nodes of the part.
+    component : list of int
+        All nodes of the component.
     seeds : dict
-        Node to its fixed device; at least one.
+        Fixed devices by node; at least one.
 
     Returns
     -------
     devices : dict
-        Node to device, for all of `part`.
+        Device by node, for all nodes of `component`.
     """
-    return _Flow(graph, seeds).run()
+    return _Propagation(graph, seeds).run()
 
 
-class _Flow:
+class _Propagation:
     def __init__(self, graph: Graph, seeds: dict[int, int]) -> None:
         self.graph = graph
         self.devices: dict[int, int] = {}
@@ -53,7 +53,7 @@ class _Flow:
             self._place(node, device)
 
     def run(self) -> dict[int, int]:
-        """Forward and backward until nothing is left."""
+        """Propagate forward and backward to a fixpoint."""
         while self.forward or self.backward:
             while self.forward:
                 self._visit_site(heapq.heappop(self.forward))
@@ -95,7 +95,7 @@ class _Flow:
                 self._visit_site(site)
 
 
-# Node to its fixed device (index), and where that comes from.
+# Fixed device (index) of a node, and its origin.
 Seeds: TypeAlias = "dict[int, tuple[int, Origin]]"
 
 ADVICE = (
@@ -106,16 +106,16 @@ ADVICE = (
 
 @dataclass(slots=True)
 class Solution:
-    """Where everything in a graph is that does not depend on callers.
+    """Devices of all nodes of a graph that do not depend on callers.
 
     Attributes
     ----------
     devices : list of int
-        Device (index) of every node, or -1 where its class is open.
+        Device (index) of every node, or -1 if its class is open.
     class_of : dict
-        Classes of the open nodes.
+        Class of each open node.
     classes : list of list of int
-        The nodes of every open class.
+        Nodes of every open class.
     """
 
     devices: list[int]
@@ -134,7 +134,7 @@ def solve(graph: Graph, names: list[str], host: int, insert_copies: bool) -> Sol
     host : int
         Index of the host device; negative if there is none.
     insert_copies : bool
-        Whether devices may meet.
+        Whether two devices may meet.
 
     Raises
     ------
@@ -142,47 +142,47 @@ def solve(graph: Graph, names: list[str], host: int, insert_copies: bool) -> Sol
         If two fixed devices, or two hints where nothing is fixed, meet and copies are not allowed.
     """
     solution = Solution([-1] * len(graph.locations))
-    for part in _connected_parts(graph):
-        fixed = {node: graph.fixed[node] for node in part if node in graph.fixed}
-        if not fixed and not graph.interface.isdisjoint(part):
-            for node in part:
+    for component in _connected_components(graph):
+        fixed = {node: graph.fixed[node] for node in component if node in graph.fixed}
+        if not fixed and not graph.interface.isdisjoint(component):
+            for node in component:
                 solution.class_of[node] = len(solution.classes)
-            solution.classes.append(part)
+            solution.classes.append(component)
             continue
-        for node, device in place_part(graph, part, fixed, names, host, insert_copies).items():
+        for node, device in place_component(graph, component, fixed, names, host, insert_copies).items():
             solution.devices[node] = device
     check_rigid(graph, solution.devices, names)
     return solution
 
 
-def place_part(
-    graph: Graph, part: list[int], fixed: Seeds, names: list[str], host: int, insert_copies: bool
+def place_component(
+    graph: Graph, component: list[int], fixed: Seeds, names: list[str], host: int, insert_copies: bool
 ) -> dict[int, int]:
-    """Device of every node of a connected part, given what is fixed in it: rounds one and two, and the default."""
-    seeds = fixed or _hinted(graph, part, names, insert_copies)
+    """Device of every node of a connected component with its fixed devices: rounds one and two, and the default."""
+    seeds = fixed or _hinted(graph, component, names, insert_copies)
     devices = {device for device, _ in seeds.values()}
     if not devices:
-        alone_on_host = host >= 0 and len(part) == 1 and part[0] in graph.made_on_host
-        return dict.fromkeys(part, host if alone_on_host else 0)
+        is_single_host_value = host >= 0 and len(component) == 1 and component[0] in graph.made_on_host
+        return dict.fromkeys(component, host if is_single_host_value else 0)
     if len(devices) == 1:
-        return dict.fromkeys(part, devices.pop())
+        return dict.fromkeys(component, devices.pop())
     if not insert_copies:
         raise PlacementError(explain_conflict(graph, seeds, names, hinted=not fixed))
-    return propagate(graph, part, {node: device for node, (device, _) in seeds.items()})
+    return propagate(graph, component, {node: device for node, (device, _) in seeds.items()})
 
 
-def _hinted(graph: Graph, part: Iterable[int], names: list[str], insert_copies: bool) -> Seeds:
+def _hinted(graph: Graph, component: Iterable[int], names: list[str], insert_copies: bool) -> Seeds:
     """Seeds of round two: the first hint of every hinted node."""
     seeds: Seeds = {}
-    for node in part:
+    for node in component:
         hints = graph.hints.get(node, ())
         if not hints:
             continue
         device, origin = seeds[node] = hints[0]
-        for other, other_origin in hints:
-            if other != device and not insert_copies:
+        for second_device, second_origin in hints:
+            if second_device != device and not insert_copies:
                 raise PlacementError(
-                    _two_hints(graph.locations[node], names[device], origin, names[other], other_origin)
+                    _two_hints(graph.locations[node], names[device], origin, names[second_device], second_origin)
                 )
     return seeds
 
@@ -195,31 +195,31 @@ def _two_hints(location: Location, first: str, first_origin: Origin, second: str
     )
 
 
-def _connected_parts(graph: Graph) -> Iterable[list[int]]:
-    """The nodes of every connected part, ascending; parts in order of their first node."""
-    seen = bytearray(len(graph.locations))
+def _connected_components(graph: Graph) -> Iterable[list[int]]:
+    """Nodes of every connected component, ascending; components in order of their first node."""
+    visited = bytearray(len(graph.locations))
     sources, targets = graph.sources, graph.targets
-    for start in range(len(seen)):
-        if seen[start]:
+    for start in range(len(visited)):
+        if visited[start]:
             continue
-        seen[start] = 1
-        part = [start]
-        for node in part:  # grows while it is read
-            for near in sources[node]:
-                if not seen[near]:
-                    seen[near] = 1
-                    part.append(near)
-            for near in targets[node]:
-                if not seen[near]:
-                    seen[near] = 1
-                    part.append(near)
-        part.sort()
-        yield part
+        visited[start] = 1
+        component = [start]
+        for node in component:  # grows while it is read
+            for neighbour in sources[node]:
+                if not visited[neighbour]:
+                    visited[neighbour] = 1
+                    component.append(neighbour)
+            for neighbour in targets[node]:
+                if not visited[neighbour]:
+                    visited[neighbour] = 1
+                    component.append(neighbour)
+        component.sort()
+        yield component
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How a device reaches a node: the fixed node it starts from, and the node before this one."""
+    """Path of a device to a node: the fixed node at its start, and the node before this one."""
 
     device: int
     origin: Origin
@@ -228,80 +228,82 @@ class Path:
 
 
 def shortest_paths(graph: Graph, seeds: Seeds) -> tuple[dict[int, Path], tuple[int, int] | None]:
-    """From all fixed nodes at once, breadth first; also the first edge at which two devices meet."""
+    """Paths from all fixed nodes, breadth first, and the first edge at which two devices meet."""
     paths = {node: Path(device, origin, node, -1) for node, (device, origin) in sorted(seeds.items())}
     queue = deque(paths)
     meeting: tuple[int, int] | None = None
     while queue:
         node = queue.popleft()
         path = paths[node]
-        for near in graph.neighbours(node):
-            other = paths.get(near)
-            if other is None:
-                paths[near] = Path(path.device, path.origin, path.start, node)
-                queue.append(near)
-            elif other.device != path.device and meeting is None:
-                meeting = node, near
+        for neighbour in graph.neighbours(node):
+            existing = paths.get(neighbour)
+            if existing is None:
+                paths[neighbour] = Path(path.device, path.origin, path.start, node)
+                queue.append(neighbour)
+            elif existing.device != path.device and meeting is None:
+                meeting = node, neighbour
     return paths, meeting
 
 
 def nearest_origin(graph: Graph, node: int) -> Origin | None:
-    """Origin of the nearest fixed node, which fixes a placed node."""
-    seen = {node}
-    queue = deque(seen)
+    """The origin of the nearest fixed node, which determines the device of a placed node."""
+    visited = {node}
+    queue = deque(visited)
     while queue:
-        here = queue.popleft()
-        if here in graph.fixed:
-            return graph.fixed[here][1]
-        for near in graph.neighbours(here):
-            if near not in seen:
-                seen.add(near)
-                queue.append(near)
+        current = queue.popleft()
+        if current in graph.fixed:
+            return graph.fixed[current][1]
+        for neighbour in graph.neighbours(current):
+            if neighbour not in visited:
+                visited.add(neighbour)
+                queue.append(neighbour)
     return None
 
 
 def explain_conflict(graph: Graph, seeds: Seeds, names: list[str], hinted: bool) -> str:
-    """The message for a part whose seeds disagree: where they meet, both devices, where each comes from."""
+    """The message for a component with different seeds: where they meet, both devices and their origins."""
     paths, meeting = shortest_paths(graph, seeds)
     assert meeting is not None, "a connected part with two devices has an edge where they meet"
     site, value = meeting if graph.is_site(meeting[0]) else (meeting[1], meeting[0])
-    spot = graph.locations[site]
-    sides = []
-    for here in (site, value):
-        path = paths[here]
-        shown = here if not graph.is_site(here) else path.before
-        name = f"'{graph.locations[shown].variable}'" if shown >= 0 else f"the {spot.op}"
-        needs = "is hinted for" if hinted else "is on"
-        sides.append(f"{name} {needs} {names[path.device]} (from {_root(graph, path)})")
-    return f"{spot.where}: two devices meet: {sides[0]}, but {sides[1]}. {ADVICE}"
+    location = graph.locations[site]
+    texts = []
+    for node in (site, value):
+        path = paths[node]
+        named_node = node if not graph.is_site(node) else path.before
+        name = f"'{graph.locations[named_node].variable}'" if named_node >= 0 else f"the {location.op}"
+        verb = "is hinted for" if hinted else "is on"
+        texts.append(f"{name} {verb} {names[path.device]} (from {_root_origin(graph, path)})")
+    return f"{location.where}: two devices meet: {texts[0]}, but {texts[1]}. {ADVICE}"
 
 
-def _root(graph: Graph, path: Path) -> Origin:
-    """The first of the annotations that a fixed value repeats: TVM's inference copies them from operand to result."""
+def _root_origin(graph: Graph, path: Path) -> Origin:
+    """The original annotation of a fixed value: TVM's inference copies annotations from operand to result."""
     node, origin = path.start, path.origin
-    seen = {node}
+    visited = {node}
     while origin.kind in ("variable", "return"):
-        operands = [before for site in graph.sources[node] for before in graph.sources[site]]
-        same = [at for at in operands if at not in seen and graph.fixed.get(at, (-1,))[0] == path.device]
-        if not same:
+        operands = [operand for site in graph.sources[node] for operand in graph.sources[site]]
+        sources = [x for x in operands if x not in visited and graph.fixed.get(x, (-1,))[0] == path.device]
+        if not sources:
             break
-        node = same[0]
-        seen.add(node)
+        node = sources[0]
+        visited.add(node)
         origin = graph.fixed[node][1]
     return origin
 
 
 def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:
-    """Refuse function values and ``R.Object`` whose two ends are apart: no transfer can join them."""
-    for left, right, site in graph.rigid:
-        if devices[left] != devices[right] and devices[left] >= 0 and devices[right] >= 0:
-            spot, name = graph.locations[site], graph.locations[left].variable
+    """Refuse function values and ``R.Object`` that are needed on another device: they cannot be transferred."""
+    for source, target, site in graph.rigid:
+        if devices[source] != devices[target] and devices[source] >= 0 and devices[target] >= 0:
+            location, name = graph.locations[site], graph.locations[source].variable
             raise PlacementError(
-                f"{spot.where}: '{name}' is on {names[devices[left]]} but is needed on {names[devices[right]]}, "
+                f"{location.where}: '{name}' is on {names[devices[source]]} but is needed on {names[devices[target]]}, "
                 "and an object or a function value cannot be transferred"
             )
 
 
 def is_mixed(graph: Graph, devices: list[int]) -> bool:
-    """Return whether an edge joins two devices, so that a value is used on another device than its own."""
-    return any(devices[node] != devices[near] for node, targets in enumerate(graph.targets) for near in targets)
+    """Return whether an edge connects two devices, so that a value is used on a device other than its own."""
+    return any(
+        devices[node] != devices[neighbour] for node, targets in enumerate(graph.targets) for neighbour in targets
+    )

@@ -1,4 +1,4 @@
-"""Plan the transfers of one clone: one per (value, destination), placed so that all its uses can share it."""
+"""Plan of the transfers of one clone: one for each value and destination, at a point that dominates all its uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tvm import relax
 
 from .clones import Clone
-from .graph import ANY, HOST, Tree, tensors_of
+from .graph import ANY, Tree, subtree, tensors_of
 from .program import Program, Record, Scope
 
 
@@ -20,22 +20,22 @@ class Transfer:
     Attributes
     ----------
     node : int
-        The value.
+        Value node.
     device : int
-        The destination.
+        Destination.
     scope : Scope
-        The innermost scope that holds all uses.
+        Innermost scope that contains all uses.
     first, last : int
-        Records of that scope which use it, or hold a use; one past the last record is the scope's result. The transfer
-        stands before the first.
+        First and last record of that scope with a use, perhaps nested; the number of records stands for the scope's
+        result. The transfer is written before the first.
     provider : Record, optional
-        A `to_vdevice` of the program that is this transfer, being its first use itself.
+        `to_vdevice` of the program that serves as this transfer, because it is the first use.
     needed_by : str
-        The variable of the first use, for reports.
+        Variable of the first use, for reports.
     captured : bool
-        Whether a function inside the scope uses it, which cannot see dataflow variables around it.
+        Whether a local function uses it, which cannot capture dataflow variables.
     var : relax.Var, optional
-        The copy, once it is written.
+        Variable of the copy, after it is written.
     """
 
     node: int
@@ -49,7 +49,7 @@ class Transfer:
     var: relax.Var | None = None
 
     def include(self, scope: Scope, index: int) -> None:
-        """Widen to one more use, later in program order."""
+        """Include one more use, later in program order."""
         while self.scope is not scope:
             if self.scope.depth > scope.depth or (self.scope.depth == scope.depth and scope.parent is not None):
                 self.captured = self.captured or self.scope.is_function
@@ -67,10 +67,10 @@ class Transfer:
     def is_local(self) -> bool:
         """Return whether all uses are in one dataflow block, so that the copy can be a dataflow variable."""
         blocks = self.scope.blocks
-        at = bisect.bisect_right(blocks, self.first, key=lambda entry: entry[2])
-        if at == len(blocks) or self.captured:  # the result of the scope stands in no block
+        index = bisect.bisect_right(blocks, self.first, key=lambda entry: entry[2])
+        if index == len(blocks) or self.captured:  # the result of the scope is outside of all blocks
             return False
-        block, _, stop = blocks[at]
+        block, _, stop = blocks[index]
         return self.last < stop and isinstance(block, relax.DataflowBlock)
 
 
@@ -81,9 +81,9 @@ class TransferPlan:
     Attributes
     ----------
     by_use : dict
-        (scope, record index, node, device) -> transfer.
+        Transfer by scope, record index, node and device of a use.
     before : dict
-        (scope, record index) -> transfers to write there.
+        Transfers to write before a record, by scope and record index.
     """
 
     by_use: dict[tuple[int, int, int, int], Transfer] = field(default_factory=dict)
@@ -91,10 +91,10 @@ class TransferPlan:
 
 
 def plan_transfers(program: Program, clone: Clone, body: Scope) -> TransferPlan:
-    """Find what is used on another device than its own, in a function body.
+    """Plan transfers for all values of a function body that are used on a device other than their own.
 
-    Without fixed devices that meet, only what the host reads is. Where they meet, transfers of the program itself count
-    as uses, so that they are reused, too.
+    If no fixed devices meet, these are only values that the host reads. Otherwise the program's own transfers count as
+    uses, so that they are shared, too.
     """
     return _Planner(program, clone).run(body)
 
@@ -109,13 +109,13 @@ class _Planner:
         self.made_on_host = clone.group.graph.made_on_host
         self.plan = TransferPlan()
         self.transfers: dict[tuple[int, int, int], Transfer] = {}
-        # Value node -> a number that changes when something may have written to it.
+        # Version of each value node, which changes when an op may have written to it.
         self.version: dict[int, int] = {}
         self.writes = 0
 
     def run(self, body: Scope) -> TransferPlan:
         """Visit a body in program order."""
-        # (scope, next record, values written in it): an explicit stack, for programs nested deeper than Python's.
+        # Explicit stack of (scope, next record, values written in it), for deeply nested programs.
         stack: list[tuple[Scope, Iterator[Record], set[int]]] = [(body, iter(body.records), set())]
         while stack:
             scope, records, written = stack[-1]
@@ -131,9 +131,9 @@ class _Planner:
             if self.mixed:
                 self._uses(scope, len(scope.records), scope.body_tree, scope.body_device, "result")
             stack.pop()
-            self._forget(written)
+            self._invalidate(written)
             if stack:
-                _outer(stack, scope).update(written)
+                _written_outside(stack, scope).update(written)
         for transfer in self.transfers.values():
             if transfer.provider is not None and _is_dataflow(transfer.provider.var) and not transfer.is_local():
                 transfer.provider = None
@@ -145,48 +145,40 @@ class _Planner:
         if not (self.mixed or record.host_read):
             return
         name = record.var.name
-        wants = record.operand_devices
+        required = record.operand_devices
         for position, tree in enumerate(record.trees):
             if tree is None:
                 continue
-            want = wants if isinstance(wants, int) else wants[position]
-            self._uses(scope, record.index, tree, want, name)
+            self._uses(scope, record.index, tree, required if isinstance(required, int) else required[position], name)
             if record.device != ANY and isinstance(tree, int) and self.devices[tree] != record.device:
                 transfer = self._use(scope, record.index, tree, record.device, name)
                 if transfer.scope is scope and transfer.first == record.index:
                     transfer.provider = record
         if record.written and self.mixed:
             trees = [record.trees[position] for position in record.written]
-            touched = [leaf for tree in trees for leaf in tensors_of(tree) if isinstance(leaf, int)]
-            self._forget(touched)
-            written.update(touched)
+            leaves = [leaf for tree in trees for leaf in tensors_of(tree) if isinstance(leaf, int)]
+            self._invalidate(leaves)
+            written.update(leaves)
 
-    def _forget(self, nodes: list[int] | set[int]) -> None:
+    def _invalidate(self, nodes: list[int] | set[int]) -> None:
         for node in nodes:
             self.writes += 1
             self.version[node] = self.writes
 
-    def _uses(self, scope: Scope, index: int, tree: Tree, want: Tree, name: str) -> None:
+    def _uses(self, scope: Scope, index: int, tree: Tree, required: Tree, name: str) -> None:
         if isinstance(tree, int):
-            device = self.wanted(want, self.devices[tree])
-            if device >= 0 and device != self.devices[tree] and not self._at_hand(tree, device):
+            device = self.program.required_device(self.devices, required, self.devices[tree])
+            if device >= 0 and device != self.devices[tree] and not self._is_available(tree, device):
                 self._use(scope, index, tree, device, name)
         elif isinstance(tree, tuple):
             for position, sub in enumerate(tree):
-                sub_want = want[position] if isinstance(want, tuple) else want
-                self._uses(scope, index, sub, sub_want, name)
+                self._uses(scope, index, sub, subtree(required, position), name)
 
-    def _at_hand(self, node: int, device: int) -> bool:
-        """Return whether no transfer is due: an object without a device, a constant, what the host made."""
+    def _is_available(self, node: int, device: int) -> bool:
+        """Return whether a value needs no transfer: an object without a device, a constant, or a value of the host."""
         if node in self.made_on_host and device == self.program.host:
             return True
         return node in self.opaque or node in self.constants
-
-    def wanted(self, want: Tree, at: int = ANY) -> int:
-        """The device a node stands for, for a tensor that is on device `at`; negative where any will do."""
-        if not isinstance(want, int) or want == ANY:
-            return ANY
-        return self.program.reader(at) if want == HOST else self.devices[want]
 
     def _use(self, scope: Scope, index: int, node: int, device: int, name: str) -> Transfer:
         key = (node, self.version.get(node, 0), device)
@@ -199,12 +191,9 @@ class _Planner:
         return transfer
 
 
-def _outer(stack: list[tuple[Scope, Iterator[Record], set[int]]], scope: Scope) -> set[int]:
-    """Values that the scope around `scope` has written so far; sibling branches stand between them on the stack."""
-    for other, _, written in reversed(stack):
-        if other is scope.parent:
-            return written
-    raise AssertionError("a nested scope stands above its parent")
+def _written_outside(stack: list[tuple[Scope, Iterator[Record], set[int]]], scope: Scope) -> set[int]:
+    """Values that the parent scope has written so far; sibling branches may be between both on the stack."""
+    return next(written for parent, _, written in reversed(stack) if parent is scope.parent)
 
 
 def _is_dataflow(var: relax.Var) -> bool:

@@ -1,4 +1,4 @@
-"""Trees of nodes for types and expressions, the ties between them, and which types hold tensors or name devices.
+"""Trees of graph nodes for types and expressions, edges between them, and questions about types.
 
 `run` walks nested scopes without Python's recursion.
 """
@@ -13,31 +13,31 @@ from tvm import relax
 
 from ...errors import PlacementError
 from ..ir.rewriting import handle
-from .graph import ConstLeaf, FuncTree, Graph, Location, Origin, Tree, nodes_of
+from .graph import ConstLeaf, FuncTree, Graph, Location, Origin, Tree, nodes_of, subtree
 from .program import Program
 
 TupleType = tvm.ir.TupleType
 
 
 class Trees:
-    """The variables of a recursion group and their trees.
+    """Variables of a recursion group with their trees.
 
     Parameters
     ----------
     program : Program
     graph : Graph
-        Filled by the methods.
+        Graph that the methods add to.
     """
 
     def __init__(self, program: Program, graph: Graph) -> None:
         self.program = program
         self.graph = graph
         self.env: dict[int, Tree] = {}
-        # Value node -> how to write it: a variable, and the path into its tuple.
+        # Variable that contains each value node, and the path into its tuple.
         self.access: dict[int, tuple[relax.Var, tuple[int, ...]]] = {}
 
     def make(self, ty: tvm.ir.Type, var: relax.Var | None, function: str, path: tuple[int, ...] = ()) -> Tree:
-        """New value nodes for a variable of this type; for its result where `var` is None."""
+        """New value nodes for a variable of a type, or for a function's result if `var` is None."""
         if isinstance(ty, relax.TensorType) or isinstance(ty, relax.AnyType):
             node = self.graph.add(Location(function, var, "", path))
             if var is not None:
@@ -57,9 +57,9 @@ class Trees:
     ) -> None:
         """Fix nodes to the devices that their type names.
 
-        `operands` are what the value is made from; with `fieldwise` each field from the same field of theirs. TVM
-        infers the type of a hint's result from its operand, and that of later results from there, so a device that
-        only such an operand names is hearsay, no annotation.
+        The value is computed from `operands`; with `fieldwise` each field from the same field of the operands. TVM
+        infers the type of a hint's result from its operand, and types of later results from that, so a device that
+        comes from such an operand is not an annotation by the user.
         """
         if isinstance(ty, relax.TensorType):
             vdevice = ty.vdevice
@@ -72,28 +72,28 @@ class Trees:
                 self.graph.fixed[tree] = (device, origin)
         elif isinstance(ty, TupleType) and isinstance(tree, tuple):
             for index, (sub_ty, sub_tree) in enumerate(zip(ty.fields, tree, strict=False)):
-                parts = [_field(sub, index) for sub in operands] if fieldwise else operands
-                self.declare(sub_ty, sub_tree, origin, parts, fieldwise)
+                sub_operands = [subtree(sub, index) for sub in operands] if fieldwise else operands
+                self.declare(sub_ty, sub_tree, origin, sub_operands, fieldwise)
         elif isinstance(ty, relax.FuncType) and isinstance(tree, FuncTree):
             for sub_ty, sub_tree in zip(ty.params, tree.params, strict=False):
                 self.declare(sub_ty, sub_tree, origin)
             self.declare(ty.ret, tree.ret, origin)
 
     def _is_inferred(self, device: int, operands: list[int]) -> bool:
-        told = False
+        is_inferred = False
         for node in operands:
-            told = told or self.graph.inferred.get(node) == device
+            is_inferred = is_inferred or self.graph.inferred.get(node) == device
             if self.graph.fixed.get(node, (-1,))[0] == device and self.graph.inferred.get(node) is None:
                 return False
-        return told
+        return is_inferred
 
     def tie(self, source: Tree, target: Tree, location: Location) -> Tree:
-        """Let one value become the other: an alias, an argument, the result of a branch.
+        """Connect a value to another that it becomes: an alias, an argument, the result of a branch.
 
         Returns
         -------
-        want : Tree
-            For every tensor of `source` the node whose device it is wanted on.
+        required : Tree
+            For every tensor of `source` the node whose device it is needed on.
         """
         if source is None or target is None:
             return None
@@ -110,10 +110,10 @@ class Trees:
                 self._join(node, target, location, rigid=True)
             return None
         if isinstance(source, tuple) and isinstance(target, tuple):
-            return tuple(self.tie(sub, other, location) for sub, other in zip(source, target, strict=False))
+            return tuple(self.tie(a, b, location) for a, b in zip(source, target, strict=False))
         if isinstance(source, FuncTree) and isinstance(target, FuncTree):
-            for sub, other in zip(source.params, target.params, strict=False):
-                self._tie_rigidly(other, sub, location)
+            for source_param, target_param in zip(source.params, target.params, strict=False):
+                self._tie_rigidly(target_param, source_param, location)
             self._tie_rigidly(source.ret, target.ret, location)
         elif isinstance(source, int):
             for node in nodes_of(target):
@@ -124,8 +124,8 @@ class Trees:
         if isinstance(source, int) and isinstance(target, int):
             self._join(source, target, location, rigid=True)
         elif isinstance(source, tuple) and isinstance(target, tuple):
-            for sub, other in zip(source, target, strict=False):
-                self._tie_rigidly(sub, other, location)
+            for a, b in zip(source, target, strict=False):
+                self._tie_rigidly(a, b, location)
         elif isinstance(source, FuncTree) and isinstance(target, FuncTree):
             self.tie(source, target, location)
 
@@ -143,20 +143,20 @@ class Trees:
         return site
 
     def variable(self, var: relax.Var) -> Tree:
-        """The tree of a variable; None for one without tensors.
+        """The tree of a variable; None if it lacks tensors.
 
         Raises
         ------
         PlacementError
-            If it should hold tensors and is not defined here.
+            If it holds tensors and is not in scope.
         """
         tree = self.env.get(handle(var))
         if tree is None and holds_tensors(var.ty) and handle(var) not in self.env:
             raise PlacementError(f"variable '{var.name}' is used where it is not defined")
         return tree
 
-    def of(self, expr: relax.Expr, mention: Callable[[tvm.ir.GlobalVar], Tree]) -> Tree:
-        """The tree of an argument; `mention` gives that of a Relax function named by a GlobalVar.
+    def of(self, expr: relax.Expr, function_tree: Callable[[tvm.ir.GlobalVar], Tree]) -> Tree:
+        """The tree of an argument; `function_tree` gives that of a Relax function named by a GlobalVar.
 
         Raises
         ------
@@ -167,24 +167,20 @@ class Trees:
         if kind is relax.DataflowVar or kind is relax.Var:
             return self.variable(expr)
         if kind is relax.Tuple:
-            return tuple(self.of(field, mention) for field in expr.fields)
+            return tuple(self.of(field, function_tree) for field in expr.fields)
         if kind is tvm.ir.GenericConst:
             return ConstLeaf(expr) if isinstance(expr.ty, relax.TensorType) else None
         if kind is relax.TupleGetItem:
-            whole = self.of(expr.tuple_value, mention)
-            return whole[int(expr.index)] if isinstance(whole, tuple) else None
+            tree = self.of(expr.tuple_value, function_tree)
+            return tree[int(expr.index)] if isinstance(tree, tuple) else None
         if kind is tvm.ir.GlobalVar:
-            return mention(expr)
+            return function_tree(expr)
         if kind in (relax.Call, relax.If, relax.SeqExpr, relax.Function) and holds_tensors(expr.ty):
             raise PlacementError(
                 f"found a nested {kind.__name__} where a variable is expected; run relax.transform.Normalize() first: "
                 f"{str(expr)[:200]}"
             )
         return None
-
-
-def _field(tree: Tree, index: int) -> Tree:
-    return tree[index] if isinstance(tree, tuple) and index < len(tree) else tree
 
 
 def holds_tensors(ty: tvm.ir.Type) -> bool:
@@ -206,7 +202,7 @@ def names_device(ty: tvm.ir.Type) -> bool:
 
 
 def fits(tree: Tree, ty: tvm.ir.Type) -> bool:
-    """Return whether a tree has the structure of a type, so that a variable of this type can share it."""
+    """Return whether a tree has the structure of a type, so that it can be the tree of a variable of this type."""
     if isinstance(ty, TupleType):
         return (
             isinstance(tree, tuple)
@@ -221,16 +217,17 @@ def fits(tree: Tree, ty: tvm.ir.Type) -> bool:
 
 
 def run(walk: Generator[Any, Any, Any]) -> Any:
-    """Run a generator that yields the generators it wants run, and gets their return values back.
+    """Run a generator that yields nested generators to run, and receives their return values.
 
     Parameters
     ----------
     walk : Generator
+        Outermost generator.
 
     Returns
     -------
     result
-        Result of `walk`. An exception ends all of them.
+        Result of `walk`. An exception ends all generators.
     """
     stack = [walk]
     result: Any = None

@@ -1,4 +1,4 @@
-"""UpdateVDevice: a vdevice of the module is replaced or added, or the list reset, and all that refers to it follows.
+"""UpdateVDevice: replace or add a vdevice of the module, or its list, and update all references.
 
 Before::
 
@@ -10,13 +10,13 @@ After ``UpdateVDevice(VDevice("vulkan"), index=0)``::
     I.module_global_infos({"vdevice": [I.vdevice("vulkan")]})
     y: R.Tensor((4,), "float32", "cuda:0") = R.exp(x)
 
-With an `index` the vdevice there is replaced, without one `new_vdevice` is appended, and a list takes the place of the
-whole list, each old vdevice being succeeded by the new one at its position. Types of parameters, bindings, constants
-and returns, types inside tuples, functions and ``out_ty``, the targets of ``to_vdevice``, hints, and the ``target`` of
-PrimFuncs follow. Afterwards every reference to a vdevice is the very object in ``mod.global_infos["vdevice"]``. TVM's
-pass of this name changes its input, and leaves targets of transfers, ``out_ty`` and tuples behind.
+With an `index` that vdevice is replaced, without one `new_vdevice` is appended, and a list replaces the module's list,
+each old vdevice by the new one at its index. Types of parameters, bindings, constants and returns, types inside tuples,
+functions and ``out_ty``, the targets of ``to_vdevice``, hints, and the ``target`` of PrimFuncs are updated. Afterwards
+every reference to a vdevice is the same object as in ``mod.global_infos["vdevice"]``. TVM's pass of this name changes
+its input, and does not update targets of transfers, ``out_ty`` and tuples.
 
-Assumes nothing. A second run changes nothing, but for a vdevice that is appended again.
+Assumes nothing. A second run changes nothing, except that it appends a vdevice again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ..ir.declare import declare_pass
 from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, relax_functions, tensor_types, walk_bindings
 
-# An old vdevice to the new one; None where it has no successor.
+# Function from an old vdevice to the new one; None for a vdevice without a successor.
 Successor: TypeAlias = Callable[[VDevice], "VDevice | None"]
 
 
@@ -53,15 +53,15 @@ def update_vdevices(
     mod : tvm.IRModule
         Module with vdevices.
     new_vdevice : VDevice, or sequence of VDevice
-        Entry to append or to put at `index`, or the new list.
+        Entry to append or to store at `index`, or the new list.
     index : int, optional
-        Position in the module's list of the vdevice to replace.
+        Index of the vdevice to replace in the module's list.
 
     Raises
     ------
     VDeviceError
-        At once, if the arguments are of the wrong kind. When it runs, if `index` is out of range, or a vdevice that is
-        used has no successor; the message names the function and variable that use it.
+        At once, if an argument has the wrong type. When it runs, if `index` is out of range, or a used vdevice lacks a
+        successor; the message names the function and variable that use it.
     """
     _check_arguments(new_vdevice, index)
     new = _new_list(vdevices_of(mod), new_vdevice, index)
@@ -69,34 +69,34 @@ def update_vdevices(
 
 
 def succeed_vdevices(mod: tvm.IRModule, successors: Sequence[VDevice], new: Sequence[VDevice]) -> tvm.IRModule:
-    """The module on other vdevices.
+    """The module with other vdevices.
 
     Parameters
     ----------
     mod : tvm.IRModule
     successors : sequence of VDevice
-        For each vdevice of the module, by position, an entry of `new`; several may have the same.
+        Entry of `new` for each vdevice of the module, by index; several may have the same.
     new : sequence of VDevice
-        The list of the result.
+        List of the result.
 
     Raises
     ------
     VDeviceError
-        If a vdevice that is used has no successor.
+        If a used vdevice lacks a successor.
     """
     old = vdevices_of(mod)
 
     def successor(vdevice: VDevice) -> VDevice | None:
-        known = _position(vdevice, old)
-        if known is not None:
-            return successors[known] if known < len(successors) else None
-        # A type that holds a vdevice of no list: TVM compares by identity, so it may be a copy of what is new.
-        copied = _position(vdevice, new)
-        return None if copied is None else new[copied]
+        old_index = _index(vdevice, old)
+        if old_index is not None:
+            return successors[old_index] if old_index < len(successors) else None
+        # TVM compares vdevices by identity, so a vdevice that is not listed may be a copy of a new one.
+        new_index = _index(vdevice, new)
+        return None if new_index is None else new[new_index]
 
-    mod = with_remarks(mod, placement=None)  # it names the old devices
+    mod = with_remarks(mod, placement=None)  # these remarks name the old devices
     updated = _map_references(mod, successor, old, new)
-    return with_vdevices(follow_targets(updated, mod, old, successors), new)
+    return with_vdevices(update_targets(updated, mod, old, successors), new)
 
 
 def _check_arguments(new_vdevice: VDevice | Sequence[VDevice], index: int | None = None) -> None:
@@ -123,7 +123,7 @@ def _new_list(old: list[VDevice], new_vdevice: VDevice | Sequence[VDevice], inde
     return [*old[:index], new_vdevice, *old[index + 1 :]]
 
 
-def _position(vdevice: VDevice, vdevices: Sequence[VDevice]) -> int | None:
+def _index(vdevice: VDevice, vdevices: Sequence[VDevice]) -> int | None:
     try:
         return vdevice_index(vdevice, vdevices)
     except VDeviceError:
@@ -133,10 +133,10 @@ def _position(vdevice: VDevice, vdevices: Sequence[VDevice]) -> int | None:
 def _map_references(
     mod: tvm.IRModule, successor: Successor, old: Sequence[VDevice], new: Sequence[VDevice]
 ) -> tvm.IRModule:
-    """The module with every reference to a vdevice mapped; its own list stays the old one."""
-    # Keyed by address; holding the old vdevice keeps the address from being used again.
+    """The module with every reference to a vdevice mapped, but the old list of vdevices."""
+    # By address; the entry keeps the old vdevice alive, so that its address is not reused.
     mapped: dict[int, tuple[VDevice, VDevice | None]] = {}
-    lost_hints: list[tvm.ir.Attrs] = []
+    hints_without_successor: list[tvm.ir.Attrs] = []
 
     def map_vdevice(vdevice: VDevice) -> VDevice:
         key = vdevice.__chandle__()
@@ -150,20 +150,20 @@ def _map_references(
         try:
             hinted = successor(decode_hint(attrs, old))
         except VDeviceError:
-            return attrs  # it names no old vdevice, perhaps it will name a new one
+            return attrs  # it does not name an old vdevice, but may name a new one
         if hinted is None:
-            lost_hints.append(attrs)
+            hints_without_successor.append(attrs)
             return attrs
         return encode_hint(_ANY_TENSOR, hinted, new).attrs
 
     def map_call(call: relax.Call) -> relax.Call:
-        # TVM's structural walk visits all of a call but its attributes.
+        # TVM's structural walk does not visit the attributes of a call.
         attrs = None if call.attrs is None else map_attrs(call.attrs)
         if attrs is None or tvm_ffi.Object.same_as(attrs, call.attrs):
             return call
         return relax.Call(call.op, call.args, attrs, call.ty_args, call.span, call.ty)
 
-    # The walk keeps a function's own variable, and with it a type that would be stale.
+    # The walk does not change a function's own variable, whose type would be stale.
     gvars = {
         gvar.name_hint: _with_type(gvar, tvm_ffi.structural_map(gvar.ty, (VDevice, map_vdevice)))
         for gvar in mod.get_global_vars()
@@ -174,14 +174,14 @@ def _map_references(
         (tvm.ir.GlobalVar, lambda gvar: gvars.get(gvar.name_hint, gvar)),
     ]
     functions = {gvars[gvar.name_hint]: tvm_ffi.structural_map(func, callbacks) for gvar, func in mod.functions.items()}
-    lost = [before for before, after in mapped.values() if after is None] + lost_hints
-    if lost:
-        raise VDeviceError(_describe_lost(mod, lost[0], old, new))
+    missing = [vdevice for vdevice, successor in mapped.values() if successor is None] + hints_without_successor
+    if missing:
+        raise VDeviceError(_missing_successor_text(mod, missing[0], old, new))
     return copy_module(mod, functions)
 
 
 def _with_type(gvar: tvm.ir.GlobalVar, ty: tvm.ir.Type) -> tvm.ir.GlobalVar:
-    """`gvar` if that is its type already, else a new one (the old module keeps its own)."""
+    """`gvar` if it has the type, else a new variable, since the old module keeps `gvar`."""
     if tvm_ffi.Object.same_as(ty, gvar.ty):
         return gvar
     typed = tvm.ir.GlobalVar(gvar.name_hint)
@@ -189,69 +189,68 @@ def _with_type(gvar: tvm.ir.GlobalVar, ty: tvm.ir.Type) -> tvm.ir.GlobalVar:
     return typed
 
 
-def _describe_lost(
-    mod: tvm.IRModule, lost: VDevice | HintOnDeviceAttrs, old: Sequence[VDevice], new: Sequence[VDevice]
+def _missing_successor_text(
+    mod: tvm.IRModule, node: VDevice | HintOnDeviceAttrs, old: Sequence[VDevice], new: Sequence[VDevice]
 ) -> str:
-    vdevice = lost if isinstance(lost, VDevice) else decode_hint(lost, old)
-    position = _position(vdevice, old)
-    name = "a vdevice that the module does not list" if position is None else device_name(vdevice, old)
+    vdevice = node if isinstance(node, VDevice) else decode_hint(node, old)
+    name = "a vdevice that the module does not list" if _index(vdevice, old) is None else device_name(vdevice, old)
     names = ", ".join(device_name(entry, new) for entry in new) or "nothing"
     return (
-        f"UpdateVDevice: {name} ({vdevice.target}, vdevice_id={vdevice.vdevice_id}) has no successor, "
-        f"but {first_use(mod, lost)} uses it; the new list is {names}"
+        f"UpdateVDevice: {name} ({vdevice.target}, vdevice_id={vdevice.vdevice_id}) lacks a successor, "
+        f"but {first_use(mod, node)} uses it; the new list is {names}"
     )
 
 
-# Hint attributes are made through the operator, which wants an operand.
+# Operand for the operator that makes hint attributes.
 _ANY_TENSOR = relax.Var("x", relax.TensorType(ndim=-1))
 
 
 def first_use(mod: tvm.IRModule, node: tvm.runtime.Object) -> str:
-    """The first function and variable, by name and in program order, below which this very object is found."""
+    """The first function and variable, by name and in program order, that contain this object."""
     for gvar, func in relax_functions(mod):
         for param in func.params:
-            if _holds(param.ty, node):
+            if _contains(param.ty, node):
                 return f"parameter {param.name!r} of function {gvar.name_hint!r}"
-        users = [binding for binding in walk_bindings(func.body) if _holds(binding, node)]
-        # An `If` or a local function holds what is inside it; the binding inside says more.
+        users = [binding for binding in walk_bindings(func.body) if _contains(binding, node)]
+        # An `If` or a local function contains the users inside it; a binding inside is more specific.
         inner = [user for user in users if not isinstance(user.value, (relax.If, relax.Function))]
         if users:
             return f"variable {(inner or users)[0].var.name!r} in function {gvar.name_hint!r}"
-        if _holds(func, node):
+        if _contains(func, node):
             return f"the return of function {gvar.name_hint!r}"
     return "the module"
 
 
-def _holds(root: tvm.runtime.Object, node: tvm.runtime.Object) -> bool:
-    def stop_at(found: tvm.runtime.Object) -> tvm_ffi.structural.VisitInterrupt | None:
-        return tvm_ffi.structural.VisitInterrupt() if tvm_ffi.Object.same_as(found, node) else None
+def _contains(root: tvm.runtime.Object, node: tvm.runtime.Object) -> bool:
+    def stop_at(visited: tvm.runtime.Object) -> tvm_ffi.structural.VisitInterrupt | None:
+        return tvm_ffi.structural.VisitInterrupt() if tvm_ffi.Object.same_as(visited, node) else None
 
     def look_into(call: relax.Call) -> tvm_ffi.structural.VisitInterrupt | None:
-        # TVM's structural walk visits all of a call but its attributes.
+        # TVM's structural walk does not visit the attributes of a call.
         return None if call.attrs is None else tvm_ffi.structural_walk(call.attrs, (type(node), stop_at))
 
     return tvm_ffi.structural_walk(root, [(type(node), stop_at), (relax.Call, look_into)]) is not None
 
 
-def follow_targets(
+def update_targets(
     updated: tvm.IRModule,
     mod: tvm.IRModule,
     old: Sequence[relax.VDevice],
     new: Sequence[relax.VDevice],
 ) -> tvm.IRModule:
-    """PrimFuncs compiled for the target of an old vdevice get that of its successor.
+    """Change PrimFuncs from the target of an old vdevice to that of its successor.
 
-    Where vdevices shared a target and now differ, those decide on which a function is called; if they still differ,
-    its target stays.
+    Where vdevices shared a target and now differ, only the vdevices count that the function is called on; if these
+    differ, too, its target is not changed.
 
     Parameters
     ----------
     updated : tvm.IRModule
-        `mod` with its references to vdevices mapped already.
+        Module whose references to vdevices are mapped.
     mod : tvm.IRModule
-        The module before.
+        Module before that.
     old, new : Sequence[VDevice]
-        The vdevice lists before and after, successors at equal positions.
+        Vdevice lists before and after, successors at equal indices.
     """
     changed: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     callers: dict[str, set[int]] | None = None
@@ -259,11 +258,11 @@ def follow_targets(
         target = func.attrs.get("target") if isinstance(func, tvm.tirx.PrimFunc) and func.attrs else None
         if not isinstance(target, Target):
             continue
-        positions = {index for index, entry in enumerate(old) if _same_target(entry.target, target)}
-        successors = _targets_at(positions, new)
+        indices = {index for index, entry in enumerate(old) if _same_target(entry.target, target)}
+        successors = _targets_at(indices, new)
         if len(successors) > 1:
-            callers = _positions_called_on(mod, old) if callers is None else callers
-            successors = _targets_at(positions & callers.get(gvar.name_hint, set()), new)
+            callers = _indices_called_on(mod, old) if callers is None else callers
+            successors = _targets_at(indices & callers.get(gvar.name_hint, set()), new)
         if len(successors) == 1 and not _same_target(successors[0], target):
             successor = _without_host(successors[0])
             changed[gvar] = func.with_attr("target", successor.with_host(target.host) if target.host else successor)
@@ -272,29 +271,31 @@ def follow_targets(
     return copy_module(updated, {gvar: changed.get(gvar, func) for gvar, func in updated.functions.items()})
 
 
-def _targets_at(positions: set[int], vdevices: Sequence[relax.VDevice]) -> list[Target]:
-    """The distinct targets there, in order."""
+def _targets_at(indices: set[int], vdevices: Sequence[relax.VDevice]) -> list[Target]:
+    """The distinct targets of some vdevices, in order."""
     distinct: list[Target] = []
-    for index in sorted(positions):
-        if index < len(vdevices) and not any(_same_target(vdevices[index].target, known) for known in distinct):
+    for index in sorted(indices):
+        if index < len(vdevices) and not any(_same_target(vdevices[index].target, target) for target in distinct):
             distinct.append(vdevices[index].target)
     return distinct
 
 
-def _positions_called_on(mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> dict[str, set[int]]:
-    """Per name of a PrimFunc, positions of the vdevices that results of calls to it are on."""
+def _indices_called_on(mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> dict[str, set[int]]:
+    """Indices of the vdevices of the results of calls, by the name of the called PrimFunc."""
     called_on: dict[str, set[int]] = {}
     for _, func in relax_functions(mod):
         for binding in walk_bindings(func.body):
             call = binding.value
             if isinstance(call, relax.Call) and call.args and isinstance(call.args[0], tvm.ir.GlobalVar):
-                on = {vdevice_index(ty.vdevice, vdevices) for ty in tensor_types(binding.var.ty) if ty.vdevice}
-                called_on.setdefault(call.args[0].name_hint, set()).update(on)
+                result_indices = {
+                    vdevice_index(ty.vdevice, vdevices) for ty in tensor_types(binding.var.ty) if ty.vdevice
+                }
+                called_on.setdefault(call.args[0].name_hint, set()).update(result_indices)
     return called_on
 
 
 def _same_target(a: Target, b: Target) -> bool:
-    """Return whether both generate the same device code, whatever their host."""
+    """Return whether two targets generate the same device code, ignoring their hosts."""
     return bool(tvm_ffi.structural_equal(_without_host(a), _without_host(b)))
 
 

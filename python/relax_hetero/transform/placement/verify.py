@@ -1,4 +1,4 @@
-"""Check that a module is placed: rule 5, read off the written types alone."""
+"""Verifier of placed modules: rule 5 of placement, checked on types alone."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from .program import Program
 
 
 def verify_placement(mod: tvm.IRModule) -> None:
-    """Check that every tensor names a device of the module's list, and that nothing but transfers crosses devices.
+    """Check that every tensor names a device of the module's list, and that only transfers cross devices.
 
     Parameters
     ----------
     mod : IRModule
-        As `RealizeVDevice` leaves it. One without vdevices has nothing to check.
+        Module after `RealizeVDevice`; one without vdevices is not checked.
 
     Raises
     ------
     PlacementError
-        Naming function, variable and op, for: a tensor type without a device or with one that is not the list's own
-        object; an op whose operands and results are on different devices; arguments that are not on their parameters'
-        devices; a value that the host reads elsewhere; a hint.
+        For a tensor type without a device or with one that is not the list's own object; an op whose operands and
+        results are on different devices; arguments that are not on their parameters' devices; a value that the host
+        reads on another device; a hint. The message names function, variable and op.
     """
     if not vdevices_of(mod):
         return
@@ -48,7 +48,7 @@ class _Verifier:
         self.variable = ""
 
     def function(self, func: relax.Function) -> None:
-        """A function of the module, with those inside it."""
+        """Check a function of the module, and its local functions."""
         pending = [func]
         while pending:
             current = pending.pop()
@@ -58,10 +58,10 @@ class _Verifier:
                 self.devices(param.ty)
             pending += self._body(current.body)
             self.variable, self.op = "", "return"
-            self._alike(current.ret_ty, current.body.ty, "its annotation", "what is returned")
+            self._check_same_devices(current.ret_ty, current.body.ty, "its annotation", "the returned value")
 
     def _body(self, body: relax.Expr) -> list[relax.Function]:
-        """Check a body; returns the functions inside it."""
+        """Check a body, and return its local functions."""
         local: list[relax.Function] = []
         pending = [body]
         while pending:
@@ -87,44 +87,46 @@ class _Verifier:
         kind = type(value)
         if isinstance(binding, relax.MatchCast):
             self.op = "match_cast"
-            self._alike(ty, binding.ty, "the variable", "the type it is cast to")
+            self._check_same_devices(ty, binding.ty, "the variable", "the type it is cast to")
             source = value.ty
             if not isinstance(source, relax.AnyType):
-                self._alike(ty, source, "the variable", "the value")
+                self._check_same_devices(ty, source, "the variable", "the value")
         elif kind is relax.Call:
             self._call(ty, value)
         elif kind is relax.If:
             self.op = "If"
             self._on_host([value.cond])
             for branch in (value.true_branch, value.false_branch):
-                self._alike(ty, branch.body.ty if isinstance(branch, relax.SeqExpr) else branch.ty, "it", "a branch")
+                self._check_same_devices(
+                    ty, branch.body.ty if isinstance(branch, relax.SeqExpr) else branch.ty, "it", "a branch"
+                )
         else:
             self.devices(ty)
             self._constants(value)
             if kind is not relax.Function:
-                self._alike(ty, value.ty, "the variable", "the value")
+                self._check_same_devices(ty, value.ty, "the variable", "the value")
 
     def _call(self, ty: tvm.ir.Type, call: relax.Call) -> None:
         op, args = call.op, call.args
         name = str(op.name) if isinstance(op, tvm.ir.Op) else ops.callee_name(call) or ""
         self.op = name or "call"
         if name == HINT:
-            self.fail("the hint is still there; run RealizeVDevice first")
-        self._alike(ty, call.ty, "the variable", "the call")
+            self.fail("found a hint; run RealizeVDevice first")
+        self._check_same_devices(ty, call.ty, "the variable", "the call")
         if name == TRANSFER:
             self.devices(args[0].ty)
             target = self.index.get(handle(call.attrs.dst_vdevice))
             if target is None:
                 self.fail("its destination is not the module's own vdevice object")
             if any(device != target for device in self.devices(ty)):
-                self.fail(f"it copies to {self.name(target)}, but the variable is elsewhere")
+                self.fail(f"it copies to {self.name(target)}, but the variable is on another device")
             return
-        called = ops.callee_name(call)
-        if name in ops.HOST_READS or called in ops.HOST_READS:
+        packed = ops.callee_name(call)
+        if name in ops.HOST_READS or packed in ops.HOST_READS:
             self._on_host(args)
             self.devices(ty)
             return
-        if called in ops.CROSSING:
+        if packed in ops.CROSSING:
             return
         callee = op.ty if isinstance(op, (tvm.ir.GlobalVar, relax.Var)) else None
         if isinstance(op, tvm.ir.GlobalVar) and str(op.name_hint) in self.program.units:
@@ -132,22 +134,22 @@ class _Verifier:
             callee = self.program.units[str(op.name_hint)].func.ty
         if isinstance(callee, relax.FuncType) and callee.params is not None:
             for arg, param in zip(args, callee.params, strict=False):
-                self._alike(param, arg.ty, "the parameter", f"the argument {_short(arg)}")
-            self._alike(ty, callee.ret, "the variable", "what it returns")
+                self._check_same_devices(param, arg.ty, "the parameter", f"the argument {_short(arg)}")
+            self._check_same_devices(ty, callee.ret, "the variable", "the callee's result")
         elif name not in ops.INVOKE_CLOSURE and name != ops.MAKE_CLOSURE:
-            self._one_device(ty, call, name in ops.MADE_ON_HOST or called in ops.MADE_ON_HOST)
+            self._one_device(ty, call, name in ops.MADE_ON_HOST or packed in ops.MADE_ON_HOST)
 
     def _one_device(self, ty: tvm.ir.Type, call: relax.Call, made_on_host: bool) -> None:
-        where: int | None = None
-        what = ""
-        for text, tensors in self._tensors(ty, call):
-            for device in tensors:
-                if where is None:
-                    where, what = device, text
-                elif where != device:
-                    self.fail(f"{what} is on {self.name(where)}, {text} on {self.name(device)}")
-        if made_on_host and self.program.host >= 0 and where not in (None, self.program.host):
-            self.fail(f"the host makes it, so it must be on {self.name(self.program.host)}")
+        first_device: int | None = None
+        first_text = ""
+        for text, devices in self._tensors(ty, call):
+            for device in devices:
+                if first_device is None:
+                    first_device, first_text = device, text
+                elif first_device != device:
+                    self.fail(f"{first_text} is on {self.name(first_device)}, {text} on {self.name(device)}")
+        if made_on_host and self.program.host >= 0 and first_device not in (None, self.program.host):
+            self.fail(f"the host produces it, so it must be on {self.name(self.program.host)}")
 
     def _tensors(self, ty: tvm.ir.Type, call: relax.Call) -> Iterator[tuple[str, list[int]]]:
         for arg in call.args:
@@ -172,26 +174,26 @@ class _Verifier:
             for field in expr.fields:
                 self._constants(field)
 
-    def _alike(self, ty: tvm.ir.Type, other: tvm.ir.Type, what: str, other_what: str) -> None:
-        """Two types that must have the same devices; where their structure differs each is checked alone."""
-        here, there = self.devices(ty), self.devices(other)
-        if len(here) != len(there):
+    def _check_same_devices(self, a: tvm.ir.Type, b: tvm.ir.Type, a_text: str, b_text: str) -> None:
+        """Check that two types have the same devices; types of different structure are only checked separately."""
+        a_devices, b_devices = self.devices(a), self.devices(b)
+        if len(a_devices) != len(b_devices):
             return
-        for device, other_device in zip(here, there, strict=True):
-            if device != other_device:
-                self.fail(f"{what} is on {self.name(device)}, {other_what} on {self.name(other_device)}")
+        for a_device, b_device in zip(a_devices, b_devices, strict=True):
+            if a_device != b_device:
+                self.fail(f"{a_text} is on {self.name(a_device)}, {b_text} on {self.name(b_device)}")
 
     def devices(self, ty: tvm.ir.Type) -> list[int]:
-        """The devices of all tensors in a type, each of which must name one of the list."""
+        """The devices of all tensors in a type; each must name one of the list."""
         if isinstance(ty, relax.TensorType):
             vdevice = ty.vdevice
             if vdevice is None:
-                self.fail("a tensor has no device")
-            found = self.index.get(handle(vdevice))
-            if found is None:
-                known = self.program.index_of(vdevice, self.where())
-                self.fail(f"its device equals {self.name(known)} but is not the module's own vdevice object")
-            return [found]
+                self.fail("a tensor lacks a device")
+            index = self.index.get(handle(vdevice))
+            if index is None:
+                equal_device = self.program.index_of(vdevice, self.where())
+                self.fail(f"its device equals {self.name(equal_device)} but is not the module's own vdevice object")
+            return [index]
         if isinstance(ty, tvm.ir.TupleType):
             return [device for field in ty.fields for device in self.devices(field)]
         if isinstance(ty, relax.FuncType) and ty.params is not None:
@@ -199,7 +201,7 @@ class _Verifier:
         return []
 
     def name(self, device: int) -> str:
-        """``kind:i``."""
+        """The name of a device, ``kind:i``."""
         return self.program.names[device]
 
     def where(self) -> str:

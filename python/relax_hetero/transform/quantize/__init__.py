@@ -1,1 +1,1 @@
-"""Quantized and low-precision arithmetic: what is computed in which element type."""
+"""Passes for quantized and low-precision arithmetic."""

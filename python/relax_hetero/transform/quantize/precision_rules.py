@@ -1,4 +1,4 @@
-"""Roles of Relax ops in `ToMixedPrecision`, from `op.traits`, and how a product is rounded."""
+"""Rules of `ToMixedPrecision`: the roles of Relax ops, from `op.traits`, and the rounding of products."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ LOW_TYPES = ("bfloat16", "float16")
 WIDE_TYPE = "float32"
 
 MIN_TERMS = 8
-"""A product that adds up fewer terms is elementwise work: nothing is gained, and what it multiplies may be positions,
-as in a rotary embedding, which eight bits do not hold."""
+"""Minimum number of terms of a product that is rounded. Shorter ones gain nothing, and their operands may be positions,
+as in a rotary embedding, which eight bits do not represent."""
 
 _CONVOLUTION_ATTRS = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_layout")
 
 PRODUCTS = {op: 3 if row.kind == "attention" else 2 for op, row in TRAITS.items() if row.precision == "product"}
-"""Ops that are computed in low precision, and how many of their operands are rounded: the first ones."""
+"""Ops that are computed in low precision, with the number of their leading operands that are rounded."""
 
 MOVING = ops_where(lambda traits: traits.precision == "moved")
-"""Ops whose results are elements of their operands: the same after rounding as before it."""
+"""Ops whose results are elements of their operands: rounding commutes with them."""
 
 STORED_ANYWAY = ops_where(lambda traits: traits.precision == "stored")
-"""Ops in float32 whose operand is in memory, whatever makes it: kernels of their own, not sensitive to rounding."""
+"""Ops in float32 whose operand is always stored in memory, because they are separate kernels; rounding is harmless."""
 
 READ_EXACTLY = ops_where(lambda traits: traits.precision == "exact")
-"""Norms, softmax and reductions: what works in float32 reads their results as they are, if products read them too.
+"""Norms, softmax and reductions: float32 ops read their exact results, even if products read them rounded.
 
-Of a residual stream between norms this halves the error (BERT-base in bfloat16: 0.4 % of the result, not 0.9 %), for
-0.6 % of the time.
+In a residual stream between norms this halves the error (BERT-base in bfloat16: 0.4 % of the result instead of 0.9 %),
+for 0.6 % of the time.
 """
 ROUNDED_ON_GPUS = ("float16",)
-"""Types in which GPUs read even these rounded. Exactly read, a norm between two layers takes a second kernel there,
-which stores it rounded: 24 of BERT-base's kernels. Eight bits of fraction lose too much for that, eleven do not."""
+"""Types in which GPUs read even these results rounded. An exact result of a norm between two layers takes a second
+kernel there for the rounded one: 24 of BERT-base's kernels. Eleven significant bits suffice for that, eight do not."""
 
 NORMS = ops_where(lambda traits: traits.kind in ("row_norm", "channel_norm"))
-"""Norms whose operand, in the types of `ROUNDED_ON_GPUS`, is stored rounded on GPUs if nothing else reads it: a sum
-that goes on to other layers, as in networks that norm before their products, stays as it is."""
+"""Norms whose operand, in the types of `ROUNDED_ON_GPUS`, is stored rounded on GPUs if they are its only reader. A sum
+with other readers, as in pre-norm networks, is not rounded."""
 
 
 def is_wide(ty: tvm.ir.Type) -> bool:
-    """Return whether a type is one of float32 tensors only, and has at least one."""
-    found = list(tensor_types(ty))
-    if not found or not all(t.dtype is not None and str(t.dtype) == WIDE_TYPE for t in found):
+    """Return whether a type has at least one tensor, and only float32 ones."""
+    tensors = list(tensor_types(ty))
+    if not tensors or not all(t.dtype is not None and str(t.dtype) == WIDE_TYPE for t in tensors):
         return False
     return isinstance(ty, relax.TensorType) or all(isinstance(field, relax.TensorType) for field in ty.fields)
 
 
 def with_dtype(ty: tvm.ir.Type, dtype: str) -> tvm.ir.Type:
-    """The type of tensors of another element type; match `is_wide` first."""
+    """The type with another element type; `is_wide` must hold."""
     if isinstance(ty, tvm.ir.TupleType):
         return tvm.ir.TupleType([with_dtype(field, dtype) for field in ty.fields])
     return relax.TensorType(ty.shape, dtype, ty.vdevice, -1 if ty.shape is not None else int(ty.ndim))
 
 
 def is_product(call: relax.Expr) -> bool:
-    """Return whether this is a product of float32 tensors whose sums have enough terms to gain from low precision."""
+    """Return whether a call is a product of float32 tensors with enough terms to gain from low precision."""
     name = op_name(call)
     if name not in PRODUCTS or not is_wide(call.ty) or not all(is_wide(arg.ty) for arg in call.args):
         return False
     shape = shape_of(call.args[1])
     if shape is None or traits_of(name).kind == "attention":
         return True
-    summed = shape[-2:][:1] if name == "relax.matmul" else _window(shape, str(call.attrs.kernel_layout))
+    reduced = shape[-2:][:1] if name == "relax.matmul" else _window(shape, str(call.attrs.kernel_layout))
     terms = 1
-    for extent in summed:
+    for extent in reduced:
         terms *= int(extent) if isinstance(extent, tirx.IntImm) else MIN_TERMS
     return terms >= MIN_TERMS
 
@@ -81,14 +81,14 @@ def _window(shape: list[tirx.Expr], layout: str) -> list[tirx.Expr]:
 
 
 def low_product(call: relax.Call, operands: list[relax.Expr], dtype: str) -> tuple[relax.Expr, tvm.ir.Type]:
-    """A product of rounded operands, and its type: of float32 where the op can say so, else of the low type."""
+    """A product of rounded operands, and its type: float32 if the op has an out_dtype, else the low type."""
     name = op_name(call) or ""
     if name == "relax.matmul":
         return relax.op.matmul(*operands, out_dtype=WIDE_TYPE), call.ty
     if traits_of(name).kind == "conv":
-        make: Callable[..., relax.Expr] = getattr(relax.op.nn, name.rpartition(".")[2])
+        stock_conv: Callable[..., relax.Expr] = getattr(relax.op.nn, name.rpartition(".")[2])
         attrs = {key: _plain(getattr(call.attrs, key)) for key in _CONVOLUTION_ATTRS}
-        return make(*operands, **attrs, out_dtype=WIDE_TYPE), call.ty
+        return stock_conv(*operands, **attrs, out_dtype=WIDE_TYPE), call.ty
     return relax.Call(call.op, operands, call.attrs), with_dtype(call.ty, dtype)
 
 
@@ -97,7 +97,7 @@ def _plain(value: object) -> object:
 
 
 def low_constant(constant: tvm.ir.GenericConst, dtype: str) -> tvm.ir.GenericConst | None:
-    """A float32 constant rounded at compile time; None where a finite number of it would become infinite."""
+    """A float32 constant rounded at compile time; None if a finite number would become infinite."""
     array = constant.value.numpy()
     with np.errstate(over="ignore"):
         rounded = array.astype(numpy_dtype(dtype))

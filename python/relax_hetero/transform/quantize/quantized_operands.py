@@ -1,4 +1,4 @@
-"""Reading an operand of a product as ``(data - zero) * scale`` with 8-bit data."""
+"""Matching of an operand of a product as ``(data - zero) * scale`` with 8-bit data."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import handle, op_name
 
 MAX_INT32_TERMS = (1 << 31) // (255 * 255)
-"""Maximum number of products of two differences of 8-bit integers in a sum: as many as int32 certainly holds."""
+"""Maximum number of products of two differences of 8-bit integers in a sum that int32 certainly represents."""
 
 _NARROW = ("int8", "uint8")
 _DEQUANTIZING = (CAST, "relax.subtract", "relax.multiply")
-# What reading sees through, and what is left without a use once it has.
-_SEEN_THROUGH = frozenset(
+# Ops that a match absorbs, and that may be unused after it.
+_ABSORBED_OPS = frozenset(
     f"relax.{name}" for name in ("astype", "subtract", "multiply", "permute_dims", "reshape", "divide")
 )
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A zero point or a scale: one number, or one per row (of a left operand) or column (of a right one).
+    """A zero point or a scale: one number, or one for each row of a left or column of a right operand.
 
     Attributes
     ----------
     expr : relax.Expr
-        The tensor, which has further dimensions of size one.
+        Tensor, which may have further dimensions of size one.
     shape : tuple
-        () or (size,).
+        Shape of its numbers, () or (size,).
     value : np.ndarray, optional
-        The numbers, in `shape`, where it is constant.
+        Numbers of a constant, in `shape`.
     is_narrow : bool
-        Whether every number of a zero point certainly is one of the data's own 8-bit type, as ONNX has it.
+        Whether every zero point is certainly in the range of the data's own 8-bit type, as in ONNX.
     """
 
     expr: relax.Expr
@@ -52,7 +52,7 @@ class Parameter:
 
     @property
     def is_scalar(self) -> bool:
-        """True if it is one number for the whole operand."""
+        """True if it is one number for all elements of the operand."""
         return not self.shape
 
 
@@ -78,15 +78,15 @@ class Quantized:
 
     @property
     def data_value(self) -> np.ndarray | None:
-        """The data where they are constant."""
+        """The elements of constant data; None for other data."""
         return self.data.value.numpy() if isinstance(self.data, tvm.ir.GenericConst) else None
 
 
 def read_quantized(expr: relax.Expr, index: int, block: Block) -> Quantized | None:
-    """Operand `index` of a product as a quantized one, None if it is not.
+    """Match operand `index` of a product as a quantized one; None if it is not.
 
-    Casts from 8 bits, differences with a zero point, products with a scale and permutations are seen through, as long
-    as zero point and scale do not depend on the reduced dimension or on the batch.
+    The match absorbs casts from 8 bits, differences with a zero point, products with a scale and permutations, as long
+    as zero point and scale do not vary along the reduced dimension or the batch.
     """
     shape = shape_of(expr)
     if not shape:
@@ -96,7 +96,7 @@ def read_quantized(expr: relax.Expr, index: int, block: Block) -> Quantized | No
 
 
 def read_along(expr: relax.Expr, free: int | None, block: Block) -> Quantized | None:
-    """As `read_quantized`, of any operand whose zero points and scales may vary along dimension `free` alone."""
+    """Match any operand whose zero points and scales vary at most along dimension `free`; see `read_quantized`."""
     shape = shape_of(expr)
     return None if shape is None else _read(expr, tuple(range(len(shape))), free, block)
 
@@ -116,19 +116,19 @@ def _read(expr: relax.Expr, perm: tuple[int, ...], free: int | None, block: Bloc
         source = str(value.args[0].ty.dtype)
         if source not in (*_NARROW, "int32"):
             return None
-        found = _read(value.args[0], perm, free, block)
-        return None if found is None else replace(found, is_float=dtype == "float32")
+        operand = _read(value.args[0], perm, free, block)
+        return None if operand is None else replace(operand, is_float=dtype == "float32")
     if (name, dtype) == ("relax.subtract", "int32"):
         return _with_parameter("zero", value.args[0], value.args[1], shape, perm, free, block)
     if (name, dtype) == ("relax.multiply", "float32"):
         first, second = value.args
-        found = _with_parameter("scale", first, second, shape, perm, free, block)
-        return found or _with_parameter("scale", second, first, shape, perm, free, block)
+        operand = _with_parameter("scale", first, second, shape, perm, free, block)
+        return operand or _with_parameter("scale", second, first, shape, perm, free, block)
     return None
 
 
 def _with_parameter(
-    which: str,
+    kind: str,
     data: relax.Expr,
     parameter: relax.Expr,
     result: list[Any],
@@ -136,10 +136,10 @@ def _with_parameter(
     free: int | None,
     block: Block,
 ) -> Quantized | None:
-    found = _read(data, perm, free, block)
-    if found is None or getattr(found, which) is not None:
+    operand = _read(data, perm, free, block)
+    if operand is None or getattr(operand, kind) is not None:
         return None
-    if not same_shape(shape_of(data) or [], result):  # the parameter broadcasts the data
+    if not same_shape(shape_of(data) or [], result):  # the parameter enlarges the data
         return None
     shape = shape_of(parameter)
     if shape is None or len(shape) > len(perm):
@@ -148,16 +148,16 @@ def _with_parameter(
     along = {perm.index(axis): extent for axis, extent in enumerate(shape, first) if not is_one(extent)}
     if not set(along) <= {free}:
         return None
-    own = tuple(along.values())
+    parameter_shape = tuple(along.values())
     value = _constant(parameter, block)
     if value is not None:
-        value = value.reshape([int(extent) for extent in own])
-        if which == "zero" and not value.any():
-            return found
-    if which == "scale":
-        return replace(found, scale=Parameter(parameter, own, value))
-    is_narrow = _is_narrow(parameter, value, str(found.data.ty.dtype), block)
-    return replace(found, zero=Parameter(parameter, own, value, is_narrow))
+        value = value.reshape([int(extent) for extent in parameter_shape])
+        if kind == "zero" and not value.any():
+            return operand
+    if kind == "scale":
+        return replace(operand, scale=Parameter(parameter, parameter_shape, value))
+    is_narrow = _is_narrow(parameter, value, str(operand.data.ty.dtype), block)
+    return replace(operand, zero=Parameter(parameter, parameter_shape, value, is_narrow))
 
 
 def dequantized(expr: relax.Expr, block: Block) -> tuple[Expression, relax.Expr] | None:
@@ -166,22 +166,22 @@ def dequantized(expr: relax.Expr, block: Block) -> tuple[Expression, relax.Expr]
     Returns
     -------
     expression, operand
-        None for what is no float32 tensor computed so from an 8-bit one.
+        None for any other tensor.
     """
-    above: list[Expression] = []
+    ops: list[Expression] = []
     shape = shape_of(expr)
     while str(expr.ty.dtype) not in _NARROW:
         value = block.definition(expr)
-        found = to_expression(value) if op_name(value) in _DEQUANTIZING else None
-        if found is None or len(found[1]) != 1:
+        parsed = to_expression(value) if op_name(value) in _DEQUANTIZING else None
+        if parsed is None or len(parsed[1]) != 1:
             return None
-        above.append(found[0])
-        expr = found[1][0]
-    whole = Expression.operand(0)
-    for step in reversed(above):
-        whole = step.substitute([whole])
-    keeps_shape = bool(above) and shape is not None and same_shape(shape_of(expr) or [], shape)
-    return (whole, expr) if keeps_shape else None
+        ops.append(parsed[0])
+        expr = parsed[1][0]
+    expression = Expression.operand(0)
+    for op in reversed(ops):
+        expression = op.substitute([expression])
+    keeps_shape = bool(ops) and shape is not None and same_shape(shape_of(expr) or [], shape)
+    return (expression, expr) if keeps_shape else None
 
 
 def _is_narrow(expr: relax.Expr, value: np.ndarray | None, dtype: str, block: Block) -> bool:
@@ -197,7 +197,7 @@ def _is_narrow(expr: relax.Expr, value: np.ndarray | None, dtype: str, block: Bl
 
 
 def _constant(expr: relax.Expr, block: Block) -> np.ndarray | None:
-    """The value of a small constant, casts and reshapes of it included; the shape does not matter."""
+    """The value of a constant, perhaps cast or reshaped, in any shape; None for any other expression."""
     value = block.definition(expr)
     if isinstance(value, tvm.ir.GenericConst):
         return value.value.numpy()
@@ -210,11 +210,10 @@ def _constant(expr: relax.Expr, block: Block) -> np.ndarray | None:
 
 
 def signed_constant(rhs: Quantized, constants: dict[Any, relax.Expr], axis: int = -1) -> Quantized | None:
-    """A constant right operand as int8: less its zero point where that fits, else less 128 if it is uint8.
+    """Convert a constant right operand to int8: subtract its zero point if that fits, else 128 from uint8.
 
-    Zero points may vary along dimension `axis` of the operand.
-
-    None if the zero point of uint8 data is not known, or int8 data are best left as they are.
+    Zero points may vary along dimension `axis` of the operand. None if the zero point is not constant, or int8 data
+    with a zero point do not fit.
     """
     array, zero = rhs.data_value, rhs.zero
     assert array is not None, "only constants are shifted at compile time"
@@ -226,28 +225,31 @@ def signed_constant(rhs: Quantized, constants: dict[Any, relax.Expr], axis: int 
     if points.ndim:
         axes = [1] * array.ndim
         axes[rhs.perm[axis]] = -1
-        along = points.reshape(axes)
+        aligned = points.reshape(axes)
     else:
-        along = points
+        aligned = points
     if np.all(np.abs(points) < 1 << 15):
-        wide = array.astype("int16") - along.astype("int16")
+        wide = array.astype("int16") - aligned.astype("int16")
         if wide.size == 0 or (wide.min() >= -128 and wide.max() <= 127):
             key = (handle(rhs.data), points.tobytes(), rhs.perm[axis])
             return replace(rhs, data=_shared(key, wide.astype("int8"), rhs, constants), zero=None)
     if array.dtype == np.int8:
         return None
-    moved = points - np.int32(128)
+    shifted = points - np.int32(128)
     key = (handle(rhs.data), b"", 128)
     data = _shared(key, (array ^ 0x80).view("int8"), rhs, constants)
-    return replace(rhs, data=data, zero=Parameter(constant_on_device_of(moved, data), moved.shape, moved))
+    return replace(rhs, data=data, zero=Parameter(constant_on_device_of(shifted, data), shifted.shape, shifted))
 
 
 def _shared(key: Any, array: np.ndarray, rhs: Quantized, constants: dict[Any, Any]) -> relax.Expr:
     if key not in constants:
-        constants[key] = (constant_on_device_of(array, rhs.data), rhs.data)  # the old one too: its identity is the key
+        constants[key] = (
+            constant_on_device_of(array, rhs.data),
+            rhs.data,
+        )  # also the old constant, whose identity is the key
     return constants[key][0]
 
 
 def is_part_of_quantized(value: relax.Expr) -> bool:
-    """Return whether a value that nobody uses any more may be dropped: reading has seen through it."""
-    return op_name(value) in _SEEN_THROUGH
+    """Return whether a value may be removed if it is unused: a match may have absorbed it."""
+    return op_name(value) in _ABSORBED_OPS

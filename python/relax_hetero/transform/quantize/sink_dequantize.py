@@ -1,4 +1,4 @@
-"""SinkDequantize: bytes stay bytes until somebody computes with the numbers they stand for.
+"""SinkDequantize: move dequantization to the ops that compute with the numbers.
 
 Before, where ``dq(q)`` is ``(astype(q, "int32") - zero) * scale`` with one zero point and one scale::
 
@@ -14,9 +14,9 @@ After::
     y = R.nn.conv2d(dq(q), w)
     z = R.add(dq(q), y)
 
-Three rules. What only moves elements, to another device too, or takes the greatest of them, is done on bytes.
-Quantizing what has just been dequantized, with the same numbers, is nothing. And every user dequantizes for itself: it
-can take that in, where a tensor of floats for several users would be written to memory.
+Three rules: ops that only move elements (also to another device), or take their maximum, run on bytes. Dequantizing and
+quantizing with the same numbers cancel. And every user dequantizes separately, because it can fuse that, while a tensor
+of floats with several users would be stored.
 
 Assumes a placed module (RealizeVDevice). Linear in the number of bindings; a second run changes nothing.
 """
@@ -39,15 +39,16 @@ from ..ir.rewriting import op_name
 from .quantized_operands import dequantized, is_part_of_quantized
 
 _MOVING = MOVES - {*relax_ops("concat split stack hint_on_device")}
-"""Ops of their first operand whose result has no other elements than that."""
+"""Ops whose result only has elements of their first operand."""
 _MAXIMUM_OPS = ops_where(lambda traits: traits.kind == "max_pool")
-"""Moving ops where the greatest byte stands for the greatest number."""
+"""Ops that run on bytes if the maximum byte stands for the maximum number."""
 _CONCAT = "relax.concat"
-_MAX_CHAIN = 6
+_MAX_QUANTIZE_OPS = 6
+"""Maximum number of ops of a quantization."""
 
 
 def sink_dequantize(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring; the very module where there is nothing to do."""
+    """See the module's docstring; it returns the same module if nothing changes."""
     return rewrite_blocks(mod, _sink)
 
 
@@ -56,15 +57,15 @@ SinkDequantize = declare_pass("SinkDequantize", sink_dequantize)
 
 @dataclass
 class _Bytes:
-    """A float32 tensor that bytes stand for.
+    """A float32 tensor that is dequantized from bytes.
 
     Attributes
     ----------
     data : relax.Expr
     expression : Expression
-        Expression of the tensor, ``x0`` the bytes.
+        Expression of the tensor, with the bytes as ``x0``.
     floats : relax.Var, optional
-        The tensor where it is computed already, and nobody reads it yet.
+        Variable of the tensor, if it is computed and does not have a reader yet.
     """
 
     data: relax.Expr
@@ -75,7 +76,7 @@ class _Bytes:
 def _sink(block: Block) -> list[relax.Binding] | None:
     sinker = _Sinker(block)
     for binding in block.bindings:
-        sinker.take(binding)
+        sinker.write(binding)
     return without_unused(sinker.emitter.bindings, block, _is_droppable) if sinker.changed else None
 
 
@@ -90,7 +91,7 @@ def _is_droppable(value: relax.Expr) -> bool:
 
 
 class _Sinker:
-    """The bindings of one block, written anew."""
+    """Rewriter of the bindings of one block."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
@@ -99,24 +100,24 @@ class _Sinker:
         self.names: dict[relax.Var, relax.Expr] = {}
         self.changed = False
 
-    def take(self, binding: relax.Binding) -> None:
-        """Write a binding, or remember what it stands for."""
+    def write(self, binding: relax.Binding) -> None:
+        """Write a binding, or record the bytes that it stands for."""
         var, value = binding.var, binding.value
         is_local = isinstance(binding, relax.VarBinding) and self.block.is_local(var) and shape_of(var) is not None
         if is_local and (self._moves(var, value) or self._requantizes(var)):
             self.changed = True
             return
-        for read in used_vars(value):
-            if read in self.bytes:
-                self.names[read] = self._floats(read)
+        for operand in used_vars(value):
+            if operand in self.bytes:
+                self.names[operand] = self._floats(operand)
         self.emitter.bindings.append(renamed(binding, self.names))
-        found = dequantized(var, self.block) if is_local and op_name(value) == "relax.multiply" else None
-        if found is not None and isinstance(found[1], relax.Var):
-            data = self.names.get(found[1], found[1])
-            self.bytes[var] = _Bytes(data, found[0], var)
+        match = dequantized(var, self.block) if is_local and op_name(value) == "relax.multiply" else None
+        if match is not None and isinstance(match[1], relax.Var):
+            data = self.names.get(match[1], match[1])
+            self.bytes[var] = _Bytes(data, match[0], var)
 
     def _floats(self, var: relax.Var) -> relax.Expr:
-        """The tensor for one more user."""
+        """The float tensor for one more user."""
         source = self.bytes[var]
         if source.floats is not None:
             floats, source.floats = source.floats, None
@@ -129,7 +130,7 @@ class _Sinker:
         return from_expression(source.expression, [source.data], emit, var.ty.vdevice)
 
     def _moves(self, var: relax.Var, value: relax.Expr) -> bool:
-        """Return whether a moving op could be done on bytes."""
+        """Write a moving op on bytes, and return whether that was possible."""
         name = op_name(value)
         if name == _CONCAT and isinstance(value.args[0], relax.Tuple):
             fields = list(value.args[0].fields)
@@ -137,47 +138,50 @@ class _Sinker:
             fields = [value.args[0]]
         else:
             return False
-        known = [self.bytes[field] for field in fields if isinstance(field, relax.Var) and field in self.bytes]
-        if len(known) < len(fields) or len({(str(part.expression), str(part.data.ty.dtype)) for part in known}) > 1:
+        sources = [self.bytes[field] for field in fields if isinstance(field, relax.Var) and field in self.bytes]
+        if (
+            len(sources) < len(fields)
+            or len({(str(source.expression), str(source.data.ty.dtype)) for source in sources}) > 1
+        ):
             return False
-        if name in _MAXIMUM_OPS and not _is_increasing(known[0].expression.term):
+        if name in _MAXIMUM_OPS and not _is_increasing(sources[0].expression.term):
             return False
-        first: relax.Expr = relax.Tuple([part.data for part in known]) if name == _CONCAT else known[0].data
-        others = [self.names.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in value.args[1:]]
-        ty = tensor_type(shape_of(var) or [], str(known[0].data.ty.dtype), var.ty)
-        moved = self.emitter.emit(relax.Call(value.op, [first, *others], value.attrs), ty, var.name)
-        self.bytes[var] = _Bytes(moved, known[0].expression)
+        first: relax.Expr = relax.Tuple([source.data for source in sources]) if name == _CONCAT else sources[0].data
+        args = [self.names.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in value.args[1:]]
+        ty = tensor_type(shape_of(var) or [], str(sources[0].data.ty.dtype), var.ty)
+        result = self.emitter.emit(relax.Call(value.op, [first, *args], value.attrs), ty, var.name)
+        self.bytes[var] = _Bytes(result, sources[0].expression)
         return True
 
     def _requantizes(self, var: relax.Var) -> bool:
-        """Return whether a variable is the quantized form of dequantized bytes; those, then."""
+        """Replace a variable that quantizes dequantized bytes by these, and return whether it does."""
         if op_name(self.block.definition(var)) != CAST:
             return False
-        chain: list[Expression] = []
+        ops: list[Expression] = []
         value: relax.Expr = var
         while value not in self.bytes:
-            found = to_expression(self.block.definition(value)) if isinstance(value, relax.Var) else None
-            if found is None or len(found[1]) != 1 or len(chain) == _MAX_CHAIN:
+            parsed = to_expression(self.block.definition(value)) if isinstance(value, relax.Var) else None
+            if parsed is None or len(parsed[1]) != 1 or len(ops) == _MAX_QUANTIZE_OPS:
                 return False
-            chain.append(found[0])
-            value = found[1][0]
-        source, whole = self.bytes[value], Expression.operand(0)
-        for step in reversed(chain):
-            whole = step.substitute([whole])
+            ops.append(parsed[0])
+            value = parsed[1][0]
+        source, expression = self.bytes[value], Expression.operand(0)
+        for op in reversed(ops):
+            expression = op.substitute([expression])
         dtype = str(var.ty.dtype)
-        if str(source.data.ty.dtype) != dtype or not is_inverse(whole, source.expression, dtype):
+        if str(source.data.ty.dtype) != dtype or not is_inverse(expression, source.expression, dtype):
             return False
         self.names[var] = source.data
         return True
 
 
 def is_inverse(quantize: Expression, dequantize: Expression, dtype: str) -> bool:
-    """Return whether quantizing to `dtype` gives back the very bytes that were dequantized.
+    """Return whether quantizing to `dtype` restores the bytes that were dequantized.
 
     Parameters
     ----------
     quantize, dequantize : Expression
-        As QuantizeLinear and DequantizeLinear are imported: ``x0`` the floats, and the bytes.
+        Expressions of imported QuantizeLinear and DequantizeLinear: ``x0`` is the floats, and the bytes.
     dtype : str
     """
     scale, integer = _number(dequantize.term, "multiply"), _uncast(dequantize.term.args[0], "float32")
@@ -187,25 +191,25 @@ def is_inverse(quantize: Expression, dequantize: Expression, dtype: str) -> bool
     data = integer if zero is None else integer.args[0]
     if (_uncast(data, "int32") or data).op != "operand":
         return False
-    moved = f"add(round(divide(x0, {scale!r})), {zero!r})" if zero else f"round(divide(x0, {scale!r}))"
+    rounded = f"add(round(divide(x0, {scale!r})), {zero!r})" if zero else f"round(divide(x0, {scale!r}))"
     limits = np.iinfo(dtype)
-    expected = f"cast(clip({moved}, {float(limits.min)!r}, {float(limits.max)!r}), {dtype!r})"
+    expected = f"cast(clip({rounded}, {float(limits.min)!r}, {float(limits.max)!r}), {dtype!r})"
     return quantize.term == Expression.parse(expected).term
 
 
 def _number(term: Term, op: str) -> float | None:
-    """The number on the right of an op, None where there is none."""
+    """The number that is the right operand of an op; None for any other term."""
     is_known = term.op == op and term.args[1].op == "number"
     return float(term.args[1].params[0]) if is_known else None
 
 
 def _uncast(term: Term, dtype: str) -> Term | None:
-    """Operand of a cast to a type, None where there is none."""
+    """The operand of a cast to a type; None for any other term."""
     return term.args[0] if term.op == "cast" and term.params == (dtype,) else None
 
 
 def _is_increasing(term: Term) -> bool:
-    """Return whether a greater byte certainly stands for a greater number."""
+    """Return whether the term certainly increases with the byte."""
     if term.op == "cast":
         return _is_increasing(term.args[0])
     if term.op in ("subtract", "multiply"):

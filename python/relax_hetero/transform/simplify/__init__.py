@@ -1,1 +1,1 @@
-"""Convolutions in the forms that kernels know: batch norms, scales and padding folded."""
+"""Passes that simplify: convolutions with folded batch norms, scales and padding, and isolated in-place writes."""

@@ -1,4 +1,4 @@
-"""Scales and shifts per channel are taken into the weights before them.
+"""Folding of scales and shifts per channel into the weights of the op before them.
 
 Before, every operand but x a constant::
 
@@ -12,10 +12,10 @@ After::
     y = R.nn.conv2d(x, w * s)
     z = R.add(y, b * s + t)
 
-A chain of additions, subtractions, multiplications and divisions by constants with one number per channel, of values
-that nothing else uses, is one scale and one shift. Behind a convolution, plain or transposed, or a matrix product with
-constant weights the scale goes into the weights; elsewhere a multiplication and an addition remain. Computed in float64
-and rounded once.
+A chain of additions, subtractions, multiplications and divisions by constants with one number per channel, whose values
+have no other users, is one scale and one shift. After a convolution, plain or transposed, or a matrix product with
+constant weights, the scale is folded into the weights; elsewhere a multiplication and an addition remain. Constants are
+computed in float64 and rounded once.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ..ir.blocks import Block, Emitter, shape_of, with_replaced
 from ..ir.constant_values import ConstantValues, constant_like
 from ..ir.rewriting import op_name, typed
 
-_STEPS = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide")
+_AFFINE_OPS = ("relax.add", "relax.subtract", "relax.multiply", "relax.divide")
 _FLOATS = ("float32", "float64")
 
 
 @dataclass
 class _Affine:
-    """``y * scale + shift`` with numbers per channel of one axis.
+    """Affine function ``y * scale + shift`` with numbers per channel of one axis.
 
     Attributes
     ----------
     axis, channels : int
-        The axis counted from the front, and its extent.
+        Channel axis, counted from the front, and its extent.
     members : list of int
-        The bindings that compute it, in order.
+        Indices of the bindings that compute it, in order.
     additions : int
-        How many of them only shift.
+        Number of members that only shift.
     """
 
     axis: int
@@ -58,7 +58,7 @@ class _Affine:
 
 @dataclass(frozen=True)
 class _Weights:
-    """The constant weights of an op, and where its result's channels are in them and in the result."""
+    """The constant weights of an op, with the axes of the result's channels in them and in the result."""
 
     array: np.ndarray
     axis: int
@@ -66,7 +66,7 @@ class _Weights:
     channel_axis: int
 
     def scaled(self, scale: np.ndarray) -> np.ndarray:
-        """The weights for a result that is scaled."""
+        """The weights for a scaled result."""
         if self.groups == 1:
             shape = [1] * self.array.ndim
             shape[self.axis] = -1
@@ -78,23 +78,23 @@ class _Weights:
 
 
 def fold_channel_scales(block: Block) -> list[relax.Binding] | None:
-    """The block with scales in weights; None where there are none to take."""
+    """The block with scales folded into weights; None if there are none."""
     values = ConstantValues(block)
-    gone: set[int] = set()
-    made: dict[int, list[relax.Binding]] = {}
-    plain: set[int] = set()
+    removed: set[int] = set()
+    replacements: dict[int, list[relax.Binding]] = {}
+    scalar_chains: set[int] = set()
     for index, binding in enumerate(block.bindings):
-        if index in gone or not isinstance(binding, relax.VarBinding) or not _is_float(binding.var):
+        if index in removed or not isinstance(binding, relax.VarBinding) or not _is_float(binding.var):
             continue
         weights = _weights(values, binding.value)
         if weights is not None:
-            new = _fold(block, values, index, weights)
+            folded = _fold(block, values, index, weights)
         else:
-            new = _merge(block, values, index, plain)
-        if new is not None:
-            members, made[index] = new
-            gone.update(members)
-    return with_replaced(block, made, gone)
+            folded = _merge(block, values, index, scalar_chains)
+        if folded is not None:
+            members, replacements[index] = folded
+            removed.update(members)
+    return with_replaced(block, replacements, removed)
 
 
 def _is_float(var: relax.Var) -> bool:
@@ -102,7 +102,7 @@ def _is_float(var: relax.Var) -> bool:
 
 
 def _weights(values: ConstantValues, call: relax.Expr) -> _Weights | None:
-    """The weights of an op that multiplies its operand with constants, channel by channel of the result."""
+    """The weights of an op that multiplies its operand with constants; None for any other op."""
     name = op_name(call) or ""
     if traits_of(name).kind not in ("product", "conv", "conv_transpose"):
         return None
@@ -133,7 +133,7 @@ def _fold(
     _extend(block, values, root.var, affine)
     is_scaled = bool(np.any(affine.scale != 1))
     if op_name(root.value) == "relax.matmul" and np.all(affine.scale == affine.scale[:1]):
-        return None  # one number for all: attentions are known by it, and kernels scale for nothing
+        return None  # a single number: attention is matched by it, and kernels scale at no cost
     if not (is_scaled or affine.additions > 1) or not np.all(np.isfinite(affine.scale)):
         return None
     emitter = Emitter(block.is_dataflow)
@@ -152,36 +152,36 @@ def _fold(
 
 
 def _merge(
-    block: Block, values: ConstantValues, index: int, plain: set[int]
+    block: Block, values: ConstantValues, index: int, scalar_chains: set[int]
 ) -> tuple[list[int], list[relax.Binding]] | None:
-    """A chain with nothing before it to take the scale: one multiplication, one addition.
+    """Merge a chain without weights before it to one multiplication and one addition.
 
-    `plain` holds the bindings of chains of single numbers, so that no chain is walked from each of its members.
+    `scalar_chains` has the bindings of chains of single numbers, so that a chain is only visited once.
     """
-    if index in plain:
+    if index in scalar_chains:
         return None
     first = block.bindings[index]
     data = _data(values, first.value)
     if data is None or shape_of(data) is None:
         return None
-    axis = _channel_axis(block, values, index, plain)
+    axis = _channel_axis(block, values, index, scalar_chains)
     shape = shape_of(first.var) or []
     if axis is None or not isinstance(shape[axis], tirx.IntImm) or len(shape_of(data) or []) != len(shape):
         return None
     channels = int(shape[axis])
     affine = _Affine(axis, channels, np.ones(channels), np.zeros(channels), [])
-    if not _take(values, block, index, data, affine):
+    if not _extend_by(values, block, index, data, affine):
         return None
     _extend(block, values, first.var, affine)
-    steps = [bool(np.any(affine.scale != 1)), bool(np.any(affine.shift != 0))]
+    has_scale, has_shift = bool(np.any(affine.scale != 1)), bool(np.any(affine.shift != 0))
     is_finite = np.all(np.isfinite(affine.scale)) and np.all(np.isfinite(affine.shift))
-    if sum(steps) >= len(affine.members) or not any(steps) or not is_finite:
+    if has_scale + has_shift >= len(affine.members) or not (has_scale or has_shift) or not is_finite:
         return None
     emitter = Emitter(block.is_dataflow)
     last = block.bindings[affine.members[-1]].var
-    if steps[0]:
+    if has_scale:
         call = relax.op.multiply(data, _constant(affine, affine.scale, last))
-        if not steps[1]:
+        if not has_shift:
             _bind(emitter, last, call)
             return affine.members, emitter.bindings
         data = emitter.emit(call, last.ty, f"{last.name}_scaled")
@@ -190,18 +190,18 @@ def _merge(
 
 
 def _extend(block: Block, values: ConstantValues, var: relax.Var, affine: _Affine) -> None:
-    """Follow the chain behind `var` while its steps are per channel."""
+    """Extend the chain by the ops after `var` that are affine per channel."""
     user = block.sole_user(var)
-    while user is not None and _take(values, block, user, var, affine):
+    while user is not None and _extend_by(values, block, user, var, affine):
         var = block.bindings[user].var
         user = block.sole_user(var)
 
 
-def _take(values: ConstantValues, block: Block, index: int, var: relax.Expr, affine: _Affine) -> bool:
-    """Take one step into `affine`, if it is one: `var` with a number per channel."""
+def _extend_by(values: ConstantValues, block: Block, index: int, var: relax.Expr, affine: _Affine) -> bool:
+    """Extend the chain by one op, and return whether that is possible: `var` with numbers per channel."""
     binding = block.bindings[index]
     name, call = op_name(binding.value), binding.value
-    if name not in _STEPS or not isinstance(binding, relax.VarBinding) or binding.var.ty.vdevice != var.ty.vdevice:
+    if name not in _AFFINE_OPS or not isinstance(binding, relax.VarBinding) or binding.var.ty.vdevice != var.ty.vdevice:
         return False
     is_first = call.args[0].same_as(var)
     if call.args[0].same_as(call.args[1]) or (name == "relax.divide" and not is_first):
@@ -227,7 +227,7 @@ def _take(values: ConstantValues, block: Block, index: int, var: relax.Expr, aff
 
 
 def _per_channel(array: np.ndarray, affine: _Affine, rank: int) -> np.ndarray | None:
-    """A constant as one number per channel; None where it varies otherwise, or would enlarge the tensor."""
+    """A constant as one number per channel; None if it varies along other axes, or would enlarge the tensor."""
     shape = (1,) * (rank - array.ndim) + array.shape
     extents = [extent for axis, extent in enumerate(shape) if axis != affine.axis]
     if any(extent != 1 for extent in extents) or shape[affine.axis] not in (1, affine.channels):
@@ -236,36 +236,36 @@ def _per_channel(array: np.ndarray, affine: _Affine, rank: int) -> np.ndarray | 
 
 
 def _data(values: ConstantValues, call: relax.Expr) -> relax.Expr | None:
-    """Operand of a first step."""
-    if op_name(call) not in _STEPS:
+    """The operand of an affine op that is not constant; None for any other op."""
+    if op_name(call) not in _AFFINE_OPS:
         return None
-    known = [values.of(arg) is not None for arg in call.args]
-    return call.args[known.index(False)] if sum(known) == 1 else None
+    is_constant = [values.of(arg) is not None for arg in call.args]
+    return call.args[is_constant.index(False)] if sum(is_constant) == 1 else None
 
 
-def _channel_axis(block: Block, values: ConstantValues, index: int, plain: set[int]) -> int | None:
-    """The one axis along which the constants of the chain from `index` vary; None for a chain of single numbers."""
+def _channel_axis(block: Block, values: ConstantValues, index: int, scalar_chains: set[int]) -> int | None:
+    """The axis along which the constants of the chain from `index` vary; None for a chain of single numbers."""
     binding: relax.Binding | None = block.bindings[index]
     rank = len(shape_of(block.bindings[index].var) or [])
-    walked: list[int] = []
-    # Where the first is one number, later ones may have more dimensions than it.
-    while binding is not None and op_name(binding.value) in _STEPS and len(shape_of(binding.var) or []) == rank:
+    visited: list[int] = []
+    # Constants after a scalar may have more dimensions.
+    while binding is not None and op_name(binding.value) in _AFFINE_OPS and len(shape_of(binding.var) or []) == rank:
         for arg in binding.value.args:
             array = values.of(arg)
             for axis, extent in enumerate(array.shape if array is not None else ()):
                 if extent != 1:
                     return axis + rank - len(array.shape) if array is not None else None
-        walked.append(block.positions[binding.var])
+        visited.append(block.positions[binding.var])
         user = block.sole_user(binding.var)
         binding = None if user is None else block.bindings[user]
-    plain.update(walked)
+    scalar_chains.update(visited)
     return None
 
 
-def _constant(affine: _Affine, numbers: np.ndarray, like: relax.Var) -> relax.Expr:
-    shape = [1] * len(shape_of(like) or [])
+def _constant(affine: _Affine, numbers: np.ndarray, result: relax.Var) -> relax.Expr:
+    shape = [1] * len(shape_of(result) or [])
     shape[affine.axis] = affine.channels
-    return constant_like(numbers.reshape(shape), like.ty)
+    return constant_like(numbers.reshape(shape), result.ty)
 
 
 def _bind(emitter: Emitter, var: relax.Var, call: relax.Call) -> None:

@@ -1,4 +1,4 @@
-"""IsolateWrites: what a kernel in place overwrites is its own, and nothing that reads it moves past the kernel.
+"""IsolateWrites: give in-place kernels their own tensors to overwrite, and keep readers before them.
 
 Before::
 
@@ -15,18 +15,18 @@ After::
         doubled = R.add(x, x)
         z = R.call_tir_inplace(cls.increment, (y,), ...)
 
-Ops make new values, but later passes and TVM give some of them the memory of their operand: reshapes, permutations that
-cancel, whatever does nothing after all; and constants stay constants. (Transfers to the device where a value is become
-copies in RealizeVDevice, if the module writes in place.) If
-one of two such values is overwritten while the other is still needed, by the caller of the function too, the second is
-copied. Values that are one tensor by the program itself (a name, a field, a branch of `If`, `memory.view`, a parameter)
-stay one: who writes to a parameter directly writes to what the caller gave.
+Ops produce new values, but later passes and TVM may give a result the memory of its operand: for reshapes, permutations
+that cancel, and other ops that turn out to change nothing; and constants are shared. (Transfers within a device become
+copies in RealizeVDevice, if the module writes in place.) If one of two such values is overwritten while the other is
+still needed, also by the caller of the function, the second is copied. Values that are the same tensor in the program
+(an alias, a field, a branch of `If`, `memory.view`, a parameter) are not copied: a write to a parameter writes to the
+caller's tensor.
 
-Passes move ops inside a block, since values do not change. A kernel in place gets a block of its own where an op before
-it reads what it overwrites.
+Passes reorder ops inside a block, since values do not change. Therefore an in-place kernel gets a separate block if an
+op before it reads a tensor that it overwrites.
 
-Assumes A-normal form. Modules that write nothing in place, and those of kernels alone, are returned as they are; a
-second run changes nothing.
+Assumes A-normal form. Modules without in-place writes, and modules after FormDispatches, are not changed; a second run
+changes nothing.
 """
 
 from __future__ import annotations
@@ -76,38 +76,39 @@ def isolate_writes(mod: tvm.IRModule) -> tvm.IRModule:
 IsolateWrites = declare_pass("IsolateWrites", isolate_writes)
 
 _MAY_RETURN_OPERAND = ops_where(lambda traits: traits.may_return_operand)
-"""Ops whose result may be their operand, where they turn out to move nothing."""
+"""Ops whose result may be their operand, if they turn out to change nothing."""
 _CALLEES = ("relax.call_pure_packed", "relax.call_builtin_with_ctx", "relax.call_py_func", "relax.invoke_pure_closure")
-"""Ops of functions that may return an argument."""
-_NAMES = ("relax.memory.view", "relax.memory.ensure_zero_offset")
-_SOLID = (*IN_PLACE, *_CALLEES, "relax.call_dps_packed", COPY, *_NAMES)
-"""Ops that stay where they are among others."""
-_AFTER_ALL = math.inf
+"""Calls of functions that may return an argument."""
+_ALIASES = ("relax.memory.view", "relax.memory.ensure_zero_offset")
+_NOT_REORDERED = (*IN_PLACE, *_CALLEES, "relax.call_dps_packed", COPY, *_ALIASES)
+"""Ops that passes do not reorder."""
+_AT_RETURN = math.inf
+"""Position of reads by the caller, after all bindings."""
 
 
 @dataclass
 class _Tensor:
-    """A tensor of the function, by number.
+    """A tensor of the function; tensors are referred to by index.
 
     Attributes
     ----------
-    is_given : bool
-        Whether it outlives the work here, as arguments do.
+    is_argument : bool
+        Whether it belongs to the caller, which may read it later.
     is_constant : bool
         Whether it may be computed when the module is compiled.
     shares : frozenset of int
-        The tensors whose memory it may have.
-    made : float
+        Tensors whose memory it may share.
+    definition : float
         Position of its binding.
-    read : list of float
-        Positions of what reads it.
+    reads : list of float
+        Positions of its readers.
     """
 
-    is_given: bool = False
+    is_argument: bool = False
     is_constant: bool = False
     shares: frozenset[int] = NOTHING
-    made: float = -1
-    read: list[float] = field(default_factory=list)
+    definition: float = -1
+    reads: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -117,60 +118,60 @@ class _Block:
 
 @dataclass
 class _Write:
-    """A binding that writes to tensors; `around` has the bindings that it stands in, itself last, and their blocks."""
+    """A binding that writes to tensors; `enclosing` has the bindings around it, itself last, with their blocks."""
 
     position: int
     binding: relax.Binding
     tensors: frozenset[int]
-    around: list[tuple[_Block, relax.Var]]
+    enclosing: list[tuple[_Block, relax.Var]]
 
 
 class _Isolated:
-    """A function: which tensors its variables show, what is written, and where copies and cuts are due."""
+    """Analysis of a function: tensors of its variables, writes, and the required copies and splits of blocks."""
 
     def __init__(self, func: relax.Function, writers: set[str]) -> None:
         self.func, self.writers = func, writers
         self.aliases = TensorAliases()
         self.tensors: list[_Tensor] = []
         self.writes: list[_Write] = []
-        self.made: dict[relax.Var, list[int]] = {}  # new tensors of a binding that may need a copy
-        # Position of a reader that passes may move inside its block -> the block, and whether any pass does, not
-        # fusion alone, which works on dataflow.
+        self.candidates: dict[relax.Var, list[int]] = {}  # new tensors of a binding that may need a copy
+        # Block of a reader that passes may reorder, by its position, and whether passes other than fusion do: fusion
+        # only works on dataflow blocks.
         self.movable: dict[float, tuple[_Block, bool]] = {}
-        self.around: list[tuple[_Block, relax.Var]] = []
+        self.enclosing: list[tuple[_Block, relax.Var]] = []
         self.position = 0
         free = set(donated(func))
         for param in func.params:
-            self.aliases.bind(param, self._new(param.ty, is_given=param not in free))
-        self._read(_AFTER_ALL, self._sequence(func.body))
+            self.aliases.bind(param, self._new(param.ty, is_argument=param not in free))
+        self._read(_AT_RETURN, self._sequence(func.body))
 
     def function(self) -> relax.Function:
-        """The function with copies and cuts."""
+        """The function with copies and split blocks."""
         if not self.writes:
             return self.func
-        copied = {var for var, numbers in self.made.items() if any(self._needs_copy(number) for number in numbers)}
+        copied = {var for var, tensors in self.candidates.items() if any(map(self._needs_copy, tensors))}
         for var in copied:
-            for number in self.made[var]:
-                self.tensors[number].shares = NOTHING
-        cut = {var for write in self.writes for var in self._raced(write)}
+            for tensor in self.candidates[var]:
+                self.tensors[tensor].shares = NOTHING
+        split = {var for write in self.writes for var in self._split_points(write)}
         inline = {w.binding.var for w in self.writes if _inline_constants(w.binding.value)}
-        if not (copied or cut or inline):
+        if not (copied or split or inline):
             return self.func
         func = map_bindings(self.func, _Writer(copied, inline).binding)
-        return with_body(func, with_split_blocks(func.body, cut))
+        return with_body(func, with_split_blocks(func.body, split))
 
-    # What the function does.
+    # Analysis.
 
     def _sequence(self, expr: relax.Expr) -> Roots:
         if not isinstance(expr, relax.SeqExpr):
             return self.aliases.of(expr)
-        for each in expr.blocks:
-            block = _Block(isinstance(each, relax.DataflowBlock))
-            for binding in each.bindings:
+        for binding_block in expr.blocks:
+            block = _Block(isinstance(binding_block, relax.DataflowBlock))
+            for binding in binding_block.bindings:
                 self.position += 1
-                self.around.append((block, binding.var))
+                self.enclosing.append((block, binding.var))
                 self.aliases.bind(binding.var, self._binding(binding))
-                self.around.pop()
+                self.enclosing.pop()
         return self.aliases.of(expr.body)
 
     def _binding(self, binding: relax.Binding) -> Roots:
@@ -179,32 +180,34 @@ class _Isolated:
             return merged([self._sequence(value.true_branch), self._sequence(value.false_branch)])
         if isinstance(value, relax.Function):
             for param in value.params:
-                self.aliases.bind(param, self._new(param.ty, is_given=True))
-            self._read(_AFTER_ALL, self._sequence(value.body))
+                self.aliases.bind(param, self._new(param.ty, is_argument=True))
+            self._read(_AT_RETURN, self._sequence(value.body))
             return NOTHING
         if is_tensor_constant(value):
             return self._candidate(binding.var, is_constant=True)
         name = op_name(value)
-        if not isinstance(value, relax.Call) or name in _NAMES:
+        if not isinstance(value, relax.Call) or name in _ALIASES:
             return self.aliases.of(value.args[0] if isinstance(value, relax.Call) else value)
         return self._call(binding, value, name)
 
     def _call(self, binding: relax.Binding, call: relax.Call, name: str | None) -> Roots:
-        operands = frozenset(number for var in used_vars(call) for number in flattened(self.aliases.of(var)))
+        operands = frozenset(tensor for var in used_vars(call) for tensor in flattened(self.aliases.of(var)))
         position = self.position
-        for number in operands:
-            self.tensors[number].read.append(position)
-        if name not in _SOLID and isinstance(call.op, tvm.ir.Op):
-            self.movable[position] = self.around[-1][0], name != "relax.call_tir"
+        for tensor in operands:
+            self.tensors[tensor].reads.append(position)
+        if name not in _NOT_REORDERED and isinstance(call.op, tvm.ir.Op):
+            self.movable[position] = self.enclosing[-1][0], name != "relax.call_tir"
         overwrites = overwritten(call, self.writers)
         if overwrites or _inline_constants(call):
-            written = frozenset(number for var in overwrites for number in flattened(self.aliases.of(var)))
-            self.writes.append(_Write(position, binding, written, list(self.around)))
+            written = frozenset(tensor for var in overwrites for tensor in flattened(self.aliases.of(var)))
+            self.writes.append(_Write(position, binding, written, list(self.enclosing)))
             return self._overwritten(binding, call, name, overwrites)
         if name in _CALLEES or not isinstance(call.op, tvm.ir.Op):
             return self._candidate(binding.var, shares=operands)
-        known = all(self.tensors[number].is_constant for number in operands)
-        is_constant = known and name not in _SOLID and not str(name).startswith(("relax.builtin.", "relax.vm."))
+        has_constants = all(self.tensors[tensor].is_constant for tensor in operands)
+        is_constant = (
+            has_constants and name not in _NOT_REORDERED and not str(name).startswith(("relax.builtin.", "relax.vm."))
+        )
         if name in _MAY_RETURN_OPERAND:
             return self._candidate(binding.var, shares=operands, is_constant=is_constant)
         return self._candidate(binding.var, is_constant=is_constant)
@@ -212,100 +215,100 @@ class _Isolated:
     def _overwritten(
         self, binding: relax.Binding, call: relax.Call, name: str | None, overwrites: list[relax.Var]
     ) -> Roots:
-        """Aliases of a call that writes: the operands that it writes to, wherever these may be in its result."""
+        """Tensors of the result of a call that writes: the overwritten operands, and new tensors."""
         if name not in (CALL_TIR_INPLACE, CACHED_ATTENTION) or not isinstance(binding.var.ty, tvm.ir.TupleType):
-            either_of = frozenset(number for var in overwrites for number in flattened(self.aliases.of(var)))
-            fresh = NOTHING if name in IN_PLACE else frozenset(flattened(self._new(binding.var.ty)))
-            return either_of | fresh
-        operands, places = inplace_operands(call)
+            written = frozenset(tensor for var in overwrites for tensor in flattened(self.aliases.of(var)))
+            new = NOTHING if name in IN_PLACE else frozenset(flattened(self._new(binding.var.ty)))
+            return written | new
+        operands, indices = inplace_operands(call)
         types = binding.var.ty.fields
         return tuple(
-            self._new(ty) if place < 0 else self.aliases.of(operands[place])
-            for ty, place in zip(types, places, strict=True)
+            self._new(ty) if index < 0 else self.aliases.of(operands[index])
+            for ty, index in zip(types, indices, strict=True)
         )
 
     def _candidate(self, var: relax.Var, shares: frozenset[int] = NOTHING, is_constant: bool = False) -> Roots:
-        shown = self._new(var.ty, shares=shares, is_constant=is_constant)
-        self.made[var] = list(flattened(shown))
-        return shown
+        roots = self._new(var.ty, shares=shares, is_constant=is_constant)
+        self.candidates[var] = list(flattened(roots))
+        return roots
 
     def _new(
-        self, ty: tvm.ir.Type, is_given: bool = False, shares: frozenset[int] = NOTHING, is_constant: bool = False
+        self, ty: tvm.ir.Type, is_argument: bool = False, shares: frozenset[int] = NOTHING, is_constant: bool = False
     ) -> Roots:
         if isinstance(ty, tvm.ir.TupleType):
-            return tuple(self._new(part, is_given, shares, is_constant) for part in ty.fields)
-        self.tensors.append(_Tensor(is_given, is_constant, shares, self.position))
+            return tuple(self._new(field_ty, is_argument, shares, is_constant) for field_ty in ty.fields)
+        self.tensors.append(_Tensor(is_argument, is_constant, shares, self.position))
         return frozenset([len(self.tensors) - 1])
 
-    def _read(self, position: float, shown: Roots) -> None:
-        for number in flattened(shown):
-            self.tensors[number].read.append(position)
+    def _read(self, position: float, roots: Roots) -> None:
+        for tensor in flattened(roots):
+            self.tensors[tensor].reads.append(position)
 
-    # What has to change.
+    # Required changes.
 
-    def _needs_copy(self, number: int) -> bool:
-        """Return whether a tensor and those whose memory it may have are overwritten, one while the other is needed."""
-        tensor = self.tensors[number]
-        below = self._reached([number], downwards=True)
-        if tensor.is_constant and any(write.tensors & below for write in self.writes):
+    def _needs_copy(self, index: int) -> bool:
+        """Return whether of a tensor and those that share its memory, one is overwritten while another is needed."""
+        tensor = self.tensors[index]
+        views = self._closure([index], to_views=True)
+        if tensor.is_constant and any(write.tensors & views for write in self.writes):
             return True
         if not tensor.shares:
             return False
-        whole = self._reached(below, downwards=False)
-        whole = self._reached(whole, downwards=True) | whole
-        others = whole - below
+        sources = self._closure(views, to_views=False)
+        rest = (self._closure(sources, to_views=True) | sources) - views
         for write in self.writes:
-            if write.position <= tensor.made:
+            if write.position <= tensor.definition:
                 continue
-            if write.tensors & below and self._is_needed(others, write.position, given=True):
+            if write.tensors & views and self._is_needed(rest, write.position, with_arguments=True):
                 return True
-            if write.tensors & others and self._is_needed(below, write.position, given=False):
+            if write.tensors & rest and self._is_needed(views, write.position, with_arguments=False):
                 return True
         return False
 
-    def _is_needed(self, numbers: Iterable[int], position: float, given: bool) -> bool:
+    def _is_needed(self, indices: Iterable[int], position: float, with_arguments: bool) -> bool:
+        tensors = [self.tensors[index] for index in indices]
         return any(
-            (given and (self.tensors[n].is_given or self.tensors[n].is_constant))
-            or any(at > position for at in self.tensors[n].read)
-            for n in numbers
+            (with_arguments and (tensor.is_argument or tensor.is_constant))
+            or any(read > position for read in tensor.reads)
+            for tensor in tensors
         )
 
-    def _reached(self, numbers: Iterable[int], downwards: bool) -> set[int]:
-        """These and the tensors that may have their memory (or whose memory they may have), directly or not."""
-        found = set(numbers)
-        pending = list(found)
+    def _closure(self, indices: Iterable[int], to_views: bool) -> set[int]:
+        """Tensors with all their views (or all their sources), which may share their memory, transitively."""
+        closure = set(indices)
+        pending = list(closure)
         while pending:
-            number = pending.pop()
-            if downwards:
-                near = [n for n, tensor in enumerate(self.tensors) if number in tensor.shares]
+            index = pending.pop()
+            if to_views:
+                neighbours = [i for i, tensor in enumerate(self.tensors) if index in tensor.shares]
             else:
-                near = list(self.tensors[number].shares)
-            pending += [n for n in near if n not in found]
-            found.update(near)
-        return found
+                neighbours = list(self.tensors[index].shares)
+            pending += [i for i in neighbours if i not in closure]
+            closure.update(neighbours)
+        return closure
 
-    def _raced(self, write: _Write) -> Iterator[relax.Var]:
-        """Bindings in which a write stands and before which an op of their block reads what it overwrites."""
-        above = self._reached(write.tensors, downwards=False)
-        makers = {self.tensors[number].made for number in above}
-        shared = self._reached(above, downwards=True)
-        readers = {at for number in shared for at in self.tensors[number].read if at < write.position} - makers
-        for block, var in write.around:
-            near = [self.movable[at] for at in readers if at in self.movable]
-            if any(its is block and (by_any or block.is_dataflow) for its, by_any in near):
+    def _split_points(self, write: _Write) -> Iterator[relax.Var]:
+        """Bindings that contain a write, and need a separate block because ops before read what it overwrites."""
+        sources = self._closure(write.tensors, to_views=False)
+        definitions = {self.tensors[index].definition for index in sources}
+        shared = self._closure(sources, to_views=True)
+        reads = {read for index in shared for read in self.tensors[index].reads if read < write.position} - definitions
+        for block, var in write.enclosing:
+            movable = [self.movable[read] for read in reads if read in self.movable]
+            if any(other is block and (by_any_pass or block.is_dataflow) for other, by_any_pass in movable):
                 yield var
 
 
 def _inline_constants(call: relax.Expr) -> list[int]:
-    """The operands that a kernel in place is given as written-out constants, and overwrites."""
+    """Indices of operands of an in-place kernel that it overwrites although they are written as constants."""
     if op_name(call) != CALL_TIR_INPLACE or not isinstance(call.args[1], relax.Tuple):
         return []
-    places = [int(place) for place in call.attrs.inplace_indices if int(place) >= 0]
-    return [place for place in places if is_tensor_constant(call.args[1].fields[place])]
+    indices = [int(index) for index in call.attrs.inplace_indices if int(index) >= 0]
+    return [index for index in indices if is_tensor_constant(call.args[1].fields[index])]
 
 
 class _Writer:
-    """Writes bindings, some followed by copies."""
+    """Writer of bindings, some of them followed by copies."""
 
     def __init__(self, copied: set[relax.Var], inline: set[relax.Var]) -> None:
         self.copied, self.inline = copied, inline
@@ -323,12 +326,12 @@ class _Writer:
     def _with_variables(self, binding: relax.Binding) -> Iterator[relax.Binding]:
         call = binding.value
         fields = list(call.args[1].fields)
-        for place in _inline_constants(call):
+        for index in _inline_constants(call):
             kind = type(binding.var)
-            shared, own = (kind(f"{binding.var.name}_{what}", fields[place].ty) for what in ("constant", "own"))
-            yield relax.VarBinding(shared, fields[place])
-            yield from _copies(own, shared)
-            fields[place] = own
+            source, copy_ = (kind(f"{binding.var.name}_{suffix}", fields[index].ty) for suffix in ("constant", "own"))
+            yield relax.VarBinding(source, fields[index])
+            yield from _copies(copy_, source)
+            fields[index] = copy_
         args = [call.args[0], typed(relax.Tuple(fields), call.args[1].ty), *call.args[2:]]
         new = relax.Call(call.op, args, call.attrs, call.ty_args, call.span, ret_ty=call.ty)
         yield relax.VarBinding(binding.var, new, binding.span)
@@ -340,12 +343,12 @@ def _copies(var: relax.Var, shared: relax.Var) -> Iterator[relax.Binding]:
         yield relax.VarBinding(var, typed(copy(shared), var.ty))
     elif isinstance(var.ty, tvm.ir.TupleType):
         kind = relax.DataflowVar if isinstance(var, relax.DataflowVar) else relax.Var
-        parts = []
+        fields = []
         for index, ty in enumerate(var.ty.fields):
-            field_, own = kind(f"{shared.name}_{index}", ty), kind(f"{var.name}_{index}", ty)
-            yield relax.VarBinding(field_, typed(relax.TupleGetItem(shared, index), ty))
-            yield from _copies(own, field_)
-            parts.append(own)
-        yield relax.VarBinding(var, typed(relax.Tuple(parts), var.ty))
+            source, target = kind(f"{shared.name}_{index}", ty), kind(f"{var.name}_{index}", ty)
+            yield relax.VarBinding(source, typed(relax.TupleGetItem(shared, index), ty))
+            yield from _copies(target, source)
+            fields.append(target)
+        yield relax.VarBinding(var, typed(relax.Tuple(fields), var.ty))
     else:
         yield relax.VarBinding(var, shared)

@@ -1,4 +1,4 @@
-"""SimplifyConvolutions: every convolution becomes a form that kernels know; batch norms are folded.
+"""SimplifyConvolutions: rewrite convolutions to forms that kernels support, and fold batch norms.
 
 Before::
 
@@ -11,16 +11,16 @@ After::
     y = R.nn.conv2d(x, w * scale)
     z = R.add(y, shift)
 
-Step by step, each in its own file: expressions of constants are computed (`constant_values`), batch norms become
-multiplications and additions (`batch_norms`), which are taken into weights (`channel_scales`), padding becomes the
-convolution's own (`fold_pads`), transposed convolutions become plain ones (`transposed_convolutions`), and small groups
-join where tensor cores multiply (`joined_groups`).
+Its steps: expressions of constants are folded (`fold_constants`), batch norms become multiplications and additions
+(`expand_batch_norms`), which are folded into weights (`fold_channel_scales`), padding is folded into the convolution
+(`fold_pads`), transposed convolutions become plain ones (`expand_transposed_convolutions`), and small groups are merged
+for tensor cores (`join_groups`).
 
-TVM's FoldBatchnormToConv2D knows a norm right behind a `conv2d`; its DecomposeOpsForInference infers types anew, and
-devices with them.
+TVM's FoldBatchnormToConv2D only folds a norm right after a `conv2d`; its DecomposeOpsForInference infers types, and
+loses devices.
 
-Assumes nothing of devices, keeps those that are written, and asks theirs how wide groups are to be. A second run
-changes nothing.
+Assumes nothing of devices, keeps existing ones, and merges groups by the resolver of the device. A second run changes
+nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.resolver import answers_of
+from ...encoding.resolver import resolver_or_default
 from ...op.traits import traits_of
 from ..ir.blocks import Block, Emitter, renamed, rewrite_blocks, shape_of, without_unused
 from ..ir.callee_devices import target_of
@@ -42,7 +42,7 @@ from ..ir.rewriting import op_name, relax_functions, typed, walk_bindings, with_
 from .channel_scales import fold_channel_scales
 from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 
-# Neighbouring groups of few channels become one, with zeros between them, where tensor cores are to multiply.
+# Merging of neighbouring groups of few channels, with zeros between them, for tensor cores.
 #
 # Before::
 #
@@ -52,9 +52,9 @@ from .transposed_convolutions import TRANSPOSED, expand_transposed_convolutions
 #
 #     y = R.nn.conv2d(x, v, groups=16)      # v of (1024, 64, 3, 3), half of it zeros
 #
-# Tiles of tensor cores have as many columns as several such groups: they would stay empty, or plain threads would
-# multiply. More than `_MAX_JOINED` groups are slower joined. A group whose numbers are infinite makes NaN of its
-# neighbours, too: float16 has overflown by then.
+# Tiles of tensor cores have as many columns as several such groups: most columns would be empty, or plain threads would
+# multiply. Merging more than `_MAX_JOINED` groups is slower. Infinite numbers in a group also make NaN of its
+# neighbours, but only after float16 has overflowed.
 
 _CONVOLUTIONS = {
     "relax.nn.conv1d": (relax.op.nn.conv1d, "OIW"),
@@ -65,7 +65,7 @@ _MAX_JOINED = 8
 
 
 def join_groups(block: Block) -> list[relax.Binding] | None:
-    """The block with fewer, larger groups in its convolutions; None where none has groups to join."""
+    """The block with fewer, larger groups in its convolutions; None if no groups are merged."""
     values = ConstantValues(block)
     bindings, changed = [], False
     for binding in block.bindings:
@@ -77,34 +77,34 @@ def join_groups(block: Block) -> list[relax.Binding] | None:
 
 def _joined(binding: relax.VarBinding, values: ConstantValues) -> relax.VarBinding | None:
     call = binding.value
-    found = _CONVOLUTIONS.get(op_name(call) or "")
-    if found is None or int(call.attrs.groups) == 1 or str(call.attrs.kernel_layout) != found[1]:
+    stock_conv = _CONVOLUTIONS.get(op_name(call) or "")
+    if stock_conv is None or int(call.attrs.groups) == 1 or str(call.attrs.kernel_layout) != stock_conv[1]:
         return None
     data, weight = call.args
     shape, groups, dtype = shape_of(weight), int(call.attrs.groups), str(weight.ty.dtype)
     target = target_of(binding.var.ty.vdevice)
-    wanted = answers_of(target).group_columns(target, dtype) if str(data.ty.dtype) == dtype else 0
-    if not wanted or shape is None:
+    tile_columns = resolver_or_default(target).group_columns(target, dtype) if str(data.ty.dtype) == dtype else 0
+    if not tile_columns or shape is None:
         return None
     columns, channels = int(shape[0]) // groups, int(shape[1])
-    count = wanted // columns
-    if channels == 1 or wanted % columns or not 1 < count <= _MAX_JOINED or groups % count:
+    count = tile_columns // columns
+    if channels == 1 or tile_columns % columns or not 1 < count <= _MAX_JOINED or groups % count:
         return None
     array = values.of(weight)
     if array is None:
         return None
-    apart = array.reshape(groups // count, count, columns, 1, channels, *array.shape[2:])
-    own = np.eye(count, dtype=bool).reshape(1, count, 1, count, 1, *(1 for _ in array.shape[2:]))
-    blocks = np.where(own, apart, np.zeros((), array.dtype))
+    grouped = array.reshape(groups // count, count, columns, 1, channels, *array.shape[2:])
+    is_diagonal = np.eye(count, dtype=bool).reshape(1, count, 1, count, 1, *(1 for _ in array.shape[2:]))
+    blocks = np.where(is_diagonal, grouped, np.zeros((), array.dtype))
     weights = constant_like(blocks.reshape(-1, count * channels, *array.shape[2:]), weight.ty)
     attrs = call.attrs
     layouts = (str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout), attrs.out_dtype)
-    sizes = ([int(size) for size in each] for each in (attrs.strides, attrs.padding, attrs.dilation))
-    wider = found[0](data, weights, *sizes, groups // count, *layouts)
-    return relax.VarBinding(binding.var, typed(wider, call.ty))
+    sizes = ([int(size) for size in values] for values in (attrs.strides, attrs.padding, attrs.dilation))
+    merged = stock_conv[0](data, weights, *sizes, groups // count, *layouts)
+    return relax.VarBinding(binding.var, typed(merged, call.ty))
 
 
-# Padding with zeros before a convolution or a mean over windows, or with -inf before a maximum, becomes the op's own.
+# Folding of padding: zeros before a convolution or average pooling, or -inf before max pooling, into the op.
 #
 # Before::
 #
@@ -119,7 +119,7 @@ PAD = "relax.nn.pad"
 
 
 def fold_pads(block: Block) -> list[relax.Binding] | None:
-    """The block with padding taken into the ops that would pad alike; None where there is none."""
+    """The block with padding folded into ops that pad with the same value; None if there is none."""
     bindings = [_folded(block, binding) for binding in block.bindings]
     if all(new is old for new, old in zip(bindings, block.bindings, strict=True)):
         return None
@@ -136,12 +136,12 @@ def _folded(block: Block, binding: relax.Binding) -> relax.Binding:
     widths = _widths(pad, layout, float("-inf") if kind == "max_pool" else 0.0)
     if widths is None:
         return binding
-    own = [int(width) for width in call.attrs.padding]
-    fields: dict[str, Any] = {"padding": [a + b for a, b in zip(own, widths, strict=True)]}
+    op_padding = [int(width) for width in call.attrs.padding]
+    fields: dict[str, Any] = {"padding": [a + b for a, b in zip(op_padding, widths, strict=True)]}
     if kind == "max_pool" and call.attrs.ceil_mode:
         return binding
     if kind == "avg_pool":
-        if any(own) and not call.attrs.count_include_pad or call.attrs.ceil_mode:
+        if any(op_padding) and not call.attrs.count_include_pad or call.attrs.ceil_mode:
             return binding
         fields["count_include_pad"] = True
     args = [pad.args[0], *call.args[1:]]
@@ -150,20 +150,20 @@ def _folded(block: Block, binding: relax.Binding) -> relax.Binding:
 
 
 def _widths(pad: relax.Expr, layout: str, value: float) -> list[int] | None:
-    """Elements before each spatial axis, then after each; None for a padding with another value, or of other axes."""
+    """Padding before each spatial axis, then after each; None for padding with another value or along other axes."""
     if op_name(pad) != PAD or str(pad.attrs.pad_mode) != "constant" or float(pad.attrs.pad_value) != value:
         return None
     widths = [int(width) for width in pad.attrs.pad_width]
     spatial = [axis for axis, letter in enumerate(layout) if letter not in "NC"]
-    others = [axis for axis in range(len(layout)) if axis not in spatial]
+    other_axes = [axis for axis in range(len(layout)) if axis not in spatial]
     if not layout.isupper() or len(widths) != 2 * len(layout) or min(widths) < 0:
         return None
-    if any(widths[2 * axis] or widths[2 * axis + 1] for axis in others):
+    if any(widths[2 * axis] or widths[2 * axis + 1] for axis in other_axes):
         return None
     return [widths[2 * axis] for axis in spatial] + [widths[2 * axis + 1] for axis in spatial]
 
 
-# Batch norms of constants become one multiplication and one addition per channel.
+# Expansion of batch norms with constants to one multiplication and one addition per channel.
 #
 # Before::
 #
@@ -175,27 +175,27 @@ def _widths(pad: relax.Expr, layout: str, value: float) -> list[int] | None:
 #     y_scaled = R.multiply(x, gamma / sqrt(variance + epsilon))
 #     y = R.add(y_scaled, beta - mean * gamma / sqrt(variance + epsilon))
 #
-# Only inference, where the running mean and variance are returned as they came.
+# Only for inference, which returns the running mean and variance unchanged.
 
 BATCH_NORM = "relax.nn.batch_norm"
 _FLOATS = ("float32", "float64")
 
 
 def expand_batch_norms(block: Block) -> list[relax.Binding] | None:
-    """The block with batch norms as multiplications and additions; None where there are none to expand."""
+    """The block with batch norms as multiplications and additions; None if there are none to expand."""
     values = ConstantValues(block)
     emitter = Emitter(block.is_dataflow)
     fields: dict[relax.Var, list[relax.Expr]] = {}
     names: dict[relax.Var, relax.Expr] = {}
     for binding in block.bindings:
         affine = _affine(block, values, binding)
-        now = renamed(binding, names)
+        new = renamed(binding, names)
         if affine is not None:
-            fields[binding.var] = [_applied(emitter, now, *affine), *now.value.args[3:5]]
+            fields[binding.var] = [_applied(emitter, new, *affine), *new.value.args[3:5]]
             continue
-        field = _field(now.value, fields)
+        field = _field(new.value, fields)
         if field is None:
-            emitter.bindings.append(now)
+            emitter.bindings.append(new)
         elif block.is_local(binding.var):
             names[binding.var] = field
         else:
@@ -204,25 +204,25 @@ def expand_batch_norms(block: Block) -> list[relax.Binding] | None:
 
 
 def _field(value: relax.Expr, fields: dict[relax.Var, list[relax.Expr]]) -> relax.Expr | None:
-    """Field of a tuple, of a batch norm's results or of a tuple that is written out."""
+    """The field of a batch norm's results or of an explicit tuple; None for any other value."""
     if not isinstance(value, relax.TupleGetItem):
         return None
     if isinstance(value.tuple_value, relax.Tuple):
         return value.tuple_value.fields[value.index]
-    known = fields.get(value.tuple_value) if isinstance(value.tuple_value, relax.Var) else None
-    return None if known is None else known[value.index]
+    results = fields.get(value.tuple_value) if isinstance(value.tuple_value, relax.Var) else None
+    return None if results is None else results[value.index]
 
 
 def _affine(block: Block, values: ConstantValues, binding: relax.Binding) -> tuple[np.ndarray, np.ndarray] | None:
-    """Scale and shift per channel of a batch norm of constants that is only taken apart, in float64."""
+    """Scale and shift per channel, in float64, of a batch norm of constants whose users are its fields."""
     call = binding.value
     if op_name(call) != BATCH_NORM or call.attrs.training or str(call.args[0].ty.dtype) not in _FLOATS:
         return None
     users = [block.bindings[index].value for index in block.users.get(binding.var, [])]
     if not block.is_local(binding.var) or not all(isinstance(user, relax.TupleGetItem) for user in users):
         return None
-    found = [values.of(arg) for arg in call.args[1:]]
-    arrays = [array.astype("float64") for array in found if array is not None]
+    constants = [values.of(arg) for arg in call.args[1:]]
+    arrays = [array.astype("float64") for array in constants if array is not None]
     if len(arrays) < 4 or shape_of(call.args[0]) is None:
         return None
     gamma, beta, mean, variance = arrays
@@ -253,7 +253,7 @@ _STEPS = (
 
 
 def simplify_convolutions(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring; the very module where there is nothing to do."""
+    """See the module's docstring; it returns the same module if nothing changes."""
     for step in _STEPS:
         mod = rewrite_blocks(mod, step)
     for gv, func in relax_functions(mod):

@@ -1,4 +1,4 @@
-"""Binding of arguments: a value for each input, by position, by name or given before, checked and placed."""
+"""Binding of arguments: a checked and placed value for each input, from positions, names and earlier parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .donated_arguments import check_donated
 
 
 class BoundArguments(NamedTuple):
-    """The arguments of a call that fit.
+    """The checked arguments of a call.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class BoundArguments(NamedTuple):
 
 
 class ArgumentBinder:
-    """Binds the arguments and parameters of a machine's functions. Used by one thread at a time.
+    """Binds the arguments and parameters of a machine's functions; not thread-safe.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ class ArgumentBinder:
     Attributes
     ----------
     caches : dict of str to CallCache
-        Calls of each function that were found to fit.
+        Accepted calls of each function.
     """
 
     def __init__(
@@ -74,25 +74,25 @@ class ArgumentBinder:
         signatures = [self._executable.signature(name) for name in names]
         takers = [signature for signature in signatures if function or signature.num_input < len(signature.inputs)]
         if not takers:
-            takers = signatures[:1]  # says that it takes no parameters
+            takers = signatures[:1]  # for the error message that it takes no parameters
         named = shared_params(params, takers)
         placed = [(signature.name, *self._place_params(signature, named)) for signature in takers]
-        for name, given, dims in placed:
-            self._params[name] = (given, dims, address_ranges(given.values()))
+        for name, values, dims in placed:
+            self._params[name] = (values, dims, address_ranges(values.values()))
             self.caches.pop(name, None)
 
     def _place_params(self, signature: FunctionSignature, named: dict[str, Any]) -> tuple[dict[int, Any], DimValues]:
-        """The parameters of one function; what was placed takes the place of what was given, for other functions."""
-        given = dict(self._params.get(signature.name, ({}, None, None))[0])
+        """The parameters of one function; `named` gets the placed tensors, which other functions then share."""
+        values = dict(self._params.get(signature.name, ({}, None, None))[0])
         to = Placement(self._devices, self._scopes, keep=True)
         for index, spec in list(enumerate(signature.inputs))[signature.num_input :]:
             where = f"parameter {spec.name!r} of {signature.name!r}"
             if spec.name in named:
-                given[index] = named[spec.name] = place(named[spec.name], spec, where, to)
-            elif index in given:  # again, for its symbolic dimensions
-                place(given[index], spec, where, to)
+                values[index] = named[spec.name] = place(named[spec.name], spec, where, to)
+            elif index in values:  # again, for its symbolic dimensions
+                place(values[index], spec, where, to)
         to.dims.settle()
-        return given, to.dims
+        return values, to.dims
 
     def recall(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -102,9 +102,9 @@ class ArgumentBinder:
         Returns
         -------
         tuple
-            The function's cache; all arguments by position, None where they cannot be; the earlier call, None where
-            there is none; and the arguments as tensors. Where there is no such call, the arguments by position have
-            tensors in the place of foreign ones: each is asked for its memory once.
+            The function's cache; all arguments by position, or None if names prevent it; the earlier call, or None;
+            and the arguments as tensors. Without an earlier call, the arguments by position have tensors in place of
+            foreign objects, so that each object is asked for its memory once.
         """
         if type(args) is not tuple or (kwargs and type(kwargs) is not dict):
             _check_call(name, args, kwargs)
@@ -114,30 +114,30 @@ class ArgumentBinder:
             return cache, None, None, []
         call, tensors = cache.recall(ordered)
         if call is None:
-            taken = [
+            converted = [
                 value if tensor is None or isinstance(value, np.ndarray) else tensor
                 for value, tensor in zip(ordered, tensors, strict=False)
             ]
-            ordered = [*taken, *ordered[len(taken) :]]
+            ordered = [*converted, *ordered[len(converted) :]]
         return cache, ordered, call, tensors
 
     def bind_new(
         self, name: str, cache: CallCache, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
     ) -> BoundArguments:
-        """`bind` after `recall`, whose first two results are `cache` and `ordered`; the call is remembered."""
+        """`bind` after `recall`, whose first two results are `cache` and `ordered`; the call is cached."""
         if ordered is not None:
             args, kwargs = ordered, {}
         bound = self.bind(self._executable.signature(name), args, kwargs, keep=False)
-        is_admitted = self._limits is None or not bound.dims.values  # for good: nothing changes with the extents
-        if ordered is not None and is_admitted:
-            _, _, rest_lent = self._params.get(name, ({}, None, []))
-            cache.remember(ordered, bound.values, bound.dims, rest_lent)
+        needs_no_check = self._limits is None or not bound.dims.values  # memory limits depend on extents
+        if ordered is not None and needs_no_check:
+            _, _, params_borrowed = self._params.get(name, ({}, None, []))
+            cache.remember(ordered, bound.values, bound.dims, params_borrowed)
         return bound
 
     def _new_cache(self, name: str) -> CallCache:
-        about, signature = self._executable.metadata, self._executable.signature(name)
+        metadata, signature = self._executable.metadata, self._executable.signature(name)
         cache = self.caches[name] = CallCache(
-            about.alignment, not about.writes_arguments, signature.input_names, signature.donated
+            metadata.alignment, not metadata.writes_arguments, signature.input_names, signature.donated
         )
         return cache
 
@@ -149,9 +149,9 @@ class ArgumentBinder:
         Parameters
         ----------
         args, kwargs
-            The caller's.
+            The caller's arguments by position and by name.
         keep : bool
-            Whether they are for later calls, too: then each gets memory of its own.
+            Whether they serve later calls, too: then each gets memory of its own.
 
         Raises
         ------
@@ -160,36 +160,36 @@ class ArgumentBinder:
         MemoryLimitError
             Sizes that need more memory than the machine may take.
         """
-        params, dims, lent = self._params.get(signature.name, ({}, DimValues(), []))
-        about = self._executable.metadata
-        matched = match_names(signature, args, kwargs, params)
-        takes_others = any(index in params and not placed for index, (_, placed) in enumerate(matched))
-        to = Placement(
+        params, dims, borrowed = self._params.get(signature.name, ({}, DimValues(), []))
+        metadata = self._executable.metadata
+        matches = match_names(signature, args, kwargs, params)
+        replaces_params = any(index in params and not placed for index, (_, placed) in enumerate(matches))
+        placement = Placement(
             self._devices,
             self._scopes,
-            DimValues() if takes_others else dims.copy(),
+            DimValues() if replaces_params else dims.copy(),
             keep,
-            about.alignment,
-            not (keep or about.writes_arguments),
-            [*lent],
+            metadata.alignment,
+            not (keep or metadata.writes_arguments),
+            [*borrowed],
         )
         values = []
-        for spec, (value, placed) in zip(signature.inputs, matched, strict=True):
-            to.donates, to.copies = spec.name in signature.donated, spec.name in signature.copied
+        for spec, (value, placed) in zip(signature.inputs, matches, strict=True):
+            placement.donates, placement.copies = spec.name in signature.donated, spec.name in signature.copied
             where = f"argument {spec.name!r} of {signature.name!r}"
-            is_kept = placed and not to.copies and not takes_others
-            values.append(value if is_kept else place(value, spec, where, to))
-        to.dims.settle()
-        to.dims.check_bounds(self._bounds.get(signature.name, {}))
+            stays = placed and not placement.copies and not replaces_params
+            values.append(value if stays else place(value, spec, where, placement))
+        placement.dims.settle()
+        placement.dims.check_bounds(self._bounds.get(signature.name, {}))
         if self._limits is not None:
-            self._limits.admit(signature.name, to.dims.values)
+            self._limits.admit(signature.name, placement.dims.values)
         if signature.donated:
             check_donated(signature, values)
-        return BoundArguments(values, to.dims, to.borrowed)
+        return BoundArguments(values, placement.dims, placement.borrowed)
 
 
 def _check_call(name: str, args: object, kwargs: object) -> None:
-    """Require arguments in a sequence, and by name in a mapping; BindingError for others."""
+    """Require a sequence of positional arguments and a mapping of named ones; BindingError otherwise."""
     if not isinstance(args, Sequence | np.ndarray) or isinstance(args, str | bytes):
         raise BindingError(f"the arguments of {name!r} are a {type(args).__name__}, expected a tuple or a list")
     if not isinstance(kwargs, Mapping | None):
@@ -200,12 +200,12 @@ def _check_call(name: str, args: object, kwargs: object) -> None:
 def match_names(
     signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[int, Any]
 ) -> list[tuple[Any, bool]]:
-    """One (value, whether it is already placed) per input, from positions, names and earlier parameters.
+    """A pair (value, whether it is already placed) per input, from positions, names and earlier parameters.
 
     Parameters
     ----------
     signature : FunctionSignature
-        The function's.
+        Signature of the function.
     args, kwargs
         Arguments of this call.
     given : mapping of int to object
@@ -245,7 +245,7 @@ def match_names(
 
 
 def _packed_hint(signature: FunctionSignature, args: Sequence[Any]) -> str:
-    """Advice where all arguments were given as one; empty where they were not."""
+    """Advice if all arguments were passed as one container; otherwise empty."""
     if len(args) != 1 or not signature.inputs or isinstance(signature.inputs[0], TupleSpec | ShapeSpec | ObjectSpec):
         return ""
     (value,) = args
@@ -259,12 +259,12 @@ def _packed_hint(signature: FunctionSignature, args: Sequence[Any]) -> str:
 
 
 def shared_params(params: Mapping[str, Any] | Sequence[Any], signatures: Sequence[FunctionSignature]) -> dict[str, Any]:
-    """Parameters of some functions by name, from a mapping of some or a sequence of all.
+    """Parameters of several functions by name, from a mapping of some or a sequence of all.
 
     Raises
     ------
     BindingError
-        For anything else; for a name that none of the functions has.
+        Other types, or a name that none of the functions has.
     """
     functions = " and ".join(repr(signature.name) for signature in signatures)
     lists = [signature.input_names[signature.num_input :] for signature in signatures]
@@ -278,10 +278,10 @@ def shared_params(params: Mapping[str, Any] | Sequence[Any], signatures: Sequenc
         if len(params) != len(names):
             raise BindingError(f"{functions} takes {len(names)} parameters, found {len(params)}: {list(names)}")
         return dict(zip(names, params, strict=True))
-    known = tuple(dict.fromkeys(name for names in lists for name in names))
+    all_names = tuple(dict.fromkeys(name for names in lists for name in names))
     for name in params:
-        if name not in known:
-            raise unknown_name("parameter", name, known, f"function {functions}")
+        if name not in all_names:
+            raise unknown_name("parameter", name, all_names, f"function {functions}")
     return dict(params)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of submitted calls as they are now: a caller may write to its arrays before the call has read them."""
+"""Copies of a call's arguments: of arrays that the caller may overwrite, and of strings as integer codes."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ def copy_arguments(
     kwargs: Mapping[str, Any],
     is_late: bool,
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments of a call, with copies of the arrays that it would read later in the caller's memory.
+    """Copy those arguments of a submitted call that it would read later from the caller's memory.
 
-    Tensors of TVM are left as they are, so that results can be handed on at no cost; so are arguments that are donated.
+    TVM tensors stay as they are, so that results can be passed on at no cost; so do donated arguments.
 
     Parameters
     ----------
     devices : sequence of runtime.Device
         Devices by manifest index.
     is_late : bool
-        Whether arguments are placed later; else those for other devices than the host are copied there anyway.
+        Whether arguments are placed later; if not, those for other devices are copied there at once anyway.
     """
     specs = {spec.name: spec for spec in signature.inputs}
 
-    def own(name: str, value: Any) -> Any:
+    def copy(name: str, value: Any) -> Any:
         spec = specs.get(name)
-        return value if spec is None or name in signature.donated else _copied(value, spec, devices, is_late)
+        return value if spec is None or name in signature.donated else _copy(value, spec, devices, is_late)
 
-    names = (*signature.input_names, *("" for _ in args))  # too many are refused later
-    by_position = tuple(own(name, value) for name, value in zip(names, args, strict=False))
-    return by_position, {name: own(name, value) for name, value in kwargs.items()}
+    names = (*signature.input_names, *("" for _ in args))  # surplus arguments are refused later
+    by_position = tuple(copy(name, value) for name, value in zip(names, args, strict=False))
+    return by_position, {name: copy(name, value) for name, value in kwargs.items()}
 
 
-def _copied(value: Any, spec: ValueSpec, devices: Sequence[runtime.Device], is_late: bool) -> Any:
+def _copy(value: Any, spec: ValueSpec, devices: Sequence[runtime.Device], is_late: bool) -> Any:
     if isinstance(spec, TupleSpec) and isinstance(value, tuple | list) and len(value) == len(spec.fields):
-        return tuple(_copied(part, field, devices, is_late) for part, field in zip(value, spec.fields, strict=True))
+        return tuple(_copy(part, field, devices, is_late) for part, field in zip(value, spec.fields, strict=True))
     if isinstance(value, np.ndarray):
         is_read_later = is_late or not isinstance(spec, TensorSpec) or is_host(devices[spec.device])
         return value.copy() if is_read_later else value
@@ -60,34 +60,34 @@ def _copied(value: Any, spec: ValueSpec, devices: Sequence[runtime.Device], is_l
             return np.array(value)
         tensor = from_dlpack(value)
         return host_array(tensor).copy() if is_host(tensor.device) else tensor
-    except Exception:  # each library raises its own; the check of arguments asks again, and words the error
+    except Exception:  # libraries raise different exceptions; the later check of arguments reports the error
         return value
 
 
-# Strings of callers as the codes that a function computes with, and back.
+# String arguments and results, which compiled functions handle as integer codes.
 
 
 class StringArray(np.ndarray):
-    """An array of `str` objects, which `numpy()` gives as such: what a function returns in the place of a tensor."""
+    """An array of `str` objects that a function returns in place of a tensor; `numpy()` gives the plain array."""
 
     def numpy(self) -> np.ndarray:
         """The strings as an array of objects."""
         return self.view(np.ndarray)
 
 
-def encoded(
+def encode_strings(
     signature: FunctionSignature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[Any], dict[str, Any], list[str]]:
-    """Arguments with codes for strings, and all strings of the call by code.
+    """Replace strings by codes; returns positional arguments, named ones, and all strings by code.
 
     Raises
     ------
     BindingError
-        For elements that are no strings.
+        Elements that are not strings.
     """
     codes = {text: code for code, text in enumerate(signature.strings)}
 
-    def of(name: str, value: Any) -> Any:
+    def encode(name: str, value: Any) -> Any:
         if name not in signature.string_inputs:
             return value
         array = np.asarray(value, dtype=object)
@@ -100,20 +100,20 @@ def encoded(
         return np.array([codes.setdefault(text, len(codes)) for text in texts], "int64").reshape(array.shape)
 
     names = signature.input_names
-    given = [of(names[place], value) if place < len(names) else value for place, value in enumerate(args)]
-    named = {name: of(name, value) for name, value in kwargs.items()}
-    return given, named, list(codes)
+    positional = [encode(names[i], value) if i < len(names) else value for i, value in enumerate(args)]
+    named = {name: encode(name, value) for name, value in kwargs.items()}
+    return positional, named, list(codes)
 
 
-def decoded(signature: FunctionSignature, result: Any, texts: Sequence[str]) -> Any:
-    """Results with strings for codes."""
-    table = np.array([*texts, ""], dtype=object)[:-1]  # an array of objects, also of one string
+def decode_strings(signature: FunctionSignature, result: Any, texts: Sequence[str]) -> Any:
+    """Replace codes by strings in results."""
+    table = np.array([*texts, ""], dtype=object)[:-1]  # stays an array of objects even for one string
 
-    def of(name: str, value: Any) -> Any:
+    def decode(name: str, value: Any) -> Any:
         return (
             table[value.numpy()].reshape(value.shape).view(StringArray) if name in signature.string_outputs else value
         )
 
     if not signature.output_is_tuple:
-        return of(signature.output_names[0], result)
-    return tuple(of(name, value) for name, value in zip(signature.output_names, result, strict=True))
+        return decode(signature.output_names[0], result)
+    return tuple(decode(name, value) for name, value in zip(signature.output_names, result, strict=True))

@@ -1,8 +1,8 @@
-"""Arguments as callers give them, checked, and placed on the devices of their parameters.
+"""Checks of arguments, and their placement on the devices of their parameters.
 
-Tensors (TVM's own, numpy arrays, any object with ``__dlpack__``) that are on the right device, contiguous and aligned
-are lent for the call; others, and Python scalars, are copied. Numpy arrays are copied for code that may write in place.
-What is donated is lent to be overwritten; what code writes to though it is not donated is always copied.
+Tensors (TVM's own, numpy arrays, any object with ``__dlpack__``) on the right device, contiguous and aligned, are
+borrowed for the call; others, and Python scalars, are copied. Numpy arrays are copied for code that writes in place.
+Donated arguments are borrowed for writing; arguments that code writes to without donation are always copied.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from ..device.tensors import (
 )
 
 _Tensor = tvm_ffi.core.Tensor
-# TVM looks an unknown type of device up beyond the end of its table.
+# TVM reads beyond the end of its table for an unknown device type, so types are checked here.
 _DEVICE_TYPES = {int(kind): kind.name.removeprefix("kDL").lower() for kind in tvm_ffi.DLDeviceType}
 
 
-# Of others a signal handler may have raised one, which is for whoever waits for it.
+# Exceptions that become a BindingError. Others may come from a signal handler, and must pass through.
 _REFUSALS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass
 class Placement:
-    """Devices, scopes and rules by which the arguments of one call are placed.
+    """Devices, scopes and rules for placing the arguments of one call.
 
     Attributes
     ----------
@@ -59,19 +59,19 @@ class Placement:
     scopes : sequence of str
         Memory scope by manifest index; the last is the host's.
     dims : DimValues
-        Symbolic dimensions met so far.
+        Values of symbolic dimensions so far.
     keep : bool
-        Whether foreign memory must be copied even where it could be lent: the values outlive the call.
+        Whether to copy foreign memory even if it could be borrowed, because the values outlive the call.
     alignment : int
-        Alignment in bytes that kernels need of a tensor's address.
+        Alignment in bytes that kernels require of a tensor's address.
     borrows_arrays : bool
-        Whether numpy arrays may be lent: no kernel writes to an argument.
+        Whether numpy arrays may be borrowed, because no kernel writes to an argument.
     borrowed : list of AddressRange
-        Address ranges of the caller's tensors that were taken as they are.
+        Address ranges of borrowed tensors.
     copies : bool
-        Whether the values must be new memory: they will be written.
+        Whether values must be copied, because code writes to them.
     donates : bool
-        Whether the caller's memory may be written: it is taken as it is where that can be, and is not among `borrowed`.
+        Whether the argument is donated: its memory may be written, and is not added to `borrowed`.
     """
 
     devices: Sequence[runtime.Device]
@@ -86,7 +86,7 @@ class Placement:
 
 
 def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
-    """`value` as the runtime object that `spec` describes, on its device.
+    """Convert `value` to the runtime object that `spec` describes, on its device.
 
     Raises
     ------
@@ -106,14 +106,14 @@ def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:
             raise BindingError(f"{where} is {value!r} ({type(value).__name__}), expected a function")
     except HeteroError:
         raise
-    except _REFUSALS as error:  # memory for a copy; methods of the caller's object
-        why = f"{type(error).__name__}: {error}"
-        raise BindingError(f"{where} ({type(value).__name__}) cannot be taken as {describe(spec)}: {why}") from error
+    except _REFUSALS as error:  # no memory for a copy; failing methods of the caller's object
+        reason = f"{type(error).__name__}: {error}"
+        raise BindingError(f"{where} ({type(value).__name__}) cannot be taken as {describe(spec)}: {reason}") from error
     return value
 
 
 def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> runtime.Tensor:
-    """A tensor argument; see `place`."""
+    """Place a tensor argument; see `place`."""
     device = to.devices[spec.device]
     scope = None if to.scopes[spec.device] == "global" else to.scopes[spec.device]
     if isinstance(value, np.ma.MaskedArray):
@@ -123,9 +123,9 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
         check_tensor(_array_dtype(array, spec, where), array.shape, spec, where, to.dims)
         if to.donates and not array.flags.writeable:
             raise BindingError(f"{where} is donated, found a read-only numpy array, expected one that may be written")
-        lends = (to.borrows_arrays or to.donates) and not to.copies and array.flags.c_contiguous
-        lent = from_array(array) if lends else None
-        return from_numpy(array, device, scope) if lent is None else _move(lent, device, scope, True, where, to)
+        can_borrow = (to.borrows_arrays or to.donates) and not to.copies and array.flags.c_contiguous
+        borrowed = from_array(array) if can_borrow else None
+        return from_numpy(array, device, scope) if borrowed is None else _move(borrowed, device, scope, True, where, to)
     if isinstance(value, bool | int | float):
         array = _scalar(value, spec, where)
         check_tensor(spec.dtype or str(array.dtype), (), spec, where, to.dims)
@@ -138,18 +138,18 @@ def place_tensor(value: Any, spec: TensorSpec, where: str, to: Placement) -> run
 
 
 def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.ndarray:
-    """A tvm tensor over an object's memory, or a numpy array where that cannot be had without a copy.
+    """A tvm tensor over an object's memory, or a numpy array if that would need a copy.
 
     Raises
     ------
     BindingError
-        For an object without memory to read: on a device that is not here, sparse, of impossible size.
+        An object without readable memory: on an absent device, sparse, or of impossible size.
     """
     if isinstance(value, _Tensor):
-        return _checked(value, where)
+        return _check_memory(value, where)
     if hasattr(value, "__dlpack__"):
         try:
-            return _checked(from_dlpack(value), where)
+            return _check_memory(from_dlpack(value), where)
         except BindingError:
             raise
         except Exception as error:  # each library raises its own
@@ -169,12 +169,12 @@ def as_tensor(value: Any, where: str, spec: TensorSpec) -> runtime.Tensor | np.n
     raise BindingError(f"{where} is a {type(value).__name__}, {expected}{hint}")
 
 
-def _checked(tensor: runtime.Tensor, where: str) -> runtime.Tensor:
-    """The tensor, if there can be memory behind it; BindingError where a producer told nonsense."""
+def _check_memory(tensor: runtime.Tensor, where: str) -> runtime.Tensor:
+    """The tensor; BindingError if its producer claims an impossible device, shape or address."""
     device_type, index = tensor.__dlpack_device__()
     if device_type not in (CPU, CUDA_HOST) and (device_type not in _DEVICE_TYPES or not tensor.device.exist):
-        named = _DEVICE_TYPES.get(device_type, f"device type {device_type}")
-        raise BindingError(f"{where} is on {named}:{index}, which this process does not have")
+        type_name = _DEVICE_TYPES.get(device_type, f"device type {device_type}")
+        raise BindingError(f"{where} is on {type_name}:{index}, which this process does not have")
     shape = tensor.shape
     try:
         nbytes = math.prod(shape) * bits_of(tensor.dtype) // 8
@@ -192,12 +192,12 @@ def from_dlpack(value: Any) -> runtime.Tensor:
     if hasattr(value, "is_neg"):
         value = _plain_torch(value)
     stream = backend_of_type(int(value.__dlpack_device__()[0])).dlpack_stream
-    # Work that the producer queued on its own stream comes before ours.
+    # Passing a stream orders our work after the producer's.
     return tvm_ffi.from_dlpack(value if stream is None else value.__dlpack__(stream=stream))
 
 
 def _plain_torch(value: Any) -> Any:
-    """A tensor of PyTorch whose memory holds its numbers: views by sign or conjugation are computed, others refused."""
+    """A PyTorch tensor whose memory holds its values; computes negated and conjugated views, refuses other layouts."""
     if str(getattr(value, "layout", "torch.strided")) != "torch.strided":
         raise ValueError(f"layout {value.layout}, expected torch.strided")
     return value.resolve_conj().resolve_neg()
@@ -223,14 +223,14 @@ def _array_dtype(array: np.ndarray, spec: TensorSpec, where: str) -> str:
 
 
 def _scalar(value: bool | int | float, spec: TensorSpec, where: str) -> np.ndarray:
-    """A Python scalar as a 0-d array, if the element type holds it."""
+    """A Python scalar as a 0-d array; BindingError if the element type cannot hold it."""
     dtype = spec.dtype or {bool: "bool", int: "int64", float: "float32"}[type(value)]
     integral = dtype.startswith(("int", "uint"))
     fits = (dtype == "bool") == isinstance(value, bool) and not (integral and not isinstance(value, int))
     if not fits or spec.ndim > 0:
         raise BindingError(f"{where} is the Python {type(value).__name__} {value!r}, expected {describe(spec)}")
     try:
-        with np.errstate(over="raise"):  # a number that would become infinite
+        with np.errstate(over="raise"):  # instead of becoming infinite
             return np.array(value, dtype=numpy_dtype(dtype))
     except (ArithmeticError, TypeError, ValueError) as error:
         raise BindingError(f"{where}: {value!r} does not fit {dtype} ({error})") from None
@@ -241,14 +241,14 @@ def _move(
 ) -> runtime.Tensor:
     if not tensor.is_contiguous():
         return from_numpy(_gather(tensor, where), device, scope)
-    here = same_device(tensor.device, device)
-    # Libraries give tensors without elements strides of zero, which kernels refuse: these are made anew.
-    reachable = (here or (is_host(device) and is_host(tensor.device))) and tensor.numel() > 0
-    if not reachable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep) or to.copies:
+    is_same_device = same_device(tensor.device, device)
+    # Some libraries give empty tensors zero strides, which kernels refuse: empty tensors are always copied.
+    is_usable = (is_same_device or (is_host(device) and is_host(tensor.device))) and tensor.numel() > 0
+    if not is_usable or scope is not None or tensor.data_ptr() % to.alignment or (foreign and to.keep) or to.copies:
         return copy_to(tensor, device, scope)
     if not to.donates:
         to.borrowed.append(address_range(tensor))
-    return tensor if here and not has_offset(tensor) else alias(tensor, device)
+    return tensor if is_same_device and not has_offset(tensor) else alias(tensor, device)
 
 
 def _gather(tensor: runtime.Tensor, where: str) -> np.ndarray:
@@ -268,8 +268,8 @@ def _place_tuple(value: Any, spec: TupleSpec, where: str, to: Placement) -> Any:
         raise BindingError(f"{where} is a {type(value).__name__}, expected a tuple {describe(spec)}")
     if len(value) != len(spec.fields):
         raise BindingError(f"{where} has {len(value)} fields, expected {len(spec.fields)}: {describe(spec)}")
-    parts = enumerate(zip(value, spec.fields, strict=True))
-    return tvm_ffi.convert(tuple(place(part, field, f"{where}[{i}]", to) for i, (part, field) in parts))
+    pairs = enumerate(zip(value, spec.fields, strict=True))
+    return tvm_ffi.convert(tuple(place(element, field, f"{where}[{i}]", to) for i, (element, field) in pairs))
 
 
 def _place_shape(value: Any, spec: ShapeSpec, where: str, to: Placement) -> tvm_ffi.Shape:
@@ -287,7 +287,7 @@ def _place_shape(value: Any, spec: ShapeSpec, where: str, to: Placement) -> tvm_
 
 
 def _refuse(dim: object) -> bool:
-    raise TypeError(f"{dim!r} is no integer")
+    raise TypeError(f"{dim!r} is not an integer")
 
 
 def _place_prim(value: Any, spec: PrimSpec, where: str, to: Placement) -> bool | int | float:

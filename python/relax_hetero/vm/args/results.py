@@ -1,4 +1,4 @@
-"""Results of calls for their callers: tuples of tensors, or the caller's buffers, filled."""
+"""Results of calls: tuples of tensors, or the caller's buffers, filled."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def to_python(value: Any, constants: MemoryRanges, borrowed: Sequence[AddressRan
     return _to_python(value, constants, MemoryRanges(borrowed), set())
 
 
-def _to_python(value: Any, constants: MemoryRanges, borrowed: MemoryRanges, given: set[int]) -> Any:
+def _to_python(value: Any, constants: MemoryRanges, borrowed: MemoryRanges, addresses: set[int]) -> Any:
     if isinstance(value, _Tensor):
         address = value.data_ptr()
-        if address in given or borrowed.hold(address) or constants.hold(address):
+        if address in addresses or borrowed.hold(address) or constants.hold(address):
             return copy_to(value, value.device)
-        given.add(address)
+        addresses.add(address)
         return value
     if isinstance(value, tvm_ffi.Array):
-        value = value[:]  # a list: iterating over the array asks for its length again at every element
-    if isinstance(value, (tuple, list)):  # steps of a schedule give their results one by one
-        return tuple([_to_python(part, constants, borrowed, given) for part in value])
+        value = value[:]  # a list: iterating over a TVM array queries its length for every element
+    if isinstance(value, (tuple, list)):  # steps of a schedule return separate results
+        return tuple([_to_python(part, constants, borrowed, addresses) for part in value])
     return value
 
 
@@ -56,7 +56,7 @@ def check_out(out: Any, signature: FunctionSignature, dims: DimValues) -> None:
     """Require the structure, element types and extents of a function's results; BindingError if they differ."""
     if signature.output_is_tuple:
         _check_buffer(out, TupleSpec("out", signature.outputs), "out", dims)
-        _check_apart(out)
+        _check_disjoint(out)
     else:
         _check_buffer(out, signature.outputs[0], "out", dims)
     dims.settle()
@@ -79,7 +79,7 @@ def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> Non
         if not out.flags.writeable:
             raise BindingError(f"{where} is read-only")
         check_tensor(dtype_name(out.dtype), out.shape, spec, where, dims)
-        if not out.flags.c_contiguous and not _elements_are_apart(out):
+        if not out.flags.c_contiguous and not _elements_are_disjoint(out):
             raise BindingError(f"{where} has strides {out.strides}, by which elements share memory: {describe(spec)}")
         return
     tensor = _buffer(out, where, spec)
@@ -88,18 +88,18 @@ def _check_buffer(out: Any, spec: ValueSpec, where: str, dims: DimValues) -> Non
         raise BindingError(f"{where} has strides {tensor.strides}, expected a contiguous tensor")
 
 
-def _elements_are_apart(array: np.ndarray) -> bool:
-    """True if each element has bytes of its own, for sure: each axis steps over all that the smaller steps reach."""
-    reach = array.itemsize
+def _elements_are_disjoint(array: np.ndarray) -> bool:
+    """Return whether elements certainly share no bytes: each stride is at least the extent of all smaller ones."""
+    extent_bytes = array.itemsize
     for stride, extent in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
-        if stride < reach:
+        if stride < extent_bytes:
             return False
-        reach += stride * (extent - 1)
+        extent_bytes += stride * (extent - 1)
     return True
 
 
-def _check_apart(out: Any) -> None:
-    """Refuse buffers of which one would overwrite another."""
+def _check_disjoint(out: Any) -> None:
+    """Refuse buffers that share memory."""
     buffers = list(_numpy_views(out, "out"))
     for (first, a), (second, b) in itertools.combinations(buffers, 2):
         if np.shares_memory(a, b):
@@ -107,7 +107,7 @@ def _check_apart(out: Any) -> None:
 
 
 def _numpy_views(out: Any, where: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The buffers that are in the host's memory, by what messages call them."""
+    """The buffers in host memory, with their names in messages."""
     if isinstance(out, np.ndarray):
         yield where, out
     elif isinstance(out, _Tensor) or hasattr(out, "__dlpack__"):
@@ -132,17 +132,17 @@ def fill(out: Any, result: Any, where: str = "out") -> Any:
     Raises
     ------
     BindingError
-        Where an extent that was not known before the call turns out to differ.
+        An extent that only the result determines differs.
     """
     if not isinstance(result, _Tensor):
-        parts = enumerate(zip(out, result, strict=True))
-        return tuple(fill(buffer, part, f"{where}[{i}]") for i, (buffer, part) in parts)
+        pairs = enumerate(zip(out, result, strict=True))
+        return tuple(fill(buffer, part, f"{where}[{i}]") for i, (buffer, part) in pairs)
     target = out if isinstance(out, np.ndarray | _Tensor) else from_dlpack(out)
     if tuple(target.shape) != tuple(result.shape):
         raise BindingError(f"{where} has shape {tuple(target.shape)}, the result has {tuple(result.shape)}")
-    lent = from_array(target) if isinstance(target, np.ndarray) and target.flags.c_contiguous else target
-    if isinstance(lent, _Tensor):
-        copy_into(result, lent)
+    contiguous = from_array(target) if isinstance(target, np.ndarray) and target.flags.c_contiguous else target
+    if isinstance(contiguous, _Tensor):
+        copy_into(result, contiguous)
     elif target.nbytes:
         elements = unpacked(result) if str(result.dtype) in PACKED else bytes_of(result)
         target[...] = elements.view(target.dtype.newbyteorder("=")).reshape(target.shape)

@@ -1,4 +1,4 @@
-"""Binding tables: the memory behind the slots of a command buffer, checked once."""
+"""Binding tables: the memory bound to the slots of a command buffer, checked once."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class BindingTable:
     Parameters
     ----------
     recording : Recording
-        Commands that the table is for.
+        Recorded commands that the table is for.
     borrowed : sequence of BorrowedBuffer or None
         Memory of each slot; None for an empty one.
 
     Attributes
     ----------
     recording : Recording
-        Commands that the table is for.
+        Recorded commands that the table is for.
     addresses, sizes : tuple of int
-        Addresses and sizes by slot; 0 for one that is empty.
+        Addresses and sizes in bytes by slot; 0 for an empty slot.
     values : dict of str to int
-        The sizes by the names that texts use.
+        The sizes by their names in arithmetic.
     pointer : int
-        Where the addresses lie as int64, then the sizes.
+        Address of an int64 array of all addresses, then all sizes.
     """
 
     __slots__ = ("_borrowed", "_memory", "addresses", "pointer", "recording", "sizes", "values")
 
     def __init__(self, recording: Recording, borrowed: Sequence[BorrowedBuffer | None]) -> None:
         self.recording = recording
-        self._borrowed = tuple(borrowed)  # kept alive
-        self.addresses = tuple(part.address if part else 0 for part in borrowed)
-        self.sizes = tuple(part.nbytes if part else 0 for part in borrowed)
+        self._borrowed = tuple(borrowed)  # keeps the memory alive
+        self.addresses = tuple(buffer.address if buffer else 0 for buffer in borrowed)
+        self.sizes = tuple(buffer.nbytes if buffer else 0 for buffer in borrowed)
         self.values = {size_name(slot): size for slot, size in enumerate(self.sizes)}
         self._memory = (ctypes.c_int64 * max(1, 2 * len(borrowed)))(*self.addresses, *self.sizes)
         self.pointer = ctypes.addressof(self._memory)
@@ -54,30 +54,31 @@ class BindingTable:
         raise BindingError("a BindingTable cannot be pickled or copied: it stands for memory of this process")
 
     def __repr__(self) -> str:
-        parts = (f"{slot}: {part.nbytes} bytes of {part.dtype}" for slot, part in enumerate(self._borrowed) if part)
-        return f"<BindingTable {{{', '.join(parts)}}}>"
+        texts = (
+            f"{slot}: {buffer.nbytes} bytes of {buffer.dtype}" for slot, buffer in enumerate(self._borrowed) if buffer
+        )
+        return f"<BindingTable {{{', '.join(texts)}}}>"
 
 
 def bind(recording: Recording, bindings: object, device: runtime.Device, device_name: str) -> BindingTable:
-    """A table of bindings; see `CommandBuffer.bind`."""
-    given = _by_slot(bindings, len(recording.slots))
-    lent: list[BorrowedBuffer | None] = [None] * len(recording.slots)
-    for slot, binding in given.items():
-        lent[slot] = part = _borrow(binding, f"slot {slot}")
-        check_device(part, device, device_name, f"slot {slot}")
+    """Make a binding table; see `CommandBuffer.bind`."""
+    borrowed: list[BorrowedBuffer | None] = [None] * len(recording.slots)
+    for slot, binding in _by_slot(bindings, len(recording.slots)).items():
+        borrowed[slot] = buffer = _borrow(binding, f"slot {slot}")
+        check_device(buffer, device, device_name, f"slot {slot}")
     for slot, spec in enumerate(recording.slots):
         if spec.access:
-            _check(lent[slot], spec)
-    table = BindingTable(recording, lent)
+            _check(borrowed[slot], spec)
+    table = BindingTable(recording, borrowed)
     for slot, spec in enumerate(recording.slots):
         if isinstance(spec.nbytes, int) or parse_dim(spec.nbytes).names <= table.values.keys():
             check_size(table, slot, table.values)
-    _refuse_overlap(recording, lent)
+    _refuse_overlap(recording, borrowed)
     return table
 
 
 def check_size(table: BindingTable, slot: int, values: Mapping[str, int]) -> None:
-    """Require a slot's binding to have as many bytes as commands need of it; BindingError where it has fewer."""
+    """Require that a slot's binding has the bytes that commands need; BindingError if it has fewer."""
     needed = table.recording.slots[slot].nbytes
     if isinstance(needed, str):
         evaluate = parse_dim(needed).evaluate
@@ -91,18 +92,18 @@ def check_size(table: BindingTable, slot: int, values: Mapping[str, int]) -> Non
 
 def _by_slot(bindings: object, slots: int) -> dict[int, object]:
     if isinstance(bindings, Mapping):
-        given = dict(bindings)
+        by_slot = dict(bindings)
     elif isinstance(bindings, Sequence) and not isinstance(bindings, str | bytes):
-        given = dict(enumerate(bindings))
+        by_slot = dict(enumerate(bindings))
     else:
         raise BindingError(
             f"bindings are a {type(bindings).__name__}, expected a mapping from slots, a sequence of buffers by slot, "
             "or a BindingTable"
         )
-    for slot in given:
+    for slot in by_slot:
         if not isinstance(slot, int) or isinstance(slot, bool) or not 0 <= slot < slots:
             raise BindingError(f"bindings name slot {slot!r}, expected one of {slots}: 0 to {slots - 1}")
-    return {slot: binding for slot, binding in given.items() if binding is not None}
+    return {slot: binding for slot, binding in by_slot.items() if binding is not None}
 
 
 def _borrow(binding: object, where: str) -> BorrowedBuffer:
@@ -140,21 +141,21 @@ def _check(borrowed: BorrowedBuffer | None, spec: SlotSpec) -> None:
 
 
 def _refuse_overlap(recording: Recording, borrowed: Sequence[BorrowedBuffer | None]) -> None:
-    """Refuse memory that is bound twice and written, other than where the buffer says that it may be."""
-    places = [
-        (part.address, part.address + part.nbytes, slot, recording.slots[slot].access != READ)
-        for slot, part in enumerate(borrowed)
-        if part is not None and part.nbytes and recording.slots[slot].access
+    """Refuse overlapping bindings of which one is written, unless `may_overlap` permits the pair."""
+    ranges = [
+        (buffer.address, buffer.address + buffer.nbytes, slot, recording.slots[slot].access != READ)
+        for slot, buffer in enumerate(borrowed)
+        if buffer is not None and buffer.nbytes and recording.slots[slot].access
     ]
-    # Buffers that the recording keeps count as slots before the first.
-    places += [
-        (part.address, part.address + part.nbytes, -1 - index, index in recording.written_directs)
-        for index, part in enumerate(recording.directs)
-        if part.nbytes
+    # Direct buffers have the negative numbers -1, -2, ...
+    ranges += [
+        (buffer.address, buffer.address + buffer.nbytes, -1 - index, index in recording.written_directs)
+        for index, buffer in enumerate(recording.directs)
+        if buffer.nbytes
     ]
-    for (first, is_written), (second, is_other_written) in _shared(places):
+    for (first, is_written), (second, is_other_written) in _overlapping_pairs(ranges):
         if first < 0 and second < 0:
-            continue  # known while recording
+            continue  # checked while recording
         pair = (first, second)
         if (is_written or is_other_written) and pair not in recording.may_overlap:
             a, b = sorted(pair, reverse=True) if min(pair) < 0 else sorted(pair)
@@ -165,15 +166,15 @@ def _refuse_overlap(recording: Recording, borrowed: Sequence[BorrowedBuffer | No
             )
 
 
-def _shared(places: list[tuple[int, int, int, bool]]) -> Iterator[tuple[tuple[int, bool], tuple[int, bool]]]:
+def _overlapping_pairs(ranges: list[tuple[int, int, int, bool]]) -> Iterator[tuple[tuple[int, bool], tuple[int, bool]]]:
     """The pairs of ranges that share bytes."""
-    places.sort()
-    for number, (_, end, first, is_written) in enumerate(places):
-        for begin, _, second, is_other_written in places[number + 1 :]:
+    ranges.sort()
+    for index, (_, end, first, is_written) in enumerate(ranges):
+        for begin, _, second, is_other_written in ranges[index + 1 :]:
             if begin >= end:
                 break
             yield (first, is_written), (second, is_other_written)
 
 
-def _name(place: int) -> str:
-    return f"slot {place}" if place >= 0 else f"buffer {-1 - place}"
+def _name(number: int) -> str:
+    return f"slot {number}" if number >= 0 else f"buffer {-1 - number}"

@@ -1,4 +1,4 @@
-"""Memory of a caller that command buffers use where it lies: numpy arrays, tvm tensors, objects with ``__dlpack__``."""
+"""Caller's memory that command buffers use in place: numpy arrays, tvm tensors, objects with ``__dlpack__``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ..device.cuda_library import CUDA_HOST
 from ..device.tensors import alias, capsule_pointer, dtype_name, has_offset, nbytes_of
 
 BYTES = "uint8"
-"""The element type of memory that may hold any other."""
+"""Element type of untyped memory, which is accepted for any other type."""
 
 _Tensor = tvm_ffi.core.Tensor
 
 
 @dataclass(frozen=True)
 class BorrowedBuffer:
-    """Contiguous memory, alive as long as this is.
+    """Contiguous memory, which this object keeps alive.
 
     Attributes
     ----------
     dtype : str
-        The element type its owner gives it.
+        Element type that its owner declares.
     device : (int, int)
-        DLPack's device type and id; the id is -1 where the owner knows one host only.
+        DLPack's device type and id; the id is -1 for host memory without one.
     """
 
     address: int
@@ -43,21 +43,21 @@ class BorrowedBuffer:
     owner: Any = field(repr=False, compare=False)
 
     def part(self, offset: int, length: int | None, where: str) -> BorrowedBuffer:
-        """`length` bytes from `offset` on, all there are for None; BindingError where it has not so many."""
+        """`length` bytes (None: all) from `offset` on; BindingError if there are fewer."""
         end = self.nbytes if length is None else offset + length
         if offset < 0 or not offset <= end <= self.nbytes:
-            asked = f"{'the rest' if length is None else length} from byte {offset} on"
-            raise BindingError(f"{where} takes {asked} of {self.nbytes} bytes, expected a part of them")
+            extent = f"{'the rest' if length is None else length} from byte {offset} on"
+            raise BindingError(f"{where} takes {extent} of {self.nbytes} bytes, expected a part of them")
         return BorrowedBuffer(self.address + offset, end - offset, self.dtype, self.writable, self.device, self.owner)
 
 
 def borrow(value: object, where: str) -> BorrowedBuffer:
-    """The memory of a tensor.
+    """Borrow the memory of a tensor.
 
     Raises
     ------
     BindingError
-        No tensor, or one that is not contiguous or of a foreign byte order; the message begins with `where`.
+        Not a tensor, or one that is not contiguous or of a foreign byte order; the message begins with `where`.
     """
     if isinstance(value, _Tensor):
         return _borrow_tensor(value, value, _device(value), True, where)
@@ -76,13 +76,13 @@ def borrow(value: object, where: str) -> BorrowedBuffer:
 
 
 def check_device(borrowed: BorrowedBuffer, device: runtime.Device, name: str, where: str) -> None:
-    """Require memory to be on `device`, which messages call `name`; host memory without an id is on every CPU."""
-    wanted = device.dlpack_device_type(), device.index
-    if borrowed.device == wanted or borrowed.device == (wanted[0], -1):
+    """Require memory on `device`, called `name` in messages; host memory without an id is on every CPU."""
+    key = device.dlpack_device_type(), device.index
+    if borrowed.device == key or borrowed.device == (key[0], -1):
         return
     kind, index = borrowed.device
     found = f"{backend_of_type(kind).type_name}{f':{index}' if index >= 0 else ''}"
-    expected = f"{backend_of_type(wanted[0]).type_name}:{wanted[1]} ({name})"
+    expected = f"{backend_of_type(key[0]).type_name}:{key[1]} ({name})"
     raise BindingError(f"{where} is on the device {found}, expected {expected}")
 
 
@@ -112,7 +112,7 @@ def _device(tensor: runtime.Tensor) -> tuple[int, int]:
 
 
 class _VersionedHead(ctypes.Structure):
-    """The head of a DLPack capsule of the versioned kind (dlpack.h, DLManagedTensorVersioned)."""
+    """The head of a versioned DLPack capsule (dlpack.h, DLManagedTensorVersioned)."""
 
     _fields_ = [
         ("major", ctypes.c_uint32),
@@ -127,9 +127,9 @@ _READ_ONLY = 1
 
 
 def _is_read_only(value: Any) -> bool:
-    """Return whether an object says that its memory must not be written to, which DLPack can from version 1 on."""
+    """Return whether an object exports its memory as read-only, which DLPack supports since version 1."""
     try:
-        capsule = value.__dlpack__(max_version=(1, 0))  # the head lies in memory that goes with it
+        capsule = value.__dlpack__(max_version=(1, 0))  # keeps the head alive
         return bool(_VersionedHead.from_address(capsule_pointer(capsule, b"dltensor_versioned")).flags & _READ_ONLY)
     except (TypeError, ValueError, BufferError):  # an older producer
         return False

@@ -1,4 +1,4 @@
-"""Command buffers recorded by hand: kernels, copies and fills, submitted any number of times with other memory."""
+"""Command buffers recorded by hand: kernels, copies and fills, submitted repeatedly with different bindings."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ ONE_SHOT, REUSABLE = "one-shot", "reusable"
 class CommandBuffer:
     """Commands for one device, recorded once and submitted with a binding table each time.
 
-    ``begin()``, then commands, then ``end()``, then ``submit`` as often as wanted, from any thread, also while earlier
-    submissions run. On CPUs, where the compiler is at hand, `end` makes one function of the commands; elsewhere each
-    submission walks them. On CUDA devices those of a table that comes again are a CUDA graph.
+    Call ``begin()``, commands, ``end()``, and then ``submit`` any number of times, from any thread, even while earlier
+    submissions run. On CPUs `end` compiles the commands into one function if the compiler is available; otherwise each
+    submission interprets them. On CUDA devices repeated submissions of one table replay a CUDA graph.
 
     Parameters
     ----------
     machine : VirtualMachine
-        Whose kernels it runs.
+        Machine whose kernels it runs.
     device : str, int or VDevice
-        An entry of the manifest (``"llvm:0"``); the first by default.
+        Manifest entry (``"llvm:0"``); by default the first.
     slots, parameters : int
-        How many bindings, and how many numbers, come with each submission. A slot that no command uses may stay empty.
+        Numbers of bindings and of parameters of each submission. A slot that no command uses may stay empty.
     mode : str
-        ``"reusable"``, or ``"one-shot"`` for one that can be submitted once.
+        ``"reusable"``, or ``"one-shot"`` for a single submission.
     may_overlap : sequence of (int, int)
-        Pairs of slots whose bindings may share bytes though commands write them; ``(i, i)`` for one slot that a command
-        reads and writes.
+        Pairs of slots whose bindings may overlap although commands write them; ``(i, i)`` for a slot that one command
+        both reads and writes.
 
     Attributes
     ----------
@@ -65,16 +65,16 @@ class CommandBuffer:
     index : int
         Index of the device in the manifest.
     device_name : str
-        As messages call it.
+        Name of the device in messages.
     mode : str
         ``"reusable"`` or ``"one-shot"``.
     state : str
-        ``"new"``, ``"recording"``, ``"ready"``, or ``"submitted"`` for a one-shot buffer that was.
+        ``"new"``, ``"recording"``, ``"ready"``, or ``"submitted"`` for a submitted one-shot buffer.
 
     Raises
     ------
     BindingError
-        An unknown device, one of a kind that has no command buffers, or counts, modes and pairs that are none.
+        An unknown device, one whose kind does not support command buffers, or invalid counts, modes and pairs.
     """
 
     def __init__(
@@ -106,24 +106,24 @@ class CommandBuffer:
     def __reduce__(self) -> NoReturn:
         raise BindingError("a CommandBuffer cannot be pickled or copied: record one in each process")
 
-    # What commands work on.
+    # Operands.
 
     def slot(self, index: int, offset: Integer = 0, length: Integer | None = None) -> MemoryRange:
-        """A part of what each submission binds to a slot: an indirect reference.
+        """A range of the memory that each submission binds to a slot: an indirect reference.
 
         Parameters
         ----------
         index : int
             Slot of the binding table.
         offset, length : int or a number made of parameters
-            Bytes, counted from where the binding begins; None: what the command needs, else all there is.
+            Bytes from the begin of the binding; a length of None means the bytes that the command needs, else all.
         """
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self._slots:
             raise BindingError(f"slot {index!r} is not among the {self._slots} slots of {self!r}")
         return self._range(SLOT, index, offset, length, f"slot {index}")
 
     def buffer(self, tensor: object, offset: Integer = 0, length: Integer | None = None) -> MemoryRange:
-        """A part of memory that is the same in each submission, kept alive by this command buffer: a direct reference.
+        """A range of memory that is the same in each submission: a direct reference, which keeps the memory alive.
 
         Parameters
         ----------
@@ -133,16 +133,16 @@ class CommandBuffer:
             Bytes; see `slot`.
         """
         self.require("recorded into", NEW, RECORDING)
-        lent = borrow(tensor, "the buffer")
-        check_device(lent, self.device, self.device_name, "the buffer")
-        index = self._recorder.keep(lent)
+        borrowed = borrow(tensor, "the buffer")
+        check_device(borrowed, self.device, self.device_name, "the buffer")
+        index = self._recorder.keep(borrowed)
         return self._range(DIRECT, index, offset, length, f"buffer {index}")
 
     def parameter(self, index: int) -> Number:
-        """A number that comes with each submission.
+        """A number that each submission provides.
 
-        It stands for an int where an int is expected (extents, offsets, lengths, workgroup counts, integer scalars), as
-        such or in arithmetic with ints and other parameters, and for a float as a kernel's floating-point scalar.
+        It may be used wherever an int is expected (extents, offsets, lengths, workgroup counts, integer scalars), also
+        in arithmetic with ints and other parameters, and as a kernel's floating-point scalar.
 
         Parameters
         ----------
@@ -156,12 +156,12 @@ class CommandBuffer:
     # Recording.
 
     def begin(self) -> None:
-        """Begin to record; once in a buffer's life."""
+        """Begin recording; allowed once."""
         self.require("begun", NEW)
         self.state = RECORDING
 
     def fill(self, target: MemoryRange, pattern: bytes | float, dtype: str | None = None) -> None:
-        """Repeat a pattern of 1, 2, 4 or 8 bytes over a range, whose length is a multiple of it.
+        """Record a fill: repeat a pattern of 1, 2, 4 or 8 bytes over a range, whose length is a multiple of that.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class CommandBuffer:
         self._recorder.fill(self._own(target, "the target of fill"), as_pattern(pattern, dtype))
 
     def copy(self, source: MemoryRange, target: MemoryRange) -> None:
-        """Copy bytes: as many as either range says, else all that `source` has.
+        """Record a copy of as many bytes as either range specifies, else all bytes of `source`.
 
         Parameters
         ----------
@@ -187,7 +187,7 @@ class CommandBuffer:
         self._recorder.copy(self._own(source, "the source of copy"), self._own(target, "the target of copy"))
 
     def barrier(self) -> None:
-        """Have later commands see the results of earlier ones. CPUs need none: they run commands in order."""
+        """Make the results of earlier commands visible to later ones; not needed on CPUs, which run them in order."""
         self.require("recorded into", RECORDING)
         self._recorder.barrier()
 
@@ -201,26 +201,26 @@ class CommandBuffer:
         when: MemoryRange | None = None,
         unless: MemoryRange | None = None,
     ) -> None:
-        """Run a kernel.
+        """Record a kernel call.
 
         Parameters
         ----------
         kernel : str or Kernel
-            Its name in the executable, or `VirtualMachine.kernel` of it.
+            Name in the executable, or a result of `VirtualMachine.kernel`.
         grid : int or sequence of one to three
-            Workgroup counts along x, y, z. A kernel that takes workgroup numbers (attribute
-            ``relax_hetero.workgroups``) runs once for each; any other runs once if all counts are positive. Zero skips.
+            Workgroup counts along x, y, z. A kernel with workgroup indices (attribute ``relax_hetero.workgroups``)
+            runs once for each; any other runs once if all counts are positive. Zero skips the command.
         operands : sequence of MemoryRange
             One for each tensor parameter, in order.
         scalars : sequence or mapping by name
-            Values of symbolic extents, then of scalar parameters, without workgroup numbers.
+            Values of symbolic extents, then of scalar parameters, without workgroup indices.
         when, unless : MemoryRange, optional
-            An int32 that is read when the command runs: it is skipped where `when` is zero, or `unless` is not.
+            An int32 that is read when the command runs, which is skipped if `when` is zero or `unless` is not.
 
         Raises
         ------
         BindingError
-            An operand does not fit the kernel, as far as it is known now; the rest is asked of bindings and parameters.
+            An operand does not fit the kernel. What depends on bindings and parameters is checked at submission.
         """
         self._dispatch(self._kernel(kernel), as_grid(grid), None, operands, scalars, when, unless)
 
@@ -234,45 +234,46 @@ class CommandBuffer:
         when: MemoryRange | None = None,
         unless: MemoryRange | None = None,
     ) -> None:
-        """Run a kernel as often as memory says when the command runs.
+        """Record a kernel call whose workgroup counts are read from memory when the command runs.
 
         Parameters
         ----------
         kernel, operands, scalars, when, unless
             As in `dispatch`.
         count : MemoryRange
-            One to three int32 workgroup counts, as many as its length says, else as the kernel takes workgroup numbers
-            (at least one). An earlier command may have written them. Zero or less skips.
+            One to three int32 workgroup counts, by its length, else by the kernel's number of workgroup indices (at
+            least one). An earlier command may write them. Zero or less skips the command.
         """
-        found = self._kernel(kernel)
-        own = self._own(count, "the count")
-        number = own.length if own.length is not None else 4 * max(1, found.spec.workgroups)
-        if number not in (4, 8, 12):
-            raise BindingError(f"the count of kernel {found.spec.name!r} has {number} bytes, expected 4, 8 or 12")
-        self._dispatch(found, (1,) * (int(number) // 4), own, operands, scalars, when, unless)
+        loaded = self._kernel(kernel)
+        counts = self._own(count, "the count")
+        nbytes = counts.length if counts.length is not None else 4 * max(1, loaded.spec.workgroups)
+        if nbytes not in (4, 8, 12):
+            raise BindingError(f"the count of kernel {loaded.spec.name!r} has {nbytes} bytes, expected 4, 8 or 12")
+        self._dispatch(loaded, (1,) * (int(nbytes) // 4), counts, operands, scalars, when, unless)
 
     def end(self, compiled: bool = True) -> None:
-        """End recording, and make what submissions run.
+        """End recording, and prepare for submissions.
 
         Parameters
         ----------
         compiled : bool
-            Whether to make machine code of the commands where the compiler is at hand (tens of milliseconds), which
-            saves about a microsecond for each command in each submission.
+            Whether to compile the commands to machine code if the compiler is available. That takes tens of
+            milliseconds, and saves about a microsecond per command in each submission.
         """
         self.require("ended", RECORDING)
         recording = self._recorder.finish()
         self._runner = runner_for(self.machine, recording, compiled)
         sizes = {size_name(slot) for slot in range(self._slots)}
         needs = [(slot, parse_dim(str(spec.nbytes)).names) for slot, spec in enumerate(recording.slots)]
-        self._asked = tuple(slot for slot, names in needs if not names <= sizes)  # `bind` checks the others
+        # Slots whose required size depends on parameters; `bind` checks the others.
+        self._sized_by_parameters = tuple(slot for slot, names in needs if not names <= sizes)
         self._recording, self.state = recording, READY
 
     # Submitting.
 
     @property
     def spec(self) -> RegionSpec:
-        """The recording as data: commands, and what they require of each slot; HeteroError before `end`."""
+        """The recording as data: commands, and their requirements of each slot; HeteroError before `end`."""
         recording = self._recorded("described")
         return RegionSpec(
             "command_buffer", "", self.index, recording.slots,
@@ -281,46 +282,46 @@ class CommandBuffer:
         )  # fmt: skip
 
     def bind(self, bindings: Mapping[int, Any] | Sequence[Any]) -> BindingTable:
-        """A table of what slots stand for, checked: for any number of submissions, which use the memory as it then is.
+        """Check bindings and make a table of them, for any number of submissions.
 
         Parameters
         ----------
         bindings : mapping from slots, or sequence by slot
             Contiguous buffers (numpy arrays, tvm tensors, objects with ``__dlpack__``) or ``(buffer, offset, length)``
-            in bytes, kept alive by the table; None, or nothing, for slots that no command uses.
+            in bytes, kept alive by the table; slots that no command uses may be None or absent.
 
         Raises
         ------
         BindingError
-            Names the slot, what its commands require (`SlotSpec`) and what was found: too few bytes, another element
-            type (one is required where all kernels agree on it; ``uint8`` memory fits any), an address that is not
-            aligned, another device, read-only memory that is written, or memory that two slots share and one writes.
+            Too few bytes, another element type (required if all kernels agree on it; ``uint8`` memory fits any), a
+            misaligned address, another device, read-only memory that commands write, or memory that two slots share
+            and one writes. The message names the slot and its requirement (`SlotSpec`).
         """
         return bind(self._recorded("bound"), bindings, self.device, self.device_name)
 
     def submit(self, bindings: Any = (), parameters: Sequence[int | float] = ()) -> Submission:
-        """Run the commands; on a CPU they have run when this returns.
+        """Run the commands; on a CPU they have ended on return.
 
         Parameters
         ----------
         bindings : BindingTable, mapping or sequence
-            A table of this command buffer, or what `bind` takes.
+            Table of this command buffer, or arguments of `bind`.
         parameters : sequence of numbers
-            One for each parameter.
+            Value of each parameter.
 
         Raises
         ------
         BindingError
-            Bindings or parameters that do not fit; nothing has run.
+            Bindings or parameters that do not fit; no command has run.
         HeteroError
-            A kernel that fails, and nothing after it has run; or a one-shot buffer that was submitted before.
+            A kernel that fails (later commands do not run), or a one-shot buffer that was submitted before.
         """
         recording = self._recorded("submitted")
         table = bindings if bindings.__class__ is BindingTable else self.bind(bindings)
         if table.recording is not recording:
             raise BindingError("the BindingTable is another command buffer's, expected one that this one's bind made")
         numbers = as_numbers(parameters, recording.parameters) if self._parameters or len(parameters) else ()
-        if recording.limits or self._asked:
+        if recording.limits or self._sized_by_parameters:
             self._check(table, numbers)
         if self.mode == ONE_SHOT:
             with self._lock:
@@ -329,7 +330,7 @@ class CommandBuffer:
         return self._runner(table, numbers)
 
     def require(self, what: str, *states: str) -> None:
-        """HeteroError unless the recording is in one of these states.
+        """Require that the recording is in one of `states`; HeteroError otherwise.
 
         Parameters
         ----------
@@ -356,21 +357,21 @@ class CommandBuffer:
         return memory
 
     def _kernel(self, kernel: object) -> Kernel:
-        found = self.machine.kernel(kernel) if isinstance(kernel, str) else kernel
-        if not isinstance(found, Kernel):
+        loaded = self.machine.kernel(kernel) if isinstance(kernel, str) else kernel
+        if not isinstance(loaded, Kernel):
             raise BindingError(
                 f"a kernel is a {type(kernel).__name__}, expected its name or VirtualMachine.kernel(name)"
             )
         executable = self.machine.executable
-        if found.code is not executable.runnable():  # its name and its device are another executable's
-            raise BindingError(f"kernel {found.spec.name!r} is another executable's, expected one of {executable!r}")
+        if loaded.code is not executable.runnable():  # names and devices differ between executables
+            raise BindingError(f"kernel {loaded.spec.name!r} is another executable's, expected one of {executable!r}")
         devices = executable.devices
-        if devices[found.spec.device].target != devices[self.index].target:  # equal devices share code
-            compiled_for = device_names(devices)[found.spec.device]
+        if devices[loaded.spec.device].target != devices[self.index].target:  # devices with equal targets share code
+            compiled_for = device_names(devices)[loaded.spec.device]
             raise BindingError(
-                f"kernel {found.spec.name!r} was compiled for {compiled_for}, expected {self.device_name}"
+                f"kernel {loaded.spec.name!r} was compiled for {compiled_for}, expected {self.device_name}"
             )
-        return found
+        return loaded
 
     def _dispatch(
         self,
@@ -386,12 +387,12 @@ class CommandBuffer:
         name = kernel.spec.name
         if not isinstance(operands, Sequence):
             raise BindingError(f"kernel {name!r} is given a {type(operands).__name__}, expected a sequence of operands")
-        own = [self._own(memory, f"operand {i} of kernel {name!r}") for i, memory in enumerate(operands)]
+        ranges = [self._own(memory, f"operand {i} of kernel {name!r}") for i, memory in enumerate(operands)]
         predicates = [
             None if memory is None else self._own(memory, f"{what} of kernel {name!r}")
             for what, memory in (("when", when), ("unless", unless))
         ]
-        self._recorder.dispatch(dispatch_arguments(kernel, own, scalars), grid, count, *predicates)
+        self._recorder.dispatch(dispatch_arguments(kernel, ranges, scalars), grid, count, *predicates)
 
     def _recorded(self, what: str) -> Recording:
         if self._recording is None:
@@ -400,10 +401,10 @@ class CommandBuffer:
         return self._recording
 
     def _check(self, table: BindingTable, numbers: Sequence[int | float]) -> None:
-        """BindingError for a limit that a submission's numbers break."""
+        """Require a submission's numbers to be within limits; BindingError otherwise."""
         values: dict[str, Any] = dict(table.values)
         values.update((parameter_name(index), number) for index, number in enumerate(numbers))
         for limit in table.recording.limits:
             limit.check(values)
-        for slot in self._asked:
+        for slot in self._sized_by_parameters:
             check_size(table, slot, values)

@@ -1,8 +1,8 @@
-"""Command buffers recorded by hand on a CUDA device: given to its current stream, and replayed as CUDA graphs.
+"""Command buffers recorded by hand on a CUDA device: launched on its current stream, and replayed as CUDA graphs.
 
-A submission launches its commands one by one. Where the same table and numbers are submitted again, the launches are
-recorded as a graph, which later submissions launch at once. Counts and predicates are read from the device when a
-command is reached, for which a submission waits: buffers that have any are launched one by one each time.
+The first submission launches its commands one by one. When the same table and numbers are submitted again, the launches
+are captured as a graph, which later submissions replay. Indirect counts and predicates are read back from the device
+between commands, for which a submission waits; recordings with any of them never use graphs.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ from .runners import Submission
 _log = logging.getLogger("relax_hetero")
 
 MAX_GRAPHS = 16
-"""Maximum number of graphs of a command buffer."""
+"""Maximum number of CUDA graphs of a command buffer."""
 
 _Numbers = tuple[int | float, ...]
 _Key = tuple[int, _Numbers]
 
 
 class CudaWork:
-    """A submission that a GPU works on; a fence.
+    """Fence of a submission to a GPU.
 
     Parameters
     ----------
     table : BindingTable
-        Whose memory it uses.
+        Table whose memory it keeps alive.
     """
 
     def __init__(self, event: Event, table: BindingTable) -> None:
         self._event, self._table = event, table
 
     def wait(self) -> None:
-        """Return when the work has ended; CudaError where the GPU has failed."""
+        """Wait until the work has ended; CudaError if the GPU has failed."""
         self._event.synchronize()
 
     def done(self) -> bool:
-        """Return whether the work has ended; CudaError where the GPU has failed."""
+        """Return whether the work has ended; CudaError if the GPU has failed."""
         return self._event.done()
 
 
@@ -68,12 +68,12 @@ class CudaCommands:
     Parameters
     ----------
     driver : CudaDriver or str
-        Why there are no graphs, where there is no driver for them.
+        Driver that captures graphs, or the reason why it is unavailable.
 
     Attributes
     ----------
     runs
-        As `RegionSpec.runs` has it.
+        Manner of execution, as in `RegionSpec.runs`.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class CudaCommands:
     ) -> None:
         self._device, self._recording, self._library = device, recording, library
         self._names = [parameter_name(index) for index in range(len(recording.parameters))]
-        self._directs = [lent.address for lent in recording.directs]
-        self._driver = driver if isinstance(driver, CudaDriver) and not _asks_memory(recording.commands) else None
+        self._directs = [buffer.address for buffer in recording.directs]
+        self._driver = driver if isinstance(driver, CudaDriver) and not _reads_counts(recording.commands) else None
         self.runs = "stream" if self._driver is None else GRAPH
         self._lock = threading.Lock()
-        # The tables live as long as graphs have their addresses; None: submitted once.
+        # Graphs contain addresses, so each keeps its table alive; None stands for a single submission so far.
         self._graphs: OrderedDict[_Key, tuple[BindingTable, int | None]] = OrderedDict()
         self._running: deque[CudaWork] = deque()
         if self._driver is not None:
@@ -109,12 +109,12 @@ class CudaCommands:
         return work
 
     def _graph(self, table: BindingTable, numbers: _Numbers) -> int | None:
-        """The graph of a table and numbers, recorded if they were submitted before."""
+        """The graph of a table and numbers, captured at their second submission; None at the first."""
         if self._driver is None:
             return None
         key = id(table), numbers
-        known = self._graphs.pop(key, None)
-        graph = None if known is None else known[1] or self._recorded(table, numbers)
+        entry = self._graphs.pop(key, None)
+        graph = None if entry is None else entry[1] or self._capture(table, numbers)
         if self._driver is not None:
             self._graphs[key] = table, graph
             while len(self._graphs) > MAX_GRAPHS:
@@ -123,7 +123,7 @@ class CudaCommands:
                     self._driver.destroy(oldest)
         return graph
 
-    def _recorded(self, table: BindingTable, numbers: _Numbers) -> int | None:
+    def _capture(self, table: BindingTable, numbers: _Numbers) -> int | None:
         assert self._driver is not None, "recording needs a driver"
 
         def launch(handle: int) -> None:
@@ -132,11 +132,11 @@ class CudaCommands:
 
         try:
             return self._driver.record(launch)
-        except Exception as error:  # a kernel may do anything that cannot be recorded
+        except Exception as error:  # a kernel may do something that cannot be captured
             _destroy_all(self._driver, self._device, self._graphs)
             self._driver, self.runs = None, "stream"
-            why = str(error).strip().splitlines()[-1]
-            _log.warning("a command buffer on %s is launched command by command: %s", self._device, why)
+            reason = str(error).strip().splitlines()[-1]
+            _log.warning("a command buffer on %s is launched command by command: %s", self._device, reason)
             return None
 
     def _launch(self, table: BindingTable, numbers: _Numbers, stream: Stream) -> None:
@@ -152,8 +152,8 @@ class CudaCommands:
                 walker.fill(command)
 
 
-def _asks_memory(commands: Sequence[Command]) -> bool:
-    """Return whether any command runs as often as memory says."""
+def _reads_counts(commands: Sequence[Command]) -> bool:
+    """Return whether any command has an indirect count or a predicate."""
     dispatches = [command for command in commands if isinstance(command, Dispatch)]
     return any(d.count is not None or d.when is not None or d.unless is not None for d in dispatches)
 
@@ -165,12 +165,12 @@ def _destroy_all(driver: CudaDriver, device: runtime.Device, graphs: OrderedDict
             if graph:
                 driver.destroy(graph)
         graphs.clear()
-    except Exception:  # the process ends, and the driver has ended before
-        _log.debug("graphs on %s were not given back", device, exc_info=True)
+    except Exception:  # at process exit the driver may have shut down already
+        _log.debug("graphs on %s were not destroyed", device, exc_info=True)
 
 
 class _Walker:
-    """Gives commands to a stream, one by one."""
+    """Launches commands on a stream, one by one."""
 
     def __init__(self, library: CudaLibrary, stream: Stream, memory: Memory, values: Values) -> None:
         self._library, self._stream, self._memory, self._values = library, stream, memory, values
@@ -179,8 +179,8 @@ class _Walker:
         """Copy bytes."""
         nbytes = value_of(command.target.length, self._values)
         if nbytes:
-            places = self._address(command.target), self._address(command.source)
-            self._library.call("cuMemcpyDtoDAsync_v2", *places, nbytes, self._stream.handle)
+            addresses = self._address(command.target), self._address(command.source)
+            self._library.call("cuMemcpyDtoDAsync_v2", *addresses, nbytes, self._stream.handle)
 
     def fill(self, command: Fill) -> None:
         """Repeat a pattern."""
@@ -193,12 +193,12 @@ class _Walker:
             count = nbytes // len(pattern)
             self._library.call(f"cuMemsetD{8 * len(pattern)}Async", address, words[0], count, self._stream.handle)
             return
-        for place, word in enumerate(words):  # each second word
-            where = address + 4 * place, len(pattern), word, 1, nbytes // len(pattern)
-            self._library.call("cuMemsetD2D32Async", *where, self._stream.handle)
+        for index, word in enumerate(words):  # one 2D fill for each word of the pattern
+            arguments = address + 4 * index, len(pattern), word, 1, nbytes // len(pattern)
+            self._library.call("cuMemsetD2D32Async", *arguments, self._stream.handle)
 
     def dispatch(self, command: Dispatch, kernel: Kernel) -> None:
-        """Launch a kernel, as often as it has workgroups."""
+        """Launch a kernel once per workgroup."""
         for predicate, runs in ((command.when, True), (command.unless, False)):
             if predicate is not None and bool(self._int32s(predicate, 1)[0]) != runs:
                 return
@@ -219,13 +219,13 @@ class _Walker:
         return self._memory.address(reference, self._values)
 
     def _int32s(self, reference: Reference, count: int) -> list[int]:
-        """Numbers in memory of the device, when all work before them has ended."""
-        found = (ctypes.c_int32 * count)()
+        """Int32 values read from device memory, after all earlier work has ended."""
+        buffer = (ctypes.c_int32 * count)()
         self._library.call(
-            "cuMemcpyDtoHAsync_v2", ctypes.addressof(found), self._address(reference), 4 * count, self._stream.handle
+            "cuMemcpyDtoHAsync_v2", ctypes.addressof(buffer), self._address(reference), 4 * count, self._stream.handle
         )
         self._stream.synchronize()
-        return list(found)
+        return list(buffer)
 
 
 class CudaRunner:
@@ -240,7 +240,7 @@ class CudaRunner:
 
     @property
     def runs(self) -> str:
-        """How, as `RegionSpec.runs` says it."""
+        """Manner of execution, as in `RegionSpec.runs`."""
         return self._commands.runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:

@@ -1,4 +1,4 @@
-"""Operands of recorded commands, checked: ranges of memory, and numbers that come with each submission."""
+"""Operands of recorded commands and their checks: ranges of memory, and parameters of submissions."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from ...target.element_types import numpy_dtype
 
 MAX_CHARACTERS = 1000
 INT64 = -(1 << 63), (1 << 63) - 1
-"""The least and greatest number that commands count with."""
+"""Minimum and maximum of the integers in commands."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """An integer of each submission: a parameter, or arithmetic (``+ - * // %``) of parameters and ints.
+    """An integer that is known at submission: a parameter, or arithmetic (``+ - * // %``) of parameters and ints.
 
     Attributes
     ----------
     text : str
-        In the grammar of `dims.parse_dim`, of at most `MAX_CHARACTERS`: what nests deeper cannot be parsed.
+        Text in the grammar of `dims.parse_dim`, limited to `MAX_CHARACTERS` because deeper nesting cannot be parsed.
     """
 
     text: str
 
     def __add__(self, other: Integer) -> Number:
-        return _joined(self, "+", other)
+        return _binary(self, "+", other)
 
     def __radd__(self, other: Integer) -> Number:
-        return _joined(other, "+", self)
+        return _binary(other, "+", self)
 
     def __sub__(self, other: Integer) -> Number:
-        return _joined(self, "-", other)
+        return _binary(self, "-", other)
 
     def __rsub__(self, other: Integer) -> Number:
-        return _joined(other, "-", self)
+        return _binary(other, "-", self)
 
     def __mul__(self, other: Integer) -> Number:
-        return self if other == 1 and not isinstance(other, Number) else _joined(self, "*", other)
+        return self if other == 1 and not isinstance(other, Number) else _binary(self, "*", other)
 
     def __rmul__(self, other: Integer) -> Number:
-        return self if other == 1 and not isinstance(other, Number) else _joined(other, "*", self)
+        return self if other == 1 and not isinstance(other, Number) else _binary(other, "*", self)
 
     def __floordiv__(self, other: int) -> Number:
-        return _joined(self, "//", _divisor(other))
+        return _binary(self, "//", _divisor(other))
 
     def __mod__(self, other: int) -> Number:
-        return _joined(self, "%", _divisor(other))
+        return _binary(self, "%", _divisor(other))
 
 
 Integer: TypeAlias = int | Number
@@ -65,18 +65,18 @@ Integer: TypeAlias = int | Number
 
 @dataclass(frozen=True)
 class MemoryRange:
-    """Bytes that a command reads or writes: of a slot of the binding table, or of a buffer that the recording keeps.
+    """Bytes that a command reads or writes, in a slot of the binding table or in a direct buffer.
 
     Attributes
     ----------
     owner : object
-        The command buffer it belongs to.
+        Command buffer that it belongs to.
     space : str
         ``"slot"`` or ``"direct"``.
     offset : Integer
         Bytes.
     length : Integer or None
-        Bytes; None for as many as the command asks for, where it asks for any, else all there are from `offset` on.
+        Bytes; None for the bytes that the command needs, if it determines them, else all bytes from `offset` on.
     """
 
     owner: Any = field(repr=False, compare=False)
@@ -87,17 +87,17 @@ class MemoryRange:
 
 
 def parameter_name(index: int) -> str:
-    """The name of a parameter in the text of a number."""
+    """The name of a parameter in the text of a `Number`."""
     return f"parameter_{index}"
 
 
 def size_name(slot: int) -> str:
-    """The name of the size of a slot's binding in the text of a number."""
+    """The name of the size of a slot's binding in the text of a `Number`."""
     return f"bytes_{slot}"
 
 
 def dim(value: Integer) -> Dim:
-    """An integer as commands hold it."""
+    """An integer as commands store it: an int or text."""
     return value.text if isinstance(value, Number) else value
 
 
@@ -107,7 +107,7 @@ def names_in(value: Integer) -> frozenset[str]:
 
 
 def divided(value: Integer) -> list[Number]:
-    """The dividends in a number: machine code wraps beyond int64, and only ``//`` and ``%`` would show it."""
+    """The dividends in a number, to be checked: int64 overflow changes results of ``//`` and ``%`` only."""
     if not isinstance(value, Number) or not ("//" in value.text or "%" in value.text):
         return []
     nodes = ast.walk(ast.parse(value.text, mode="eval"))
@@ -119,7 +119,7 @@ def divided(value: Integer) -> list[Number]:
 
 
 def integer(value: object, what: str) -> Integer:
-    """`value`, where it is an int or a Number; BindingError, which begins with `what`, for anything else."""
+    """`value` as an int or a Number; for other types a BindingError that begins with `what`."""
     if isinstance(value, Number):
         return value
     try:
@@ -133,31 +133,31 @@ def integer(value: object, what: str) -> Integer:
 
 
 def within_int64(value: int, what: str) -> int:
-    """`value`, where it is of the type that commands count in; BindingError, which begins with `what`, where not."""
+    """`value` if it fits into int64; otherwise a BindingError that begins with `what`."""
     if not INT64[0] <= value <= INT64[1]:
         raise BindingError(f"{what} is {value:#x}, expected a number of type int64")
     return value
 
 
 def as_float(value: Any, dtype: str, what: str) -> float:
-    """`value` as a Python float; BindingError, which begins with `what`, where `dtype` has no number of its size."""
+    """`value` as a Python float; a BindingError that begins with `what` if it overflows `dtype`."""
     try:
-        found = float(value)
-        is_there = dtype != "float32" or math.isinf(found) or not math.isinf(ctypes.c_float(found).value)
+        number = float(value)
+        fits = dtype != "float32" or math.isinf(number) or not math.isinf(ctypes.c_float(number).value)
     except OverflowError:
-        is_there = False
-    if not is_there:
+        fits = False
+    if not fits:
         raise BindingError(f"{what} is beyond the numbers of {dtype}")
-    return found
+    return number
 
 
 def substituted(extent: Dim, values: dict[str, Integer], what: str) -> Integer:
-    """An extent over names, as a number over parameters.
+    """Substitute values for the names in an extent.
 
     Raises
     ------
     BindingError
-        The extent is no arithmetic of names that have values; the message begins with `what`.
+        The extent is not arithmetic of names that have values; the message begins with `what`.
     """
     if not isinstance(extent, str):
         return extent
@@ -171,7 +171,7 @@ def substituted(extent: Dim, values: dict[str, Integer], what: str) -> Integer:
         raise BindingError(f"{what} has the extent {extent}, which cannot be known before a submission") from error
 
 
-def _joined(left: Integer, sign: str, right: Integer) -> Number:
+def _binary(left: Integer, sign: str, right: Integer) -> Number:
     for side in (left, right):
         if not isinstance(side, Number | int) or isinstance(side, bool):
             raise BindingError(f"{side!r} ({type(side).__name__}) in arithmetic of parameters, expected an int")
@@ -191,7 +191,7 @@ def _divisor(value: int) -> int:
 
 @dataclass(frozen=True)
 class Limit:
-    """A number that each submission is asked for.
+    """A condition on a number of each submission.
 
     Attributes
     ----------
@@ -200,9 +200,9 @@ class Limit:
     value : str
         Arithmetic of parameters and sizes of bindings.
     low, high : int or None
-        The least and greatest value.
+        Minimum and maximum.
     multiple : int
-        Number that it must be a multiple of.
+        Required divisor.
     """
 
     what: str
@@ -212,50 +212,52 @@ class Limit:
     multiple: int = 1
 
     def check(self, values: Mapping[str, int]) -> None:
-        """BindingError where a submission's values break it."""
+        """BindingError if a submission's values violate it."""
         evaluate = parse_dim(self.value).evaluate
         assert evaluate is not None, f"{self.value} is arithmetic by construction"
         self._check(evaluate(values), f", {self.value}")
 
-    def _check(self, found: int, text: str) -> None:
-        if self.low is not None and found < self.low:
+    def _check(self, number: int, text: str) -> None:
+        if self.low is not None and number < self.low:
             expected = f"at least {self.low}"
-        elif self.high is not None and found > self.high:
+        elif self.high is not None and number > self.high:
             expected = f"at most {self.high}"
-        elif found % self.multiple:
+        elif number % self.multiple:
             expected = f"a multiple of {self.multiple}"
         else:
             return
-        raise BindingError(f"{self.what} is {found}{text}, expected {expected}")
+        raise BindingError(f"{self.what} is {number}{text}, expected {expected}")
 
 
 class Limits:
-    """Limits of a recording, each once; a number that is known is checked when it is asked for.
+    """Distinct limits of a recording. Constants are checked at once, other numbers at each submission.
 
-    Those of a command count from `settle` on: a command that is refused leaves none.
+    The limits of a command are pending until `commit`, so that a refused command leaves none.
     """
 
     def __init__(self) -> None:
         self._limits: dict[tuple[object, ...], Limit] = {}
-        self._asked: list[Limit] = []
+        self._pending: list[Limit] = []
 
-    def ask(self, what: str, value: Integer, low: int | None = 0, high: int | None = None, multiple: int = 1) -> None:
-        """Require something of a number; BindingError, which begins with `what`, where it is known and breaks it."""
+    def require(
+        self, what: str, value: Integer, low: int | None = 0, high: int | None = None, multiple: int = 1
+    ) -> None:
+        """Add a limit of a number; a BindingError that begins with `what` if a constant violates it."""
         limit = Limit(what, str(dim(value)), low, high, multiple)
         if isinstance(value, int):
             limit._check(value, "")
         else:
-            self._asked.append(limit)
+            self._pending.append(limit)
 
-    def forget(self) -> None:
-        """Drop what was asked since `settle`."""
-        self._asked.clear()
+    def roll_back(self) -> None:
+        """Drop the pending limits."""
+        self._pending.clear()
 
-    def settle(self) -> None:
-        """Keep what was asked."""
-        for limit in self._asked:
+    def commit(self) -> None:
+        """Keep the pending limits."""
+        for limit in self._pending:
             self._limits.setdefault((limit.value, limit.low, limit.high, limit.multiple), limit)
-        self._asked.clear()
+        self._pending.clear()
 
     def all(self) -> tuple[Limit, ...]:
         """The limits that each submission is checked against."""
@@ -263,21 +265,21 @@ class Limits:
 
 
 def as_count(value: object, what: str) -> int:
-    """A number of things."""
+    """A non-negative count; BindingError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise BindingError(f"{what} is {value!r}, expected a number of them")
     return value
 
 
 def as_pairs(pairs: object, slots: int) -> frozenset[tuple[int, int]]:
-    """Pairs of slots, both ways round."""
-    found: set[tuple[int, int]] = set()
+    """Pairs of slots, each in both orders."""
+    symmetric: set[tuple[int, int]] = set()
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
-        both = tuple(pair) if isinstance(pair, Iterable) else (pair,)
-        if len(both) != 2 or not all(isinstance(slot, int) and 0 <= slot < slots for slot in both):
+        slots_of_pair = tuple(pair) if isinstance(pair, Iterable) else (pair,)
+        if len(slots_of_pair) != 2 or not all(isinstance(slot, int) and 0 <= slot < slots for slot in slots_of_pair):
             raise BindingError(f"may_overlap has {pair!r}, expected pairs of the {slots} slots")
-        found |= {(both[0], both[1]), (both[1], both[0])}
-    return frozenset(found)
+        symmetric |= {(slots_of_pair[0], slots_of_pair[1]), (slots_of_pair[1], slots_of_pair[0])}
+    return frozenset(symmetric)
 
 
 def as_grid(grid: object) -> tuple[Integer, ...]:
@@ -312,15 +314,15 @@ def as_pattern(pattern: object, dtype: str | None) -> bytes:
 def _element(value: numbers.Real, dtype: str) -> bytes:
     try:
         kind = numpy_dtype(dtype)
-        with np.errstate(over="raise"):  # a number that would become infinite
+        with np.errstate(over="raise"):  # instead of becoming infinite
             data = np.asarray(value).astype(kind) if kind.kind not in "iu" else np.array(operator.index(value), kind)  # type: ignore[arg-type]
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        raise BindingError(f"the pattern of fill, {value!r}, is no element of {dtype} ({error})") from None
+        raise BindingError(f"the pattern of fill, {value!r}, is not an element of {dtype} ({error})") from None
     return bytes(data.tobytes())
 
 
 def as_numbers(parameters: Sequence[int | float], dtypes: Sequence[str]) -> tuple[int | float, ...]:
-    """The parameters of a submission."""
+    """The parameters of a submission, checked against their types."""
     if len(parameters) != len(dtypes):
         raise BindingError(f"{len(parameters)} parameters are given, expected {len(dtypes)}")
     return tuple(map(_number, parameters, dtypes, range(len(dtypes))))

@@ -1,4 +1,4 @@
-"""The recorder of a command buffer: checks commands, and writes them as data with their requirements."""
+"""The recorder of a command buffer, which checks commands and stores them with their requirements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from .operands import (
 
 @dataclass
 class Requirement:
-    """The requirements of all commands on one slot, or on one buffer that the recording keeps."""
+    """The requirements of all commands on one slot or one direct buffer."""
 
     static: int = 0
     dynamic: dict[str, None] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Requirement:
     dtypes: set[str] = field(default_factory=set)
 
     def add(self, end: Integer, alignment: int, access: str, dtype: str) -> None:
-        """One more use, of the bytes before `end`; `dtype` is empty where only bytes are asked for."""
+        """Add a use of the bytes before `end`; `dtype` is empty for untyped bytes."""
         if isinstance(end, Number):
             self.dynamic[end.text] = None
         else:
@@ -76,7 +76,7 @@ class Requirement:
 
     @property
     def nbytes(self) -> Dim:
-        """The least size: a number, or text over parameters and sizes."""
+        """The required size: a number, or text over parameters and sizes."""
         if not self.dynamic:
             return self.static
         ends = [*([self.static] if self.static else []), *self.dynamic]
@@ -89,25 +89,25 @@ class Requirement:
 
 
 def end_of(offset: Integer, length: Integer) -> Integer:
-    """The byte after a range."""
+    """The offset after the last byte of a range."""
     return length if isinstance(offset, int) and offset == 0 else offset + length
 
 
 def text_of(value: Integer) -> str:
-    """A number in a message."""
+    """A number, as messages show it."""
     return str(dim(value))
 
 
 @dataclass(frozen=True)
 class DispatchArguments:
-    """A kernel and what it works on.
+    """A kernel and its arguments.
 
     Attributes
     ----------
     scalars : tuple of object
-        Numbers, without those of workgroups.
+        Scalars, without the workgroup indices.
     extents : tuple of (tuple of Integer, Integer)
-        For each tensor its extents, and its bytes.
+        Extents and bytes of each tensor.
     """
 
     kernel: Kernel
@@ -117,7 +117,7 @@ class DispatchArguments:
 
 
 def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars: object) -> DispatchArguments:
-    """A call of a kernel.
+    """Check the arguments of a kernel call.
 
     Raises
     ------
@@ -128,18 +128,18 @@ def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars:
     if len(operands) != len(spec.tensors):
         names = ", ".join(tensor.name for tensor in spec.tensors)
         raise BindingError(f"{where} is given {len(operands)} operands, expected {len(spec.tensors)}: {names}")
-    given = _in_order(spec, scalars, where)
+    by_name = _scalars_by_name(spec, scalars, where)
     values: dict[str, Integer] = {
-        name: value for name, value in given.items() if isinstance(value, int | Number)  # the others are no extents
+        name: value for name, value in by_name.items() if isinstance(value, int | Number)  # floats cannot be extents
     }  # fmt: skip
     extents = tuple(_extents(tensor, values, f"tensor {tensor.name!r} of {where}") for tensor in spec.tensors)
-    return DispatchArguments(kernel, tuple(operands), tuple(given.values()), extents)
+    return DispatchArguments(kernel, tuple(operands), tuple(by_name.values()), extents)
 
 
-def _in_order(spec: KernelSpec, scalars: object, where: str) -> dict[str, Any]:
-    own = spec.scalars[: len(spec.scalars) - spec.workgroups]
-    names = [scalar.name for scalar in own]
-    expected = f"expected {', '.join(f'{scalar.name}: {scalar.dtype}' for scalar in own) or 'none'}"
+def _scalars_by_name(spec: KernelSpec, scalars: object, where: str) -> dict[str, Any]:
+    params = spec.scalars[: len(spec.scalars) - spec.workgroups]
+    names = [scalar.name for scalar in params]
+    expected = f"expected {', '.join(f'{scalar.name}: {scalar.dtype}' for scalar in params) or 'none'}"
     if isinstance(scalars, Mapping):
         if set(scalars) != set(names):
             raise BindingError(f"{where} is given the scalars {', '.join(map(str, scalars)) or 'none'}, {expected}")
@@ -153,7 +153,7 @@ def _in_order(spec: KernelSpec, scalars: object, where: str) -> dict[str, Any]:
     for scalar in spec.scalars:
         if scalar.dtype not in SCALARS:
             raise BindingError(f"{where} takes scalar {scalar.name!r} of {scalar.dtype}, expected one of C's types")
-    pairs = zip(own, values, strict=True)
+    pairs = zip(params, values, strict=True)
     return {scalar.name: _value(value, scalar.dtype, f"scalar {scalar.name!r} of {where}") for scalar, value in pairs}
 
 
@@ -195,11 +195,11 @@ class Recording:
     device : int
         Manifest index.
     parameters : tuple of str
-        ``"int64"`` for each that is used as an integer anywhere, ``"float64"`` for the others.
+        Type of each parameter: ``"int64"`` if any command uses it as an integer, else ``"float64"``.
     written_directs : frozenset of int
-        Indices of those that commands write.
+        Indices of the direct buffers that commands write.
     may_overlap : frozenset of (int, int)
-        Pairs of slots.
+        Pairs of slots whose bindings may overlap.
     """
 
     device: int
@@ -214,16 +214,16 @@ class Recording:
 
 
 class Recorder:
-    """Collects commands.
+    """Collects and checks commands.
 
     Parameters
     ----------
     device : int
         Manifest index.
     slots, parameters : int
-        How many there are.
+        Numbers of slots and of parameters.
     may_overlap : frozenset of (int, int)
-        Pairs of slots whose bindings may share bytes.
+        Pairs of slots whose bindings may overlap.
     """
 
     def __init__(self, device: int, slots: int, parameters: int, may_overlap: frozenset[tuple[int, int]]) -> None:
@@ -238,20 +238,20 @@ class Recorder:
         self._integers: set[str] = set()
 
     def keep(self, borrowed: BorrowedBuffer) -> int:
-        """A buffer for as long as the recording lives; its index."""
+        """Add a direct buffer, kept alive by the recording; returns its index."""
         self._directs.append(borrowed)
         self._direct_uses.append(Requirement())
         return len(self._directs) - 1
 
     def fill(self, target: MemoryRange, pattern: bytes) -> None:
-        """Repeat a pattern over a range."""
+        """Record a fill."""
         self._begin()
-        reference, length = self._whole(target, len(pattern), WRITE, "the target of fill")
-        self._limits.ask(f"the length of fill in {_name(target)}", length, 0, multiple=len(pattern))
+        reference, length = self._resolve_range(target, len(pattern), WRITE, "the target of fill")
+        self._limits.require(f"the length of fill in {_name(target)}", length, 0, multiple=len(pattern))
         self._end(Fill(reference, pattern.hex()))
 
     def copy(self, source: MemoryRange, target: MemoryRange) -> None:
-        """Copy a range."""
+        """Record a copy."""
         self._begin()
         if source.length is not None and target.length is not None and source.length != target.length:
             raise BindingError(
@@ -260,14 +260,14 @@ class Recorder:
             )
         if source.length is None and target.length is not None:
             source = MemoryRange(source.owner, source.space, source.index, source.offset, target.length)
-        read, length = self._whole(source, 1, READ, "the source of copy")
+        read, length = self._resolve_range(source, 1, READ, "the source of copy")
         target = MemoryRange(target.owner, target.space, target.index, target.offset, length)
-        write, _ = self._whole(target, 1, WRITE, "the target of copy")
+        write, _ = self._resolve_range(target, 1, WRITE, "the target of copy")
         self._refuse_overlap([("the source", read, READ), ("the target", write, WRITE)], "copy")
         self._end(Copy(read, write))
 
     def barrier(self) -> None:
-        """Have later commands see the results of earlier ones."""
+        """Record a barrier."""
         self._commands.append(Barrier())
 
     def dispatch(
@@ -278,7 +278,7 @@ class Recorder:
         when: MemoryRange | None,
         unless: MemoryRange | None,
     ) -> None:
-        """Run a kernel."""
+        """Record a kernel call."""
         self._begin()
         spec, where = call.kernel.spec, f"kernel {call.kernel.spec.name!r}"
         for direction, number in zip("xyz", grid, strict=False):
@@ -300,14 +300,14 @@ class Recorder:
         self._end(Dispatch(spec.name, tuple(operands), scalars, tuple(map(dim, grid)), counts, *predicates))
 
     def _begin(self) -> None:
-        """Begin a command, and forget the requirements of one that was refused."""
+        """Begin a command, and drop the requirements of a refused one."""
         self._uses.clear()
-        self._limits.forget()
+        self._limits.roll_back()
 
     def _end(self, command: Command) -> None:
         for requirement, end, alignment, access, dtype in self._uses:
             requirement.add(end, alignment, access, dtype)
-        self._limits.settle()
+        self._limits.commit()
         self._commands.append(command)
 
     def finish(self) -> Recording:
@@ -326,8 +326,8 @@ class Recorder:
             self._may_overlap,
         )
 
-    def _whole(self, memory: MemoryRange, alignment: int, access: str, what: str) -> tuple[Reference, Integer]:
-        """A range whose length, where it is not given, is all there is, and its length."""
+    def _resolve_range(self, memory: MemoryRange, alignment: int, access: str, what: str) -> tuple[Reference, Integer]:
+        """A reference to a range, by default to all bytes from its offset on, and its length."""
         length = memory.length
         if length is not None:
             return self._use(memory, length, alignment, access, "", what), length
@@ -336,33 +336,37 @@ class Recorder:
             return self._use(memory, length, alignment, access, "", what), length
         size = Number(size_name(memory.index))
         length = size - memory.offset if memory.offset != 0 else size
-        self._use(memory, 0, alignment, access, "", what)  # whatever the length is, the binding has it
+        self._use(
+            memory, 0, alignment, access, "", what
+        )  # the length is the binding's own, so only the offset needs a check
         return Reference(memory.space, memory.index, dim(memory.offset), dim(length)), length
 
     def _use(
         self, memory: MemoryRange, nbytes: Integer, alignment: int, access: str, dtype: str, what: str
     ) -> Reference:
-        """A reference to `nbytes` of a range, and what it requires of where they lie."""
-        place, offset, length = _name(memory), memory.offset, memory.length
-        self._integer(f"the offset of {what} in {place}", offset, 0)
+        """A reference to `nbytes` of a range; adds the requirements on its slot or buffer."""
+        location, offset, length = _name(memory), memory.offset, memory.length
+        self._integer(f"the offset of {what} in {location}", offset, 0)
         if length is None:
             length = nbytes
         elif length != nbytes:
-            self._integer(f"the length that {what} has in {place}, beyond the {text_of(nbytes)} it needs,",
+            self._integer(f"the length that {what} has in {location}, beyond the {text_of(nbytes)} it needs,",
                           length - nbytes, 0)  # fmt: skip
-        self._integer(f"the length of {what} in {place}", length, 0)
+        self._integer(f"the length of {what} in {location}", length, 0)
         end = end_of(offset, length)
         if memory.space == SLOT:
-            self._limits.ask(f"the offset of {what} in {place}", offset, multiple=alignment)
+            self._limits.require(f"the offset of {what} in {location}", offset, multiple=alignment)
             self._uses.append((self._slots[memory.index], end, alignment, access, dtype))
         else:
-            lent = self._directs[memory.index]
-            if access != READ and not lent.writable:
-                raise BindingError(f"{what} writes to {place}, which is read-only; expected writable memory")
-            if dtype and lent.dtype not in (dtype, BYTES):
-                raise BindingError(f"{what} has dtype {lent.dtype} in {place}, expected {dtype}, or {BYTES}")
-            self._limits.ask(f"the address of {what} in {place}", offset + lent.address % alignment, multiple=alignment)
-            self._integer(f"the end of {what} in {place}", end, 0, lent.nbytes)
+            buffer = self._directs[memory.index]
+            if access != READ and not buffer.writable:
+                raise BindingError(f"{what} writes to {location}, which is read-only; expected writable memory")
+            if dtype and buffer.dtype not in (dtype, BYTES):
+                raise BindingError(f"{what} has dtype {buffer.dtype} in {location}, expected {dtype}, or {BYTES}")
+            self._limits.require(
+                f"the address of {what} in {location}", offset + buffer.address % alignment, multiple=alignment
+            )
+            self._integer(f"the end of {what} in {location}", end, 0, buffer.nbytes)
             self._uses.append((self._direct_uses[memory.index], end, alignment, access, dtype))
         return Reference(memory.space, memory.index, dim(offset), dim(nbytes))
 
@@ -373,9 +377,9 @@ class Recorder:
 
     def _integer(self, what: str, value: Integer, low: int | None, high: int | None = None) -> None:
         self._integers |= names_in(value)
-        self._limits.ask(what, value, low, high)
-        for part in divided(value):
-            self._limits.ask(f"a part of {what}", part, *INT64)
+        self._limits.require(what, value, low, high)
+        for dividend in divided(value):
+            self._limits.require(f"a part of {what}", dividend, *INT64)
 
     def _scalar(self, what: str, dtype: str, value: Integer | float) -> None:
         if dtype.startswith("float"):
@@ -389,32 +393,34 @@ class Recorder:
     def _refuse_overlap(self, uses: Sequence[tuple[str, Reference, str]], what: str) -> None:
         for (name, a, access), (other, b, other_access) in itertools.combinations(uses, 2):
             if access == other_access == READ or a.space != b.space or (a.space == SLOT and a.index != b.index):
-                continue  # the memory of two slots is compared when it is bound
+                continue  # bindings of two slots are compared when they are bound
             if a.space == SLOT and (a.index, b.index) in self._may_overlap:
                 continue
-            both = " and ".join(sorted({_name(a), _name(b)}))
+            locations = " and ".join(sorted({_name(a), _name(b)}))
             (begin, end), (other_begin, other_end) = self._ends(a), self._ends(b)
             gaps = [begin - other_end, other_begin - end]
-            known = [gap for gap in gaps if isinstance(gap, int)]
-            if any(gap >= 0 for gap in known):
+            constant_gaps = [gap for gap in gaps if isinstance(gap, int)]
+            if any(gap >= 0 for gap in constant_gaps):
                 continue
-            if len(known) == len(gaps):
+            if len(constant_gaps) == len(gaps):
                 hint = f" unless may_overlap has ({a.index}, {b.index})" if a.space == SLOT else ""
                 raise BindingError(
-                    f"{what}: {name} and {other} share bytes of {both}, and one is written; expected apart{hint}"
+                    f"{what}: {name} and {other} share bytes of {locations}, and one is written; expected apart{hint}"
                 )
             gap = Number(f"max({', '.join(str(dim(gap)) for gap in gaps)})")
-            self._limits.ask(f"{what}: the gap between {name} and {other} in {both}, of which one is written,", gap)
+            self._limits.require(
+                f"{what}: the gap between {name} and {other} in {locations}, of which one is written,", gap
+            )
 
     def _ends(self, reference: Reference) -> tuple[Integer, Integer]:
-        """The first byte of a range and the one after its last: of a slot, or of all memory."""
+        """Begin and end of a range: offsets in a slot, or addresses of a direct buffer."""
         offset, length = (
-            Number(part) if isinstance(part, str) else part for part in (reference.offset, reference.length)
+            Number(number) if isinstance(number, str) else number for number in (reference.offset, reference.length)
         )
         base = self._directs[reference.index].address if reference.space == DIRECT else 0
         begin = offset + base if base else offset
         return begin, end_of(begin, length)
 
 
-def _name(place: MemoryRange | Reference) -> str:
-    return f"slot {place.index}" if place.space == SLOT else f"buffer {place.index}"
+def _name(memory: MemoryRange | Reference) -> str:
+    return f"slot {memory.index}" if memory.space == SLOT else f"buffer {memory.index}"

@@ -1,4 +1,4 @@
-"""Runners: how a recording is submitted to a device and runs there."""
+"""Runners, which submit a recording to a device and run it there."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .recorder import Recording
 
 
 class Submission:
-    """Work that was given to a device; made by `CommandBuffer.submit`.
+    """Submitted work of a device; made by `CommandBuffer.submit`.
 
     Parameters
     ----------
     fence : object, optional
-        With ``wait()`` and ``done()``; None for work that has ended.
+        Object with ``wait()`` and ``done()``; None for work that has ended.
     """
 
     __slots__ = ("_fence",)
@@ -38,7 +38,7 @@ class Submission:
         return f"<Submission, {'done' if self.done() else 'running'}>"
 
     def wait(self) -> None:
-        """Return when the work has ended."""
+        """Wait until the work has ended."""
         if self._fence is not None:
             self._fence.wait()
 
@@ -48,18 +48,18 @@ class Submission:
 
 
 ENDED = Submission()
-"""Submission to devices whose work has ended when `submit` returns."""
+"""Submission whose work has ended."""
 
 
 class Runner(Protocol):
-    """Runs a recording on one device, from any thread, several times at once.
+    """Runs a recording on one device; thread-safe and reentrant.
 
-    Each kind of device has its own (`runners.runner_for`); tables and numbers are checked before.
+    Each kind of device has its own (`runner_for`). Tables and numbers have been checked before.
     """
 
     @property
     def runs(self) -> str:
-        """How, as `RegionSpec.runs` says it."""
+        """Manner of execution, as in `RegionSpec.runs`."""
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
         """Submit with a table and the parameters' values.
@@ -74,12 +74,12 @@ def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) ->
     Parameters
     ----------
     compiled : bool
-        Whether to make machine code of it, where the compiler is at hand; else commands are walked.
+        Whether to compile it to machine code if the compiler is available; otherwise commands are interpreted.
 
     Raises
     ------
     BindingError
-        A kind of device that command buffers cannot be recorded for by hand.
+        A kind of device that does not support command buffers by hand.
     """
     check_device_kind(machine, recording.device)
     backend = machine.executable.devices[recording.device].backend
@@ -91,8 +91,8 @@ def check_device_kind(machine: VirtualMachine, device: int) -> None:
     """BindingError for a kind of device without a runner."""
     spec = machine.executable.devices[device]
     if not spec.backend.records_by_hand:
-        known = ", ".join(repr(backend.kind) for backend in backends() if backend.records_by_hand)
-        raise BindingError(f"command buffers by hand: expected a device of a kind of {known}, found {spec.kind!r}")
+        kinds = ", ".join(repr(backend.kind) for backend in backends() if backend.records_by_hand)
+        raise BindingError(f"command buffers by hand: expected a device of a kind of {kinds}, found {spec.kind!r}")
 
 
 class HostRunner:
@@ -101,11 +101,11 @@ class HostRunner:
     def __init__(self, machine: VirtualMachine, recording: Recording, compiled: bool) -> None:
         self._threads, self._metadata = machine._threads, machine.executable.metadata
         self._runs = "host function" if compiled else "walked commands"
-        self._run = _compiled(recording) if compiled else _walked(recording)
+        self._run = _compiled_run(recording) if compiled else _walking_run(recording)
 
     @property
     def runs(self) -> str:
-        """How, as `RegionSpec.runs` says it."""
+        """Manner of execution, as in `RegionSpec.runs`."""
         return self._runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
@@ -125,9 +125,9 @@ class HostRunner:
 _Run = Callable[[BindingTable, tuple[int | float, ...]], None]
 
 
-def _walked(recording: Recording) -> _Run:
+def _walking_run(recording: Recording) -> _Run:
     names = [parameter_name(index) for index in range(len(recording.parameters))]
-    directs = [lent.address for lent in recording.directs]
+    directs = [buffer.address for buffer in recording.directs]
 
     def run(table: BindingTable, numbers: tuple[int | float, ...]) -> None:
         values: dict[str, Any] = {**table.values, **dict(zip(names, numbers, strict=True))}
@@ -136,18 +136,17 @@ def _walked(recording: Recording) -> _Run:
     return run
 
 
-def _compiled(recording: Recording) -> _Run:
-
+def _compiled_run(recording: Recording) -> _Run:
     kernels = list(recording.kernels.values())
-    addresses = [*(lent.address for lent in recording.directs), *(kernel.address for kernel in kernels)]
-    fixed = (ctypes.c_int64 * max(1, len(addresses)))(*addresses)
-    pointer = ctypes.addressof(fixed)
+    addresses = [*(buffer.address for buffer in recording.directs), *(kernel.address for kernel in kernels)]
+    address_table = (ctypes.c_int64 * max(1, len(addresses)))(*addresses)
+    pointer = ctypes.addressof(address_table)
     host_function = provided("compile_commands")(
         recording.commands, len(recording.slots), len(recording.directs), recording.parameters,
         tuple(kernel.spec for kernel in kernels),
     )  # fmt: skip
 
-    def run(table: BindingTable, numbers: tuple[int | float, ...], _alive: object = fixed) -> None:
+    def run(table: BindingTable, numbers: tuple[int | float, ...], _alive: object = address_table) -> None:
         if host_function(table.pointer, pointer, *numbers):
             raise_kernel_error()
 

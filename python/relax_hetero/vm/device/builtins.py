@@ -1,11 +1,10 @@
-"""Functions that bytecode calls by name: those of this library, and TVM's ``relax.run.*``.
+"""Functions that bytecode calls by name: this library's own, and TVM's ``relax.run.*``.
 
-Bytecode names a device by its manifest index, so that one executable runs on whatever devices a machine was made with.
-The machine that runs on the calling thread says which device that is.
+Bytecode names a device by its manifest index; the machine that runs on the calling thread maps it to a device.
 
-TVM defines ``relax.run.*`` in Python beside its compiler, so a process with its runtime only lacks them, and puts every
-result on ``cpu(0)``. These put it where the operand is, or for an operand without a device on the running machine's
-host; otherwise they do the same, and take TVM's names.
+TVM defines ``relax.run.*`` in its compiler package, so they are missing in a process with TVM's runtime only, and they
+put every result on ``cpu(0)``. The functions here replace them under the same names. They put results on the operand's
+device, or on the running machine's host if the operand has no device.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ running = _Running()
 
 @contextmanager
 def running_on(devices: Sequence[runtime.Device], scopes: Sequence[str]) -> Iterator[None]:
-    """Within the block, manifest index ``i`` means ``devices[i]`` on this thread; -1 is the last, the host.
+    """Map manifest index ``i`` to ``devices[i]`` on this thread during the block; -1 is the last, the host.
 
     Blocks nest, so that a kernel written in Python may call another machine.
     """
@@ -52,29 +51,29 @@ def running_on(devices: Sequence[runtime.Device], scopes: Sequence[str]) -> Iter
 
 
 def running_host() -> runtime.Device:
-    """The host of the machine that runs on this thread; ``cpu(0)`` outside of a call."""
+    """The host device of the machine that runs on this thread; ``cpu(0)`` outside of a call."""
     return running.machine[0][-1] if running.machine is not None else runtime.device("cpu", 0)
 
 
 @tvm_ffi.register_global_func("relax_hetero.refuse", override=True)
-def refuse(check: int, found: int, first: int, end: int) -> None:
-    """Raise for a value that a kernel was given; the machine, which knows what the check is for, says so."""
-    raise ValueError(refusal(check, found, first, end))
+def refuse(check: int, value: int, first: int, end: int) -> None:
+    """Raise for a value that a kernel's check refused; the machine replaces the error by the check's message."""
+    raise ValueError(refusal(check, value, first, end))
 
 
 @tvm_ffi.register_global_func("relax_hetero.to_device", override=True)
 def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) -> Any:
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.
 
-    Works between any two devices, and through nested tuples. Between two CPUs the copy is an alias. With `must_copy`
-    always a copy: the module writes in place, and the value may have other readers (LowerTransfers). A copy goes into
-    `buffer`, a tensor of the machine's pool, where the compiler could allocate one; else into new memory. What comes
-    from a GPU goes into pinned memory, if it is large.
+    Works between any two devices, and on nested tuples. Between two CPUs the copy is an alias. `must_copy` forces a
+    copy, because the module writes in place and the value may have other readers (LowerTransfers). The target is
+    `buffer`, if the compiler allocated one from the machine's pool, else new memory; large tensors from a GPU go into
+    pinned memory.
     """
     devices, scopes = _machine("to_device", index)
     if not isinstance(value, tvm_ffi.core.Tensor):
-        return tuple(to_device(part, index, must_copy) for part in value)
-    # A tensor does not know its memory scope, so one bound for a special scope is always copied.
+        return tuple(to_device(element, index, must_copy) for element in value)
+    # A tensor does not record its memory scope, so a transfer to a special scope always copies.
     device, scope = devices[index], scopes[index]
     if not must_copy and scope == "global":
         if value.__dlpack_device__() == (device.dlpack_device_type(), device.index):
@@ -91,9 +90,9 @@ def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) ->
 
 @tvm_ffi.register_global_func("relax_hetero.pinned_storage", override=True)
 def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
-    """``size[0]`` bytes on the CPU of manifest entry `index` (-1: the host), for what is to go to a GPU: pinned.
+    """``size[0]`` bytes of pinned memory on the CPU of manifest entry `index` (-1: the host), for copies to a GPU.
 
-    Plain memory where pinning makes no difference, cannot be had or has reached its limit.
+    Plain memory if pinning makes no difference, fails or has reached its limit.
     """
     devices, _ = _machine("pinned_storage", index)
     device, nbytes = devices[index], int(size[0])
@@ -104,27 +103,27 @@ def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
 
 @tvm_ffi.register_global_func("relax_hetero.refuse_sizes", override=True)
 def refuse_sizes(function: str, message: str, *sizes: Any) -> None:
-    """HeteroError: a call of `function` has sizes that do not meet a requirement.
+    """Raise HeteroError for a call of `function` whose sizes violate a requirement.
 
-    `sizes` are names and values in turn; a name may say what has the size: ``n is dimension 0 of argument 'x'``.
+    `sizes` alternates names and values; a name may include its origin: ``n is dimension 0 of argument 'x'``.
     """
-    raise HeteroError(f"function {function!r}: {message}{_values(sizes)}")
+    raise HeteroError(f"function {function!r}: {message}{_size_values(sizes)}")
 
 
 @tvm_ffi.register_global_func("relax_hetero.size", override=True)
 def size(shape: Any) -> Any:
-    """The value of a size that has a name (`transform.ir.named_sizes`)."""
+    """The value of a named size (`transform.ir.named_sizes`)."""
     return shape
 
 
 @tvm_ffi.register_global_func("relax_hetero.keep", override=True)
 def keep(value: Any) -> None:
-    """Read a value, so that the call that makes it runs (KeepUnreadCalls)."""
+    """Read a value, so that the call that makes it is not removed (KeepUnreadCalls)."""
 
 
 @tvm_ffi.register_global_func("relax_hetero.check_returned", override=True)
 def check_returned(value: Any, what: str, fields: int, ndim: int = -1, dtype: str = "", *dims: int) -> None:
-    """HeteroError unless `what` has returned a tuple of so many fields, or a tensor for -1; -1 and "" mean any."""
+    """Require that `what` returned a tuple of `fields` fields, or for -1 a tensor; -1 and "" stand for any value."""
     if fields >= 0:
         expected = f"a tuple of {fields}"
         fits = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == fields
@@ -139,10 +138,10 @@ def check_returned(value: Any, what: str, fields: int, ndim: int = -1, dtype: st
         )
     if fits:
         return
-    found = "nothing" if value is None else repr(value)
+    text = "nothing" if value is None else repr(value)
     if isinstance(value, tvm_ffi.core.Tensor):
-        found = f"a tensor {value.dtype}{list(value.shape)}"
-    raise HeteroError(f"{what} returned {found[:200]}, expected {expected}, which the model reads")
+        text = f"a tensor {value.dtype}{list(value.shape)}"
+    raise HeteroError(f"{what} returned {text[:200]}, expected {expected}, which the model reads")
 
 
 @tvm_ffi.register_global_func("relax_hetero.refuse_bytes", override=True)
@@ -152,11 +151,11 @@ def refuse_bytes(function: str, tensor: str, nbytes: float, *sizes: Any) -> None
     if nbytes > available:
         raise MemoryLimitError(
             f"function {function!r}: {tensor} takes {nbytes:,.0f} bytes, found {available:,} bytes of memory"
-            + _values(sizes)
+            + _size_values(sizes)
         )
 
 
-def _values(sizes: Sequence[Any]) -> str:
+def _size_values(sizes: Sequence[Any]) -> str:
     names = [str(name).partition(" is ")[0] for name in sizes[::2]]
     values = ", ".join(f"{name} = {value}" for name, value in zip(names, sizes[1::2], strict=True))
     origins = ", ".join(str(name) for name in sizes[::2] if " is " in str(name))
@@ -164,7 +163,7 @@ def _values(sizes: Sequence[Any]) -> str:
 
 
 def _machine(function: str, index: int) -> tuple[Sequence[runtime.Device], Sequence[str]]:
-    """Devices and memory scopes of the machine on this thread."""
+    """The devices and memory scopes of the machine on this thread."""
     if running.machine is None:
         raise HeteroError(
             f"relax_hetero.{function} was called outside of relax_hetero.vm.VirtualMachine, which alone knows "
@@ -200,8 +199,8 @@ def unique(
 ) -> Any:
     """Distinct elements (or slices along `axis`), sorted or in order of first appearance.
 
-    On request with the index of each one's first appearance, each element's position among them, and counts: all
-    ``int64`` vectors. A tuple if any is requested.
+    With any of the flags a tuple: additionally the index of each one's first appearance, each element's index among
+    them, and counts, all ``int64`` vectors.
     """
     values, index, inverse, counts = np.unique(
         x.numpy(), return_index=True, return_inverse=True, return_counts=True, axis=axis
@@ -212,8 +211,8 @@ def unique(
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         values, index, inverse, counts = values.take(order, axis or 0), index[order], rank[inverse], counts[order]
-    wanted = [(index, return_index), (inverse, return_inverse), (counts, return_counts)]
-    results = [_like(values, x), *(_like(part.astype("int64"), x) for part, wish in wanted if wish)]
+    extras = [(index, return_index), (inverse, return_inverse), (counts, return_counts)]
+    results = [_like(values, x), *(_like(array.astype("int64"), x) for array, is_returned in extras if is_returned)]
     return tuple(results) if len(results) > 1 else results[0]
 
 

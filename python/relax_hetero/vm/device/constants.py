@@ -27,15 +27,15 @@ from .tensors import (
 class PlacedConstants:
     """Constants on their devices, as lowered functions take them.
 
-    Host constants are aliases of the executable's (of the mapped file, where it was loaded from one); constants
-    of other devices are copies.
+    Host constants are aliases of the executable's (memory-mapped if it was loaded from a file); constants of other
+    devices are copies.
 
     Attributes
     ----------
     values : object
-        Tables of addresses are filled with those of this process.
+        Constants in order; address tables have the addresses of this process.
     ranges : MemoryRanges
-        The memory they occupy.
+        Memory of the constants.
     """
 
     def __init__(
@@ -45,24 +45,24 @@ class PlacedConstants:
         devices: Sequence[runtime.Device],
         address_of: Callable[[str], int],
     ) -> None:
-        placed = [_placed(t, spec, devices[spec.device]) for t, spec in zip(tensors, specs, strict=True)]
+        placed = [_place(t, spec, devices[spec.device]) for t, spec in zip(tensors, specs, strict=True)]
         for index, spec in enumerate(specs):
             if spec.addresses is not None:
-                places = [address_of(e) if isinstance(e, str) else placed[e].data_ptr() for e in spec.addresses]
-                placed[index] = _table(places, devices[spec.device])
+                table = [address_of(e) if isinstance(e, str) else placed[e].data_ptr() for e in spec.addresses]
+                placed[index] = _table(table, devices[spec.device])
         self.values: Any = tvm_ffi.convert(placed)
         self.ranges = MemoryRanges(map(address_range, placed))
 
 
 def _table(addresses: Sequence[int], device: runtime.Device) -> runtime.Tensor:
-    """Addresses as a tensor; one entry stands where there are none."""
+    """Addresses as a tensor, with one zero entry if there are none."""
     table = runtime.empty((max(len(addresses), 1),), "int64", device)
     copy_into(from_array(np.array(addresses or [0], "int64")), table)
     return table
 
 
-def _placed(tensor: runtime.Tensor, spec: ConstantSpec, device: runtime.Device) -> runtime.Tensor:
-    """A constant on `device`; for one that stands for the error record of a GPU, that record as its kernels see it."""
+def _place(tensor: runtime.Tensor, spec: ConstantSpec, device: runtime.Device) -> runtime.Tensor:
+    """A constant on `device`; a placeholder for a GPU's error record becomes an alias of that record."""
     record = backend_of_device(device).error_record(device.index) if spec.is_record else None
     if record is None:
         return place_constant(tensor, device)
@@ -70,7 +70,7 @@ def _placed(tensor: runtime.Tensor, spec: ConstantSpec, device: runtime.Device) 
 
 
 def place_constant(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
-    """A constant on `device`: itself, an alias, or a copy where the device cannot reach its memory."""
+    """A constant on `device`: itself, an alias, or a copy if the device cannot access its memory."""
     if same_device(tensor.device, device):
         return alias(tensor, device) if has_offset(tensor) else tensor
     if is_host(tensor.device) and is_host(device):

@@ -1,4 +1,4 @@
-"""Checks that this CPU has the instructions that code was compiled for: an error instead of a crash."""
+"""Checks that this CPU has the instruction sets that code was compiled for: an error instead of a crash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tvm.base import _RUNTIME_ONLY
 from ...artifact.metadata import CPU, DeviceSpec
 from ...errors import BindingError
 
-# LLVM's feature names that its code generator uses without being asked -> Linux's in /proc/cpuinfo.
+# LLVM's feature names that its code generator uses by itself -> Linux's names in /proc/cpuinfo.
 _LINUX_NAMES: dict[str, str] = {
     **{name: name for name in ("ssse3", "popcnt", "avx", "avx2", "fma", "f16c", "bmi2", "movbe")},
     **{name: name for name in ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512ifma", "avx512vbmi")},
@@ -34,7 +34,7 @@ _LINUX_NAMES: dict[str, str] = {
 
 
 def with_features(spec: DeviceSpec) -> DeviceSpec:
-    """`spec` with the instruction sets its code may use, where LLVM is here to tell; else as it is."""
+    """`spec` with the instruction sets that its code may use, if LLVM is available; otherwise unchanged."""
     if spec.cpu_features is not None or spec.kind != "llvm" or _RUNTIME_ONLY:
         return spec
     return replace(spec, cpu_features=_llvm_features(spec.target))
@@ -49,7 +49,7 @@ def _llvm_features(target: str) -> tuple[str, ...]:
 
 @functools.cache
 def linux_features() -> frozenset[str]:
-    """The features of this CPU by Linux's names; empty where it lists none."""
+    """The features of this CPU by Linux's names; empty if Linux does not list them."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
@@ -65,9 +65,8 @@ def check_cpu(name: str, spec: DeviceSpec) -> None:
     """BindingError if code for `spec` (called `name`) may use instructions that this CPU lacks."""
     if spec.device_type != CPU or not linux_features():
         return
-    wanted = with_features(spec).cpu_features or ()
-    known = {feature: _LINUX_NAMES[feature] for feature in wanted if feature in _LINUX_NAMES}
-    missing = sorted(feature for feature, flag in known.items() if flag not in linux_features())
+    features = [name for name in with_features(spec).cpu_features or () if name in _LINUX_NAMES]
+    missing = sorted(name for name in features if _LINUX_NAMES[name] not in linux_features())
     if missing:
         raise BindingError(
             f"{name} was compiled for a CPU with {', '.join(missing)}, which this one lacks: {spec.target}"

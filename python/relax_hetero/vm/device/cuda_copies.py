@@ -1,4 +1,4 @@
-"""Copies from and to GPUs by address, as work of a stream; and direct copies between GPUs."""
+"""Copies from, to and between GPUs by address, in order with a stream."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .tensors import is_host, nbytes_of
 
 
 class Location(NamedTuple):
-    """Memory.
+    """An address of a GPU or of the host.
 
     Attributes
     ----------
     gpu : int or None
-        None: memory of the host.
+        GPU; None for host memory.
     """
 
     address: int
@@ -32,10 +32,9 @@ class Location(NamedTuple):
 
 
 def issue_copy(library: CudaLibrary, source: Location, target: Location, nbytes: int, stream: Stream) -> None:
-    """Copy in order with `stream`, of a GPU that is concerned; one of the places is on a GPU.
+    """Copy in order with `stream`, which belongs to a GPU of either location.
 
-    From memory of the host that is not pinned, it returns when that has been read; to such memory, when the copy has
-    ended. Otherwise it returns at once.
+    Returns when pageable host memory has been read or written; other copies are asynchronous.
     """
     if not nbytes:
         return
@@ -45,15 +44,15 @@ def issue_copy(library: CudaLibrary, source: Location, target: Location, nbytes:
             library.call("cuMemcpyDtoDAsync_v2", target.address, source.address, nbytes, stream.handle)
         else:
             contexts = library.context(target.gpu), library.context(source.gpu)
-            places = target.address, contexts[0], source.address, contexts[1]
-            library.call("cuMemcpyPeerAsync", *places, nbytes, stream.handle)
+            arguments = target.address, contexts[0], source.address, contexts[1]
+            library.call("cuMemcpyPeerAsync", *arguments, nbytes, stream.handle)
         return
     host = target if source.gpu is not None else source
-    staged = None
+    buffers = None
     if nbytes >= STAGED_BYTES and not library.is_pinned(host.address):
-        staged = staging(library, stream.gpu)
-    if staged is not None:
-        copy = staged.send if source.gpu is None else staged.receive
+        buffers = staging(library, stream.gpu)
+    if buffers is not None:
+        copy = buffers.send if source.gpu is None else buffers.receive
         copy(source.address, target.address, nbytes, stream)
     else:
         name = "cuMemcpyHtoDAsync_v2" if source.gpu is None else "cuMemcpyDtoHAsync_v2"
@@ -61,43 +60,43 @@ def issue_copy(library: CudaLibrary, source: Location, target: Location, nbytes:
 
 
 SENT_BYTES = 64 << 10
-"""Tensors of at most so many bytes, in memory that is not pinned, the driver reads before a copy to a GPU returns."""
+"""Maximum bytes of pageable memory that the driver reads before a copy to a GPU returns."""
 
 
 def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:
-    """Copy as `tensors.copy_into` does, where at least one tensor is on a GPU; False where the driver does not work."""
+    """Copy as `tensors.copy_into` does, with at least one tensor on a GPU; False if CUDA does not work."""
     library = cuda_library()
     if library is None:
         return False
     from_device, to_device = source.device, target.device
-    is_sent, arrives = is_host(from_device), is_host(to_device)
-    stream = Stream.current(library, to_device if is_sent else from_device)
-    if not is_sent and not arrives and from_device.index != to_device.index:
+    from_host, to_host = is_host(from_device), is_host(to_device)
+    stream = Stream.current(library, to_device if from_host else from_device)
+    if not from_host and not to_host and from_device.index != to_device.index:
         other = Stream.current(library, to_device)
         if not other.done():  # it may use the target
             stream.wait(other.record())
     location, nbytes = _location_of(source), nbytes_of(source)
     issue_copy(library, location, _location_of(target), nbytes, stream)
-    if not wait and is_sent and nbytes <= SENT_BYTES and not library.is_pinned(location.address):
+    if not wait and from_host and nbytes <= SENT_BYTES and not library.is_pinned(location.address):
         return True
     stream.synchronize()
-    if arrives:
+    if to_host:
         raise_reported(from_device.index)
     return True
 
 
 def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -> Event:
-    """Copy between contiguous tensors of equal size, of which at least one is on a GPU, in order with `stream`.
+    """Copy between contiguous tensors of equal size, at least one on a GPU, in order with `stream`.
 
-    From memory of the host that is not pinned, it returns when that has been read; to such memory, when the copy has
-    ended. Otherwise it returns at once, and the caller keeps both tensors until the copy has ended.
+    Returns when pageable host memory has been read or written. Other copies are asynchronous, and the caller keeps both
+    tensors until the copy has ended.
 
     Parameters
     ----------
     source, target : runtime.Tensor
-        On the stream's GPU, another GPU, or a CPU.
+        Tensors on the stream's GPU, another GPU, or a CPU.
     stream : Stream
-        Stream of the GPU; of either, where there are two.
+        Stream of either GPU.
 
     Returns
     -------
@@ -114,27 +113,27 @@ def _location_of(tensor: runtime.Tensor) -> Location:
 
 
 def enable_peer_access(devices: Sequence[runtime.Device]) -> None:
-    """Let every pair of CUDA devices among `devices` read each other, where the hardware can; else nothing happens."""
+    """Enable peer access between all pairs of CUDA devices that support it."""
     gpus = sorted({device.index for device in devices if device.dlpack_device_type() == CUDA})
     library = cuda_library() if len(gpus) > 1 else None
     if library is not None:
         for gpu, peer in itertools.permutations(gpus, 2):
-            _enable(library, gpu, peer)
+            _enable_peer(library, gpu, peer)
 
 
 @functools.cache
-def _enable(library: CudaLibrary, gpu: int, peer: int) -> bool:
-    """True if `gpu` can now read memory of `peer` (asked for once: the driver keeps it for the whole process)."""
-    able = ctypes.c_int(0)
+def _enable_peer(library: CudaLibrary, gpu: int, peer: int) -> bool:
+    """Let `gpu` access memory of `peer`, once per process; returns whether it can."""
+    can_access = ctypes.c_int(0)
     try:
-        library.call("cuDeviceCanAccessPeer", ctypes.byref(able), gpu, peer)
-        if not able.value:
+        library.call("cuDeviceCanAccessPeer", ctypes.byref(can_access), gpu, peer)
+        if not can_access.value:
             return False
         library.call("cuCtxPushCurrent_v2", library.context(gpu))
         try:
             library.call("cuCtxEnablePeerAccess", library.context(peer), 0)
         finally:
             library.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-    except CudaError:  # a GPU that is lost, or access that others have enabled
+    except CudaError:  # a lost GPU, or access that other code has enabled
         return False
     return True

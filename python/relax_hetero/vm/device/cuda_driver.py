@@ -1,6 +1,6 @@
-"""The CUDA driver through the package cuda-bindings: pinned memory, and launches recorded as graphs.
+"""The CUDA driver through the package cuda-bindings: pinned memory and graph capture; and checks of GPUs.
 
-Streams, contexts and kernels are TVM's; a device's primary context is current where these functions are called.
+Streams, contexts and kernels are TVM's; callers have made a device's primary context current.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class CudaError(HeteroError):
 
 
 class CudaDriver:
-    """Calls of the driver that raise `CudaError` where they fail.
+    """Functions of the driver; failures raise `CudaError`.
 
     Parameters
     ----------
     api : object
-        ``cuda.bindings.driver``.
+        Module ``cuda.bindings.driver``.
     """
 
     def __init__(self, api: Any) -> None:
@@ -37,16 +37,16 @@ class CudaDriver:
         self.graph_launch = int(self._call("cuGraphLaunch's address", self._address, b"cuGraphLaunch"))
 
     def pinned(self, nbytes: int) -> int:
-        """The address of host memory that all devices can read and write at the same address."""
+        """Allocate host memory that all devices can access; returns its address."""
         flags = self._api.CU_MEMHOSTALLOC_PORTABLE | self._api.CU_MEMHOSTALLOC_DEVICEMAP
         return int(self._call("cuMemHostAlloc", self._api.cuMemHostAlloc, nbytes, flags))
 
     def free_pinned(self, address: int) -> None:
-        """Give back what `pinned` gave."""
+        """Free memory of `pinned`."""
         self._call("cuMemFreeHost", self._api.cuMemFreeHost, address)
 
     def record(self, launch: Callable[[int], None]) -> int:
-        """A graph of the kernels that `launch` launches on the stream it is given."""
+        """Capture the kernels that `launch` launches on the given stream; returns an executable graph."""
         api = self._api
         stream = self._call("cuStreamCreate", api.cuStreamCreate, api.CUstream_flags.CU_STREAM_NON_BLOCKING)
         try:
@@ -54,35 +54,35 @@ class CudaDriver:
             self._call("cuStreamBeginCapture", api.cuStreamBeginCapture, stream, relaxed)
             try:
                 launch(int(stream))
-            finally:  # a stream that is recorded can do nothing else
+            finally:  # until then the stream can do nothing else
                 status, graph = api.cuStreamEndCapture(stream)
             self._check("cuStreamEndCapture", status)
             try:
-                recorded = self._call("cuGraphInstantiate", api.cuGraphInstantiate, graph, 0)
+                executable = self._call("cuGraphInstantiate", api.cuGraphInstantiate, graph, 0)
             finally:
                 self._call("cuGraphDestroy", api.cuGraphDestroy, graph)
-            self._call("cuGraphUpload", api.cuGraphUpload, recorded, stream)
+            self._call("cuGraphUpload", api.cuGraphUpload, executable, stream)
             self._call("cuStreamSynchronize", api.cuStreamSynchronize, stream)
-            return int(recorded)
+            return int(executable)
         finally:
             self._call("cuStreamDestroy", api.cuStreamDestroy, stream)
 
     def launch(self, graph: int, stream: int) -> None:
-        """Launch a graph; it runs after what the stream has, and after earlier launches of it."""
+        """Launch a graph, in order with the stream and with earlier launches of the graph."""
         self._call("cuGraphLaunch", self._api.cuGraphLaunch, graph, stream)
 
     def check_stream(self, stream: int) -> None:
-        """Raise what went wrong on a stream, if anything did; work that has not ended is none."""
+        """Raise the error of a stream, if any; unfinished work is not an error."""
         (status,) = self._api.cuStreamQuery(stream)
         if status != self._api.CUresult.CUDA_ERROR_NOT_READY:
             self._check("cuStreamQuery", status)
 
     def destroy(self, graph: int) -> None:
-        """Destroy a graph; launches that have not ended do end."""
+        """Destroy a graph; running launches complete."""
         self._call("cuGraphExecDestroy", self._api.cuGraphExecDestroy, graph)
 
     def error(self, call: str, code: int) -> CudaError:
-        """The text of a failing call's code."""
+        """The exception for a failing call's code."""
         try:
             name = self._api.CUresult(code).name
         except ValueError:
@@ -105,49 +105,49 @@ class CudaDriver:
 
 @cache
 def cuda_driver() -> CudaDriver | str:
-    """The driver, or why there is none."""
+    """The driver, or the reason why it is unavailable."""
     try:
         from cuda.bindings import driver
     except ImportError:
         return "the package cuda-bindings is not installed (pip install 'relax-hetero[cuda]')"
     try:
         return CudaDriver(driver)
-    except (CudaError, RuntimeError) as error:  # the driver's library is not here, or too old
+    except (CudaError, RuntimeError) as error:  # the driver's library is absent or too old
         return str(error)
 
 
-# Checks that a GPU runs the code that was compiled for it: an error that says why not, before anything runs.
+# Checks that a GPU can run code, before anything runs.
 
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([a-z]?)")
 
 
 def check_gpu(name: str, spec: DeviceSpec, device: runtime.Device) -> None:
-    """BindingError if code for a CUDA `spec` (called `name`) does not run on a GPU that is there."""
+    """Require that code for a CUDA `spec` (called `name`) runs on a GPU; BindingError otherwise."""
     arch = str(json.loads(spec.target).get("arch", ""))
-    wanted = _ARCH.fullmatch(arch)
-    found = str(device.compute_version)
-    if wanted is not None and not _runs(int(wanted[1]), int(wanted[2]), wanted[3], found):
-        capability = f"{wanted[1]}.{wanted[2]}"
-        alone = f"{capability} alone" if wanted[3] == "a" else f"{capability} and newer ones of {wanted[1]}.x"
+    match = _ARCH.fullmatch(arch)
+    capability = str(device.compute_version)
+    if match is not None and not _runs(int(match[1]), int(match[2]), match[3], capability):
+        required = f"{match[1]}.{match[2]}"
+        supported = f"{required} alone" if match[3] == "a" else f"{required} and newer ones of {match[1]}.x"
         raise BindingError(
-            f"{name} was compiled for {arch}, which GPUs of compute capability {alone} run: found {device.device_name} "
-            f"of compute capability {found} as {device}; compile the model for {arch_of(found)}, or there for "
-            "'cuda'"
+            f"{name} was compiled for {arch}, which GPUs of compute capability {supported} run: found "
+            f"{device.device_name} of compute capability {capability} as {device}; compile the model for "
+            f"{arch_of(capability)}, or there for 'cuda'"
         )
 
 
-def _runs(major: int, minor: int, suffix: str, found: str) -> bool:
-    here = tuple(int(part) for part in found.split(".")[:2])
-    return here == (major, minor) if suffix == "a" else here[0] == major and here[1] >= minor
+def _runs(major: int, minor: int, suffix: str, capability: str) -> bool:
+    version = tuple(int(number) for number in capability.split(".")[:2])
+    return version == (major, minor) if suffix == "a" else version[0] == major and version[1] >= minor
 
 
 def why_no_gpu(failure: str) -> str:
-    """Why this process has no GPU, or how many it has; for the end of a message.
+    """End of a message: why this process has no GPU, or how many it has.
 
     Parameters
     ----------
     failure : str
-        Why TVM's runtime library has not been loaded; empty where it has.
+        Why TVM's CUDA runtime library failed to load; empty if it is loaded.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -167,7 +167,7 @@ def why_no_gpu(failure: str) -> str:
 
 
 def _runtime_version() -> int:
-    """The version of the CUDA library that TVM's support for CUDA has loaded, as the driver counts; 0 for none."""
+    """The version of the CUDA runtime that TVM has loaded, in the driver's encoding; 0 for none."""
     try:
         process: Any = ctypes.CDLL("libtvm_runtime_cuda.so")
         return _version(process, "cudaRuntimeGetVersion")

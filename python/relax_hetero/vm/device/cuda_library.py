@@ -1,8 +1,7 @@
-"""The CUDA driver's own library: it is there wherever CUDA works, and needs no package.
+"""The CUDA driver's own library, which exists wherever CUDA works and needs no Python package.
 
-Called through ctypes, which lets other Python threads run during a call. Where many threads make short calls, taking
-turns costs more than the calls: those can be made without. Contexts are the primary ones, which CUDA's runtime, hence
-TVM, uses.
+ctypes calls release Python's global lock. For short calls from many threads taking the lock again costs more than the
+call, so `quick` keeps it. Contexts are the primary ones, which CUDA's runtime, and hence TVM, uses.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ class CudaLibrary:
     Parameters
     ----------
     library : object
-        With the driver's functions.
+        ``ctypes.CDLL`` of the driver.
     quick : object
-        The same, for calls during which no other Python thread runs.
+        ``ctypes.PyDLL`` of it, whose calls keep Python's global lock.
     """
 
     def __init__(self, library: Any, quick: Any) -> None:
@@ -77,39 +76,39 @@ class CudaLibrary:
         self.call("cuInit", 0)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a function."""
+        """Call a function without Python's global lock."""
         status = self._functions[name](*args)
         if status:
             raise self.error(name, status)
 
     def quick(self, name: str, *args: Any) -> None:
-        """Call a function that waits for nothing, while other Python threads wait."""
+        """Call a non-blocking function with Python's global lock held."""
         status = self._quick[name](*args)
         if status:
             raise self.error(name, status)
 
     def status(self, name: str, *args: Any) -> int:
-        """The status that a function returns which does not wait, where a failure is an answer."""
+        """Call a non-blocking function as `quick` does, and return its status instead of raising."""
         return int(self._quick[name](*args))
 
     def address(self, name: str) -> int:
-        """The address of a function, for code that calls it itself."""
+        """The address of a function, for compiled code."""
         return ctypes.cast(self._functions[name], c_void_p).value or 0
 
     def error(self, name: str, status: int) -> CudaError:
-        """The text of a failing function's status."""
+        """The exception for a failing function's status."""
         text = c_char_p()
         self._functions["cuGetErrorName"](status, ctypes.byref(text))
         return CudaError(f"{name} failed: {text.value.decode() if text.value else status}")
 
     def create(self, name: str, *args: Any) -> int:
-        """The handle or address that a function stores through its first argument."""
+        """Call a function, and return the handle or address that it stores through its first argument."""
         result = c_void_p()
         self.call(name, ctypes.byref(result), *args)
         return result.value or 0
 
     def context(self, gpu: int) -> int:
-        """The primary context of a GPU, kept for the life of the process."""
+        """The primary context of a GPU, retained for the life of the process."""
         context = self._contexts.get(gpu)
         if context is None:
             context = self._contexts[gpu] = self.create("cuDevicePrimaryCtxRetain", gpu)
@@ -120,18 +119,18 @@ class CudaLibrary:
         self.quick("cuCtxSetCurrent", self.context(gpu))
 
     def pinned(self, nbytes: int) -> int:
-        """The address of host memory that every GPU copies from and to without the driver's help; needs a context."""
+        """Allocate pinned host memory for all GPUs; returns its address. A context must be current."""
         return self.create("cuMemHostAlloc", nbytes, _PORTABLE | _DEVICEMAP)
 
     def is_pinned(self, address: int) -> bool:
-        """Return whether host memory is pinned, whoever has done it."""
+        """Return whether host memory is pinned, by any library."""
         kind = c_uint(0)
         failed = self.status("cuPointerGetAttribute", ctypes.byref(kind), _MEMORY_TYPE, address)
         return not failed and kind.value == _HOST
 
 
 def _typed(library: Any) -> dict[str, Any]:
-    functions = {}
+    functions: dict[str, Any] = {}
     for name, arguments in _ARGUMENTS.items():
         functions[name] = function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int
@@ -140,13 +139,13 @@ def _typed(library: Any) -> dict[str, Any]:
 
 @cache
 def cuda_library() -> CudaLibrary | None:
-    """The driver's library, or None where CUDA does not work."""
+    """The driver's library, or None if CUDA does not work."""
     try:
         return CudaLibrary(ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1"))
-    except (OSError, AttributeError, CudaError):  # none, older than what is used of it, or no GPU
+    except (OSError, AttributeError, CudaError):  # no driver, too old a driver, or no GPU
         return None
 
 
 def cuda_device(index: int) -> runtime.Device:
-    """A GPU as TVM names it."""
+    """The TVM device of a GPU."""
     return runtime.device("cuda", index)

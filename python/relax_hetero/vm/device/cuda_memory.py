@@ -1,8 +1,7 @@
-"""Memory for copies from and to GPUs: pinned memory of the host, and memory of a GPU outside of TVM's pool.
+"""Memory for copies from and to GPUs: pinned host memory, and GPU memory outside of TVM's pool.
 
-GPUs copy from and to pinned memory at full rate while the host does other work. TVM's pool gives memory again as soon
-as nothing on the host refers to it: right for work that follows in the stream of the kernels which used it, wrong for
-copies that run beside them.
+GPUs copy from and to pinned memory at full rate and asynchronously. TVM's pool reuses memory as soon as nothing on the
+host refers to it. That is safe for later work in the same stream, but not for copies in other streams.
 """
 
 from __future__ import annotations
@@ -19,34 +18,33 @@ from .cuda_library import CudaLibrary, cuda_library
 
 
 class PinnedBlock:
-    """Pinned memory, given back when nothing refers to it.
+    """Pinned memory, freed when nothing refers to it.
 
     Parameters
     ----------
     gpu : int
-        Any: each can use the memory.
+        GPU whose context allocates it; all GPUs can use the memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
         library.use(gpu)
         self.address, self.nbytes = library.pinned(nbytes), nbytes
-        # When the process ends the driver may have ended before, and frees everything.
+        # Not at process exit: the driver may have shut down, and frees everything itself.
         weakref.finalize(self, _free, library, gpu, "cuMemFreeHost", self.address).atexit = False
 
 
 class DeviceBlock:
-    """Memory of a GPU, given back when nothing refers to it.
+    """Memory of a GPU, freed when nothing refers to it.
 
     Parameters
     ----------
     gpu : int
-        Whose memory.
+        GPU that owns the memory.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, nbytes: int) -> None:
         library.use(gpu)
         self.address, self.nbytes = library.create("cuMemAlloc_v2", nbytes), nbytes
-        # When the process ends the driver may have ended before, and frees everything.
         weakref.finalize(self, _free, library, gpu, "cuMemFree_v2", self.address).atexit = False
 
 
@@ -58,15 +56,15 @@ def _free(library: CudaLibrary, gpu: int, function: str, address: int) -> None:
 def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "float32") -> np.ndarray:
     """An uninitialised array in pinned host memory: an argument or ``out=`` that GPUs copy from and to at full rate.
 
-    Pinning takes longer than copying: make such arrays once and use them again. The memory is given back when no array
-    over it is left.
+    Pinning takes longer than copying: make such arrays once and reuse them. The memory is freed with the last array
+    over it.
 
     Parameters
     ----------
     shape : int or tuple of int
         Extents.
     dtype : str or numpy.dtype
-        Element type; by name also those that numpy lacks (``"bfloat16"``).
+        Element type; names may be of types that numpy lacks (``"bfloat16"``).
 
     Returns
     -------
@@ -76,9 +74,9 @@ def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "flo
     Raises
     ------
     BindingError
-        Where CUDA does not work.
+        CUDA does not work.
     CudaError
-        Where so much cannot be pinned.
+        The memory cannot be pinned.
     """
     kind = numpy_dtype(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     library = cuda_library()
@@ -91,7 +89,7 @@ def pinned_array(shape: int | tuple[int, ...], dtype: str | np.dtype[Any] = "flo
 
 
 class _Array:
-    """A block as numpy takes memory; it lives as long as any array over it."""
+    """A block with numpy's array interface; arrays over it keep it alive."""
 
     def __init__(self, block: PinnedBlock) -> None:
         self._block = block

@@ -1,7 +1,4 @@
-"""Streams and events of CUDA: work in order on a GPU, and points in it that others wait for.
-
-All can be used from any thread. They are destroyed when nothing refers to them; work that has not ended does end.
-"""
+"""CUDA streams and events. Both are thread-safe, and destroyed when nothing refers to them; running work completes."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_*
 
 
 class Event:
-    """A point in a stream's work; before it is recorded, one that has been reached.
+    """A CUDA event; before it is recorded, it counts as reached.
 
     Parameters
     ----------
     gpu : int
-        Whose streams record it; any may wait for it.
+        GPU whose streams record it; streams of any GPU may wait for it.
     sleeps : bool
-        Whether threads that wait for it sleep (and wake some microseconds later) rather than spin.
+        Whether threads that wait for it block (which adds some microseconds) rather than spin.
     timed : bool
-        Whether it has a time.
+        Whether it records a time.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, sleeps: bool = False, timed: bool = False) -> None:
@@ -39,34 +36,34 @@ class Event:
         _destroy_with(self, library, "cuEventDestroy_v2")
 
     def record(self, stream: Stream) -> None:
-        """Mean the end of what `stream` has been given so far."""
+        """Record the event after all work of `stream` so far."""
         self.library.use(self.gpu)
         self.library.quick("cuEventRecord", self.handle, stream.handle)
 
     def done(self) -> bool:
-        """Return whether it has been reached; CudaError where the GPU has failed."""
+        """Return whether it has been reached; CudaError if the GPU has failed."""
         return _has_ended(self.library, "cuEventQuery", self.handle)
 
     def synchronize(self) -> None:
-        """Return when it has been reached; CudaError where the GPU has failed."""
+        """Wait until it has been reached; CudaError if the GPU has failed."""
         if not self.done():
             self.library.call("cuEventSynchronize", self.handle)
 
     def milliseconds_since(self, earlier: Event) -> float:
-        """Time between two events of one GPU that are timed and done."""
+        """Time between two timed events of one GPU that have been reached."""
         result = ctypes.c_float()
         self.library.call("cuEventElapsedTime", ctypes.byref(result), earlier.handle, self.handle)
         return result.value
 
 
 class Stream:
-    """Work of a GPU that runs in order.
+    """A CUDA stream.
 
     Parameters
     ----------
     handle : int, optional
-        A stream of others, which outlives this object; None makes a new one, which waits for no other stream of its own
-        accord.
+        Existing stream, which must outlive this object; None for a new one that does not synchronize with the default
+        stream.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, handle: int | None = None) -> None:
@@ -79,32 +76,32 @@ class Stream:
             self.handle = handle
 
     def chosen(self) -> Stream:
-        """The stream that this thread has chosen on the same GPU."""
+        """The calling thread's current stream on the same GPU."""
         return Stream.current(self.library, cuda_device(self.gpu))
 
     @staticmethod
     def current(library: CudaLibrary, device: runtime.Device) -> Stream:
-        """The stream that TVM launches kernels on, from this thread, on a CUDA device."""
+        """The stream on which TVM launches this thread's kernels on a CUDA device."""
         return Stream(library, device.index, int(tvm_ffi.get_raw_stream(device)))
 
     def record(self, sleeps: bool = False, timed: bool = False) -> Event:
-        """An event at the end of what the stream has been given so far; the flags are those of `Event`."""
+        """Record a new event after all work so far; the flags are those of `Event`."""
         event = Event(self.library, self.gpu, sleeps, timed)
         event.record(self)
         return event
 
     def wait(self, event: Event) -> None:
-        """Have later work of the stream run after `event`; the thread does not wait."""
+        """Order later work of the stream after `event`; the calling thread does not wait."""
         self.library.use(self.gpu)
         self.library.quick("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def done(self) -> bool:
-        """Return whether all its work has ended; CudaError where the GPU has failed."""
+        """Return whether all its work has ended; CudaError if the GPU has failed."""
         self.library.use(self.gpu)
         return _has_ended(self.library, "cuStreamQuery", self.handle)
 
     def synchronize(self) -> None:
-        """Return when all its work has ended; CudaError where the GPU has failed."""
+        """Wait until all its work has ended; CudaError if the GPU has failed."""
         self.library.use(self.gpu)
         self.library.call("cuStreamSynchronize", self.handle)
 
@@ -117,15 +114,12 @@ def _has_ended(library: CudaLibrary, query: str, handle: int) -> bool:
 
 
 def _destroy_with(owner: Event | Stream, library: CudaLibrary, function: str) -> None:
-    # When the process ends the driver may have ended before, and frees everything.
+    # Not at process exit: the driver may have shut down, and frees everything itself.
     weakref.finalize(owner, library.status, function, owner.handle).atexit = False
 
 
 @cache
 def shared_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
-    """A stream of a GPU that all machines use for the same purpose.
-
-    It is ordered with CUDA's default stream, and never destroyed.
-    """
+    """A stream of a GPU that all machines share for one purpose; it synchronizes with the default stream."""
     library.use(gpu)
     return Stream(library, gpu, library.create("cuStreamCreate", 0))

@@ -1,4 +1,4 @@
-"""Devices of this process: which one each manifest entry runs on."""
+"""Mapping of manifest entries to devices of this process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .numa import check_node, check_one_node
 
 
 def _make_vdevices_hashable() -> None:
-    """Let VDevices be keys: TVM compares them by structure and gives them no hash."""
-    relax = sys.modules.get("tvm.relax")  # absent where TVM has no compiler, and then there are no VDevices
+    """Give VDevices a hash, so that they can be keys: TVM compares them by structure and defines none."""
+    relax = sys.modules.get("tvm.relax")  # absent without TVM's compiler, and then VDevices do not exist
     if relax is not None and relax.VDevice.__hash__ is None:
         relax.VDevice.__hash__ = lambda vdevice: hash((str(vdevice.target), vdevice.vdevice_id))
 
@@ -34,17 +34,16 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
     Parameters
     ----------
     metadata : Metadata
-        The executable's.
+        Metadata of the executable.
     devices : object
-        None takes each entry's own device type and ``vdevice_id``. A sequence gives one device per entry. A mapping
-        replaces some: keys are ``"llvm:1"`` (the i-th of that kind), ``"llvm"`` (the first), ``"vdevice:1"``, an index,
-        a `DeviceSpec`, a VDevice or a ``tvm.Device``; values are ``tvm.Device`` or text (``"cpu:1"``).
+        None: each entry's own device type and ``vdevice_id``. A sequence: one device per entry. A mapping replaces
+        some: keys are ``"llvm:1"`` (the i-th of that kind), ``"llvm"`` (the first), ``"vdevice:1"``, an index, a
+        `DeviceSpec`, a VDevice or a ``tvm.Device``; values are ``tvm.Device`` or text (``"cpu:1"``).
 
     Raises
     ------
     BindingError
-        For a wrong count, an unknown key, a device of another type than the entry was compiled for, or one that this
-        machine does not have.
+        A wrong count, an unknown key, a device of another type than the entry was compiled for, or an absent device.
     """
     specs = metadata.devices
     chosen = chosen_devices(metadata, devices)
@@ -57,7 +56,7 @@ def bind_devices(metadata: Metadata, devices: object = None) -> list[runtime.Dev
 
 
 def chosen_devices(metadata: Metadata, devices: object = None) -> list[runtime.Device]:
-    """Device of every manifest entry, here or not, for `bind_devices` to check."""
+    """The device of every manifest entry, unchecked and possibly absent."""
     specs = metadata.devices
     chosen: list[Any] = [runtime.device(spec.type_name, spec.vdevice_id) for spec in specs]
     if isinstance(devices, Mapping):
@@ -77,7 +76,7 @@ def chosen_devices(metadata: Metadata, devices: object = None) -> list[runtime.D
 
 
 def host_device(metadata: Metadata, devices: Sequence[runtime.Device]) -> runtime.Device:
-    """The CPU for shapes and scalars: the manifest's host entry, else ``cpu(0)``."""
+    """The CPU that reads shapes and scalars: the manifest's host entry, else ``cpu(0)``."""
     return devices[metadata.host_index] if metadata.host_index >= 0 else runtime.device("cpu", 0)
 
 
@@ -91,23 +90,25 @@ def to_device(device: object) -> runtime.Device:
         except ValueError as error:
             hint = device_hint(device, tuple(dict.fromkeys(backend.type_name for backend in backends())))
             raise BindingError(
-                f"{device!r} is no device ({error}){hint}; expected text like 'cpu:1' or 'cuda:0'"
+                f"{device!r} is not a device ({error}){hint}; expected text like 'cpu:1' or 'cuda:0'"
             ) from None
-    raise BindingError(f"{device!r} ({type(device).__name__}) is no device; expected a tvm.Device or text like 'cpu:1'")
+    raise BindingError(
+        f"{device!r} ({type(device).__name__}) is not a device; expected a tvm.Device or text like 'cpu:1'"
+    )
 
 
 def _remap(chosen: list[Any], devices: Mapping[object, object], specs: tuple[DeviceSpec, ...]) -> None:
-    given: dict[int, object] = {}
+    keys: dict[int, object] = {}
     for key, device in devices.items():
         index = find_entry(key, specs)
-        if index in given:
-            raise BindingError(f"{device_names(specs)[index]} is given twice: as {given[index]!r} and as {key!r}")
-        given[index] = key
+        if index in keys:
+            raise BindingError(f"{device_names(specs)[index]} is given twice: as {keys[index]!r} and as {key!r}")
+        keys[index] = key
         chosen[index] = device
 
 
 def find_entry(key: object, specs: tuple[DeviceSpec, ...]) -> int:
-    """The manifest index that `key` names (see `bind_devices`); BindingError where it names none."""
+    """The manifest index of `key` (see `bind_devices`); BindingError if there is none."""
     names = device_names(specs)
     index: int | None = None
     if isinstance(key, bool):
@@ -119,20 +120,20 @@ def find_entry(key: object, specs: tuple[DeviceSpec, ...]) -> int:
     elif isinstance(key, DeviceSpec):
         index = _find_spec(key, specs)
     elif isinstance(key, runtime.Device):
-        wanted = (key.dlpack_device_type(), key.index)
-        index = next((i for i, spec in enumerate(specs) if (spec.device_type, spec.vdevice_id) == wanted), None)
+        identity = (key.dlpack_device_type(), key.index)
+        index = next((i for i, spec in enumerate(specs) if (spec.device_type, spec.vdevice_id) == identity), None)
     elif hasattr(key, "target") and hasattr(key, "vdevice_id"):
         scope = str(getattr(key, "memory_scope", "global"))
-        from ...target.native_target import with_hardware  # there is a compiler where there are vdevices
+        from ...target.native_target import with_hardware  # VDevices imply the compiler
 
         index = _find_spec(DeviceSpec(str(key.target), int(key.vdevice_id), scope), specs)
         if index is None:
             target = str(with_hardware(key).target)
             index = _find_spec(DeviceSpec(target, int(key.vdevice_id), scope), specs)
     if index is None:
-        every = [*names, *(f"vdevice:{i}" for i in range(len(names)))]
+        choices = [*names, *(f"vdevice:{i}" for i in range(len(names)))]
         hint = device_hint(key, names) if isinstance(key, str) else ""
-        raise unknown_name("device", key, every, "the manifest", hint)
+        raise unknown_name("device", key, choices, "the manifest", hint)
     return index
 
 
@@ -154,7 +155,7 @@ def _find_spec(key: DeviceSpec, specs: tuple[DeviceSpec, ...]) -> int | None:
 
 
 def check_device(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime.Device:
-    """A device that is to run a manifest entry; BindingError where it cannot, or is not here."""
+    """Require that a device exists and can run a manifest entry's code; BindingError otherwise."""
     if device.dlpack_device_type() != spec.device_type:
         raise BindingError(f"{name} was compiled for a {spec.type_name} device (kind {spec.kind!r}), found {device}")
     check_cpu(name, spec)
@@ -162,7 +163,7 @@ def check_device(name: str, spec: DeviceSpec, device: runtime.Device) -> runtime
     backend = backend_of_device(device)
     backend.load()
     if device.index < 0 or not device.exist:
-        why = backend.why_absent()
-        raise BindingError(f"{name} is to run on {device}, which this machine does not have{why and f': {why}'}")
+        reason = backend.why_absent()
+        raise BindingError(f"{name} is to run on {device}, which this machine does not have{reason and f': {reason}'}")
     backend.check_device(name, spec, device)
     return device

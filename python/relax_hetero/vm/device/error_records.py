@@ -1,11 +1,11 @@
-"""Error records: memory of the host in which kernels of a GPU report a value that they refuse.
+"""Error records: host memory in which GPU kernels report a value that they refuse.
 
-A kernel of a GPU cannot end a call, and a host that waited for each check would keep the GPU waiting too. So the kernel
-writes to pinned memory, a record for each GPU, which the host looks at where it has just waited for the GPU anyway:
-when a tensor has come to the host, and when a fence's work has ended. Of several errors the first one is kept.
+A GPU kernel cannot raise, and waiting for each check would stall the GPU. Instead the kernel writes to a record in
+pinned memory, one for each GPU. The host reads it whenever it has waited for the GPU anyway: after a copy to the host,
+and after a fence's work. Only the first of several errors is kept.
 
-A record is made once for a GPU, by the first machine that needs it, and stays where it is for the life of the process,
-as CUDA graphs keep its address. The kernels are `tir.checks.reporting_kernel`.
+The first machine that needs a GPU's record allocates it for the life of the process, because CUDA graphs contain its
+address. The kernels are made by `tir.checks.reporting_kernel`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class ErrorRecord:
     Parameters
     ----------
     address : int
-        Address of the record's words, which stay as long as the record.
+        Address of the record's words.
     owner : object
-        Keeps the memory.
+        Owner of the memory, kept alive.
 
     Attributes
     ----------
     words
-        The memory.
+        Words of the record.
     """
 
     def __init__(self, address: int, owner: object = None) -> None:
@@ -42,27 +42,24 @@ class ErrorRecord:
         ctypes.memset(address, 0, ctypes.sizeof(self.words))
 
     def take(self) -> tuple[int, int, int, int] | None:
-        """Report, once: the key of the check, the value, the least and one past the last; None if nothing.
-
-        The record is free for another report then.
-        """
+        """Take a report and free the record: key of the check, value, first and one past the last valid value."""
         if not self.words[READY]:
             return None
         with self._lock:
             if not self.words[READY]:
                 return None
-            key, found, first, end = map(self._number, (KEY, FOUND, FIRST, END))
+            key, value, first, end = map(self._number, (KEY, FOUND, FIRST, END))
             self.words[READY] = 0
-            self.words[CLAIMED] = 0  # last: from here on a thread of the GPU may fill it
-            return key, found, first, end
+            self.words[CLAIMED] = 0  # last: from now on a GPU thread may fill the record again
+            return key, value, first, end
 
-    def _number(self, at: int) -> int:
-        return self.words[at + 1] << 32 | self.words[at] & 0xFFFFFFFF
+    def _number(self, index: int) -> int:
+        return self.words[index + 1] << 32 | self.words[index] & 0xFFFFFFFF
 
 
 def error_record(gpu: int) -> ErrorRecord | None:
-    """The record of a GPU; None where CUDA does not work."""
-    with _making:
+    """The record of a GPU; None if CUDA does not work."""
+    with _records_lock:
         if gpu not in _records:
             library = cuda_library()
             if library is None:
@@ -72,24 +69,24 @@ def error_record(gpu: int) -> ErrorRecord | None:
         return _records[gpu]
 
 
-def know_checks(checks: Iterable[CheckSpec]) -> None:
-    """Have reports of these checks be told in their words, for the life of the process."""
+def register_checks(checks: Iterable[CheckSpec]) -> None:
+    """Use the messages of these checks for reports of GPUs, for the life of the process."""
     _checks.update({check.key: check for check in checks})
 
 
 def raise_reported(gpu: int) -> None:
-    """HeteroError for what kernels of a GPU have reported since the last call; it waits for nothing."""
+    """Raise HeteroError if kernels of a GPU have reported an error since the last call; does not wait."""
     record = _records.get(gpu)
-    reported = None if record is None else record.take()
-    if reported is None:
+    report = None if record is None else record.take()
+    if report is None:
         return
-    key, found, first, end = reported
+    key, value, first, end = report
     check = _checks.get(key)
     if check is None:
-        raise HeteroError(f"a check on cuda:{gpu} refused the value {found}, expected {first} to {end - 1}")
-    raise HeteroError(f"{check.message(found, first, end)} (found on cuda:{gpu})")
+        raise HeteroError(f"a check on cuda:{gpu} refused the value {value}, expected {first} to {end - 1}")
+    raise HeteroError(f"{check.message(value, first, end)} (found on cuda:{gpu})")
 
 
-_making = threading.Lock()
+_records_lock = threading.Lock()
 _records: dict[int, ErrorRecord] = {}
 _checks: dict[int, CheckSpec] = {}

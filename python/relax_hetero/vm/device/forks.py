@@ -1,8 +1,8 @@
-"""Machines after a fork: in the new process, no thread but the one that forked goes on.
+"""Machines after a fork: the child process has only the thread that forked.
 
-A machine whose queues were at work, or that another thread was in, stays behind: there it refuses everything, and its
-fences that were not done fail. Others can still be used. Where the helper threads of the thread that forked stayed
-behind too, plain calls go through queues, whose threads begin in the new process and have helpers of their own.
+In the child, a machine that had queues or was in a call of another thread refuses all calls, and its pending fences
+fail. Other machines work. If TVM's thread pool of the forking thread was lost, plain calls go through queues, whose
+threads start in the child and have pools of their own.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from .machine_lock import hold_to_fork, release_after_fork
 
 
 class Forked(Protocol):
-    """An object that is told of forks."""
+    """An object that is notified of forks."""
 
     def after_fork(self) -> None:
-        """Called in the new process, by its only thread."""
+        """Called in the child, by its only thread."""
 
 
 _machines: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def watch_forks(machine: Forked) -> None:
-    """Have `machine.after_fork` called in processes that are forked from this one, as long as it lives."""
+    """Call `machine.after_fork` in forked children, as long as the machine lives."""
     _machines.add(machine)
 
 
 def _after_fork() -> None:
     release_after_fork()
-    threads.after_fork()  # first: machines ask whether helpers were lost
+    threads.after_fork()  # first, because machines ask whether threads were lost
     for machine in list(_machines):
         machine.after_fork()
 

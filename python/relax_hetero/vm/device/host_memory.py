@@ -1,4 +1,4 @@
-"""How much memory this process can have on the host."""
+"""The amount of host memory that this process can use."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import functools
 import os
 from pathlib import Path
 
-_CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @functools.lru_cache(maxsize=1)
 def _installed() -> int:
-    """The memory of the machine, or of the container that the process runs in, in bytes."""
+    """Bytes of memory of the computer, or of the container that the process runs in."""
     try:
-        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    except (ValueError, OSError):  # a system that does not tell
-        found = [1 << 47]
-    for name in _CONTAINER:
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (ValueError, OSError):  # not available on this system
+        limits = [1 << 47]
+    for name in _CGROUP_LIMITS:
         try:
-            found.append(int(Path(name).read_text()))
+            limits.append(int(Path(name).read_text()))
         except (OSError, ValueError):  # no such file, or "max"
             continue
-    return min(found)
+    return min(limits)
 
 
 def host_memory() -> int:
-    """The bytes that a process can have: of the machine, its container, and by its own limit of addresses."""
+    """Bytes that this process can use: the minimum of the installed memory and its own address-space limit."""
     try:
-        import resource  # noqa: PLC0415 (only where there is one)
+        import resource  # noqa: PLC0415 (Unix only)
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     except (ImportError, OSError):

@@ -1,6 +1,6 @@
-"""Native work of seconds, done in threads so that the caller can be interrupted.
+"""Long native work in threads, so that the caller can be interrupted.
 
-Python handles Ctrl-C in the main thread, and only between two instructions of its own: not while LLVM compiles there.
+Python handles Ctrl-C only in the main thread and between bytecode instructions, hence not while LLVM compiles there.
 """
 
 from __future__ import annotations
@@ -11,37 +11,37 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# A signal that the system gives to another thread interrupts no wait of this one: it looks by itself.
 _POLL_SECONDS = 0.1
+"""Interval of returns to the interpreter: a signal that another thread receives does not interrupt a wait."""
 
 
 def run_in_threads(
     tasks: Sequence[Callable[[], T]], workers: int, name: str, on_done: Callable[[int], None] | None = None
 ) -> list[T]:
-    """The results of tasks, in order.
+    """Run tasks in threads; returns their results in order.
 
-    An exception that strikes the caller while it waits, such as KeyboardInterrupt, ends the wait at once: tasks that
-    run come to their end unheard, the others are never begun.
+    An exception in the waiting caller, such as KeyboardInterrupt, ends the wait at once: running tasks complete in the
+    background, the others are cancelled.
 
     Parameters
     ----------
     workers : int
-        How many threads, at most as many as there are tasks.
+        Maximum number of threads.
     name : str
         Name of the threads.
     on_done : callable, optional
-        Called in this thread with the number of each task that has ended.
+        Called in this thread with the index of each completed task.
 
     Raises
     ------
     Exception
-        The exception of the first task, in order, that raised one; all others have ended then.
+        Exception of the first task, in order, that failed, after all tasks have ended.
     """
     if not tasks:
         return []
     pool = ThreadPoolExecutor(max(1, min(workers, len(tasks))), thread_name_prefix=name)
     try:
-        futures = {pool.submit(task): number for number, task in enumerate(tasks)}
+        futures = {pool.submit(task): index for index, task in enumerate(tasks)}
         waiting = set(futures)
         while waiting:
             done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""Rows that the trips of a loop collect: a tensor that grows in place, as bytecode calls for them.
+"""Rows that a loop collects, one per trip: packed functions of a tensor that grows.
 
-The number of trips is known when a loop ends, if its body decides about it. Rows are therefore copied into a tensor
-with room for more, which doubles when it is full; where the loop has a limit, the room is made for that many at once.
+If the body decides when to stop, the number of trips is known only at the end. Rows are therefore copied into a tensor
+with spare capacity, which doubles when it is full. The initial capacity is the loop's limit, if that is small.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from ...errors import HeteroError
 from .tensors import copy_into, empty, is_host, nbytes_of, on_host
 
 _MAX_FIRST_BYTES = 64 << 20
-"""Bytes up to which room is made for all the rows that a loop may collect, be they many fewer in the end."""
+"""Maximum bytes of an initial capacity for the loop's limit of rows."""
 _FIRST_ROWS = 16
+"""Initial capacity in rows beyond that."""
 
 
 @tvm_ffi.register_global_func("relax_hetero.append_row", override=True)
 def append_row(
     rows: runtime.Tensor, row: runtime.Tensor, trip: runtime.Tensor, trips: runtime.Tensor
 ) -> runtime.Tensor:
-    """`rows` with `row` behind the first `trip` ones, written in place where there is room.
+    """`rows` with `row` as row number `trip`, written in place if the capacity suffices.
 
-    The first trip makes the tensor that the others write into: what it is given is nobody's to overwrite.
+    The first trip ignores `rows`, which others may use, and makes the tensor that later trips write into.
 
     Parameters
     ----------
     rows : runtime.Tensor
-        ``[capacity, *row.shape]``; anything in the first trip.
+        ``[capacity, *row.shape]``; unused in the first trip.
     trip, trips : runtime.Tensor
-        Scalars: how many rows there are, and how many there may be at most.
+        Scalars: number of present rows, and maximum number of rows.
     """
     count, shape = _number(trip), tuple(row.shape)
     if count == 0:
         rows = empty((_first_capacity(_number(trips), nbytes_of(row)), *shape), str(row.dtype), row.device)
     elif tuple(rows.shape)[1:] != shape:
-        found, before = ([int(extent) for extent in one] for one in (shape, rows.shape[1:]))
+        new, old = ([int(extent) for extent in extents] for extents in (shape, rows.shape[1:]))
         raise HeteroError(
-            f"trip {count} of a loop collects a tensor of shape {found}, and the trips before it ones of shape "
-            f"{before}: expected one shape"
+            f"trip {count} of a loop collects a tensor of shape {new}, and the trips before it ones of shape "
+            f"{old}: expected one shape"
         )
     elif count == rows.shape[0]:
         larger = empty((2 * count, *shape), str(row.dtype), row.device)
@@ -54,21 +55,21 @@ def append_row(
 
 @tvm_ffi.register_global_func("relax_hetero.new_rows", override=True)
 def new_rows(shape: Sequence[int], dtype: str, trips: runtime.Tensor, number: int) -> runtime.Tensor:
-    """Room for a row of each trip, where `trips` is: ``[trips, *shape]``.
+    """An uninitialised tensor ``[trips, *shape]`` on the device of `trips`.
 
     Parameters
     ----------
     trips : runtime.Tensor
-        A scalar, how many there may be; none where it is negative.
+        Scalar: number of rows; negative numbers count as 0.
     number : int
-        Tells apart what one loop collects.
+        Unused; distinguishes several tensors of one loop, so that equal calls are not merged.
     """
     return empty((max(0, _number(trips)), *(int(extent) for extent in shape)), dtype, trips.device)
 
 
 @tvm_ffi.register_global_func("relax_hetero.write_row", override=True)
 def write_row(rows: runtime.Tensor, row: runtime.Tensor, trip: runtime.Tensor) -> runtime.Tensor:
-    """`rows`, in which row number `trip` is written over."""
+    """`rows`, with row number `trip` overwritten."""
     _write(row, rows, _number(trip))
     return rows
 
@@ -85,12 +86,9 @@ def _number(scalar: runtime.Tensor) -> int:
 
 
 def _first_capacity(max_rows: int, nbytes: int) -> int:
-    """How many rows to make room for before the first one."""
-    return (
-        max(1, max_rows)
-        if max(1, max_rows) * max(1, nbytes) <= _MAX_FIRST_BYTES
-        else max(1, min(max_rows, _FIRST_ROWS))
-    )
+    """The initial capacity in rows."""
+    rows = max(1, max_rows)
+    return rows if rows * max(1, nbytes) <= _MAX_FIRST_BYTES else min(rows, _FIRST_ROWS)
 
 
 def _first(rows: runtime.Tensor, count: int) -> runtime.Tensor:
@@ -102,8 +100,7 @@ def _write(row: runtime.Tensor, rows: runtime.Tensor, index: int) -> None:
     if not nbytes:
         return
     if is_host(rows.device):
-        # Kernels take no tensors with an offset, so that an address is where the elements are.
+        # These tensors have no byte offset, so `data_ptr` is the address of the first element.
         ctypes.memmove(rows.data_ptr() + index * nbytes, row.data_ptr(), nbytes)
         return
-    place = rows._create_view(tuple(row.shape), str(row.dtype), index * nbytes)
-    copy_into(row, place)
+    copy_into(row, rows._create_view(tuple(row.shape), str(row.dtype), index * nbytes))

@@ -1,10 +1,10 @@
-"""The lock of a machine, which its calls hold one after the other.
+"""The lock of a machine, which serializes its calls.
 
-A process that ends holds all of them: daemon threads, which Python leaves where they are, then wait for a lock. One
-that came back from compiled code later would find no interpreter, and take the process down with an abort.
+At process exit all locks are taken, so that daemon threads block on them. A daemon thread that returned from compiled
+code later would find no interpreter, and abort the process.
 
-A process that forks holds all of them meanwhile, too: TVM's allocators have locks of their own, which in the new
-process nobody would release for a thread that was in a call.
+During a fork all locks are taken, too: TVM's allocators have locks of their own, which would stay locked in the child
+if a thread was in a call.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from typing import Any, NoReturn
 from ...errors import HeteroError
 
 FORK_SECONDS = 0.2
-"""A fork waits so long for calls of other threads to end."""
+"""Maximum wait of a fork for calls of other threads."""
 
-_all: weakref.WeakSet[MachineLock] = weakref.WeakSet()
-_listed = threading.Lock()
+_all_locks: weakref.WeakSet[MachineLock] = weakref.WeakSet()
+_all_locks_guard = threading.Lock()
 _fork_locks: list[MachineLock] = []
 
 
 class MachineLock:
-    """The lock of a machine, for all of its parts: ``with lock.held``.
+    """The lock of a machine, used as ``with lock.held``.
 
     Attributes
     ----------
     held : object
-        Reentrant; raises HeteroError once `refuse` was called.
+        Reentrant lock; raises HeteroError once `refuse` was called.
     """
 
     __slots__ = ("__weakref__", "held")
 
     def __init__(self) -> None:
         self.held: Any = threading.RLock()
-        with _listed:
-            _all.add(self)
+        with _all_locks_guard:
+            _all_locks.add(self)
 
     def is_free(self) -> bool:
-        """Return whether this thread could hold the lock now, and another one does not."""
+        """Return whether this thread can take the lock without waiting."""
         if isinstance(self.held, _RefusingLock) or not self.held.acquire(blocking=False):
             return False
         self.held.release()
         return True
 
     def acquire(self, until: float) -> bool:
-        """Hold the lock, as soon as no other thread does; whether that was before `until` (`time.monotonic`)."""
+        """Take the lock, waiting at most until `until` (`time.monotonic`); returns whether it was taken."""
         if isinstance(self.held, _RefusingLock):
             return False
         return bool(self.held.acquire(timeout=max(0.0, until - time.monotonic())))
 
     def refuse(self, why: str) -> None:
-        """Have whoever needs the lock from now on get a HeteroError that says `why`."""
+        """Make all later uses of the lock raise a HeteroError with the text `why`."""
         self.held = _RefusingLock(why)
 
 
 class _RefusingLock:
-    """In place of a machine's lock: whoever needs it gets an error."""
+    """Replacement of a machine's lock that raises an error."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -68,21 +68,21 @@ class _RefusingLock:
         raise HeteroError(self._why)
 
     def __exit__(self, *_raised: object) -> None:
-        """Never called: nothing enters."""
+        """Never called, because `__enter__` raises."""
 
 
 class _LastLock:
-    """In place of a machine's lock when the process ends: threads that do not hold it by then wait for ever.
+    """Replacement of a machine's lock at process exit: threads that do not hold it by then wait forever.
 
-    Without it a thread that calls a machine in a loop takes the lock back before the ending thread has woken up.
+    Otherwise a thread that calls a machine in a loop takes the lock again before the exiting thread has woken up.
     """
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._ending = threading.get_ident()
+        self._exiting_thread = threading.get_ident()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if threading.get_ident() != self._ending and not self._lock._is_owned():
+        if threading.get_ident() != self._exiting_thread and not self._lock._is_owned():
             if not blocking:
                 return False
             threading.Event().wait()
@@ -99,15 +99,15 @@ class _LastLock:
 
 
 def hold_all(until: float) -> None:
-    """Have other threads' calls of all machines wait for ever, once those that run have ended.
+    """Take all locks, so that other threads' later calls wait forever.
 
     Parameters
     ----------
     until : float
-        When to give up waiting for a call, as `time.monotonic` tells it.
+        Time of `time.monotonic` at which to stop waiting for running calls.
     """
-    with _listed:
-        locks = list(_all)
+    with _all_locks_guard:
+        locks = list(_all_locks)
     for lock in locks:
         if not isinstance(lock.held, _RefusingLock):
             lock.held = _LastLock(lock.held)
@@ -116,15 +116,15 @@ def hold_all(until: float) -> None:
 
 
 def hold_to_fork() -> None:
-    """Hold all locks that are free soon, until `release_after_fork`, here and in the new process."""
+    """Take all locks that become free in time, until `release_after_fork` in parent and child."""
     until = time.monotonic() + FORK_SECONDS
-    _listed.acquire()
-    _fork_locks.extend(lock for lock in list(_all) if lock.acquire(until))
+    _all_locks_guard.acquire()
+    _fork_locks.extend(lock for lock in list(_all_locks) if lock.acquire(until))
 
 
 def release_after_fork() -> None:
-    """Release what `hold_to_fork` held."""
+    """Release the locks that `hold_to_fork` took."""
     while _fork_locks:
         _fork_locks.pop().held.release()
-    if _listed.locked():  # not where Ctrl-C came before
-        _listed.release()
+    if _all_locks_guard.locked():  # unless Ctrl-C interrupted `hold_to_fork`
+        _all_locks_guard.release()

@@ -1,4 +1,4 @@
-"""Bounds on the memory of machines: calls that exceed a limit are refused, and TVM's pool is emptied when it grows."""
+"""Memory limits of machines, which refuse calls that exceed them, and the emptying of TVM's growing buffer pool."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**e for e, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**e for e, p in enumerate("KMGT", 1)}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?) *([a-zA-Z]*)")
 
-# Pools are emptied after calls with this many different extents, or with this much in their arguments and results.
-MANY_SHAPES = 64
-MANY_BYTES = 64 << 20
+# Pools are emptied after calls with more different extents, or more bytes of arguments and results, than these.
+MAX_SHAPES = 64
+MAX_BYTES = 64 << 20
 
 clear_pools = tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
-"""Returns to the system what no tensor uses, of all machines."""
+"""Function of TVM that returns unused pool memory of all machines to the system."""
 
 
 class MemoryLimits:
-    """The memory that a machine may take on each device, counted by the executable's memory plan.
+    """The maximum memory of a machine on each device, compared with the executable's memory plan.
 
     Parameters
     ----------
     metadata : Metadata
-        The executable's.
+        Metadata of the executable.
     limit : object
-        For every device, or from devices (as ``VirtualMachine(devices=)`` names them) to their own: bytes, or text as
-        `bytes_of_text` reads it.
+        Bytes or text (`bytes_of_text`) for every device, or a mapping from devices (named as in
+        ``VirtualMachine(devices=)``) to these.
     max_in_flight : int
-        How many submitted calls may be under way at once.
+        Maximum number of submitted calls in flight.
 
     Raises
     ------
     BindingError
-        An unknown device, or no number of bytes.
+        An unknown device, or an invalid number of bytes.
     MemoryLimitError
-        Weights, or a function whose sizes are known, that need more than the limit.
+        Weights, or a function of static sizes, that need more than the limit.
     """
 
     def __init__(self, metadata: Metadata, limit: object, max_in_flight: int) -> None:
@@ -62,7 +62,7 @@ class MemoryLimits:
                 self.check(name, {})
 
     def admit(self, function: str, sizes: Mapping[str, int]) -> None:
-        """`check`, before a call runs. Pools keep no buffers of other extents than the last call's."""
+        """Check a call before it runs, and empty the pools if its extents differ from the last call's."""
         extents = (function, *sizes.items())
         if extents == self._last:
             return
@@ -73,9 +73,9 @@ class MemoryLimits:
         self._last = extents
 
     def check(self, function: str, sizes: Mapping[str, int]) -> None:
-        """MemoryLimitError if a call of `function` with these extents needs more than there is.
+        """MemoryLimitError if a call of `function` with these extents exceeds a limit.
 
-        Extents that only the call itself finds out are taken for nothing.
+        Data-dependent extents count as 0.
         """
         unknown: dict[str, int] = {}
         while True:
@@ -88,10 +88,10 @@ class MemoryLimits:
             limit = self._limits.get(device)
             if limit is None or need.total <= limit:
                 continue
-            given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            extents = ", ".join(f"{name} = {size}" for name, size in sizes.items())
             largest = ", ".join(f"{nbytes:,} for {what}" for what, nbytes in need.largest()[:3])
             raise MemoryLimitError(
-                f"function {function!r}{f' with {given}' if given else ''} needs {need.total:,} bytes on "
+                f"function {function!r}{f' with {extents}' if extents else ''} needs {need.total:,} bytes on "
                 f"{self._names[device]}, found a limit of {limit:,}: {largest}"
             )
 
@@ -107,7 +107,7 @@ def _limits(metadata: Metadata, limit: object) -> dict[int, int]:
 
 
 def bytes_of_text(value: object, where: str) -> int:
-    """A number of bytes: a positive int, or text with a unit (``"512MB"``, ``"1.5 GiB"``); BindingError for else."""
+    """Parse a number of bytes: a positive int, or text with a unit (``"512MB"``, ``"1.5 GiB"``)."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     match = _TEXT.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -120,15 +120,15 @@ def bytes_of_text(value: object, where: str) -> int:
 
 @dataclass
 class PoolWatch:
-    """Keeps TVM's buffer pool from growing with every shape it meets: the extents that calls of one machine had.
+    """Watch of one machine that keeps TVM's buffer pool from growing with every new shape.
 
     The pool serves a request only from freed buffers of exactly that size (rounded to pages), and returns none to the
-    system. A model called with ever new extents would hold the buffers of all of them.
+    system. A model called with ever new extents would keep the buffers of all of them.
 
     Attributes
     ----------
     round : int
-        How often it was emptied. Who noted extents in this round need not do so again.
+        Number of times that the pool was emptied. Extents need to be noted only once per round.
     """
 
     shapes: set[Hashable] = field(default_factory=set)
@@ -137,9 +137,9 @@ class PoolWatch:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, extents: Hashable, values: Sequence[Any]) -> None:
-        """A call has ended, with these extents of its symbolic dimensions and these arguments and results.
+        """Note the extents of a call that has ended, and its arguments and results; perhaps empty the pool.
 
-        Emptying frees buffers that nothing uses, of all machines: they allocate again, and are otherwise untouched.
+        Emptying frees unused buffers of all machines, which then allocate again, but are otherwise unaffected.
         """
         if extents in self.shapes:
             return
@@ -149,7 +149,7 @@ class PoolWatch:
     def _add(self, extents: Hashable, values: Sequence[Any]) -> None:
         self.shapes.add(extents)
         self.nbytes += sum(end - begin for begin, end in address_ranges(values))
-        if len(self.shapes) > MANY_SHAPES or self.nbytes > MANY_BYTES:
+        if len(self.shapes) > MAX_SHAPES or self.nbytes > MAX_BYTES:
             clear_pools()
             self.shapes.clear()
             self.nbytes = 0

@@ -1,4 +1,4 @@
-"""Pools of memory that takes long to get, pinned host memory above all, and the tensors in it."""
+"""Pools of memory that is slow to allocate, mainly pinned host memory, and tensors in that memory."""
 
 from __future__ import annotations
 
@@ -24,48 +24,46 @@ _MIN_BLOCK_BYTES = 4096
 
 
 class MemoryBlock(Protocol):
-    """Memory, given back when nothing refers to it."""
+    """Memory that is freed when nothing refers to it."""
 
     address: int
     nbytes: int
 
 
 class BlockPool:
-    """Keeps blocks for reuse.
-
-    May be used from any thread.
+    """Thread-safe pool of memory blocks.
 
     Parameters
     ----------
     make : callable
-        Makes a block of so many bytes.
+        Makes a block of a number of bytes.
     limit : int
-        Bytes in blocks, lent and kept, beyond which none is made.
+        Maximum bytes of all blocks, in use and free.
 
     Attributes
     ----------
     nbytes : int
-        Bytes in blocks, lent and kept.
+        Bytes of all blocks, in use and free.
     """
 
     def __init__(self, make: Callable[[int], MemoryBlock], limit: int) -> None:
         self._make, self._limit = make, limit
         self._lock = threading.Lock()
-        self._reserved: dict[int, list[MemoryBlock]] = {}
+        self._free: dict[int, list[MemoryBlock]] = {}
         self._returned: deque[MemoryBlock] = deque()
         self.nbytes = 0
 
     def tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor:
         """An uninitialised tensor on `device`, which must be able to use the blocks.
 
-        Its memory is reused as soon as no tensor or array over it is left: who lets a GPU copy from or to it keeps it
-        until the copy has ended. Beyond the limit it has memory of its own, as `tensors.empty` gives it.
+        Its memory is reused as soon as no tensor or array over it is left, so it must be kept during asynchronous
+        copies. Beyond the limit it has memory of `tensors.empty`.
         """
-        tensor = self.reserved_tensor(shape, dtype, device)
+        tensor = self.pooled_tensor(shape, dtype, device)
         return empty(shape, dtype, device) if tensor is None else tensor
 
-    def reserved_tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor | None:
-        """A tensor as `tensor` gives it; None beyond the limit, and where there are no elements."""
+    def pooled_tensor(self, shape: tuple[int, ...], dtype: str, device: runtime.Device) -> runtime.Tensor | None:
+        """A tensor as in `tensor`; None beyond the limit and for empty tensors."""
         nbytes = bytes_for(shape, dtype)
         block = self._take(_rounded(nbytes)) if nbytes else None
         if block is None:
@@ -75,18 +73,18 @@ class BlockPool:
         return alias(view_bytes(np.ctypeslib.as_array(memory), shape, dtype), device)
 
     def release(self) -> None:
-        """Give back the blocks that no tensor uses."""
+        """Free the blocks that no tensor uses."""
         with self._lock:
             self._collect()
-            self._drop_reserved()
+            self._drop_free()
 
     def _take(self, nbytes: int) -> MemoryBlock | None:
         with self._lock:
             self._collect()
-            if self._reserved.get(nbytes):
-                return self._reserved[nbytes].pop()
+            if self._free.get(nbytes):
+                return self._free[nbytes].pop()
             if self.nbytes + nbytes > self._limit:
-                self._drop_reserved()
+                self._drop_free()
             if self.nbytes + nbytes > self._limit:
                 return None
             block = self._make(nbytes)
@@ -94,39 +92,37 @@ class BlockPool:
             return block
 
     def _collect(self) -> None:
-        while self._returned:  # filled by finalizers, which run anywhere and so take no lock
+        while self._returned:  # filled by finalizers, which run in any thread and must not take locks
             block = self._returned.popleft()
-            self._reserved.setdefault(block.nbytes, []).append(block)
+            self._free.setdefault(block.nbytes, []).append(block)
 
-    def _drop_reserved(self) -> None:
-        self.nbytes -= sum(block.nbytes for blocks in self._reserved.values() for block in blocks)
-        self._reserved.clear()
+    def _drop_free(self) -> None:
+        self.nbytes -= sum(block.nbytes for blocks in self._free.values() for block in blocks)
+        self._free.clear()
 
 
 def _rounded(nbytes: int) -> int:
-    """At most a quarter more than `nbytes`, so that similar tensors share blocks."""
-    step = max(_MIN_BLOCK_BYTES, 1 << max(0, nbytes.bit_length() - 3))
-    return -(-nbytes // step) * step
+    """`nbytes` rounded up by at most a quarter (or to `_MIN_BLOCK_BYTES`), so that similar tensors share blocks."""
+    unit = max(_MIN_BLOCK_BYTES, 1 << max(0, nbytes.bit_length() - 3))
+    return -(-nbytes // unit) * unit
 
 
 PINNED_BYTES = 128 << 10
-"""Smaller tensors arrive as soon in memory that is not pinned, and leave as soon from there."""
+"""Minimum bytes of a tensor that is copied faster from and to pinned memory."""
 
 TRANSFER_BYTES = 2 << 30
-"""Bytes of host memory pinned for each GPU: for transfers of plain calls from it, and for tensors that go to it."""
+"""Maximum bytes of host memory pinned for each GPU, for transfers from and to it."""
 
 
 class PinnedPool(BlockPool):
-    """Keeps pinned memory for reuse: pinning takes longer than copying.
-
-    Its tensors are on CPUs. Beyond the limit their memory is not pinned.
+    """Pool of pinned host memory, because pinning takes longer than copying. Its tensors are on CPUs.
 
     Parameters
     ----------
     gpu : int
-        Any.
+        Any GPU.
     limit : int
-        Bytes of pinned memory, lent and kept, beyond which none is pinned.
+        Maximum bytes of pinned memory, in use and free; tensors beyond it are not pinned.
     """
 
     def __init__(self, library: CudaLibrary, gpu: int, limit: int) -> None:
@@ -136,41 +132,36 @@ class PinnedPool(BlockPool):
 def receive_buffer(
     source: runtime.Tensor, device: runtime.Device, buffer: runtime.Tensor | None = None
 ) -> runtime.Tensor | None:
-    """The tensor in which a copy of `source`, on a GPU, should arrive on a CPU: pinned, to be written at full rate.
+    """A pinned tensor on a CPU as the target of a copy of `source` from a GPU; `buffer` itself if that is pinned.
 
-    That is `buffer`, if its memory is pinned. None for other devices, and where any memory will do or the limit is
-    reached.
+    None for other devices, for tensors that gain nothing from pinning, and beyond the limit.
     """
-    is_fast = backend_of_device(source.device).pins_memory
-    if not is_fast or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
+    if not backend_of_device(source.device).pins_memory or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
         return None
     library = cuda_library()
     if library is not None and buffer is not None and library.is_pinned(buffer.data_ptr()):
         return buffer
-    return _reserved(tuple(source.shape), str(source.dtype), device, source.device.index)
+    return _pooled(tuple(source.shape), str(source.dtype), device, source.device.index)
 
 
 def send_buffer(nbytes: int, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
-    """Bytes on a CPU for what is to go to a GPU: pinned memory, which the GPU reads at full rate.
-
-    None where any memory will do or the limit is reached.
-    """
-    return None if nbytes < PINNED_BYTES else _reserved((nbytes,), "uint8", device, gpu)
+    """Pinned bytes on a CPU as the source of a copy to a GPU; None for small sizes and beyond the limit."""
+    return None if nbytes < PINNED_BYTES else _pooled((nbytes,), "uint8", device, gpu)
 
 
 def release_pinned() -> None:
-    """Give back what is pinned for arrivals and departures, of all machines, and no tensor uses."""
+    """Free unused pinned memory for transfers of all machines."""
     for pool in list(_pools.values()):
         pool.release()
 
 
-def _reserved(shape: tuple[int, ...], dtype: str, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
+def _pooled(shape: tuple[int, ...], dtype: str, device: runtime.Device, gpu: int) -> runtime.Tensor | None:
     library = cuda_library()
     if library is None:
         return None
     if gpu not in _pools:
         _pools.setdefault(gpu, PinnedPool(library, gpu, TRANSFER_BYTES))
-    return _pools[gpu].reserved_tensor(shape, dtype, device)
+    return _pools[gpu].pooled_tensor(shape, dtype, device)
 
 
 _pools: dict[int, PinnedPool] = {}

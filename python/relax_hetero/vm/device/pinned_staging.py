@@ -1,14 +1,14 @@
-"""Large copies between a GPU and host memory that is not pinned, faster than the driver's own.
+"""Large copies between a GPU and pageable host memory, faster than the driver's own.
 
-The driver copies such memory through pinned buffers of its own, on one thread, which is a fifth of what the link could
-do. Here several threads copy parts of a tensor to or from pinned buffers, while the GPU copies other parts::
+The driver stages such copies through pinned buffers on one thread, at a fifth of the link's rate. Here several threads
+copy chunks of a tensor to or from pinned buffers, while the GPU copies other chunks::
 
-    host memory --memcpy, each thread--> two buffers a thread --DMA, a stream a thread--> device memory
+    host memory --memcpy, all threads--> two buffers per thread --DMA, one stream per thread--> device memory
 
-On one stream the GPU rests for microseconds between two copies. The loop over the parts is code that executables bring
-along (`driver/link/threads/workers.c`): no thread waits for Python's lock in it. Until a machine has loaded some,
-copies are the driver's. The first parts of a tensor that goes to the GPU are small, so that the link starts early; of
-one that comes, the last.
+One stream per thread avoids gaps of microseconds between the GPU's copies. The loop over chunks is compiled code in
+executables (`driver/link/threads/workers.c`), which does not need Python's global lock. Before any executable is
+loaded, the driver copies. The first chunks of a copy to the GPU, and the last of a copy from it, are small, so that the
+link starts early and the host ends early.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from .cuda_memory import PinnedBlock
 from .cuda_streams import Event, Stream
 
 STAGED_BYTES = 8 << 20
-"""Smaller copies are left to the driver, which is as fast until then."""
+"""Minimum bytes of a staged copy; for smaller ones the driver is as fast."""
 
-PART_BYTES = 4 << 20
-"""Smaller parts keep the driver busy with starting copies; of larger ones fewer are under way at once."""
+CHUNK_BYTES = 4 << 20
+"""Maximum bytes of a chunk: smaller ones cost more launches, larger ones reduce the overlap."""
 
-FIRST_PART_BYTES = 256 << 10
-"""Bytes of the parts that are copied while the link, or the host, has nothing to do yet."""
+FIRST_CHUNK_BYTES = 256 << 10
+"""Bytes of the first chunks, which are copied while the link, or the host, is idle."""
 
 THREADS = 8
-"""At most; beyond this many the link, or the host's memory, is what limits."""
+"""Maximum number of threads; beyond it the link or the host's memory is the bottleneck."""
 
 _MIN_THREADS = 4
-"""With fewer the driver is as fast."""
+"""Minimum number of threads; with fewer the driver is as fast."""
 
-_CALLERS = 2
-"""Threads that may copy at once."""
+_MAX_CALLERS = 2
+"""Maximum number of concurrent copies."""
 
-_DESK_WORDS = 16
-"""Words of 8 bytes at which a caller and its helpers meet."""
+_MAILBOX_WORDS = 16
+"""Number of 8-byte words through which a caller gives jobs to its helpers."""
 
 _BUFFERS = 2
 """Number of buffers of each thread: one is copied by the host, one by the GPU."""
 
-Part: TypeAlias = tuple[int, int]
+Chunk: TypeAlias = tuple[int, int]
 """Offset and bytes."""
 
 
 class Loop(NamedTuple):
-    """The code's functions.
+    """Compiled functions of the copy loop.
 
     Attributes
     ----------
     copy : callable
-        Copies, by the addresses of a desk, of a `Job`, and of the caller's `_Buffer` entries; ends the helpers where
-        there is no job.
+        Copies; takes the addresses of a mailbox, a `Job` and the caller's `_Buffer` entries. Without a job it ends the
+        helpers.
     help : callable
-        Helps with the copies of a desk, by the addresses of that and of a helper's entries, until it is told to end.
+        Helps with the copies of a mailbox until it is closed; takes its address and that of the helper's entries.
     """
 
     copy: Callable[[int, int, int], int]
@@ -77,7 +77,7 @@ _FUNCTIONS = ("cuCtxSetCurrent", "cuEventSynchronize", "cuEventRecord", "cuStrea
 
 
 class Job(ctypes.Structure):
-    """A copy, as the loop knows it: threads take parts by `next` until there are none, or `status` is a failure's."""
+    """A copy: threads take chunks by incrementing `next`, until none are left or `status` reports a failure."""
 
     _fields_ = [
         ("next", ctypes.c_int64),
@@ -93,14 +93,14 @@ class Job(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _FUNCTIONS),
         ("copy", ctypes.c_void_p),
         ("status", ctypes.c_int64),
-        ("function", ctypes.c_int64),  # that has failed: of `_FUNCTIONS`, or the copy
+        ("function", ctypes.c_int64),  # that has failed: index into `_FUNCTIONS`, or the copy
     ]
 
 
 class _Buffer(ctypes.Structure):
-    """Pinned memory, the event after the GPU's last copy from or to it, and the part that arrives in it.
+    """Pinned memory, the event after the GPU's last copy from or to it, and the chunk that it receives.
 
-    Before the buffers of a thread stands an entry with its stream and an event of that.
+    The first entry of a thread, before its buffers, has its stream and an event of that.
     """
 
     _fields_ = [
@@ -125,47 +125,44 @@ class _Lane:
 
 
 class Staging:
-    """Pinned buffers of one GPU, and threads that wait to help.
+    """Pinned buffers of one GPU, and helper threads.
 
-    Copies may be made from several threads at once: of two, one has no helpers; a third waits.
+    Two threads may copy at once, one of them without helpers; a third one waits.
 
     Parameters
     ----------
     threads : int
-        How many copy, the caller's among them.
-    part : int
+        Number of copying threads, including the caller's.
+    chunk : int
         Bytes of a buffer.
     """
 
-    def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, part: int = PART_BYTES) -> None:
-        self._library, self._gpu, self._loop, self._part = library, gpu, loop, part
-        self._desks = deque([(ctypes.c_int64 * _DESK_WORDS)() for _ in range(_CALLERS)])
-        self._lanes = [_Lane(library, gpu, part) for _ in range(_CALLERS)]
-        self._available = threading.Semaphore(_CALLERS)
-        self._free = deque(zip(self._desks, self._lanes, strict=True))
-        self._helpers = [_Lane(library, gpu, part) for _ in range(threads - 1)]
+    def __init__(self, library: CudaLibrary, gpu: int, threads: int, loop: Loop, chunk: int = CHUNK_BYTES) -> None:
+        self._library, self._gpu, self._loop, self._chunk = library, gpu, loop, chunk
+        self._mailboxes = deque([(ctypes.c_int64 * _MAILBOX_WORDS)() for _ in range(_MAX_CALLERS)])
+        self._lanes = [_Lane(library, gpu, chunk) for _ in range(_MAX_CALLERS)]
+        self._available = threading.Semaphore(_MAX_CALLERS)
+        self._free = deque(zip(self._mailboxes, self._lanes, strict=True))
+        self._helpers = [_Lane(library, gpu, chunk) for _ in range(threads - 1)]
         for lane in self._helpers:
-            # Daemons: in the loop they hold no lock of Python's, whenever the process ends.
-            helper = partial(_help, loop, self._desks[0], lane)
+            # Daemons are safe at process exit: in the loop they hold none of Python's locks.
+            helper = partial(_help, loop, self._mailboxes[0], lane)
             threading.Thread(target=helper, name="relax_hetero staging", daemon=True).start()
-        weakref.finalize(self, _close, loop, self._desks[0]).atexit = False
+        weakref.finalize(self, _close, loop, self._mailboxes[0]).atexit = False
 
     def send(self, source: int, target: int, nbytes: int, stream: Stream) -> None:
         """Copy from host memory to the GPU.
 
-        Returns when the source has been read. The rest is work of `stream`, which must be one of this GPU.
+        Returns when the source has been read. The copy ends in order with `stream`, a stream of this GPU.
         """
         self._copy(source, target, nbytes, stream, "cuMemcpyHtoDAsync_v2", False)
 
     def receive(self, source: int, target: int, nbytes: int, stream: Stream) -> None:
-        """Copy from the GPU to host memory, after what `stream`, which must be one of this GPU, has been given.
-
-        Returns when the copy has ended.
-        """
+        """Copy from the GPU to host memory in order with `stream`, a stream of this GPU; waits for the end."""
         self._copy(target, source, nbytes, stream, "cuMemcpyDtoHAsync_v2", True)
 
     def _copy(self, host: int, device: int, nbytes: int, stream: Stream, function: str, to_host: bool) -> None:
-        offsets = _offsets(nbytes, self._part)
+        offsets = _offsets(nbytes, self._chunk)
         functions = [self._library.address(name) for name in (*_FUNCTIONS, function)]
         begin, context = stream.record(), self._library.context(self._gpu)
         job = Job(
@@ -173,45 +170,46 @@ class Staging:
             begin.handle, context, *functions,
         )  # fmt: skip
         with self._available:
-            desk, lane = self._free.popleft()
+            mailbox, lane = self._free.popleft()
             try:
-                self._loop.copy(ctypes.addressof(desk), ctypes.addressof(job), lane.address)
+                self._loop.copy(ctypes.addressof(mailbox), ctypes.addressof(job), lane.address)
             finally:
-                # The desk at which helpers wait comes first.
-                (self._free.appendleft if desk is self._desks[0] else self._free.append)((desk, lane))
+                # The first mailbox is the one with helpers.
+                is_helped = mailbox is self._mailboxes[0]
+                (self._free.appendleft if is_helped else self._free.append)((mailbox, lane))
         if job.status:
             raise self._library.error((*_FUNCTIONS, function)[job.function], job.status)
 
 
-def _help(loop: Loop, desk: ctypes.Array[ctypes.c_int64], lane: _Lane) -> None:
-    """Help until the desk is closed; both live as long."""
-    loop.help(ctypes.addressof(desk), lane.address)
+def _help(loop: Loop, mailbox: ctypes.Array[ctypes.c_int64], lane: _Lane) -> None:
+    """Help until the mailbox is closed; keeps mailbox and lane alive."""
+    loop.help(ctypes.addressof(mailbox), lane.address)
 
 
-def _close(loop: Loop, desk: ctypes.Array[ctypes.c_int64]) -> None:
-    loop.copy(ctypes.addressof(desk), 0, 0)
+def _close(loop: Loop, mailbox: ctypes.Array[ctypes.c_int64]) -> None:
+    loop.copy(ctypes.addressof(mailbox), 0, 0)
 
 
-def parts_of(nbytes: int, part: int) -> Iterator[Part]:
-    """Parts of at most `part` bytes that cover `nbytes`, the first ones smaller."""
-    offset, size = 0, min(FIRST_PART_BYTES, part)
+def chunks_of(nbytes: int, chunk: int) -> Iterator[Chunk]:
+    """Chunks of at most `chunk` bytes that cover `nbytes`, the first ones smaller."""
+    offset, size = 0, min(FIRST_CHUNK_BYTES, chunk)
     while offset < nbytes:
         yield offset, min(size, nbytes - offset)
         offset += size
         if offset >= THREADS * size:
-            size = min(2 * size, part)
+            size = min(2 * size, chunk)
 
 
 @lru_cache(64)
-def _offsets(nbytes: int, part: int) -> ctypes.Array[ctypes.c_int64]:
-    """Where parts begin, and the end of the last."""
-    begins = [offset for offset, _ in parts_of(nbytes, part)]
+def _offsets(nbytes: int, chunk: int) -> ctypes.Array[ctypes.c_int64]:
+    """The offsets of chunks, and the end of the last."""
+    begins = [offset for offset, _ in chunks_of(nbytes, chunk)]
     return (ctypes.c_int64 * (len(begins) + 1))(*begins, nbytes)
 
 
-def use_loop(module: runtime.Module) -> None:
-    """Have large copies use the loop that loaded code brings along; once in a process."""
-    with _making:
+def install_copy_loop(module: runtime.Module) -> None:
+    """Use the copy loop of a loaded executable for large copies; the first call in a process decides."""
+    with _staging_lock:
         if not _loops:
             loop = loop_of(module)
             if loop is not None:
@@ -219,12 +217,12 @@ def use_loop(module: runtime.Module) -> None:
 
 
 def loop_of(module: runtime.Module) -> Loop | None:
-    """The loop in loaded code, None where it has none; a call lets other Python threads run."""
+    """The copy loop of loaded code, or None; its functions release Python's global lock."""
     try:
         copy, wait = (module.get_function(name, True)() for name in (names.STAGE, names.HELP))
     except AttributeError:
         return None
-    # Threads are in it until the process ends: the code is never unloaded, not even when the interpreter ends.
+    # Threads run it until the process ends, so the code must never be unloaded.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
     address = ctypes.c_void_p
     return Loop(
@@ -234,12 +232,12 @@ def loop_of(module: runtime.Module) -> Loop | None:
 
 
 def staging(library: CudaLibrary, gpu: int) -> Staging | None:
-    """The buffers of a GPU; None where no loop is known yet, or too few cores are there for it to be of use."""
-    with _making:  # the GPU may read from buffers after a copy has returned: there must not be some that nobody keeps
+    """The buffers of a GPU; None without a copy loop or with too few cores to gain."""
+    with _staging_lock:  # only one per GPU: it must stay alive, because the GPU may read buffers after a copy returns
         return _staging(library, gpu) if _loops and _threads() >= _MIN_THREADS else None
 
 
-_making = threading.Lock()
+_staging_lock = threading.Lock()
 _loops: list[Loop] = []
 
 

@@ -1,13 +1,12 @@
-"""Tensors of TVM as arrays: what numpy, Python's operators, ``copy`` and ``pickle`` ask of an array is answered.
+"""Array methods of TVM tensors, for numpy, Python's operators, ``copy`` and ``pickle``.
 
-Stock tensors have shape, element type and `numpy()` alone. numpy takes such an object for a single value, so that
-``np.argmax(result)`` is 0 whatever the result holds, and copying or pickling one ends the process. Importing
-`relax_hetero.vm` gives the class ``tvm.runtime.Tensor`` the missing methods. The class is changed, instead of results
-being of a class of their own, because TVM's foreign-function layer makes every tensor of this one class: a call costs
-nothing more, and its results are TVM tensors in every respect. ``==`` between two tensors stays TVM's, which asks
-whether they are the same object: the compiler compares tensors so.
+Stock tensors have only shape, element type and `numpy()`. numpy treats such an object as a scalar, so that
+``np.argmax(result)`` is always 0, and copying or pickling one crashes the process. Importing `relax_hetero.vm` adds the
+missing methods to the class ``tvm.runtime.Tensor``, because TVM's foreign-function layer creates all tensors of this
+class: calls cost nothing more, and results are TVM tensors in every respect. ``==`` between two tensors remains object
+identity, on which the compiler relies.
 
-Memory of the host is shared; from other devices `on_host` copies it, the one road from a tensor to numpy.
+Host memory is shared with numpy; `on_host` copies from other devices.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ _stock_dlpack: Callable[..., Any] = _Tensor.__dlpack__
 
 
 def host_array(tensor: runtime.Tensor) -> np.ndarray:
-    """A tensor's elements as a numpy array, which keeps their memory alive: the tensor's own on the host, else a copy.
+    """A tensor's elements as a numpy array: shared memory on the host, else a copy.
 
-    Types of less than a byte are copied everywhere, an element a byte.
+    Types of less than a byte are always copied, one byte per element.
     """
     return _read(tensor)[0]
 
 
 def _read(tensor: runtime.Tensor) -> tuple[np.ndarray, bool]:
-    """A tensor's elements as a numpy array, and whether they lie in the tensor's own memory."""
+    """A tensor's elements as a numpy array, and whether they share the tensor's memory."""
     host = on_host(tensor)
     try:
         return np.from_dlpack(host), host is tensor
-    except (BufferError, RuntimeError):  # an element type that DLPack names and numpy does not
+    except (BufferError, RuntimeError):  # an element type that numpy lacks
         if str(host.dtype) in PACKED and host.is_contiguous():
             return unpacked(host), False
         if host.dtype.bits % 8 or host.dtype.lanes != 1 or not host.is_contiguous():
@@ -59,19 +58,19 @@ def _read(tensor: runtime.Tensor) -> tuple[np.ndarray, bool]:
 
 
 def _to_array(tensor: runtime.Tensor, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-    """``np.asarray(tensor)`` (shared memory where that can be), ``np.array(tensor)`` (a copy)."""
+    """``np.asarray(tensor)`` (shared memory if possible) and ``np.array(tensor)`` (a copy)."""
     array, is_shared = _read(tensor)
-    is_other = dtype is not None and np.dtype(dtype) != array.dtype
-    if copy is False and (is_other or not is_shared):
-        wanted = f" as {np.dtype(dtype)}" if is_other else ""
-        raise ValueError(f"a {tensor.dtype} tensor on {tensor.device} cannot be an array{wanted} without a copy")
-    if is_other:
+    needs_cast = dtype is not None and np.dtype(dtype) != array.dtype
+    if copy is False and (needs_cast or not is_shared):
+        suffix = f" as {np.dtype(dtype)}" if needs_cast else ""
+        raise ValueError(f"a {tensor.dtype} tensor on {tensor.device} cannot be an array{suffix} without a copy")
+    if needs_cast:
         return array.astype(dtype)
     return array.copy() if copy and is_shared else array
 
 
 def _numpy(tensor: runtime.Tensor) -> np.ndarray:
-    """A copy of the elements as a numpy array; ``np.asarray(tensor)`` makes none where the host has them."""
+    """A copy of the elements as a numpy array; ``np.asarray(tensor)`` shares host memory instead."""
     array, is_shared = _read(tensor)
     return array.copy() if is_shared else array
 
@@ -84,7 +83,7 @@ def _dlpack(
     dl_device: tuple[int, int] | None = None,
     copy: bool | None = None,
 ) -> Any:
-    """A DLPack capsule; a copy on the host, or where the tensor is, for whom asks for that."""
+    """A DLPack capsule, of a copy if `dl_device` or `copy` require one."""
     if dl_device is not None and tuple(map(int, dl_device)) != tensor.__dlpack_device__():
         if int(dl_device[0]) != CPU:
             raise BufferError(f"a tensor on {tensor.device} is exported there or to a CPU, found device {dl_device}")
@@ -93,13 +92,13 @@ def _dlpack(
         tensor = tensor if is_host(tensor.device) and not copy else copy_to(tensor, runtime.device("cpu", 0))
     elif copy:
         tensor = copy_to(tensor, tensor.device)
-    # A consumer of an older version than ours gets the capsule that has none.
+    # Consumers of older versions get an unversioned capsule.
     is_old = max_version is None or max_version[0] < 1
     return _stock_dlpack(tensor) if is_old else _stock_dlpack(tensor, stream=stream, max_version=max_version)
 
 
 class _Size(int):
-    """The number of elements, as numpy has it, and TVM's method that gives one extent: ``t.size``, ``t.size(0)``."""
+    """The number of elements, as numpy's ``t.size``, that can also be called as TVM's method ``t.size(0)``."""
 
     _shape: tuple[int, ...]
 
@@ -130,7 +129,7 @@ def _element(tensor: runtime.Tensor, key: Any) -> Any:
 
 
 def _set_elements(tensor: runtime.Tensor, key: Any, value: Any) -> None:
-    """``tensor[key] = value`` in memory of the host; elsewhere for the whole tensor only, as in stock TVM."""
+    """``tensor[key] = value`` in host memory; on other devices only for the whole tensor, as in stock TVM."""
     if isinstance(key, slice) and key == slice(None) and isinstance(value, _Tensor | np.ndarray | np.generic):
         _stock_set(tensor, key, value)
         return
@@ -140,12 +139,12 @@ def _set_elements(tensor: runtime.Tensor, key: Any, value: Any) -> None:
     array[_plain(key)] = _plain(value)
 
 
-def _holds(tensor: runtime.Tensor, value: Any) -> bool:
+def _contains(tensor: runtime.Tensor, value: Any) -> bool:
     return _plain(value) in host_array(tensor)
 
 
 def _plain(value: Any) -> Any:
-    """An operand as numpy knows it."""
+    """An operand with tensors replaced by arrays."""
     if isinstance(value, _Tensor):
         return host_array(value)
     return tuple(map(_plain, value)) if type(value) is tuple else value
@@ -164,7 +163,7 @@ def _reflected(apply: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _equal(tensor: runtime.Tensor, other: Any) -> Any:
-    """Element by element with arrays, numbers and sequences; another tensor is equal if it is the same object."""
+    """Elementwise comparison with arrays, numbers and sequences; identity with tensors."""
     return tensor.same_as(other) if not _is_array_like(other) else host_array(tensor) == other
 
 
@@ -178,7 +177,7 @@ def _is_array_like(value: Any) -> bool:
 
 
 def _reduce(tensor: runtime.Tensor) -> Any:
-    """The parts of a copy in another process, for ``pickle``: it is made on the host there."""
+    """Pickle support: the copy is a host tensor."""
     return _rebuild, (bytes_of(tensor).tobytes(), tuple(tensor.shape), str(tensor.dtype))
 
 
@@ -188,7 +187,7 @@ def _rebuild(data: bytes, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
     return tensor
 
 
-def _copied(tensor: runtime.Tensor, _memo: Any = None) -> runtime.Tensor:
+def _copy(tensor: runtime.Tensor, _memo: Any = None) -> runtime.Tensor:
     return copy_to(tensor, tensor.device)
 
 
@@ -201,12 +200,12 @@ _METHODS: dict[str, Any] = {
     "__iter__": _rows,
     "__getitem__": _element,
     "__setitem__": _set_elements,
-    "__contains__": _holds,
+    "__contains__": _contains,
     "__eq__": _equal,
     "__ne__": _not_equal,
     "__reduce__": _reduce,
-    "__copy__": _copied,
-    "__deepcopy__": _copied,
+    "__copy__": _copy,
+    "__deepcopy__": _copy,
     "__divmod__": _binary(divmod),
     "__rdivmod__": _reflected(divmod),
     "__format__": lambda tensor, spec: format(host_array(tensor), spec),
@@ -217,7 +216,7 @@ _METHODS: dict[str, Any] = {
 }
 
 
-def make_tensors_arrays() -> None:
-    """Give ``tvm.runtime.Tensor`` the methods of this module; again changes nothing."""
+def add_array_methods() -> None:
+    """Add the methods of this module to ``tvm.runtime.Tensor``; idempotent."""
     for name, method in _METHODS.items():
         setattr(runtime.Tensor, name, method)

@@ -1,7 +1,7 @@
-"""Tensors as memory: aliases of one buffer on another device id, copies between any two devices.
+"""Memory of tensors: aliases under another device id, and copies between any two devices.
 
-CPU device ids name the same memory, yet kernels check the id. An alias changes the id and nothing else,
-so a host buffer (a mapped weight, say) serves ``cpu(0)`` and ``cpu(1)`` without a copy.
+All CPU device ids share memory, yet kernels check the id. An alias changes only the id, so one host buffer serves
+``cpu(0)`` and ``cpu(1)`` without a copy.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ...target.backend import backend_of_type
 from ...target.element_types import bits_of, numpy_dtype
 from .cuda_library import CUDA_HOST
 
-# TVM's allocations have this alignment in bytes (kAllocAlignment) and its kernels rely on it unless told otherwise.
 ALIGNMENT = 64
+"""Bytes of alignment of TVM's allocations (kAllocAlignment), on which its kernels rely by default."""
 
 AddressRange: TypeAlias = tuple[int, int]
 
 PACKED = frozenset(("int4", "uint4", "int2", "uint2", "float4_e2m1fn"))
-"""Element types of which several share a byte."""
+"""Element types of less than a byte, packed."""
 
 _empty = tvm_ffi.get_global_func("runtime.TVMTensorAllocWithScope")
 _copy = tvm_ffi.get_global_func("runtime.TVMTensorCopyFromTo")
@@ -37,7 +37,7 @@ _view = tvm_ffi.get_global_func("runtime.TVMTensorCreateView")
 
 
 class _DLTensor(ctypes.Structure):
-    """The head of a DLPack capsule of the unversioned kind (dlpack.h, DLTensor)."""
+    """The head of an unversioned DLPack capsule (dlpack.h, DLTensor)."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -68,17 +68,17 @@ def nbytes_of(tensor: runtime.Tensor) -> int:
 
 
 def address_range(tensor: runtime.Tensor) -> AddressRange:
-    """The addresses at which a contiguous tensor's elements begin and end."""
+    """The begin and end addresses of a contiguous tensor."""
     begin = tensor.data_ptr()
     return begin, begin + nbytes_of(tensor)
 
 
 def address_ranges(values: Any) -> list[AddressRange]:
-    """The addresses of the tensors among run-time values, tuples opened."""
+    """The address ranges of all tensors in run-time values, including nested tuples."""
     if isinstance(values, tvm_ffi.core.Tensor):
         return [address_range(values)]
     if isinstance(values, Sequence) and not isinstance(values, str | tvm_ffi.Shape):
-        return [found for value in values for found in address_ranges(value)]
+        return [memory for value in values for memory in address_ranges(value)]
     return []
 
 
@@ -88,15 +88,14 @@ def same_device(a: runtime.Device, b: runtime.Device) -> bool:
 
 
 def is_host(device: runtime.Device) -> bool:
-    """True if a device is a CPU, whatever its id; or DLPack's name for pinned memory, which CPUs use as any other."""
+    """Return whether a device is a CPU of any id, or DLPack's type for pinned host memory."""
     return device.dlpack_device_type() in (CPU, CUDA_HOST)
 
 
 def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
-    """The same memory as `tensor`, seen from `device`, with its byte offset folded into the pointer.
+    """A tensor on `device` over the memory of `tensor`, with its byte offset folded into the pointer.
 
-    `device` must be able to read that memory: the same device type, and for other than CPUs the same id; or a GPU, if
-    it is pinned memory of the host.
+    `device` must be able to access the memory: the same device, another CPU id, or a GPU for pinned host memory.
     """
     capsule = tensor._to_dlpack()
     head = _head(capsule)
@@ -108,35 +107,28 @@ def alias(tensor: runtime.Tensor, device: runtime.Device) -> runtime.Tensor:
 
 
 def has_offset(tensor: runtime.Tensor) -> bool:
-    """Return whether a tensor starts inside its allocation by a byte offset, which kernels do not accept."""
-    capsule = tensor._to_dlpack()  # the head lies in memory that goes with it
+    """Return whether a tensor has a byte offset, which kernels do not accept."""
+    capsule = tensor._to_dlpack()  # keeps the head alive
     return bool(_head(capsule).byte_offset)
 
 
 def on_host(tensor: runtime.Tensor) -> runtime.Tensor:
-    """The tensor if the host can read it, else a copy there, made when the work that its device was given is done.
-
-    The one road by which numpy gets at what a device computed.
-    """
+    """The tensor itself if the host can read it, else a copy, made after the device's earlier work."""
     return tensor if tensor.__dlpack_device__()[0] in (CPU, CUDA_HOST) else copy_to(tensor, runtime.device("cpu", 0))
 
 
 def view_bytes(data: np.ndarray, shape: tuple[int, ...], dtype: str) -> runtime.Tensor:
-    """A tensor over the bytes of `data` (one-dimensional ``uint8``), which it keeps alive.
-
-    It is not to be written to where `data` is read-only.
-    """
-    flat = from_array(data)
-    return _view(flat, tvm_ffi.Shape(shape), dtype, 0)
+    """A tensor over the bytes of `data` (one-dimensional ``uint8``), kept alive; read-only if `data` is."""
+    return _view(from_array(data), tvm_ffi.Shape(shape), dtype, 0)
 
 
 def part_of(tensor: runtime.Tensor, shape: tuple[int, ...], dtype: str, begin: int) -> runtime.Tensor:
-    """A contiguous part of a contiguous tensor's memory, from byte `begin` on, as a tensor without a byte offset."""
+    """A tensor over part of a contiguous tensor's memory, from byte `begin` on, without a byte offset."""
     return alias(_view(tensor, tvm_ffi.Shape(shape), dtype, begin), tensor.device)
 
 
 def bytes_of(tensor: runtime.Tensor) -> np.ndarray:
-    """The bytes of a contiguous tensor as ``uint8``; shared with it where it is on a CPU."""
+    """The bytes of a contiguous tensor as ``uint8``; shared memory on a CPU."""
     tensor = on_host(tensor)
     if nbytes_of(tensor) == 0:
         return np.empty(0, "uint8")
@@ -145,11 +137,11 @@ def bytes_of(tensor: runtime.Tensor) -> np.ndarray:
 
 
 def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = None) -> runtime.Tensor:
-    """A copy of `array` (any strides, byte order, element type that TVM has a name for) on `device`."""
+    """A copy of `array` (any strides, byte order, and element type of TVM) on `device`."""
     dtype = dtype_name(array.dtype)
     bits = bits_of(tvm_ffi.dtype(dtype)) if dtype in PACKED else 8
     if bits < 8:
-        packed = tvm_ffi.from_dlpack(_packed(array, bits))
+        packed = tvm_ffi.from_dlpack(_pack(array, bits))
         tensor = _empty(array.shape, dtype, device, scope)
         if array.size:
             copy_into(packed, _view(tensor, tvm_ffi.Shape(packed.shape), "uint8", 0))
@@ -157,16 +149,16 @@ def from_numpy(array: np.ndarray, device: runtime.Device, scope: str | None = No
     if not (array.flags.c_contiguous and array.dtype.isnative):
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("=")).reshape(array.shape)
     tensor = _empty(array.shape, dtype, device, scope)
-    lent = None if is_host(device) else from_array(array)
-    if lent is not None:
-        copy_into(lent, tensor)
+    source = None if is_host(device) else from_array(array)
+    if source is not None:
+        copy_into(source, tensor)
     elif array.nbytes:
         _copy_from_bytes(tensor, ctypes.c_void_p(array.__array_interface__["data"][0]), array.nbytes)
     return tensor
 
 
-def _packed(array: np.ndarray, bits: int) -> np.ndarray:
-    """Elements of `bits` bits as bytes, the first one in the highest bits, as stock TVM has them."""
+def _pack(array: np.ndarray, bits: int) -> np.ndarray:
+    """Pack elements of `bits` bits into bytes, the first one in the highest bits, as stock TVM does."""
     per_byte = 8 // bits
     codes = np.zeros(-(-array.size // per_byte) * per_byte, "uint8")
     codes[: array.size] = np.ascontiguousarray(array).view("uint8").reshape(-1) & ((1 << bits) - 1)
@@ -175,7 +167,7 @@ def _packed(array: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpacked(tensor: runtime.Tensor) -> np.ndarray:
-    """A copy of a contiguous tensor of less than a byte an element, in the type of ml_dtypes of that name."""
+    """A copy of a contiguous packed tensor with one byte per element, in the ml_dtypes type of that name."""
     dtype = numpy_dtype(str(tensor.dtype))
     bits = bits_of(tensor.dtype)
     shifts = np.arange(8 // bits - 1, -1, -1, dtype="uint8") * np.uint8(bits)
@@ -184,12 +176,9 @@ def unpacked(tensor: runtime.Tensor) -> np.ndarray:
 
 
 def from_array(array: np.ndarray) -> runtime.Tensor | None:
-    """A tensor over the memory of `array`, also of a read-only one; None where DLPack has no name for its elements.
-
-    Whoever takes it must not write to it.
-    """
+    """A tensor over the memory of `array`, not to be written if read-only; None for types that DLPack lacks."""
     try:
-        # Arrays that are read-only are exported to whom says that it knows such a thing exists.
+        # numpy exports read-only arrays only to consumers of versioned capsules.
         return tvm_ffi.from_dlpack(array if array.flags.writeable else array.__dlpack__(max_version=(1, 0)))
     except (BufferError, TypeError, ValueError):  # dates, text, foreign byte order; numpy 1 and read-only
         return None
@@ -197,7 +186,7 @@ def from_array(array: np.ndarray) -> runtime.Tensor | None:
 
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
-    """TVM's name of a numpy element type, whatever its byte order; for one that TVM lacks (text) numpy's own."""
+    """TVM's name of a numpy element type in any byte order; numpy's name for types that TVM lacks."""
     return str(dtype.newbyteorder("="))
 
 
@@ -207,15 +196,13 @@ def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str
 
 
 def copy_into(source: runtime.Tensor, target: runtime.Tensor, wait: bool = True) -> None:
-    """Copy between contiguous tensors of equal size on any two devices; the copy has ended on return.
+    """Copy between contiguous tensors of equal size on any two devices; waits for the end.
 
-    Without `wait`, a small copy to a GPU may only have been issued, on the GPU's current stream: for what reads the
-    target on that stream. The source may be changed in any case.
+    Without `wait`, a small copy to a GPU may only be issued, in order with the GPU's current stream; the source may be
+    changed in any case. A copy runs after earlier work of the devices' current streams.
 
-    One that brings a tensor from a GPU to the host raises, as HeteroError, what the GPU's kernels have refused.
-
-    It comes after what the devices' current streams have been given. Two different device types of which neither is a
-    CPU cannot exchange bytes directly: these go through the host.
+    A copy from a GPU to the host raises HeteroError for errors that the GPU's kernels reported. Between two device
+    types of which neither is a CPU, bytes go through the host.
     """
     source, target = _on_plain_device(source), _on_plain_device(target)
     from_device, to_device = source.device, target.device
@@ -228,7 +215,7 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor, wait: bool = True)
         source = copy_to(source, runtime.device("cpu", 0))
         from_type = CPU
     _copy(source, target)
-    # TVM copies to and from a device on that device's stream, and between two on the source's.
+    # TVM copies on the device's stream, and between two devices on the source's.
     if from_type != CPU:
         from_device.sync()
     elif to_type != CPU:
@@ -236,7 +223,7 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor, wait: bool = True)
 
 
 def _on_plain_device(tensor: runtime.Tensor) -> runtime.Tensor:
-    """A tensor in pinned memory that says so as one of a CPU: TVM knows such memory only where it knows CUDA."""
+    """A tensor with the CPU's device type instead of DLPack's for pinned memory, which TVM lacks without CUDA."""
     is_pinned = tensor.device.dlpack_device_type() == CUDA_HOST
     return alias(tensor, runtime.device("cpu", 0)) if is_pinned else tensor
 
@@ -249,19 +236,19 @@ def copy_to(tensor: runtime.Tensor, device: runtime.Device, scope: str | None = 
 
 
 def map_tensors(value: Any, change: Callable[[runtime.Tensor], Any]) -> Any:
-    """A value of the virtual machine with its tensors changed, tuples opened."""
+    """Apply `change` to all tensors of a run-time value, including nested tuples."""
     if isinstance(value, tvm_ffi.core.Tensor):
         return change(value)
-    return tvm_ffi.convert(tuple(map_tensors(part, change) for part in value))
+    return tvm_ffi.convert(tuple(map_tensors(element, change) for element in value))
 
 
 class MemoryRanges:
-    """Many address ranges that results must not share; found in logarithmic time."""
+    """A set of address ranges with logarithmic look-up."""
 
     def __init__(self, ranges: Iterable[AddressRange] = ()) -> None:
         ordered = sorted(ranges)
         self._starts = [start for start, _ in ordered]
-        # Of overlapping ranges, the farthest end so far.
+        # Ranges may overlap, hence the maximum end so far.
         self._ends = list(itertools.accumulate([end for _, end in ordered], max))
 
     def hold(self, address: int) -> bool:

@@ -1,11 +1,11 @@
-"""The threads that kernels run on: as many as the code was compiled for, shared by callers that run at once.
+"""The number of threads that kernels use, shared between concurrent callers.
 
-Every calling thread has workers of its own (`workers`). Two callers would compete for the same cores with twice the
-threads, so each call first settles how many threads are its own: all cores where it is alone, a share of them where
-other threads are in calls of theirs. ``TVM_NUM_THREADS``, where it is set, still says how many there are.
+Every calling thread has a pool of workers of its own (`workers`). Concurrent callers would oversubscribe the cores, so
+each call first sets its number of threads: all cores if it is alone, otherwise a share. ``TVM_NUM_THREADS`` sets the
+total.
 
-Code that brings no workers along (`Threads.are_stock`) runs on TVM's pool of the calling thread, which is settled
-likewise. TVM would pin it and the caller to the first cores, unless ``TVM_BIND_THREADS`` says otherwise.
+Code without workers (`Threads.are_stock`) runs on TVM's pool of the calling thread, which is configured likewise. TVM
+would pin that pool and the caller to the first cores, unless ``TVM_BIND_THREADS`` forbids it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ...errors import HeteroError
 from ...target.cpu_cores import num_cores
 from . import workers
 
-# A caller that shared takes all cores again after so many calls alone: changing costs microseconds.
-PATIENCE = 32
+CALLS_BEFORE_WIDENING = 32
+"""Number of calls without concurrent callers until a pool takes all cores again, which costs microseconds."""
 
-# TVM's mode of choosing cores for pinned threads (ThreadGroup::kBig): its default, the fastest ones.
 _FASTEST_CORES = 1
+"""TVM's default choice of cores for pinned threads (ThreadGroup::kBig)."""
 
 _configure_stock = tvm_ffi.get_global_func("runtime.config_threadpool")
 
@@ -39,9 +39,9 @@ class Threads:
     Attributes
     ----------
     width : int
-        How many, the caller included.
+        Number of threads, including the caller.
     are_stock : bool
-        Whether they are TVM's: the code brings no workers along, or they are to be pinned.
+        Whether TVM's pool is used, because the code has no workers or threads must be pinned.
     """
 
     width: int
@@ -49,16 +49,16 @@ class Threads:
 
 
 class Pool:
-    """A thread's helpers: workers, or TVM's pool.
+    """The pool of a calling thread: workers, or TVM's pool.
 
     Attributes
     ----------
     width : int
-        How many threads there are, the caller included; 0 before its first call.
+        Number of threads, including the caller; 0 before its first call.
     used : int
-        How many of them kernels are cut for; -1 where they stayed behind in a process that this one was forked from.
+        Number of threads that kernels use; -1 if the pool was lost in a fork.
     alone : int
-        Calls since another thread was in one.
+        Number of calls since the last concurrent call of another thread.
     """
 
     __slots__ = ("alone", "are_stock", "used", "width")
@@ -78,15 +78,15 @@ _calling: set[Pool] = set()
 
 
 def has_lost_threads(threads: Threads) -> bool:
-    """Return whether this thread's pool stayed behind in the process that this one was forked from: kernels would wait.
+    """Return whether this thread's pool was lost in a fork, so that kernels would wait forever.
 
-    Workers can be begun anew, TVM's pool of a thread cannot.
+    Workers can be restarted, TVM's pool of a thread cannot.
     """
     return threads.are_stock and _thread.stock.used < 0
 
 
 def after_fork() -> None:
-    """In a process that was forked: no other thread is in a call, and this one's helpers are gone (see `forks`)."""
+    """Reset the state in a forked child, where other threads and this thread's pool are gone (see `forks`)."""
     _calling.clear()
     _thread.pool = Pool(False)
     workers.after_fork()
@@ -95,55 +95,55 @@ def after_fork() -> None:
         _thread.stock.used = -1
 
 
-def threads_of(devices: Sequence[DeviceSpec], module: runtime.Module) -> Threads:
-    """The threads that loaded code for these devices is to run on; its parallel loops are directed to them."""
+def attach_threads(devices: Sequence[DeviceSpec], module: runtime.Module) -> Threads:
+    """Attach the parallel loops of loaded code to workers, or TVM's pool; returns the threads to use."""
     os.environ.setdefault("TVM_BIND_THREADS", "0")  # TVM reads it when it starts or changes a pool
     has_accelerators = any(device.device_type != CPU for device in devices)
     return Threads(threads_for(devices), not workers.use_workers(module, has_accelerators))
 
 
 def threads_for(devices: Sequence[DeviceSpec]) -> int:
-    """How many threads code for these devices is to run on, the caller included."""
-    given = _given_threads()
-    if given:
-        return given
+    """The number of threads for code of these devices, including the caller."""
+    configured = _configured_threads()
+    if configured:
+        return configured
     compiled = [device.num_cores for device in devices if device.device_type == CPU]
     return min(num_cores(), max([cores for cores in compiled if cores], default=num_cores()))
 
 
 def threads_of_queues(cores: Sequence[int]) -> list[int]:
-    """How many threads each of several CPU devices has while they work at once: a share of the cores.
+    """The number of threads of each of several CPU devices that work concurrently: a share of the cores.
 
     Parameters
     ----------
     cores : sequence of int
-        How many cores each one's code was compiled for; 0 where nobody said.
+        Number of cores that each device's code was compiled for; 0 if unspecified.
     """
-    share = max(1, (_given_threads() or num_cores()) // max(1, len(cores)))
-    return [min(share, own or share) for own in cores]
+    share = max(1, (_configured_threads() or num_cores()) // max(1, len(cores)))
+    return [min(share, count or share) for count in cores]
 
 
-def _given_threads() -> int:
-    given = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
-    return int(given) if given.isdigit() else 0
+def _configured_threads() -> int:
+    text = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
+    return int(text) if text.isdigit() else 0
 
 
-def keep_threads(threads: Threads) -> None:
-    """Give this thread helpers that no other caller shares: it runs a queue."""
+def reserve_threads(threads: Threads) -> None:
+    """Give this thread, which runs a queue, a pool of fixed width."""
     for are_stock in {False, threads.are_stock}:
         _configure(threads.width, threads.width, are_stock)
 
 
 def _configure(limit: int, used: int, are_stock: bool) -> None:
     if are_stock:
-        # TVM takes the length of the list for the width; the numbers in it are not used in this mode.
+        # TVM uses the length of the list as the width, and ignores its contents in this mode.
         _configure_stock(_FASTEST_CORES, used, ["0"] * limit)
     else:
         workers.configure(limit, used)
 
 
 def enter_call(threads: Threads) -> Pool | None:
-    """Settle this thread's helpers for a call on `threads`; `leave_call` follows unless it is None."""
+    """Configure this thread's pool for a call; the result is for `leave_call`, None for a nested call."""
     pool = _thread.stock if threads.are_stock else _thread.pool
     width = threads.width
     if pool in _calling:  # a kernel written in Python calls a machine
@@ -151,17 +151,17 @@ def enter_call(threads: Threads) -> Pool | None:
     _calling.add(pool)
     callers = len(_calling)
     if callers > 1 or pool.used != width or pool.width != width:
-        _settle(pool, width, callers)
+        _set_width(pool, width, callers)
     return pool
 
 
 def leave_call(pool: Pool | None) -> None:
-    """The call has ended."""
+    """Mark a call's end."""
     if pool is not None:
         _calling.discard(pool)
 
 
-def _settle(pool: Pool, width: int, callers: int) -> None:
+def _set_width(pool: Pool, width: int, callers: int) -> None:
     if pool.used < 0:
         _calling.discard(pool)
         raise HeteroError(
@@ -170,6 +170,6 @@ def _settle(pool: Pool, width: int, callers: int) -> None:
         )
     share = max(1, width // callers)
     pool.alone = pool.alone + 1 if callers == 1 else 0
-    if width != pool.width or share < pool.used or (share > pool.used and pool.alone > PATIENCE):
+    if width != pool.width or share < pool.used or (share > pool.used and pool.alone > CALLS_BEFORE_WIDENING):
         _configure(width, share, pool.are_stock)
         pool.width, pool.used = width, share

@@ -1,6 +1,6 @@
-"""The worker threads that executables bring along as code: begun once in a process, for all machines.
+"""Worker threads, whose code is part of executables; started once per process, for all machines.
 
-`relax_hetero.driver.link.threads.worker_threads` says how they work, and why TVM's own are not used.
+`relax_hetero.driver.link.threads.worker_threads` describes them, and why they replace TVM's.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tvm_ffi import libinfo
 from ...artifact import worker_threads as names
 from ...target.cpu_cores import cpus_of_cores, num_cores
 
-SPIN = 50_000
-"""Nanoseconds that a caller spins before it sleeps: as long as it takes to wake a thread.
+SPIN_NANOSECONDS = 50_000
+"""Time that a caller spins before it sleeps, about the time to wake a thread.
 
-Workers spin 16 times as long. With 50 us, networks whose loops take a millisecond lost 1 to 4 %, because whoever ended
-its half first slept and had to be woken for the next loop.
+Workers spin 16 times as long: if they spin for 50 us only, networks whose loops take a millisecond lose 1 to 4 %,
+because the thread that finishes first sleeps and must be woken for the next loop.
 """
 
-SPIN_WITH_ACCELERATORS = 300_000
-"""Nanoseconds that a caller spins in a process with a machine that has other devices than CPUs.
+SPIN_NANOSECONDS_WITH_ACCELERATORS = 300_000
+"""Time that a caller spins in a process with a machine that has other devices than CPUs.
 
-A GPU's part of a decode step takes about as long as workers spin by default: they would sleep in each step, and be
-woken one after the other while the CPU's part runs on few threads.
+The GPU part of a decode step takes about as long as workers spin by default: they would sleep in each step, and be
+woken one after the other while the CPU part runs on few threads.
 """
 
 _lock = threading.Lock()
@@ -36,9 +36,9 @@ _functions: dict[str, Callable[..., int]] = {}
 
 
 def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
-    """Have the parallel loops of loaded code run on the workers, which spin longer where `has_accelerators`.
+    """Attach the parallel loops of loaded code to the workers, which spin longer with `has_accelerators`.
 
-    False for code without them, and where ``TVM_BIND_THREADS=1`` asks for threads pinned to cores: TVM's are.
+    False for code without workers, and if ``TVM_BIND_THREADS=1`` requires pinned threads, which only TVM's pool has.
     """
     if os.environ.get("TVM_BIND_THREADS") == "1":
         return False
@@ -46,7 +46,7 @@ def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
         if not _functions and not _start(module):
             return False
     if has_accelerators:
-        _functions[names.SPIN](SPIN_WITH_ACCELERATORS)
+        _functions[names.SPIN](SPIN_NANOSECONDS_WITH_ACCELERATORS)
     address = _functions[names.LAUNCH]()
     number = 0
     while (setter := _routine(module, names.launch_setter(number))) is not None:
@@ -56,30 +56,30 @@ def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
 
 
 def configure(limit: int, used: int) -> None:
-    """Have the calling thread's loops use `used` threads, itself included; up to `limit` of them stay ready."""
+    """Set the threads of the calling thread's loops to `used`, including itself, out of a pool of `limit`."""
     if _functions:
         limit = max(1, min(limit, names.MAX_THREADS))
         _functions[names.CONFIGURE](limit, max(1, min(used, limit)))
 
 
 def width() -> int:
-    """How many threads the calling thread's loops use; 0 where that is not settled yet."""
+    """The number of threads that the calling thread's loops use; 0 before `configure`."""
     return _functions[names.WIDTH]() if _functions else 0
 
 
 def after_fork() -> None:
-    """In a process that was forked: the workers stayed behind, the calling thread makes new ones."""
+    """Forget the lost workers in a forked child; new ones are started when needed."""
     if _functions:
         _functions[names.FORGET]()
 
 
 def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
-    """For every CPU the lowest CPU of its core.
+    """The lowest CPU of the same core, for every CPU.
 
     Parameters
     ----------
     cores : sequence of sequence of int
-        The CPUs of each core, those that this process may use. CPUs between them that it may not are on their own.
+        Usable CPUs of each core. Other CPUs count as cores of their own.
     """
     numbers = list(range(min(max((cpu for core in cores for cpu in core), default=-1) + 1, names.MAX_CPUS)))
     for core in cores:
@@ -90,21 +90,21 @@ def core_numbers(cores: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _start(module: runtime.Module) -> bool:
-    found = {name: _routine(module, name) for name in (*_ROUTINES, names.LAUNCH)}
-    if None in found.values():
+    functions = {name: _routine(module, name) for name in (*_ROUTINES, names.LAUNCH)}
+    if None in functions.values():
         return False
     library = ctypes.CDLL(libinfo.find_libtvm_ffi())
-    routines = ("TVMFFIErrorMoveFromRaised", "TVMFFIErrorSetRaised", "TVMFFIObjectDecRef")
-    addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in routines]
+    symbols = ("TVMFFIErrorMoveFromRaised", "TVMFFIErrorSetRaised", "TVMFFIObjectDecRef")
+    addresses = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in symbols]
     cores = core_numbers(cpus_of_cores())
     table = (ctypes.c_int32 * len(cores))(*cores)
     width = min(num_cores(), names.MAX_THREADS)
-    if found[names.START](*addresses, width, SPIN, ctypes.addressof(table), len(cores)) != 0:
+    if functions[names.START](*addresses, width, SPIN_NANOSECONDS, ctypes.addressof(table), len(cores)) != 0:
         return False
-    # Threads run this code until the process ends: it is never unloaded, not even when the interpreter ends.
-    for kept in (found, table):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    _functions.update(found)
+    # Threads run this code until the process ends, so it must never be unloaded.
+    for permanent in (functions, table):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(permanent))
+    _functions.update(functions)
     return True
 
 

@@ -1,13 +1,12 @@
-"""CUDA modules in the form that TVM writes into files, which every TVM runtime with CUDA reads.
+"""TVM's serialized form of CUDA modules, which every TVM runtime with CUDA reads.
 
-Where there is no GPU, TVM can make no module of machine code, only one of source, which a compiler would have to be
-there for when it is loaded. Code is therefore put in the source's place in the bytes. Layout, lengths in eight bytes
-before all that varies, little endian::
+Without a GPU TVM can make modules of CUDA source only, which need a compiler when they are loaded. This module replaces
+the source by machine code in the serialized bytes. Layout (little endian, an 8-byte length before variable parts)::
 
     format | kernels: count, (name, name, argument types, launch tags, argument tags) ... | code
 
-All modules that a library brings along stand in one block: its length, two arrays of the tree of imports, and of each
-module its kind and, if it is none of the library's own (``_lib``), its bytes.
+All modules that a library imports are in one block: its length, two arrays with the tree of imports, and each module's
+kind and, unless it is the library itself (``_lib``), bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class CudaModule:
     code: bytes
 
     def to_bytes(self) -> bytes:
-        """The module as TVM writes it."""
+        """Serialize the module as TVM does."""
         return _text(self.format.encode()) + self.kernels + _text(self.code)
 
     def compiled(self, code: bytes) -> CudaModule:
@@ -58,10 +57,10 @@ class CudaModule:
 
 
 def read_module(data: bytes) -> CudaModule:
-    """The module of bytes that TVM wrote; ValueError where they are none."""
+    """Parse a module that TVM serialized; ValueError for malformed bytes."""
     reader = _Reader(data)
     name = reader.text().decode()
-    begin = reader.at
+    begin = reader.position
     names = []
     for _ in range(reader.number()):
         names.append(reader.text().decode())
@@ -70,14 +69,14 @@ def read_module(data: bytes) -> CudaModule:
         for _ in range(reader.number()):
             reader.text()
         reader.skip(reader.number() * _TAG_BYTES)
-    kernels = data[begin : reader.at]
+    kernels = data[begin : reader.position]
     code = reader.text()
     reader.check_end()
     return CudaModule(name, kernels, tuple(names), code)
 
 
 def read_only_module(block: bytes) -> CudaModule:
-    """The CUDA module of a block that has no other."""
+    """The only module of a block, which must be a CUDA module."""
     reader = _block_reader(block)
     kind = reader.text()
     if kind != KIND.encode():
@@ -88,22 +87,22 @@ def read_only_module(block: bytes) -> CudaModule:
 
 
 def source_key(source: bytes) -> str:
-    """Key of the machine code of a source."""
+    """Key of a source, by which its machine code is stored."""
     return hashlib.blake2b(source, digest_size=20).hexdigest()
 
 
 def with_machine_code(block: bytes, cubins: Mapping[str, bytes]) -> bytes:
-    """A block in which CUDA modules of source have become modules of machine code.
+    """Replace CUDA modules of source in a block by modules of machine code.
 
     Parameters
     ----------
     block : bytes
-        As TVM packs the modules that a library imports.
+        Serialized modules that a library imports.
     cubins : mapping of str to bytes
-        Machine code by `source_key`. Source without any, which is a caller's own module, stays what it is.
+        Machine code by `source_key`. Other source, from modules of the caller's own, stays.
     """
     reader = _block_reader(block)
-    parts = [block[_LENGTH.size : reader.at]]
+    parts = [block[_LENGTH.size : reader.position]]
     while not reader.is_at_end():
         kind = reader.text()
         parts.append(_text(kind))
@@ -119,9 +118,9 @@ def with_machine_code(block: bytes, cubins: Mapping[str, bytes]) -> bytes:
 
 
 def write_block(block: bytes, folder: Path) -> Path:
-    """Assembly that makes a block the data of a library; a C compiler takes it beside objects.
+    """Write assembly that includes a block as data of a library, for the linking C compiler.
 
-    A compiler would take minutes for as many bytes as numbers of an array.
+    Compiling the bytes as a C array would take minutes.
     """
     data, assembly = folder / "imports.bin", folder / "imports.S"
     data.write_bytes(block)
@@ -148,35 +147,35 @@ def _text(data: bytes) -> bytes:
 
 
 class _Reader:
-    """Reads bytes in order; ValueError where they end too early."""
+    """Reads bytes in order; ValueError if they end too early."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self.at = data, 0
+        self._data, self.position = data, 0
 
     def number(self) -> int:
-        """A length."""
+        """Read a length."""
         return int(_LENGTH.unpack(self._take(_LENGTH.size))[0])
 
     def text(self) -> bytes:
-        """A length and as many bytes."""
+        """Read a length and as many bytes."""
         return self._take(self.number())
 
     def skip(self, count: int) -> None:
-        """Leave bytes out."""
+        """Skip bytes."""
         self._take(count)
 
     def is_at_end(self) -> bool:
-        """Return whether all was read."""
-        return self.at == len(self._data)
+        """Return whether all bytes were read."""
+        return self.position == len(self._data)
 
     def check_end(self) -> None:
-        """ValueError where there is more."""
+        """ValueError if bytes are left."""
         if not self.is_at_end():
-            raise ValueError(f"{len(self._data) - self.at:,} bytes are left")
+            raise ValueError(f"{len(self._data) - self.position:,} bytes are left")
 
     def _take(self, count: int) -> bytes:
-        end = self.at + count
+        end = self.position + count
         if end > len(self._data):
-            raise ValueError(f"{count:,} bytes expected at {self.at:,}, of {len(self._data):,}")
-        data, self.at = self._data[self.at : end], end
+            raise ValueError(f"{count:,} bytes expected at {self.position:,}, of {len(self._data):,}")
+        data, self.position = self._data[self.position : end], end
         return data

@@ -26,7 +26,7 @@ from ...display.text import bytes_text
 from ...errors import BuildError
 from ...providers import provided
 from ..device.constants import PlacedConstants
-from ..device.numa import settle_on_nodes
+from ..device.numa import move_constants_to_nodes
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
 
@@ -40,27 +40,25 @@ class Executable:
     Parameters
     ----------
     module : tvm.runtime.Module or None
-        A module of kind ``relax.VMExecutable`` with its kernel modules imported; None if it is to be loaded from
-        the file when it is first run.
+        A module of kind ``relax.VMExecutable`` with its kernel modules imported; None to load it from the file when
+        it first runs.
     metadata : Metadata
         Manifest, signatures, constants, placement, dispatches.
     constants : sequence of tvm.runtime.Tensor
         One tensor per entry of ``metadata.constants``, usually on the host.
     container : Container, optional
-        The file it was loaded from.
+        File that it was loaded from.
     machine_code : mapping of str to bytes, optional
         Machine code of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the
         machine code.
     versions : sequence of Executable, optional
-        The same model without some of the devices in ``metadata.optional``, for machines that lack them: each does
-        without more of them than the one before, the last without any.
+        The same model without some of the devices in ``metadata.optional``, for machines that lack them, ordered by the
+        number of devices that they omit; the last one omits all.
 
     Attributes
     ----------
-    metadata, constants
-        As given.
-    versions : tuple of Executable
-        As given, from the one that lacks the fewest devices to the one that lacks most.
+    metadata, constants, versions
+        The parameters of these names.
     """
 
     def __init__(
@@ -91,17 +89,17 @@ class Executable:
         return f"<Executable of {', '.join(self.function_names)} for {devices or 'the host'}>"
 
     def _repr_html_(self) -> str:
-        about = self.metadata
-        names = device_names(about.devices)
+        metadata = self.metadata
+        names = device_names(metadata.devices)
         plan = self.memory_plan
-        functions = [(str(about.signatures[name]),) for name in self.function_names]
-        placed = [entry for entry in about.placement or () if entry["kind"] in ("op", "transfer")]
-        ops = Counter(entry["device"] for entry in placed if entry["kind"] == "op")
-        moved = Counter(entry["device"] for entry in placed if entry["kind"] == "transfer")
-        kernels = Counter(names[i] for dispatch in about.dispatches.values() for i in dispatch.devices if i >= 0)
+        functions = [(str(metadata.signatures[name]),) for name in self.function_names]
+        entries = [entry for entry in metadata.placement or () if entry["kind"] in ("op", "transfer")]
+        ops = Counter(entry["device"] for entry in entries if entry["kind"] == "op")
+        transfers = Counter(entry["device"] for entry in entries if entry["kind"] == "transfer")
+        kernels = Counter(names[i] for dispatch in metadata.dispatches.values() for i in dispatch.devices if i >= 0)
         rows = [
-            (device_html(name, names), spec.kind, ops[name], kernels[name], moved[name], bytes_text(weights))
-            for name, spec, weights in zip(names, about.devices, map(plan.weights, range(len(names))), strict=True)
+            (device_html(name, names), spec.kind, ops[name], kernels[name], transfers[name], bytes_text(weights))
+            for name, spec, weights in zip(names, metadata.devices, map(plan.weights, range(len(names))), strict=True)
         ]
         columns = [
             *(Column("device"), Column("kind"), Column("ops", True), Column("kernels", True)),
@@ -120,7 +118,7 @@ class Executable:
 
     @property
     def module(self) -> runtime.Module:
-        """The code; BuildError where it has to be loaded from the file, and cannot."""
+        """The code; BuildError if it must be loaded from the file and cannot be."""
         if self._module is None:
             if self._container is None:
                 raise BuildError("an Executable needs a module, or a file to load it from")
@@ -134,16 +132,16 @@ class Executable:
 
     @property
     def function_names(self) -> list[str]:
-        """The functions that can be called."""
+        """Names of the functions that can be called."""
         return list(self.metadata.signatures)
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """Memory of calls on each device, as planned, and the least that any plan could need."""
+        """Planned memory of calls on each device, and a lower bound of any plan."""
         return MemoryPlan(self.metadata)
 
     def signature(self, name: str = "main") -> FunctionSignature:
-        """The inputs and results of function `name`; BindingError where there is none.
+        """The inputs and results of function `name`; BindingError if there is none.
 
         Parameters
         ----------
@@ -158,24 +156,23 @@ class Executable:
     def explain(self, *sections: str, file: TextIO | None = None) -> None:
         """Print where each op runs and why, as ``relax-hetero explain`` does.
 
-        The explanation was recorded when the model was compiled, so that neither its devices nor the compiler are
-        needed.
+        The explanation was recorded at compile time, so that neither the devices nor the compiler are needed.
 
         Parameters
         ----------
         sections : str
-            Tables with a row for every "ops", "transfers", "encodings", "kernels", "commands", "steps" or "memory",
-            or "all" of them. Without any, an overview that stays short however large the model is: the devices, the
-            ops by device and reason, the reasons for which something was declined, and a line for each section.
+            Detailed tables to print: "ops", "transfers", "encodings", "kernels", "commands", "steps", "memory" or
+            "all". By default a short overview: the devices, the ops by device and reason, the reasons of missed
+            optimizations, and a line for each section.
         file : text file, optional
-            Default: standard output.
+            File to print to; by default standard output.
 
         Raises
         ------
         BindingError
-            No section has that name.
+            An unknown section.
         HeteroError
-            The executable was made by another compiler, and has no explanation.
+            The executable was made by another compiler, and lacks an explanation.
 
         Examples
         --------
@@ -196,27 +193,27 @@ class Executable:
     ) -> None:
         """Write a report for a browser: one HTML file that needs no network.
 
-        It shows the model's graph with the device and the kernel of each op, how tensors are stored, what the memory
-        is used for, and where the time goes, where that was measured.
+        It shows the model's graph with the device and the kernel of each op, the layouts of tensors, the use of memory,
+        and, if it was measured, the time of each part.
 
         Parameters
         ----------
         path : str or path
-            The file, usually ``.html``; it is written over.
+            File to write or replace, usually ``.html``.
         profile : Profile or sequence of Profile, optional
-            Measurements of `VirtualMachine.profile`, of a function each: times of the kernels. Devices that were not
-            measured on this machine are, for some seconds, to say what kernels reached.
+            Results of `VirtualMachine.profile` for different functions, for the times of kernels. The peak rates of
+            this computer's devices are measured if they are unknown, which takes some seconds.
         trace : Trace, optional
-            Calls that `VirtualMachine.trace` followed: the timeline of the queues.
+            Result of `VirtualMachine.trace`, for the timeline of the queues.
         compare : str or path, optional
-            A report that was written before, to show what changed.
+            Earlier report, to show the differences.
         title : str
-            Default: the name of the file.
+            Title of the page; by default the name of the file.
 
         Raises
         ------
         HeteroError
-            The file cannot be written; `compare` is no report; the executable was made by another compiler.
+            The file cannot be written; `compare` is not a report; the executable was made by another compiler.
 
         Examples
         --------
@@ -229,29 +226,28 @@ class Executable:
     def export_library(self, path: str | os.PathLike[str], *, key: bytes | None = None) -> None:
         """Write one file with code, metadata and weights, for `relax_hetero.load`.
 
-        The file at `path` is replaced in one step, so it may be one that is loaded. Linking needs a C compiler
-        (``CXX`` or cc) and TVM's; an executable that was itself loaded needs neither.
+        The file at `path` is replaced atomically, so it may be loaded meanwhile. Linking needs a C compiler (``CXX`` or
+        cc) and TVM's compiler; executables that were loaded from a file need neither.
 
         Parameters
         ----------
         path : str or path
-            The file, usually ``.so``; any name can be loaded.
+            File to write, usually ``.so``; any name can be loaded.
         key : bytes, optional
-            Sign the file: ``rh.load(path, key=key)`` loads it only if nobody without the key has changed it. At least
-            16 bytes, kept secret by those who write and those who load.
+            Secret of at least 16 bytes that signs the file: ``rh.load(path, key=key)`` refuses files that were changed
+            without it.
 
         Raises
         ------
         BuildError
-            No compiler, a failing one, a path that cannot be written, or a key that is none. Nothing is left half
-            written.
+            No compiler, a failing one, a path that cannot be written, or an invalid key. No partial file is left.
         """
         self._export(
             Path(checked_path(path, "exporting an executable")), None if key is None else checked_key(key), 0o666
         )
 
     def export_private(self, path: Path) -> None:
-        """As `export_library`, to a file that only this user may read or write.
+        """Export to a file that only this user may read or write; see `export_library`.
 
         Parameters
         ----------
@@ -268,7 +264,7 @@ class Executable:
             write_executable(path, [self, *self.versions], key, mode)
 
     def write_library(self, path: Path, what: str) -> None:
-        """Write the linked code to `path`; BuildError, beginning with `what`, where it cannot be linked.
+        """Write the linked code to `path`; a BuildError that begins with `what` if it cannot be linked.
 
         Parameters
         ----------
@@ -283,7 +279,7 @@ class Executable:
             link_library(self.module, path, what, self._machine_code)
 
     def runnable(self) -> runtime.Module:
-        """The module in a form that runs in this process; code of ``c`` devices is compiled now, once.
+        """The module in a form that runs in this process; the first call compiles code of ``c`` devices.
 
         Raises
         ------
@@ -302,7 +298,7 @@ class Executable:
             return load_code(library)
 
     def constants_on(self, devices: Sequence[runtime.Device]) -> PlacedConstants:
-        """The constants where functions take them; machines on the same devices share the result.
+        """The constants on the devices that use them; machines on the same devices share the result.
 
         Parameters
         ----------
@@ -315,6 +311,6 @@ class Executable:
             placed = self._placed.get(key)
             if placed is None:
                 placed = PlacedConstants(self.constants, self.metadata.constants, devices, address_of)
-                settle_on_nodes(self.metadata, placed.values)
+                move_constants_to_nodes(self.metadata, placed.values)
                 self._placed[key] = placed
             return placed

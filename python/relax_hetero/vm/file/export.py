@@ -1,4 +1,4 @@
-"""Executables to files: link the code, append weights and metadata, replace the target in one step."""
+"""Export of executables: links the code, appends weights and metadata, and replaces the target file atomically."""
 
 from __future__ import annotations
 
@@ -32,61 +32,61 @@ from ..device.interruptible import run_in_threads
 from ..device.tensors import bytes_of
 from .cuda_modules import with_machine_code, write_block
 
-# Modules that hold source or objects, and run only after they were linked.
+# Kinds of modules that contain source or objects, and must be linked before they can run.
 _NEEDS_LINKING = ("c", "static_library")
 
-# Temporary files that linking may need: LLVM ends the process where it cannot write all of an object.
 _LINKING_BYTES = 64 << 20
+"""Free bytes for temporary files that linking requires: LLVM aborts the process if it cannot write an object."""
 
-# Of the symbols of functions (TVM's symbol::tvm_ffi_symbol_prefix).
 SYMBOL_PREFIX = "__tvm_ffi_"
+"""Prefix of functions' symbols (TVM's `symbol::tvm_ffi_symbol_prefix`)."""
 
-# For the source of `c` devices: TVM's generator reinterprets through pointers, and calls float16 "half".
+# For the C source of `c` devices: TVM's generator violates strict aliasing, and calls float16 "half".
 _C_OPTIONS = ("-O2", "-fno-strict-aliasing", "-Dhalf=_Float16")
 
 
 def needs_linking(module: runtime.Module) -> bool:
-    """Return whether a module or one it imports cannot run in the process as it is."""
-    return any(part.kind in _NEEDS_LINKING for part in _modules(module))
+    """Return whether a module, or one that it imports, must be linked before it can run."""
+    return any(each.kind in _NEEDS_LINKING for each in _modules(module))
 
 
 def _modules(module: runtime.Module) -> Iterator[runtime.Module]:
     yield module
-    for part in module.imports:
-        yield from _modules(part)
+    for imported in module.imports:
+        yield from _modules(imported)
 
 
 def generate_code(module: runtime.Module) -> None:
-    """Have LLVM write the machine code of every module of its own, all at once: it would do so one by one later."""
-    parts = [partial(_first_function, part) for part in _modules(module) if part.kind == "llvm"]
-    run_in_threads(parts, num_cores(), "relax_hetero.code")
+    """Make LLVM generate the machine code of all its modules in parallel, instead of one by one at first use."""
+    tasks = [partial(_look_up_function, each) for each in _modules(module) if each.kind == "llvm"]
+    run_in_threads(tasks, num_cores(), "relax_hetero.code")
 
 
-def _first_function(part: runtime.Module) -> None:
+def _look_up_function(module: runtime.Module) -> None:
     # Kernels that are called by address have symbols without the prefix, and no packed function.
-    packed = (str(symbol) for symbol in part["get_func_names"]() if str(symbol).startswith(SYMBOL_PREFIX))
+    packed = (str(symbol) for symbol in module["get_func_names"]() if str(symbol).startswith(SYMBOL_PREFIX))
     for symbol in itertools.islice(packed, 1):
-        part.get_function(symbol.removeprefix(SYMBOL_PREFIX))
+        module.get_function(symbol.removeprefix(SYMBOL_PREFIX))
 
 
 def check_linking(what: str) -> list[str]:
-    """The command of the C compiler that links: ``CXX`` or ``CC``, with options if any, else the first known on PATH.
+    """The command of the linking C compiler: ``CXX`` or ``CC`` with its options, else the first known one on PATH.
 
     Raises
     ------
     BuildError
-        Beginning with `what`: there is no compiler, or no room for temporary files.
+        No compiler, or no space for temporary files; the message begins with `what`.
     """
     from tvm.support.cc import get_cc
 
-    given: str | None = get_cc()
+    text: str | None = get_cc()
     try:
-        # A program whose path has spaces is one word, whatever a shell would make of it.
-        command = [given] if given and shutil.which(given) else shlex.split(given or "")
-    except ValueError as error:  # a quotation that does not end
-        raise BuildError(f"{what} needs a C compiler: found CXX={given!r}, which is no command: {error}") from error
+        # The path of a program may contain spaces.
+        command = [text] if text and shutil.which(text) else shlex.split(text or "")
+    except ValueError as error:  # unbalanced quotes
+        raise BuildError(f"{what} needs a C compiler: found CXX={text!r}, which is not a command: {error}") from error
     if not command or shutil.which(command[0]) is None:
-        found = f"{given!r}, which is no program" if given else "none on PATH and no CXX set"
+        found = f"{text!r}, which is not a program" if text else "none on PATH and no CXX set"
         raise BuildError(f"{what} needs a C compiler: found {found}, expected g++, gcc, clang++, clang, c++ or cc")
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
@@ -100,12 +100,17 @@ def link_library(
 ) -> None:
     """Link a compiled module into a shared library at `path`.
 
-    `machine_code`: of CUDA kernels that the module holds as source, by `cuda_modules.source_key`.
+    Parameters
+    ----------
+    what : str
+        Begin of error messages.
+    machine_code : mapping of str to bytes, optional
+        Machine code of CUDA kernels that the module contains as source, by `cuda_modules.source_key`.
 
     Raises
     ------
     BuildError
-        No compiler of TVM or C in this process, or one that fails; `what` says what for.
+        TVM's or the C compiler is absent, or fails.
     """
     if _RUNTIME_ONLY:
         raise BuildError(f"{what} needs TVM's compiler: found TVM's runtime only")
@@ -117,39 +122,41 @@ def link_library(
             module.export_library(
                 str(path), fcompile=link, fpack_imports=pack, workspace_dir=workspace, options=list(_C_OPTIONS)
             )
-        except Exception as error:  # TVM and the linker raise their own kinds
+        except Exception as error:  # TVM and the linker raise various exceptions
             raise BuildError(f"{what}: linking failed: {error}") from error
 
 
 def _pack(machine_code: Mapping[str, bytes], module: runtime.Module, system: bool, prefix: str, folder: str) -> str:
-    """A file for the linker with all that a module imports, CUDA kernels as machine code."""
+    """Write a file for the linker with the modules that a module imports, CUDA kernels as machine code."""
     block = tvm.get_global_func("runtime.ModulePackImportsToTensor")(module).numpy().tobytes()
     return str(write_block(with_machine_code(block, machine_code), Path(folder)))
 
 
 def _link(command: Sequence[str], output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
-    """Link objects and C sources; TVM's own function takes a compiler without options, and no ``ccache g++``."""
+    """Link objects and C sources; unlike TVM's function, this accepts compilers with options, as ``ccache g++``."""
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-    whole = [*command, "-shared", "-fPIC", *undefined, "-o", output, *options, *objects]
-    done = subprocess.run(whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        text = done.stdout.decode(errors="replace")
-        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{text}\nCommand: {shlex.join(whole)}")
+    arguments = [*command, "-shared", "-fPIC", *undefined, "-o", output, *options, *objects]
+    process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if process.returncode:
+        text = process.stdout.decode(errors="replace")
+        raise RuntimeError(
+            f"{shlex.join(command)} ended with {process.returncode}:\n{text}\nCommand: {shlex.join(arguments)}"
+        )
 
 
 def checked_path(path: object, what: str) -> str:
-    """`path` as text; BuildError, beginning with `what`, where it is no path."""
+    """`path` as text; a BuildError that begins with `what` if it is not a path."""
     try:
         text = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError:
         raise BuildError(f"{what}: {describe_value(path)}; expected a path") from None
     if not text or "\0" in text:
-        raise BuildError(f"{what}: {text!r} is no path")
+        raise BuildError(f"{what}: {text!r} is not a path")
     return text
 
 
 def write_executable(path: Path, parts: Sequence[Part], key: bytes | None = None, mode: int = 0o666) -> None:
-    """Link and write a new executable to `path`, signed with `key` if there is one; see `replacing`.
+    """Link and write a new executable to `path`, signed with `key` if given; see `replacing`.
 
     Parameters
     ----------
@@ -171,17 +178,17 @@ def write_executable(path: Path, parts: Sequence[Part], key: bytes | None = None
 
 
 class Part(Protocol):
-    """An executable or a version of one, to be written."""
+    """Executable, or version of one, to be written."""
 
     metadata: Metadata
     constants: list[runtime.Tensor]
 
     def write_library(self, path: Path, what: str) -> None:
-        """Write the shared library to `path`; `what` begins messages."""
+        """Write the shared library to `path`; error messages begin with `what`."""
 
 
 def write_copy(path: Path, data: Any, key: bytes | None = None, mode: int = 0o666) -> None:
-    """Write the bytes of an executable that was loaded, signed with `key` if there is one."""
+    """Write the bytes of a loaded executable, signed with `key` if given."""
     with replacing(path, mode) as target:
         with open(target, "wb") as file:
             file.write(data)
@@ -197,30 +204,33 @@ def _sign(path: Path, key: bytes | None) -> None:
 
 
 def header_of(metadata: Metadata) -> dict[str, Any]:
-    """The header of the file, as JSON data: versions and metadata."""
+    """The header of a file as JSON data: versions of TVM, and metadata."""
     metadata = replace(metadata, devices=tuple(with_features(spec) for spec in metadata.devices))
     return {"tvm": tvm.__version__, "tvm_ffi": tvm_ffi.__version__, "metadata": metadata.to_json()}
 
 
 class replacing:
-    """A new file beside `path` that takes its place when the block ends well, and vanishes otherwise.
+    """Context of a temporary file that replaces `path` when the block succeeds, and is deleted otherwise.
 
-    `mode`: its permissions, less those that the umask takes.
+    Processes that have the old file open or loaded keep its contents: it is unlinked, never written.
 
-    The old file's contents live on for whoever has it open or loaded: it is unlinked, never written.
+    Parameters
+    ----------
+    mode : int
+        Permissions of the new file, subject to the umask.
     """
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
         self._mode = mode
-        self.path = path = Path(os.path.realpath(path))  # of a link, the file it leads to
+        self.path = path = Path(os.path.realpath(path))  # symbolic links are followed
         self.temporary = path.parent / f".{path.name[:100]}.{uuid.uuid4().hex}"
 
     def __enter__(self) -> Path:
         try:
             self._check()
-            # Never through a link that somebody has put there, and from the start with the permissions of the end.
+            # O_NOFOLLOW and O_EXCL refuse links that others have planted; the permissions are final from the start.
             os.close(os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode))
-        except OSError as error:  # a name that is too long, a folder that may not be searched
+        except OSError as error:  # for example, a name that is too long or a folder without permission
             raise BuildError(f"exporting {self.path}: {error.strerror or error}") from error
         return self.temporary
 

@@ -1,4 +1,4 @@
-"""Files to executables: check, map the weights, load the code."""
+"""Loading of executables: checks the file, maps the weights, loads the code."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from .load_code import load_code
 def load(
     path: str | os.PathLike[str], verify: bool = False, *, copy: bool = False, key: bytes | None = None
 ) -> Executable:
-    """Load what `Executable.export_library` wrote; needs nothing but this file and TVM's runtime.
+    """Load a file of `Executable.export_library`; needs only the file and TVM's runtime.
 
-    **Loading a file runs its code**, as a shared library does when it is opened: load files only of authors whom you
-    trust. Checksums find damage, not malice; with a `key` only files are loaded that were signed with it.
+    **Loading a file runs its code**, as opening any shared library does: load only files whose authors you trust.
+    Checksums find damage, not malice; with a `key` only files are loaded that were signed with it.
 
-    Weights are mapped: pages are read when a kernel touches them, and processes that load one file share them.
-    Replace a file by renaming another over it (as ``export_library`` does), do not write into it while it is loaded: a
-    process that touches a page that is no longer there ends. With `copy` what happens to the file does not matter.
+    Weights are memory-mapped: pages are read when a kernel accesses them, and processes share the pages of one file.
+    Replace a loaded file by renaming another over it (as ``export_library`` does), and never write into it: a process
+    that accesses a missing page is killed. With `copy` the file may change after loading.
 
     Parameters
     ----------
     path : str or path
-        The file.
+        File to load.
     verify : bool
-        Also read all weights and compare their checksums. Code and metadata are always checked.
+        Whether to read all weights and compare their checksums. Code and metadata are always checked.
     copy : bool
-        Read the whole file into memory, of this process alone, and load code and weights from there.
+        Whether to read the whole file into private memory, and load code and weights from there.
     key : bytes, optional
-        Key that the file was signed with, ``export_library(path, key=key)``, of at least 16 bytes. The file is copied,
-        and the copy verified before any of its code is loaded.
+        Key of at least 16 bytes that the file was signed with, ``export_library(path, key=key)``. The file is copied,
+        and the copy is verified before any of its code is loaded.
 
     Returns
     -------
@@ -53,30 +53,29 @@ def load(
     Raises
     ------
     BuildError
-        A file that is missing, foreign, truncated, corrupt, of another version, or not signed with `key`; names what
-        was found and expected.
+        A file that is missing, foreign, truncated, corrupt, of another version, or not signed with `key`.
     """
     file = Path(os.path.abspath(checked_path(path, "loading an executable")))
     return load_container(open_container(file, copy=copy, key=None if key is None else checked_key(key)), verify)
 
 
 def load_container(container: Container, verify: bool = False) -> Executable:
-    """The executable of a file that is open; as `load`."""
+    """Load the executable of an open file; see `load`."""
     _check_version(container)
     if verify:
         container.verify_weights()
     try:
-        whole, *versions = container.versions()
+        full, *versions = container.versions()
     except ValueError as error:
         raise BuildError(f"{container.path}: the metadata cannot be read: {error}") from error
-    metadata, constants = _read(whole)
+    metadata, constants = _read(full)
     load_library("tvm_runtime_extra")
-    here = [device.backend.load() for device in metadata.devices]
-    # Code of a device that this process knows nothing of cannot be loaded; making the machine says so.
-    module = load_code(container.path, container) if all(here) else None
+    are_loaded = [device.backend.load() for device in metadata.devices]
+    # Code of unsupported devices cannot be loaded; making a VirtualMachine reports that.
+    module = load_code(container.path, container) if all(are_loaded) else None
     # Code of a version is loaded when a machine runs it.
-    parts = [Executable(None, *_read(version), version) for version in versions]
-    return Executable(module, metadata, constants, container, versions=parts)
+    reduced = [Executable(None, *_read(version), version) for version in versions]
+    return Executable(module, metadata, constants, container, versions=reduced)
 
 
 def _read(container: Container) -> tuple[Metadata, list[runtime.Tensor]]:
@@ -97,8 +96,8 @@ def _constant(container: Container, index: int, spec: ConstantSpec) -> runtime.T
 
 
 def _check_version(container: Container) -> None:
-    found = container.header["tvm"]
-    if found.split(".")[:2] != tvm.__version__.split(".")[:2]:
+    version = container.header["tvm"]
+    if version.split(".")[:2] != tvm.__version__.split(".")[:2]:
         raise BuildError(
-            f"{container.path}: compiled by TVM {found[:50]}, expected {tvm.__version__}; compile it again"
+            f"{container.path}: compiled by TVM {version[:50]}, expected {tvm.__version__}; compile it again"
         )

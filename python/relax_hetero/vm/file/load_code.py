@@ -1,4 +1,4 @@
-"""The code of a file, loaded into this process."""
+"""Loading of a file's code into this process."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ...artifact.container import Container
 from ...errors import BuildError
 
 _lock = threading.Lock()
-# The file (device, inode) that each path stood for when its code was loaded.
-_loaded: dict[str, tuple[int, int]] = {}
-# All files whose code was loaded.
-_files: set[tuple[int, int]] = set()
+# The file (device, inode) of each path whose code was loaded.
+_loaded_paths: dict[str, tuple[int, int]] = {}
+# All files (device, inode) whose code was loaded.
+_loaded_files: set[tuple[int, int]] = set()
 
 
 def load_code(path: Path, container: Container | None = None) -> runtime.Module:
-    """Load a shared library, also where it, or another file of the same name, is loaded already.
+    """Load a shared library, even if it, or another file of the same name, is already loaded.
 
-    The dynamic loader knows libraries by name first and would return the older one; a new name helps. A file that it
-    knows under any name is not loaded again, and what is global in TVM's code, such as the kernels of GPUs that host
-    functions have looked up, would be one for both modules and end with one of them: a copy of the code helps.
+    The dynamic loader returns a loaded library of the same name, so another file of that name is loaded through a new
+    name. It does not load a file twice under any name, and two modules would share the globals of TVM's code, such as
+    GPU kernels that host functions have looked up, which end with one of them: so a loaded file is copied.
 
     Parameters
     ----------
     container : Container, optional
-        The opened file, if it is one; another that has taken its place meanwhile is not loaded.
+        Opened executable; a file that has replaced it meanwhile is not loaded.
     """
     with _lock:
         try:
@@ -41,28 +41,28 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
                 identity = (status.st_dev, status.st_ino)
             else:
                 source, identity = _open_file(container), container.identity
-            # Of a version, the library does not stand at the begin of the file.
-            is_known = identity in _files or (container is not None and container.code_begin > 0)
-            _files.add(identity)
-            if not is_known and container is None and _loaded.setdefault(source, identity) == identity:
+            # The library of a version is not at the begin of the file, and must be copied, too.
+            needs_copy = identity in _loaded_files or (container is not None and container.code_begin > 0)
+            _loaded_files.add(identity)
+            if not needs_copy and container is None and _loaded_paths.setdefault(source, identity) == identity:
                 return tvm_ffi.load_module(source, keep_module_alive=False)
             with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
                 name = os.path.basename(path)
-                # TVM knows what a file is by the end of its name.
+                # TVM recognizes file types by their suffix.
                 other = os.path.join(folder, name if name.endswith((".so", ".dylib", ".dll")) else "library.so")
-                if not is_known:
+                if not needs_copy:
                     os.symlink(source, other)
                 elif container is None:
                     shutil.copyfile(source, other)
                 else:
                     container.code.tofile(other)
                 return tvm_ffi.load_module(other, keep_module_alive=False)
-        except Exception as error:  # TVM raises its own kinds
+        except Exception as error:  # TVM raises various exceptions
             raise BuildError(f"{path}: its code cannot be loaded: {error}") from error
 
 
 def _open_file(container: Container) -> str:
-    """A name of the very file that was opened and checked, whatever its path leads to now."""
+    """A path of the very file that was opened and checked, even if its own path has been replaced."""
     name = f"/proc/self/fd/{container.descriptor}"
     if os.path.exists(name):
         return name

@@ -1,10 +1,10 @@
-"""Queued calls: each step of a call enters a queue as soon as the values it reads are made.
+"""Queued calls: each step of a call enters a queue as soon as the values that it reads are ready.
 
-A call's schedule is a graph of steps. A step enters the queue of its device when all it reads is made; the thread that
-made the last of it puts it there. Each call has values of its own, dropped after their last reader, so calls do not
-meet, and what they give does not depend on what runs beside them.
+A call's schedule is a graph of steps. The thread that produces the last input of a step puts the step into the queue of
+its device. Each call has values of its own, dropped after their last reader, so concurrent calls do not affect each
+other's results.
 
-What work on a GPU makes is there twice: issued, for what reads it on a GPU, and made, for all others (`stream_queue`).
+A value made on a GPU becomes ready twice: issued, for readers on GPUs, and complete, for all others (`stream_queue`).
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ class Prepared:
     sizes : mapping of str to int
         The values of its symbolic dimensions.
     finish : callable
-        Makes the result for the caller of what the function returned (a value, or nested tuples), in the thread that
-        made it.
+        Makes the caller's result from the function's (a value, or nested tuples), in the thread that computed it.
     memory : ArgumentMemory or None
-        Where the arguments lie, where calls of the process may consume some.
+        Memory of the arguments, if calls of the process may consume arguments.
     """
 
     values: Sequence[Any]
@@ -45,7 +44,7 @@ class Prepared:
 
 
 Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
-"""Checks the arguments that a caller gave, by position and by name, and places them."""
+"""Function that checks and places a caller's arguments, by position and by name."""
 
 
 class QueuedCall:
@@ -54,20 +53,20 @@ class QueuedCall:
     Parameters
     ----------
     plan : QueuePlan
-        The function's steps, and where they run.
+        The function's steps and their queues.
     number : int
-        Older calls have smaller ones.
+        Age of the call: older calls have smaller numbers.
     fence : Fence
         Gets the result, or the error.
     owner : object
-        Kept until the call has ended: its machine.
+        The machine, kept alive until the call has ended.
 
     Attributes
     ----------
     values : list of object
-        Values by number, those that are made, or issued, and still wanted.
+        Values by number; None before they are issued and after their last reader.
     points : dict of int to Point
-        Points by number, where the values that are issued and not made yet will be.
+        Stream points, by number, of values that are issued and not yet complete.
     sizes
         The values of symbolic dimensions.
     """
@@ -86,13 +85,13 @@ class QueuedCall:
         self._error: BaseException | None = None
         self._has_begun = False
 
-    def held(self) -> list[Any]:
-        """The values that are still wanted, at this time."""
+    def live_values(self) -> list[Any]:
+        """The values that still have readers."""
         with self._lock:
             return [*self.values]
 
     def begin(self) -> None:
-        """Put the steps that wait for nothing into their queues."""
+        """Push the steps without missing inputs into their queues."""
         if self._plan.steps:
             self._push([index for index, missing in enumerate(self._missing) if not missing])
         elif self._fence.begin():
@@ -103,50 +102,50 @@ class QueuedCall:
         if not self._enter(index):
             return
         try:
-            made, point = self._plan.execute(index, self)
+            results, point = self._plan.execute(index, self)
         except BaseException as error:  # kernels may be written in Python
             self.fail(index, error)
             return
-        self._issued(index, made, point)
+        self._mark_issued(index, results, point)
         queue = self._plan.queues[index]
         if point is not None and isinstance(queue, StreamQueue):
             queue.at_end(_StepEnd(self, index, point))
         else:
-            self._ended(index)
+            self._mark_ended(index)
 
     def end(self, index: int, point: Point) -> None:
-        """Wait until the GPU is done with a step that was issued."""
+        """Wait until the GPU has completed an issued step."""
         try:
             self._plan.await_end(index, point)
         except BaseException as error:
             self.fail(index, error)
         else:
-            self._ended(index)
+            self._mark_ended(index)
 
     def fail(self, index: int, error: BaseException) -> None:
-        """A step failed, so the call does: what has not begun is never run."""
-        told = self._told(index, error)
+        """Fail the call because a step failed; steps that have not begun are never run."""
+        explained = self._explain(index, error)
         with self._lock:
             self._running.discard(index)
             if self._error is None:
-                self._error = told
+                self._error = explained
             is_over = self._is_over()
         if is_over:
             self._settle()
 
-    def _told(self, index: int | None, error: BaseException) -> BaseException:
-        """The error for the caller; what it comes from keeps nothing of the call alive."""
-        told: BaseException
+    def _explain(self, index: int | None, error: BaseException) -> BaseException:
+        """The error for the caller, without frames that would keep the call's values alive."""
+        explained: BaseException
         try:
-            told = self._plan.explain(index, error)
-        except Exception:  # whoever waits for the call gets what there is
-            told = error
+            explained = self._plan.explain(index, error)
+        except Exception:  # the waiting caller must get some error
+            explained = error
         frames = error.__traceback__
         traceback.clear_frames(frames)
-        error.__traceback__ = frames and frames.tb_next  # the first is this call's own
-        if told is not error:
-            told.__cause__ = error
-        return told
+        error.__traceback__ = frames and frames.tb_next  # the first frame is `run` or `end`
+        if explained is not error:
+            explained.__cause__ = error
+        return explained
 
     def _enter(self, index: int) -> bool:
         with self._lock:
@@ -159,20 +158,20 @@ class QueuedCall:
         self._free()
         return False
 
-    def _issued(self, index: int, made: Sequence[Any], point: Point | None) -> None:
-        """A step's values can be read: on GPUs by work that waits for `point`, or by all where that is None."""
+    def _mark_issued(self, index: int, results: Sequence[Any], point: Point | None) -> None:
+        """Publish a step's results: to GPU work that waits for `point`, or to all readers if that is None."""
         step, ready = self._plan.steps[index], []
         with self._lock:
-            for number, value in zip(step.makes, made, strict=True):
+            for number, value in zip(step.makes, results, strict=True):
                 self.values[number] = value
                 if point is not None:
                     self.points[number] = point
             if self._error is None:
-                ready = self._released(self._plan.follow_issue[index])
+                ready = self._count_down(self._plan.follow_issue[index])
         self._push(ready)
 
-    def _ended(self, index: int) -> None:
-        """A step is done with what it reads, and what it makes is made."""
+    def _mark_ended(self, index: int) -> None:
+        """Release a step's inputs, and publish its results as complete."""
         step, ready = self._plan.steps[index], []
         with self._lock:
             self._running.discard(index)
@@ -185,7 +184,7 @@ class QueuedCall:
                 if not self._readers[number]:
                     self.values[number] = None
             if self._error is None:
-                ready = self._released(self._plan.follow_end[index])
+                ready = self._count_down(self._plan.follow_end[index])
             is_over = self._is_over()
         if is_over:
             self._settle()
@@ -193,11 +192,11 @@ class QueuedCall:
             self._push(ready)
 
     def _is_over(self) -> bool:
-        """Return whether nothing of the call runs or will run; under the lock."""
+        """Return whether no step runs or will run; requires the lock."""
         return not self._running and (self._left == 0 or self._error is not None)
 
-    def _released(self, readers: Sequence[int]) -> list[int]:
-        """The steps that wait for nothing more, of those that one value each is there for now."""
+    def _count_down(self, readers: Sequence[int]) -> list[int]:
+        """Count one more value as ready for each of `readers`; returns the steps that now have all their inputs."""
         for reader in readers:
             self._missing[reader] -= 1
         return [reader for reader in dict.fromkeys(readers) if not self._missing[reader]]
@@ -211,13 +210,13 @@ class QueuedCall:
                 queue.push((self._number, index), _StepWork(self, index))
 
     def _settle(self) -> None:
-        """Tell the fence. Last comes what may run code of the caller's."""
+        """Settle the fence. It comes last, because callbacks run code of the caller's."""
         error, result = self._error, None
         if error is None and self._finish is not None:
             try:
                 result = self._finish(self._plan.result(self.values))
-            except BaseException as raised:  # memory for a copy of a result, say
-                error = self._told(None, raised)
+            except BaseException as raised:  # for example, no memory for a copy of a result
+                error = self._explain(None, raised)
         self._free()
         self._fence.settle(result, error)
 
@@ -227,7 +226,7 @@ class QueuedCall:
 
 
 class _StepWork:
-    """A step of a call, as queues run it."""
+    """A step of a call, as work of a queue."""
 
     __slots__ = ("_call", "_index")
 
@@ -242,7 +241,7 @@ class _StepWork:
 
 
 class _StepEnd:
-    """The wait for the end of a step, as queues run it."""
+    """The wait for the end of an issued step, as work of a queue."""
 
     __slots__ = ("_call", "_index", "_point")
 

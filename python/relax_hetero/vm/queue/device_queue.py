@@ -1,8 +1,8 @@
-"""A queue per device: a thread that runs what is ready, the oldest call first.
+"""A queue per device: a thread that runs ready work, the oldest call first.
 
-Work enters a queue when everything it reads is there, so a queue never waits for another one, and calls in flight
-cannot block each other. Where several pieces are ready, those of the oldest call go first, in the order of its
-schedule: that drains calls, and makes what runs when depend on nothing but when it became ready.
+Work enters a queue when all its inputs are ready, so a queue never waits for another one, and calls in flight cannot
+block each other. Ready work is ordered by call, oldest first, and then by schedule: that finishes old calls first, and
+the order depends only on when work became ready.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Protocol
 
 from ...errors import HeteroError
 from ..device.numa import prefer_node
-from ..device.threads import Threads, keep_threads
+from ..device.threads import Threads, reserve_threads
 from .fence import thread_state
 
 _log = logging.getLogger(__name__)
 
 
 class Work(Protocol):
-    """A piece of work that a queue runs."""
+    """Work that a queue runs."""
 
     def run(self) -> None:
-        """Do it, and tell of its errors; what this raises is logged."""
+        """Do the work, and report its errors; exceptions that leave this method are only logged."""
 
     def fail(self, error: HeteroError) -> None:
-        """Called instead of `run` where no thread will do the work."""
+        """Report an error; called instead of `run` if no thread will do the work."""
 
 
 class DeviceQueue:
@@ -42,11 +42,11 @@ class DeviceQueue:
     name : str
         Name of the thread, also in messages.
     cores : sequence of int
-        The CPUs of a CPU device's thread and its helpers; empty for none of its own.
+        CPUs that a CPU device's thread and its workers are bound to; empty for no binding.
     threads : Threads, optional
-        Threads that its kernels run on; None where it runs none.
+        Threads that its kernels run on; None if it runs no kernels.
     node : int, optional
-        The NUMA node that its threads get memory from; None for the system's choice.
+        NUMA node that its threads allocate memory on; None for the system's choice.
 
     Attributes
     ----------
@@ -67,9 +67,9 @@ class DeviceQueue:
         self._thread: threading.Thread | None = None
 
     def push(self, order: tuple[int, int], work: Work) -> None:
-        """Add ready work; `order` is the number of its call and of its step, and no two are equal.
+        """Add ready work; `order` is the number of its call and the index of its step, a unique pair.
 
-        Work that no thread will run fails at once: the queue is closed, or the system gives it no thread.
+        Work fails at once if no thread will run it: the queue is closed, or its thread cannot start.
         """
         with self._state:
             reason = self._begin()
@@ -81,7 +81,7 @@ class DeviceQueue:
             self._tokens.put(None)
 
     def close(self, timeout: float = 0) -> None:
-        """Have the thread end after what runs now, what is left fail, and wait for that for `timeout` seconds."""
+        """End the thread after its current work, fail the remaining work, and wait up to `timeout` seconds for that."""
         with self._state:
             self._is_open = False
         self._tokens.put(None)
@@ -89,11 +89,11 @@ class DeviceQueue:
             self._thread.join(timeout)
 
     def _begin(self) -> str:
-        """Begin the thread if there is none; the reason why no thread will run further work, or nothing."""
+        """Start the thread if necessary; returns why no thread will run further work, or an empty text."""
         if not self._is_open:
             return f"{self.name} is closed: the process ends"
         if self._thread is None or self._thread.ident is None:  # an interrupted caller may not have started it
-            # A daemon: an interpreter that ends does not wait for it (`queues` does, for a while).
+            # A daemon: interpreter exit does not wait for it (`queues` does, for a limited time).
             self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
             try:
                 self._thread.start()
@@ -102,7 +102,7 @@ class DeviceQueue:
         return ""
 
     def _work(self) -> None:
-        self._settle_in()
+        self._set_up_thread()
         while True:
             self._tokens.get()
             with self._state:
@@ -117,12 +117,12 @@ class DeviceQueue:
         for _, _, work in self._ready:
             work.fail(HeteroError(f"{self.name} is closed: the process ends; this work will not be done"))
 
-    def _settle_in(self) -> None:
+    def _set_up_thread(self) -> None:
         if self._cores:
-            with suppress(OSError, AttributeError):  # a platform without, or cores that were taken away
+            with suppress(OSError, AttributeError):  # unsupported by the platform, or the cores are no longer available
                 os.sched_setaffinity(threading.get_native_id(), self._cores)
         if self._node is not None:
             prefer_node(self._node)
         if self._threads is not None:
-            keep_threads(self._threads)
+            reserve_threads(self._threads)
         thread_state.is_worker = True

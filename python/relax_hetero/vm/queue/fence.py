@@ -15,7 +15,7 @@ from ...errors import HeteroError
 
 
 class _ThreadState(threading.local):
-    """State of this thread: it must never wait for queues while it runs their work."""
+    """Thread-local state: a queue's worker thread must never wait for queues."""
 
     is_worker = False
 
@@ -41,15 +41,15 @@ class Fence(Future[Any]):
     ``done()``, ``exception()``, ``add_done_callback(f)`` and ``cancel()`` are those of futures: a call can be cancelled
     until its first step begins. A fence may be given as an argument of a later call, which then waits for it.
 
-    Callbacks run in the thread that ends the call, mostly one that runs a queue: a slow callback holds the queue up.
+    Callbacks run in the thread that ends the call, usually a queue's thread: a slow callback delays the queue.
 
-    It is a future of the standard library and not a wrapper of one, as `concurrent.futures.wait` and `as_completed`
-    return the very futures that they were given.
+    A subclass of the standard future rather than a wrapper, because `concurrent.futures.wait` and `as_completed`
+    return the objects that they were given.
 
     Parameters
     ----------
     on_end : callable
-        Told once the fence is done, before callbacks are.
+        Called with the fence once it is done, before other callbacks.
     """
 
     def __init__(self, on_end: Callable[[Fence], None]) -> None:
@@ -70,12 +70,12 @@ class Fence(Future[Any]):
         Raises
         ------
         HeteroError
-            The call failed, or one that it waited for; or a wait in a thread that runs queues (in a callback of another
+            The call failed, or one that it depends on; or this wait is in a queue's thread (a callback of another
             fence), which would wait for itself.
         TimeoutError
             After `timeout` seconds.
         concurrent.futures.CancelledError
-            Where the call was cancelled.
+            The call was cancelled.
         """
         if self._lost is not None:
             raise self._lost
@@ -84,7 +84,7 @@ class Fence(Future[Any]):
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, and return what `result` would raise, None for a result.
+        """Wait, and return the exception that `result` would raise, or None.
 
         Parameters
         ----------
@@ -105,7 +105,7 @@ class Fence(Future[Any]):
         return asyncio.wrap_future(self).__await__()
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Have `fn` called with this fence once it is done, in a queue's thread whatever other callbacks raise.
+        """Call `fn` with this fence once it is done; in a queue's thread, even if other callbacks raise.
 
         Parameters
         ----------
@@ -115,14 +115,14 @@ class Fence(Future[Any]):
         super().add_done_callback(partial(_call, fn))
 
     def cancel(self) -> bool:
-        """Have the call not run, if its first step has not begun; whether it never will."""
+        """Cancel the call if its first step has not begun; returns whether it was cancelled."""
         is_cancelled = super().cancel()
         if is_cancelled:
-            self.begin()  # tells `concurrent.futures.wait`, which ignores a future that is only cancelled
+            self.begin()  # notifies `concurrent.futures.wait`, which ignores a future that is only cancelled
         return is_cancelled
 
     def begin(self) -> bool:
-        """Return whether the call may run; it can no longer be cancelled then."""
+        """Mark the call as running, unless it was cancelled; returns whether it runs."""
         with self._lock:
             if not self._has_begun:
                 self.set_running_or_notify_cancel()
@@ -145,7 +145,7 @@ class Fence(Future[Any]):
             self.set_result(result) if error is None else self.set_exception(error)
 
     def lose(self, error: HeteroError) -> None:
-        """Give the fence an error in a process that was forked, where nobody else knows of it and locks may be held.
+        """Give the fence an error in a forked process, where no thread serves it and locks may be held forever.
 
         Parameters
         ----------
@@ -159,17 +159,17 @@ def _call(fn: Callable[[Any], object], fence: Future[Any]) -> None:
     try:
         fn(fence)
     except Exception:
-        raise  # futures log it
+        raise  # the base class logs it
     except BaseException:
-        if not thread_state.is_worker:  # Ctrl-C, in a thread of the caller's
+        if not thread_state.is_worker:  # Ctrl-C in a thread of the caller's
             raise
         _log.exception("exception calling callback for %r", fence)
 
 
 def when_all_done(fences: Sequence[Fence], then: Callable[[], None]) -> None:
-    """Call `then` once all of some fences are done, at once where there are none."""
+    """Call `then` once all fences are done; at once if there are none."""
     lock, left = threading.RLock(), set(fences)
-    pending = [then]  # emptied, as futures keep their callbacks, and `then` may keep the fences
+    pending = [then]  # emptied, because futures keep their callbacks, and `then` may keep the fences: a cycle
 
     def on_done(fence: Any) -> None:
         with lock:

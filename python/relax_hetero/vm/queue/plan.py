@@ -1,4 +1,4 @@
-"""Queue plans: the schedule of a function together with the queues of one machine."""
+"""Queue plans: the schedule of a function, bound to the queues of one machine."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .stream_queue import Point
 
 
 class QueuePlan:
-    """A schedule with the queues of a machine.
+    """A schedule bound to the queues of a machine.
 
     Attributes
     ----------
     function
-        Its name.
+        Name of the function.
     queues : list
-        Queue of each step; None for one that runs where what it reads was made.
+        Queue of each step; None for an alias, which runs in the thread that made its input.
     values
-        How many there are.
+        Number of values.
     missing : list
-        For each step how many values it reads that are not there at the beginning.
+        Number of each step's inputs that are not arguments of the function.
     readers : list
-        How many steps read each value; the caller counts as one.
+        Number of readers of each value: steps and the caller.
     returned
         The values that the function returns.
     follow_issue, follow_end : list of list of int
-        For each step the steps that read what it makes, once for each value: those that may when it is issued, and
-        those that may when it has ended.
+        For each step its readers, once for each value: those that may begin when it is issued, and those that must wait
+        until it has ended.
     """
 
     def __init__(self, schedule: Schedule, queues: Queues) -> None:
@@ -41,7 +41,7 @@ class QueuePlan:
         self.queues = [queues.queue_of(step) for step in schedule.steps]
         self._owner, self._results, self.function = queues, schedule.results, schedule.function
         self.missing = [sum(number >= schedule.inputs for number in step.reads) for step in self.steps]
-        self.returned = _leaves(self._results)
+        self.returned = _result_numbers(self._results)
         self.readers = [self.returned.count(number) for number in range(schedule.values)]
         makers = {number: index for index, step in enumerate(self.steps) for number in step.makes}
         issued = [queues.is_issued(*pair) for pair in zip(self.steps, self.queues, strict=True)]
@@ -54,21 +54,21 @@ class QueuePlan:
                 if maker is not None:
                     follow = self.follow_issue if issued[maker] and issued[index] else self.follow_end
                     follow[maker].append(index)
-        self._leaves = [any(number in self.returned for number in step.makes) for step in self.steps]
+        self._makes_results = [any(number in self.returned for number in step.makes) for step in self.steps]
 
     def execute(self, index: int, call: CallState) -> tuple[Sequence[Any], Point | None]:
-        """Run a step of a call; what it makes, in order, and the point at which that is made."""
+        """Run a step of a call; returns its results in order, and the stream point that completes them."""
         step = self.steps[index]
-        made, point = self._owner.run(step, self.queues[index], self._leaves[index], call)
-        return made if len(step.makes) != 1 else (made,), point
+        results, point = self._owner.run(step, self.queues[index], self._makes_results[index], call)
+        return results if len(step.makes) != 1 else (results,), point
 
     def await_end(self, index: int, point: Point) -> None:
-        """Wait until the GPU is done with a step that was issued; HeteroError for what its kernels have refused."""
+        """Wait until the GPU has completed an issued step; HeteroError for errors that its kernels reported."""
         point.event.synchronize()
         raise_reported(point.stream.gpu)
 
     def explain(self, index: int | None, error: BaseException) -> HeteroError:
-        """The error that a failed step means for the caller; None for the result that was not made."""
+        """The caller's error for a failed step; `index` is None if making the result failed."""
         what = f"function {self.function!r}"
         if index is None:
             what += ", making the result"
@@ -86,16 +86,18 @@ class QueuePlan:
 
 
 def single_step_schedule(signature: FunctionSignature, entries: Sequence[int]) -> Schedule:
-    """The schedule of a function that has none: one step, on all devices."""
+    """A default schedule: one step on all devices."""
     inputs = len(signature.inputs)
-    first, *also = entries or (-1,)
-    reads, takes = tuple(range(inputs)), signature.takes_constants
-    step = Step(first, reads, (inputs,), signature.name, other_devices=tuple(also), takes_constants=takes)
+    first, *other_devices = entries or (-1,)
+    reads, takes_constants = tuple(range(inputs)), signature.takes_constants
+    step = Step(
+        first, reads, (inputs,), signature.name, other_devices=tuple(other_devices), takes_constants=takes_constants
+    )
     return Schedule(signature.name, inputs, inputs + 1, (step,), inputs)
 
 
-def _leaves(results: Results) -> list[int]:
-    return [results] if isinstance(results, int) else [number for part in results for number in _leaves(part)]
+def _result_numbers(results: Results) -> list[int]:
+    return [results] if isinstance(results, int) else [number for part in results for number in _result_numbers(part)]
 
 
 def _gather(results: Results, values: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Calls that a machine takes without waiting for them: how many may be under way, and how each begins."""
+"""Submitted calls of a machine: the limit of calls in flight, and the start of each call."""
 
 from __future__ import annotations
 
@@ -23,104 +23,104 @@ from .queues import Queues
 from .trace import Trace
 
 CopyArguments: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any], bool], tuple[Sequence[Any], Mapping[str, Any]]]
-"""Copies arguments, by position and by name; all that are not tensors of TVM, where they are read after it returns."""
+"""Function that copies arguments; with True also those that are placed later. TVM tensors are not copied."""
 
 MAX_IN_FLIGHT = 4
-"""The default number of calls under way at once: two for each of two stages, so that neither stage waits."""
+"""Default maximum number of calls in flight: two for each of two pipeline stages, so that neither stage waits."""
 
 
 class CallsInFlight:
-    """How many calls a machine has under way, and room for them.
+    """The calls that a machine has in flight, and those that wait for capacity.
 
     Parameters
     ----------
     limit : int
-        How many there may be; further ones wait in the thread that submits them, or in line where that thread runs an
-        event loop.
+        Maximum number of calls in flight. Further calls block the submitting thread, or, if that runs an event loop,
+        are put on a waiting list.
 
     Attributes
     ----------
     fences : set of Fence
-        Fences of the calls under way, and of some that have just ended.
+        Fences of the calls in flight, and of some that have just ended.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.RLock()  # a signal handler, or a finalizer, may submit while this thread holds it
-        self._room = threading.Condition(self._lock)
+        self._lock = threading.RLock()  # reentrant: a signal handler or a finalizer may submit
+        self._freed = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)
         self.fences: set[Fence] = set()
-        # Calls that wait for room without a thread, each with a function that is told once there is some.
-        self._line: dict[Fence, Callable[[], None]] = {}
+        # Calls that wait for capacity without blocking a thread, each with the function to call then.
+        self._waiting: dict[Fence, Callable[[], None]] = {}
         self._numbers = itertools.count(1)
 
     @property
     def is_idle(self) -> bool:
-        """True if no call is under way."""
+        """True if no call is in flight."""
         return not self.fences or all(fence.done() for fence in tuple(self.fences))
 
     def enter(self) -> Fence | None:
-        """The fence of another call, when there is room for it; a thread that runs queues does not wait for any.
+        """Admit another call, if necessary after a wait; returns its fence.
 
-        Nor does one that runs an event loop, which would stand still: None, where there is no room.
+        A queue's thread is admitted without a wait. A thread with an event loop gets None instead of a wait.
         """
         fence = Fence(self.leave)
         with self._lock:
-            if (len(self.fences) >= self._limit or self._line) and not thread_state.is_worker:
+            if (len(self.fences) >= self._limit or self._waiting) and not thread_state.is_worker:
                 if events._get_running_loop() is not None:
                     return None
                 try:
-                    self._room.wait_for(lambda: len(self.fences) < self._limit)
-                except BaseException:  # the room was perhaps announced to this thread alone
-                    self._room.notify()
+                    self._freed.wait_for(lambda: len(self.fences) < self._limit)
+                except BaseException:  # perhaps only this thread was notified: pass it on
+                    self._freed.notify()
                     raise
             self.fences.add(fence)
         return fence
 
-    def line_up(self, fence: Fence, on_room: Callable[[], None]) -> None:
-        """Have `on_room` called when there is room for the call of `fence`, perhaps at once; the first come first."""
+    def enqueue(self, fence: Fence, on_admitted: Callable[[], None]) -> None:
+        """Call `on_admitted` when the call of `fence` is admitted, perhaps at once; first come, first served."""
         with self._lock:
-            self._line[fence] = on_room
+            self._waiting[fence] = on_admitted
         self._admit()
 
     def leave(self, fence: Fence) -> None:
-        """A call has ended, whatever way, or waits no more; perhaps told more than once."""
+        """Remove a call that has ended or no longer waits; idempotent."""
         with self._lock:
             self.fences.discard(fence)
-            self._line.pop(fence, None)
-            self._room.notify()
+            self._waiting.pop(fence, None)
+            self._freed.notify()
             self._changed.notify_all()
         exclusive_calls.drop(fence)
-        if self._line:
+        if self._waiting:
             self._admit()
 
     def _admit(self) -> None:
         while True:
             with self._lock:
-                if not self._line or len(self.fences) >= self._limit:
+                if not self._waiting or len(self.fences) >= self._limit:
                     return
-                fence = next(iter(self._line))
-                on_room = self._line.pop(fence)
+                fence = next(iter(self._waiting))
+                on_admitted = self._waiting.pop(fence)
                 self.fences.add(fence)
-            on_room()
+            on_admitted()
 
     def next_number(self) -> int:
-        """The number of another call."""
+        """The number of the next call."""
         return next(self._numbers)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the calls that are under way have ended; False after `timeout` seconds."""
+        """Wait until the present calls have ended; False after `timeout` seconds."""
         with self._lock:
-            earlier = {*self.fences, *self._line}
+            earlier = {*self.fences, *self._waiting}
             if earlier and timeout != 0:
                 check_may_wait("calls")
-            return self._changed.wait_for(lambda: earlier.isdisjoint({*self.fences, *self._line}), timeout)
+            return self._changed.wait_for(lambda: earlier.isdisjoint({*self.fences, *self._waiting}), timeout)
 
     def lose(self, error: HeteroError) -> None:
-        """In a process that was forked: the calls under way stayed behind."""
-        for fence in {*self.fences, *self._line}:
+        """Fail all calls in a forked process, where the threads that would run them do not exist."""
+        for fence in {*self.fences, *self._waiting}:
             fence.lose(error)
-        self._line.clear()
+        self._waiting.clear()
 
 
 class QueuedCalls:
@@ -131,19 +131,19 @@ class QueuedCalls:
     owner : object
         The machine; the queues end when it does.
     lock : MachineLock
-        Held while arguments are bound and while the machine runs a plain call: neither begins during the other.
+        Lock that is held while arguments are bound and while the machine runs a plain call.
     make_queues : callable
-        Called with the first submission; neither it nor its result may refer to the machine.
+        Called at the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
     trace : Trace or None
-        Trace that follows the calls that come.
+        Trace that records further calls.
 
     Raises
     ------
     BindingError
-        A `max_in_flight` that is no positive integer.
+        A `max_in_flight` that is not a positive integer.
     """
 
     def __init__(self, owner: object, lock: MachineLock, max_in_flight: int, make_queues: Callable[[], Queues]) -> None:
@@ -160,7 +160,7 @@ class QueuedCalls:
 
     @property
     def is_idle(self) -> bool:
-        """True if no call is under way, and nobody watches for any."""
+        """True if no call is in flight, and none is traced."""
         return self.trace is None and (not self._fences or self._calls.is_idle)
 
     @property
@@ -169,18 +169,18 @@ class QueuedCalls:
         return self._queues is not None
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the calls submitted so far have ended; False after `timeout` seconds without."""
-        with self._lock.held:  # refused in a process that was forked
+        """Wait until the calls submitted so far have ended; False after `timeout` seconds."""
+        with self._lock.held:  # raises in a forked process
             calls = self._calls
         return calls.wait(timeout)
 
     def lose(self, error: HeteroError) -> None:
-        """In a process that was forked: the calls under way fail."""
+        """Fail all calls in a forked process."""
         self._calls.lose(error)
 
     @contextmanager
     def traced(self, trace: Trace) -> Iterator[Trace]:
-        """Have `trace` follow the calls that come while this lasts; it ends when those have."""
+        """Record calls in `trace` during a ``with`` block, whose end waits for them."""
         with self._lock.held:
             if self.trace is not None:
                 raise HeteroError("this machine is being traced already; expected that trace to end first")
@@ -201,25 +201,25 @@ class QueuedCalls:
         copy_arguments: CopyArguments | None = None,
         fence: Fence | None = None,
     ) -> Fence:
-        """Take a call, once there is room for it.
+        """Submit a call; waits for capacity as `CallsInFlight.enter` does.
 
         Parameters
         ----------
         signature : FunctionSignature
             Signature of the function.
         plan : callable
-            Gives the function's plan.
+            Function that returns the plan.
         prepare : Prepare
-            Checks and places arguments; called under the machine's lock.
+            Checks and places arguments; called with the machine's lock held.
         args, kwargs
-            The caller's. A `Fence` among them stands for its result.
+            The caller's arguments. A `Fence` among them stands for its result.
         copy_arguments : CopyArguments, optional
-            Copies what the caller may change while the call is under way; None where that is left to the caller.
+            Copies arguments that the caller may change during the call; None to borrow them all.
         fence : Fence, optional
-            Fence of `room`; None to wait for room here.
+            Fence that `reserve` returned; None to wait for capacity here.
         """
         with self._lock.held:
-            queues = self._started()
+            queues = self._start_queues()
             number = self._calls.next_number()
         fence = fence or self._calls.enter()
         is_admitted = fence is not None
@@ -235,33 +235,33 @@ class QueuedCalls:
             if awaited or not is_admitted:
                 late = _LateStart(start, signature, args, kwargs, fence)
                 begin = partial(queues.host.push, (number, -1), late)
-                then = begin if is_admitted else partial(self._calls.line_up, fence, begin)
+                then = begin if is_admitted else partial(self._calls.enqueue, fence, begin)
                 when_all_done(awaited, then)
             else:
                 start(args, kwargs)
         except BaseException:
             self._calls.leave(fence)
-            fence.cancel()  # nobody has it, but a trace may follow it
+            fence.cancel()  # a trace may still refer to it
             raise
         return fence
 
-    async def room(self) -> Fence:
-        """Wait, without holding the event loop up, until another call may be under way; for `submit`, or `abandon`."""
+    async def reserve(self) -> Fence:
+        """Wait for capacity without blocking the event loop; the fence is for `submit`, or `abandon`."""
         fence, loop = Fence(self._calls.leave), asyncio.get_running_loop()
         granted: asyncio.Future[None] = loop.create_future()
 
-        def tell() -> None:
+        def set_granted() -> None:
             if not granted.done():
                 granted.set_result(None)
 
         def grant() -> None:
             try:
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(set_granted)
             except RuntimeError:  # the loop was closed meanwhile
                 self._calls.leave(fence)
 
-        with self._lock.held:  # refused in a process that was forked
-            self._calls.line_up(fence, grant)
+        with self._lock.held:  # raises in a forked process
+            self._calls.enqueue(fence, grant)
         try:
             await granted
         except BaseException:
@@ -270,10 +270,10 @@ class QueuedCalls:
         return fence
 
     def abandon(self, fence: Fence) -> None:
-        """Leave the room that `room` gave, where there is no call."""
+        """Give back the capacity that `reserve` took, if no call follows."""
         self._calls.leave(fence)
 
-    def _started(self) -> Queues:
+    def _start_queues(self) -> Queues:
         if self._queues is None:
             self._queues = self._make_queues()
             weakref.finalize(self._owner(), self._queues.close).atexit = False
@@ -290,17 +290,17 @@ class QueuedCalls:
         kwargs: Mapping[str, Any],
     ) -> None:
         with self._lock.held:
-            queues = self._started()
+            queues = self._start_queues()
             prepared = prepare(args, kwargs)
             call = QueuedCall(plan(queues), number, prepared, fence, owner)
             if prepared.memory is not None:
-                exclusive_calls.add(fence, prepared.memory, call.held)
+                exclusive_calls.add(fence, prepared.memory, call.live_values)
             queues.follow_caller()
         call.begin()
 
 
 class _LateStart:
-    """The start of a call that waited for others, as queues run it: what goes wrong goes to the fence."""
+    """The start of a call that waited for fences or capacity, as work of a queue; errors go to the fence."""
 
     def __init__(
         self,
@@ -315,10 +315,10 @@ class _LateStart:
     def run(self) -> None:
         if self._fence.cancelled():
             return
-        names = (*self._signature.input_names, *map(str, range(len(self._args))))  # too many are refused below
+        names = (*self._signature.input_names, *map(str, range(len(self._args))))  # surplus arguments are refused later
         try:
-            args = [self._settled(value, name) for value, name in zip(self._args, names, strict=False)]
-            self._start(args, {name: self._settled(value, name) for name, value in self._kwargs.items()})
+            args = [self._resolve(value, name) for value, name in zip(self._args, names, strict=False)]
+            self._start(args, {name: self._resolve(value, name) for name, value in self._kwargs.items()})
         except BaseException as error:
             self.fail(error)
 
@@ -328,8 +328,8 @@ class _LateStart:
             error = HeteroError(f"function {self._signature.name!r} could not begin: {kind}: {error}")
         self._fence.settle(None, error.with_traceback(None))
 
-    def _settled(self, value: Any, name: str) -> Any:
-        """The result of a fence that is done; any other value itself."""
+    def _resolve(self, value: Any, name: str) -> Any:
+        """The result of a fence that is done; other values unchanged."""
         if not isinstance(value, Fence):
             return value
         what = f"argument {name!r} of {self._signature.name!r} is the result of a call that"

@@ -1,4 +1,4 @@
-"""The queues of a machine, one for each device, and how a step runs in them."""
+"""The queues of a machine, one for each device, and the execution of steps in them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ..device.threads import Threads, threads_of_queues
 from .device_queue import DeviceQueue
 from .stream_queue import Point, StreamQueue, follow_callers_streams
 
-# A process that ends waits so long for what still runs.
 CLOSE_SECONDS = 5.0
+"""Maximum wait for running work when the process ends."""
 
 LARGE_BYTES, LARGE_OPERATIONS = 1 << 20, 10_000_000
-"""Work that takes some 100 us of a CPU core, which is more than a queue's thread takes to begin a step."""
+"""Work of about 100 us on a CPU core, which is more than a queue's thread takes to begin a step."""
 
 
 class CallState(Protocol):
@@ -44,18 +44,18 @@ class CallState(Protocol):
 
 
 class Queues:
-    """A queue for each device of a machine, however many entries of the manifest stand for it.
+    """A queue for each physical device of a machine; several manifest entries may share one.
 
-    Copies from and to GPUs have queues of their own, one for each two devices and direction.
+    Copies from and to GPUs have queues of their own, one for each ordered pair of devices.
 
     Parameters
     ----------
     devices, scopes
         Devices and memory scopes by manifest index; the last is the host.
     constants : object
-        As functions take them.
+        Constants, as functions take them.
     load : callable
-        Makes a virtual machine of TVM's, as each queue's thread has its own.
+        Makes a TVM virtual machine; each queue's thread has its own.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Queues:
         for key, device in zip(keys, devices, strict=True):
             if key not in queues:
                 name = f"queue of {', '.join(names[key])}"
-                own = backend_of_device(device).queue(device, name)
-                if own is None:
+                queue = backend_of_device(device).queue(device, name)
+                if queue is None:
                     pool = Threads(threads.get(key, 1), are_threads_stock)
-                    own = DeviceQueue(name, cpus.get(key, ()), pool, nodes.get(key))
-                queues[key] = own
+                    queue = DeviceQueue(name, cpus.get(key, ()), pool, nodes.get(key))
+                queues[key] = queue
         self._copies = _copy_queues(keys)
         self.by_entry = [queues[key] for key in keys]
         self.all = list(queues.values())
@@ -107,25 +107,22 @@ class Queues:
         return self.by_entry[-1]
 
     def close(self, until: float = 0) -> None:
-        """Have the threads end after what runs now, and what has not begun fail; wait for that, by the clock's time."""
-        for queue in (*self.all, *self._copying()):
+        """End the threads after their current work, fail the remaining work, and wait for that until a clock time."""
+        for queue in (*self.all, *self._stream_copies()):
             queue.close(until - time.monotonic())
 
     def queue_of(self, step: Step) -> DeviceQueue | None:
-        """The queue that runs a step; None for one that only gives memory another device's name.
-
-        Not to be called by two threads at once.
-        """
-        own, plain = self.by_entry[step.device], self._scopes[step.device] == "global"
-        if not step.is_transfer or not plain:
-            return own
+        """The queue that runs a step; None for an alias under another device. Not thread-safe."""
+        queue, is_global = self.by_entry[step.device], self._scopes[step.device] == "global"
+        if not step.is_transfer or not is_global:
+            return queue
         source, target = self._devices[step.source], self._devices[step.device]
         if same_device(source, target) or (is_host(source) and is_host(target)):
             return None
-        return next(filter(None, (copies.between(source, target) for copies in self._copies)), own)
+        return next(filter(None, (copies.between(source, target) for copies in self._copies)), queue)
 
     def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
-        """Return whether a step is only issued when it has run: one of a single GPU, or a copy from or to it."""
+        """Return whether `run` only issues a step: one of a single GPU, or a copy from or to it."""
         return (
             isinstance(queue, StreamQueue)
             and not step.other_devices
@@ -133,46 +130,46 @@ class Queues:
         )
 
     def follow_caller(self) -> None:
-        """Have work that is issued from now on come after the work on streams that this thread has chosen itself."""
-        follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, StreamQueue))
+        """Order work that is issued from now on after the caller's work on this thread's current streams."""
+        follow_callers_streams(queue for queue in (*self.all, *self._stream_copies()) if isinstance(queue, StreamQueue))
 
-    def run(self, step: Step, queue: DeviceQueue | None, leaves: bool, call: CallState) -> tuple[Any, Point | None]:
-        """Run a step in this thread, which is that of its queue.
+    def run(self, step: Step, queue: DeviceQueue | None, is_result: bool, call: CallState) -> tuple[Any, Point | None]:
+        """Run a step in this thread, its queue's.
 
         Parameters
         ----------
         queue : DeviceQueue or None
-            As `queue_of` says.
-        leaves : bool
-            Whether what it makes is a result of the call.
+            Queue of the step (`queue_of`).
+        is_result : bool
+            Whether the step makes a result of the call.
 
         Returns
         -------
         tuple
-            Results of the step; and the point at which they are made, where they are only issued.
+            Results of the step; and the stream point that completes them, if they are only issued.
         """
         reads = [call.values[number] for number in step.reads]
 
         def work() -> Any:
             if step.is_transfer:
-                return self._moved(reads[0], step, queue, leaves)
-            return self._computed(step, reads, call.sizes)
+                return self._transfer(reads[0], step, queue, is_result)
+            return self._compute(step, reads, call.sizes)
 
         if isinstance(queue, StreamQueue) and self.is_issued(step, queue):
             return queue.issue(work, [call.points[number] for number in step.reads if number in call.points])
         return work(), None
 
-    def _moved(self, value: Any, step: Step, queue: DeviceQueue | None, leaves: bool) -> Any:
+    def _transfer(self, value: Any, step: Step, queue: DeviceQueue | None, is_result: bool) -> Any:
         device = self._devices[step.device]
         if queue is None:
             return map_tensors(value, lambda tensor: alias(tensor, device))
         for copies in self._copies:
             if isinstance(queue, StreamQueue) and queue in copies.queues:
-                return copies.copy(value, device, queue.stream, leaves)
+                return copies.copy(value, device, queue.stream, is_result)
         running.machine = self._devices, self._scopes
         return _to_device(value, step.device, 0)
 
-    def _computed(self, step: Step, reads: list[Any], sizes: Mapping[str, int]) -> Any:
+    def _compute(self, step: Step, reads: list[Any], sizes: Mapping[str, int]) -> Any:
         if step.sizes:
             reads.append(tvm_ffi.Shape([sizes[name] for name in step.sizes]))
         if step.takes_constants:
@@ -181,40 +178,40 @@ class Queues:
         function = self._function(self.by_entry[step.device], step.function)
         if not all(is_host(self._devices[entry]) for entry in step.devices):
             function = partial(self._on_streams, step, function)
-        mine = {self.by_entry[entry] for entry in step.devices}
-        with ExitStack() as held:
+        used = {self.by_entry[entry] for entry in step.devices}
+        with ExitStack() as stack:
             for queue in self.all:
-                if queue in mine:
-                    held.enter_context(queue.lock)
+                if queue in used:
+                    stack.enter_context(queue.lock)
             return function(*reads)
 
     def _on_streams(self, step: Step, function: Callable[..., Any], *reads: Any) -> Any:
-        """Have kernels run on the streams of their devices' queues; those of several devices end."""
-        with ExitStack() as held:
+        """Run kernels on the streams of their devices' queues; waits for them if the step has several devices."""
+        with ExitStack() as stack:
             for entry in step.devices:
                 device, queue = self._devices[entry], self.by_entry[entry]
                 if isinstance(queue, StreamQueue):
-                    held.enter_context(tvm_ffi.use_raw_stream(device, queue.stream.handle))
+                    stack.enter_context(tvm_ffi.use_raw_stream(device, queue.stream.handle))
                     if step.other_devices:
-                        held.callback(queue.stream.synchronize)
+                        stack.callback(queue.stream.synchronize)
                 elif not is_host(device):
-                    held.callback(device.sync)
+                    stack.callback(device.sync)
             return function(*reads)
 
     def explain(self, what: str, error: BaseException) -> HeteroError:
-        """`error` in terms of the model."""
+        """The error in terms of the model."""
         if isinstance(error, HeteroError) and not isinstance(error, CudaError):
             return error
         return explain_failure(what, error, self._metadata)
 
-    def _copying(self) -> list[StreamQueue]:
+    def _stream_copies(self) -> list[StreamQueue]:
         return [queue for copies in self._copies for queue in copies.queues]
 
     def _function(self, queue: DeviceQueue, name: str) -> Any:
-        found = self._machines.get(queue)
-        if found is None:
-            found = self._machines[queue] = (self._load(), {})
-        module, functions = found
+        machine = self._machines.get(queue)
+        if machine is None:
+            machine = self._machines[queue] = (self._load(), {})
+        module, functions = machine
         function = functions.get(name)
         if function is None:
             function = functions[name] = module[name]
@@ -222,20 +219,20 @@ class Queues:
 
 
 def _copy_queues(keys: Sequence[tuple[int, int]]) -> list[Any]:
-    """Queues for copies from and to devices, by (device type, index); an object for each type that has some."""
-    found = []
+    """Copy queues of the devices (device type, index): one object for each device type that has any."""
+    copy_queues = []
     for kind in dict.fromkeys(kind for kind, _ in keys):
         copies = backend_of_type(kind).copy_queues([index for other, index in keys if other == kind])
         if copies is not None:
-            found.append(copies)
-    return found
+            copy_queues.append(copies)
+    return copy_queues
 
 
 def overlapping(metadata: Metadata) -> set[str]:
     """The functions whose plain calls go through queues.
 
-    Those that gain by it, with large work to overlap on devices that share no cores; and all where a device is the CPUs
-    of a NUMA node: queues have threads there, and the calling thread stays where it is.
+    These are functions with large work to overlap on devices that share no cores. If a device is bound to a NUMA node,
+    they are all functions: queues have threads there, and the calling thread is not moved.
     """
     if any(spec.numa_node is not None for spec in metadata.devices):
         return set(metadata.signatures)
@@ -250,7 +247,7 @@ def overlapping(metadata: Metadata) -> set[str]:
 
 
 def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step) -> bool:
-    """Return whether a step takes longer than a queue's thread takes to begin it; True where its work is not known."""
+    """Return whether a step takes longer than a queue's thread takes to begin it; True if its work is unknown."""
     nbytes = operations = 0
     for name in step.calls:
         region = regions.get(name)
@@ -266,9 +263,9 @@ def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step)
 def cpus_of_queues(
     threads: Mapping[tuple[int, int], int], nodes: Mapping[tuple[int, int], int]
 ) -> dict[tuple[int, int], list[int]]:
-    """The CPUs that queues are kept to, by how many threads each CPU device has, and by the NUMA nodes of some.
+    """The CPUs that queues are bound to, from the number of threads of each CPU device and the NUMA nodes of some.
 
-    Beside a node, which has all its CPUs, the system chooses for devices that are not bound to one.
+    A device of a node gets all its CPUs; the system chooses for devices without a node.
     """
     if nodes:
         return {key: [cpu for core in cpus_of_nodes()[node] for cpu in core] for key, node in nodes.items()}
@@ -276,16 +273,16 @@ def cpus_of_queues(
 
 
 def own_cpus(threads: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:
-    """The CPUs that are each CPU device's own, by how many threads it has; nobody's where there are not enough."""
+    """Disjoint CPUs for CPU devices, by number of threads; empty if there are too few cores."""
     cores = cpus_of_cores()
-    # With a quota, which of the cores one may use at a time is not known.
+    # With a CPU quota, the usable cores at any time are unknown.
     if len(threads) < 2 or sum(threads.values()) > len(cores) or len(cores) > num_cores():
         return {}
-    found, begin = {}, 0
+    cpus, begin = {}, 0
     for key, count in threads.items():
-        found[key] = [cpu for core in cores[begin : begin + count] for cpu in core]
+        cpus[key] = [cpu for core in cores[begin : begin + count] for cpu in core]
         begin += count
-    return found
+    return cpus
 
 
 _open: weakref.WeakSet[Queues] = weakref.WeakSet()
@@ -293,7 +290,7 @@ _open: weakref.WeakSet[Queues] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter takes itself apart: a thread that comes back from a kernel then finds nothing left."""
+    """Close all queues before interpreter teardown, when a thread returning from a kernel would crash."""
     until = time.monotonic() + CLOSE_SECONDS
     queues = list(_open)
     for each in queues:

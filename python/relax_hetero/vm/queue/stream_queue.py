@@ -1,13 +1,13 @@
-"""Queues of GPUs: their threads give work to streams, and do not wait for it.
+"""Queues of GPUs: their threads put work into streams without waiting for it.
 
-Work has two moments here. It is *issued* when all of it is in the stream: what reads its result on a GPU may be issued
-from then on, in the same stream or in another one that waits for the point. It has *ended* when the GPU is done with
-it: then CPUs and the caller may read, and memory that it used goes back. A second thread waits for the ends.
+Work becomes ready in two stages. It is *issued* when all of it is in the stream: GPU work that reads its result may be
+issued from then on, in the same stream or in one that waits for its event. It has *ended* when the GPU has completed
+it: then CPUs and the caller may read the result, and its memory is released. A second thread waits for the ends.
 
-Kernels of a GPU go to one stream for all machines of the process, as TVM's pool gives freed memory to whoever asks
-next: in the order of one stream that is safe. Copies go to streams of their own, one for each two devices, so that they
-run beside kernels; what they write to is never of that pool (`cuda_copy_queues`). All these streams are ordered with
-CUDA's default stream, where plain calls and other libraries work unless told otherwise.
+Kernels of a GPU use one stream for all machines of the process, because TVM's pool reuses freed memory at once, which
+is safe only in the order of one stream. Copies have streams of their own, one for each ordered pair of devices, so that
+they overlap with kernels; their targets never come from that pool (`CopyQueues`). All these streams synchronize with
+CUDA's default stream, which plain calls and other libraries use by default.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .device_queue import DeviceQueue, Work
 
 
 class Point(NamedTuple):
-    """The point in a stream's work at which a value is made."""
+    """The event in a stream after which a value is complete."""
 
     stream: Stream
     event: Event
 
 
 class StreamQueue(DeviceQueue):
-    """A queue whose work goes to a stream.
+    """A queue whose work is put into a stream.
 
     Parameters
     ----------
@@ -49,16 +49,16 @@ class StreamQueue(DeviceQueue):
     Attributes
     ----------
     stream : Stream
-        As given.
+        Stream of the work.
     ends : DeviceQueue
-        Waits for the ends of work, in the order in which it was issued.
+        Queue that waits for the ends of work, in the order of issue.
     """
 
     def __init__(self, name: str, stream: Stream) -> None:
         super().__init__(name, threads=Threads(1, True))
         self.stream = stream
         self.ends = DeviceQueue(f"ends of {name}")
-        self._issued = itertools.count()
+        self._end_numbers = itertools.count()
 
     def issue(self, work: Callable[[], Any], after: Iterable[Point]) -> tuple[Any, Point]:
         """Issue work, in the queue's thread.
@@ -66,14 +66,14 @@ class StreamQueue(DeviceQueue):
         Parameters
         ----------
         work : callable
-            Gives work to the stream, and returns what that will make.
+            Function that puts work into the stream, and returns its future results.
         after : iterable of Point
-            Points that must have ended on the GPU before.
+            Points that the GPU must reach first.
 
         Returns
         -------
         tuple
-            Result of `work`, and the point at which it has ended.
+            Result of `work`, and the point that completes it.
         """
         for point in after:
             if point.stream is not self.stream:
@@ -81,13 +81,13 @@ class StreamQueue(DeviceQueue):
         try:
             return work(), Point(self.stream, self.stream.record(sleeps=True))
         except BaseException:
-            with suppress(CudaError):  # what was launched before may use memory that the failed call gives back
+            with suppress(CudaError):  # earlier launches may use memory that the failed call releases
                 self.stream.synchronize()
             raise
 
     def at_end(self, work: Work) -> None:
-        """Have `work` run, in another thread, which may wait for the end of what was issued last."""
-        self.ends.push((next(self._issued), 0), work)
+        """Run `work` in a second thread, where it may wait for the end of the last issued work."""
+        self.ends.push((next(self._end_numbers), 0), work)
 
     def close(self, timeout: float = 0) -> None:
         """End both threads; see `DeviceQueue.close`."""
@@ -96,53 +96,53 @@ class StreamQueue(DeviceQueue):
 
 
 def follow_callers_streams(queues: Iterable[StreamQueue]) -> None:
-    """Have queues issue later work after the work on streams that this thread has chosen itself.
+    """Order later work of queues after the work on this thread's current streams.
 
-    CUDA's default stream needs no such care.
+    The default stream needs no event: all streams synchronize with it.
     """
     current: dict[int, Event | None] = {}
     for queue in queues:
         stream = queue.stream
         if stream.gpu not in current:
-            own = stream.chosen()
-            current[stream.gpu] = own.record() if own.handle else None
+            callers_stream = stream.chosen()
+            current[stream.gpu] = callers_stream.record() if callers_stream.handle else None
         event = current[stream.gpu]
         if event is not None:
             stream.wait(event)
 
 
-# Copies from and to the GPUs of a machine: queues for them, and the memory that they write to.
+# Queues of copies from and to GPUs, and the memory that copies write to.
 
 PINNED_BYTES = 1 << 30
 """Maximum bytes of host memory that a machine pins for tensors from GPUs; beyond it copies wait for each other."""
 
-ROOM_BYTES = 4 << 30
-"""Maximum bytes of each GPU's memory that a machine keeps for tensors that come to it."""
+STAGING_BYTES = 4 << 30
+"""Maximum bytes of each GPU's memory that a machine keeps for tensors that are copied to it."""
 
 
 class CopyQueues:
-    """A queue for each two devices of a machine, of which one is a GPU, and each direction.
+    """A queue for each ordered pair of devices of a machine of which one is a GPU.
 
     Attributes
     ----------
     queues : list of StreamQueue
-        Those that were asked for.
+        Queues that are in use.
     """
 
     def __init__(self, library: CudaLibrary, gpus: Iterable[int]) -> None:
         self.queues: list[StreamQueue] = []
         self._library = library
         self._queues: dict[tuple[str, str], StreamQueue] = {}
-        self._rooms = {gpu: BlockPool(partial(DeviceBlock, library, gpu), ROOM_BYTES) for gpu in gpus}
-        self._pinned = PinnedPool(library, min(self._rooms), PINNED_BYTES)
+        self._staging = {gpu: BlockPool(partial(DeviceBlock, library, gpu), STAGING_BYTES) for gpu in gpus}
+        self._pinned = PinnedPool(library, min(self._staging), PINNED_BYTES)
 
     def between(self, source: runtime.Device, target: runtime.Device) -> StreamQueue | None:
-        """The queue for copies from one device to another; None where neither, or another kind of device, is a GPU.
+        """The queue for copies between two devices; None unless one is a GPU and the other a GPU or a CPU.
 
-        Not to be called by two threads at once.
+        Not thread-safe.
         """
         kinds = [is_host(source), is_host(target)]
-        # A stream of the source, where that is a GPU: its default stream may have made an argument.
+        # A stream of the source if that is a GPU, whose default stream may have made an argument.
         gpus = [device.index for device in (source, target) if device.dlpack_device_type() == CUDA]
         if not gpus or len(gpus) + sum(kinds) < 2:
             return None
@@ -153,33 +153,33 @@ class CopyQueues:
             self.queues.append(self._queues[pair])
         return self._queues[pair]
 
-    def copy(self, value: Any, device: runtime.Device, stream: Stream, leaves: bool) -> Any:
-        """Issue copies of the tensors in a value, tuples opened, to a device; from any thread.
+    def copy(self, value: Any, device: runtime.Device, stream: Stream, is_result: bool) -> Any:
+        """Issue copies to a device of all tensors in a value; thread-safe.
 
         Parameters
         ----------
         stream : Stream
-            Stream of a queue that `between` gave.
-        leaves : bool
-            Whether the copies leave the call. On a GPU they get memory of their own then: others may have the GPU work
-            on it when they give it back.
+            Stream of a queue that `between` returned.
+        is_result : bool
+            Whether the copies are results of the call. On a GPU these do not come from the staging pool: the GPU may
+            still work on them when the caller releases them.
 
         Returns
         -------
         object : object
-            The value as it will be there.
+            The value on the device, once the copies have ended.
         """
 
-        def copied(tensor: runtime.Tensor) -> runtime.Tensor:
+        def copy(tensor: runtime.Tensor) -> runtime.Tensor:
             if same_device(tensor.device, device):
                 return tensor
-            room = self._room(tuple(tensor.shape), str(tensor.dtype), device, leaves)
-            begin_copy(tensor, room, stream)
-            return room
+            target = self._allocate(tuple(tensor.shape), str(tensor.dtype), device, is_result)
+            begin_copy(tensor, target, stream)
+            return target
 
-        return map_tensors(value, copied)
+        return map_tensors(value, copy)
 
-    def _room(self, shape: tuple[int, ...], dtype: str, device: runtime.Device, leaves: bool) -> runtime.Tensor:
+    def _allocate(self, shape: tuple[int, ...], dtype: str, device: runtime.Device, is_result: bool) -> runtime.Tensor:
         if is_host(device):
             return self._pinned.tensor(shape, dtype, device)
-        return empty(shape, dtype, device) if leaves else self._rooms[device.index].tensor(shape, dtype, device)
+        return empty(shape, dtype, device) if is_result else self._staging[device.index].tensor(shape, dtype, device)

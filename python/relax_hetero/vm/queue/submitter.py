@@ -1,4 +1,4 @@
-"""The submitter of a machine: function calls become queued calls, with a plan, checked arguments and a result."""
+"""The submitter of a machine, which turns function calls into queued calls."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ class Submitter:
     Parameters
     ----------
     machine : object
-        Whose queues end with it. Calls under way keep it alive; the submitter does not.
+        Machine whose queues end with it. Calls in flight keep it alive; the submitter does not.
     devices : sequence of runtime.Device
         Devices by manifest index; the last is the host.
     lock : MachineLock
-        Held while arguments are bound.
+        Lock that is held while arguments are bound.
     max_in_flight : int
-        How many calls may be under way at once.
+        Maximum number of calls in flight.
     make_queues : callable
-        Called with the first submission; neither it nor its result may refer to the machine.
+        Called at the first submission; neither it nor its result may refer to the machine.
 
     Attributes
     ----------
     queued_functions
-        The functions whose plain calls go through the queues too.
-    is_host_alone
-        Whether the machine has no device but the host's.
+        Names of the functions whose plain calls go through the queues, too.
+    is_host_only
+        Whether all devices are CPUs.
 
     Raises
     ------
     BindingError
-        A `max_in_flight` that is no positive integer.
+        A `max_in_flight` that is not a positive integer.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class Submitter:
         make_queues: Callable[[], Queues],
         threads: Threads,
     ) -> None:
-        about = executable.metadata
+        metadata = executable.metadata
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
-        self.queued_functions = set(executable.function_names) if has_lost_threads(threads) else overlapping(about)
-        self.is_host_alone = all(map(is_host, devices))
+        self.queued_functions = set(executable.function_names) if has_lost_threads(threads) else overlapping(metadata)
+        self.is_host_only = all(map(is_host, devices))
         self._devices = devices
         self._executable, self._arguments, self._lock = executable, arguments, lock
         self._pool, self._constants, self._threads = pool, constants, threads
         self._entries = range(len(devices) - 1)
-        self._schedules = {schedule.function: schedule for schedule in about.schedules}
+        self._schedules = {schedule.function: schedule for schedule in metadata.schedules}
         self._plans: dict[str, QueuePlan] = {}
-        exclusive_calls.is_needed |= any(signature.donated for signature in about.signatures.values())
+        exclusive_calls.is_needed |= any(signature.donated for signature in metadata.signatures.values())
         watch_forks(self)
 
     def submit(
@@ -92,18 +92,18 @@ class Submitter:
         copy: bool,
         fence: Fence | None = None,
     ) -> Fence:
-        """Have function `name` run; see `VirtualMachine.submit_into`."""
+        """Submit function `name`; see `VirtualMachine.submit_into`."""
         signature = self._executable.signature(name)
         plan, prepare = partial(self._plan, name), partial(self._prepare, name, out)
-        own = partial(copy_arguments, signature, self._devices) if copy else None
-        return self.calls.submit(signature, plan, prepare, args, kwargs, own, fence)
+        copy_now = partial(copy_arguments, signature, self._devices) if copy else None
+        return self.calls.submit(signature, plan, prepare, args, kwargs, copy_now, fence)
 
     async def submit_async(
         self, out: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], copy: bool
     ) -> Fence:
-        """`submit` that waits for room without holding the event loop up."""
+        """Wait for capacity without blocking the event loop, then submit."""
         self._executable.signature(name)
-        fence = await self.calls.room()
+        fence = await self.calls.reserve()
         try:
             return self.submit(out, name, args, kwargs, copy, fence)
         except BaseException:
@@ -111,8 +111,8 @@ class Submitter:
             raise
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the lock when no call is under way."""
+    def when_idle(self) -> Iterator[None]:
+        """Hold the lock while no call is in flight."""
         while True:
             self.calls.wait(None)
             with self._lock.held:
@@ -122,8 +122,8 @@ class Submitter:
 
     @contextmanager
     def without_queues(self) -> Iterator[None]:
-        """Hold the lock; where GPUs are at work, whose graphs have arenas of their own, when no call is under way."""
-        with self._lock.held if self.is_host_alone else self.alone():
+        """Hold the lock; with GPUs, whose graphs share arenas with queued calls, while no call is in flight."""
+        with self._lock.held if self.is_host_only else self.when_idle():
             yield
 
     def _plan(self, name: str, queues: Queues) -> QueuePlan:
@@ -141,31 +141,31 @@ class Submitter:
             bound = BoundArguments(call.values(tensors), call.dims, call.borrowed(tensors))
         else:
             bound = self._arguments.bind_new(name, cache, ordered, args, kwargs)
-        values, dims, lent = bound
+        values, dims, borrowed = bound
         if out is not None:
             check_out(out, self._executable.signature(name), dims.copy())
         extents = (name, *dims.values.values()) if dims.values else None
         memory = None
         if exclusive_calls.is_needed:
             signature = self._executable.signature(name)
-            given = {**dict(zip(signature.input_names, args, strict=False)), **kwargs}
-            memory = argument_memory(signature, values, given)
-        return Prepared(values, dims.values, partial(self._finish, extents, lent, out), memory)
+            arguments = {**dict(zip(signature.input_names, args, strict=False)), **kwargs}
+            memory = argument_memory(signature, values, arguments)
+        return Prepared(values, dims.values, partial(self._finish, extents, borrowed, out), memory)
 
-    def _finish(self, extents: Hashable, lent: list[AddressRange], out: Any, result: Any) -> Any:
-        """The result for the caller, from what the function returned; runs in a queue's thread."""
+    def _finish(self, extents: Hashable, borrowed: list[AddressRange], out: Any, result: Any) -> Any:
+        """Make the caller's result from the function's; runs in a queue's thread."""
         if extents is not None:
             self._pool.note(extents, (result,))
-        return to_python(result, self._constants.ranges, lent) if out is None else fill(out, result)
+        return to_python(result, self._constants.ranges, borrowed) if out is None else fill(out, result)
 
     def after_fork(self) -> None:
-        """Refuse calls in a process that was forked while the machine was at work; only `forks` calls this."""
+        """Refuse calls in a process that was forked while the machine was in use; only `forks` calls this."""
         if self.calls.has_queues or not self._lock.is_free():
-            why = (
+            message = (
                 "this machine was at work when the process was forked, and its threads stayed behind; expected a "
                 "VirtualMachine made from the Executable in the new process"
             )
-            self._lock.refuse(why)
-            self.calls.lose(HeteroError(why))
+            self._lock.refuse(message)
+            self.calls.lose(HeteroError(message))
         elif has_lost_threads(self._threads):
             self.queued_functions = set(self._executable.function_names)

@@ -1,7 +1,6 @@
 """Traces: when each step ran in a machine's queues; `Trace.save` writes a file for Perfetto and ``about:tracing``.
 
-A call that is followed has a plan and arguments like any other, only that running a step and making the result note
-the time. So a machine that is not traced does nothing for it.
+A traced call has a plan and a `prepare` function that also record times, so calls without a trace pay nothing.
 """
 
 from __future__ import annotations
@@ -31,36 +30,35 @@ from .plan import QueuePlan
 from .queues import CallState, Queues
 from .stream_queue import Point
 
-# Calls that were traced, as data, and as events of the Trace Event Format (the JSON that Perfetto and Chrome read).
+# Traced calls as data, and as events of the Trace Event Format (the JSON that Perfetto and Chrome read).
 #
-# Tracks are the threads of queues, one each, with steps, transfers and the making of results as slices; and above
-# them as many tracks as there were calls in flight, with a slice per call, from its submission to its fence. Flows
-# lead from a call to its first steps, from a step to the steps on other tracks that read what it made, and back to
-# the call.
+# Each queue's thread is a track with a slice for each step, transfer and result. Above them is a track for each of the
+# calls in flight, with a slice per call, from its submission to its fence. Flow arrows lead from a call to its first
+# steps, from a step to its readers on other tracks, and back to the call.
 
 Event = dict[str, Any]
 
-# Tracks of calls come first; those of threads have numbers from here.
-_THREADS = 1000
+# Tracks of calls come first; tracks of threads have numbers from here.
+_FIRST_THREAD_TRACK = 1000
 
 RESULT = -1
-"""In place of a step: making the caller's result of what the steps made."""
+"""Index, in place of a step's, of making the caller's result."""
 
 
 @dataclass(frozen=True)
 class RanStep:
-    """A step of a call, as it ran.
+    """One execution of a step.
 
     Attributes
     ----------
     step : int
-        Which one, or `RESULT`.
+        Index of the step, or `RESULT`.
     track : str
-        The name of the thread, or of a GPU's queue.
+        Name of the thread, or of a GPU's queue.
     begin, end : int
-        In nanoseconds of ``time.perf_counter_ns``. Work of a GPU begins when it is issued.
+        Nanoseconds of ``time.perf_counter_ns``. GPU work begins when it is issued.
     error : str
-        Error that it raised, if it did.
+        Error that it raised, or empty.
     """
 
     step: int
@@ -72,22 +70,22 @@ class RanStep:
 
 @dataclass
 class TracedCall:
-    """One call.
+    """One traced call.
 
     Attributes
     ----------
     number : int
-        Calls are counted from 1, in the order in which they were submitted.
+        Number of the call, from 1 in the order of submission.
     submitted, ended : int
-        When `submit` was called and when the fence was done, as `RanStep` has times; 0 where that is yet to come.
+        Times, as in `RanStep`, of the call of `submit` and of the fence's end; 0 if that is yet to come.
     outcome : str
         ``"done"``, ``"cancelled"``, or the error.
     plan : QueuePlan or None
-        None for a call that failed before it had one.
+        Plan of the call; None if it failed before it had one.
     ran : list of RanStep
-        In the order in which they ended.
+        Executed steps in the order of their ends.
     nbytes : dict of int to int
-        Bytes of each value that a step made and somebody reads.
+        Bytes of each value that a step made and that has readers.
     """
 
     number: int
@@ -99,53 +97,52 @@ class TracedCall:
     nbytes: dict[int, int] = field(default_factory=dict)
 
     def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:
-        """A step, or the result, has just ended that was begun, or issued, at `begin`: by this thread unless named."""
-        name = track or threading.current_thread().name
-        self.ran.append(RanStep(step, name, begin, time.perf_counter_ns(), error))
+        """Record that a step or the result, begun or issued at `begin`, has just ended; by default on this thread."""
+        self.ran.append(RanStep(step, track or threading.current_thread().name, begin, time.perf_counter_ns(), error))
 
 
 def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event]:
-    """All events of some calls that have ended; times in microseconds.
+    """All events of calls that have ended; times in microseconds.
 
     Parameters
     ----------
     metadata : Metadata
         Metadata of the executable whose functions were called.
     """
-    calls = in_line(calls)
+    calls = serialize_tracks(calls)
     lanes = _lanes(calls)
-    tracks = {name: _THREADS + index for index, name in enumerate(_track_names(calls))}
+    tracks = {name: _FIRST_THREAD_TRACK + index for index, name in enumerate(_track_names(calls))}
     names = [*device_names(metadata.devices), "host"]
     titles = {lane: f"calls in flight, {lane + 1}" for lane in lanes.values()}
     titles.update((number, name) for name, number in tracks.items())
-    told = _Steps(metadata, names)
+    slice_maker = _StepSlices(metadata, names)
     events: list[Event] = [_meta("process_name", {"name": "relax_hetero on " + ", ".join(names[:-1])})]
     for track, title in sorted(titles.items()):
         events.append(_meta("thread_name", {"name": title}, track))
         events.append(_meta("thread_sort_index", {"sort_index": track}, track))
-    identities = itertools.count(1)
+    flow_ids = itertools.count(1)
     for call in calls:
-        events += _slices(call, lanes[call.number], tracks, told)
-        events += _flows(call, lanes[call.number], tracks, identities)
+        events += _slices(call, lanes[call.number], tracks, slice_maker)
+        events += _flows(call, lanes[call.number], tracks, flow_ids)
     return events + _in_flight(calls) + _bytes_live(calls, names)
 
 
-def in_line(calls: Sequence[TracedCall]) -> list[TracedCall]:
-    """The calls with each piece of a GPU's work begun when the one before it in the queue had ended, or later.
+def serialize_tracks(calls: Sequence[TracedCall]) -> list[TracedCall]:
+    """Move the begins of steps so that steps of one track do not overlap.
 
-    When it was issued is known, and when it ended. It cannot have begun before the work in front of it had ended, nor
-    before what it reads was made.
+    GPU work is recorded from its issue to its end. It cannot have begun before the previous work of its queue had
+    ended, nor before its inputs were made.
     """
-    made = {(call.number, one.step): one.end for call in calls for one in call.ran}
-    reached: dict[str, int] = {}
-    lined: dict[int, list[RanStep]] = {call.number: [] for call in calls}
+    end_times = {(call.number, one.step): one.end for call in calls for one in call.ran}
+    track_ends: dict[str, int] = {}
+    steps: dict[int, list[RanStep]] = {call.number: [] for call in calls}
     pairs = [(one, call) for call in calls for one in call.ran]
     for one, owner in sorted(pairs, key=lambda pair: pair[0].end):
-        before = [made.get((owner.number, maker), 0) for maker in _makers(owner, one.step)]
-        begin = max(one.begin, reached.get(one.track, 0), *before)
-        lined[owner.number].append(replace(one, begin=min(begin, one.end - 1)))
-        reached[one.track] = one.end
-    return [replace(call, ran=lined[call.number]) for call in calls]
+        input_ends = [end_times.get((owner.number, maker), 0) for maker in _makers(owner, one.step)]
+        begin = max(one.begin, track_ends.get(one.track, 0), *input_ends)
+        steps[owner.number].append(replace(one, begin=min(begin, one.end - 1)))
+        track_ends[one.track] = one.end
+    return [replace(call, ran=steps[call.number]) for call in calls]
 
 
 def _meta(name: str, args: Event, track: int = 0) -> Event:
@@ -163,32 +160,32 @@ def _slice(name: str, category: str, track: int, times: tuple[int, int], args: E
 
 
 def _lanes(calls: Sequence[TracedCall]) -> dict[int, int]:
-    """A track for each call, by its number: the first one that is free when it is submitted."""
+    """A track for each call, by its number: the first one that is free at its submission."""
     free_at: list[int] = []
-    found: dict[int, int] = {}
+    lanes: dict[int, int] = {}
     for call in sorted(calls, key=lambda call: call.submitted):
         lane = next((index for index, end in enumerate(free_at) if end <= call.submitted), len(free_at))
         free_at[lane : lane + 1] = [call.ended]
-        found[call.number] = lane
-    return found
+        lanes[call.number] = lane
+    return lanes
 
 
 def _track_names(calls: Sequence[TracedCall]) -> list[str]:
-    """The queues of the machine in its order, then other threads that ran something."""
+    """The names of the machine's queues in order, then of other threads that ran something."""
     queues = [queue for call in calls if call.plan is not None for queue in call.plan.queues if queue is not None]
     ran = sorted({ran.track for call in calls for ran in call.ran})
     return list(dict.fromkeys([queue.name for queue in queues if queue.name in ran] + ran))
 
 
-class _Steps:
-    """Names and arguments of the slices that stand for steps."""
+class _StepSlices:
+    """Maker of the slices of steps, with their names and arguments."""
 
     def __init__(self, metadata: Metadata, names: Sequence[str]) -> None:
         self._names, self._dispatches = names, metadata.dispatches
         self._regions = {region.name: region for region in metadata.regions}
 
     def _ops(self, step: Step) -> dict[str, int]:
-        """The model's ops that a step computes, and how many of each."""
+        """The model's ops that a step computes, with their counts."""
         kernels: list[str] = []
         for name in step.calls:
             region = self._regions.get(name)
@@ -214,34 +211,34 @@ class _Steps:
         return _slice(name, category, track, (ran.begin, ran.end), args)
 
 
-def _slices(call: TracedCall, lane: int, tracks: Mapping[str, int], with_errors: _Steps) -> Iterator[Event]:
+def _slices(call: TracedCall, lane: int, tracks: Mapping[str, int], slice_maker: _StepSlices) -> Iterator[Event]:
     name = call.plan.function if call.plan is not None else "call"
     args = {"call": call.number, "outcome": call.outcome}
     yield _slice(name, "call", lane, (call.submitted, call.ended), args)
     for ran in call.ran:
-        yield with_errors.slice_of(ran, call, tracks[ran.track])
+        yield slice_maker.slice_of(ran, call, tracks[ran.track])
 
 
-def _flows(call: TracedCall, lane: int, tracks: Mapping[str, int], identities: Iterator[int]) -> Iterator[Event]:
-    """Arrows from what makes a value to what reads it, where these are on different tracks."""
-    ran = {one.step: one for one in call.ran}
-    for step, one in ran.items():
+def _flows(call: TracedCall, lane: int, tracks: Mapping[str, int], flow_ids: Iterator[int]) -> Iterator[Event]:
+    """Arrows from the maker of a value to its readers on other tracks."""
+    ran = {reader.step: reader for reader in call.ran}
+    for step, reader in ran.items():
         makers = _makers(call, step)
         if not makers:
-            yield from _flow(next(identities), "submit", (lane, call.submitted), (tracks[one.track], one.begin))
+            yield from _flow(next(flow_ids), "submit", (lane, call.submitted), (tracks[reader.track], reader.begin))
         for source in [ran[maker] for maker in sorted(makers & ran.keys())]:
-            if source.track != one.track:
-                sent = max(source.begin, min(source.end, one.begin) - 1)
-                ends = (tracks[source.track], sent), (tracks[one.track], one.begin)
-                yield from _flow(next(identities), "value", *ends)
+            if source.track != reader.track:
+                sent = max(source.begin, min(source.end, reader.begin) - 1)
+                ends = (tracks[source.track], sent), (tracks[reader.track], reader.begin)
+                yield from _flow(next(flow_ids), "value", *ends)
     if call.ran:
-        last = max(call.ran, key=lambda one: one.end)
-        yield from _flow(next(identities), "fence", (tracks[last.track], last.end - 1), (lane, call.ended - 1))
+        last = max(call.ran, key=lambda reader: reader.end)
+        yield from _flow(next(flow_ids), "fence", (tracks[last.track], last.end - 1), (lane, call.ended - 1))
 
 
-def _flow(identity: int, name: str, source: tuple[int, int], target: tuple[int, int]) -> Iterator[Event]:
-    """An arrow between two tracks and times, each inside of a slice."""
-    common = {"name": name, "cat": "flow", "id": identity, "pid": os.getpid()}
+def _flow(flow_id: int, name: str, source: tuple[int, int], target: tuple[int, int]) -> Iterator[Event]:
+    """An arrow between two points (track, time), each inside of a slice."""
+    common = {"name": name, "cat": "flow", "id": flow_id, "pid": os.getpid()}
     yield {**common, "ph": "s", "tid": source[0], "ts": _microseconds(source[1])}
     yield {**common, "ph": "f", "bp": "e", "tid": target[0], "ts": _microseconds(target[1])}
 
@@ -261,7 +258,7 @@ def _in_flight(calls: Sequence[TracedCall]) -> list[Event]:
 
 
 def _bytes_live(calls: Sequence[TracedCall], names: Sequence[str]) -> list[Event]:
-    """Bytes of values between steps, and of results that the caller does not have yet, by device."""
+    """Bytes of live intermediate values and pending results, by device."""
     changes: dict[str, list[tuple[int, int]]] = {}
     for call in calls:
         for device, nbytes, begin, end in _lifetimes(call):
@@ -271,47 +268,45 @@ def _bytes_live(calls: Sequence[TracedCall], names: Sequence[str]) -> list[Event
 
 
 def _lifetimes(call: TracedCall) -> Iterator[tuple[int, int, int, int]]:
-    """Device, bytes, and when memory was filled and given back, for each value that owns some."""
+    """Device, bytes, and the times of allocation and release, for each value that owns memory."""
     plan, ran = call.plan, {one.step: one for one in call.ran}
     if plan is None:
         return
-    memory: dict[int, int] = {}  # a value that only gives another one's memory a name
+    owners: dict[int, int] = {}  # the value whose memory a value is; itself unless it is an alias
     ends: dict[int, int] = {}
     for index, step in enumerate(plan.steps):
         for number in step.makes:
-            memory[number] = memory.get(step.reads[0], step.reads[0]) if plan.queues[index] is None else number
-    for number, owner in memory.items():
+            owners[number] = owners.get(step.reads[0], step.reads[0]) if plan.queues[index] is None else number
+    for number, owner in owners.items():
         readers = [index for index, step in enumerate(plan.steps) if number in step.reads]
-        waits = number in plan.returned or any(reader not in ran for reader in readers)
-        end = call.ended if waits else max((ran[reader].end for reader in readers), default=0)
+        lasts = number in plan.returned or any(reader not in ran for reader in readers)
+        end = call.ended if lasts else max((ran[reader].end for reader in readers), default=0)
         ends[owner] = max(ends.get(owner, 0), end)
     for index, step in enumerate(plan.steps):
         for number in step.makes:
-            if memory[number] == number and index in ran and ends[number] > ran[index].end:
+            if owners[number] == number and index in ran and ends[number] > ran[index].end:
                 yield step.device, call.nbytes.get(number, 0), ran[index].end, ends[number]
 
 
 def _counter(name: str, changes: Mapping[str, Sequence[tuple[int, int]]]) -> list[Event]:
-    """Events of a counter with several series, from what is added to each and when."""
-    now = dict.fromkeys(changes, 0)
+    """Events of a counter with several series, from the times and amounts of changes."""
+    current = dict.fromkeys(changes, 0)
     moments: dict[int, Event] = {}
-    for moment, series, change in sorted(
-        (moment, series, change) for series, found in changes.items() for moment, change in found
-    ):
-        now[series] += change
-        moments[moment] = dict(now)
+    for moment, series, amount in sorted((when, series, n) for series, pairs in changes.items() for when, n in pairs):
+        current[series] += amount
+        moments[moment] = dict(current)
     common = {"name": name, "ph": "C", "pid": os.getpid(), "tid": 0}
     return [{**common, "ts": _microseconds(moment), "args": values} for moment, values in moments.items()]
 
 
-# Traces as HTML for notebooks.
+# Traces as pictures for notebooks.
 
 _MAX_SLICES = 2000
 _WIDTH, _LABEL, _ROW = 900, 130, 22
 
 
 def timeline_html(calls: int, left_out: int, events: Sequence[Mapping[str, Any]], busy: Mapping[str, float]) -> str:
-    """A picture with a line for each queue and a slice for each step, and how busy each queue was."""
+    """A picture with a line for each queue and a slice for each step, and a table of busy fractions."""
     about = f"Trace of {calls} call{'s' * (calls != 1)}"
     if left_out:
         about += f"; {left_out} more came after the limit"
@@ -366,26 +361,26 @@ def _time(microseconds: float) -> str:
 
 
 class Trace:
-    """The calls that a machine was given while it was traced.
+    """The calls that a machine took while it was traced.
 
     Parameters
     ----------
     metadata : Metadata
         Metadata of the machine's executable.
     limit : int
-        How many calls are followed; later ones are only counted.
+        Maximum number of recorded calls; later ones are only counted.
 
     Attributes
     ----------
     calls : list of TracedCall
-        Calls in the order in which they were submitted.
+        Calls in the order of submission.
     left_out : int
-        How many calls came after the limit.
+        Number of calls beyond the limit.
 
     Raises
     ------
     BindingError
-        A limit that is no positive integer.
+        A limit that is not a positive integer.
     """
 
     def __init__(self, metadata: Metadata, limit: int) -> None:
@@ -399,7 +394,7 @@ class Trace:
     def follow(
         self, fence: Fence, plan: Callable[[Queues], QueuePlan], prepare: Prepare
     ) -> tuple[Callable[[Queues], QueuePlan], Prepare]:
-        """A plan and a `prepare` that note when steps run, for the next call; beyond the limit those given.
+        """Wrap a call's `plan` and `prepare` so that they record times; beyond the limit, return them unchanged.
 
         Parameters
         ----------
@@ -429,7 +424,7 @@ class Trace:
 
         def traced_prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
             prepared = prepare(args, kwargs)
-            return replace(prepared, finish=_noting(prepared.finish, call))
+            return replace(prepared, finish=_recorded_finish(prepared.finish, call))
 
         fence.add_done_callback(note_end)
         return traced_plan, traced_prepare
@@ -440,7 +435,7 @@ class Trace:
         return [call for call in self.calls if call.ended]
 
     def wait(self) -> None:
-        """Wait until the calls have ended that were submitted so far."""
+        """Wait until all calls submitted so far have ended."""
         with self._changed:
             self._changed.wait_for(lambda: all(call.ended for call in self.calls))
 
@@ -449,11 +444,11 @@ class Trace:
         return chrome_events(self.ended, self._metadata)
 
     def busy(self) -> dict[str, float]:
-        """How much of the time each queue worked, of that from the first call's submission to the last one's end."""
+        """Fraction of the time from the first submission to the last end in which each queue worked."""
         calls = self.ended
         total = max((call.ended for call in calls), default=0) - min((call.submitted for call in calls), default=0)
         spent: Counter[str] = Counter()
-        for call in in_line(calls):
+        for call in serialize_tracks(calls):
             for ran in call.ran:
                 spent[ran.track] += ran.end - ran.begin
         return {track: spent[track] / total for track in sorted(spent)}
@@ -476,17 +471,17 @@ class Trace:
 
 
 class _TracedPlan(QueuePlan):
-    """A plan whose steps note when they ran."""
+    """A plan whose steps record when they ran."""
 
     def __init__(self, plan: QueuePlan, call: TracedCall) -> None:
-        vars(self).update(vars(plan))  # what is in it is not computed again
+        vars(self).update(vars(plan))  # share what the plan has computed
         self._traced = call
         self._issued: dict[int, int] = {}
 
     def execute(self, index: int, call: CallState) -> tuple[Sequence[Any], Point | None]:
         begin = time.perf_counter_ns()
         try:
-            made, point = super().execute(index, call)
+            results, point = super().execute(index, call)
         except BaseException as error:
             self._traced.note(index, begin, _first_line(error))
             raise
@@ -494,10 +489,10 @@ class _TracedPlan(QueuePlan):
             self._traced.note(index, begin)
         else:
             self._issued[index] = begin
-        for number, value in zip(self.steps[index].makes, made, strict=True):
+        for number, value in zip(self.steps[index].makes, results, strict=True):
             if self.readers[number]:
                 self._traced.nbytes[number] = _nbytes(value)
-        return made, point
+        return results, point
 
     def await_end(self, index: int, point: Point) -> None:
         error = ""
@@ -508,12 +503,12 @@ class _TracedPlan(QueuePlan):
             raise
         finally:
             queue = self.queues[index]
-            assert queue is not None, "what is issued is issued to a queue"
+            assert queue is not None, "only queues issue work"
             self._traced.note(index, self._issued[index], error, queue.name)
 
 
-def _noting(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[Any], Any]:
-    def noted(returned: Any) -> Any:
+def _recorded_finish(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[Any], Any]:
+    def record(returned: Any) -> Any:
         begin = time.perf_counter_ns()
         try:
             result = finish(returned)
@@ -523,7 +518,7 @@ def _noting(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[Any], A
         call.note(RESULT, begin)
         return result
 
-    return noted
+    return record
 
 
 def _nbytes(value: Any) -> int:

@@ -1,13 +1,13 @@
-"""Command buffers that run as CUDA graphs: their memory on a device, recording, and what compiled code leaves to it.
+"""Command buffers that run as CUDA graphs: their memory, their capture, and the slow path of submissions.
 
-A submission is made by compiled code (`tir.commands.graph_functions`): it writes the bindings' addresses into a row
-of pinned memory and launches the graph, whose first kernel brings the row to the device. Only the first submission,
-which records, and one that finds all rows in use come here. Where there are no graphs, each submission does, and
-launches kernel by kernel.
+Compiled code (`tir.commands.graph_functions`) makes submissions: it writes the addresses of bindings into a row of
+pinned memory and launches the graph, whose first kernel copies the row to the device. It calls this module only for
+the first submission, which captures the graph, and when all rows are in use. Without graphs every submission comes
+here, and kernels are launched one by one.
 
-A graph keeps how many blocks its launches have, and the numbers that they take. A command buffer with symbolic extents
-has one for each of their values: recorded when these come for the second time, so that lengths which grow call by call
-leave no graphs behind, and dropped when `MAX_GRAPHS` others were used since.
+A graph fixes the grids of its launches and their scalar arguments. A command buffer with symbolic extents has a graph
+for each set of their values, captured at the second occurrence, so that lengths which grow with each call leave no
+graphs behind, and dropped when `MAX_GRAPHS` others were used more recently.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ..device.tensors import alias, copy_into, empty, from_array
 _log = logging.getLogger("relax_hetero")
 
 _WAIT_SECONDS = 20e-6
-"""Between looks at whether the oldest submission has begun."""
+"""Polling interval while all rows are in use."""
 
 MAX_GRAPHS = 64
 """Maximum number of graphs of a command buffer with symbolic extents."""
 
-_SEEN = 1024
-"""Values of parameters that are remembered to have come once."""
+_MAX_SEEN = 1024
+"""Maximum number of parameter values that are remembered from a first submission."""
 
 _Values = tuple[int, ...]
 
@@ -49,28 +49,28 @@ _get_stream: Any = tvm_ffi.LIB.TVMFFIEnvGetStream
 
 
 class CudaGraph:
-    """A command buffer on a device.
+    """A command buffer on a CUDA device.
 
     Parameters
     ----------
     region : RegionSpec
         Description of the commands.
     device : runtime.Device
-        A CUDA device.
+        CUDA device.
     constants : sequence of int
-        Addresses.
+        Addresses of constants.
     submit, record : callable
-        The compiled functions: one submits, and takes inputs, the state and results; one launches all kernels, and
-        takes the address of the plan, and parameters.
+        Compiled functions. `submit` takes inputs, the state and results; `record` launches all kernels, and takes the
+        address of the plan and the parameters.
     driver : CudaDriver or str
-        Why there are no graphs, where there is no driver.
+        Driver, or the reason why graphs are unavailable.
     arena : runtime.Tensor, optional
-        Memory for transient values, where their bytes are known; else the graph has its own, which grows.
+        Shared memory for transient values of static size; None for an arena of its own, which grows.
 
     Attributes
     ----------
     state
-        For the function that submits.
+        Pinned words that the compiled function reads and writes (`graph_layout`).
     submit_function : callable
         Function that submits it.
     """
@@ -113,15 +113,15 @@ class CudaGraph:
         _graphs[self.state.data_ptr()] = self
 
     def submit(self) -> None:
-        """Submit with the bindings and parameters that the code left in the state."""
+        """Submit with the bindings and parameters that compiled code stored in the state."""
         layout, words = self._layout, self._words
         bindings = words[layout.staged : layout.staged + layout.slots]
         values = tuple(map(int, words[layout.values : layout.values + layout.parameters]))
         graph = self._recorded.get(values)
         if graph is None or self._driver is None:
-            self._make_room(values)
-            self._launch_each(bindings, values)
-            if self._driver is not None and self._comes_again(values):
+            self._reserve_arena(values)
+            self._launch_kernels(bindings, values)
+            if self._driver is not None and self._is_repeated(values):
                 self._record_graph(values)
             return
         self._recorded.move_to_end(values)
@@ -137,35 +137,36 @@ class CudaGraph:
         words[state.SUBMITTED] = ticket + 1
 
     def failed(self, code: int) -> CudaError:
-        """The error for a launch of the graph that returned `code`."""
+        """The error for a graph launch that returned `code`."""
         assert self._driver is not None, "there is no graph without a driver"
         return self._driver.error(f"launching command buffer {self._name!r} on {self._device}", code)
 
-    def _comes_again(self, values: _Values) -> bool:
+    def _is_repeated(self, values: _Values) -> bool:
+        """Return whether parameters occurred before; True without parameters."""
         if not values or self._seen.pop(values, self) is None:
             return True
         self._seen[values] = None
-        if len(self._seen) > _SEEN:
+        if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
         return False
 
-    def _make_room(self, values: _Values) -> None:
-        """An arena that is large enough. Graphs have its address: where it must grow, all are dropped."""
+    def _reserve_arena(self, values: _Values) -> None:
+        """Grow the arena if necessary. Graphs contain its address, so growing drops them all."""
         if not isinstance(self._arena_bytes, str):
             return
         evaluate = parse_dim(self._arena_bytes).evaluate
         assert evaluate is not None, "the arena of a graph is written over its parameters"
-        needed, there = evaluate(dict(zip(self._parameters, values, strict=True))), int(self._arena.shape[0])
-        if needed <= there:
+        needed, present = evaluate(dict(zip(self._parameters, values, strict=True))), int(self._arena.shape[0])
+        if needed <= present:
             return
         while self._recorded:
             self._drop(next(iter(self._recorded)))
-        # Before the old one is freed: what is launched may still work in it.
+        # Earlier launches may still use the old arena, which the next line frees.
         self._device.sync()
-        self._arena = empty((max(needed, there * 5 // 4),), "uint8", self._device)
+        self._arena = empty((max(needed, present * 5 // 4),), "uint8", self._device)
         self._plan[-1] = self._arena.data_ptr()
 
-    def _launch_each(self, bindings: np.ndarray, values: _Values) -> None:
+    def _launch_kernels(self, bindings: np.ndarray, values: _Values) -> None:
         self._plan[state.RING] = 0
         self._plan[state.BINDINGS : state.BINDINGS + self._layout.slots] = bindings
         self._run_plan(values)
@@ -185,7 +186,7 @@ class CudaGraph:
 
         try:
             graph = self._driver.record(launch)
-        except Exception as error:  # a kernel may do anything that cannot be recorded
+        except Exception as error:  # a kernel may do something that cannot be captured
             while self._recorded:
                 self._drop(next(iter(self._recorded)))
             self._driver = None
@@ -198,7 +199,7 @@ class CudaGraph:
         self._show(values, graph)
 
     def _show(self, values: _Values, graph: int) -> None:
-        """Have the code find a graph: one way after the other is given away."""
+        """Enter a graph into the table that compiled code searches, in place of the oldest entry."""
         if not values:
             self._words[state.GRAPH] = graph
         elif values not in self._ways:
@@ -243,7 +244,7 @@ def _failed(address: int, code: int) -> None:
 def with_graphs(
     metadata: Metadata, devices: Sequence[runtime.Device], constants: Any, module: runtime.Module
 ) -> tuple[Any, list[CudaGraph]]:
-    """Constants as functions take them, with the states of a machine's graphs among them, and these graphs.
+    """Make a machine's graphs; returns the constants with the graphs' states among them, and the graphs.
 
     Parameters
     ----------
@@ -252,7 +253,7 @@ def with_graphs(
     constants : object
         `PlacedConstants.values`.
     module : runtime.Module
-        The code.
+        Compiled code of the executable.
     """
     regions = {region.name: region for region in metadata.regions}
     values, graphs = list(constants), []
@@ -270,7 +271,7 @@ def with_graphs(
 
 
 def _shared_arenas(graphs: Sequence[tuple[RegionSpec, runtime.Device]]) -> dict[runtime.Device, runtime.Tensor]:
-    """The memory of each device for transient values: a machine's graphs there run one after the other."""
+    """An arena per device: the graphs of a machine run one at a time there, and share it."""
     arena_bytes: dict[runtime.Device, int] = {}
     for region, device in graphs:
         if not isinstance(region.arena, str):
@@ -292,9 +293,9 @@ def _address_of(function: Any) -> int:
 
 def _free(driver: CudaDriver, device: runtime.Device, address: int, recorded: Mapping[_Values, int]) -> None:
     try:
-        device.sync()  # launches that have not begun read their bindings from this memory
+        device.sync()  # pending launches read their bindings from this memory
         for graph in recorded.values():
             driver.destroy(graph)
         driver.free_pinned(address)
-    except Exception:  # the process ends, and the driver has ended before
-        _log.debug("memory of a graph on %s was not given back", device, exc_info=True)
+    except Exception:  # at process exit the driver may have shut down already
+        _log.debug("memory of a graph on %s was not freed", device, exc_info=True)

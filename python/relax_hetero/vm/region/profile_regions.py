@@ -1,4 +1,4 @@
-"""Command buffers under a profile: their kernels are called one by one, so that each can be measured."""
+"""Command buffers under a profiler, which calls their kernels one by one to measure each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RegionCalls:
     Parameters
     ----------
     constants : sequence of runtime.Tensor
-        Its constants on the machine's devices.
+        Constants of the executable on the machine's devices.
     """
 
     def __init__(self, executable: Executable, constants: Sequence[runtime.Tensor]) -> None:
@@ -42,11 +42,11 @@ class RegionCalls:
             for command in region.commands
         )
 
-    def of(self, symbol: str, args: Sequence[Any]) -> Iterator[tuple[Dispatch, Callable[[], int]]] | None:
-        """The calls of kernels that a call of a region stands for, in order, each with its command.
+    def kernel_calls(self, symbol: str, args: Sequence[Any]) -> Iterator[tuple[Dispatch, Callable[[], int]]] | None:
+        """The kernel calls of a region's call in order, each with its command.
 
-        A call gives 0, or another number where the kernel failed (`walk_commands.raise_kernel_error`). None for
-        anything but a region, and for regions that only run as a whole.
+        A call returns 0 unless the kernel failed (`walk_commands.raise_kernel_error`). None for symbols that are not
+        regions, and for regions that only run as a whole.
         """
         region = self._regions.get(symbol)
         if region is None:
@@ -54,14 +54,14 @@ class RegionCalls:
         inputs = sum(slot.access == READ for slot in region.slots)
         numbers = _numbers(region)
         tensors = list(args[1:])  # the first is the table of addresses
-        given = tensors[inputs : inputs + len(numbers)]
+        arguments = tensors[inputs : inputs + len(numbers)]
         del tensors[inputs : inputs + len(numbers)]
         if len(tensors) != len(region.slots) + (region.arena != 0):
             return None
         addresses = [address_range(tensor)[0] for tensor in tensors]
         directs = [address_range(self._constants[index])[0] for index in region.directs]
         memory = Memory(addresses[: len(region.slots)], directs, addresses[-1])
-        return self._calls(region, memory, {**_extents(region, tensors), **dict(zip(numbers, given, strict=True))})
+        return self._calls(region, memory, {**_extents(region, tensors), **dict(zip(numbers, arguments, strict=True))})
 
     def _calls(
         self, region: RegionSpec, memory: Memory, values: Mapping[str, Any]
@@ -72,15 +72,15 @@ class RegionCalls:
 
 
 def _numbers(region: RegionSpec) -> list[str]:
-    """The parameters that a call passes as numbers, since no tensor's extents are just that."""
-    said = {extent for slot in region.slots for extent in slot.shape or ()}
-    return [name for name in region.parameters if name not in said]
+    """The parameters that a call passes as numbers, because they are not the extent of any tensor."""
+    tensor_extents = {extent for slot in region.slots for extent in slot.shape or ()}
+    return [name for name in region.parameters if name not in tensor_extents]
 
 
 def _extents(region: RegionSpec, tensors: Sequence[runtime.Tensor]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for slot, tensor in zip(region.slots, tensors, strict=False):  # the arena is no slot
+    extents: dict[str, int] = {}
+    for slot, tensor in zip(region.slots, tensors, strict=False):  # the arena is not a slot
         for extent, value in zip(slot.shape or (), tensor.shape, strict=True):
             if isinstance(extent, str) and extent in region.parameters:
-                found[extent] = int(value)
-    return found
+                extents[extent] = int(value)
+    return extents

@@ -1,6 +1,6 @@
-"""Commands run one by one: kernels by their address, copies and fills with the C library.
+"""Interpreter of commands: calls kernels by address, and copies and fills with the C library.
 
-This is how command buffers run where the compiler is absent, and how a profile runs them.
+Command buffers run this way without the compiler, and under a profiler.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCALARS: dict[str, Any] = {
     "float32": ctypes.c_float,
     "float64": ctypes.c_double,
 }
-"""The element types that scalars of a kernel may have: C's."""
+"""Element types that scalar arguments of kernels may have, with their C types."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Kernel:
     Attributes
     ----------
     address : int
-        Address of its code: a function of pointers and scalars that returns an int32, 0 unless it failed. 0 for kernels
-        of GPUs, whose code launches them.
+        Address of a C function of pointers and scalars that returns an int32, 0 unless it failed. 0 for GPU kernels,
+        which the code launches.
     code : object
-        Whose it is; loaded as long as this lives.
+        Module that contains it, kept loaded.
     """
 
     spec: KernelSpec
@@ -61,20 +61,20 @@ class Kernel:
 
     @functools.cached_property
     def launch(self) -> Callable[..., Any]:
-        """The code of a GPU's kernel as a function of addresses and scalars."""
+        """The launch of a GPU kernel as a function of addresses and scalars."""
         function = self.code.get_function(self.spec.symbol, True)
         tensors = len(self.spec.tensors)
         return lambda *args: function(*map(ctypes.c_void_p, args[:tensors]), *args[tensors:])
 
     @functools.cached_property
     def function(self) -> Callable[..., int]:
-        """The code as a Python function."""
+        """The C function as a Python function."""
         scalars = [SCALARS[scalar.dtype] for scalar in self.spec.scalars]
         return ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * len(self.spec.tensors), *scalars)(self.address)
 
 
 def load_kernel(executable: Executable, name: str) -> Kernel:
-    """A kernel of an executable; BindingError for one that it has not, or that cannot be called by hand."""
+    """A kernel of an executable; BindingError if it is absent, or cannot be called by hand."""
     spec = executable.metadata.kernels.get(name)
     if spec is None:
         raise unknown_name("kernel", name, executable.metadata.kernels, "the executable")
@@ -95,9 +95,9 @@ class Memory:
     Attributes
     ----------
     slots, directs : sequence of int
-        Addresses of the bindings and of the buffers that the recording keeps.
+        Addresses of bindings and of direct buffers.
     arena : int
-        Address of the transient values, if there are any.
+        Address of transient values, if any.
     """
 
     slots: Sequence[int]
@@ -105,7 +105,7 @@ class Memory:
     arena: int = 0
 
     def address(self, reference: Reference, values: Values) -> int:
-        """The first byte of a reference."""
+        """The address of a reference's first byte."""
         if reference.space == ARENA:
             base = self.arena
         else:
@@ -114,7 +114,7 @@ class Memory:
 
 
 def value_of(dim: Dim | float, values: Values) -> Any:
-    """A number that stands as such or as text over parameters."""
+    """The value of a number, or of text over parameters."""
     if not isinstance(dim, str):
         return dim
     evaluate = parse_dim(dim).evaluate
@@ -122,12 +122,12 @@ def value_of(dim: Dim | float, values: Values) -> Any:
 
 
 def walk(commands: Iterable[Command], kernels: Mapping[str, Kernel], memory: Memory, values: Values) -> None:
-    """Run commands in order; what follows a kernel that fails is not run.
+    """Run commands in order, up to a kernel that fails.
 
     Raises
     ------
     Exception
-        The kernel's own.
+        The exception of a failing kernel.
     """
     for command in commands:
         run_command(command, kernels, memory, values)
@@ -143,7 +143,7 @@ def run_command(command: Command, kernels: Mapping[str, Kernel], memory: Memory,
     elif isinstance(command, Fill):
         _fill(memory.address(command.target, values), value_of(command.target.length, values), command.pattern)
     else:
-        assert isinstance(command, Barrier), f"{type(command).__name__} is no command"
+        assert isinstance(command, Barrier), f"{type(command).__name__} is not a command"
 
 
 def _dispatch(command: Dispatch, kernel: Kernel, memory: Memory, values: Values) -> None:
@@ -166,16 +166,16 @@ def _dispatch(command: Dispatch, kernel: Kernel, memory: Memory, values: Values)
 
 
 def bound(command: Dispatch, kernel: Kernel, memory: Memory, values: Values) -> Callable[..., int]:
-    """The kernel's code with the memory and numbers of a dispatch, to be called with the workgroup numbers."""
+    """The kernel with the addresses and scalars of a dispatch, as a function of the workgroup indices."""
     addresses = [memory.address(operand, values) for operand in command.operands]
     return functools.partial(kernel.function, *addresses, *converted_scalars(command, kernel, values))
 
 
 def converted_scalars(command: Dispatch, kernel: Kernel, values: Values) -> list[Any]:
-    """The numbers of a dispatch, without the workgroup numbers, which are the last."""
+    """The scalars of a dispatch, without the workgroup indices, which come last."""
     dtypes = [scalar.dtype for scalar in kernel.spec.scalars]
-    given = zip(command.scalars, dtypes, strict=False)
-    return [_converted(value_of(scalar, values), dtype) for scalar, dtype in given]
+    pairs = zip(command.scalars, dtypes, strict=False)
+    return [_converted(value_of(scalar, values), dtype) for scalar, dtype in pairs]
 
 
 def _converted(value: Any, dtype: str) -> Any:
@@ -193,18 +193,18 @@ def _fill(address: int, length: int, pattern: str) -> None:
         return
     done = min(len(one), length)
     ctypes.memmove(address, one, done)
-    while done < length:  # what is written doubles
-        step = min(done, length - done)
-        ctypes.memmove(address + done, address, step)
-        done += step
+    while done < length:  # doubles the filled range each time
+        count = min(done, length - done)
+        ctypes.memmove(address + done, address, count)
+        done += count
 
 
 _SafeCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
-# A function that says that it failed, and leaves the error that is there: a kernel's.
-_say_failed = _SafeCall(lambda _self, _args, _count, _result: -1)
-_fail = tvm_ffi.Function.__from_extern_c__(ctypes.cast(_say_failed, ctypes.c_void_p).value)
+# Returns failure without setting an error, so that the FFI raises the one that a kernel has set before.
+_return_failure = _SafeCall(lambda _self, _args, _count, _result: -1)
+_raise_pending = tvm_ffi.Function.__from_extern_c__(ctypes.cast(_return_failure, ctypes.c_void_p).value)
 
 
 def raise_kernel_error() -> None:
-    """Raise what a kernel, called by address in this thread, left when it said that it had failed."""
-    _fail()
+    """Raise the error that a failing kernel, called by address in this thread, has set."""
+    _raise_pending()

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from relax_hetero.driver.link import parallel_codegen
-from relax_hetero.driver.link.parallel_codegen import KERNELS_A_MODULE, build_in_parallel, cut
+from relax_hetero.driver.link.parallel_codegen import KERNELS_PER_MODULE, build_in_parallel, cut
 from seeds import fresh_rng
 
 LLVM = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
@@ -44,14 +44,14 @@ def _names(parts: list[tvm.IRModule]) -> list[list[str]]:
 
 
 def test_every_kernel_is_in_one_part():
-    parts = _names(cut(LLVM, _kernels(2 * KERNELS_A_MODULE + 1)))
+    parts = _names(cut(LLVM, _kernels(2 * KERNELS_PER_MODULE + 1)))
     assert len(parts) == 3
-    assert max(map(len, parts)) <= KERNELS_A_MODULE
-    assert sorted(sum(parts, [])) == sorted(f"kernel_{i}" for i in range(2 * KERNELS_A_MODULE + 1))
+    assert max(map(len, parts)) <= KERNELS_PER_MODULE
+    assert sorted(sum(parts, [])) == sorted(f"kernel_{i}" for i in range(2 * KERNELS_PER_MODULE + 1))
 
 
 def test_dependent_functions_stay_in_one_part():
-    many = 3 * KERNELS_A_MODULE
+    many = 3 * KERNELS_PER_MODULE
     assert len(cut(tvm.target.Target("c"), _kernels(many))) == 1
     calling = _kernels(many)
     calling["caller"] = calls_kernel_3.with_attr("global_symbol", "caller")
@@ -125,7 +125,7 @@ class Chain:
 
 
 def test_an_executable_of_several_modules(two_cores, tmp_path, monkeypatch):
-    monkeypatch.setattr(parallel_codegen, "KERNELS_A_MODULE", 1)
+    monkeypatch.setattr(parallel_codegen, "KERNELS_PER_MODULE", 1)
     exe = rh.compile(Chain)
     assert len(exe.module.imports) > 2
     x = fresh_rng().normal(size=(3, 40)).astype("float32")
@@ -136,12 +136,12 @@ def test_an_executable_of_several_modules(two_cores, tmp_path, monkeypatch):
     np.testing.assert_array_equal(actual, loaded)
     rh.compile(Chain).export_library(str(files[1]))
     assert files[0].read_bytes() == files[1].read_bytes()
-    monkeypatch.setattr(parallel_codegen, "KERNELS_A_MODULE", 1000)
+    monkeypatch.setattr(parallel_codegen, "KERNELS_PER_MODULE", 1000)
     np.testing.assert_array_equal(actual, rh.vm.VirtualMachine(rh.compile(Chain))["main"](x).numpy())
 
 
 def test_compiling_tells_of_its_progress(two_cores, monkeypatch):
-    monkeypatch.setattr(parallel_codegen, "KERNELS_A_MODULE", 2)
+    monkeypatch.setattr(parallel_codegen, "KERNELS_PER_MODULE", 2)
     progress: list[tuple[str, int, int]] = []
     rh.compile(Chain, progress=lambda *step: progress.append(step))
     passes = [(done, total) for name, done, total in progress if name == "passes"]

@@ -30,7 +30,7 @@ def _reads(window: Window, extent: int, places: int) -> set[tuple[int, int]]:
 
 @given(window=windows, extent=st.integers(1, 70), max_width=st.integers(1, 14))
 def test_tiles_read_what_exists(window: Window, extent: int, max_width: int) -> None:
-    places = max(0, window.places(extent))
+    places = max(0, window.output_extent(extent))
     covered: list[int] = []
     reads: list[tuple[int, int]] = []
     for segment in segments_of(window, extent, places, max_width):

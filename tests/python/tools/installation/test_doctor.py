@@ -58,12 +58,14 @@ def install(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
+PROBE = doctor.probe_findings
+
+
 def tries(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], last: str = "") -> None:
     """Let the process that tries the devices print these lines, and then do something else."""
     program = f"import os, sys\nprint({chr(10).join(map(json.dumps, lines))!r}, flush=True)\n{last}"
     command = [sys.executable, "-S", "-c", program]
-    findings = doctor.probe_findings
-    monkeypatch.setattr(doctor, "probe_findings", lambda: findings(command))
+    monkeypatch.setattr(doctor, "probe_findings", lambda: PROBE(command))
 
 
 def diagnosed(invoke: Invoke) -> tuple[int, dict[str, Finding]]:
@@ -205,7 +207,7 @@ def test_a_process_that_hangs(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_process_that_does_not_start():
-    findings, devices = doctor.probe_findings(["/no/such/program"])
+    findings, devices = PROBE(["/no/such/program"])
     assert (devices, [finding.state for finding in findings]) == ([], ["error"])
     assert "cannot be started" in findings[0].about
 

@@ -468,5 +468,5 @@ def test_layouts_are_needed():
             R.output(y)
         return y
 
-    with pytest.raises(EncodingError, match=r"set_encoding of variable 'x1' in function 'main' has no layout"):
+    with pytest.raises(EncodingError, match=r"set_encoding of variable 'x1' in function 'main' lacks a layout"):
         MaterializeEncodings()(Mod)

@@ -36,16 +36,16 @@ def crossing(source, destination, old, new, shape=(64, 64)):
     ],
 )
 def test_the_cheaper_side(source, destination, old, new, before):
-    assert crossing(source, destination, old, new).before is before
+    assert crossing(source, destination, old, new).is_relayout_at_source is before
 
 
 def test_compensation_is_computed_by_the_cpu_that_needs_it():
     layout = PackedLayout((0, 1), (0, 1), (16, 4), compensation=True)
-    assert crossing(GPU, FAST, ROWS, layout).before is False
-    assert crossing(FAST, FAST_TOO, ROWS, layout).before is False
+    assert crossing(GPU, FAST, ROWS, layout).is_relayout_at_source is False
+    assert crossing(FAST, FAST_TOO, ROWS, layout).is_relayout_at_source is False
 
 
 def test_symbolic_extents_count_as_some():
     shape = (tirx.Var("m", "int64"), 64)
-    assert crossing(FAST, FAST_TOO, ROWS, PADDED, shape).before is False
-    assert crossing(FAST, FAST_TOO, PADDED, ROWS, shape).before is True
+    assert crossing(FAST, FAST_TOO, ROWS, PADDED, shape).is_relayout_at_source is False
+    assert crossing(FAST, FAST_TOO, PADDED, ROWS, shape).is_relayout_at_source is True

@@ -169,7 +169,7 @@ def test_gpus_form_what_their_tensor_cores_multiply(dtype: str, arch: str, width
         formed = FormAttention()(placed(builder.get(), {"kind": "cuda", "arch": arch}))
     assert (ATTENTION in ops_of(formed["main"])) == (types is None)
     reasons = [entry.reason for entry in report.missed]
-    message = f"found {dtype}, heads of {width}; expected one of {types}, which its device has in one kernel"
+    message = f"found {dtype}, heads of {width}; expected one of {types}, for which the device has a kernel"
     assert reasons == ([] if types is None else [message])
 
 

@@ -37,9 +37,9 @@ def test_nothing_to_do():
 def test_a_cpu_that_is_not_known():
     mod = tvm.IRModule({})
     mod.update_global_info("vdevice", [tvm.relax.VDevice(tvm.target.Target({"kind": "llvm", "mcpu": "znver44"}), 0)])
-    with pytest.raises(rh.VDeviceError, match="mcpu 'znver44' is no CPU that LLVM knows .*; did you mean 'znver4'"):
+    with pytest.raises(rh.VDeviceError, match="mcpu 'znver44' is not a CPU that LLVM knows .*; did you mean 'znver4'"):
         RealizeTargets()(mod)
-    with pytest.raises(rh.VDeviceError, match="'fooo' begins with 'fooo', which is no architecture"):
+    with pytest.raises(rh.VDeviceError, match="'fooo' begins with 'fooo', which is not an architecture"):
         rh.VDevice({"kind": "llvm", "mtriple": "fooo"})
 
 

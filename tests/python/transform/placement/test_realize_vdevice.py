@@ -662,6 +662,6 @@ def test_types_that_another_pass_left_behind():
     relax.expr._update_type(seq, tvm.ir.TupleType([free, free]))
     mod = tvm.IRModule({"main": relax.Function([x], seq, tvm.ir.TupleType([here, here]))})
     mod.update_global_info("vdevice", [device])
-    with pytest.raises(PlacementError, match="return of function 'main': a tensor has no device"):
+    with pytest.raises(PlacementError, match="return of function 'main': a tensor lacks a device"):
         verify_placement(mod)
     verify_placement(RealizeVDevice()(mod))

@@ -150,7 +150,7 @@ def test_argument_against_callee():
     refused(
         Mod,
         "call of 'f' binding 'y' in function 'main'",
-        "the call of 'f' is on llvm:1 (from function 'f', where it comes from the annotation of 'a' in 'f')",
+        "the call of 'f' is on llvm:1 (from function 'f', from the annotation of 'a' in 'f')",
     )
 
 

@@ -425,7 +425,7 @@ def test_unknown_closure_is_refused_with_several_devices():
         t = R.invoke_closure(closure, (x,), ty_args=R.Tensor((2,), "float32"))
         return t
 
-    with pytest.raises(PlacementError, match="relax.invoke_closure binding 't' in function 'main'.*not known"):
+    with pytest.raises(PlacementError, match="relax.invoke_closure binding 't' in function 'main'.*is unknown"):
         RealizeVDevice()(Before)
 
 

@@ -47,7 +47,7 @@ def test_good_module():
 
 def test_parameter_without_device():
     x = relax.Var("x", FREE)
-    refused(module([x], [], x), "parameter binding 'x' in function 'main': a tensor has no device")
+    refused(module([x], [], x), "parameter binding 'x' in function 'main': a tensor lacks a device")
 
 
 def test_device_that_is_equal_but_another_object():
@@ -63,7 +63,7 @@ def test_device_that_is_not_in_the_list():
 def test_binding_without_device():
     x = relax.Var("x", HERE)
     y, binding = bound("y", call("relax.exp", [x], FREE))
-    refused(module([x], [binding], y), "relax.exp binding 'y' in function 'main': a tensor has no device")
+    refused(module([x], [binding], y), "relax.exp binding 'y' in function 'main': a tensor lacks a device")
 
 
 def test_op_over_two_devices():
@@ -91,7 +91,7 @@ def test_out_ty_elsewhere():
 def test_constant_without_device():
     x = relax.Var("x", HERE)
     z, binding = bound("z", call("relax.add", [x, relax.const([1.0, 2.0], "float32")], HERE))
-    refused(module([x], [binding], z), "relax.add binding 'z'", "a tensor has no device")
+    refused(module([x], [binding], z), "relax.add binding 'z'", "a tensor lacks a device")
 
 
 def test_alias_elsewhere():
@@ -183,7 +183,7 @@ def test_local_functions_are_checked():
     relax.expr._update_type(seq, FREE)
     inner = relax.Function([z], seq, FREE)
     f = relax.Var("f", relax.FuncType([HERE], HERE))
-    refused(module([x], [relax.VarBinding(f, inner)], x), "parameter binding 'z' in function 'main'", "no device")
+    refused(module([x], [relax.VarBinding(f, inner)], x), "parameter binding 'z' in function 'main'", "lacks a device")
 
 
 def test_free_modules_have_nothing_to_check():

@@ -8,7 +8,7 @@ import pytest
 import tvm
 
 import relax_hetero as rh
-from relax_hetero.vm.args.call_cache import MANY_CALLS, CallCache
+from relax_hetero.vm.args.call_cache import MAX_CACHED_CALLS, CallCache
 from relax_hetero.vm.device.tensors import from_array
 
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)
@@ -167,10 +167,10 @@ def test_an_argument_may_be_the_result_buffer(plumber):
 
 
 def test_few_calls_are_remembered(plumber):
-    for extent in range(MANY_CALLS + 20):
+    for extent in range(MAX_CACHED_CALLS + 20):
         a = np.full(extent, extent, "float32")
         np.testing.assert_array_equal(plumber["same_extent"](a, a).numpy(), a * 2)
-    assert len(plumber._arguments.caches["same_extent"]._calls) <= MANY_CALLS
+    assert len(plumber._arguments.caches["same_extent"]._calls) <= MAX_CACHED_CALLS
 
 
 def test_signatures_differ_by_device_element_type_and_shape():

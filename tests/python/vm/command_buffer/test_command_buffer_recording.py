@@ -48,9 +48,12 @@ def read_only(array):
         ),
         (lambda cb, a, b: cb.fill(cb.slot(0), b"abc"), "the pattern of fill has 3 bytes, expected 1, 2, 4 or 8"),
         (lambda cb, a, b: cb.fill(cb.slot(0), 1.5), "fill with the number 1.5 needs dtype="),
-        (lambda cb, a, b: cb.fill(cb.slot(0), 300, "uint8"), "pattern of fill, 300, is no element of uint8"),
-        (lambda cb, a, b: cb.fill(cb.slot(0), 1e300, "float32"), "pattern of fill, 1e[+]300, is no element of float32"),
-        (lambda cb, a, b: cb.fill(cb.slot(0), 1, "text"), "pattern of fill, 1, is no element of text"),
+        (lambda cb, a, b: cb.fill(cb.slot(0), 300, "uint8"), "pattern of fill, 300, is not an element of uint8"),
+        (
+            lambda cb, a, b: cb.fill(cb.slot(0), 1e300, "float32"),
+            "pattern of fill, 1e[+]300, is not an element of float32",
+        ),
+        (lambda cb, a, b: cb.fill(cb.slot(0), 1, "text"), "pattern of fill, 1, is not an element of text"),
         (lambda cb, a, b: cb.fill(np.zeros(4), 0), "the target of fill is a ndarray, expected slot"),
         (
             lambda cb, a, b: cb.copy(cb.slot(0, length=4), cb.slot(1, length=8)),

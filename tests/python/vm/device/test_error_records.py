@@ -12,7 +12,7 @@ from relax_hetero.artifact.metadata import ConstantSpec
 from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device import error_records
 from relax_hetero.vm.device.constants import PlacedConstants
-from relax_hetero.vm.device.error_records import ErrorRecord, know_checks, raise_reported
+from relax_hetero.vm.device.error_records import ErrorRecord, raise_reported, register_checks
 from relax_hetero.vm.device.tensors import from_numpy
 
 CHECK = CheckSpec("index", "op relax.take of variable 'y' in function 'main'")
@@ -43,7 +43,7 @@ def test_a_new_record_says_nothing(record):
 
 @pytest.mark.parametrize("index", [10, -11, 2**31, -(2**31) - 1, 2**32 - 1, 2**63 - 1, -(2**63), -1])
 def test_reported_errors_are_raised_once(record, index):
-    know_checks([CHECK])
+    register_checks([CHECK])
     report(record, CHECK.key, index, -10, 10)
     with pytest.raises(HeteroError) as raised:
         raise_reported(GPU)
@@ -59,7 +59,7 @@ def test_half_of_a_report_is_left_alone(record):
 
 
 def test_one_thread_gets_the_error(record):
-    know_checks([CHECK])
+    register_checks([CHECK])
     report(record, CHECK.key, 10, -10, 10)
     errors = []
 

@@ -57,7 +57,7 @@ def test_a_fork_does_not_wait_for_ever(held, monkeypatch):
 
 def test_a_process_that_ends_gets_the_lock_of_a_thread_that_calls_in_a_loop(monkeypatch):
     """Whoever comes for a lock after `hold_all` has begun waits, though it let go of it a moment ago."""
-    monkeypatch.setattr(machine_lock, "_all", weakref.WeakSet())
+    monkeypatch.setattr(machine_lock, "_all_locks", weakref.WeakSet())
     lock, begun, calls = MachineLock(), threading.Event(), []
 
     def call_again_and_again() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.cuda_streams import Stream
-from relax_hetero.vm.device.pinned_staging import FIRST_PART_BYTES, PART_BYTES, Staging, parts_of
+from relax_hetero.vm.device.pinned_staging import CHUNK_BYTES, FIRST_CHUNK_BYTES, Staging, chunks_of
 from seeds import fresh_rng
 from vm.fake_cuda import LOST, FakeCuda, FakeLibrary, staging_loop
 
@@ -32,11 +32,11 @@ def fake_staging(seed=None, threads=2, part=PART):
 @given(nbytes=st.integers(1, 64 << 20))
 def test_parts_cover_everything_once(nbytes):
     end, sizes = 0, []
-    for offset, size in parts_of(nbytes, PART_BYTES):
-        assert offset == end and 0 < size <= PART_BYTES
+    for offset, size in chunks_of(nbytes, CHUNK_BYTES):
+        assert offset == end and 0 < size <= CHUNK_BYTES
         sizes.append(size)
         end += size
-    assert end == nbytes and max(sizes[0], 1) <= FIRST_PART_BYTES
+    assert end == nbytes and max(sizes[0], 1) <= FIRST_CHUNK_BYTES
     assert sizes[:-1] == sorted(sizes[:-1])
 
 

@@ -14,7 +14,7 @@ import tvm
 import relax_hetero as rh
 from relax_hetero.target.cpu_cores import num_cores
 from relax_hetero.vm.device import threads
-from relax_hetero.vm.device.threads import PATIENCE, threads_for
+from relax_hetero.vm.device.threads import CALLS_BEFORE_WIDENING, threads_for
 
 X = np.ones(2, "float32")
 pool_width = tvm.get_global_func("runtime.NumThreads")
@@ -83,15 +83,15 @@ def test_callers_at_the_same_time_share_the_threads(failing, seen):
             vm["main"](X)
             go_on.set()
             first.result()
-        for _ in range(PATIENCE + 1):
+        for _ in range(CALLS_BEFORE_WIDENING + 1):
             vm["main"](X)
 
     with ThreadPoolExecutor(1) as pool:  # a thread without a pool from other tests
         pool.submit(visit).result()
     single, visitor, guest, *later = widths
     assert (single, visitor, guest) == (4, 4, 2)
-    assert later[:PATIENCE] == [2] * PATIENCE  # no change for every moment without company
-    assert later[PATIENCE:] == [4]
+    assert later[:CALLS_BEFORE_WIDENING] == [2] * CALLS_BEFORE_WIDENING  # no change for every moment without company
+    assert later[CALLS_BEFORE_WIDENING:] == [4]
     assert not threads._calling
 
 

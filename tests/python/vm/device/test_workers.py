@@ -123,7 +123,7 @@ def test_code_that_is_loaded_later_sets_how_long_running_workers_spin(vm, monkey
     monkeypatch.setitem(workers._functions, names.SPIN, spins.append)
     later = rh.compile(product()).runnable()
     assert workers.use_workers(later) and not spins
-    assert workers.use_workers(later, has_accelerators=True) and spins == [workers.SPIN_WITH_ACCELERATORS]
+    assert workers.use_workers(later, has_accelerators=True) and spins == [workers.SPIN_NANOSECONDS_WITH_ACCELERATORS]
 
 
 @pytest.mark.skipif(len(cpus_of_cores()) < 2, reason="one core: nowhere to go")

@@ -335,7 +335,7 @@ def test_paths_that_cannot_be_written(lifted, tmp_path):
 
 @pytest.mark.parametrize(
     ("environment", "message"),
-    [({"PATH": "/nowhere"}, "none on PATH"), ({"CXX": "/nowhere/cxx"}, "'/nowhere/cxx', which is no program")],
+    [({"PATH": "/nowhere"}, "none on PATH"), ({"CXX": "/nowhere/cxx"}, "'/nowhere/cxx', which is not a program")],
 )
 def test_exporting_without_a_c_compiler(lifted, tmp_path, monkeypatch, environment, message):
     monkeypatch.delenv("CXX", raising=False)

@@ -141,7 +141,7 @@ def test_a_large_foreign_file_is_not_copied(tmp_path, begin, options):
 
 def test_a_compiler_that_is_not_a_command(lifted, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'unended")
-    with pytest.raises(rh.BuildError, match="which is no command"):
+    with pytest.raises(rh.BuildError, match="which is not a command"):
         lifted.export_library(tmp_path / "model.so")
 
 
@@ -163,8 +163,8 @@ def test_places_that_cannot_be_written(lifted, tmp_path):
     unexportable(lifted, tmp_path / "none" / "model.so", "there is no folder")
     unexportable(lifted, tmp_path / "fifo.so" / "model.so", "no folder")
     unexportable(lifted, tmp_path / ("n" * 300), "exporting")
-    unexportable(lifted, "", "is no path")
-    unexportable(lifted, "a\0b", "is no path")
+    unexportable(lifted, "", "is not a path")
+    unexportable(lifted, "a\0b", "is not a path")
     assert sorted(os.listdir(tmp_path)) == ["fifo.so", "folder.so", "loop.so"]
 
 

@@ -17,7 +17,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from relax_hetero.artifact.schedule import Step
-from relax_hetero.vm.queue.trace import RESULT, RanStep, TracedCall, chrome_events, in_line
+from relax_hetero.vm.queue.trace import RESULT, RanStep, TracedCall, chrome_events, serialize_tracks
 from seeds import fresh_rng
 
 GATES: dict[str, threading.Event] = {}
@@ -332,7 +332,7 @@ def test_work_of_gpus_is_in_line_however_it_was_issued(data):
         call.ended = ready + 2
         call.nbytes = {1: 4, 2: 8}
         calls.append(call)
-    for call in in_line(calls):
+    for call in serialize_tracks(calls):
         first, second = sorted((ran for ran in call.ran if ran.step >= 0), key=lambda ran: ran.step)
         assert first.end <= second.begin < second.end
     metadata = SimpleNamespace(

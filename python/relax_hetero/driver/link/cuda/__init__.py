@@ -1,1 +1,1 @@
-"""CUDA kernels become machine code of the GPUs that the targets name; needs a compiler, but no GPU and no driver."""
+"""Compilation of CUDA kernels to machine code of the targets' GPUs, without a GPU or a driver."""

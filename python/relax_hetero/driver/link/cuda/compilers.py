@@ -1,10 +1,10 @@
-"""The CUDA compiler of this machine: NVRTC, or nvcc where only that is there.
+"""The CUDA compiler of this computer: NVRTC, or nvcc as a fallback.
 
-Both make the same code; NVRTC takes a third of the time (0.4 s of a kernel on half precision, where nvcc takes 1.2 s),
-most of it saved by headers of a few lines in the place of libcu++'s, which the generated code includes for the names
-of integers. Options are TVM's but for two. ``--use_fast_math`` computes sin(1e5) wrong without a word.
-``--register-usage-level=10`` makes kernels with weights in flight spill them: 72 bytes of a thread, and 15 us where the
-compiler's own level spills nothing and takes 11.
+Both generate the same code. NVRTC takes a third of the time (0.4 s for a kernel in half precision; nvcc takes 1.2 s),
+mostly because headers of a few lines replace libcu++'s, which the generated code includes for names of integers.
+
+Two of TVM's options are left out: ``--use_fast_math`` silently computes a wrong sin(1e5), and
+``--register-usage-level=10`` makes kernels that prefetch weights spill 72 bytes per thread (15 us instead of 11).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ....target.runtime_libraries import cuda_includes, cuda_libraries, nvcc_pat
 from . import nvrtc_worker
 
 CHOICE = "TVM_CUDA_COMPILE_MODE"
-"""TVM's environment variable: ``nvcc`` or ``nvrtc`` is looked for first."""
+"""TVM's environment variable of the preferred compiler, ``nvcc`` or ``nvrtc``."""
 
 _HEADER = "cuda_fp16.h"
 _WORKER = Path(nvrtc_worker.__file__)
 _STOCK_ARCH = "sm_50"
 _PTXAS = ("-v",)
-# An unused variable; a constant that its type cannot hold exactly. A warning quotes its line, of a thousand characters.
-_SILENT = "177,1046"
-# Headers of libcu++ that TVM's code includes, as far as it uses them.
+# Unused variables, and inexact constants; such warnings would quote lines of a thousand characters.
+_SUPPRESSED_WARNINGS = "177,1046"
+# The declarations of libcu++'s headers that TVM's code uses.
 _INTEGERS = """#pragma once
 namespace cuda { namespace std {
 typedef signed char int8_t; typedef short int16_t; typedef int int32_t; typedef long int64_t;
@@ -93,36 +93,36 @@ typedef struct CUtensorMap_st CUtensorMap;
 
 @dataclass(frozen=True)
 class Compiled:
-    """The machine code of a source, and what the compiler said."""
+    """The machine code of a source, and the compiler's log."""
 
     code: bytes
     log: str
 
 
 class CompileError(Exception):
-    """A source with errors; the text is the compiler's."""
+    """Errors in a source, as text of the compiler."""
 
 
 class CudaCompiler:
-    """A compiler, to be used in a `with` statement, in which several threads may call `compile`.
+    """A compiler, used in a `with` statement; `compile` is thread-safe.
 
     Attributes
     ----------
     name : str
-        For people.
+        Name in messages.
     identity : str
-        Differs between compilers that may make different code.
+        Text that differs between compilers that may generate different code.
     """
 
     name: str
     identity: str
 
     def compile(self, source: str, arch: str) -> Compiled:
-        """Compile for an architecture such as ``sm_90a``; CompileError where either is wrong."""
+        """Compile for an architecture such as ``sm_90a``; CompileError if either is invalid."""
         raise NotImplementedError
 
     def settings(self, source: str, arch: str) -> str:
-        """All but the source that its code depends on, for this compiler."""
+        """Text of everything but the source that this compiler's code depends on."""
         raise NotImplementedError
 
     def __enter__(self) -> CudaCompiler:
@@ -133,12 +133,12 @@ class CudaCompiler:
 
 
 class NvrtcCompiler(CudaCompiler):
-    """NVRTC in processes of its own, one for each thread that compiles.
+    """NVRTC in worker processes, one for each thread that compiles.
 
     Parameters
     ----------
     library : Path
-        ``libnvrtc.so``, of any version.
+        ``libnvrtc.so`` of any version.
     includes : tuple of Path
         Folders of CUDA's headers.
     """
@@ -147,18 +147,18 @@ class NvrtcCompiler(CudaCompiler):
         self.library, self.includes = library, includes
         self.name = f"NVRTC ({library})"
         self.identity = f"nvrtc {_stamp(library)} {' '.join(_stamp(path / _HEADER) for path in includes)}"
-        self._idle: list[_Worker] = []
-        self._all: list[_Worker] = []
+        self._idle_workers: list[_Worker] = []
+        self._workers: list[_Worker] = []
         self._lock = threading.Lock()
         self._closed = False
 
     def compile(self, source: str, arch: str) -> Compiled:
         """Compile CUDA C++ to machine code of one architecture, ``sm_90``."""
         request = {"source": _PRELUDE + source, **self._request(source, arch)}
-        worker = self._take()
+        worker = self._idle_worker()
         code, log = worker.compile(request)
         with self._lock:
-            self._idle.append(worker)
+            self._idle_workers.append(worker)
         if code is None:
             raise CompileError(_with_archs(log, arch, worker.archs))
         return Compiled(code, log)
@@ -174,26 +174,26 @@ class NvrtcCompiler(CudaCompiler):
             f"--gpu-architecture={arch}",
             "-default-device",
             "--device-int128",
-            f"--diag-suppress={_SILENT}",
+            f"--diag-suppress={_SUPPRESSED_WARNINGS}",
             *(f"--ptxas-options={option}" for option in _PTXAS),
             *(f"-I{folder}" for folder in folders),
         ]
         return {"options": options, "headers": headers}
 
-    def _take(self) -> _Worker:
+    def _idle_worker(self) -> _Worker:
         with self._lock:
             if self._closed:  # the caller was interrupted
                 raise BuildError("the compilation has ended")
-            if self._idle:
-                return self._idle.pop()
+            if self._idle_workers:
+                return self._idle_workers.pop()
             worker = _Worker(self.library)
-            self._all.append(worker)
+            self._workers.append(worker)
         worker.start()
         return worker
 
     def __exit__(self, kind: Any, error: Any, at: Any) -> None:
         with self._lock:
-            workers, self._all, self._idle, self._closed = self._all, [], [], True
+            workers, self._workers, self._idle_workers, self._closed = self._workers, [], [], True
         for worker in workers:
             worker.end()
 
@@ -227,12 +227,12 @@ class _Worker:
         self.archs = self._reply()["archs"]
 
     def compile(self, request: dict[str, Any]) -> tuple[bytes | None, str]:
-        """As `nvrtc_worker.Nvrtc.compile`."""
+        """Compile as `nvrtc_worker.Nvrtc.compile` does."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             nvrtc_worker.write_message(self._process.stdin, request)
         except OSError:
-            pass  # it is dead, and there will be no reply
+            pass  # the process has died, and `_reply` raises
         reply = self._reply()
         size = reply["bytes"]
         code = None if size < 0 else self._process.stdout.read(size)
@@ -256,19 +256,19 @@ class _Worker:
         )
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
                 try:
                     stream.close()
-                except OSError:  # a request that it did not read
+                except OSError:  # an unread request
                     pass
 
 
 class NvccCompiler(CudaCompiler):
-    """The toolkit's compiler, which needs a C++ compiler beside it."""
+    """The toolkit's compiler, which also needs a C++ compiler."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -283,7 +283,7 @@ class NvccCompiler(CudaCompiler):
             command = [str(self.path), *self._options(arch), "-o", str(code), str(text)]
             status, log = _run(command)
             if "Unsupported gpu architecture" in log:
-                raise CompileError(f"error: this nvcc makes no code for {arch}{_whose_arch(arch)}")
+                raise CompileError(f"error: this nvcc makes no code for {arch}{_default_arch_note(arch)}")
             if status or not code.exists():
                 raise CompileError(log or f"{shlex.join(command)} ended with {status}")
             return Compiled(code.read_bytes(), log)
@@ -295,49 +295,50 @@ class NvccCompiler(CudaCompiler):
     def _options(self, arch: str) -> list[str]:
         return [
             *("-cubin", "-std=c++17", f"-gencode=arch=compute_{arch.removeprefix('sm_')},code={arch}"),
-            *("--expt-relaxed-constexpr", "--expt-extended-lambda", f"-diag-suppress={_SILENT}"),
+            *("--expt-relaxed-constexpr", "--expt-extended-lambda", f"-diag-suppress={_SUPPRESSED_WARNINGS}"),
             *(f"--ptxas-options={option}" for option in _PTXAS),
         ]
 
 
 def find_compiler() -> CudaCompiler:
-    """The compiler of this machine.
+    """The CUDA compiler of this computer.
 
     Raises
     ------
     BuildError
-        There is none; says what was looked for and how to get one.
+        No compiler; the message tells how to install one.
     """
-    found = _find_compiler(os.environ.get(CHOICE, ""))
-    if found is None:
+    paths = _find_paths(os.environ.get(CHOICE, ""))
+    if paths is None:
         raise BuildError(
             "code for CUDA devices needs a compiler: found neither NVRTC with its headers (pip's nvidia-cuda-nvrtc and "
             "nvidia-cuda-runtime) nor nvcc; expected one of them: pip install 'relax-hetero[cuda]', or a CUDA toolkit "
             "with its nvcc on PATH"
         )
-    # A new one, as each has processes of its own.
-    return NvrtcCompiler(*found) if isinstance(found, tuple) else NvccCompiler(found)
+    # Not cached, because each object has processes of its own.
+    return NvrtcCompiler(*paths) if isinstance(paths, tuple) else NvccCompiler(paths)
 
 
 @functools.cache
-def _find_compiler(first: str) -> tuple[Path, tuple[Path, ...]] | Path | None:
+def _find_paths(preferred: str) -> tuple[Path, tuple[Path, ...]] | Path | None:
     libraries, includes = cuda_libraries("libnvrtc.so.*[0-9]"), cuda_includes(_HEADER)
     nvcc = nvcc_path()
-    if libraries and includes and not (nvcc is not None and first.lower() == "nvcc"):
-        # Headers of the library's own version, where there are several.
-        near = [path for path in includes if path.parent in libraries[0].parents]
-        return libraries[0], tuple((near or includes)[:1])
+    if libraries and includes and not (nvcc is not None and preferred.lower() == "nvcc"):
+        # Prefer the headers of the library's own version.
+        same_version = [path for path in includes if path.parent in libraries[0].parents]
+        return libraries[0], tuple((same_version or includes)[:1])
     return nvcc
 
 
 def _with_archs(log: str, arch: str, archs: list[int]) -> str:
     if "gpu-architecture" not in log:
         return log
-    return f"error: this NVRTC makes no code for {arch}{_whose_arch(arch)}; expected sm_{archs[0]} to sm_{archs[-1]}"
+    expected = f"expected sm_{archs[0]} to sm_{archs[-1]}"
+    return f"error: this NVRTC makes no code for {arch}{_default_arch_note(arch)}; {expected}"
 
 
-def _whose_arch(arch: str) -> str:
-    """A clause for messages, where nobody has named the architecture."""
+def _default_arch_note(arch: str) -> str:
+    """A clause for messages if the target does not name an architecture."""
     return ", which TVM takes where a target names none: see rh.native('cuda')" if arch == _STOCK_ARCH else ""
 
 
@@ -347,12 +348,12 @@ def _version(path: Path) -> str:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """The status of a command and what it says; BuildError where it cannot be started."""
+    """Status and output of a command; BuildError if it cannot be started."""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     except OSError as error:
         raise BuildError(f"nvcc ({command[0]}) cannot be started: {error}") from error
-    return done.returncode, done.stdout.decode(errors="replace")
+    return process.returncode, process.stdout.decode(errors="replace")
 
 
 def _stamp(path: Path) -> str:

@@ -1,6 +1,6 @@
-"""TVM writes the CUDA source of kernels, a source for each kernel, and the host code that launches them.
+"""Generation of CUDA source with TVM, one source per kernel, and of the host code that launches them.
 
-TVM's own ``tirx.build`` makes one source of all kernels of a module, and has it compiled at once, in one thread.
+TVM's own ``tirx.build`` makes one source of all kernels of a module, which compiles in one thread.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ....vm.file.cuda_modules import SOURCE, CudaModule, read_only_module
 
 _COMPILE = "tvm_callback_cuda_compile"
 _LAUNCH = 2  # CallingConv::kDeviceKernelLaunch
-_GENERATED = b"\0"
+_PLACEHOLDER = b"\0"
 
 
 @dataclass(frozen=True)
 class KernelSource:
-    """CUDA source of one kernel, or of several that call functions of each other.
+    """CUDA source of one kernel, or of several that share device functions.
 
     Attributes
     ----------
     module : runtime.Module
-        As TVM made it: of source where TVM has no CUDA runtime, else of nothing.
+        TVM's module: of source if TVM lacks its CUDA runtime, else of a placeholder.
     """
 
     target: tvm.target.Target
@@ -43,13 +43,13 @@ class KernelSource:
 
     @property
     def arch(self) -> str:
-        """The architecture that code is made for, such as ``sm_90a``."""
+        """The target's architecture, such as ``sm_90a``."""
         return str(self.target.attrs.get("arch", ""))
 
 
 @dataclass(frozen=True)
 class CudaPart:
-    """Kernels of a target, as far as TVM compiles them.
+    """Host code and kernel sources of a target.
 
     Attributes
     ----------
@@ -62,16 +62,16 @@ class CudaPart:
 
 
 def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
-    """The host code and the sources of a module's kernels.
+    """Generate the host code and the sources of a module's kernels.
 
     Parameters
     ----------
     group : tvm.IRModule
         PrimFuncs for the target.
     target : tvm.target.Target
-        With a host.
+        Target with a host.
     """
-    mod = tirx.transform.BindTarget(target)(_with_own_names(group))
+    mod = tirx.transform.BindTarget(target)(_rename_private_kernels(group))
     pipeline, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
     host, devices = split_host_device_mods(pipeline(mod))
     sources = []
@@ -81,11 +81,8 @@ def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
     return CudaPart(codegen_build(finalize_host()(host), target.host), tuple(sources))
 
 
-def _with_own_names(group: tvm.IRModule) -> tvm.IRModule:
-    """The module with private functions called ``max_kernel``: ``max`` is a function of CUDA.
-
-    TVM names the kernels of other functions so.
-    """
+def _rename_private_kernels(group: tvm.IRModule) -> tvm.IRModule:
+    """Append ``_kernel`` to names of private functions, as TVM does for others, because ``max`` is a CUDA function."""
     taken = {gv.name_hint for gv in group.get_global_vars()}
     renamed = {
         gv: fresh_global_var(f"{gv.name_hint}_kernel", gv.ty, taken)
@@ -104,7 +101,7 @@ def _with_own_names(group: tvm.IRModule) -> tvm.IRModule:
 def _single_kernels(device: tvm.IRModule) -> Sequence[tvm.IRModule]:
     kernels = sorted(device.functions.items(), key=lambda pair: pair[0].name_hint)
     if any(int(func.attrs.get("calling_conv", 0)) != _LAUNCH for _, func in kernels):
-        return [device]  # functions that kernels call
+        return [device]  # device functions that kernels call
     return [tvm.IRModule({gv: func}, attrs=device.attrs) for gv, func in kernels]
 
 
@@ -115,18 +112,18 @@ def _source(device: tvm.IRModule, target: tvm.target.Target) -> KernelSource:
     finally:
         _state.generating = False
     text = str(module.inspect_source("cuda"))
-    data = packed(module)
+    data = serialize(module)
     return KernelSource(target, data.names, text, module, data)
 
 
-def packed(module: runtime.Module) -> CudaModule:
-    """A module of CUDA kernels as data."""
+def serialize(module: runtime.Module) -> CudaModule:
+    """Serialize a module of CUDA kernels."""
     block = tvm.get_global_func("runtime.ModulePackImportsToTensor")(module).numpy().tobytes()
     return read_only_module(block)
 
 
 def is_source(data: CudaModule) -> bool:
-    """Return whether TVM could only keep the source, as its CUDA runtime is not here."""
+    """Return whether a module contains source, because TVM's CUDA runtime is absent."""
     return data.format == SOURCE
 
 
@@ -136,9 +133,9 @@ _stock_compile = tvm.get_global_func(_COMPILE, allow_missing=True)
 
 @tvm_ffi.register_global_func(_COMPILE, override=True)
 def _compile(code: Any) -> Any:
-    """Take source from TVM's CUDA runtime, which calls this; it is compiled later, apart from TVM."""
+    """Replace TVM's callback that compiles CUDA source: during `generate` return a placeholder, and compile later."""
     if getattr(_state, "generating", False):
-        return _GENERATED
+        return _PLACEHOLDER
     if _stock_compile is None:
         raise BuildError("found CUDA source of a caller's own module, expected TVM's compiler for it: its CUDA support")
     return _stock_compile(code)

@@ -1,7 +1,7 @@
-"""Sources of CUDA kernels become machine code: all at once, on all cores, equal ones once, found in the cache if there.
+"""Parallel compilation of CUDA sources to machine code, with a cache.
 
-NVRTC is asked by source, options and compiler for each kernel, so that a model of which one kernel has changed compiles
-one.
+The key of a kernel covers its source, the options and the compiler, so that a model with one changed kernel compiles
+only that one.
 """
 
 from __future__ import annotations
@@ -29,42 +29,42 @@ _MAX_PROCESSES = 32
 def compile_kernels(
     sources: Sequence[KernelSource], folder: CacheFolder | None = None, on_done: Callable[[int], None] | None = None
 ) -> list[bytes]:
-    """The machine code of each source, in order.
+    """Compile sources, equal ones once; returns their machine code in order.
 
     Parameters
     ----------
     folder : CacheFolder, optional
-        Where code is kept between compilations.
+        Cache of machine code.
     on_done : callable, optional
-        Told, in this thread, how many more sources are done.
+        Called in this thread with the number of further sources that are done.
 
     Raises
     ------
     BuildError
-        There is no compiler, or a kernel does not compile: names kernel, target and the first error.
+        No compiler, or a kernel that does not compile; the message has the kernel, the target and the first error.
     """
     if not sources:
         return []
     compiler = find_compiler()
     keys = [_key(compiler, source) for source in sources]
-    found = {key: code for key in dict.fromkeys(keys) if folder is not None and (code := load_code(folder, key))}
-    missing = {key: source for key, source in zip(keys, sources, strict=True) if key not in found}
-    if on_done is not None and found:
-        on_done(sum(key in found for key in keys))
+    cached = {key: code for key in dict.fromkeys(keys) if folder is not None and (code := load_code(folder, key))}
+    missing = {key: source for key, source in zip(keys, sources, strict=True) if key not in cached}
+    if on_done is not None and cached:
+        on_done(sum(key in cached for key in keys))
     with compiler:
         tasks = [partial(_compile, compiler, source) for source in missing.values()]
         counts = [keys.count(key) for key in missing]
 
-        def done(number: int) -> None:
+        def done(index: int) -> None:
             if on_done is not None:
-                on_done(counts[number])
+                on_done(counts[index])
 
         codes = run_in_threads(tasks, min(num_cores(), _MAX_PROCESSES), "relax_hetero.cuda", done)
-    made = dict(zip(missing, codes, strict=True))
-    if folder is not None and made:
-        store_code(folder, made)
-    found.update(made)
-    return [found[key] for key in keys]
+    compiled = dict(zip(missing, codes, strict=True))
+    if folder is not None and compiled:
+        store_code(folder, compiled)
+    available = {**cached, **compiled}
+    return [available[key] for key in keys]
 
 
 def _compile(compiler: CudaCompiler, source: KernelSource) -> bytes:
@@ -78,17 +78,17 @@ def _compile(compiler: CudaCompiler, source: KernelSource) -> bytes:
 
 
 def _key(compiler: CudaCompiler, source: KernelSource) -> str:
-    found = hashlib.blake2b(digest_size=20)
+    digest = hashlib.blake2b(digest_size=20)
     for text in (compiler.identity, compiler.settings(source.text, source.arch), source.text):
         data = text.encode()
-        found.update(len(data).to_bytes(8, "little") + data)
-    return found.hexdigest()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
 
 
 def link_parts(
     parts: Sequence[CudaPart], progress: Callable[[str, int, int], None] | None, folder: CacheFolder | None
 ) -> tuple[list[runtime.Module], dict[str, bytes]]:
-    """Compile the kernels of all parts, and let the parts' host code import them; see `Backend.link`."""
+    """Compile the kernels of all parts, and import them into the parts' host code; see `Backend.link`."""
     sources = [source for part in parts for source in part.sources]
     count = 0
 
@@ -99,14 +99,14 @@ def link_parts(
             progress("CUDA kernels", count, len(sources))
 
     codes = iter(compile_kernels(sources, folder, on_done))
-    kept: dict[str, bytes] = {}
+    machine_code: dict[str, bytes] = {}
     for part in parts:
-        kept.update(imported(part, [next(codes) for _ in part.sources]))
-    return [part.host for part in parts], kept
+        machine_code.update(import_kernels(part, [next(codes) for _ in part.sources]))
+    return [part.host for part in parts], machine_code
 
 
-def imported(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
-    """Let the host code of a part import its kernels.
+def import_kernels(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
+    """Import the kernels of a part into its host code.
 
     Parameters
     ----------
@@ -116,19 +116,19 @@ def imported(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
     Returns
     -------
     dict of str to bytes
-        Code by `source_key` of kernels that TVM can only hold as source, because its CUDA runtime is not here: what
-        writes a file puts it there.
+        Code by `source_key` of kernels that TVM can only import as source, because its CUDA runtime is absent; it is
+        inserted when a file is written.
     """
-    kept = {}
+    machine_code = {}
     for source, code in zip(part.sources, codes, strict=True):
         if is_source(source.data):
-            kept[source_key(source.data.code)] = code
+            machine_code[source_key(source.data.code)] = code
             part.host.import_module(source.module)
         else:
-            part.host.import_module(_loaded(source, code))
-    return kept
+            part.host.import_module(_load(source, code))
+    return machine_code
 
 
-def _loaded(source: KernelSource, code: bytes) -> runtime.Module:
+def _load(source: KernelSource, code: bytes) -> runtime.Module:
     load = tvm.get_global_func(f"ffi.Module.load_from_bytes.{KIND}")
     return load(source.data.compiled(code).to_bytes())

@@ -1,8 +1,8 @@
-"""A process that compiles CUDA source with NVRTC; run as a script, so that it starts in a moment and imports no TVM.
+"""A worker process that compiles CUDA source with NVRTC; a script that starts fast and does not import TVM.
 
-NVRTC's front end runs in one thread at a time, so threads would wait for each other; and what goes wrong inside of it
-ends this process, not the user's. Requests and replies go through the standard streams: a JSON object, whose length
-stands before it in eight bytes; behind a reply lies the code.
+NVRTC's front end runs in one thread at a time, so compiling in parallel needs processes; and its crashes end this
+process instead of the user's. Requests and replies are JSON objects on the standard streams, each after its length in
+eight bytes; the code follows a reply.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next message; None where the stream ends."""
+    """Read the next message; None at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -32,7 +32,7 @@ def read_message(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 def write_message(stream: IO[bytes], message: dict[str, Any], code: bytes = b"") -> None:
-    """Write a message, and code behind it."""
+    """Write a message, followed by code."""
     text = json.dumps(message).encode()
     stream.write(_LENGTH.pack(len(text)) + text + code)
     stream.flush()
@@ -59,7 +59,7 @@ class Nvrtc:
             getattr(library, f"nvrtcGet{name}").argtypes = [c_void_p, c_char_p]
 
     def description(self) -> dict[str, Any]:
-        """The version, and the architectures that code can be made for (80 for sm_80)."""
+        """NVRTC's version and supported architectures (80 for sm_80)."""
         major, minor, count = c_int(), c_int(), c_int()
         self._check(self._library.nvrtcVersion(byref(major), byref(minor)))
         self._check(self._library.nvrtcGetNumSupportedArchs(byref(count)))
@@ -68,7 +68,7 @@ class Nvrtc:
         return {"version": f"{major.value}.{minor.value}", "archs": list(archs)}
 
     def compile(self, source: str, options: list[str], headers: dict[str, str]) -> tuple[bytes | None, str]:
-        """Machine code, or None where there are errors, and what the compiler says."""
+        """Compile a source; returns machine code, or None for errors, and the log."""
         program = c_void_p()
         names, texts = _texts(headers), _texts(headers.values())
         self._check(
@@ -101,9 +101,9 @@ def _texts(texts: Any) -> Any:
 
 
 def main(path: str) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no reply
+    os.dup2(2, 1)  # output of libraries must not mix with replies
     nvrtc = Nvrtc(path)
     write_message(replies, nvrtc.description())
     while (request := read_message(sys.stdin.buffer)) is not None:

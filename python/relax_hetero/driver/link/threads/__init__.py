@@ -1,1 +1,1 @@
-"""The threads of llvm kernels as code that executables bring along: pools, where they run, and copies in parts."""
+"""Worker threads of llvm kernels, and the loop of staged copies, as compiled code in executables."""

@@ -1,20 +1,20 @@
-"""The worker threads that parallel loops of llvm kernels run on, as code that every executable brings along.
+"""Worker threads for parallel loops of llvm kernels, as code in every executable.
 
-TVM's pool cuts a loop into a task for each thread, and the caller spins until all have ended. Beside other busy
-processes it spins for threads that the scheduler has put away: milliseconds for microseconds of work. Here
+TVM's pool splits a loop into a task for each thread, and the caller spins until all have ended. On a busy computer it
+spins for threads that are not scheduled: milliseconds for microseconds of work. Here
 
-- a task that its worker has not begun is done by the caller, so that a worker that does not run costs nothing;
-- whoever waits spins for tens of microseconds, then sleeps in the kernel.
+- the caller does tasks that their workers have not begun, so that a descheduled worker costs nothing;
+- waiting threads spin for tens of microseconds, and then sleep in the kernel.
 
-Task i is always worker i's, unless the caller takes it: a worker finds its part of the weights in its core's cache.
+Task i belongs to worker i unless the caller takes it, so a worker finds its share of the weights in its core's cache.
 
-TIR has no atomics and no threads: the code is C (``workers.c``), shipped as the LLVM IR that clang made of it
-(``workers.x86_64-linux.ll``, ``workers.aarch64-linux.ll``; `generate`). TVM inlines functions of LLVM IR into PrimFuncs
-and drops them, so the functions that are needed by their address are PrimFuncs which call one.
+TIR lacks atomics and threads, so the code is C (``workers.c``), shipped as LLVM IR (``workers.x86_64-linux.ll``,
+``workers.aarch64-linux.ll``; `generate`). TVM inlines functions of LLVM IR into PrimFuncs and drops them, so functions
+whose address is needed are PrimFuncs that call one.
 
-TVM's code of a parallel loop calls a launch function through a pointer, ``__TVMBackendParallelLaunch``, that TVM sets.
-`with_launch_setters` adds a function that sets it to the launch function here, and `vm.device.workers` calls it; where
-nobody does, as with TVM's runtime alone, a library runs on TVM's pool.
+TVM's code of a parallel loop calls a launch function through a pointer, ``__TVMBackendParallelLaunch``.
+`with_launch_setters` adds a function that sets the pointer, and `vm.device.workers` calls it. Otherwise, as with plain
+TVM, the code runs on TVM's pool.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _SHELL = "relax_hetero_workers"
 _BARRIER = "pragma_parallel_barrier_when_finish"
 _INT = "int64"
 
-# Functions that C calls: the kinds of their parameters, "p" for a pointer. They return a status.
+# Functions that C calls, with the kinds of their parameters ("p": pointer, "i": int32). They return a status.
 _SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "ppp", "help": "pp"}
-# Functions that Python calls: how many numbers they take. They return a number.
+# Functions that Python calls, with their number of integer parameters. They return an integer.
 _PACKED = {
     names.START: 7,
     names.CONFIGURE: 2,
@@ -57,10 +57,10 @@ Part = tuple[tvm.target.Target, tvm.IRModule]
 
 
 def with_launch_setters(parts: Sequence[Part]) -> list[Part]:
-    """Modules to be compiled, those of llvm targets that have parallel loops with a function that sets their pointer.
+    """Add a function that sets the launch pointer to modules of llvm targets with parallel loops.
 
-    All stay as they are if a target has no threads here (`llvm_ir`), or a kernel waits for all threads within its
-    loop: a caller that has taken over another's task would wait for itself.
+    Nothing changes if a target lacks worker threads (`llvm_ir`), or if a kernel has a barrier in a parallel loop: a
+    caller that does another thread's task would wait for itself.
     """
     llvm = [(target, part) for target, part in parts if target.kind.name == "llvm"]
     if any(llvm_ir(_triple(target)) is None or _any_has(part, _is_barrier) for target, part in llvm):
@@ -77,27 +77,27 @@ def with_launch_setters(parts: Sequence[Part]) -> list[Part]:
 
 
 def worker_threads(parts: Sequence[Part], host: tvm.target.Target) -> list[tvm.runtime.Module]:
-    """The compiled code of the threads for modules that `with_launch_setters` gave; none where nothing is set.
+    """The compiled worker threads for modules of `with_launch_setters`; empty if no pointer is set.
 
-    Modules of CUDA kernels have it too: copies between a GPU and the host are in it.
+    Modules of CUDA kernels get them, too, for the loop of staged copies.
     """
     first = names.launch_setter(0)
     targets = [target for target, part in parts if any(gv.name_hint == first for gv in part.get_global_vars())]
     if not targets and any(backend_of(target).needs_workers for target, _ in parts):
         targets = [host]
-    return [_compiled(_triple(target)) for target in targets if llvm_ir(_triple(target)) is not None]
+    return [_compile(_triple(target)) for target in targets if llvm_ir(_triple(target)) is not None]
 
 
 @cache
 def llvm_ir(triple: str) -> str | None:
-    """The LLVM IR of the threads for a target; None for other operating systems and processors than it was made for."""
+    """The LLVM IR of the worker threads for a target; None for unsupported systems and architectures."""
     architecture, _, system = triple.partition("-")
     return ir_path(architecture).read_text() if architecture in ARCHITECTURES and "linux" in system else None
 
 
-@cache  # it is the same for every executable
-def _compiled(triple: str) -> tvm.runtime.Module:
-    # clang has optimized the code; passes over it would cost 40 ms.
+@cache  # the same for every executable
+def _compile(triple: str) -> tvm.runtime.Module:
+    # clang has already optimized the code; LLVM's passes would cost 40 ms.
     target = tvm.target.Target({"kind": "llvm", "mtriple": triple, "opt-level": 0})
     return build_llvm(target, _module(target))
 
@@ -119,12 +119,12 @@ def _module(target: tvm.target.Target) -> tvm.IRModule:
             with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", text):
                 T.add_to_parent(tirx.stmt.Return(tirx.call_extern(_INT, _body(name.rpartition(".")[2]), *params)))
         functions[tvm.ir.GlobalVar(name)] = function.result.with_attr(TRUSTED, True)
-        text = ";"  # once is enough: the whole module sees it
+        text = ";"  # one import serves the whole module
     return tvm.IRModule({gv: func.with_attr("target", target) for gv, func in functions.items()})
 
 
 def _shell(name: str, kinds: str) -> tirx.PrimFunc:
-    """A function that has an address: it calls one of the LLVM IR, and fails where that returns no 0."""
+    """A PrimFunc, which has an address, that calls a function of the LLVM IR and fails if that does not return 0."""
     pointer = tvm.ir.PointerType(tvm.ir.PrimType("void"))
     params = [tirx.Var(f"a{i}", pointer if kind == "p" else "int32") for i, kind in enumerate(kinds)]
     status = tirx.call_extern("int32", _body(name), *params)

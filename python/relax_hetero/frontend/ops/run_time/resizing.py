@@ -12,7 +12,16 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from ....vm.resize_taps import INDICES, SCALES, SIZES, WEIGHTS, WHOLE, ResizedAxis, ResizeForm, tap_count
+from ....vm.resize_taps import (
+    AMBIGUOUS_TRANSFORMATIONS,
+    INDICES,
+    SCALES,
+    SIZES,
+    WEIGHTS,
+    ResizedAxis,
+    ResizeForm,
+    tap_count,
+)
 from ...joined_sizes import simplified
 from ..elementwise import cast
 from ..node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
@@ -100,7 +109,7 @@ def _scale_size(node: Node, size: Dim, scale: float, form: ResizeForm) -> Dim | 
         return int(size * scale)
     if exact.denominator > _MAX_DENOMINATOR:
         return None
-    if form.transformation in WHOLE:
+    if form.transformation in AMBIGUOUS_TRANSFORMATIONS:
         is_whole = equal(as_dim(tirx.floormod(size * exact.numerator, as_expr(exact.denominator))), 0)
         node.require(is_whole, f"{form.transformation} with scale {scale:g} makes no whole number of elements")
     return as_dim(simplified(tirx.floordiv(size * exact.numerator, as_expr(exact.denominator))))

@@ -32,7 +32,7 @@ def emit_head(
     norm : str
         Name of the norm's factors, "q_norm" or "k_norm"; "" for neither norm nor rotation.
     """
-    has_norm = bool(norm) and problem.other(norm) is not None
+    has_norm = bool(norm) and problem.operand_index(norm) is not None
     factor = _norm_factor(problem, tensors, lanes, start) if has_norm else None
 
     def element(index: Expr, count: int) -> Expr:
@@ -41,7 +41,7 @@ def emit_head(
             return let(value)
         return let(value * broadcast(factor, count) * tensors.number(norm, index, count))
 
-    rotated = problem.turned if norm else 0
+    rotated = problem.rotary_size if norm else 0
     if rotated:
         half = rotated // 2
         emit = _emit_halves if problem.rotary == "halves" else _emit_pairs

@@ -150,7 +150,7 @@ class Tensors:
     def __init__(self, function: Function, problem: CachedAttentionProblem) -> None:
         self._problem = problem
         names = ["qkv", "pages", "table", "sequences", "positions"]
-        optional = [name for name in ("rotation", "q_norm", "k_norm") if problem.other(name) is not None]
+        optional = [name for name in ("rotation", "q_norm", "k_norm") if problem.operand_index(name) is not None]
         operands = [*zip([*names, *optional], problem.operands, strict=True), ("out", problem.out)]
         self._extents = {name: [function.extent(dim) for dim in operand.shape] for name, operand in operands}
         self._buffers = {

@@ -42,7 +42,7 @@ def axes_of(problem: ConvProblem) -> list[tuple[Window, int]]:
 
 def is_padded(window: Window, extent: int) -> bool:
     """Return whether some place of the window is outside of the map for some place of the result."""
-    last = (window.places(extent) - 1) * window.stride + window.dilated_extent - 1 - window.before
+    last = (window.output_extent(extent) - 1) * window.stride + window.dilated_extent - 1 - window.before
     return window.before > 0 or last >= extent
 
 

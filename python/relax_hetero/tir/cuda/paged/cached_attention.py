@@ -272,7 +272,7 @@ def _work(problem: CachedAttentionProblem) -> PagedWork:
         window=problem.window,
         softcap=problem.softcap,
         rotary=problem.rotary,
-        rotated=problem.turned,
+        rotated=problem.rotary_size,
         eps=problem.eps,
         has_q_norm="q" in problem.norms,
         has_k_norm="k" in problem.norms,

@@ -89,14 +89,14 @@ def test_an_architecture_that_the_compiler_does_not_know():
 
 
 def test_no_compiler_at_all(monkeypatch):
-    compilers._find_compiler.cache_clear()
+    compilers._find_paths.cache_clear()
     monkeypatch.setattr(compilers, "cuda_libraries", lambda pattern: [])
     monkeypatch.setattr(compilers, "nvcc_path", lambda: None)
     try:
         with pytest.raises(BuildError, match=r"found neither NVRTC.*nor nvcc; expected.*relax-hetero\[cuda\]"):
             compile_kernels(sources("one"))
     finally:
-        compilers._find_compiler.cache_clear()
+        compilers._find_paths.cache_clear()
 
 
 def test_a_compiler_that_dies_is_reported(compiler, tmp_path):
@@ -104,9 +104,9 @@ def test_a_compiler_that_dies_is_reported(compiler, tmp_path):
         pytest.skip("NVRTC is not here")
     (source,) = sources("one")
     with compiler:
-        worker = compiler._take()
+        worker = compiler._idle_worker()
         worker._process.kill()
-        compiler._idle.append(worker)
+        compiler._idle_workers.append(worker)
         with pytest.raises(BuildError, match="its process ended with -9"):
             compiler.compile(source.text, "sm_90a")
     with pytest.raises(BuildError, match="has ended"):  # and no process is left behind
@@ -131,7 +131,7 @@ def test_a_truncated_reply_is_not_code(compiler):
     if not isinstance(compiler, NvrtcCompiler):
         pytest.skip("NVRTC is not here")
     with compiler:
-        worker = compiler._take()
+        worker = compiler._idle_worker()
         worker._process.kill()
         stream = io.BytesIO()
         nvrtc_worker.write_message(stream, {"log": "", "bytes": 8}, b"half")

@@ -10,7 +10,7 @@ from tvm import relax
 
 import relax_hetero as rh
 from relax_hetero.encoding.pages import PAGE, page_shape, unpacked_pages
-from relax_hetero.encoding.resolver import answers_of
+from relax_hetero.encoding.resolver import resolver_or_default
 from relax_hetero.target.make_vdevice import parse_vdevices
 
 POISON = {"float16": np.float16(np.nan), "float32": np.float32(np.nan), "int8": np.int8(-1)}
@@ -151,7 +151,7 @@ class Cache:
     def __init__(self, case: Case, slots: int, max_pages: int, seed: int, vdevice: str = "llvm") -> None:
         self.case, self.rng = case, np.random.default_rng(seed)
         target = vdevice_of(vdevice).target
-        self.order = answers_of(target).page_order(target)
+        self.order = resolver_or_default(target).page_order(target)
         count = slots * max_pages + 3
         self.pages = np.full(page_shape(count, case.kv_heads, case.size, case.pages), POISON[case.pages], case.pages)
         self.table = np.full((slots, max_pages), -1, "int32")

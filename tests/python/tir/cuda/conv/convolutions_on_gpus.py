@@ -44,7 +44,7 @@ def conv_problem(
     tf32, acc = dtype == TF32, ACCUMULATORS.get(dtype, dtype)
     types = (dtype, "int8" if dtype == "uint8" else dtype, acc)
     dtype = stored_type(dtype)
-    places = tuple(window.places(extent) for window, extent in zip(windows, extents, strict=True))
+    places = tuple(window.output_extent(extent) for window, extent in zip(windows, extents, strict=True))
     weight = (outs, ins // groups, *(window.size for window in windows))
     shapes = ((batch, ins, *extents), weight, (batch, outs, *places))
     maps = conv_maps(len(extents))

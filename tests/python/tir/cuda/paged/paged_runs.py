@@ -8,7 +8,7 @@ from tvm import tirx
 
 import relax_hetero as rh
 from relax_hetero.driver.link.cuda.kernel_sources import generate
-from relax_hetero.driver.link.cuda.machine_code import compile_kernels, imported
+from relax_hetero.driver.link.cuda.machine_code import compile_kernels, import_kernels
 from relax_hetero.target.element_types import numpy_dtype
 
 
@@ -28,5 +28,5 @@ def _compiled(kernel: tirx.PrimFunc):
     target = rh.native("cuda").with_host("llvm")
     kernel = kernel.with_attr({"global_symbol": "main", "target": target})
     part = generate(tvm.IRModule({"main": kernel}), target)
-    imported(part, compile_kernels(part.sources))
+    import_kernels(part, compile_kernels(part.sources))
     return part.host["main"]
