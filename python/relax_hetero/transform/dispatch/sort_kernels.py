@@ -122,7 +122,7 @@ def sorted_lines(
         operands = [data] * (step.is_first or step.is_last and problem.values) + pairs
         if step.is_last:
             return call_kernel(builder, kernel, operands, ty, name)
-        types = [tensor_type([*others, step.left], dtype, data.ty) for dtype in problem.pair_types]
+        types = [tensor_type([*others, step.output_length], dtype, data.ty) for dtype in problem.pair_types]
         pairs_type = types[0] if len(types) == 1 else tvm.ir.TupleType(types)
         result = builder.emit(call_kernel(builder, kernel, operands, pairs_type, name), f"{name}_pairs")
         pairs = (

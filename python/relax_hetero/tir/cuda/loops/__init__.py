@@ -1,9 +1,9 @@
-"""Schedules for kernels of GPUs that no generator wrote.
+"""GPU schedules for PrimFuncs without a handwritten kernel generator.
 
-A PrimFunc is read as stages and joined into nests, as for CPUs (`relax_hetero.tir.loops`). A nest is one launch: a map
-(`map_code`) computes a few neighbouring elements a thread, a reduction (`reduction`) a result a thread or a block.
-PrimFuncs of another form run statement after statement (`statements`), in parallel where that is proven, else in one
-thread: slow, and right.
+A PrimFunc is read as stages and fused into nests, as on CPUs (`relax_hetero.tir.loops`). Each nest is one launch: in a
+map (`write`), a thread computes a few neighbouring elements; in a reduction (`reduction`), a thread or a block computes
+a result. Other PrimFuncs run one statement per launch (`statements`): in parallel where iterations are proven
+independent, else in a single thread.
 """
 
 from __future__ import annotations
@@ -24,12 +24,17 @@ __all__ = ["Launch", "launches_of", "schedule"]
 
 
 def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
-    """The function with its loops bound to blocks and threads.
+    """Bind the loops of a function to blocks and threads.
 
     Parameters
     ----------
     func : PrimFunc
-        Without thread bindings. What its launches hand on lies in buffers that its root block allocates.
+        A function without thread bindings.
+
+    Returns
+    -------
+    PrimFunc
+        Its root block allocates the buffers that launches pass on to each other.
     """
     if NMS in func.attrs:
         return nms_kernel(func)

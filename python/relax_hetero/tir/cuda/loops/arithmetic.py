@@ -1,9 +1,9 @@
-"""Expressions as the CUDA compiler can compute them, and accumulators that lose nothing.
+"""Expressions rewritten for the CUDA compiler, and accumulator types.
 
-Functions of 16-bit floats are computed in float32 and rounded once. Of most of them CUDA has no 16-bit form (``fmod``,
-``asin``, ``log1p``), of others one that is less exact than a rounded float32, and TVM names some that are nowhere.
-Exponentials, sigmoids and hyperbolic tangents take quick forms, whose errors of some 1e-6 a result of 16 bits does not
-show: exact ones take longer than memory does.
+Functions of 16-bit floats are computed in float32 and rounded once. CUDA lacks 16-bit forms of most of them (``fmod``,
+``asin``, ``log1p``), has less exact ones of others, and TVM emits names that do not exist. Exponentials, sigmoids and
+hyperbolic tangents use approximations whose errors (about 1e-6) vanish in a 16-bit result: exact forms would make
+memory-bound kernels compute-bound.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from ...core.builder import Expr
 from ..core import ptx
 
 NARROW = ("float16", "bfloat16")
-"""Floats of 16 bits, which CUDA computes in float32."""
+"""16-bit floating-point types, computed in float32."""
 
-# Calls that are no arithmetic: choices, hints, and the bits of a number.
-_KEPT = frozenset(("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.address_of", "tirx.call_extern"))
+# Calls without arithmetic: selection, hints and reinterpretation of bits.
+_NOT_ARITHMETIC = frozenset(
+    ("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.address_of", "tirx.call_extern")
+)
 
 
 def for_cuda(expr: Expr) -> Expr:
-    """An expression with the functions of 16-bit floats in it computed in float32."""
+    """Compute the functions of 16-bit floats in an expression in float32."""
 
     def on_call(call: tvm.ir.Call) -> Expr:
-        if not isinstance(call.op, tvm.ir.Op) or call.op.name in _KEPT:
+        if not isinstance(call.op, tvm.ir.Op) or call.op.name in _NOT_ARITHMETIC:
             return call
         types = [_type(arg) for arg in call.args]
         if not any(dtype in NARROW for dtype in types):
@@ -61,7 +63,7 @@ _QUICK: dict[str, Callable[[Expr], Expr]] = {
 
 
 def accumulator_type(dtype: str) -> str:
-    """The type that terms of a type are added and multiplied in."""
+    """Type that terms of `dtype` are accumulated in."""
     return "float32" if dtype in NARROW else dtype
 
 

@@ -1,7 +1,7 @@
-"""The elements that one thread computes, its lanes: read in vectors where memory allows, computed one by one.
+"""Elements ("lanes") of one thread: loaded and stored in vectors where aligned, computed one by one.
 
-A vector is nothing but a copy between memory and registers, by words of 32 bits; what is computed is computed on single
-numbers, of which the compiler keeps each in a register. So every type and every function works in every lane.
+Vectors exist only in copies between memory and registers, as 32-bit words. Arithmetic is scalar, one register per lane,
+so every type and every function is supported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tvm.sym import Analyzer
 from tvm_ffi import StructuralKey, WalkResult, structural_map, structural_walk
 
 from ....target.element_types import bytes_of
+from ....target.gpu_target import VECTOR_BYTES
 from ...core.builder import Expr, int64, lane_indices
 from ...loops.boxes import is_choice
 from ...loops.flat import FlatBox, Loop, is_step, stride
@@ -24,41 +25,38 @@ from ...loops.stages import Load, loads, node_count, replaced, sources, variable
 from .arithmetic import NARROW, for_cuda
 
 LANE = tirx.Var("lane", "int64")
-"""Stands in expressions for the number of a lane."""
+"""Variable that stands for the lane number in expressions."""
 
-WORD = 4
-"""Bytes of what vectors are copied by."""
+WORD_BYTES = 4
+"""Bytes of a word, the unit of vector copies."""
 
-_WIDEST = 16
-"""Bytes that one instruction loads or stores."""
-
-# An expression of more nodes is computed before it is used: TVM's simplifier and its walks are slow on large ones.
+# Larger expressions are stored in registers before use: TVM's simplifier and visitors are slow on them.
 _MAX_NODES = 64
 
-# A value of a choice of so many nodes is more than a number that is there.
-_LONG = 4
+# A choice between expressions of fewer nodes is left to the compiler: its branches are cheap.
+_MIN_BRANCH_NODES = 4
 
 Registers = Mapping[tirx.Buffer, tirx.Buffer]
-"""Registers of a thread, one a lane, by the buffer that they hold values of."""
+"""Registers of a thread, one per lane, by the buffer whose values they hold."""
 
 
 def register(dtype: str, lanes: int) -> tirx.Buffer:
-    """Memory of a thread with an element for each lane; the compiler makes registers of it."""
+    """Allocate thread-local memory with an element per lane, which the compiler keeps in registers."""
     return T.alloc_buffer((lanes,), dtype, scope="local")
 
 
 @dataclass(frozen=True)
 class VectorRead:
-    """Neighbouring elements that a thread reads at once.
+    """Neighbouring elements that a thread loads as a vector.
 
     Attributes
     ----------
     stand_in : Buffer
         Buffer that expressions read in its place, at `LANE`.
     offset : PrimExpr
-        Offset of the first element, an expression over the loops in which the vectorized one counts elements.
+        Offset of the first element in terms of the loops; the vectorized loop counts elements.
     condition : PrimExpr or None
-        When they may be read.
+        Predicate of the load.
     """
 
     stand_in: tirx.Buffer
@@ -69,18 +67,18 @@ class VectorRead:
 
 @dataclass(frozen=True)
 class LaneBox:
-    """A box whose points along one loop are computed by some lanes of a thread.
+    """A box in which the lanes of a thread compute neighbouring points along one loop.
 
     Attributes
     ----------
     box : FlatBox
         Its expressions read the stand-ins of `reads`.
     var : Var or None
-        The loop that the lanes are along.
+        The loop whose neighbouring iterations are lanes.
     lanes : int
     reads : tuple of VectorRead
     stores : frozenset of Buffer
-        Which results are stored as vectors.
+        Results that are stored as vectors.
     """
 
     box: FlatBox
@@ -90,99 +88,99 @@ class LaneBox:
     stores: frozenset[tirx.Buffer] = field(default_factory=frozenset)
 
 
-def widest(types: Sequence[str]) -> int:
-    """How many lanes make vectors of 16 bytes of the widest type, and at least a word of the narrowest."""
+def max_lanes(types: Sequence[str]) -> int:
+    """Number of lanes that fills 16 bytes of the widest type, and at least a word of the narrowest."""
     sizes: list[int] = [int(bytes_of(dtype)) for dtype in types]
     if not sizes or min(sizes) == 0:
         return 1
-    return max(_WIDEST // max(sizes), WORD // min(sizes), 1)
+    return max(VECTOR_BYTES // max(sizes), WORD_BYTES // min(sizes), 1)
 
 
 def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> LaneBox:
-    """The box with what is contiguous along a loop read, and stored, in vectors.
+    """Vectorize the accesses of a box that are contiguous along a loop.
 
     Parameters
     ----------
     lanes : int
-        A vector begins at a multiple of them along the loop.
+        Elements of a vector, which begins at a multiple of `lanes` along the loop.
     along_results : bool
-        Whether the loop is one of results, which are then stored in vectors too.
+        Whether the loop is spatial: results are then stored in vectors too.
     """
     if lanes == 1:
         return LaneBox(box, loop.var, 1)
     guards = Guards(box.nest.computed)
     for value in box.nest.expressions():
         guards.visit(value, ())
-    found: dict[Any, VectorRead] = {}
+    reads: dict[Any, VectorRead] = {}
     units = {loop.var: tirx.Var(loop.var.name, "int64") * lanes}
 
-    def change(load: Load) -> Expr:
+    def vectorize(load: Load) -> Expr:
         key = load_key(load)
-        if key in found:
-            return tirx.BufferLoad(found[key].stand_in, [LANE])
-        conditions = guards.of.get(key)
+        if key in reads:
+            return tirx.BufferLoad(reads[key].stand_in, [LANE])
+        conditions = guards.conditions.get(key)
         if conditions is None or not is_vector(load.indices[0], load.source, loop.var, units, lanes):
             return load
         if any(loop.var in variables(condition) for condition in conditions):
             return load
         stand_in = tirx.decl_buffer((lanes,), str(load.ty.dtype), scope="local")
         condition = tirx.all(*conditions) if conditions else None
-        found[key] = VectorRead(stand_in, load.source, load.indices[0], condition)
+        reads[key] = VectorRead(stand_in, load.source, load.indices[0], condition)
         return tirx.BufferLoad(stand_in, [LANE])
 
     nest = replace(
         box.nest,
-        sums=[replace(s, value=with_loads(s.value, change)) for s in box.nest.sums],
-        steps=[(buffer, with_loads(value, change)) for buffer, value in box.nest.steps],
+        sums=[replace(s, value=with_loads(s.value, vectorize)) for s in box.nest.sums],
+        steps=[(buffer, with_loads(value, vectorize)) for buffer, value in box.nest.steps],
     )
     stores = [
         buffer
-        for buffer, place in box.places.items()
-        if along_results and is_vector(place, buffer, loop.var, units, lanes)
+        for buffer, offset in box.places.items()
+        if along_results and is_vector(offset, buffer, loop.var, units, lanes)
     ]
-    return LaneBox(replace(box, nest=nest), loop.var, lanes, tuple(found.values()), frozenset(stores))
+    return LaneBox(replace(box, nest=nest), loop.var, lanes, tuple(reads.values()), frozenset(stores))
 
 
 def is_vector(offset: Expr, buffer: tirx.Buffer, var: tirx.Var, units: Mapping[tirx.Var, Expr], lanes: int) -> bool:
-    """Return whether lanes along a loop are neighbours in memory, whole words, and begin where vectors may.
+    """Return whether lanes along a loop are contiguous in memory, whole words and aligned to a vector.
 
     Parameters
     ----------
     units : mapping
-        Expressions for the loop's variable where it counts vectors.
+        The loop's variable as a multiple of the number of vectors.
     """
-    if bytes_of(str(buffer.dtype)) * lanes % WORD or not is_step(stride(offset, var), 1):
+    if bytes_of(str(buffer.dtype)) * lanes % WORD_BYTES or not is_step(stride(offset, var), 1):
         return False
     start = Analyzer().modular_set(replaced(offset, units))
     return int(start.coeff) % lanes == 0 and int(start.base) % lanes == 0
 
 
 def load_key(load: Load) -> Any:
-    """Key that reads of the same element share."""
+    """Key that loads of the same element share."""
     return load.source, StructuralKey(load.indices[0])
 
 
 class Guards:
-    """Under which conditions each read of memory happens; of those that happen in any case, none."""
+    """Predicates of the loads in expressions: `conditions` maps the key of each to them, empty if unconditional."""
 
-    def __init__(self, made: Sequence[tirx.Buffer]) -> None:
-        self._made = made
-        self.of: dict[Any, tuple[Expr, ...]] = {}
+    def __init__(self, computed: Sequence[tirx.Buffer]) -> None:
+        self._computed = computed
+        self.conditions: dict[Any, tuple[Expr, ...]] = {}
 
     def visit(self, expr: Expr, conditions: tuple[Expr, ...]) -> None:
-        """Note where an expression loads elements of the buffers, given the conditions that hold there."""
+        """Record the loads in an expression that is evaluated under some conditions."""
 
         def on_load(load: Load) -> None:
-            if any(load.source.same_as(buffer) for buffer in self._made):
+            if any(load.source.same_as(buffer) for buffer in self._computed):
                 return
             key = load_key(load)
-            known = self.of.get(key)
-            if known is None:
-                self.of[key] = conditions
-            elif known and conditions and known != conditions:
-                self.of[key] = (tirx.any(tirx.all(*known), tirx.all(*conditions)),)
+            recorded = self.conditions.get(key)
+            if recorded is None:
+                self.conditions[key] = conditions
+            elif recorded and conditions and recorded != conditions:
+                self.conditions[key] = (tirx.any(tirx.all(*recorded), tirx.all(*conditions)),)
             elif not conditions:
-                self.of[key] = ()
+                self.conditions[key] = ()
 
         def on_call(call: tvm.ir.Call) -> WalkResult | None:
             if not is_choice(call):
@@ -196,69 +194,67 @@ class Guards:
         structural_walk(expr, [(Load, on_load), (tvm.ir.Call, on_call)], order="pre")
 
 
-def copy_words(
-    target: tirx.Buffer, at: Expr, source: tirx.Buffer, start: Expr, count: int, to_memory: bool = False
-) -> None:
-    """Copy neighbouring elements between memory and registers, 16 bytes at once.
+def copy_words(target: tirx.Buffer, offset: Expr, source: tirx.Buffer, start: Expr, count: int) -> None:
+    """Copy neighbouring elements between memory and registers, up to 16 bytes at a time.
 
     Parameters
     ----------
-    at, start : PrimExpr
-        The first element of either, where a vector may begin.
+    offset, start : PrimExpr
+        First element in the target and in the source, aligned to a vector.
     count : int
-        Elements; whole words.
+        Number of elements, whole words.
     """
     size = bytes_of(str(target.dtype))
-    words = count * size // WORD
-    per_access = next(n for n in (_WIDEST // WORD, 2, 1) if words % n == 0)
+    words = count * size // WORD_BYTES
+    per_access = next(n for n in (VECTOR_BYTES // WORD_BYTES, 2, 1) if words % n == 0)
     into, out_of = _words(target), _words(source)
     for word in range(0, words, per_access):
         read = tirx.BufferLoad(out_of, [lane_indices(_word(start, size) + word, per_access)])
-        T.buffer_store(into, read, [lane_indices(_word(at, size) + word, per_access)])
+        T.buffer_store(into, read, [lane_indices(_word(offset, size) + word, per_access)])
 
 
 def _words(buffer: tirx.Buffer) -> tirx.Buffer:
-    count = tirx.floordiv(buffer.shape[0] * bytes_of(str(buffer.dtype)), WORD)
+    count = tirx.floordiv(buffer.shape[0] * bytes_of(str(buffer.dtype)), WORD_BYTES)
     return T.decl_buffer((count,), "uint32", data=buffer.data, scope=buffer.scope())
 
 
 def _word(element: Expr, size: int) -> Expr:
     element = int64(element)
-    return element * (size // WORD) if size >= WORD else tirx.floordiv(element, WORD // size)
+    return element * (size // WORD_BYTES) if size >= WORD_BYTES else tirx.floordiv(element, WORD_BYTES // size)
 
 
 def read_vectors(
     box: LaneBox, position: Mapping[tirx.Var, Expr], expressions: Sequence[Expr]
 ) -> dict[tirx.Buffer, tirx.Buffer]:
-    """Read the vectors that some expressions need at a position; returned by what stands for them there."""
-    held: dict[tirx.Buffer, tirx.Buffer] = {}
+    """Load the vectors that some expressions need at a position, and return their registers by stand-in."""
+    vectors: dict[tirx.Buffer, tirx.Buffer] = {}
     used = {source for value in expressions for source in sources(value)}
     for read in box.reads:
         if read.stand_in not in used:
             continue
-        held[read.stand_in] = registers = register(str(read.source.dtype), box.lanes)
+        vectors[read.stand_in] = registers = register(str(read.source.dtype), box.lanes)
         offset = replaced(read.offset, position)
         if read.condition is None:
             copy_words(registers, int64(0), read.source, offset, box.lanes)
         else:
             with T.If(replaced(read.condition, position)), T.Then():
                 copy_words(registers, int64(0), read.source, offset, box.lanes)
-    return held
+    return vectors
 
 
-def reading(expr: Expr, held: Registers, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
-    """`expr` with what the thread made itself taken from registers, or computed where it is read."""
+def from_registers(expr: Expr, registers: Registers, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
+    """Replace loads of values that the thread computed by registers or by their inlined expressions."""
 
-    def change(load: Load) -> Expr:
+    def substitute(load: Load) -> Expr:
         if load.source in inline:
             return inline[load.source]
-        return tirx.BufferLoad(held[load.source], [LANE]) if load.source in held else load
+        return tirx.BufferLoad(registers[load.source], [LANE]) if load.source in registers else load
 
-    return with_loads(expr, change)
+    return with_loads(expr, substitute)
 
 
 def each_lane(lanes: int, write: Callable[[Expr], None]) -> None:
-    """Write code for every lane."""
+    """Write code for each lane."""
     if lanes == 1:
         write(int64(0))
         return
@@ -267,43 +263,43 @@ def each_lane(lanes: int, write: Callable[[Expr], None]) -> None:
 
 
 def set_lanes(registers: tirx.Buffer, lanes: int, value: Expr) -> None:
-    """Compute an expression of `LANE` in every lane."""
+    """Store an expression of `LANE` for each lane."""
     each_lane(lanes, lambda lane: T.buffer_store(registers, in_lane(value, lane), [lane]))
 
 
 def in_lane(expr: Expr, lane: Expr) -> Expr:
-    """An expression of `LANE` in one lane, as CUDA can compute it."""
+    """Substitute a lane number for `LANE`, and rewrite the expression for CUDA."""
     return for_cuda(replaced(expr, {LANE: lane}))
 
 
 def compute_steps(
-    box: FlatBox, lanes: int, position: Mapping[tirx.Var, Expr], held: Registers
+    box: FlatBox, lanes: int, position: Mapping[tirx.Var, Expr], inputs: Registers
 ) -> dict[tirx.Buffer, tirx.Buffer]:
-    """Compute the steps of some points in registers, and return those of the results.
+    """Compute the steps of a box in registers, and return the registers of the results.
 
     Parameters
     ----------
     position : mapping
-        Expressions for the variables of the loops; `LANE` in them is the lane.
-    held : mapping
-        Registers of reduced values and of vectors that were read.
+        Values of the loop variables, in terms of `LANE`.
+    inputs : mapping
+        Registers of reduced values and of loaded vectors.
     """
-    here = box.at(position)
-    steps = here.nest.steps
-    known: dict[tirx.Buffer, tirx.Buffer] = dict(held)
+    placed = box.at(position)
+    steps = placed.nest.steps
+    registers_of: dict[tirx.Buffer, tirx.Buffer] = dict(inputs)
     inline: dict[tirx.Buffer, Expr] = {}
-    results = {buffer: known[buffer] for buffer in here.places if buffer in known}
+    results = {buffer: registers_of[buffer] for buffer in placed.places if buffer in registers_of}
     last = {buffer: n for n, (buffer, _) in enumerate(steps)}
     for n, (buffer, value) in enumerate(steps):
-        value = _branchless(reading(value, known, inline), lanes)
-        known.pop(buffer, None)
+        value = _branchless(from_registers(value, registers_of, inline), lanes)
+        registers_of.pop(buffer, None)
         inline.pop(buffer, None)
         uses = sum(source.same_as(buffer) for _, later in steps[n + 1 :] for source in sources(later))
-        is_stored = buffer in here.places and last[buffer] == n
+        is_stored = buffer in placed.places and last[buffer] == n
         if is_stored or uses > 1 or (uses and node_count(value) > _MAX_NODES):
             registers = register(str(buffer.dtype), lanes)
             set_lanes(registers, lanes, value)
-            known[buffer] = registers
+            registers_of[buffer] = registers
             if is_stored:
                 results[buffer] = registers
         else:
@@ -312,22 +308,22 @@ def compute_steps(
 
 
 def _branchless(expr: Expr, lanes: int) -> Expr:
-    """`expr` where choices by data are between registers that hold both values of 16 bits.
+    """Compute both branches of data-dependent choices between 16-bit values, and select from registers.
 
-    Threads of a warp would choose differently and compute one value after the other, lane by lane. The functions of
-    these types are short; a value that reads memory stays behind its condition.
+    Divergent threads of a warp would execute both branches anyway, lane by lane, and functions of these types are
+    short. A branch that loads from memory stays predicated.
     """
 
-    def chosen(condition: Expr, *values: Expr) -> Expr | None:
+    def selected(condition: Expr, *values: Expr) -> Expr | None:
         narrow = all(str(value.ty.dtype) in NARROW for value in values)
-        if not narrow or not loads(condition) or max(map(node_count, values)) < _LONG:
+        if not narrow or not loads(condition) or max(map(node_count, values)) < _MIN_BRANCH_NODES:
             return None
         if any(str(source.scope()) != "local" for value in values for source in sources(value)):
             return None
-        return tirx.Cast(str(values[0].ty.dtype), tirx.Select(condition, *map(held, values)))
+        return tirx.Cast(str(values[0].ty.dtype), tirx.Select(condition, *map(computed, values)))
 
-    def held(value: Expr) -> Expr:
-        # Rounded behind the choice, two at once: a conversion under a condition is as slow as an exponential.
+    def computed(value: Expr) -> Expr:
+        # Rounded after the selection, in pairs: a predicated conversion is as slow as an exponential.
         exact = for_cuda(value)
         is_wide = isinstance(exact, tirx.Cast) and str(exact.value.ty.dtype) == "float32"
         registers = register("float32", lanes)
@@ -335,12 +331,12 @@ def _branchless(expr: Expr, lanes: int) -> Expr:
         return tirx.BufferLoad(registers, [LANE])
 
     def on_call(call: tvm.ir.Call) -> Expr:
-        found = chosen(*call.args) if is_choice(call) else None
-        return call if found is None else found
+        value = selected(*call.args) if is_choice(call) else None
+        return call if value is None else value
 
     def on_select(node: tirx.Select) -> Expr:
-        found = chosen(node.condition, node.true_value, node.false_value)
-        return node if found is None else found
+        value = selected(node.condition, node.true_value, node.false_value)
+        return node if value is None else value
 
     return structural_map(expr, [(tvm.ir.Call, on_call), (tirx.Select, on_select)])
 
@@ -349,34 +345,34 @@ def store_lanes(
     box: LaneBox,
     position: Mapping[tirx.Var, Expr],
     results: Registers,
-    is_there: Callable[[Expr], Expr] | None = None,
+    exists: Callable[[Expr], Expr] | None = None,
 ) -> None:
-    """Store what was computed: in vectors where a result is contiguous, else lane by lane.
+    """Store results: as vectors where they are contiguous, else lane by lane.
 
     Parameters
     ----------
-    is_there : callable, optional
-        Whether there is a point for a lane.
+    exists : callable, optional
+        Predicate of a lane.
     """
-    for buffer, place in box.box.places.items():
-        at = replaced(place, position)
+    for buffer, first_offset in box.box.places.items():
+        offset = replaced(first_offset, position)
         if buffer in box.stores:
-            copy_words(buffer, replaced(at, {LANE: int64(0)}), results[buffer], int64(0), box.lanes)
+            copy_words(buffer, replaced(offset, {LANE: int64(0)}), results[buffer], int64(0), box.lanes)
             continue
 
-        def write(lane: Expr, buffer: tirx.Buffer = buffer, at: Expr = at) -> None:
+        def write(lane: Expr, buffer: tirx.Buffer = buffer, offset: Expr = offset) -> None:
             value = tirx.BufferLoad(results[buffer], [lane])
-            if is_there is None:
-                T.buffer_store(buffer, value, [replaced(at, {LANE: lane})])
+            if exists is None:
+                T.buffer_store(buffer, value, [replaced(offset, {LANE: lane})])
                 return
-            with T.If(is_there(lane)), T.Then():
-                T.buffer_store(buffer, value, [replaced(at, {LANE: lane})])
+            with T.If(exists(lane)), T.Then():
+                T.buffer_store(buffer, value, [replaced(offset, {LANE: lane})])
 
         each_lane(box.lanes, write)
 
 
 def element_types(box: FlatBox) -> list[str]:
-    """Element types of everything that a box reads and stores."""
-    made = box.nest.computed
-    read = [load for value in box.nest.expressions() for load in loads(value) if load.source not in made]
-    return sorted({str(load.ty.dtype) for load in read} | {str(buffer.dtype) for buffer in box.places})
+    """Element types of all loads and stores of a box."""
+    computed = box.nest.computed
+    external = [load for value in box.nest.expressions() for load in loads(value) if load.source not in computed]
+    return sorted({str(load.ty.dtype) for load in external} | {str(buffer.dtype) for buffer in box.places})

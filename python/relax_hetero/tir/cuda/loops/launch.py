@@ -1,4 +1,4 @@
-"""Launches: blocks of threads, each thread with its place in a nest of loops."""
+"""Launches of one-dimensional grids, and the mapping of threads to points of a loop nest."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ...core.work_split import unravel
 from ...loops.flat import Loop
 from ..core.launch import at_least_one
 
-_THREADS = 256
-"""Number of threads of a block where nothing asks for another: four to eight blocks are on a multiprocessor then."""
+_BLOCK_THREADS = 256
+"""Default threads of a block, with which four to eight blocks are resident on a multiprocessor."""
 
 
 @contextmanager
 def launch(blocks: Expr, threads: int) -> Iterator[tuple[Expr, Expr]]:
-    """The context of what a thread does, which gives the numbers of its block and of itself.
+    """Context of a kernel's body, which yields the numbers of the block and of the thread.
 
     Parameters
     ----------
     blocks : int or PrimExpr
-        At least one is launched: a launch of none is an error.
+        At least one is launched: an empty grid is an error.
     """
     with T.thread_binding(int64(at_least_one(blocks)), thread="blockIdx.x") as block:
         with T.thread_binding(int64(threads), thread="threadIdx.x") as thread:
@@ -34,41 +34,41 @@ def launch(blocks: Expr, threads: int) -> Iterator[tuple[Expr, Expr]]:
 
 
 def threads_for(units: Expr, gpu: GpuTarget) -> int:
-    """Threads of a block where `units` threads are wanted in all: fewer where blocks would not reach every core."""
+    """Threads of a block for `units` threads in all: fewer where there would be idle multiprocessors."""
     if not isinstance(units, int):
-        return _THREADS
-    threads = _THREADS
+        return _BLOCK_THREADS
+    threads = _BLOCK_THREADS
     while threads > 2 * WARP and units < threads * gpu.multiprocessors:
         threads //= 2
     return threads
 
 
 def count_of(loops: Sequence[Loop]) -> Expr:
-    """How many points a nest of loops has."""
+    """Number of points of a loop nest."""
     return prod(loop.count for loop in loops)
 
 
-def place_in(number: Expr, loops: Sequence[Loop], counts: Sequence[Expr] | None = None) -> dict[tirx.Var, Expr]:
-    """Values of the variables of a nest of loops at a point, by its number in row-major order.
+def position_of(number: Expr, loops: Sequence[Loop], counts: Sequence[Expr] | None = None) -> dict[tirx.Var, Expr]:
+    """Values of the loop variables at a point with a row-major number.
 
     Parameters
     ----------
     counts : sequence, optional
-        How many units each loop has, where these are not its elements.
+        Extents of the loops, by default their numbers of iterations.
     """
-    extents = [_divisor(count) for count in (counts or [loop.count for loop in loops])]
-    places = unravel(number, extents)
-    return {loop.var: place for loop, place in zip(loops, places, strict=True)}
+    extents = [_positive(count) for count in (counts or [loop.count for loop in loops])]
+    values = unravel(number, extents)
+    return {loop.var: value for loop, value in zip(loops, values, strict=True)}
 
 
-def _divisor(extent: Expr) -> Expr:
-    # TVM's analyzer must not find a division by zero, not even where nothing runs.
+def _positive(extent: Expr) -> Expr:
+    # TVM's analyzer rejects a division by zero even in code that never runs.
     return int64(max(extent, 1)) if isinstance(extent, int) else T.max(extent, int64(1))
 
 
 @contextmanager
 def inside(number: Expr, units: Expr, threads: int) -> Iterator[None]:
-    """The context of threads that have a unit of their own, where there are more threads than units."""
+    """Context of the threads whose number is less than `units`."""
     if isinstance(units, int) and units > 0 and units % threads == 0:
         yield
         return
@@ -77,5 +77,5 @@ def inside(number: Expr, units: Expr, threads: int) -> Iterator[None]:
 
 
 def sync() -> None:
-    """All threads of the block have come here, and see what the others wrote to shared memory."""
+    """Synchronize the block (``__syncthreads``)."""
     T.evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", "shared"))

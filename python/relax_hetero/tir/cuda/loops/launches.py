@@ -1,7 +1,6 @@
-"""A PrimFunc of several launches as several PrimFuncs of one launch each.
+"""Splitting a PrimFunc with several launches into one PrimFunc per launch.
 
-What one launch hands on to the next becomes a tensor that Relax allocates and plans, and each launch can be a node of a
-CUDA graph.
+Buffers between launches become tensors that Relax allocates and plans, and each launch can be a CUDA graph node.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Launch:
     func : PrimFunc
         Its parameters are `reads`, then `updates`, then `writes`.
     reads, updates, writes : tuple of Var
-        Parameters of the whole PrimFunc, numbers among them, and buffers that its root block allocates. What an earlier
-        launch has written and this one writes on is updated.
+        Parameters of the original PrimFunc, scalars included, and buffers that its root block allocates. Buffers that
+        an earlier launch has written are updated, not written.
     """
 
     func: tirx.PrimFunc
@@ -37,9 +36,9 @@ class Launch:
 
 
 def launches_of(func: tirx.PrimFunc) -> list[Launch] | None:
-    """The launches of a scheduled PrimFunc, in order.
+    """Split a scheduled PrimFunc into its launches, in order.
 
-    None where there is but one, or where a launch writes what another one has read before and nobody has written.
+    None if there is only one, or if a launch overwrites an input that an earlier one has read.
     """
     root = func.body
     if not isinstance(root, s_tir.SBlockRealize) or not isinstance(root.block.body, tirx.SeqStmt):
@@ -57,15 +56,15 @@ def launches_of(func: tirx.PrimFunc) -> list[Launch] | None:
         return None
     read: set[tirx.Var] = set()
     written: set[tirx.Var] = set()
-    found = []
+    launches = []
     for statement in statements:
         launch = _launch(func, statement, memory, written)
         if launch is None or read & set(launch.writes):
             return None
         read |= set(launch.reads)
         written |= {*launch.updates, *launch.writes}
-        found.append(launch)
-    return found
+        launches.append(launch)
+    return launches
 
 
 def _launch(
@@ -79,9 +78,9 @@ def _launch(
             used[var] = None
 
     def on_declaration(declaration: tirx.DeclBuffer) -> None:
-        found: list[tirx.Var] = []
-        structural_walk(declaration.data, (tvm.ir.Var, found.append))
-        for var in found:
+        sources: list[tirx.Var] = []
+        structural_walk(declaration.data, (tvm.ir.Var, sources.append))
+        for var in sources:
             views[declaration.buffer] = views.get(var, var)
 
     structural_walk(statement, [(tirx.DeclBuffer, on_declaration), (tvm.ir.Var, on_variable)])
@@ -91,7 +90,7 @@ def _launch(
     structural_walk(statement, (Load, lambda load: loaded.append(load.source)))
     written = {views.get(buffer, buffer) for buffer in stored} & set(memory)
     read = {views.get(buffer, buffer) for buffer in loaded} & set(memory)
-    # What the root block allocates has no contents before; what a caller gives may have.
+    # Only parameters may have contents before the first launch.
     if (written & read & set(func.params)).difference(before) or not written:
         return None
     reads = tuple(var for var in memory if var in used and var not in written)
@@ -100,24 +99,24 @@ def _launch(
     tensors = (*reads, *updates, *writes)
     sizes = {extent for var in tensors if is_buffer_var(var) for extent in var.shape}
     free: list[tirx.Var] = []
-    own: set[tirx.Var] = set()
-    structural_walk(statement, [(tirx.For, lambda loop: own.add(loop.loop_var)), (tvm.ir.Var, free.append)])
-    names = {param for p in func.params if is_buffer_var(p) for param in _extents(p)}
+    loop_vars: set[tirx.Var] = set()
+    structural_walk(statement, [(tirx.For, lambda loop: loop_vars.add(loop.loop_var)), (tvm.ir.Var, free.append)])
+    names = {param for p in func.params if is_buffer_var(p) for param in _extent_vars(p)}
     if any(var in names and var not in sizes and var not in reads for var in free):
-        return None  # nothing would tell the launch this extent
+        return None  # no argument defines this extent
     copies = {var: _copy(var) for var in tensors if is_buffer_var(var)}
     body = structural_map(statement, (tvm.ir.Var, lambda var: copies.get(var, var)))
     params = [copies.get(var, var) for var in tensors]
     block = s_tir.SBlock([], [], [], "root", body)
-    made = tirx.PrimFunc(params, s_tir.SBlockRealize([], True, block), func.ret_type, func.attrs, func.span)
-    return Launch(made.without_attr("global_symbol"), reads, updates, writes)
+    kernel = tirx.PrimFunc(params, s_tir.SBlockRealize([], True, block), func.ret_type, func.attrs, func.span)
+    return Launch(kernel.without_attr("global_symbol"), reads, updates, writes)
 
 
-def _extents(buffer: tirx.Var) -> list[tirx.Var]:
-    found: list[tirx.Var] = []
+def _extent_vars(buffer: tirx.Var) -> list[tirx.Var]:
+    extents: list[tirx.Var] = []
     for extent in buffer.shape:
-        structural_walk(extent, (tvm.ir.Var, found.append))
-    return found
+        structural_walk(extent, (tvm.ir.Var, extents.append))
+    return extents
 
 
 def _copy(buffer: tirx.Var) -> tirx.Var:

@@ -1,8 +1,7 @@
-"""How the parts of a reduction that several threads, or several lanes of one, have computed become one.
+"""Merging the partial results of a reduction that threads, or lanes of a thread, have computed.
 
-A sum or a maximum is one value combined with what is there so far. Reductions of several values at once, such as the
-index of the largest element, choose: each new value is either its own or its term, and a term may as well be what
-another thread found.
+A sum or a maximum combines the accumulator with a term. Reductions of several values at once, such as argmax, select:
+each new value is either the accumulator or the term, and another thread's accumulator can stand for the term.
 """
 
 from __future__ import annotations
@@ -23,18 +22,22 @@ from .arithmetic import accumulator_type
 
 @dataclass(frozen=True)
 class Merge:
-    """Reductions that are computed together, in parts.
+    """Reductions that are computed together as partial results.
 
     Attributes
     ----------
     types : tuple of str
-        Types that partial results are kept in.
+        Types of partial results.
     starts : tuple of PrimExpr
-        Values that a partial result starts from.
+        Initial values of partial results.
     terms : tuple of PrimExpr
-        Values of a point that join a partial result.
+        Values of a point that a partial result is combined with.
     finals : tuple of PrimExpr or None
-        Values that the whole starts from, where they are not those of partial results.
+        Initial values of the complete result, where they differ from `starts`.
+    own, new : tuple of Var
+        Variables for two partial results.
+    joined : tuple of PrimExpr
+        The combination of `own` and `new`.
     """
 
     sums: tuple[Sum, ...]
@@ -47,37 +50,37 @@ class Merge:
     joined: tuple[Expr, ...]
 
     def join(self, one: Sequence[Expr], other: Sequence[Expr]) -> list[Expr]:
-        """Two parts as one."""
+        """Combine two partial results."""
         values = dict(zip((*self.own, *self.new), (*one, *other), strict=True))
         return [replaced(value, values) for value in self.joined]
 
 
 def merge_of(sums: Sequence[Sum]) -> Merge | None:
-    """How the parts of reductions are joined; None where they must be computed in order, by one thread."""
-    apart = [combined(replace(s, value=_with_narrow_bits(s.value))) for s in sums]
-    if all(part is not None for part in apart):
+    """Merge of some reductions; None if one thread must compute their terms in order."""
+    combinations = [combined(replace(s, value=_with_narrow_bits(s.value))) for s in sums]
+    if all(combination is not None for combination in combinations):
         types = [accumulator_type(str(s.buffer.dtype)) for s in sums]
         own = tuple(tirx.Var(f"own{i}", dtype) for i, dtype in enumerate(types))
         new = tuple(tirx.Var(f"new{i}", dtype) for i, dtype in enumerate(types))
         joined, starts, terms, finals = [], [], [], []
-        for i, (part, dtype) in enumerate(zip(apart, types, strict=True)):
-            assert part is not None
-            joined.append(part.combine(own[i], new[i]))
-            starts.append(_as(part.neutral, dtype))
-            terms.append(_as(part.term, dtype))
-            is_same = structural_equal(part.neutral, part.sum.initial)
-            finals.append(None if is_same else _as(part.sum.initial, dtype))
+        for i, (combination, dtype) in enumerate(zip(combinations, types, strict=True)):
+            assert combination is not None
+            joined.append(combination.combine(own[i], new[i]))
+            starts.append(_cast(combination.neutral, dtype))
+            terms.append(_cast(combination.term, dtype))
+            is_same = structural_equal(combination.neutral, combination.sum.initial)
+            finals.append(None if is_same else _cast(combination.sum.initial, dtype))
         return Merge(tuple(sums), tuple(types), tuple(starts), tuple(terms), tuple(finals), own, new, tuple(joined))
-    return _of_choices(sums)
+    return _selection_merge(sums)
 
 
 def _with_narrow_bits(value: Expr) -> Expr:
-    """`value` with masks of a number's bits as `math.extremes.is_nan` writes them.
+    """Narrow the bit masks of `math.extremes.is_nan` to the type of the bits.
 
-    TVM widens them where it makes PrimFuncs of expressions with 64-bit extents.
+    TVM widens them in PrimFuncs of expressions with 64-bit extents.
     """
 
-    def change(node: tirx.GT) -> Expr:
+    def narrow(node: tirx.GT) -> Expr:
         mask = node.a
         if not isinstance(mask, tirx.BitwiseAnd) or not isinstance(node.b, tirx.IntImm):
             return node
@@ -87,11 +90,11 @@ def _with_narrow_bits(value: Expr) -> Expr:
         raw, dtype = wide.value, str(wide.value.ty.dtype)
         return tirx.bitwise_and(raw, tirx.const(int(bits), dtype)) > tirx.const(int(node.b), dtype)
 
-    return structural_map(value, (tirx.GT, change))
+    return structural_map(value, (tirx.GT, narrow))
 
 
-def _of_choices(sums: Sequence[Sum]) -> Merge | None:
-    """Reductions whose values each choose between what is there and a term."""
+def _selection_merge(sums: Sequence[Sum]) -> Merge | None:
+    """Merge of reductions whose values each select between the accumulator and a term."""
     types = tuple(str(s.buffer.dtype) for s in sums)
     own = tuple(tirx.Var(f"own{i}", dtype) for i, dtype in enumerate(types))
     new = tuple(tirx.Var(f"new{i}", dtype) for i, dtype in enumerate(types))
@@ -103,12 +106,12 @@ def _of_choices(sums: Sequence[Sum]) -> Merge | None:
         terms.append(term)
     by_buffer = {s.buffer: var for s, var in zip(sums, own, strict=True)}
 
-    def own_part(load: Load) -> Expr:
+    def accumulator(load: Load) -> Expr:
         return by_buffer.get(load.source, load)
 
     joined = []
     for s in sums:
-        value = with_loads(_exchanged(s.value, terms, new), own_part)
+        value = with_loads(_replace_terms(s.value, terms, new), accumulator)
         if sources(value) or not _variables(value) <= {*own, *new}:
             return None
         joined.append(value)
@@ -129,22 +132,22 @@ def _term(value: Expr, buffer: tirx.Buffer) -> Expr | None:
     return None
 
 
-def _exchanged(value: Expr, terms: Sequence[Expr], new: Sequence[tirx.Var]) -> Expr:
-    """`value` with variables for the terms, wherever these stand in it; larger terms first, as others are in them."""
+def _replace_terms(value: Expr, terms: Sequence[Expr], new: Sequence[tirx.Var]) -> Expr:
+    """Replace terms in `value` by variables: larger terms first, as they may contain others."""
     for term, var in sorted(zip(terms, new, strict=True), key=lambda pair: -node_count(pair[0])):
 
-        def change(node: Expr, term: Expr = term, var: tirx.Var = var) -> Expr:
+        def substitute(node: Expr, term: Expr = term, var: tirx.Var = var) -> Expr:
             return var if structural_equal(node, term) else node
 
-        value = structural_map(value, (type(term), change))
+        value = structural_map(value, (type(term), substitute))
     return value
 
 
 def _variables(value: Expr) -> set[tirx.Var]:
-    found: list[tirx.Var] = []
-    structural_walk(value, (tvm.ir.Var, found.append))
-    return set(found)
+    variables: list[tirx.Var] = []
+    structural_walk(value, (tvm.ir.Var, variables.append))
+    return set(variables)
 
 
-def _as(value: Expr, dtype: str) -> Expr:
+def _cast(value: Expr, dtype: str) -> Expr:
     return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)

@@ -1,8 +1,8 @@
-"""Reductions: a thread computes whole results, or the threads of a block compute parts of one and join them.
+"""Reductions: a thread computes whole results, or threads of a block compute partial results and merge them.
 
-Threads lie along what is contiguous in memory: along the results, where neighbouring results read neighbouring
-elements, or along what is reduced. Parts are kept in registers, in float32 for 16-bit floats, and joined in shared
-memory.
+Threads lie along the contiguous dimension for coalesced loads: along the results, where neighbouring results read
+neighbouring elements, or along the reduction axis. Partial results are kept in registers, in float32 for 16-bit floats,
+and merged by shuffles and in shared memory.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ from .lanes import (
     compute_steps,
     each_lane,
     element_types,
+    from_registers,
     in_lane,
+    max_lanes,
     read_vectors,
-    reading,
     register,
     set_lanes,
     store_lanes,
     vectorized,
-    widest,
 )
-from .launch import count_of, inside, launch, place_in, sync, threads_for
+from .launch import count_of, inside, launch, position_of, sync, threads_for
 from .merging import Merge, merge_of
 
-Parts = list[tirx.Buffer]
-"""Registers of a thread: of each reduction, its lanes."""
+Partials = list[tirx.Buffer]
+"""Partial results of a thread: per reduction, a register for each lane."""
 
-_BLOCK = 256
-"""Threads of a block that join parts."""
+_BLOCK_THREADS = 256
+"""Threads of a block that merge partial results."""
 
-_MAX_SHARED = 48 << 10
-"""Bytes of shared memory that a block has without asking for more."""
+_MAX_SHARED_BYTES = 48 << 10
+"""Bytes of statically allocated shared memory of a block."""
 
-_FEW_TERMS = 32
-"""Up to so many terms a result is computed by one thread."""
+_MAX_SERIAL_TERMS = 32
+"""Maximum terms of a result that one thread computes."""
 
-_WRITTEN_OUT = 9
-"""Up to so many terms, such as those of a pooling window, are written out."""
+_MAX_UNROLLED_TERMS = 9
+"""Maximum terms of an unrolled reduction, such as that of a 3x3 pooling window."""
 
-_TERMS_A_THREAD = 4
-"""Vectors that a thread reads, at least, before parts are joined, where there are threads enough."""
+_MIN_VECTORS_PER_THREAD = 4
+"""Minimum vectors that a thread reads before partial results are merged, if there are enough threads."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who computes what.
+    """Distribution of a reduction among threads.
 
     Attributes
     ----------
     threads_per_result : int
-        Threads that compute parts of the same results.
+        Threads that compute partial results of the same results.
     are_neighbours : bool
-        Whether these are neighbours; otherwise neighbours compute neighbouring results.
+        Whether these threads are neighbours; otherwise neighbours compute neighbouring results.
     lanes : int
         Results of a thread, contiguous along the last loop.
     terms : int
-        Terms that a thread reads as a vector.
+        Terms that a thread loads as a vector.
     """
 
     threads_per_result: int
@@ -88,11 +88,11 @@ def write_reduction(box: FlatBox, gpu: GpuTarget) -> None:
         _write_serial(box, merge, plan, gpu)
     else:
         assert merge is not None
-        _Together(box, merge, plan).write()
+        _BlockReduction(box, merge, plan).write()
 
 
 def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
-    """Along results or along what is reduced, and with how many threads."""
+    """Choose between threads along results and threads along the reduction axis, and their number."""
     values = [s.value for s in box.nest.sums]
     results, terms = count_of(box.spatial), count_of(box.reduced)
     last = box.spatial[-1] if box.spatial else None
@@ -102,26 +102,26 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
         return loop is not None and any(is_step(s, 1) for value in values for s in box.strides(value, loop.var))
 
     lanes = _lanes_along(box, last, True) if last is not None and contiguous(last) else 1
-    few = isinstance(terms, int) and terms <= _FEW_TERMS
+    is_short = isinstance(terms, int) and terms <= _MAX_SERIAL_TERMS
     if merge is None or (isinstance(terms, int) and terms < 2):
         return Plan(1, False, lanes, 1)
-    wanted = gpu.multiprocessors * 1024
-    along_results = last is not None and contiguous(last) and _at_least(last.count, 4)
-    if along_results or few:
+    target_threads = gpu.multiprocessors * 1024
+    along_results = last is not None and contiguous(last) and _may_reach(last.count, 4)
+    if along_results or is_short:
         threads = results // lanes if isinstance(results, int) else None
         threads_per_result = 1
-        if threads is not None and not few:
+        if threads is not None and not is_short:
             while (
                 threads_per_result < 32
-                and threads * threads_per_result < wanted
-                and _at_least(terms, threads_per_result * 2 * _TERMS_A_THREAD)
+                and threads * threads_per_result < target_threads
+                and _may_reach(terms, threads_per_result * 2 * _MIN_VECTORS_PER_THREAD)
             ):
                 threads_per_result *= 2
-        if threads is None and not few and not isinstance(terms, int):
+        if threads is None and not is_short and not isinstance(terms, int):
             threads_per_result = 8
         while (
             threads_per_result > 1
-            and _threads(threads_per_result, False) * lanes * sum(map(bytes_of, merge.types)) > _MAX_SHARED
+            and _block_threads(threads_per_result, False) * lanes * sum(map(bytes_of, merge.types)) > _MAX_SHARED_BYTES
         ):
             threads_per_result //= 2
         return Plan(threads_per_result, False, lanes, 1)
@@ -130,25 +130,25 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
         vector = _lanes_along(box, inner, False)
     units = ceil_div(terms, vector)
     threads_per_result = 2
-    while threads_per_result < _BLOCK and _at_least(units, threads_per_result * 2):
-        is_enough = isinstance(results, int) and results * threads_per_result >= wanted
-        if is_enough and not _at_least(units, threads_per_result * _TERMS_A_THREAD * 2):
+    while threads_per_result < _BLOCK_THREADS and _may_reach(units, threads_per_result * 2):
+        is_enough = isinstance(results, int) and results * threads_per_result >= target_threads
+        if is_enough and not _may_reach(units, threads_per_result * _MIN_VECTORS_PER_THREAD * 2):
             break
         threads_per_result *= 2
     return Plan(threads_per_result, True, 1, vector)
 
 
-def _threads(threads_per_result: int, are_neighbours: bool) -> int:
-    """Number of threads of a block in which so many compute parts of the same results; others compute neighbours."""
-    return threads_per_result * max(_BLOCK // threads_per_result, 1 if are_neighbours else WARP)
+def _block_threads(threads_per_result: int, are_neighbours: bool) -> int:
+    """Threads of a block in which groups of `threads_per_result` compute neighbouring results."""
+    return threads_per_result * max(_BLOCK_THREADS // threads_per_result, 1 if are_neighbours else WARP)
 
 
-def _at_least(count: Expr, number: int) -> bool:
+def _may_reach(count: Expr, number: int) -> bool:
     return not isinstance(count, int) or count >= number
 
 
 def _lanes_along(box: FlatBox, loop: Loop, along_results: bool) -> int:
-    lanes = widest(element_types(box))
+    lanes = max_lanes(element_types(box))
     while lanes > 1:
         fits = isinstance(loop.count, int) and loop.count % lanes == 0
         if fits and vectorized(box, loop, lanes, along_results).reads:
@@ -161,7 +161,7 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
     counts = [loop.count for loop in box.spatial]
     if counts:
         counts[-1] = ceil_div(counts[-1], plan.lanes)
-    made = vectorized(box, box.spatial[-1], plan.lanes, True) if box.spatial else LaneBox(box, None, 1)
+    lane_box = vectorized(box, box.spatial[-1], plan.lanes, True) if box.spatial else LaneBox(box, None, 1)
     units: Expr = 1
     for count in counts:
         units = units * count
@@ -169,24 +169,24 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
     with launch(ceil_div(units, threads), threads) as (block, thread):
         number = block * threads + thread
         with inside(number, units, threads):
-            position = place_in(number, box.spatial, counts) if box.spatial else {}
-            position = _in_elements(position, made)
+            position = position_of(number, box.spatial, counts) if box.spatial else {}
+            position = _scale_to_elements(position, lane_box)
             if merge is not None:
-                parts = start(merge, made.lanes)
-                with _each_term(box) as terms:
-                    accumulate(made, merge, {**position, **terms}, parts)
-                add_initial(merge, parts, made.lanes, lane_position(made, position))
-                held = finished(merge, parts, made.lanes)
+                partials = init_partials(merge, lane_box.lanes)
+                with _reduction_loops(box) as terms:
+                    accumulate(lane_box, merge, {**position, **terms}, partials)
+                add_initial(merge, partials, lane_box.lanes, lane_position(lane_box, position))
+                results = merged_results(merge, partials, lane_box.lanes)
             else:
-                held = _in_order(made, position)
-            finish(made, position, held)
+                results = _reduce_in_order(lane_box, position)
+            finish(lane_box, position, results)
 
 
 @contextmanager
-def _each_term(box: FlatBox) -> Iterator[dict[tirx.Var, Expr]]:
-    """Loops over what is reduced, written out where terms are few: loads of one do not wait for those before."""
+def _reduction_loops(box: FlatBox) -> Iterator[dict[tirx.Var, Expr]]:
+    """Context of the reduction loops, unrolled where terms are few so that their loads are in flight together."""
     count = count_of(box.reduced)
-    if not isinstance(count, int) or count > _WRITTEN_OUT:
+    if not isinstance(count, int) or count > _MAX_UNROLLED_TERMS:
         with nested(box.reduced) as terms:
             yield terms
         return
@@ -195,134 +195,134 @@ def _each_term(box: FlatBox) -> Iterator[dict[tirx.Var, Expr]]:
 
 
 def finish(box: LaneBox, position: Mapping[tirx.Var, Expr], sums: Mapping[tirx.Buffer, tirx.Buffer]) -> None:
-    """Compute what follows the reductions at a position, and store it."""
+    """Compute and store the steps after the reductions at a position."""
     read = read_vectors(box, position, [value for _, value in box.box.nest.steps])
     own = lane_position(box, position)
     store_lanes(box, own, compute_steps(box.box, box.lanes, own, {**sums, **read}))
 
 
-def _in_elements(position: Mapping[tirx.Var, Expr], box: LaneBox) -> dict[tirx.Var, Expr]:
+def _scale_to_elements(position: Mapping[tirx.Var, Expr], box: LaneBox) -> dict[tirx.Var, Expr]:
     if box.lanes == 1 or box.var is None:
         return dict(position)
     return {**position, box.var: position[box.var] * box.lanes}
 
 
 def lane_position(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[tirx.Var, Expr]:
-    """The position of a lane, where `position` is that of the first."""
+    """Position in terms of `LANE`, given the position of the first lane."""
     if box.lanes == 1 or box.var is None or box.var not in position:
         return dict(position)
     return {**position, box.var: position[box.var] + LANE}
 
 
-def start(merge: Merge, lanes: int) -> Parts:
-    """Registers for parts, with what parts start from."""
-    parts = [register(dtype, lanes) for dtype in merge.types]
-    for part, value in zip(parts, merge.starts, strict=True):
-        set_lanes(part, lanes, value)
-    return parts
+def init_partials(merge: Merge, lanes: int) -> Partials:
+    """Allocate and initialize partial results."""
+    partials = [register(dtype, lanes) for dtype in merge.types]
+    for partial, value in zip(partials, merge.starts, strict=True):
+        set_lanes(partial, lanes, value)
+    return partials
 
 
-def accumulate(box: LaneBox, merge: Merge, position: Mapping[tirx.Var, Expr], parts: Parts) -> None:
-    """Join the terms at a position, one a lane, to the parts."""
+def accumulate(box: LaneBox, merge: Merge, position: Mapping[tirx.Var, Expr], partials: Partials) -> None:
+    """Merge the terms at a position, one per lane, into the partial results."""
     fresh = merge_terms(box, merge)
-    held = read_vectors(box, position, fresh)
+    vectors = read_vectors(box, position, fresh)
     own = lane_position(box, position)
 
-    def join(lane: Expr) -> None:
-        terms = [in_lane(replaced(reading(term, held, {}), own), lane) for term in fresh]
-        _join_into(merge, parts, lane, terms)
+    def merge_lane(lane: Expr) -> None:
+        terms = [in_lane(replaced(from_registers(term, vectors, {}), own), lane) for term in fresh]
+        _merge_into(merge, partials, lane, terms)
 
-    each_lane(box.lanes, join)
+    each_lane(box.lanes, merge_lane)
 
 
 def merge_terms(box: LaneBox, merge: Merge) -> list[Expr]:
-    """The terms of a reduction as a box with vectors has them."""
-    again = merge_of(box.box.nest.sums)
-    assert again is not None and again.types == merge.types
-    return list(again.terms)
+    """Terms of a reduction in a vectorized box."""
+    vector_merge = merge_of(box.box.nest.sums)
+    assert vector_merge is not None and vector_merge.types == merge.types
+    return list(vector_merge.terms)
 
 
-def _join_into(merge: Merge, parts: Parts, at: Expr, others: Sequence[Expr]) -> None:
-    """Join values to the parts of a lane: all are computed before the first is stored."""
-    own = [tirx.BufferLoad(part, [at]) for part in parts]
-    if len(parts) == 1:
-        T.buffer_store(parts[0], in_lane(merge.join(own, others)[0], at), [at])
+def _merge_into(merge: Merge, partials: Partials, lane: Expr, others: Sequence[Expr]) -> None:
+    """Merge values into the partial results of a lane; all are computed before the first is stored."""
+    own = [tirx.BufferLoad(partial, [lane]) for partial in partials]
+    if len(partials) == 1:
+        T.buffer_store(partials[0], in_lane(merge.join(own, others)[0], lane), [lane])
         return
-    found = [_once(other) for other in others]
-    values = [_once(in_lane(value, at)) for value in merge.join(own, found)]
-    for part, value in zip(parts, values, strict=True):
-        T.buffer_store(part, value, [at])
+    registers = [_in_register(other) for other in others]
+    values = [_in_register(in_lane(value, lane)) for value in merge.join(own, registers)]
+    for partial, value in zip(partials, values, strict=True):
+        T.buffer_store(partial, value, [lane])
 
 
-def _once(value: Expr) -> Expr:
+def _in_register(value: Expr) -> Expr:
     single = register(str(value.ty.dtype), 1)
     T.buffer_store(single, value, [int64(0)])
     return tirx.BufferLoad(single, [int64(0)])
 
 
-def add_initial(merge: Merge, parts: Parts, lanes: int, position: Mapping[tirx.Var, Expr]) -> None:
-    """Join what the whole starts from, where that is not what parts start from."""
+def add_initial(merge: Merge, partials: Partials, lanes: int, position: Mapping[tirx.Var, Expr]) -> None:
+    """Merge the initial values of results where they differ from those of partial results."""
     for i, final in enumerate(merge.finals):
         if final is None:
             continue
         value = merge.joined[i]
 
-        def write(lane: Expr, i: int = i, value: Expr = value, final: Expr = final) -> None:
-            own = {merge.own[i]: replaced(final, position), merge.new[i]: tirx.BufferLoad(parts[i], [lane])}
-            T.buffer_store(parts[i], in_lane(replaced(value, own), lane), [lane])
+        def merge_final(lane: Expr, i: int = i, value: Expr = value, final: Expr = final) -> None:
+            own = {merge.own[i]: replaced(final, position), merge.new[i]: tirx.BufferLoad(partials[i], [lane])}
+            T.buffer_store(partials[i], in_lane(replaced(value, own), lane), [lane])
 
-        each_lane(lanes, write)
+        each_lane(lanes, merge_final)
 
 
-def finished(merge: Merge, parts: Parts, lanes: int) -> dict[tirx.Buffer, tirx.Buffer]:
-    """The results in registers of their own type, by what they are results of."""
-    held: dict[tirx.Buffer, tirx.Buffer] = {}
-    for s, part, dtype in zip(merge.sums, parts, merge.types, strict=True):
-        held[s.buffer] = part
+def merged_results(merge: Merge, partials: Partials, lanes: int) -> dict[tirx.Buffer, tirx.Buffer]:
+    """Cast the merged results to their types; the registers of each by its buffer."""
+    results: dict[tirx.Buffer, tirx.Buffer] = {}
+    for s, partial, dtype in zip(merge.sums, partials, merge.types, strict=True):
+        results[s.buffer] = partial
         if dtype != str(s.buffer.dtype):
-            held[s.buffer] = result = register(str(s.buffer.dtype), lanes)
+            results[s.buffer] = result = register(str(s.buffer.dtype), lanes)
 
-            def write(lane: Expr, result: tirx.Buffer = result, part: tirx.Buffer = part) -> None:
-                T.buffer_store(result, tirx.Cast(str(result.dtype), tirx.BufferLoad(part, [lane])), [lane])
+            def cast_lane(lane: Expr, result: tirx.Buffer = result, partial: tirx.Buffer = partial) -> None:
+                T.buffer_store(result, tirx.Cast(str(result.dtype), tirx.BufferLoad(partial, [lane])), [lane])
 
-            each_lane(lanes, write)
-    return held
+            each_lane(lanes, cast_lane)
+    return results
 
 
-def _in_order(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[tirx.Buffer, tirx.Buffer]:
-    """Reductions that cannot be computed in parts: every term in its turn."""
+def _reduce_in_order(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[tirx.Buffer, tirx.Buffer]:
+    """Compute reductions without partial results, term by term in order."""
     sums = box.box.nest.sums
-    held = {s.buffer: register(str(s.buffer.dtype), box.lanes) for s in sums}
+    accumulators = {s.buffer: register(str(s.buffer.dtype), box.lanes) for s in sums}
     own = lane_position(box, position)
     for s in sums:
-        set_lanes(held[s.buffer], box.lanes, replaced(s.initial, own))
+        set_lanes(accumulators[s.buffer], box.lanes, replaced(s.initial, own))
     with nested(box.box.reduced) as terms:
-        read = read_vectors(box, {**position, **terms}, [s.value for s in sums])
+        vectors = read_vectors(box, {**position, **terms}, [s.value for s in sums])
 
-        def join(lane: Expr) -> None:
+        def merge_lane(lane: Expr) -> None:
             values = []
             for s in sums:
-                value = replaced(reading(value_of(s), {**held, **read}, {}), {**own, **terms})
-                values.append(_once(in_lane(value, lane)))
+                value = replaced(from_registers(value_of(s), {**accumulators, **vectors}, {}), {**own, **terms})
+                values.append(_in_register(in_lane(value, lane)))
             for s, value in zip(sums, values, strict=True):
-                T.buffer_store(held[s.buffer], value, [lane])
+                T.buffer_store(accumulators[s.buffer], value, [lane])
 
-        each_lane(box.lanes, join)
-    return held
+        each_lane(box.lanes, merge_lane)
+    return accumulators
 
 
-class _Together:
-    """Threads of a block that compute parts of the same results."""
+class _BlockReduction:
+    """Launch whose threads compute partial results and merge them within a block."""
 
     def __init__(self, box: FlatBox, merge: Merge, plan: Plan) -> None:
-        self.plan, self.merge, self.whole = plan, merge, LaneBox(box, None, 1)
+        self.plan, self.merge, self.scalar_box = plan, merge, LaneBox(box, None, 1)
         if plan.terms > 1:
             self.box = vectorized(box, box.reduced[-1], plan.terms, False)
         elif plan.lanes > 1:
             self.box = vectorized(box, box.spatial[-1], plan.lanes, True)
         else:
             self.box = LaneBox(box, None, 1)
-        self.groups = _threads(plan.threads_per_result, plan.are_neighbours) // plan.threads_per_result
+        self.groups = _block_threads(plan.threads_per_result, plan.are_neighbours) // plan.threads_per_result
 
     def write(self) -> None:
         """Write the launch."""
@@ -340,39 +340,39 @@ class _Together:
         threads = self.groups * plan.threads_per_result
         with launch(ceil_div(units, self.groups), threads) as (block, thread):
             if plan.are_neighbours:
-                group, part = (
+                group, rank = (
                     tirx.floordiv(thread, int64(plan.threads_per_result)),
                     tirx.floormod(thread, int64(plan.threads_per_result)),
                 )
             else:
-                group, part = tirx.floormod(thread, int64(self.groups)), tirx.floordiv(thread, int64(self.groups))
+                group, rank = tirx.floormod(thread, int64(self.groups)), tirx.floordiv(thread, int64(self.groups))
             number = block * self.groups + group
             is_whole = isinstance(units, int) and units > 0 and units % self.groups == 0
-            # Threads without a result compute the last one's, as all of a block meet where parts are joined.
-            at = number if is_whole else T.max(T.min(number, int64(units) - 1), int64(0))
-            position = _in_elements(place_in(at, spatial, counts) if spatial else {}, self._along_results())
+            # Threads without a result compute the last one: all threads of a block must reach the barriers.
+            clamped = number if is_whole else T.max(T.min(number, int64(units) - 1), int64(0))
+            position = _scale_to_elements(position_of(clamped, spatial, counts) if spatial else {}, self._stored_box())
             lanes = max(plan.lanes, plan.terms)
-            parts = start(merge, lanes)
+            partials = init_partials(merge, lanes)
             if isinstance(units, int):
                 if units:
-                    self._accumulate(position, part, parts)
+                    self._accumulate(position, rank, partials)
             else:
                 with T.If(int64(units) > 0), T.Then():  # where there is no result, there is nothing to read
-                    self._accumulate(position, part, parts)
+                    self._accumulate(position, rank, partials)
             if plan.terms > 1:
-                self._join_lanes(parts)
-            self._join_threads(parts, thread, part, threads)
-            is_first = tirx.EQ(part, int64(0))
+                self._merge_lanes(partials)
+            self._merge_threads(partials, thread, rank, threads)
+            is_first = tirx.EQ(rank, int64(0))
             with T.If(is_first if is_whole else tirx.all(is_first, number < int64(units))), T.Then():
-                made = self._along_results()
-                add_initial(merge, parts, made.lanes, lane_position(made, position))
-                finish(made, position, finished(merge, parts, made.lanes))
+                stored_box = self._stored_box()
+                add_initial(merge, partials, stored_box.lanes, lane_position(stored_box, position))
+                finish(stored_box, position, merged_results(merge, partials, stored_box.lanes))
 
-    def _along_results(self) -> LaneBox:
-        """The box as results are stored: with no lanes where these are along what is reduced."""
-        return self.box if self.plan.lanes > 1 else self.whole
+    def _stored_box(self) -> LaneBox:
+        """The box as results are stored: scalar if its vectors lie along the reduction axis."""
+        return self.box if self.plan.lanes > 1 else self.scalar_box
 
-    def _accumulate(self, position: Mapping[tirx.Var, Expr], part: Expr, parts: Parts) -> None:
+    def _accumulate(self, position: Mapping[tirx.Var, Expr], rank: Expr, partials: Partials) -> None:
         box, plan = self.box, self.plan
         reduced = box.box.reduced
         counts = [loop.count for loop in reduced]
@@ -382,84 +382,88 @@ class _Together:
         for count in counts:
             units = units * count
 
-        def at(number: Expr) -> None:
-            place = place_in(number, reduced, counts)
+        def accumulate_unit(number: Expr) -> None:
+            point = position_of(number, reduced, counts)
             if plan.terms > 1:
-                place = {**place, reduced[-1].var: place[reduced[-1].var] * plan.terms}
-            accumulate(box, self.merge, {**position, **place}, parts)
+                point = {**point, reduced[-1].var: point[reduced[-1].var] * plan.terms}
+            accumulate(box, self.merge, {**position, **point}, partials)
 
         if isinstance(units, int):
-            whole = units // plan.threads_per_result
-            if whole:
-                with T.serial(int64(whole)) as i:
-                    at(i * plan.threads_per_result + part)
+            iterations = units // plan.threads_per_result
+            if iterations:
+                with T.serial(int64(iterations)) as i:
+                    accumulate_unit(i * plan.threads_per_result + rank)
             if units % plan.threads_per_result:
-                with T.If(part < int64(units % plan.threads_per_result)), T.Then():
-                    at(part + whole * plan.threads_per_result)
+                with T.If(rank < int64(units % plan.threads_per_result)), T.Then():
+                    accumulate_unit(rank + iterations * plan.threads_per_result)
             return
         with T.serial(ceil_div(units, plan.threads_per_result)) as i:
-            with T.If(i * plan.threads_per_result + part < units), T.Then():
-                at(i * plan.threads_per_result + part)
+            with T.If(i * plan.threads_per_result + rank < units), T.Then():
+                accumulate_unit(i * plan.threads_per_result + rank)
 
-    def _join_lanes(self, parts: Parts) -> None:
+    def _merge_lanes(self, partials: Partials) -> None:
         count = self.plan.terms
         while count > 1:
             count //= 2
             for lane in range(count):
-                others = [tirx.BufferLoad(p, [int64(lane + count)]) for p in parts]
-                _join_into(self.merge, parts, int64(lane), others)
+                others = [tirx.BufferLoad(p, [int64(lane + count)]) for p in partials]
+                _merge_into(self.merge, partials, int64(lane), others)
 
-    def _join_threads(self, parts: Parts, thread: Expr, part: Expr, threads: int) -> None:
-        """Neighbours by shuffles within a warp, all others in shared memory; the first of a group has the whole."""
+    def _merge_threads(self, partials: Partials, thread: Expr, rank: Expr, threads: int) -> None:
+        """Merge partial results by warp shuffles or in shared memory; the first thread of a group has the result."""
         threads_per_result, lanes = self.plan.threads_per_result, self.plan.lanes
         if self.plan.are_neighbours:
             width = min(threads_per_result, WARP)
             while width > 1:
                 width //= 2
-                _join_into(self.merge, parts, int64(0), [from_below(p, width) for p in parts])
+                _merge_into(self.merge, partials, int64(0), [from_below(p, width) for p in partials])
             if threads_per_result <= WARP:
                 return
-            memory = [T.alloc_buffer((threads // WARP,), dtype, scope="shared") for dtype in self.merge.types]
+            buffers = [T.alloc_buffer((threads // WARP,), dtype, scope="shared") for dtype in self.merge.types]
             warp = tirx.floordiv(thread, int64(WARP))
             with T.If(tirx.EQ(tirx.floormod(thread, int64(WARP)), int64(0))), T.Then():
-                for shared, own in zip(memory, parts, strict=True):
+                for shared, own in zip(buffers, partials, strict=True):
                     T.buffer_store(shared, tirx.BufferLoad(own, [int64(0)]), [warp])
             sync()
-            with T.If(tirx.EQ(part, int64(0))), T.Then():
+            with T.If(tirx.EQ(rank, int64(0))), T.Then():
                 for other in range(1, threads_per_result // WARP):
-                    _join_into(self.merge, parts, int64(0), [tirx.BufferLoad(m, [warp + other]) for m in memory])
+                    _merge_into(self.merge, partials, int64(0), [tirx.BufferLoad(m, [warp + other]) for m in buffers])
             return
-        memory = [T.alloc_buffer((threads * lanes,), dtype, scope="shared") for dtype in self.merge.types]
+        buffers = [T.alloc_buffer((threads * lanes,), dtype, scope="shared") for dtype in self.merge.types]
         for lane in range(lanes):
-            for shared, own in zip(memory, parts, strict=True):
+            for shared, own in zip(buffers, partials, strict=True):
                 T.buffer_store(shared, tirx.BufferLoad(own, [int64(lane)]), [thread + lane * threads])
         sync()
-        with T.If(tirx.EQ(part, int64(0))), T.Then():
+        with T.If(tirx.EQ(rank, int64(0))), T.Then():
             for other in range(1, threads_per_result):
                 for lane in range(lanes):
-                    at = thread + (other * self.groups + lane * threads)
-                    _join_into(self.merge, parts, int64(lane), [tirx.BufferLoad(m, [at]) for m in memory])
+                    index = thread + (other * self.groups + lane * threads)
+                    _merge_into(self.merge, partials, int64(lane), [tirx.BufferLoad(m, [index]) for m in buffers])
 
 
-_ALL = 0xFFFFFFFF
+_FULL_MASK = 0xFFFFFFFF
+"""All lanes of a warp."""
 
 
-def from_below(part: tirx.Buffer, distance: int) -> Expr:
-    """The number of the thread that is so many threads further on in the warp, in a register of its own.
+def from_below(value_register: tirx.Buffer, distance: int) -> Expr:
+    """Value of the thread `distance` lanes further on in the warp, in a register of its own.
 
-    A shuffle within an expression could come to stand behind a condition: TVM writes a choice of it as a branch, which
-    only some threads of the warp take.
+    A shuffle inside an expression could end up in a divergent branch, as TVM lowers selections to branches.
     """
-    dtype = str(part.dtype)
-    sent = dtype
-    if bytes_of(dtype) < 4:  # of words alone; every number of a narrow type is one of the wide type, too
-        sent = "float32" if "float" in dtype else "int32"
-    value: Expr = tirx.BufferLoad(part, [int64(0)])
+    dtype = str(value_register.dtype)
+    shuffled_type = dtype
+    if bytes_of(dtype) < 4:  # shuffles exchange words; the wide type represents every narrow value
+        shuffled_type = "float32" if "float" in dtype else "int32"
+    value: Expr = tirx.BufferLoad(value_register, [int64(0)])
     numbers = [tirx.const(n, "int32") for n in (distance, WARP, WARP)]
-    moved = tirx.call_intrin(
-        sent, "tirx.tvm_warp_shuffle_down", tirx.const(_ALL, "uint32"), _cast(value, sent), *numbers
+    shuffled = tirx.call_intrin(
+        shuffled_type,
+        "tirx.tvm_warp_shuffle_down",
+        tirx.const(_FULL_MASK, "uint32"),
+        _cast(value, shuffled_type),
+        *numbers,
     )
-    return _cast(_once(moved), dtype)
+    return _cast(_in_register(shuffled), dtype)
 
 
 def _cast(value: Expr, dtype: str) -> Expr:

@@ -1,11 +1,11 @@
 """Cumulative sums and products along an axis.
 
-Where lines along the axis are contiguous, a block goes along each: every thread has a few neighbours, the sums of the
-threads are scanned in shared memory, and what all chunks so far came to is carried to the next. Otherwise a thread goes
-along each line, and neighbouring threads read neighbouring elements.
+Where lines along the axis are contiguous, a block scans each line chunk by chunk: every thread has a few neighbouring
+elements, the totals of the threads are scanned in shared memory, and the total so far is carried to the next chunk.
+Otherwise a thread scans a line, and neighbouring threads read neighbouring elements.
 
-Few lines that are long are cut into tiles (`tiles_of`): one launch computes what each tile comes to, a second one scans
-that, exclusively, and a third one scans the tiles, each from what all before it came to.
+A few long lines are cut into tiles (`tiles_of`): one launch reduces each tile to its total, a second one scans the
+totals, exclusively, and a third one scans the tiles, each from the total of all tiles before it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COMBINE: dict[str, tuple[float, Callable[[Expr, Expr], Expr]]] = {
 """Initial value and function of each kind of scan."""
 
 _THREADS, _LANES = 256, 4
-# Lines up to so long are one thread's.
-_SHORT = 32
+# Maximum elements of a line that one thread scans.
+_MAX_THREAD_LINE = 32
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class ScanProblem:
     shape : tuple of int or str
         Symbolic extents are names.
     dtype, result : str
-        Element types of what is read and written.
+        Element types of the data and of the result.
     kind : str
         One of `COMBINE`.
     exclusive : bool
-        Whether an element is left out of its own sum.
+        Whether the scan is exclusive: an element's result excludes the element.
     """
 
     shape: tuple[Dim, ...]
@@ -61,36 +61,36 @@ class ScanProblem:
 
 
 TILE = 8192
-"""Elements of a line that one block goes along where lines are cut into tiles."""
+"""Elements of a tile, which one block scans."""
 
-_MANY_LINES = 128
-"""So many lines occupy a GPU without tiles."""
+_OCCUPYING_LINES = 128
+"""Number of lines that occupy a GPU without tiles."""
 
 
 def tiles_of(problem: ScanProblem) -> int:
-    """How many tiles a line is cut into; 1: it stays whole."""
+    """Number of tiles of a line, 1 for lines that are not cut."""
     outer, count, inner = problem.shape[: problem.axis], problem.shape[problem.axis], problem.shape[problem.axis + 1 :]
     if not isinstance(count, int) or any(not isinstance(e, int) for e in (*outer, *inner)):
         return 1
     lines = prod(int(e) for e in outer)
     is_long = all(e == 1 for e in inner) and count >= 4 * TILE
-    return -(-count // TILE) if is_long and 0 < lines < _MANY_LINES else 1
+    return -(-count // TILE) if is_long and 0 < lines < _OCCUPYING_LINES else 1
 
 
 def totals_problem(problem: ScanProblem) -> ScanProblem:
-    """The scan of what the tiles of each line come to."""
+    """Exclusive scan of the tiles' totals of each line."""
     lines = prod(int(e) for e in problem.shape[: problem.axis])
     dtype = accumulator_type(problem.result)
     return ScanProblem((lines, tiles_of(problem)), 1, dtype, dtype, problem.kind, True)
 
 
 def totals_kernel(problem: ScanProblem) -> tirx.PrimFunc:
-    """Kernel of the totals of each tile; parameters are the data and the totals ``(lines, tiles)``."""
+    """Kernel that reduces each tile to its total; parameters are the data and the totals ``(lines, tiles)``."""
     return _tiles_kernel(problem, False)
 
 
 def tiles_kernel(problem: ScanProblem) -> tirx.PrimFunc:
-    """The scan of tiles; parameters are the data, what all tiles before each one came to, and the result."""
+    """Kernel that scans tiles; parameters are the data, the scanned totals ``(lines, tiles)``, and the result."""
     return _tiles_kernel(problem, True)
 
 
@@ -104,12 +104,12 @@ def _tiles_kernel(problem: ScanProblem, writes: bool) -> tirx.PrimFunc:
         result = function.argument("result", shape, problem.result) if writes else None
         with function.body():
             scan = _Scan(problem, shape, data, result, int(problem.shape[problem.axis]))
-            scan.by_tiles(int(totals.shape[0]), int(totals.shape[1]), lambda: flat(other, other_shape))
+            scan.scan_by_tiles(int(totals.shape[0]), int(totals.shape[1]), lambda: flat(other, other_shape))
     return function.result.with_attrs({BOUNDED: True, "tirx.is_scheduled": True})
 
 
 def scan_kernel(problem: ScanProblem) -> tirx.PrimFunc:
-    """The kernel of whole lines: parameters are the data and the result."""
+    """Kernel that scans whole lines; parameters are the data and the result."""
     function = Function(f"cum{problem.kind}")
     with function:
         shape = [function.extent(dim) for dim in problem.shape]
@@ -120,11 +120,11 @@ def scan_kernel(problem: ScanProblem) -> tirx.PrimFunc:
         inner = prod(extents[problem.axis + 1 :])
         with function.body():
             scan = _Scan(problem, shape, data, result, count)
-            is_short = isinstance(count, int) and count <= _SHORT
+            is_short = isinstance(count, int) and count <= _MAX_THREAD_LINE
             if isinstance(inner, int) and inner == 1 and not is_short:
-                scan.by_blocks(outer)
+                scan.scan_by_blocks(outer)
             else:
-                scan.by_threads(outer, inner)
+                scan.scan_by_threads(outer, inner)
     return function.result.with_attrs({BOUNDED: True, "tirx.is_scheduled": True})
 
 
@@ -137,21 +137,21 @@ class _Scan:
         self.start = tirx.const(start, self.type)
 
     def open(self) -> tuple[Expr, Expr]:
-        """The elements of both parameters, declared inside the launch."""
+        """Declare the elements of data and result inside the launch."""
         return flat(self._data, self.shape), None if self._result is None else flat(self._result, self.shape)
 
-    def _read(self, data: Expr, at: Expr) -> Expr:
-        value = data[at]
-        for dtype in (self.problem.result, self.type):  # the terms are numbers of the result's type
+    def _read(self, data: Expr, index: Expr) -> Expr:
+        value = data[index]
+        for dtype in (self.problem.result, self.type):  # terms are rounded to the result's type
             value = value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
         return value
 
-    def _write(self, result: Expr, at: Expr, value: Expr) -> None:
+    def _write(self, result: Expr, index: Expr, value: Expr) -> None:
         dtype = self.problem.result
-        T.buffer_store(result, value if dtype == self.type else tirx.Cast(dtype, value), [at])
+        T.buffer_store(result, value if dtype == self.type else tirx.Cast(dtype, value), [index])
 
-    def by_threads(self, outer: Expr, inner: Expr) -> None:
-        """A thread goes along a line."""
+    def scan_by_threads(self, outer: Expr, inner: Expr) -> None:
+        """Scan a line per thread."""
         lines = outer * inner
         with launch(ceil_div(lines, _THREADS), _THREADS) as (block, thread):
             data, result = self.open()
@@ -163,85 +163,87 @@ class _Scan:
                 zero = int64(0)
                 T.buffer_store(total, self.start, [zero])
                 with T.serial(int64(self.count)) as i:
-                    at = first + i * width
+                    index = first + i * width
                     if self.problem.exclusive:
                         term = register(self.type, 1)
-                        T.buffer_store(term, self._read(data, at), [zero])
-                        self._write(result, at, total[zero])
+                        T.buffer_store(term, self._read(data, index), [zero])
+                        self._write(result, index, total[zero])
                         T.buffer_store(total, self.combine(total[zero], term[zero]), [zero])
                     else:
-                        T.buffer_store(total, self.combine(total[zero], self._read(data, at)), [zero])
-                        self._write(result, at, total[zero])
+                        T.buffer_store(total, self.combine(total[zero], self._read(data, index)), [zero])
+                        self._write(result, index, total[zero])
 
-    def by_blocks(self, lines: Expr) -> None:
-        """A block goes along a line, chunk by chunk."""
+    def scan_by_blocks(self, lines: Expr) -> None:
+        """Scan a line per block."""
         with launch(lines, _THREADS) as (line, thread):
-            self._along(line, thread, int64(0), int64(self.count), self.start, line < int64(lines))
+            self._scan_range(line, thread, int64(0), int64(self.count), self.start, line < int64(lines))
 
-    def by_tiles(self, lines: int, tiles: int, opened: Callable[[], Any]) -> None:
-        """A block goes along a tile, from what those before came to; or it tells what its tile comes to.
+    def scan_by_tiles(self, lines: int, tiles: int, open_totals: Callable[[], Any]) -> None:
+        """Scan a tile per block, starting from its scanned total; without a result, store the tile's total.
 
         Parameters
         ----------
         opened : callable
-            Gives the elements of what tiles come to, within the launch.
+            Function that declares the elements of the totals inside the launch.
         """
         with launch(lines * tiles, _THREADS) as (block, thread):
-            totals, zero = opened(), int64(0)
+            totals, zero = open_totals(), int64(0)
             begin = block % tiles * TILE
             end = T.min(begin + TILE, int64(self.count))
             start = self.start if self._result is None else totals[block]
-            carry = self._along(block // tiles, thread, begin, end, start, None)
+            carry = self._scan_range(block // tiles, thread, begin, end, start, None)
             if self._result is None:
                 with T.If(tirx.EQ(thread, zero)), T.Then():
                     T.buffer_store(totals, carry[zero], [block])
 
-    def _along(self, line: Expr, thread: Expr, begin: Expr, end: Expr, start: Expr, is_line: Expr | None) -> Any:
-        """A block goes along a part of a line; what it came to, in a register."""
+    def _scan_range(self, line: Expr, thread: Expr, begin: Expr, end: Expr, start: Expr, is_line: Expr | None) -> Any:
+        """Scan a range of a line with a block; a register with its total."""
         count, zero = int64(self.count), int64(0)
         data, result = self.open()
         shared = T.alloc_buffer((2 * _THREADS,), self.type, scope="shared")
-        own, carry = register(self.type, _LANES), register(self.type, 1)
-        before = register(self.type, 1)
+        lanes, carry = register(self.type, _LANES), register(self.type, 1)
+        offset = register(self.type, 1)
         T.buffer_store(carry, start, [zero])
 
-        def is_there(place: Expr) -> Expr:
-            return place < end if is_line is None else tirx.all(place < end, is_line)
+        def exists(position: Expr) -> Expr:
+            return position < end if is_line is None else tirx.all(position < end, is_line)
 
-        steps = ceil_div(count, _THREADS * _LANES) if is_line is not None else TILE // (_THREADS * _LANES)
-        with T.serial(int64(steps)) as chunk:
+        chunks = ceil_div(count, _THREADS * _LANES) if is_line is not None else TILE // (_THREADS * _LANES)
+        with T.serial(int64(chunks)) as chunk:
             first = begin + chunk * (_THREADS * _LANES) + thread * _LANES
             for lane in range(_LANES):
                 read = self._read(data, line * count + first + lane)
-                value = tirx.if_then_else(is_there(first + lane), read, self.start)
-                value = value if lane == 0 else self.combine(own[int64(lane - 1)], value)
-                T.buffer_store(own, value, [int64(lane)])
-            last = self._scan_shared(shared, own, thread)
+                value = tirx.if_then_else(exists(first + lane), read, self.start)
+                value = value if lane == 0 else self.combine(lanes[int64(lane - 1)], value)
+                T.buffer_store(lanes, value, [int64(lane)])
+            last = self._scan_shared(shared, lanes, thread)
             sync()
             if result is not None:
                 lower = tirx.Select(thread > zero, shared[T.max(thread - 1, zero) + last], self.start)
-                T.buffer_store(before, self.combine(carry[zero], lower), [zero])
+                T.buffer_store(offset, self.combine(carry[zero], lower), [zero])
                 for lane in range(_LANES):
                     if self.problem.exclusive:
-                        value = before[zero] if lane == 0 else self.combine(before[zero], own[int64(lane - 1)])
+                        value = offset[zero] if lane == 0 else self.combine(offset[zero], lanes[int64(lane - 1)])
                     else:
-                        value = self.combine(before[zero], own[int64(lane)])
-                    with T.If(is_there(first + lane)), T.Then():
+                        value = self.combine(offset[zero], lanes[int64(lane)])
+                    with T.If(exists(first + lane)), T.Then():
                         self._write(result, line * count + first + lane, value)
             T.buffer_store(carry, self.combine(carry[zero], shared[int64(last + _THREADS - 1)]), [zero])
             sync()
         return carry
 
-    def _scan_shared(self, shared: Expr, own: Expr, thread: Expr) -> int:
-        """The scan of what all threads have, in one of two halves of shared memory; where that half begins."""
+    def _scan_shared(self, shared: Expr, lanes: Expr, thread: Expr) -> int:
+        """Scan the threads' totals in shared memory, double-buffered; the offset of the half with the result."""
         half = 0
-        T.buffer_store(shared, own[int64(_LANES - 1)], [thread])
+        T.buffer_store(shared, lanes[int64(_LANES - 1)], [thread])
         distance = 1
         while distance < _THREADS:
             sync()
-            other = _THREADS - half
-            below = shared[T.max(thread - distance, int64(0)) + half]
-            joined = self.combine(below, shared[thread + half])
-            T.buffer_store(shared, tirx.Select(thread >= distance, joined, shared[thread + half]), [thread + other])
-            half, distance = other, distance * 2
+            other_half = _THREADS - half
+            lower = shared[T.max(thread - distance, int64(0)) + half]
+            combined = self.combine(lower, shared[thread + half])
+            T.buffer_store(
+                shared, tirx.Select(thread >= distance, combined, shared[thread + half]), [thread + other_half]
+            )
+            half, distance = other_half, distance * 2
         return half

@@ -1,14 +1,13 @@
-"""Sorts and the first elements of sorts, along an axis: a few launches, each of one kernel.
+"""Sort and top-k along an axis: a few launches, each of one kernel.
 
-A block sorts a *tile* of a line in shared memory. Where a line has more tiles, what they leave is sorted on:
+A block sorts a *tile* of a line in shared memory. Lines of several tiles take further launches:
 
-- Few elements are wanted (top-k): each tile leaves only so many, and these are tiles again, until one is left.
-- Else neighbouring runs are merged, two to one, until one run is left. An element's place in it is its own place and
-  the number of elements of the other run that come before, which a binary search finds.
+- For top-k with a small k, each tile outputs its first k elements; these form tiles again, until one is left.
+- Otherwise sorted runs are merged in pairs until one is left. The rank of an element in the merged run is its rank in
+  its own run plus the number of smaller elements in the other, found by binary search.
 
-What the launches hand on are pairs of a *key*, an integer in whose order the values are wanted, and the place in the
-line where the value stood. No two pairs are equal, so that equal values keep their order; NaN is greater than every
-number. Pairs of keys of 32 bits are one integer of 64.
+Launches exchange pairs of a *key*, an integer that sorts like the value, and the value's index in the line. All pairs
+are distinct, so the sort is stable; NaN is greater than every number. With 32-bit keys, a pair is one 64-bit integer.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ from .lanes import register
 from .launch import inside, launch, sync
 
 TILE = 2048
-"""Elements of a line that a block sorts at once; a power of two."""
+"""Maximum elements of a tile; a power of two."""
 
-_SHORT_TILE = 256
+_MIN_TOPK_TILE = 256
+"""Minimum elements of a tile of a top-k."""
 _THREADS = 256
 
 
@@ -44,15 +44,15 @@ class SortProblem:
     Attributes
     ----------
     shape : tuple of int or str
-        Symbolic extents are names; that of the axis is a number.
+        Symbolic extents are names; that of the axis is an integer.
     dtype : str
         Element type of the data.
     count : int
-        How many elements of each sorted line are wanted.
+        Number of first elements of each sorted line that are results.
     values : bool
         Whether the values are a result.
     indices : str
-        Element type of the places where they stood; empty where these are no result.
+        Element type of the values' indices in the line; empty where these are not a result.
     """
 
     shape: tuple[Dim, ...]
@@ -87,11 +87,11 @@ class SortStep:
     Attributes
     ----------
     length : int
-        Elements of a line before it.
+        Elements of an input line.
     run : int
         Elements of a tile, or of each of two runs that are merged.
     kept : int
-        First elements that a tile, or two merged runs, leave at most.
+        Maximum elements that a tile, or a merged run, outputs.
     is_merge, is_first, is_last : bool
     """
 
@@ -104,17 +104,17 @@ class SortStep:
 
     @property
     def span(self) -> int:
-        """Elements of a line that are made one sorted run."""
+        """Input elements of an output run."""
         return 2 * self.run if self.is_merge else self.run
 
     @property
     def spans(self) -> int:
-        """How many of them a line has."""
+        """Number of output runs of a line."""
         return max(-(-self.length // self.span), 1)
 
     @property
-    def left(self) -> int:
-        """Elements of a line behind it."""
+    def output_length(self) -> int:
+        """Elements of an output line."""
         return (self.spans - 1) * self.kept + min(self.kept, self.length - (self.spans - 1) * self.span)
 
 
@@ -124,39 +124,39 @@ def sort_steps(problem: SortProblem, tile: int = TILE) -> list[SortStep]:
     Parameters
     ----------
     tile : int
-        Elements that a block sorts at most, a power of two.
+        Maximum elements of a tile, a power of two.
     """
-    found: list[SortStep] = []
-    takes_few = 2 * problem.count <= tile
-    # Of which few are left, short tiles are sorted in fewer steps.
-    short = min(tile, max(_SHORT_TILE, _power(4 * problem.count)))
+    steps: list[SortStep] = []
+    is_topk = 2 * problem.count <= tile
+    # Short tiles take fewer stages where only few of their elements are kept.
+    topk_tile = min(tile, max(_MIN_TOPK_TILE, _ceil_power_of_two(4 * problem.count)))
 
     def run_of(length: int) -> int:
-        return _power(length) if length <= tile else short if takes_few else tile
+        return _ceil_power_of_two(length) if length <= tile else topk_tile if is_topk else tile
 
     length, run = problem.length, run_of(problem.length)
     is_merge = False
     while True:
         kept = min(problem.count, 2 * run if is_merge else run)
-        step = SortStep(length, run, kept, is_merge, not found, False)
+        step = SortStep(length, run, kept, is_merge, not steps, False)
         if step.spans == 1:
-            return [*found, SortStep(length, run, kept, is_merge, not found, True)]
-        found.append(step)
-        length = step.left
-        is_merge, run = not takes_few, run_of(length) if takes_few else kept
+            return [*steps, SortStep(length, run, kept, is_merge, not steps, True)]
+        steps.append(step)
+        length = step.output_length
+        is_merge, run = not is_topk, run_of(length) if is_topk else kept
 
 
-def _power(length: int) -> int:
-    """The power of two, at least two, that is no less than a number."""
+def _ceil_power_of_two(length: int) -> int:
+    """Round up to a power of two, at least two."""
     return max(1 << max(length - 1, 0).bit_length(), 2)
 
 
 def sort_kernel(problem: SortProblem, step: SortStep) -> tirx.PrimFunc:
-    """The kernel of a launch.
+    """Kernel of one launch.
 
-    Its parameters are the data, if it is the first launch or the last one of a sort that gives values; pairs, if it is
-    not the first; then its results: those of the sort, or pairs, whose shape is that of the data without the axis, and
-    `SortStep.left`.
+    Its parameters are the data, for the first launch and for the last one of a sort that returns values; input pairs,
+    except for the first launch; and the results of the sort, or output pairs, whose shape is that of the data without
+    the axis, followed by `SortStep.output_length`.
     """
     function = Function("sort")
     with function:
@@ -173,7 +173,7 @@ def sort_kernel(problem: SortProblem, step: SortStep) -> tirx.PrimFunc:
             types = [problem.dtype] * problem.values + [problem.indices] * bool(problem.indices)
             target = [(f"result{i}", result, dtype) for i, dtype in enumerate(types)]
         else:
-            target = _pair_tensors("target", [*others, int64(step.left)], problem)
+            target = _pair_tensors("target", [*others, int64(step.output_length)], problem)
         arguments = [(function.argument(*each), each[1]) for each in (*data, *source, *target)]
         cuts = len(data), len(data) + len(source)
         with function.body():
@@ -204,65 +204,65 @@ class _Sort:
         self._arguments, self._cuts = arguments, cuts
 
     def _open(self) -> None:
-        """The elements of all parameters, declared inside the launch."""
+        """Declare the elements of all parameters inside the launch."""
         views = [flat(argument, shape) for argument, shape in self._arguments]
         first, second = self._cuts
         self._data, self._source, self._target = views[:first], views[first:second], views[second:]
 
     def tiles(self) -> None:
-        """Blocks sort tiles: by bitonic sorting networks, several short tiles a block."""
+        """Sort tiles by bitonic networks, several short tiles per block."""
         tile, spans = self.step.run, self.step.spans
-        together = max(_THREADS // tile, 1)  # tiles of a block
-        size = together * tile
+        tiles_per_block = max(_THREADS // tile, 1)
+        size = tiles_per_block * tile
         threads = size // 2
         units = self.lines * spans
-        with launch(ceil_div(units, together), threads) as (block, thread):
+        with launch(ceil_div(units, tiles_per_block), threads) as (block, thread):
             self._open()
             shared = [T.alloc_buffer((size,), dtype, scope="shared") for dtype in self.problem.pair_types]
             for half in range(2):
-                slot = thread + half * threads
-                unit, place = block * together + slot // tile, slot % tile
-                position = unit % spans * tile + place
-                pair = [register(dtype, 1) for dtype in self.problem.pair_types]
-                for part, dtype in zip(pair, self.problem.pair_types, strict=True):
-                    T.buffer_store(part, tirx.const(tirx.max_value(dtype).value, dtype), [int64(0)])
+                shared_index = thread + half * threads
+                unit, index = block * tiles_per_block + shared_index // tile, shared_index % tile
+                position = unit % spans * tile + index
+                pair_registers = [register(dtype, 1) for dtype in self.problem.pair_types]
+                for register_, dtype in zip(pair_registers, self.problem.pair_types, strict=True):
+                    T.buffer_store(register_, tirx.const(tirx.max_value(dtype).value, dtype), [int64(0)])
                 with T.If(tirx.all(unit < int64(units), position < self.step.length)), T.Then():
-                    self._read(unit // spans, position, pair)
-                for memory, part in zip(shared, pair, strict=True):
-                    T.buffer_store(memory, part[int64(0)], [slot])
+                    self._read(unit // spans, position, pair_registers)
+                for memory, register_ in zip(shared, pair_registers, strict=True):
+                    T.buffer_store(memory, register_[int64(0)], [shared_index])
             self._network(shared, thread, tile)
             sync()
             for half in range(2):
-                slot = thread + half * threads
-                unit, place = block * together + slot // tile, slot % tile
-                is_there = unit % spans * tile + place < self.step.length
-                with T.If(tirx.all(unit < int64(units), place < self.step.kept, is_there)), T.Then():
-                    pairs = [memory[slot] for memory in shared]
-                    self._write(unit // spans, unit % spans * self.step.kept + place, pairs)
+                shared_index = thread + half * threads
+                unit, index = block * tiles_per_block + shared_index // tile, shared_index % tile
+                exists = unit % spans * tile + index < self.step.length
+                with T.If(tirx.all(unit < int64(units), index < self.step.kept, exists)), T.Then():
+                    pairs = [memory[shared_index] for memory in shared]
+                    self._write(unit // spans, unit % spans * self.step.kept + index, pairs)
 
     def _network(self, shared: Sequence[Any], thread: Expr, tile: int) -> None:
-        """Stages of a bitonic sort: runs of twice the length, in turn upwards and downwards."""
+        """Write the stages of a bitonic sort: runs of doubling length, alternately ascending and descending."""
         stages = tile.bit_length() - 1
-        with T.serial(int64(stages)) as stage, T.serial(stage + 1) as part:
+        with T.serial(int64(stages)) as stage, T.serial(stage + 1) as substage:
             sync()
-            log = stage - part
+            log = stage - substage
             distance = tirx.shift_left(int64(1), log)
-            # The pair's number with a 0 put in, where its two elements differ.
+            # The thread's number with a 0 inserted at the bit in which the two compared indices differ.
             first = tirx.shift_left(tirx.shift_right(thread, log), log + 1) + tirx.bitwise_and(thread, distance - 1)
             is_upward = tirx.EQ(tirx.bitwise_and(tirx.shift_right(first % tile, stage + 1), int64(1)), int64(0))
             second = first + distance
-            held = [[register(str(m.dtype), 1) for m in shared] for _ in range(2)]
-            for registers, place in zip(held, (first, second), strict=True):
+            pairs = [[register(str(m.dtype), 1) for m in shared] for _ in range(2)]
+            for registers, index in zip(pairs, (first, second), strict=True):
                 for register_, memory in zip(registers, shared, strict=True):
-                    T.buffer_store(register_, memory[place], [int64(0)])
-            lower, upper = ([register_[int64(0)] for register_ in registers] for registers in held)
+                    T.buffer_store(register_, memory[index], [int64(0)])
+            lower, upper = ([register_[int64(0)] for register_ in registers] for registers in pairs)
             with T.If(tirx.Select(is_upward, _is_before(upper, lower), _is_before(lower, upper))), T.Then():
                 for memory, low, up in zip(shared, lower, upper, strict=True):
                     T.buffer_store(memory, up, [first])
                     T.buffer_store(memory, low, [second])
 
     def merge(self) -> None:
-        """Threads find the places of pairs, one each, in the run that two runs become."""
+        """Merge two runs: each thread finds the rank of one pair by binary search in the other run."""
         step, length = self.step, self.step.length
         units = self.lines * length
         with launch(ceil_div(units, _THREADS), _THREADS) as (block, thread):
@@ -270,38 +270,38 @@ class _Sort:
             number = block * _THREADS + thread
             with inside(number, units, _THREADS):
                 line, position = number // length, number % length
-                span, place = position // step.span, position % step.span
-                is_second = place >= step.run
-                own = [register(dtype, 1) for dtype in self.problem.pair_types]
+                span, index = position // step.span, position % step.span
+                is_second = index >= step.run
+                own_pair = [register(dtype, 1) for dtype in self.problem.pair_types]
                 zero = int64(0)
-                for part, memory in zip(own, self._source, strict=True):
-                    T.buffer_store(part, memory[number], [zero])
-                # Of the other run: where it begins, and of its elements, between which the pair would stand.
+                for register_, memory in zip(own_pair, self._source, strict=True):
+                    T.buffer_store(register_, memory[number], [zero])
+                # Begin of the other run, and the search interval in it.
                 begin = span * step.span + tirx.Select(is_second, zero, int64(step.run))
                 low, high = register("int64", 1), register("int64", 1)
                 T.buffer_store(low, zero, [zero])
-                most = T.max(T.min(int64(length) - begin, int64(step.run)), zero)
-                T.buffer_store(high, most, [zero])
+                run_length = T.max(T.min(int64(length) - begin, int64(step.run)), zero)
+                T.buffer_store(high, run_length, [zero])
                 with T.serial(int64(step.run.bit_length())), T.If(low[zero] < high[zero]), T.Then():
                     middle = register("int64", 1)
                     T.buffer_store(middle, (low[zero] + high[zero]) // 2, [zero])
-                    at = line * length + begin + middle[zero]
-                    other = [memory[at] for memory in self._source]
-                    with T.If(_is_before(other, [part[zero] for part in own])):
+                    offset = line * length + begin + middle[zero]
+                    other_pair = [memory[offset] for memory in self._source]
+                    with T.If(_is_before(other_pair, [register_[zero] for register_ in own_pair])):
                         with T.Then():
                             T.buffer_store(low, middle[zero] + 1, [zero])
                         with T.Else():
                             T.buffer_store(high, middle[zero], [zero])
-                rank = low[zero] + place - tirx.Select(is_second, int64(step.run), zero)
+                rank = low[zero] + index - tirx.Select(is_second, int64(step.run), zero)
                 with T.If(rank < step.kept), T.Then():
-                    self._write(line, span * step.kept + rank, [part[zero] for part in own])
+                    self._write(line, span * step.kept + rank, [register_[zero] for register_ in own_pair])
 
-    def _element(self, line: Expr, place: Expr, length: int) -> Expr:
-        """Where an element lies of a tensor whose axis has `length` elements."""
-        return line // self._inner * (length * int64(self._inner)) + line % self._inner + place * int64(self._inner)
+    def _element(self, line: Expr, index: Expr, length: int) -> Expr:
+        """Offset of an element of a line, in a tensor whose axis has `length` elements."""
+        return line // self._inner * (length * int64(self._inner)) + line % self._inner + index * int64(self._inner)
 
     def _read(self, line: Expr, position: Expr, pair: Sequence[Any]) -> None:
-        """A pair of a line to registers."""
+        """Load a pair of a line into registers."""
         if not self.step.is_first:
             for part, memory in zip(pair, self._source, strict=True):
                 T.buffer_store(part, memory[line * self.step.length + position], [int64(0)])
@@ -316,20 +316,20 @@ class _Sort:
             T.buffer_store(part, item if str(item.ty.dtype) == dtype else tirx.Cast(dtype, item), [int64(0)])
 
     def _write(self, line: Expr, rank: Expr, pair: Sequence[Expr]) -> None:
-        """A pair, or what it stands for, to its place among the results."""
+        """Store a pair at its rank: as a pair, or its value and index in the last launch."""
         if not self.step.is_last:
             for memory, part in zip(self._target, pair, strict=True):
-                T.buffer_store(memory, part, [line * self.step.left + rank])
+                T.buffer_store(memory, part, [line * self.step.output_length + rank])
             return
         problem = self.problem
-        place = pair[1] if len(pair) == 2 else tirx.bitwise_and(pair[0], tirx.const(0x7FFFFFFF, "int64"))
-        target, at = list(self._target), self._element(line, rank, problem.count)
+        index = pair[1] if len(pair) == 2 else tirx.bitwise_and(pair[0], tirx.const(0x7FFFFFFF, "int64"))
+        target, offset = list(self._target), self._element(line, rank, problem.count)
         if problem.values:
-            place64 = place if len(pair) == 1 else tirx.Cast("int64", place)
-            value = self._data[0][self._element(line, place64, problem.length)]
-            T.buffer_store(target.pop(0), value, [at])
+            index64 = index if len(pair) == 1 else tirx.Cast("int64", index)
+            value = self._data[0][self._element(line, index64, problem.length)]
+            T.buffer_store(target.pop(0), value, [offset])
         if problem.indices:
-            T.buffer_store(target[0], tirx.Cast(problem.indices, place), [at])
+            T.buffer_store(target[0], tirx.Cast(problem.indices, index), [offset])
 
 
 def _is_before(one: Sequence[Expr], other: Sequence[Expr]) -> Expr:
@@ -340,7 +340,7 @@ def _is_before(one: Sequence[Expr], other: Sequence[Expr]) -> Expr:
 
 
 def _key(value: Expr, descending: bool) -> Expr:
-    """An int32, or an int64 for types of 64 bits, in whose order values are wanted."""
+    """Key of a value: an int32 (int64 for 64-bit types) that sorts in the requested order."""
     dtype = str(value.ty.dtype)
     wide = "int64" if bytes_of(dtype) == 8 else "int32"
     if "float" in dtype:

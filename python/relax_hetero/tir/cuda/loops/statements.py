@@ -1,4 +1,4 @@
-"""PrimFuncs of any form: statement after statement, each a launch, parallel where iterations are proven independent.
+"""PrimFuncs of any form: one launch per statement, parallel where iterations are proven independent.
 
 Before::
 
@@ -8,7 +8,7 @@ Before::
         for j in range(100):
             if x[i, j] > 0: y[i, count[0]] = x[i, j]; count[0] = count[0] + 1
 
-After, as every access of what the loop writes has ``i`` in one place::
+After, as every access of a written buffer has ``i`` in the same dimension::
 
     for block in T.thread_binding(1, "blockIdx.x"), thread in T.thread_binding(64, "threadIdx.x"):
         if thread < 8: ...                            # the body with i = thread
@@ -34,38 +34,38 @@ from ...loops.stages import Load, loads, variables
 from .arithmetic import for_cuda
 from .launch import threads_for
 
-# Loops with independent iterations: what one writes, no other reads or writes.
+# Independence: iterations of a loop are independent if no iteration accesses what another one writes.
 #
-# That is so where every access of a buffer that the loop writes has, in one and the same dimension, an index that only
-# this iteration has: ``step * i + rest`` with a rest that is never negative and less than the step.
+# This is proven if all accesses of a written buffer have an index ``step * i + rest``, ``0 <= rest < step``, in the
+# same dimension.
 
-# What a statement may call without touching memory that nobody sees.
+# Calls that may access memory invisible to this analysis.
 _OPAQUE_CALLS = tuple(
     f"tirx.{name}" for name in ("call_packed", "call_extern", "address_of", "tvm_call_packed", "tvm_access_ptr")
 )
 
 
 def is_independent(loop: tirx.For) -> bool:
-    """Return whether the iterations of a loop may run in any order, and at once."""
+    """Return whether the iterations of a loop may run in parallel."""
     if loop.kind == tirx.ForKind.THREAD_BINDING or loop.step is not None:
         return False
     if loop.kind == tirx.ForKind.PARALLEL:
         return True
     if _has_opaque(loop.body):
         return False
-    own = _allocated(loop.body)
+    local_buffers = _allocated(loop.body)
     stores: list[tirx.BufferStore] = []
     loads: list[Any] = []
     structural_walk(loop.body, [(tirx.BufferStore, stores.append), (Load, loads.append)])
     written: dict[tirx.Buffer, list[Sequence[Expr]]] = {}
     for store in stores:
-        if store.buffer not in own:
+        if store.buffer not in local_buffers:
             written.setdefault(store.buffer, []).append(list(store.indices))
     for load in loads:
         if load.source in written:
             written[load.source].append(list(load.indices))
-    inner = _Inner(loop)
-    return all(inner.are_apart(accesses) for accesses in written.values())
+    loop_body = _LoopBody(loop)
+    return all(loop_body.are_disjoint(accesses) for accesses in written.values())
 
 
 def _has_opaque(body: tirx.Stmt) -> bool:
@@ -80,18 +80,18 @@ def _has_opaque(body: tirx.Stmt) -> bool:
 
 
 def _allocated(body: tirx.Stmt) -> set[tirx.Var]:
-    found: list[tirx.Var] = []
-    structural_walk(body, (tirx.AllocBuffer, lambda a: found.append(a.buffer)))
-    return set(found)
+    buffers: list[tirx.Var] = []
+    structural_walk(body, (tirx.AllocBuffer, lambda a: buffers.append(a.buffer)))
+    return set(buffers)
 
 
-class _Inner:
-    """Facts that hold inside of a loop."""
+class _LoopBody:
+    """Variables and ranges of the body of a loop."""
 
     def __init__(self, loop: tirx.For) -> None:
         self.var = loop.loop_var
         self._analyzer = Analyzer()
-        self._inside: set[tirx.Var] = set()  # variables that are bound within the loop
+        self._inside: set[tirx.Var] = set()  # variables bound within the loop
         self._ranged: set[tirx.Var] = set()
         structural_walk(loop.body, [(tirx.For, self._loop), ((tirx.Bind, tirx.LetStmt, tirx.Let), self._bound)])
 
@@ -103,12 +103,12 @@ class _Inner:
     def _bound(self, bound: Any) -> None:
         self._inside.add(bound.var)
 
-    def are_apart(self, accesses: Sequence[Sequence[Expr]]) -> bool:
-        """Return whether accesses of one buffer are at places of one iteration each."""
+    def are_disjoint(self, accesses: Sequence[Sequence[Expr]]) -> bool:
+        """Return whether different iterations access disjoint elements of a buffer."""
         ranks = {len(indices) for indices in accesses}
-        return len(ranks) == 1 and any(self._apart_in([a[d] for a in accesses]) for d in range(ranks.pop()))
+        return len(ranks) == 1 and any(self._disjoint_in([a[d] for a in accesses]) for d in range(ranks.pop()))
 
-    def _apart_in(self, indices: Sequence[Expr]) -> bool:
+    def _disjoint_in(self, indices: Sequence[Expr]) -> bool:
         step: Expr | None = None
         base: Expr | None = None
         for index in indices:
@@ -133,7 +133,7 @@ class _Inner:
         return step is not None
 
     def _split(self, rest: Expr) -> tuple[Expr | None, Expr]:
-        """Split into a term that is the same in every iteration, and one that loops inside add to it."""
+        """Split an offset into a loop-invariant term and a term of the inner loops."""
         names = [var for var in variables(rest) if var in self._inside]
         zero = tirx.const(0, rest.ty.dtype)
         if not names:
@@ -151,13 +151,13 @@ def _reads(expr: Expr) -> bool:
     return structural_walk(expr, (Load, VisitInterrupt)) is not None
 
 
-_MAX_LOCAL = 2048
-"""Bytes of a thread's own memory for one temporary; larger ones are memory of the device."""
+_MAX_LOCAL_BYTES = 2048
+"""Maximum bytes of a temporary in local memory; larger ones are in global memory."""
 
 
 def write_statements(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
-    """The function with its statements in launches; those that bind threads already stay as they are."""
-    body, allocated = _plain(func)
+    """Write each statement of a function as a launch."""
+    body, allocated = _lower_blocks(func)
     statements = list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
     if any(isinstance(s, (tirx.Bind, tirx.DeclBuffer)) for s in statements):
         statements = [body]
@@ -165,29 +165,29 @@ def write_statements(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     statements = [s for s in statements if not isinstance(s, tirx.AllocBuffer)]
     launches = []
     for statement in statements:
-        launched, hoisted = _launched(statement, gpu)
-        launches.append(launched)
+        launch, hoisted = _launch(statement, gpu)
+        launches.append(launch)
         allocated += hoisted
     inner = tirx.SeqStmt(launches) if len(launches) > 1 else launches[0]
     root = s_tir.SBlock([], [], [], "root", inner, None, allocated)
     return func.with_body(s_tir.SBlockRealize([], True, root)).with_attr("tirx.is_scheduled", True)
 
 
-def _plain(func: tirx.PrimFunc) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
-    """The body as loops and stores alone, and what the root block allocates."""
+def _lower_blocks(func: tirx.PrimFunc) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+    """Lower blocks; the body as loops and stores, and the buffers that the root block allocates."""
     root = func.body
     allocated: list[tirx.Buffer] = []
     if isinstance(root, s_tir.SBlockRealize) and not root.iter_values:
         allocated = list(root.block.alloc_buffers)
         root = root.block.body
-    stock = s_tir.transform
+    transforms = s_tir.transform
     lower = tvm.transform.Sequential(
         [
-            stock.CanonicalizeLoop(),
-            stock.LowerInitBlock(),
-            stock.ConvertBlocksToOpaque(),
-            stock.LowerMatchBuffer(),
-            stock.LowerOpaqueBlock(),
+            transforms.CanonicalizeLoop(),
+            transforms.LowerInitBlock(),
+            transforms.ConvertBlocksToOpaque(),
+            transforms.LowerMatchBuffer(),
+            transforms.LowerOpaqueBlock(),
         ]
     )
     name = tvm.ir.GlobalVar("main")
@@ -203,8 +203,8 @@ def _with_root(body: tirx.Stmt) -> tirx.Stmt:
     return s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], "root", body))
 
 
-def _launched(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
-    """A statement in a launch, and temporaries that must be memory of the device."""
+def _launch(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+    """Write a statement as a launch; also the temporaries that must be in global memory."""
     loops: list[tuple[tirx.Var, Expr, Expr]] = []
     body = statement
     while isinstance(body, tirx.For) and _is_counted(body, loops) and is_independent(body) and _all_small(body):
@@ -212,51 +212,53 @@ def _launched(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tir
         body = body.body
         while isinstance(body, tirx.SeqStmt) and len(body.seq) == 1:
             body = body.seq[0]
-    body, hoisted = _own_memory(_serial(body))
+    body, hoisted = _place_temporaries(_serialize(body))
     units: Expr = 1
     for _, _, extent in loops:
         units = units * (extent if isinstance(extent, int) else tirx.Cast("int64", extent))
     threads = threads_for(units, gpu) if loops else WARP
     block, thread = tirx.Var("block", "int64"), tirx.Var("thread", "int64")
     number: Expr = block * threads + thread
-    is_there = number < int64(units)
-    places: dict[tirx.Var, Expr] = {}
-    for var, least, extent in reversed(loops):
-        wide = int64(max(extent, 1)) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
-        place = tirx.floormod(number, wide)
-        number = tirx.floordiv(number, wide)
-        places[var] = (place if str(var.ty.dtype) == "int64" else tirx.Cast(str(var.ty.dtype), place)) + least
-    body = tirx.IfThenElse(is_there, replaced_in(body, places), None)
+    exists = number < int64(units)
+    values: dict[tirx.Var, Expr] = {}
+    for var, start, extent in reversed(loops):
+        positive_extent = (
+            int64(max(extent, 1)) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
+        )
+        index = tirx.floormod(number, positive_extent)
+        number = tirx.floordiv(number, positive_extent)
+        values[var] = (index if str(var.ty.dtype) == "int64" else tirx.Cast(str(var.ty.dtype), index)) + start
+    body = tirx.IfThenElse(exists, _substitute(body, values), None)
     blocks = ceil_div(units, threads)
-    count = int64(max(blocks, 1)) if isinstance(blocks, int) else T.max(blocks, int64(1))
+    grid = int64(max(blocks, 1)) if isinstance(blocks, int) else T.max(blocks, int64(1))
     inner = _bound(thread, int64(threads), "threadIdx.x", body)
-    return _bound(block, count, "blockIdx.x", inner), hoisted
+    return _bound(block, grid, "blockIdx.x", inner), hoisted
 
 
 def _is_counted(loop: tirx.For, outer: list[tuple[tirx.Var, Expr, Expr]]) -> bool:
-    """Return whether the host knows a loop's iterations: none depend on loops around it, or on what lies in memory."""
+    """Return whether a loop's bounds are known at launch: independent of outer loops and of memory."""
     bounds = [loop.min, loop.extent]
-    found = {var for bound in bounds for var in variables(bound)}
-    return not any(loads(bound) for bound in bounds) and not found & {var for var, _, _ in outer}
+    used = {var for bound in bounds for var in variables(bound)}
+    return not any(loads(bound) for bound in bounds) and not used & {var for var, _, _ in outer}
 
 
 def _bound(var: tirx.Var, extent: Expr, tag: str, body: tirx.Stmt) -> tirx.For:
-    """A loop whose iterations are blocks or threads."""
+    """Loop bound to blocks or threads."""
     threads = tirx.IterVar(None, tirx.Var("", "int64"), tirx.IterVar.ThreadIndex, tag)
     return tirx.For(var, int64(0), extent, tirx.ForKind.THREAD_BINDING, body, threads)
 
 
-def replaced_in(body: tirx.Stmt, values: dict[tirx.Var, Expr]) -> tirx.Stmt:
-    """A statement with variables replaced, and its expressions as CUDA can compute them."""
+def _substitute(body: tirx.Stmt, values: dict[tirx.Var, Expr]) -> tirx.Stmt:
+    """Replace variables in a statement."""
     if values:
         body = structural_map(body, (tvm.ir.Var, lambda var: values.get(var, var)))
     return body
 
 
-def _serial(body: tirx.Stmt) -> tirx.Stmt:
-    """A statement with all loops inside run by the thread itself, one iteration after another."""
+def _serialize(body: tirx.Stmt) -> tirx.Stmt:
+    """Make all loops of a statement serial, and rewrite stored values for CUDA."""
 
-    def change(loop: tirx.For) -> tirx.For:
+    def serialize(loop: tirx.For) -> tirx.For:
         if loop.kind in (tirx.ForKind.SERIAL, tirx.ForKind.THREAD_BINDING):
             return loop
         return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body, None, {}, loop.step)
@@ -265,13 +267,13 @@ def _serial(body: tirx.Stmt) -> tirx.Stmt:
         value = for_cuda(store.value)
         return store if value.same_as(store.value) else tirx.BufferStore(store.buffer, value, store.indices)
 
-    return structural_map(body, [(tirx.For, change), (tirx.BufferStore, store)])
+    return structural_map(body, [(tirx.For, serialize), (tirx.BufferStore, store)])
 
 
 def _allocations(body: tirx.Stmt) -> list[tirx.AllocBuffer]:
-    found: list[tirx.AllocBuffer] = []
-    structural_walk(body, (tirx.AllocBuffer, found.append))
-    return found
+    allocations: list[tirx.AllocBuffer] = []
+    structural_walk(body, (tirx.AllocBuffer, allocations.append))
+    return allocations
 
 
 def _bytes(buffer: tirx.Buffer) -> int | None:
@@ -285,15 +287,15 @@ def _bytes(buffer: tirx.Buffer) -> int | None:
 
 def _is_small(buffer: tirx.Buffer) -> bool:
     size = _bytes(buffer)
-    return size is not None and size <= _MAX_LOCAL
+    return size is not None and size <= _MAX_LOCAL_BYTES
 
 
 def _all_small(body: tirx.Stmt) -> bool:
     return all(_is_small(a.buffer) for a in _allocations(body) if a.buffer.scope() in ("", "global", "local"))
 
 
-def _own_memory(body: tirx.Stmt) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
-    """A thread's temporaries: small ones of its own, large ones, which only a single thread has, of the device."""
+def _place_temporaries(body: tirx.Stmt) -> tuple[tirx.Stmt, list[tirx.Buffer]]:
+    """Place temporaries: small ones in local memory; large ones, of single-threaded statements, in global memory."""
     renamed: dict[tirx.Var, tirx.Buffer] = {}
     hoisted: list[tirx.Buffer] = []
     for allocation in _allocations(body):

@@ -1,6 +1,6 @@
-"""Stages whose axes are 32-bit, as users write ``T.grid(64, 32)``, with 64-bit ones, as all other stages have.
+"""Widening of 32-bit axes, as users write them in ``T.grid(64, 32)``, to the 64-bit axes of all other stages.
 
-Offsets are then linear in the axes, without a cast between, which is what finds vectors.
+Offsets are then linear in the axes, without casts in between, so that contiguous accesses are recognized.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.FloorDiv, tirx.FloorMod, tirx.
 
 
 def with_wide_axes(stages: Sequence[Stage]) -> list[Stage]:
-    """The stages with 64-bit axes."""
+    """Widen the axes of stages to 64 bits."""
     return [_wide_stage(stage) for stage in stages]
 
 
@@ -30,19 +30,19 @@ def _wide_stage(stage: Stage) -> Stage:
     wide = {axis.var: tirx.Var(axis.var.name, _WIDE) for axis in narrow}
     casts = {var: tirx.Cast(str(var.ty.dtype), new) for var, new in wide.items()}
 
-    def change(load: Load) -> Expr:
+    def widen(load: Load) -> Expr:
         return tirx.BufferLoad(load.source, [_wide(index, wide) for index in load.indices])
 
-    def axes(given: Sequence[Axis]) -> tuple[Axis, ...]:
-        return tuple(Axis(wide.get(axis.var, axis.var), _extent(axis.extent)) for axis in given)
+    def axes(narrow_axes: Sequence[Axis]) -> tuple[Axis, ...]:
+        return tuple(Axis(wide.get(axis.var, axis.var), _extent(axis.extent)) for axis in narrow_axes)
 
-    def value(expr: Expr) -> Expr:
-        return replaced(with_loads(expr, change), casts)
+    def widen_value(expr: Expr) -> Expr:
+        return replaced(with_loads(expr, widen), casts)
 
     return replace(
         stage,
-        values=tuple(map(value, stage.values)),
-        initial=tuple(map(value, stage.initial)),
+        values=tuple(map(widen_value, stage.values)),
+        initial=tuple(map(widen_value, stage.initial)),
         spatial=axes(stage.spatial),
         reduced=axes(stage.reduced),
     )
@@ -53,7 +53,7 @@ def _extent(extent: Expr) -> Expr:
 
 
 def _wide(expr: Expr, wide: dict[tirx.Var, tirx.Var]) -> Expr:
-    """An index as a 64-bit number over 64-bit axes."""
+    """Widen an index expression to 64 bits."""
     if isinstance(expr, tirx.IntImm):
         return tirx.IntImm(_WIDE, int(expr))
     if isinstance(expr, tvm.ir.Var) and expr in wide:

@@ -1,4 +1,4 @@
-"""Nests become launches, one after another."""
+"""Launches of nests: transposing maps by tiles in shared memory, split reductions, maps, and whole functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...loops.nests import Nest, Sum
 from ...loops.stages import Load, node_count, replaced, with_loads
 from .lanes import (
     LANE,
-    WORD,
+    WORD_BYTES,
     Guards,
     LaneBox,
     compute_steps,
@@ -29,17 +29,17 @@ from .lanes import (
     element_types,
     is_vector,
     load_key,
+    max_lanes,
     read_vectors,
     register,
     store_lanes,
     vectorized,
-    widest,
 )
-from .launch import count_of, inside, launch, place_in, sync, threads_for
+from .launch import count_of, inside, launch, position_of, sync, threads_for
 from .merging import Merge, merge_of
-from .reduction import write_reduction
+from .reduction import lane_position, write_reduction
 
-# Maps that read across the direction of writing: tiles go through shared memory, which is read along either side.
+# Transposing maps, which read along another loop than they write: tiles go through shared memory for coalescing.
 #
 # Before::
 #
@@ -51,32 +51,32 @@ from .reduction import write_reduction
 #     barrier
 #     y[i0 + i, j0 + j] = tile[j, i]        # neighbouring threads along j
 #
-# A tile's rows are a word longer than what they hold, so that threads that read a column use different banks.
+# Rows are padded by a word, so that threads that read a column have no bank conflicts.
 
-_SIDE = 64
-"""Elements of a tile's side, at most."""
+_MAX_TILE_EXTENT = 64
+"""Maximum rows and columns of a tile."""
 
-_LEAST = 8
-"""Loops that are shorter are read across their direction: the lines of the cache hold what neighbours need."""
+_MIN_TILE_EXTENT = 8
+"""Minimum extent of tiled loops: strided loads of shorter ones hit the cache."""
 
 _THREADS = 256
-_MAX_SHARED = 48 << 10
+_MAX_SHARED_BYTES = 48 << 10
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A box whose reads, some of them, lie along another loop than what is written.
+    """A box that reads some inputs along another loop than it writes.
 
     Attributes
     ----------
     box : FlatBox
-        It reads stand-ins, at `LANE`.
+        Its expressions load stand-ins, at `LANE`.
     across : Loop
-        The loop that these reads lie along.
+        The loop along which these inputs are contiguous.
     reads : dict
-        From stand-in to the read.
+        Load of each stand-in.
     read_lanes, lanes : int
-        Elements that a thread brings, and leaves, at once.
+        Elements of a thread's vector loads and stores.
     """
 
     box: FlatBox
@@ -87,50 +87,50 @@ class Tiles:
 
     @property
     def last(self) -> Loop:
-        """The loop that is written along."""
+        """The loop along which results are contiguous."""
         return self.box.spatial[-1]
 
 
 def tiles_of(box: FlatBox) -> Tiles | None:
-    """How to tile a box; None where nothing in it reads across."""
+    """Tiles of a transposing box; None if it does not transpose."""
     *outer, last = box.spatial
-    if not outer or not isinstance(last.count, int) or last.count < _LEAST or box.nest.in_place:
+    if not outer or not isinstance(last.count, int) or last.count < _MIN_TILE_EXTENT or box.nest.in_place:
         return None
     guards = Guards(box.nest.computed)
     for value in box.nest.expressions():
         guards.visit(value, ())
     across: list[Loop] = []
     reads: dict[tirx.Buffer, Load] = {}
-    known: dict[object, tirx.Buffer] = {}
+    stand_ins: dict[object, tirx.Buffer] = {}
 
-    def change(load: Load) -> Expr:
+    def replace_load(load: Load) -> Expr:
         key = load_key(load)
-        if guards.of.get(key) != () or str(load.ty.dtype) == "bool":
+        if guards.conditions.get(key) != () or str(load.ty.dtype) == "bool":
             return load
         step = stride(load.indices[0], last.var)
-        if not isinstance(step, int) or abs(step) < _LEAST:
+        if not isinstance(step, int) or abs(step) < _MIN_TILE_EXTENT:
             return load
-        found = [loop for loop in outer if is_step(stride(load.indices[0], loop.var), 1)]
-        if not found or (across and found[-1] is not across[0]):
+        contiguous = [loop for loop in outer if is_step(stride(load.indices[0], loop.var), 1)]
+        if not contiguous or (across and contiguous[-1] is not across[0]):
             return load
-        if key not in known:
-            across.append(found[-1])
-            known[key] = tirx.decl_buffer((1,), str(load.ty.dtype), scope="local")
-            reads[known[key]] = load
-        return tirx.BufferLoad(known[key], [LANE])
+        if key not in stand_ins:
+            across.append(contiguous[-1])
+            stand_ins[key] = tirx.decl_buffer((1,), str(load.ty.dtype), scope="local")
+            reads[stand_ins[key]] = load
+        return tirx.BufferLoad(stand_ins[key], [LANE])
 
-    steps = [(buffer, with_loads(value, change)) for buffer, value in box.nest.steps]
-    if not reads or not isinstance(across[0].count, int) or across[0].count < _LEAST:
+    steps = [(buffer, with_loads(value, replace_load)) for buffer, value in box.nest.steps]
+    if not reads or not isinstance(across[0].count, int) or across[0].count < _MIN_TILE_EXTENT:
         return None
     sizes = [bytes_of(str(load.ty.dtype)) for load in reads.values()]
-    if sum(_SIDE * (_SIDE * size + WORD) for size in sizes) > _MAX_SHARED:
+    if sum(_MAX_TILE_EXTENT * (_MAX_TILE_EXTENT * size + WORD_BYTES) for size in sizes) > _MAX_SHARED_BYTES:
         return None
-    wanted = max(2, min(8, 16 // max(sizes)))
+    vector = max(2, min(8, 16 // max(sizes)))
     tiled = replace(box, nest=replace(box.nest, steps=steps))
     stored = [(place, buffer) for buffer, place in box.places.items()]
-    into = [(load.indices[0], load.source) for load in reads.values()]
-    read_lanes = wanted if _all_vectors(into, across[0], wanted) else 1
-    lanes = wanted if _all_vectors(stored, last, wanted) else 1
+    loaded = [(load.indices[0], load.source) for load in reads.values()]
+    read_lanes = vector if _all_vectors(loaded, across[0], vector) else 1
+    lanes = vector if _all_vectors(stored, last, vector) else 1
     return Tiles(tiled, across[0], reads, read_lanes, lanes)
 
 
@@ -141,67 +141,69 @@ def _all_vectors(accesses: list[tuple[Expr, tirx.Buffer]], loop: Loop, lanes: in
 
 
 def write_tiles(tiles: Tiles) -> None:
-    """Write a box as one launch, a block a tile."""
+    """Write a transposing box as one launch, with a tile per block."""
     across, last = tiles.across, tiles.last
-    rows, columns = _side(last.count), _side(across.count)
+    rows, columns = _tile_extent(last.count), _tile_extent(across.count)
     outer = [loop for loop in tiles.box.spatial if loop is not across and loop is not last]
     grid = [*outer, Loop(across.var, 0, ceil_div(across.count, columns)), Loop(last.var, 0, ceil_div(last.count, rows))]
-    made = vectorized(tiles.box, last, tiles.lanes, True)
+    lane_box = vectorized(tiles.box, last, tiles.lanes, True)
     threads = min(_THREADS, max(32, rows * columns // 16))
     count = count_of(grid)
     with launch(count, threads) as (block, thread):
-        pitches = [columns + max(WORD // bytes_of(str(load.ty.dtype)), 1) for load in tiles.reads.values()]
-        memory = [
+        pitches = [columns + max(WORD_BYTES // bytes_of(str(load.ty.dtype)), 1) for load in tiles.reads.values()]
+        buffers = [
             T.alloc_buffer((rows * pitch,), str(load.ty.dtype), scope="shared")
             for load, pitch in zip(tiles.reads.values(), pitches, strict=True)
         ]
-        place = place_in(block, grid)
-        # A block is launched even where there is no tile.
+        origin = position_of(block, grid)
+        # An empty grid still launches one block.
         is_tile = [] if isinstance(count, int) and count > 0 else [block < int64(count)]
-        first = {across.var: place[across.var] * columns, last.var: place[last.var] * rows}
-        wide = columns // tiles.read_lanes
-        brought: list[tuple[Expr, Expr, Expr, list[tirx.Buffer]]] = []
-        for i in range(max(rows * wide // threads, 1)):
+        first = {across.var: origin[across.var] * columns, last.var: origin[last.var] * rows}
+        row_vectors = columns // tiles.read_lanes
+        loads: list[tuple[Expr, Expr, Expr, list[tirx.Buffer]]] = []
+        for i in range(max(rows * row_vectors // threads, 1)):
             unit = i * threads + thread
-            row, column = tirx.floordiv(unit, int64(wide)), tirx.floormod(unit, int64(wide)) * tiles.read_lanes
-            position = {**place, across.var: first[across.var] + column, last.var: first[last.var] + row}
+            row = tirx.floordiv(unit, int64(row_vectors))
+            column = tirx.floormod(unit, int64(row_vectors)) * tiles.read_lanes
+            position = {**origin, across.var: first[across.var] + column, last.var: first[last.var] + row}
             is_inside = tirx.all(*is_tile, _inside(tiles, position, row, rows))
-            held = [register(str(shared.dtype), tiles.read_lanes) for shared in memory]
+            loaded = [register(str(shared.dtype), tiles.read_lanes) for shared in buffers]
             with T.If(is_inside), T.Then():
-                for load, registers in zip(tiles.reads.values(), held, strict=True):
-                    _bring(load, registers, position, tiles.read_lanes)
-            brought.append((is_inside, row, column, held))
-        for is_inside, row, column, held in brought:  # behind the last read: all are under way at once
+                for load, registers in zip(tiles.reads.values(), loaded, strict=True):
+                    _load_lanes(load, registers, position, tiles.read_lanes)
+            loads.append((is_inside, row, column, loaded))
+        for is_inside, row, column, loaded in loads:  # after the last load, so that all are in flight together
             with T.If(is_inside), T.Then():
-                for registers, shared, pitch in zip(held, memory, pitches, strict=True):
+                for registers, shared, pitch in zip(loaded, buffers, pitches, strict=True):
                     for lane in range(tiles.read_lanes):
                         value = tirx.BufferLoad(registers, [int64(lane)])
                         T.buffer_store(shared, value, [row * pitch + column + lane])
         sync()
-        long = rows // tiles.lanes
-        with T.unroll(int64(max(columns * long // threads, 1))) as i:
+        column_vectors = rows // tiles.lanes
+        with T.unroll(int64(max(columns * column_vectors // threads, 1))) as i:
             unit = i * threads + thread
-            column, row = tirx.floordiv(unit, int64(long)), tirx.floormod(unit, int64(long)) * tiles.lanes
-            position = {**place, across.var: first[across.var] + column, last.var: first[last.var] + row}
+            column = tirx.floordiv(unit, int64(column_vectors))
+            row = tirx.floormod(unit, int64(column_vectors)) * tiles.lanes
+            position = {**origin, across.var: first[across.var] + column, last.var: first[last.var] + row}
             with T.If(tirx.all(*is_tile, _inside(tiles, position, column, columns))), T.Then():
-                found = dict(read_vectors(made, position, made.box.nest.expressions()))
-                for stand_in, shared, pitch in zip(tiles.reads, memory, pitches, strict=True):
-                    found[stand_in] = register(str(shared.dtype), tiles.lanes)
+                inputs = dict(read_vectors(lane_box, position, lane_box.box.nest.expressions()))
+                for stand_in, shared, pitch in zip(tiles.reads, buffers, pitches, strict=True):
+                    inputs[stand_in] = register(str(shared.dtype), tiles.lanes)
                     for lane in range(tiles.lanes):
                         value = tirx.BufferLoad(shared, [(row + lane) * pitch + column])
-                        T.buffer_store(found[stand_in], value, [int64(lane)])
-                _leave(made, position, found)
+                        T.buffer_store(inputs[stand_in], value, [int64(lane)])
+                _store_points(lane_box, position, inputs)
 
 
-def _side(count: Expr) -> int:
-    side = _SIDE
-    while side > _LEAST and side // 2 >= count:
-        side //= 2
-    return side
+def _tile_extent(count: Expr) -> int:
+    extent = _MAX_TILE_EXTENT
+    while extent > _MIN_TILE_EXTENT and extent // 2 >= count:
+        extent //= 2
+    return extent
 
 
 def _inside(tiles: Tiles, position: Mapping[tirx.Var, Expr], unit: Expr, units: int) -> Expr:
-    """Return whether a position is one of the box, and its unit one of the tile."""
+    """Return whether a position is in the box, and its unit in the tile."""
     return tirx.all(
         position[tiles.across.var] < int64(tiles.across.count),
         position[tiles.last.var] < int64(tiles.last.count),
@@ -209,8 +211,8 @@ def _inside(tiles: Tiles, position: Mapping[tirx.Var, Expr], unit: Expr, units: 
     )
 
 
-def _bring(load: Load, registers: tirx.Buffer, position: Mapping[tirx.Var, Expr], lanes: int) -> None:
-    """Elements from memory to registers."""
+def _load_lanes(load: Load, registers: tirx.Buffer, position: Mapping[tirx.Var, Expr], lanes: int) -> None:
+    """Load elements into registers."""
     offset = replaced(load.indices[0], position)
     if lanes == 1:
         T.buffer_store(registers, tirx.BufferLoad(load.source, [offset]), [int64(0)])
@@ -218,12 +220,12 @@ def _bring(load: Load, registers: tirx.Buffer, position: Mapping[tirx.Var, Expr]
         copy_words(registers, int64(0), load.source, offset, lanes)
 
 
-def _leave(box: LaneBox, position: dict[tirx.Var, Expr], held: dict[tirx.Buffer, tirx.Buffer]) -> None:
-    own = position if box.lanes == 1 or box.var is None else {**position, box.var: position[box.var] + LANE}
-    store_lanes(box, own, compute_steps(box.box, box.lanes, own, held))
+def _store_points(box: LaneBox, position: dict[tirx.Var, Expr], inputs: dict[tirx.Buffer, tirx.Buffer]) -> None:
+    own = lane_position(box, position)
+    store_lanes(box, own, compute_steps(box.box, box.lanes, own, inputs))
 
 
-# Long reductions with few results in two launches: many blocks compute parts of each result, then a block joins them.
+# Long reductions with few results take two launches (split-k): partial results by many blocks, then their reduction.
 #
 # Before::
 #
@@ -234,101 +236,103 @@ def _leave(box: LaneBox, position: dict[tirx.Var, Expr], held: dict[tirx.Buffer,
 #     part[s] = reduce i in 131072: x[s * 131072 + i]      # for s in 512
 #     sum[0] = reduce s in 512: part[s]
 
-_BLOCKS = 4
-"""Blocks for each multiprocessor that a reduction should have."""
+_TARGET_BLOCKS_PER_SM = 4
+"""Target blocks per multiprocessor of a reduction."""
 
-_MIN_TERMS = 2048
-"""Minimum number of terms of a part: fewer are not worth a launch more."""
+_MIN_SPLIT_TERMS = 2048
+"""Minimum terms of a split: fewer do not pay for a second launch."""
 
-_FEW_PARTS = 8
-"""Fewer parts are left to one launch."""
+_MIN_SPLITS = 8
+"""Minimum number of splits; reductions with fewer take one launch."""
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitReduction:
     """A reduction in two launches.
 
     Attributes
     ----------
-    parts : tuple of Buffer
-        Partial results, which the first stores and the second reads.
+    partials : tuple of Buffer
+        Partial results, which the first launch stores and the second one reduces.
     """
 
     first: FlatBox
     second: FlatBox
-    parts: tuple[tirx.Buffer, ...]
+    partials: tuple[tirx.Buffer, ...]
 
 
-def halves_of(box: FlatBox, gpu: GpuTarget) -> Halves | None:
-    """The two halves of a reduction; None where one launch has blocks enough."""
+def split_reduction_of(box: FlatBox, gpu: GpuTarget) -> SplitReduction | None:
+    """Split a reduction into two launches; None if one launch has enough blocks."""
     merge = merge_of(box.nest.sums)
     results, terms = count_of(box.spatial), count_of(box.reduced)
     if merge is None or not isinstance(results, int) or not isinstance(terms, int) or results == 0:
         return None
-    wanted = gpu.multiprocessors * _BLOCKS
-    # As `reduction.plan_of` has it, a block for each result, or for 32 vectors of neighbouring ones.
-    blocks = results if terms >= _MIN_TERMS else 0
-    most = terms // _MIN_TERMS
-    if blocks == 0 or blocks * 4 > wanted or most < _FEW_PARTS:
+    target_blocks = gpu.multiprocessors * _TARGET_BLOCKS_PER_SM
+    # As in `reduction.plan_of`: a block per result, or per 32 vectors of neighbouring results.
+    blocks = results if terms >= _MIN_SPLIT_TERMS else 0
+    max_splits = terms // _MIN_SPLIT_TERMS
+    if blocks == 0 or blocks * 4 > target_blocks or max_splits < _MIN_SPLITS:
         return None
-    most = min(most, -(-wanted // blocks))
-    return _halves(box, merge, *(_divisor(box.reduced, most) or _longest(box.reduced, most)))
+    max_splits = min(max_splits, -(-target_blocks // blocks))
+    return _split_reduction(
+        box, merge, *(_equal_splits(box.reduced, max_splits) or _unequal_splits(box.reduced, max_splits))
+    )
 
 
-def _divisor(loops: tuple[Loop, ...], most: int) -> tuple[Loop, int] | None:
-    """The loop to cut, and into how many equal parts."""
+def _equal_splits(loops: tuple[Loop, ...], max_splits: int) -> tuple[Loop, int] | None:
+    """The loop to split, and the number of equal splits; None if there are none."""
     best: tuple[int, Loop] | None = None
     for loop in loops:
-        for parts in range(min(most, loop.count), 3, -1):
-            rest = loop.count // parts
-            if loop.count % parts == 0 and (loop is not loops[-1] or rest % 4 == 0 or loop.count % 4):
-                if best is None or parts > best[0]:
-                    best = parts, loop
+        for splits in range(min(max_splits, loop.count), 3, -1):
+            length = loop.count // splits
+            if loop.count % splits == 0 and (loop is not loops[-1] or length % 4 == 0 or loop.count % 4):
+                if best is None or splits > best[0]:
+                    best = splits, loop
                 break
     return (best[1], best[0]) if best is not None else None
 
 
-def _longest(loops: tuple[Loop, ...], most: int) -> tuple[Loop, int]:
-    """The loop to cut where none has equal parts, and into how many parts, of which the last is shorter."""
+def _unequal_splits(loops: tuple[Loop, ...], max_splits: int) -> tuple[Loop, int]:
+    """The longest loop, and its number of splits, of which the last is shorter."""
     loop = max(loops, key=lambda each: each.count)
-    size = -(-loop.count // min(most, loop.count))
+    size = -(-loop.count // min(max_splits, loop.count))
     return loop, -(-loop.count // size)
 
 
-def _halves(box: FlatBox, merge: Merge, cut: Loop, splits: int) -> Halves:
+def _split_reduction(box: FlatBox, merge: Merge, cut: Loop, splits: int) -> SplitReduction:
     size = prod([loop.count for loop in box.spatial])
-    split, rest = tirx.Var("split", "int64"), tirx.Var(cut.var.name, "int64")
-    parts = [tirx.decl_buffer((splits * size,), dtype, f"part{i}") for i, dtype in enumerate(merge.types)]
+    split, inner = tirx.Var("split", "int64"), tirx.Var(cut.var.name, "int64")
+    partials = [tirx.decl_buffer((splits * size,), dtype, f"part{i}") for i, dtype in enumerate(merge.types)]
     totals = [tirx.decl_buffer((size,), dtype, f"total{i}") for i, dtype in enumerate(merge.types)]
-    place: Expr = int64(0)
+    offset: Expr = int64(0)
     for loop in box.spatial:
-        place = place * loop.count + loop.var
-    here = split * size + place
+        offset = offset * loop.count + loop.var
+    offset_in_partials = split * size + offset
     length = -(-cut.count // splits)
-    number = split * length + rest
-    terms = [replaced(term, {cut.var: number}) for term in merge.terms]
+    index = split * length + inner
+    terms = [replaced(term, {cut.var: index}) for term in merge.terms]
     if cut.count % splits:
         terms = [
-            tirx.if_then_else(number < cut.count, term, start) for term, start in zip(terms, merge.starts, strict=True)
+            tirx.if_then_else(index < cut.count, term, start) for term, start in zip(terms, merge.starts, strict=True)
         ]
-    reduced = tuple(Loop(rest, 0, length) if loop is cut else loop for loop in box.reduced)
+    reduced = tuple(Loop(inner, 0, length) if loop is cut else loop for loop in box.reduced)
     first = FlatBox(
-        Nest((), (), sums=_sums(merge, parts, here, terms, list(merge.starts)), stored=list(parts)),
+        Nest((), (), sums=_sums(merge, partials, offset_in_partials, terms, list(merge.starts)), stored=list(partials)),
         (Loop(split, 0, splits), *box.spatial),
         reduced,
-        {part: here for part in parts},
+        {partial: offset_in_partials for partial in partials},
     )
-    found = [tirx.BufferLoad(part, [here]) for part in parts]
+    partial_values = [tirx.BufferLoad(partial, [offset_in_partials]) for partial in partials]
     initial = [start if final is None else final for start, final in zip(merge.starts, merge.finals, strict=True)]
     steps = [
         (s.buffer, tirx.Cast(str(s.buffer.dtype), load) if str(s.buffer.dtype) != str(load.ty.dtype) else load)
-        for s, load in zip(merge.sums, [tirx.BufferLoad(total, [place]) for total in totals], strict=True)
+        for s, load in zip(merge.sums, [tirx.BufferLoad(total, [offset]) for total in totals], strict=True)
     ]
     second = FlatBox(
         Nest(
             (),
             (),
-            sums=_sums(merge, totals, place, found, initial),
+            sums=_sums(merge, totals, offset, partial_values, initial),
             steps=[*steps, *box.nest.steps],
             stored=list(box.nest.stored),
         ),
@@ -336,29 +340,30 @@ def _halves(box: FlatBox, merge: Merge, cut: Loop, splits: int) -> Halves:
         (Loop(split, 0, splits),),
         box.places,
     )
-    return Halves(first, second, tuple(parts))
+    return SplitReduction(first, second, tuple(partials))
 
 
-def _sums(merge: Merge, buffers: list[tirx.Buffer], place: Expr, terms: list[Expr], initial: list[Expr]) -> list[Sum]:
-    own = [tirx.BufferLoad(buffer, [place]) for buffer in buffers]
+def _sums(merge: Merge, buffers: list[tirx.Buffer], offset: Expr, terms: list[Expr], initial: list[Expr]) -> list[Sum]:
+    accumulators = [tirx.BufferLoad(buffer, [offset]) for buffer in buffers]
     return [
-        Sum(buffer, start, value) for buffer, start, value in zip(buffers, initial, merge.join(own, terms), strict=True)
+        Sum(buffer, start, value)
+        for buffer, start, value in zip(buffers, initial, merge.join(accumulators, terms), strict=True)
     ]
 
 
-# Maps: boxes in which nothing is reduced, a few elements a thread.
+# Maps: boxes without a reduction, a few elements per thread.
 
-# Elements that a thread computes where they are no vectors: as many reads are on their way at once.
-_STRIDED = 4
-# Where there are fewer elements, or they take long, every one has a thread of its own.
-_MANY, _SHORT = 1 << 18, 200
+# Strided elements of a thread, whose loads are in flight together.
+_STRIDED_LANES = 4
+# A thread has several strided elements only of boxes with many elements, and expressions of few nodes.
+_MIN_STRIDED_ELEMENTS, _MAX_STRIDED_NODES = 1 << 18, 200
 
 
 def write_map(box: FlatBox, gpu: GpuTarget) -> None:
-    """Write a box as one launch."""
+    """Write a box without reductions as one launch."""
     if not box.spatial:
         with launch(1, 32) as (_, thread), T.If(tirx.EQ(thread, int64(0))), T.Then():
-            _points(LaneBox(box, None, 1), {})
+            _compute_points(LaneBox(box, None, 1), {})
         return
     tiles = tiles_of(box)
     if tiles is not None:
@@ -372,26 +377,26 @@ def write_map(box: FlatBox, gpu: GpuTarget) -> None:
 
 
 def _lanes(box: FlatBox) -> int:
-    """Lanes of vectors along the last loop, 1 where nothing is contiguous there."""
+    """Lanes of vectors along the last loop, 1 if no access is contiguous."""
     last = box.spatial[-1]
-    lanes = widest(element_types(box))
+    lanes = max_lanes(element_types(box))
     if len(box.spatial) > 1 or not isinstance(last.count, int):
         while lanes > 1 and not (isinstance(last.count, int) and last.count % lanes == 0):
             if len(box.spatial) == 1:
                 break
             lanes //= 2
     while lanes > 1:
-        made = vectorized(box, last, lanes, True)
-        if made.reads or made.stores:
+        lane_box = vectorized(box, last, lanes, True)
+        if lane_box.reads or lane_box.stores:
             return lanes
         lanes //= 2
     return 1
 
 
 def _write_vectors(box: FlatBox, lanes: int, gpu: GpuTarget) -> None:
-    """A vector a thread; of a single loop, the last thread has what is left."""
+    """Write a map with a vector per thread; the tail of a single loop belongs to the last thread."""
     *outer, last = box.spatial
-    made = vectorized(box, last, lanes, True)
+    lane_box = vectorized(box, last, lanes, True)
     counts = [*(loop.count for loop in outer), ceil_div(last.count, lanes)]
     units = count_of(outer) * counts[-1]
     threads = threads_for(units, gpu)
@@ -399,63 +404,62 @@ def _write_vectors(box: FlatBox, lanes: int, gpu: GpuTarget) -> None:
     with launch(ceil_div(units, threads), threads) as (block, thread):
         number = block * threads + thread
         with inside(number, units, threads):
-            position = place_in(number, box.spatial, counts)
+            position = position_of(number, box.spatial, counts)
             start = position[last.var] * lanes
             position = {**position, last.var: start}
             if is_whole:
-                _points(made, position)
+                _compute_points(lane_box, position)
                 return
             with T.If(start + lanes <= int64(last.count)):
                 with T.Then():
-                    _points(made, position)
+                    _compute_points(lane_box, position)
                 with T.Else(), T.serial(int64(last.count) - start) as i:
-                    _points(LaneBox(box, last.var, 1), {**position, last.var: start + i})
+                    _compute_points(LaneBox(box, last.var, 1), {**position, last.var: start + i})
 
 
 def _write_strided(box: FlatBox, gpu: GpuTarget) -> None:
-    """Elements that lie a block apart."""
+    """Write a map whose threads have elements a block apart, as in a grid-stride loop."""
     units = count_of(box.spatial)
-    is_long = sum(node_count(value) for value in box.nest.expressions()) > _SHORT
-    lanes = 1 if is_long or not isinstance(units, int) or units < _MANY else _STRIDED
+    is_long = sum(node_count(value) for value in box.nest.expressions()) > _MAX_STRIDED_NODES
+    lanes = 1 if is_long or not isinstance(units, int) or units < _MIN_STRIDED_ELEMENTS else _STRIDED_LANES
     threads = threads_for(units, gpu)
     with launch(ceil_div(units, threads * lanes), threads) as (block, thread):
         first = block * (threads * lanes) + thread
         if lanes == 1:
             with inside(first, units, threads):
-                _points(LaneBox(box, None, 1), place_in(first, box.spatial))
+                _compute_points(LaneBox(box, None, 1), position_of(first, box.spatial))
             return
         number = first + LANE * threads
         is_whole = units % (threads * lanes) == 0
-        at = number if is_whole else T.min(number, int64(units - 1))
-        made = LaneBox(box, None, lanes)
-        position = place_in(at, box.spatial)
+        clamped = number if is_whole else T.min(number, int64(units - 1))
+        lane_box = LaneBox(box, None, lanes)
+        position = position_of(clamped, box.spatial)
         results = compute_steps(box, lanes, position, {})
-        store_lanes(made, position, results, None if is_whole else lambda lane: first + lane * threads < int64(units))
+        store_lanes(
+            lane_box, position, results, None if is_whole else lambda lane: first + lane * threads < int64(units)
+        )
 
 
-def _points(box: LaneBox, position: dict[tirx.Var, Expr]) -> None:
-    held = read_vectors(box, position, box.box.nest.expressions())
-    own = position if box.lanes == 1 or box.var is None else {**position, box.var: position[box.var] + LANE}
-    results = compute_steps(box.box, box.lanes, own, held)
-    store_lanes(box, own, results)
+def _compute_points(box: LaneBox, position: dict[tirx.Var, Expr]) -> None:
+    _store_points(box, position, read_vectors(box, position, box.box.nest.expressions()))
 
 
 Buffers = dict[tirx.Buffer, tirx.Buffer]
 
 
 def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], gpu: GpuTarget) -> tirx.PrimFunc:
-    """A PrimFunc that computes nests in order, with the parameters and attributes of `func`."""
-    own: Buffers = {p: p for p in func.params}
+    """Write nests in order as a PrimFunc with the parameters and attributes of `func`."""
+    buffers: Buffers = {p: p for p in func.params}
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("scheduled")
         with T.sblock("root"):
             T.reads()
             T.writes()
             for buffer in [buffer for nest in nests for buffer in nest.stored]:
-                if buffer not in own:
-                    own[buffer] = T.alloc_buffer(list(buffer.shape), buffer.dtype, scope="global")
-            views = {buffer: _elements(kept) for buffer, kept in own.items()}
-            memory = {views[buffer]: kept for buffer, kept in own.items()}
+                if buffer not in buffers:
+                    buffers[buffer] = T.alloc_buffer(list(buffer.shape), buffer.dtype, scope="global")
+            views = {buffer: _elements(memory_of) for buffer, memory_of in buffers.items()}
+            memory = {views[buffer]: memory_of for buffer, memory_of in buffers.items()}
             for nest in nests:
                 memory |= _write_nest(split_axes(nest), gpu, views)
     body = with_views(builder.get().body, memory)
@@ -470,9 +474,9 @@ def _elements(buffer: tirx.Buffer) -> tirx.Buffer:
     return tirx.decl_buffer(_count(buffer), buffer.dtype, f"{buffer.name}_elements", layout=None)
 
 
-def _write_nest(nest: Nest, gpu: GpuTarget, kept: Buffers) -> Buffers:
-    """Write a nest, and return the memory between its launches by what stands for its elements there."""
-    views = dict(kept)
+def _write_nest(nest: Nest, gpu: GpuTarget, outer_views: Buffers) -> Buffers:
+    """Write a nest; return the buffers between its launches by the views of their elements."""
+    views = dict(outer_views)
 
     def view(buffer: tirx.Buffer) -> tirx.Buffer:
         return views.setdefault(buffer, _elements(buffer))
@@ -481,21 +485,20 @@ def _write_nest(nest: Nest, gpu: GpuTarget, kept: Buffers) -> Buffers:
     if not nest.sums:
         write_map(box, gpu)
         return {}
-    halves = halves_of(box, gpu)
-    if halves is None:
+    split = split_reduction_of(box, gpu)
+    if split is None:
         write_reduction(box, gpu)
         return {}
-    made = {part: T.alloc_buffer(list(part.shape), part.dtype, scope="global") for part in halves.parts}
-    write_reduction(halves.first, gpu)
-    write_reduction(halves.second, gpu)
-    return made
+    partials = {
+        partial: T.alloc_buffer(list(partial.shape), partial.dtype, scope="global") for partial in split.partials
+    }
+    write_reduction(split.first, gpu)
+    write_reduction(split.second, gpu)
+    return partials
 
 
 def with_views(body: tirx.Stmt, views: Mapping[tirx.Buffer, tirx.Buffer]) -> tirx.Stmt:
-    """`body` with the elements of parameters declared in every launch that touches them.
-
-    Within the launch: what is around it would be code of the host.
-    """
+    """Declare the views that each launch uses inside it: outside they would be host code."""
 
     def declare(loop: tirx.For) -> tirx.For:
         if loop.thread_binding is None or str(loop.thread_binding.thread_tag) != "threadIdx.x":

@@ -46,7 +46,9 @@ def check(problem, tile, execute=run):
     for step in steps:
         kernel = sort_kernel(problem, step)
         assert is_one_launch(kernel)
-        buffers = outputs if step.is_last else [np.zeros((*outer, step.left), dtype) for dtype in problem.pair_types]
+        buffers = (
+            outputs if step.is_last else [np.zeros((*outer, step.output_length), dtype) for dtype in problem.pair_types]
+        )
         data = [x] if step.is_first or (step.is_last and problem.values) else []
         execute(kernel, *data, *pairs, *buffers)
         pairs = buffers
@@ -80,9 +82,9 @@ def test_sorts(shape, axis, dtype, count, descending):
 
 def test_launches():
     steps = sort_steps(SortProblem((9, 9000), 1, "float32", False, 9000, True, ""))
-    assert [(step.is_merge, step.left) for step in steps] == [(False, 9000)] + [(True, 9000)] * 3
+    assert [(step.is_merge, step.output_length) for step in steps] == [(False, 9000)] + [(True, 9000)] * 3
     few = sort_steps(SortProblem((9, 100_000), 1, "float32", False, 10, True, ""))
-    assert [(step.is_merge, step.left) for step in few] == [(False, 3910), (False, 160), (False, 10)]
+    assert [(step.is_merge, step.output_length) for step in few] == [(False, 3910), (False, 160), (False, 10)]
     assert [step.run for step in few] == [256, 256, 256]
     assert [step.is_last for step in few] == [False, False, True]
     assert [step.run for step in sort_steps(SortProblem((1, 8400), 1, "float32", True, 300, True, ""))] == [2048, 2048]
