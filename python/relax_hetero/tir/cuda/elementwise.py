@@ -20,7 +20,7 @@ from ..core.ties import tied_to
 from ..elementwise.elementwise import ElementwiseStorages
 from .core.expression import emit
 from .core.launch import at_least_one
-from .core.storage_place import THREADS, common_lanes, innermost, nothing, place_of, run_length
+from .core.storage_position import THREADS, common_lanes, empty_launch, innermost, position_of, run_length
 from .core.vectors import MAX_LANES, VectorRegisters
 
 VECTORS = 2
@@ -70,7 +70,7 @@ class _Kernel:
     def write(self) -> None:
         """The launch, and each thread's vectors."""
         if isinstance(self.total, int) and self.total == 0:
-            nothing()
+            empty_launch()
             return
         vectors = ceil_div(self.total, self.lanes)
         resident = self.gpu.multiprocessors * RESIDENT
@@ -102,7 +102,7 @@ class _Kernel:
     def _vectors(self, numbers: list[Expr]) -> None:
         """All loads before the first computation, so that they are in flight together."""
         places = [
-            None if self.is_flat else [materialize(at) for at in place_of(self.result, number, self.lanes)]
+            None if self.is_flat else [materialize(at) for at in position_of(self.result, number, self.lanes)]
             for number in numbers
         ]
         registers = [

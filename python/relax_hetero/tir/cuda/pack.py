@@ -26,7 +26,16 @@ from ..core.packed_storage import PackedStorage, extents_of
 from ..core.view import split_position
 from ..core.work_split import unravel
 from .core.launch import at_least_one
-from .core.storage_place import THREADS, blocks_for, common_lanes, innermost, is_inside, nothing, place_of, run_length
+from .core.storage_position import (
+    THREADS,
+    blocks_for,
+    common_lanes,
+    empty_launch,
+    innermost,
+    is_inside,
+    position_of,
+    run_length,
+)
 from .core.vectors import VectorRegisters
 
 SQUARE = 64
@@ -64,7 +73,7 @@ def relayout_kernel(
         ]
         with function.body():
             if any(isinstance(extent, int) and extent == 0 for extent in shape):
-                nothing()
+                empty_launch()
             elif _innermost(sides[0]) == _innermost(sides[1]):
                 _copy_vectors(sides[0], sides[1])
             elif _has_short_runs(sides[1]):
@@ -95,7 +104,7 @@ def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
             side.open(raw=True)
         number = materialize(block * THREADS + tirx.Cast("int64", thread))
         with T.If(number < total), T.Then():
-            place = [materialize(at) for at in place_of(destination, number, lanes)]
+            place = [materialize(at) for at in position_of(destination, number, lanes)]
             inside = is_inside(destination.layout, extents, place)
             first = source.offset(*split_position(source.layout, place))
             vector = VectorRegisters(source, first, lanes, 1)
@@ -125,7 +134,7 @@ def _gather_runs(source: PackedStorage, destination: PackedStorage) -> None:
         # Divided in 32 bits, of which a division takes a fraction of the time.
         number = T.bind(tirx.Cast("int32", block) * THREADS + tirx.Cast("int32", thread))
         with T.If(number < total), T.Then():
-            first = [T.bind(tirx.Cast("int64", at)) for at in place_of(destination, number, lanes)]
+            first = [T.bind(tirx.Cast("int64", at)) for at in position_of(destination, number, lanes)]
             vector = VectorRegisters(destination, zero, lanes, 1)
             for lane in range(lanes):
                 place = [at + lane if d == across else at for d, at in enumerate(first)]

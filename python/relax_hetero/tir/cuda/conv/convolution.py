@@ -1,4 +1,4 @@
-"""Which generator writes a convolution of a GPU, and how it wants the weight."""
+"""Selection of the kernel generator of a convolution."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import depthwise_conv, simt_conv, tensor_core_conv
 
 
 def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:
-    """The kernel of a convolution for a GPU, one launch; `ConvProblem` says what its parameters are."""
+    """Kernel of a convolution, one launch; `ConvProblem` documents its parameters."""
     product = as_product(problem)
     if product is not None:
         return cuda_matmul_kernel(product, gpu)

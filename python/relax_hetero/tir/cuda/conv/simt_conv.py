@@ -1,6 +1,6 @@
-"""Convolutions without tensor cores: any element types, windows and groups, float32 exactly.
+"""Convolutions without tensor cores: any element types, windows and groups; float32 without rounding to tf32.
 
-They are the products of `matmul.simt_tiles`, whose left operand is found in the map.
+They are implicit GEMMs on `matmul.simt_tiles`, whose left operand is gathered from the feature map.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from ..core.epilogue import EpilogueWriter
 from ..core.operand import GpuOperand
 from ..matmul.simt_plan import SimtPlan, simt_plan
 from ..matmul.simt_tiles import Batches, Side, TiledProduct, known
-from . import window_places
-from .window_places import WindowPlaces
+from . import filter_taps
+from .filter_taps import FilterTaps
 
 
 def unsupported_reason(problem: ConvProblem) -> str:
-    """Why `simt_conv_kernel` cannot solve a problem; empty where it can."""
+    """Reason why `simt_conv_kernel` does not support a problem; empty if it does."""
     spatial = range(2, len(problem.windows) + 2)
     expected = PackedLayout((*spatial, 1, 0))
     if problem.weight.layout != expected:
         return f"the weight is stored as {problem.weight.layout}, expected {expected}"
     if problem.data.layout.inner_dims:
         return f"the map is stored as {problem.data.layout}, expected no tiles"
-    return window_places.unsupported_reason(problem)
+    return filter_taps.unsupported_reason(problem)
 
 
 def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None = None) -> tirx.PrimFunc:
-    """The kernel of a convolution, one launch; `ConvProblem` says what its parameters are.
+    """Kernel of a convolution, one launch; `ConvProblem` documents its parameters.
 
     Parameters
     ----------
     plan : SimtPlan, optional
-        Tiles to use instead of those that are estimated to be the quickest.
+        Tiles, by default those with the lowest estimated time.
 
     Raises
     ------
     EncodingError
-        If `unsupported_reason` says why the problem is not one for this kernel.
+        If the kernel does not support the problem (`unsupported_reason`).
     """
     reason = unsupported_reason(problem)
     if reason:
@@ -76,7 +76,7 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
             batches = Batches(counts)
             if plan is None:
                 plan = simt_plan((known(m), int(columns), int(depth)), known(batches.count), dtype, gpu)
-            places = WindowPlaces(data, problem, extents, len(batch))
+            places = FilterTaps(data, problem, extents, len(batch))
             left, right = Side(data, "m", plan.rows, m, places), Side(weight, "n", plan.columns, int(columns))
             TiledProduct(left, right, int(depth), dtype, writer, batches, plan).emit()
     return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)

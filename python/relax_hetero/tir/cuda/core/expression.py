@@ -1,13 +1,13 @@
-"""Elementwise expressions as code of one thread: `tir.elementwise.expression_code` with CUDA's own functions.
+"""Code generation of elementwise expressions: `tir.elementwise.expression_code` with CUDA's math functions.
 
-CUDA's ``expf``, ``erff`` and ``tanhf`` are within 2 units in the last place and take fewer instructions than the
-polynomials that CPUs need for vectors. All other ops, and the rules for NaN, rounding, casts and division by zero, are
-those of CPUs, so that a model gets the same numbers on both.
+CUDA's ``expf``, ``erff`` and ``tanhf`` are accurate to 2 ulp and take fewer instructions than the vectorized
+polynomials for CPUs. All other ops, and the rules for NaN, rounding, casts and division by zero, are shared with CPUs,
+so that a model gets the same results on both.
 
-bfloat16 is loaded and stored by its bits, as on CPUs; the rounding is the GPU's instruction.
+bfloat16 is loaded and stored as bits, as on CPUs, but rounded by the GPU's instruction.
 
-What is rounded to 16 bits anyway takes a shorter way: `_gelu_of_halves`, `_silu_of_halves`. Beside a product on tensor
-cores it is what takes the time.
+Results that are rounded to 16 bits use cheaper approximations (`_gelu_of_halves`, `_silu_of_halves`), as activations
+dominate the epilogues of tensor core products.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .launch import local
 
 
 def emit(expression: Expression, values: Sequence[Expr], dtypes: Sequence[str], rounded: str = "") -> Expr:
-    """An expression over scalars, within a function whose registers are "local"; see `expression_code.emit`.
+    """Emit an expression of scalars, in a function whose registers are "local"; see `expression_code.emit`.
 
     Parameters
     ----------
     rounded : str
-        The type that the caller rounds the result to, if any.
+        Type to which the caller rounds the result, if any.
 
     Returns
     -------
@@ -56,7 +56,7 @@ def emit(expression: Expression, values: Sequence[Expr], dtypes: Sequence[str], 
 
 
 def ops_for(dtype: str) -> Ops:
-    """The ops of GPUs for an element type; floating-point ones of float64, too."""
+    """Ops for an element type, float64 included."""
     if dtype in HALF_TYPES:
         return _HALF_OPS
     return _FLOAT_OPS if "float" in dtype else INT_OPS
@@ -71,7 +71,7 @@ def _sigmoid(x: Expr) -> Expr:
 
 
 def _silu(x: Expr) -> Expr:
-    # Of -inf NaN, as on CPUs: of a number far below zero, e^-x is infinite and the quotient -0.
+    # NaN for -inf, as on CPUs. For large negative numbers, e^-x overflows and the quotient is -0.
     return x / _one_plus_exp_of_negative(x)
 
 
@@ -87,28 +87,28 @@ def _gelu(x: Expr) -> Expr:
     return _half_times_one_plus(x, T.erf(x * vector_math.constant(x, 0.70710678118654752)))
 
 
-# Of the normal distribution's integral from 0 to x, an odd function: factors of x, x^3, x^5, ... They are the best ones
-# for x times it, where the sum may exceed the integral's limit of 1/2 as soon as the integral has come within the same
-# error of it; the last is positive, so that it stays above from there on.
-_INTEGRAL = (
+# Coefficients of x, x^3, x^5, ... of the normal distribution's integral from 0 to x, fitted to minimize the error of x
+# times the integral. The polynomial may exceed the limit 1/2 where the integral is within the error of it (results are
+# clipped); the last coefficient is positive, so that it stays above from there on.
+_NORMAL_INTEGRAL_COEFFICIENTS = (
     0.39876481890678406, -0.06608258932828903, 0.009647008031606674, -0.0010562196839600801, 8.450021414319053e-05,
     -4.745080786960898e-06, 1.7522036444006517e-07, -3.788144464778043e-09, 3.611771992595436e-11,
 )  # fmt: skip
 
 
 def _gelu_of_halves(x: Expr) -> Expr:
-    """gelu by a polynomial: 11 instructions where `_gelu` takes more than twice as many.
+    """gelu by a polynomial: 11 instructions, less than half of those of `_gelu`.
 
-    The absolute error is at most 4.2e-5; relative to the result, 1.6e-4 near zero and 8e-5 for positive x: less than
-    half of float16's rounding error. Only far below zero, where results are small, it is many of their last places.
+    The absolute error is at most 4.2e-5; the relative error 1.6e-4 near zero and 8e-5 for positive x, less than half of
+    float16's rounding error. It is large only for the tiny results far below zero.
     """
     square = vector_math.once(x * x)
-    factor = vector_math.constant(x, _INTEGRAL[-1])
-    for coefficient in reversed(_INTEGRAL[:-1]):
-        factor = factor * square + vector_math.constant(x, coefficient)
-    share = local(1, "float32")
-    ptx.multiply_add_clipped(share[0], x, vector_math.once(factor), vector_math.constant(x, 0.5))
-    return x * share[0]
+    polynomial = vector_math.constant(x, _NORMAL_INTEGRAL_COEFFICIENTS[-1])
+    for coefficient in reversed(_NORMAL_INTEGRAL_COEFFICIENTS[:-1]):
+        polynomial = polynomial * square + vector_math.constant(x, coefficient)
+    probability = local(1, "float32")
+    ptx.multiply_add_clipped(probability[0], x, vector_math.once(polynomial), vector_math.constant(x, 0.5))
+    return x * probability[0]
 
 
 def _gelu_tanh(x: Expr) -> Expr:
@@ -141,7 +141,7 @@ _HALF_OPS: Ops = {**_FLOAT_OPS, "gelu": _gelu_of_halves, "silu": _silu_of_halves
 
 
 def _bits_by_instruction(call: tvm.ir.Call) -> tirx.Expr:
-    """`casts.bfloat16_bits` by the GPU's instruction; by integers where vectors are asked for."""
+    """Lower `casts.bfloat16_bits` to the GPU's instruction; to integer ops for vectors."""
     x = call.args[0]
     if x.ty.dtype.lanes > 1:
         return lower_to_integers(call)

@@ -1,4 +1,4 @@
-"""How a kernel is launched: blocks, clusters of blocks, threads; and its shared memory, one allocation."""
+"""Launches of a kernel (grid, clusters, threads) and the allocation of its shared memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ...core.builder import Expr, int64
 from ...core.raw_kernel import LAUNCH_BOUNDS
 
 SWIZZLED_ALIGN = 1024
-"""Alignment of tiles with swizzled rows: the swizzle is of address bits, and repeats every eight rows of 128 bytes."""
+"""Alignment of swizzled tiles in bytes: the swizzle XORs address bits, with a period of eight rows of 128 bytes."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread is.
+    """Indices of a thread.
 
     Attributes
     ----------
     block : PrimExpr
-        Number of the block; blocks of a cluster are neighbours.
+        Index of the block in the grid; blocks of a cluster are neighbours.
     rank : PrimExpr
-        Number of the block in its cluster, 0 without clusters.
+        Rank of the block in its cluster, 0 without clusters.
     thread : PrimExpr
-        Number of the thread in the block.
+        Index of the thread in the block.
     """
 
     block: Expr
@@ -40,20 +40,20 @@ class Place:
 def launch(
     blocks: Expr, threads: int, cluster: int = 1, moves_registers: bool = False, min_blocks_per_sm: int = 0
 ) -> Iterator[Place]:
-    """The one nest of loops of a kernel; its context gives the place of the thread that runs the statements within.
+    """Context of a kernel's body, which yields the indices of the thread.
 
     Parameters
     ----------
     blocks : PrimExpr or int
         A multiple of `cluster`.
     cluster : int
-        Blocks that run at the same time and share their shared memory: 1 to 8.
+        Blocks of a cluster: 1 to 8.
     moves_registers : bool
-        Whether warpgroups take registers of each other (`ptx.set_max_registers`).
+        Whether warpgroups reallocate registers (`ptx.set_max_registers`).
     min_blocks_per_sm : int
-        Blocks that share a multiprocessor's registers at least; 0: as many as do.
+        Minimum resident blocks of a multiprocessor (launch bound); 0: unbounded.
     """
-    # The compiler drops setmaxnreg where it does not know how many blocks share a multiprocessor's registers.
+    # The compiler ignores setmaxnreg without a launch bound.
     min_blocks_per_sm = min_blocks_per_sm or int(moves_registers)
     zero = tirx.const(0, "int32")
     with T.thread_binding(blocks, thread="blockIdx.x") as block:
@@ -76,19 +76,19 @@ def _bounds(min_blocks_per_sm: int) -> Iterator[None]:
 
 
 def at_least_one(extent: Expr) -> Expr:
-    """An extent, 1 where it is 0: a launch has blocks even where there is nothing to store."""
+    """Maximum of an extent and 1: a grid must not be empty."""
     return max(extent, 1) if isinstance(extent, int) else tirx.max(extent, int64(1))
 
 
 class SharedMemory:
-    """The shared memory of a kernel: parts are taken first; within the launch it is opened, and parts have addresses.
+    """The shared memory of a kernel: regions are reserved before the launch, and addressed in it after `open`.
 
-    Take swizzled tiles first: the allocation begins at a multiple of their alignment, and nothing is lost.
+    Reserve swizzled tiles first: the allocation has their alignment, and no bytes are lost.
 
     Attributes
     ----------
     size : int
-        Bytes that are taken.
+        Reserved bytes.
     """
 
     def __init__(self) -> None:
@@ -96,46 +96,45 @@ class SharedMemory:
         self._bytes: Any = None
 
     def take(self, size: int, align: int = 16) -> int:
-        """The offset of so many bytes."""
+        """Reserve a region, and return its offset."""
         begin = -(-self.size // align) * align
         self.size = begin + size
         return begin
 
     def open(self) -> None:
-        """Allocate all that was taken; within `launch`."""
+        """Allocate all regions, within `launch`."""
         size = max(self.size, 16)
         self._bytes = T.alloc_buffer((size,), "uint8", scope="shared.dyn")
-        # TVM cuts an allocation down to the bytes whose addresses it sees, and a copy takes only that of its first one.
+        # TVM shrinks an allocation to the bytes whose addresses are taken, and copies name only their first byte.
         for end in (0, size - 1):
             T.evaluate(T.address_of(self._bytes[end]))
 
     def at(self, offset: Expr) -> Expr:
-        """Pointer to a byte."""
+        """Pointer to the byte at an offset."""
         return T.address_of(self._bytes[offset])
 
 
 def local(count: int, dtype: str) -> Any:
-    """Registers of a thread, a buffer; its indices are constants once loops over it are unrolled."""
+    """Allocate registers of a thread; loops over them must be unrolled, so that indices are constants."""
     return T.alloc_buffer((count,), dtype, scope="local")
 
 
 @contextmanager
 def unrolled(count: int) -> Iterator[Expr]:
-    """A loop that the CUDA compiler writes out; TVM, whose passes take long over much code, keeps the loop."""
+    """Loop that the CUDA compiler unrolls; TVM keeps the loop, as its passes are slow on long code."""
     with T.attr(0, "pragma_unroll_explicit", False), T.unroll(count) as i:
         yield i
 
 
 READS_EARLY = "relax_hetero.reads_early"
-"""On a kernel that may begin before the launch before it has ended: the operands that it reads before it waits."""
+"""Attribute of a kernel with programmatic dependent launch: operands that it reads before `griddepcontrol_wait`."""
 
 
 def enable_pdl(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:
-    """The kernel with a note that it may begin before the launch before it in the stream has ended.
+    """Mark a kernel for programmatic dependent launch: it may begin before the previous launch has ended.
 
-    Every thread waits (`ptx.griddepcontrol_wait`) before it writes, or reads anything but `operands`: who launches
-    it early makes sure that these are constants, or that no launch before it in the graph writes them. It may let the
-    next launch begin (`ptx.launch_dependents`) at once: that one waits for this one, which ends no sooner than
-    those before.
+    Every thread executes `ptx.griddepcontrol_wait` before it writes, or reads anything but `operands`: these must be
+    constants, or not be written by earlier launches of the graph. The kernel may call `ptx.launch_dependents` at once:
+    the next launch waits for the end of this one, and so for all earlier ones.
     """
     return kernel.with_attr(READS_EARLY, list(operands))

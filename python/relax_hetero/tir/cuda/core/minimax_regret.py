@@ -1,4 +1,4 @@
-"""How work is cut where its extents are known only when it runs: the way that loses little, whatever they are."""
+"""Choice of tilings for symbolic extents: minimal regret over representative extents."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 EXTENTS = (64, 256, 1024, 4096)
-"""Extents that stand for a symbolic one."""
+"""Representative values of a symbolic extent."""
 
 Choice = TypeVar("Choice")
 
 
 def cases_of(sizes: Sequence[object], is_known: bool) -> list[list[int]]:
-    """The sizes with each of `EXTENTS` in the place of those that are no integers; one case where all is known."""
+    """Substitute each of `EXTENTS` for the symbolic sizes; one case if all sizes are known."""
     extents = EXTENTS[:1] if is_known else EXTENTS
     return [[size if isinstance(size, int) else extent for size in sizes] for extent in extents]
 
@@ -20,8 +20,8 @@ def cases_of(sizes: Sequence[object], is_known: bool) -> list[list[int]]:
 def minimax_regret(
     choices: Sequence[Choice], cases: Sequence[Sequence[int]], cost: Callable[[Choice, Sequence[int]], float]
 ) -> Choice:
-    """The choice that costs least, in the mean over the cases, compared with the best choice for each of them."""
+    """Choice with the lowest mean ratio of its cost to the lowest cost of each case."""
     costs = [[cost(choice, case) for case in cases] for choice in choices]
     best = [min(column) for column in zip(*costs, strict=True)]
-    losses = [sum(found / least for found, least in zip(row, best, strict=True)) for row in costs]
+    losses = [sum(value / lowest for value, lowest in zip(row, best, strict=True)) for row in costs]
     return choices[losses.index(min(losses))]

@@ -1,4 +1,4 @@
-"""Vectors of a tensor in a thread's registers, loaded and stored by accesses of up to 16 bytes."""
+"""Vectors of a tensor in a thread's registers, with loads and stores of up to 16 bytes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ...core.view import Coordinates, OperandView, View
 
 _UNITS = {1: "uint8", 2: "uint16"}
 MAX_LANES = 8
-"""Elements of a vector where types meet: bytes meet floats of which so many take two accesses."""
+"""Maximum elements of a vector in kernels of mixed types: 8 float32 take two accesses."""
 
 
 class VectorRegisters:
-    """So many vectors of a parameter's elements in registers, and where each lies in memory.
+    """Vectors of a parameter's elements in registers, and their memory.
 
     Parameters
     ----------
     view : View
-        Opened; its element type says how single elements are read.
+        Opened; its element type is that of single elements in registers.
     first : PrimExpr
-        The element that places are counted from, a multiple of `lanes`.
+        Offset of vector 0 in memory, a multiple of `lanes`.
     lanes : int
         Elements of a vector, a power of two.
     count : int
-        Vectors.
+        Number of vectors in registers.
     """
 
     def __init__(self, view: View, first: Expr, lanes: int, count: int) -> None:
@@ -38,86 +38,86 @@ class VectorRegisters:
         per_vector = max(1, size // 4)
         self._per_vector, self._width = per_vector, min(per_vector, VECTOR_BYTES // 4)
         self._memory = view.elements(self._unit)
-        # Counted in accesses: TVM reads as one vector only what it can prove to be aligned.
+        # In units of accesses: TVM vectorizes only accesses that it can prove to be aligned.
         elements = bytes_of(self._unit) * self._width // bytes_of(view.nominal)
         self._first = materialize(first if elements == 1 else tirx.floordiv(first, elements))
         self._units = T.alloc_buffer((count * per_vector,), self._unit, scope="local")
         self._elements = T.decl_buffer((count * lanes,), view.dtype, data=self._units.data, scope="local")
 
     def get(self, element: Expr) -> Expr:
-        """An element, by its number in all vectors: as `View.data` has it."""
+        """Read an element, by its number in the registers."""
         return self._elements[element]
 
     def set(self, element: Expr, value: Expr) -> None:
-        """Change an element, by its number in all vectors."""
+        """Write an element, by its number in the registers."""
         T.buffer_store(self._elements, value, [element])
 
-    def load(self, vector: int, place: Expr, inside: Expr | None) -> None:
-        """Read a vector; zeros where it is not inside.
+    def load(self, vector: int, index: Expr, inside: Expr | None) -> None:
+        """Load a vector, zeros if its predicate is false.
 
         Parameters
         ----------
         vector : int
-            Its number in registers.
-        place : PrimExpr
-            Its number from the first element on.
+            Number of the vector in registers.
+        index : PrimExpr
+            Number of the vector in memory, counted from `first`.
         inside : PrimExpr or None
-            Whether it exists; None: it does.
+            Predicate; None: always true.
         """
         if inside is None:
-            self._copy(vector, place, False)
+            self._copy(vector, index, False)
             return
         with T.If(inside):
             with T.Then():
-                self._copy(vector, place, False)
+                self._copy(vector, index, False)
             with T.Else():
-                for here, width in self._parts(vector):
+                for lanes, width in self._accesses(vector):
                     zero = tirx.const(0, self._unit)
-                    T.buffer_store(self._units, zero if width == 1 else T.broadcast(zero, width), [here])
+                    T.buffer_store(self._units, zero if width == 1 else T.broadcast(zero, width), [lanes])
 
     def keep(self, vector: int, mask: Expr) -> None:
-        """Make a vector zeros where `mask`, a uint32, is 0, and leave it where all bits are set; without a branch.
+        """Zero a vector if `mask`, a uint32, is 0, and keep it if all bits are set.
 
-        Loads that stand in no branch are in flight together.
+        Unlike predicated loads, loads without a branch are in flight together.
         """
         for word in range(vector * self._per_vector, (vector + 1) * self._per_vector):
             T.buffer_store(self._units, T.bitwise_and(self._units[word], T.Cast(self._unit, mask)), [word])
 
-    def store(self, vector: int, place: Expr, inside: Expr | None) -> None:
-        """Write a vector if it is inside; parameters as of `load`."""
+    def store(self, vector: int, index: Expr, inside: Expr | None) -> None:
+        """Store a vector if its predicate is true; parameters as in `load`."""
         if inside is None:
-            self._copy(vector, place, True)
+            self._copy(vector, index, True)
             return
         with T.If(inside), T.Then():
-            self._copy(vector, place, True)
+            self._copy(vector, index, True)
 
-    def store_to(self, view: View, place: Expr) -> None:
-        """Write the first vector to another parameter, at a place counted from its beginning."""
-        self._write(view.elements(self._unit), 0, place * (self._per_vector // self._width))
+    def store_to(self, view: View, index: Expr) -> None:
+        """Store the first vector to another parameter, at a vector number counted from its beginning."""
+        self._write(view.elements(self._unit), 0, index * (self._per_vector // self._width))
 
-    def _parts(self, vector: int) -> list[tuple[Expr, int]]:
+    def _accesses(self, vector: int) -> list[tuple[Expr, int]]:
         start = vector * self._per_vector
         return [
-            (lane_indices(tirx.const(start + part, "int32"), self._width), self._width)
-            for part in range(0, self._per_vector, self._width)
+            (lane_indices(tirx.const(start + word, "int32"), self._width), self._width)
+            for word in range(0, self._per_vector, self._width)
         ]
 
-    def _copy(self, vector: int, place: Expr, out: bool) -> None:
-        base = self._first + tirx.Cast("int64", place * (self._per_vector // self._width))
-        if out:
+    def _copy(self, vector: int, index: Expr, stores: bool) -> None:
+        base = self._first + tirx.Cast("int64", index * (self._per_vector // self._width))
+        if stores:
             self._write(self._memory, vector, base)
             return
-        for number, (here, width) in enumerate(self._parts(vector)):
-            there = lane_indices((base + number) * width, width)
-            T.buffer_store(self._units, self._memory[there], [here])
+        for number, (lanes, width) in enumerate(self._accesses(vector)):
+            indices = lane_indices((base + number) * width, width)
+            T.buffer_store(self._units, self._memory[indices], [lanes])
 
     def _write(self, memory: Any, vector: int, base: Expr) -> None:
-        for number, (here, width) in enumerate(self._parts(vector)):
-            T.buffer_store(memory, self._units[here], [lane_indices((base + number) * width, width)])
+        for number, (lanes, width) in enumerate(self._accesses(vector)):
+            T.buffer_store(memory, self._units[lanes], [lane_indices((base + number) * width, width)])
 
 
 class Vectors(VectorRegisters):
-    """Vectors along the last dimension of an operand, from a position on."""
+    """Vectors along the last dimension of an operand, starting at a position."""
 
     def __init__(self, view: OperandView, at: Coordinates, lanes: int, count: int) -> None:
         super().__init__(view, view.address(at), lanes, count)

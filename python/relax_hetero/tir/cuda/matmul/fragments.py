@@ -427,7 +427,7 @@ class FragmentStore:
                     ptx.load_shared(taken[w : w + 4], staging.shared.at(source + 4 * w), f"u{min(32, 8 * width)}")
                 if self._rows:
                     assert fetched is not None
-                    self._rows.write([partial(self.sum, value) for value in taken], place, held=(fetched, i))
+                    self._rows.write([partial(self.sum, value) for value in taken], place, loaded=(fetched, i))
                 elif width >= 4:
                     ptx.store_global(T.address_of(self._result.data[self._result.address(place)]), taken)
                 else:

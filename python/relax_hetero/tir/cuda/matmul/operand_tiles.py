@@ -40,10 +40,10 @@ class TileView(Protocol):
         """Position of an element in `data`."""
 
     def is_contiguous(self, name: str) -> bool:
-        """Return whether neighbours along an iteration dimension lie side by side, known to."""
+        """Return whether the stride along an iteration dimension is known to be 1."""
 
-    def alignment(self, along: str, most: int) -> int:
-        """The largest power of two, up to `most` bytes, at multiples of which runs along a dimension begin."""
+    def alignment(self, along: str, max_bytes: int) -> int:
+        """Alignment in bytes, a power of two up to `max_bytes`, of rows along a contiguous dimension."""
 
 
 class SwizzledLines:

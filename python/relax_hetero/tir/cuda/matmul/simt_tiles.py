@@ -331,7 +331,7 @@ class TiledProduct:
                     writer.load(held, tirx.const(i, "int32"), place, width, right.along)
             for i, (place, row) in enumerate(zip(places, rows, strict=True)):
                 with self._existing(place, row, end):
-                    writer.write(sums[i], place, right.along, held=(held, tirx.const(i, "int32")))
+                    writer.write(sums[i], place, right.along, loaded=(held, tirx.const(i, "int32")))
 
     @contextmanager
     def _existing(self, place: Coordinates, row: Expr | None, end: Expr | None) -> Iterator[None]:

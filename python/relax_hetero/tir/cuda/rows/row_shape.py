@@ -1,4 +1,4 @@
-"""How threads share the rows of a kernel: threads of a row, elements of a vector, what waits in registers."""
+"""Distribution of rows among threads: threads of a row, vector width, and elements kept in registers."""
 
 from __future__ import annotations
 
@@ -11,51 +11,50 @@ from ....target.gpu_target import MAX_BLOCK_THREADS, VECTOR_BYTES, WARP, GpuTarg
 from ...core.builder import Expr
 from ..core.vectors import MAX_LANES
 
-ELEMENTS = 32
-"""Maximum elements of a row that one thread holds: the code of all is written out."""
-WORDS = 16
-"""Registers for the elements of a row that one thread holds, where a row may have more threads, up to `BLOCK`. Measured
-on an H200, a layer norm of 8192x1024 in float32 takes 19.0 us with 128 threads of 32 registers a row, 20.3 with 64 of
-44; of 4096x4096 in float16 20.1 us with 128 threads, 22.5 with 512 that hold 8 elements each."""
-LATE = 0.5
-"""Registers of an operand that is loaded late count so much: the compiler loads some of it ahead."""
-MAX_WORDS = 48
-"""Registers for all elements of all operands of a thread, where there are few rows."""
-MAX_BLOCKS = 8
-"""Maximum number of blocks of a cluster, on every GPU that has clusters."""
+MAX_THREAD_ELEMENTS = 32
+"""Maximum elements of a row in a thread's registers: their code is unrolled."""
+TARGET_THREAD_REGISTERS = 16
+"""Registers for the elements of a row in a thread; rows that need more get more threads, up to `BLOCK_THREADS`.
+Measured on an H200, a layer norm of 8192x1024 in float32 takes 19.0 us with 128 threads of 32 registers a row, 20.3
+with 64 of 44; of 4096x4096 in float16 20.1 us with 128 threads, 22.5 with 512 of 8 elements each."""
+LATE_REGISTER_FRACTION = 0.5
+"""Fraction of an operand's registers that counts if it is loaded late: the compiler hoists some of its loads."""
+MAX_THREAD_REGISTERS = 48
+"""Maximum registers for all operands of a thread, where there are few rows."""
+MAX_CLUSTER_BLOCKS = 8
+"""Maximum blocks of a cluster on every GPU that has clusters."""
 MIN_BLOCK_ELEMENTS = 8192
-"""Elements of a row that one block of a cluster has: the blocks wait for each other in every reduction."""
-BLOCK = 128
-"""Threads of a block of several rows, and of a row whose length only the run knows."""
-LONG_BLOCK = 512
+"""Minimum elements of a row per block of a cluster: each reduction is a cluster barrier."""
+BLOCK_THREADS = 128
+"""Threads of a block of several rows, and of a row of symbolic length."""
+LONG_ROW_THREADS = 512
 """Threads of a row that is too long for registers."""
-BATCH = 4
-"""Vectors of such a row that a thread has in flight."""
-MIN_ELEMENTS = 8
-"""Minimum elements of a row for one thread, where there are too few rows to occupy the GPU otherwise."""
-OCCUPIED = 512
-"""Threads of a multiprocessor that hide most of the latency of memory."""
+VECTORS_IN_FLIGHT = 4
+"""Vectors of such a row that a thread loads at a time."""
+MIN_THREAD_ELEMENTS = 8
+"""Minimum elements of a row per thread, where there are too few rows to occupy the GPU otherwise."""
+OCCUPYING_THREADS = 512
+"""Threads per multiprocessor that hide most of the memory latency."""
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """The threads of a row, and its elements.
+    """Distribution of a row among threads.
 
-    Thread t of a row has the vectors t, t + threads, t + 2 threads, ... so that neighbours read neighbouring memory.
+    Thread t of a row has the vectors t, t + threads, t + 2 threads, ... so that accesses are coalesced.
 
     Attributes
     ----------
     threads : int
-        Number of threads of a row: a power of two, of one warp, of the whole block or of all blocks of the cluster.
+        Threads of a row: a power of two within a warp, the whole block or all blocks of the cluster.
     rows : int
         Rows of a block.
     lanes : int
-        Elements of a vector, which every row is a multiple of.
+        Elements of a vector, a divisor of the row's length.
     vectors : int
-        Number of vectors of a thread, the last of which may be beyond the row; 0 where a loop reads them anew in every
-        pass.
+        Vectors in a thread's registers, the last of which may be beyond the row; 0 if every pass loads the row again.
     cluster : int
-        Blocks that share a row.
+        Blocks of the cluster that shares a row.
     """
 
     threads: int
@@ -66,7 +65,7 @@ class RowShape:
 
     @property
     def warps(self) -> int:
-        """Warps of a block that share a row, 1 where a warp has one or more rows."""
+        """Warps of a block that share a row, at least 1."""
         return max(1, self.threads // self.cluster // WARP)
 
     @property
@@ -76,13 +75,13 @@ class RowShape:
 
 
 def lanes_for(n: Expr, dtypes: Sequence[str]) -> int:
-    """Elements of a vector of tensors of these types: as many as rows of `n` elements can be cut into."""
-    widest = min(MAX_LANES, VECTOR_BYTES // min(map(bytes_of, dtypes)))
-    return math.gcd(n, widest) if isinstance(n, int) else widest
+    """Maximum lanes of vectors of these types that divide rows of `n` elements."""
+    max_lanes = min(MAX_LANES, VECTOR_BYTES // min(map(bytes_of, dtypes)))
+    return math.gcd(n, max_lanes) if isinstance(n, int) else max_lanes
 
 
-def held_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) -> RowShape | None:
-    """The threads of rows that are held in registers; None where they are too long.
+def register_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) -> RowShape | None:
+    """Shape for rows kept in registers; None if they are too long.
 
     Parameters
     ----------
@@ -91,28 +90,30 @@ def held_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) ->
     total : int or PrimExpr
         Rows.
     words : float
-        Registers that an element takes.
+        Registers per element.
     """
     vectors = -(-n // lanes)
-    threads = min(WARP, _power_of_two(-(-vectors // 4)))
+    threads = min(WARP, _ceil_power_of_two(-(-vectors // 4)))
 
-    def own(threads: int) -> int:
+    def thread_elements(threads: int) -> int:
         return -(-vectors // threads) * lanes
 
-    while own(threads) > MIN_ELEMENTS and threads < MAX_BLOCK_THREADS:
-        if own(threads) <= ELEMENTS and (threads >= BLOCK or own(threads) * words <= WORDS):
+    while thread_elements(threads) > MIN_THREAD_ELEMENTS and threads < MAX_BLOCK_THREADS:
+        if thread_elements(threads) <= MAX_THREAD_ELEMENTS and (
+            threads >= BLOCK_THREADS or thread_elements(threads) * words <= TARGET_THREAD_REGISTERS
+        ):
             break
         threads *= 2
     cluster = 1
-    if own(threads) > ELEMENTS:
-        # Many small blocks: while some of a multiprocessor load their parts of rows, others compute.
-        if not gpu.bulk_copies or own(MAX_BLOCKS * MAX_BLOCK_THREADS) > ELEMENTS:
+    if thread_elements(threads) > MAX_THREAD_ELEMENTS:
+        # Many small blocks: while some on a multiprocessor load, others compute.
+        if not gpu.bulk_copies or thread_elements(MAX_CLUSTER_BLOCKS * MAX_BLOCK_THREADS) > MAX_THREAD_ELEMENTS:
             return None
-        cluster = MAX_BLOCKS
-        while own(threads) > ELEMENTS:
+        cluster = MAX_CLUSTER_BLOCKS
+        while thread_elements(threads) > MAX_THREAD_ELEMENTS:
             threads *= 2
     if isinstance(total, int):
-        while threads < MAX_BLOCK_THREADS and own(threads) > max(lanes, MIN_ELEMENTS):
+        while threads < MAX_BLOCK_THREADS and thread_elements(threads) > max(lanes, MIN_THREAD_ELEMENTS):
             if not is_idle(RowShape(threads, 1, lanes, 0), total, gpu):
                 break
             threads *= 2
@@ -121,36 +122,36 @@ def held_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget) ->
             threads, cluster = max(threads, blocks * WARP), blocks
     if cluster > 1:
         return RowShape(threads, 1, lanes, -(-vectors // threads), cluster)
-    rows = max(1, BLOCK // threads)
+    rows = max(1, BLOCK_THREADS // threads)
     while isinstance(total, int) and rows > 1 and rows * threads > WARP and total < rows * gpu.multiprocessors:
         rows //= 2
     return RowShape(threads, rows, lanes, -(-vectors // threads))
 
 
 def is_idle(shape: RowShape, total: Expr, gpu: GpuTarget) -> bool:
-    """Return whether there are too few rows to occupy the GPU with."""
-    return isinstance(total, int) and total * shape.threads < gpu.multiprocessors * OCCUPIED
+    """Return whether the rows are too few to occupy the GPU."""
+    return isinstance(total, int) and total * shape.threads < gpu.multiprocessors * OCCUPYING_THREADS
 
 
 def looped_shape(n: Expr, lanes: int, total: Expr, gpu: GpuTarget) -> RowShape:
-    """The threads of rows that every pass reads anew, of any length; parameters as of `held_shape`."""
+    """Shape for rows of any length that every pass loads again; parameters as in `register_shape`."""
     if not isinstance(n, int):
-        return RowShape(BLOCK, 1, lanes, 0)
+        return RowShape(BLOCK_THREADS, 1, lanes, 0)
     cluster = _cluster(n, total, gpu) if isinstance(total, int) else 1
-    # Where rows leave multiprocessors idle, those that work have all the threads that they can.
-    block = MAX_BLOCK_THREADS if cluster == MAX_BLOCKS else LONG_BLOCK
+    # With few rows, blocks are as large as possible.
+    block = MAX_BLOCK_THREADS if cluster == MAX_CLUSTER_BLOCKS else LONG_ROW_THREADS
     return RowShape(block * cluster, 1, lanes, 0, cluster)
 
 
 def _cluster(n: int, total: int, gpu: GpuTarget) -> int:
-    """The blocks of a row where rows are long and too few for the multiprocessors."""
+    """Cluster size for rows that are long and too few for the multiprocessors."""
     blocks = 1
-    while gpu.bulk_copies and 2 * blocks <= MAX_BLOCKS and 2 * blocks * total <= gpu.multiprocessors:
+    while gpu.bulk_copies and 2 * blocks <= MAX_CLUSTER_BLOCKS and 2 * blocks * total <= gpu.multiprocessors:
         if n < 2 * blocks * MIN_BLOCK_ELEMENTS:
             break
         blocks *= 2
     return blocks
 
 
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length() if least > 1 else 1
+def _ceil_power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length() if value > 1 else 1

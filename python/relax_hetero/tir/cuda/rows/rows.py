@@ -1,8 +1,8 @@
-"""Kernels of GPUs on rows: softmax, norms, reductions along the last axis and elementwise work around them.
+"""Row kernels: softmax, norms, reductions along the last axis and elementwise work around them.
 
-Memory is read once: a row's elements wait in the registers of its threads between the passes over them. Several short
-rows share a warp, long ones have a block. Rows that no block can hold, and those whose length only the run knows, are
-read anew by every pass, from the caches where they fit these.
+Memory is read once: a row's elements stay in the registers of its threads between passes. Several short rows share a
+warp, long ones have a block or a cluster. Rows that do not fit registers, and rows of symbolic length, are loaded again
+by every pass, from L2 if they fit it.
 """
 
 from __future__ import annotations
@@ -32,31 +32,38 @@ from ...rows.rows import in_single, merge_rows
 from ..core import ptx
 from ..core.expression import emit, ops_for
 from ..core.launch import SharedMemory, at_least_one, launch
-from ..core.storage_place import nothing
+from ..core.storage_position import empty_launch
 from ..core.vectors import Vectors
-from .row_shape import BATCH, LATE, MAX_WORDS, RowShape, held_shape, is_idle, lanes_for, looped_shape
+from .row_shape import (
+    LATE_REGISTER_FRACTION,
+    MAX_THREAD_REGISTERS,
+    VECTORS_IN_FLIGHT,
+    RowShape,
+    is_idle,
+    lanes_for,
+    looped_shape,
+    register_shape,
+)
 
-# The code of one row's threads: vectors of it in registers, passes over them, sums across threads.
-
-CHAINS = 4
-"""Accumulators of a thread: additions that are in flight."""
+NUM_ACCUMULATORS = 4
+"""Independent accumulators of a thread, whose additions are in flight together."""
 _PARTIAL_BYTES = 8
-"""Bytes of a warp's number in shared memory, whatever its type."""
+"""Bytes of a warp's partial result in shared memory, for all types."""
 _ZERO = tirx.const(0, "int64")
 
 
 @dataclass(frozen=True)
 class Threads:
-    """Where a thread stands.
+    """Indices of a thread.
 
     Attributes
     ----------
     number : PrimExpr
-        Number of the thread among the row's, int32.
+        Index of the thread in its row, int32.
     row : PrimExpr or int
-        Number of the row among the block's.
+        Index of the row in its block.
     is_row : PrimExpr or None
-        Whether the thread's row exists; None: it does. Threads whose row does not exist compute another once more.
+        Predicate of the row's existence; None: always. Threads whose row does not exist recompute another.
     """
 
     number: Expr
@@ -65,18 +72,18 @@ class Threads:
 
 
 class RowWriter:
-    """The code of a row, written inside of the loops over blocks and threads.
+    """Writer of the code for a row: loads, passes, reductions across threads and stores.
 
     Parameters
     ----------
     operands, result : OperandView
-        Opened; those of bfloat16 and bool as bits.
+        Opened; bfloat16 and bool as bits.
     n : int or PrimExpr
         Elements of a row.
     kept : str
-        Type of what waits for later passes.
+        Type of values kept for later passes.
     late : frozenset of int
-        Operands of which each vector is loaded where it is needed, by one pass.
+        Operands whose vectors are loaded where they are needed, by a single pass.
     """
 
     def __init__(
@@ -96,11 +103,13 @@ class RowWriter:
         self.program, self.plan, self.shape, self.n = program, plan, shape, n
         self.operands, self.result, self.threads, self.at = list(operands), result, threads, at
         self.types = value_types(program, plan, [view.nominal for view in operands], kept)
-        self.constant: dict[int, Registers] = {}
+        self.row_values: dict[int, Registers] = {}
         self.memory = SharedMemory()
         held = shape.vectors
         self.vectors = {
-            number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or BATCH)
+            number: Vectors(
+                view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or VECTORS_IN_FLIGHT
+            )
             for number, view in enumerate(operands)
             if view.runs_along("n")
         }
@@ -109,7 +118,7 @@ class RowWriter:
         self.output = Vectors(result, {**at, "n": _ZERO}, shape.lanes, 1) if result.runs_along("n") else None
 
     def emit(self) -> None:
-        """The whole row, from loads to stores."""
+        """Write the code of the row."""
         for number, view in enumerate(self.operands):
             if number not in self.vectors:
                 loaded = view.typed(view.load({**self.at, "n": _ZERO}, "-", 1))
@@ -119,7 +128,7 @@ class RowWriter:
                 if number not in self.late:
                     self._load_held(number)
         if self.shape.cluster > 1:
-            # Of every reduction its own memory: no thread waits for others to have read.
+            # Each reduction has memory of its own, so that no barrier is needed before it is reused.
             self.memory.take(len(self.plan.passes) * self.shape.warps * _PARTIAL_BYTES)
             self.memory.open()
         for number, step in enumerate(self.plan.passes):
@@ -131,12 +140,12 @@ class RowWriter:
                 self._store(step, self.output)
             else:
                 self._store_one(self._evaluate(step.expression, None, {}))
-        if self.shape.cluster > 1:  # no block ends before others have read its numbers
+        if self.shape.cluster > 1:  # no block may exit before others have read its shared memory
             ptx.cluster_arrive()
             ptx.cluster_wait()
 
     def _set(self, number: int, value: Expr) -> None:
-        self.constant.setdefault(number, Registers(1, self.types[number], 1))[0] = value
+        self.row_values.setdefault(number, Registers(1, self.types[number], 1))[0] = value
 
     def _load_held(self, number: int) -> None:
         vectors = self.vectors[number]
@@ -145,12 +154,12 @@ class RowWriter:
             vectors.load(vector, place, self._inside(vector, place))
 
     def _place(self, vector: Expr) -> Expr:
-        """The number in the row of one of the thread's vectors, int32."""
+        """Index in the row of one of the thread's vectors, int32."""
         return vector * self.shape.threads + self.threads.number
 
     def _inside(self, vector: int, place: Expr) -> Expr | None:
-        """Return whether one of the thread's vectors is in the row; None where all threads' are."""
-        assert isinstance(self.n, int), "rows whose length only the run knows are read again by every pass"
+        """Predicate of one of the thread's vectors; None if it is in the row for all threads."""
+        assert isinstance(self.n, int), "rows of symbolic length are not kept in registers"
         count = self.n // self.shape.lanes
         return None if (vector + 1) * self.shape.threads <= count else place < count
 
@@ -161,86 +170,92 @@ class RowWriter:
         dtype = self.types[index]
         combine = _combine(step.kind, dtype, carries_nan(self.program, number))
         neutral = neutral_of(step.kind, dtype, 1)
-        chains = CHAINS if self.shape.vectors == 0 else min(CHAINS, self.shape.vectors * self.shape.lanes)
-        accumulators = Registers(chains, dtype, 1)
-        for chain in range(chains):
+        num_accumulators = (
+            NUM_ACCUMULATORS
+            if self.shape.vectors == 0
+            else min(NUM_ACCUMULATORS, self.shape.vectors * self.shape.lanes)
+        )
+        accumulators = Registers(num_accumulators, dtype, 1)
+        for chain in range(num_accumulators):
             accumulators[chain] = neutral
 
-        def one(_slot: int, element: int, place: Expr, inside: Expr | None) -> None:
+        def visit(element: int, place: Expr, inside: Expr | None) -> None:
             kept = self._keep(step, element)
             value = self._evaluate(step.expression, element, kept)
             if inside is not None:
                 value = T.Select(inside, value, neutral)
-            accumulators[chain_of(element)] = combine(accumulators[chain_of(element)], value)
+            accumulators[accumulator_of(element)] = combine(accumulators[accumulator_of(element)], value)
 
-        def chain_of(element: int) -> int:
-            return element % chains
+        def accumulator_of(element: int) -> int:
+            return element % num_accumulators
 
-        self._each(step, one)
-        left = chains
-        while left > 1:
-            for chain in range(left // 2):
-                accumulators[chain] = combine(accumulators[chain], accumulators[chain + (left + 1) // 2])
-            left = (left + 1) // 2
-        self._across(accumulators, combine, dtype, number)
-        whole = accumulators[0]
+        self._for_each_element(step, visit)
+        remaining = num_accumulators
+        while remaining > 1:
+            for chain in range(remaining // 2):
+                accumulators[chain] = combine(accumulators[chain], accumulators[chain + (remaining + 1) // 2])
+            remaining = (remaining + 1) // 2
+        self._reduce_threads(accumulators, combine, dtype, number)
+        result = accumulators[0]
         if step.kind == "mean":
-            whole = whole / count_of(self.n, dtype)
-        self._set(index, whole)
+            result = result / count_of(self.n, dtype)
+        self._set(index, result)
 
-    def _across(self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int) -> None:
-        """The threads' numbers reduced to one, which all of them get."""
-        _across_lanes(accumulator, combine, min(self.shape.threads, WARP))
+    def _reduce_threads(
+        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
+    ) -> None:
+        """Reduce the accumulators of a row's threads; all threads get the result."""
+        _reduce_lanes(accumulator, combine, min(self.shape.threads, WARP))
         warps = self.shape.warps
         if self.shape.cluster > 1:
-            self._across_blocks(accumulator, combine, dtype, step)
+            self._reduce_cluster(accumulator, combine, dtype, step)
             return
         if warps == 1:
             return
         partial = T.alloc_buffer((self.shape.rows * warps,), dtype, scope="shared")
         number, first = self.threads.number, self.threads.row * warps
         if step or not isinstance(self.n, int):
-            # TVM lays the memory of reductions over each other: all threads have read the one before.
+            # TVM reuses shared memory between reductions, so all threads must have read the previous one.
             T.evaluate(T.tvm_storage_sync("shared"))
         with T.If(tirx.EQ(number % WARP, 0)), T.Then():
             T.buffer_store(partial, accumulator[0], [first + number // WARP])
         T.evaluate(T.tvm_storage_sync("shared"))
         if warps > 8:
             accumulator[0] = partial[first + number % warps]
-            _across_lanes(accumulator, combine, warps)
+            _reduce_lanes(accumulator, combine, warps)
             return
         accumulator[0] = partial[first]
         for warp in range(1, warps):
             accumulator[0] = combine(accumulator[0], partial[first + warp])
 
-    def _across_blocks(
+    def _reduce_cluster(
         self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
     ) -> None:
-        """As `_across`, over the warps of a cluster: each reads what all have written in their blocks' memory."""
+        """Reduce over the warps of a cluster: each reads all partial results from distributed shared memory."""
         warps, words = self.shape.warps, max(1, bytes_of(dtype) // 4)
         thread = self.threads.number
         register = T.alloc_buffer((words,), "uint32", scope="local")
-        held = T.decl_buffer((1,), dtype if words > 1 else "uint32", data=register.data, scope="local")
+        partial = T.decl_buffer((1,), dtype if words > 1 else "uint32", data=register.data, scope="local")
         remote = T.alloc_buffer((1,), "uint32", scope="local")
-        parts = [register[word] for word in range(words)]
+        partial_words = [register[word] for word in range(words)]
 
         def address(warp: Expr) -> Expr:
             return self.memory.at((step * warps + warp) * _PARTIAL_BYTES)
 
-        def taken() -> Expr:
-            return held[0] if words > 1 else _narrowed(held[0], dtype)
+        def remote_partial() -> Expr:
+            return partial[0] if words > 1 else _narrowed(partial[0], dtype)
 
         with T.If(tirx.EQ(thread % WARP, 0)), T.Then():
-            T.buffer_store(held, accumulator[0] if words > 1 else _as_word(accumulator[0], dtype), [0])
-            ptx.store_shared(address(thread // WARP % warps), parts)
+            T.buffer_store(partial, accumulator[0] if words > 1 else _as_word(accumulator[0], dtype), [0])
+            ptx.store_shared(address(thread // WARP % warps), partial_words)
         ptx.cluster_arrive()
         ptx.cluster_wait()
-        own = T.bind(ptx.shared_address(address(thread % warps)))
+        local_address = T.bind(ptx.shared_address(address(thread % warps)))
         for block in range(self.shape.cluster):
-            ptx.remote_address(remote[0], own, block)
-            ptx.load_remote(parts, remote[0])
-            accumulator[0] = taken() if block == 0 else combine(accumulator[0], taken())
-        _across_lanes(accumulator, combine, warps)
+            ptx.remote_address(remote[0], local_address, block)
+            ptx.load_remote(partial_words, remote[0])
+            accumulator[0] = remote_partial() if block == 0 else combine(accumulator[0], remote_partial())
+        _reduce_lanes(accumulator, combine, warps)
 
     def _keep(self, step: RowPass, element: int) -> dict[int, Expr]:
         if step.keep is None:
@@ -252,29 +267,29 @@ class RowWriter:
     def _store(self, step: RowPass, output: Vectors) -> None:
         lanes = self.shape.lanes
 
-        def one(_slot: int, element: int, place: Expr, inside: Expr | None) -> None:
+        def visit(element: int, place: Expr, inside: Expr | None) -> None:
             value = cast(self._evaluate(step.expression, element, {}), self.result.nominal)
             lane = element % lanes
             output.set(lane, self.result.bits(value))
             if lane == lanes - 1:
-                exists = inside if self.threads.is_row is None else _both(self.threads.is_row, inside)
+                exists = inside if self.threads.is_row is None else _conjunction(self.threads.is_row, inside)
                 output.store(0, place, exists)
 
-        self._each(step, one)
+        self._for_each_element(step, visit)
 
     def _store_one(self, value: Expr) -> None:
         register = Registers(1, str(value.ty.dtype), 1)
         register[0] = value
         first = tirx.EQ(self.threads.number, 0)
-        with T.If(_both(first, self.threads.is_row)), T.Then():
+        with T.If(_conjunction(first, self.threads.is_row)), T.Then():
             stored = self.result.bits(cast(register[0], self.result.nominal))
             T.buffer_store(self.result.data, stored, [self.result.address({**self.at, "n": _ZERO})])
 
-    def _each(self, step: RowPass, one: Callable[[int, int, Expr, Expr | None], None]) -> None:
-        """Code for every element of a row that the thread has.
+    def _for_each_element(self, step: RowPass, visit: Callable[[int, Expr, Expr | None], None]) -> None:
+        """Write code for every element of the thread.
 
-        `one` gets the vector's slot, the element's number in the slots, the vector's place, and whether it is in the
-        row (None: it is).
+        `visit` gets the element's register number, its vector's index in the row, and the vector's predicate (or
+        None).
         """
         lanes = self.shape.lanes
         read = self._read_by(step)
@@ -286,43 +301,47 @@ class RowWriter:
                     if number in self.late:
                         self.vectors[number].load(0, place, inside)
                 for lane in range(lanes):
-                    one(vector, vector * lanes + lane, place, inside)
+                    visit(vector * lanes + lane, place, inside)
             return
         count = self.n // lanes if isinstance(self.n, int) else materialize(tirx.floordiv(self.n, lanes))
         threads = self.shape.threads
-        whole = (
-            count // (threads * BATCH) if isinstance(count, int) else materialize(tirx.floordiv(count, threads * BATCH))
+        full_batches = (
+            count // (threads * VECTORS_IN_FLIGHT)
+            if isinstance(count, int)
+            else materialize(tirx.floordiv(count, threads * VECTORS_IN_FLIGHT))
         )
 
-        def several(first: Expr, many: int, guarded: bool) -> None:
-            places = [first + slot * threads for slot in range(many)]
-            insides = [place < count if guarded else None for place in places]
-            for slot in range(many):
+        def write_vectors(first: Expr, count_in_flight: int, guarded: bool) -> None:
+            places = [first + slot * threads for slot in range(count_in_flight)]
+            predicates = [place < count if guarded else None for place in places]
+            for slot in range(count_in_flight):
                 for number in read:
-                    self.vectors[number].load(slot, places[slot], insides[slot])
-            for slot in range(many):
+                    self.vectors[number].load(slot, places[slot], predicates[slot])
+            for slot in range(count_in_flight):
                 for lane in range(lanes):
-                    one(slot, slot * lanes + lane, places[slot], insides[slot])
+                    visit(slot * lanes + lane, places[slot], predicates[slot])
 
         number = tirx.Cast("int64", self.threads.number)
-        with loop(whole) as batch:
-            several(materialize(batch * (threads * BATCH) + number), BATCH, False)
-        done = whole * (threads * BATCH)
-        left = count - done
-        if isinstance(left, int) and left == 0:
+        with loop(full_batches) as batch:
+            write_vectors(materialize(batch * (threads * VECTORS_IN_FLIGHT) + number), VECTORS_IN_FLIGHT, False)
+        first_of_rest = full_batches * (threads * VECTORS_IN_FLIGHT)
+        remaining = count - first_of_rest
+        if isinstance(remaining, int) and remaining == 0:
             return
         rest = (
-            -(-left // threads) if isinstance(left, int) else materialize(tirx.floordiv(left + (threads - 1), threads))
+            -(-remaining // threads)
+            if isinstance(remaining, int)
+            else materialize(tirx.floordiv(remaining + (threads - 1), threads))
         )
         with loop(rest) as batch:
-            several(materialize(done + batch * threads + number), 1, True)
+            write_vectors(materialize(first_of_rest + batch * threads + number), 1, True)
 
     def _read_by(self, step: RowPass) -> list[int]:
         expressions = [step.expression] if step.keep is None else [step.expression, step.keep]
         return sorted({number for e in expressions for number in operands_of(e) if number in self.vectors})
 
     def _evaluate(self, expression: Expression, element: int | None, kept: dict[int, Expr]) -> Expr:
-        """An expression of the plan, for one of the thread's elements."""
+        """Evaluate an expression of the plan for one of the thread's elements."""
         used = operands_of(expression)
         values: list[Expr] = []
         for number in used:
@@ -330,8 +349,8 @@ class RowWriter:
                 values.append(kept[number])
             elif number == self.plan.kept:
                 values.append(self.kept[element])
-            elif number in self.constant:
-                values.append(self.constant[number][0])
+            elif number in self.row_values:
+                values.append(self.row_values[number][0])
             else:
                 slot = element % self.shape.lanes if number in self.late and element is not None else element
                 values.append(cast(self.operands[number].typed(self.vectors[number].get(slot)), self.types[number]))
@@ -342,7 +361,7 @@ class RowWriter:
 
 
 def kept_type(plan: RowPlan, program: RowProgram, operands: list[str]) -> str | None:
-    """The type of the value that waits for later passes; None where it has several."""
+    """Type of the value kept for later passes; None if there are several types."""
     found: set[str] = set()
     kept = "float32"
     for step in plan.passes:
@@ -354,8 +373,8 @@ def kept_type(plan: RowPlan, program: RowProgram, operands: list[str]) -> str | 
     return None if len(found) > 1 else next(iter(found), "float32")
 
 
-def _across_lanes(accumulator: Registers, combine: Callable[[Expr, Expr], Expr], lanes: int) -> None:
-    """The numbers of `lanes` neighbouring threads reduced to one, which all of them get."""
+def _reduce_lanes(accumulator: Registers, combine: Callable[[Expr, Expr], Expr], lanes: int) -> None:
+    """Reduce the accumulators of `lanes` neighbouring threads by shuffles; all of them get the result."""
     everyone = tirx.const(0xFFFFFFFF, "uint32")
     other = Registers(1, str(accumulator[0].ty.dtype), 1)
     distance = lanes // 2
@@ -377,7 +396,7 @@ def _combine(kind: str, dtype: str, carries: bool) -> Callable[[Expr, Expr], Exp
 
 
 def _as_word(value: Expr, dtype: str) -> Expr:
-    """A value of at most 32 bits as a word."""
+    """Convert a value of at most 32 bits to a word."""
     return T.reinterpret("uint32", value) if bytes_of(dtype) == 4 else T.cast(value, "uint32")
 
 
@@ -385,59 +404,60 @@ def _narrowed(word: Expr, dtype: str) -> Expr:
     return T.reinterpret(dtype, word) if bytes_of(dtype) == 4 else T.cast(word, dtype)
 
 
-def _both(one: Expr | None, other: Expr | None) -> Expr:
+def _conjunction(one: Expr | None, other: Expr | None) -> Expr:
     if one is None or other is None:
         return one if other is None else other
     return tirx.And(one, other)
 
 
-# Registers for a row: the operands that passes read again, and the value that they hand on.
-
-
-def needed_late(plan: RowPlan, numbers: Mapping[int, int]) -> frozenset[int]:
-    """The operands, of some, that one pass alone reads, and not the first: scale and shift of a norm."""
-    uses = {number: _uses(plan, number) for number in numbers}
+def late_operands(plan: RowPlan, operands: Mapping[int, int]) -> frozenset[int]:
+    """Operands that only one pass reads, and not the first, such as scale and shift of a norm."""
+    uses = {number: _uses(plan, number) for number in operands}
     return frozenset(number for number, steps in uses.items() if len(steps) == 1 and steps[0] > 0)
 
 
 def live_bytes(plan: RowPlan, sizes: Mapping[int, int], kept: int) -> int:
-    """Bytes of registers for an element of a row, at the pass where they are most.
+    """Maximum bytes of registers for an element of a row, over all passes.
 
-    What a pass reads for the last time makes room for what it keeps: an exponential takes the place of its score.
+    A kept value may reuse the registers of operands that its pass reads last: an exponential replaces its score.
 
     Parameters
     ----------
     sizes : mapping of int to int
-        Bytes of an element of each operand that waits.
+        Bytes of an element of each operand that is kept.
     kept : int
-        Bytes of the value that waits for later passes.
+        Bytes of the value kept for later passes.
     """
-    made = [step for step, of in enumerate(plan.passes) if of.keep is not None]
-    needed = _uses(plan, plan.kept)
+    keeping = [step for step, row_pass in enumerate(plan.passes) if row_pass.keep is not None]
+    uses = _uses(plan, plan.kept)
 
     def before(step: int) -> int:
         operands = sum(size for number, size in sizes.items() if _uses(plan, number)[-1:] >= [step])
-        return operands + (kept if made and made[0] < step and needed and needed[-1] >= step else 0)
+        return operands + (kept if keeping and keeping[0] < step and uses and uses[-1] >= step else 0)
 
     return max(before(step) for step in range(len(plan.passes)))
 
 
 def _uses(plan: RowPlan, number: int) -> list[int]:
-    """The passes that read an operand."""
+    """Numbers of the passes that read an operand."""
     return [
         step
-        for step, of in enumerate(plan.passes)
-        if any(number in operands_of(expression) for expression in (of.expression, of.keep) if expression is not None)
+        for step, row_pass in enumerate(plan.passes)
+        if any(
+            number in operands_of(expression)
+            for expression in (row_pass.expression, row_pass.keep)
+            if expression is not None
+        )
     ]
 
 
 def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = None) -> tirx.PrimFunc:
-    """The kernel of a program of rows, one launch; its parameters are those that `RowsProblem` says.
+    """Kernel of a row program, one launch; `RowsProblem` documents its parameters.
 
     Parameters
     ----------
     shape : RowShape, optional
-        How threads share the rows, where it is not to be chosen here: for measurements and tests.
+        Distribution of rows among threads; chosen by default.
 
     Raises
     ------
@@ -456,7 +476,7 @@ def rows_kernel(problem: RowsProblem, gpu: GpuTarget, shape: RowShape | None = N
 
 
 class _Kernel:
-    """One kernel while it is written."""
+    """Writer of the kernel."""
 
     def __init__(
         self,
@@ -472,7 +492,7 @@ class _Kernel:
         self.names = merge_rows(views, [name for name in result.index_map if name.startswith("d")])
         wide = [view for view in views if view.runs_along("n")]
         if not any(view.runs_along("n") for view in operands):
-            raise EncodingError(f"rows {problem.program}: found no operand that runs along the rows")
+            raise EncodingError(f"rows {problem.program}: found no operand with rows, expected at least one")
         self.n = extent_of(wide, "n")
         self.program = in_single(problem.program)
         self.types = [view.nominal for view in operands]
@@ -481,12 +501,12 @@ class _Kernel:
         self.lanes = lanes_for(self.n, [view.nominal for view in wide])
 
     def write(self) -> None:
-        """The launch: the threads' loops, and in them the row of each."""
+        """Write the launch."""
         if any(isinstance(extent, int) and extent == 0 for extent in (*self.extents.values(), self.n)):
-            # A reduction of nothing is not worth code of its own: shapes are checked before.
-            nothing()
+            # Reductions of empty rows are rejected earlier.
+            empty_launch()
             return
-        plan, kept, shape, late = self._held()
+        plan, kept, shape, late = self._plan_registers()
         shape = self.shape or shape or looped_shape(self.n, self.lanes, self.total, self.gpu)
         grid = int64(at_least_one(ceil_div(self.total, shape.rows))) * shape.cluster
         with launch(grid, shape.block, shape.cluster) as place:
@@ -514,7 +534,7 @@ class _Kernel:
         places = unravel(row, list(self.extents.values()), place=materialize, rest=materialize)
         at = dict(zip(self.extents, places, strict=True))
 
-        where = Threads(number, 0 if shape.rows == 1 else thread // shape.threads, is_row)
+        threads = Threads(number, 0 if shape.rows == 1 else thread // shape.threads, is_row)
 
         def write(shape: RowShape) -> None:
             looped = shape.vectors == 0
@@ -527,14 +547,14 @@ class _Kernel:
                 self.n,
                 "float32" if looped else kept,
                 late,
-                where,
+                threads,
                 at,
             ).emit()
 
         if isinstance(self.n, int) or shape.lanes == 1:
             write(shape)
             return
-        # In vectors if the length is a multiple of these.
+        # Vectors are used if they divide the length at run time.
         is_cut = tirx.EQ(tirx.floormod(self.n, shape.lanes), tirx.const(0, "int64"))
         either(is_cut, lambda: write(shape), lambda: write(replace(shape, lanes=1)))
 
@@ -542,25 +562,24 @@ class _Kernel:
         varying = frozenset(i for i, view in enumerate(self.operands) if view.runs_along("n"))
         return plan_rows(self.program, varying, may_keep, reciprocals=True)
 
-    def _held(self) -> tuple[RowPlan, str, RowShape | None, frozenset[int]]:
-        """The plan of rows in registers, the kept value's type, the threads, and the operands that are loaded late.
-
-        No threads where rows do not fit.
-        """
+    def _plan_registers(self) -> tuple[RowPlan, str, RowShape | None, frozenset[int]]:
+        """Plan of rows in registers, the kept value's type, the shape (None if rows do not fit), and late operands."""
         plan = self._plan(True)
         kept = kept_type(plan, self.program, self.types)
         if kept is None:
             plan, kept = self._plan(False), "float32"
         size = {i: bytes_of(view.nominal) for i, view in enumerate(self.operands) if view.runs_along("n")}
-        late = needed_late(plan, size)
+        late = late_operands(plan, size)
         if not isinstance(self.n, int):
             return plan, kept, None, late
-        waiting = {number: size[number] for number in size if number not in late}
-        words = live_bytes(plan, waiting, bytes_of(kept)) / 4
-        more = sum(size[i] for i in late) / 4
-        shape = held_shape(self.n, self.lanes, self.total, words + LATE * more, self.gpu)
+        early_sizes = {number: size[number] for number in size if number not in late}
+        early_words = live_bytes(plan, early_sizes, bytes_of(kept)) / 4
+        late_words = sum(size[i] for i in late) / 4
+        shape = register_shape(
+            self.n, self.lanes, self.total, early_words + LATE_REGISTER_FRACTION * late_words, self.gpu
+        )
         if shape is not None and is_idle(shape, self.total, self.gpu):
-            # There is nothing else to do while a late load is under way.
-            own = shape.vectors * shape.lanes
-            late = late if own * (words + more) > MAX_WORDS else frozenset()
+            # With low occupancy, nothing hides the latency of late loads.
+            thread_elements = shape.vectors * shape.lanes
+            late = late if thread_elements * (early_words + late_words) > MAX_THREAD_REGISTERS else frozenset()
         return plan, kept, shape, late

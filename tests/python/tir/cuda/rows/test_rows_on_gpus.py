@@ -18,7 +18,7 @@ from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.core.ties import ties_of
-from relax_hetero.tir.cuda.rows.row_shape import RowShape, held_shape, lanes_for, looped_shape
+from relax_hetero.tir.cuda.rows.row_shape import RowShape, lanes_for, looped_shape, register_shape
 from relax_hetero.tir.cuda.rows.rows import rows_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
@@ -187,7 +187,7 @@ def _stored_words(func: tirx.PrimFunc) -> list[int]:
 @pytest.mark.parametrize("n", [1, 7, 64, 768, 1000, 4096, 30000, 32768])
 @pytest.mark.parametrize("total", [1, 100, 100000])
 def test_threads_of_a_row(n, total):
-    shape = held_shape(n, lanes_for(n, ["float32"]), total, 2, GPU)
+    shape = register_shape(n, lanes_for(n, ["float32"]), total, 2, GPU)
     assert shape is not None
     assert shape.threads & (shape.threads - 1) == 0 and 32 <= shape.block <= MAX_BLOCK_THREADS
     assert shape.rows == 1 or shape.threads <= 64
@@ -195,15 +195,17 @@ def test_threads_of_a_row(n, total):
 
 
 def test_longer_rows_have_several_blocks_or_are_read_again():
-    assert held_shape(32768, 4, 1000, 2, GPU).cluster == 1
-    assert held_shape(50257, 1, 1000, 2, GPU).cluster == 8
-    assert held_shape(50257, 1, 1000, 2, GPU).block == 256
-    assert held_shape(50257, 1, 1000, 2, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))) is None
-    assert held_shape(8 * 32768, 4, 1000, 2, GPU).cluster == 8
-    assert held_shape(8 * 32768 + 1, 1, 1000, 2, GPU) is None
+    assert register_shape(32768, 4, 1000, 2, GPU).cluster == 1
+    assert register_shape(50257, 1, 1000, 2, GPU).cluster == 8
+    assert register_shape(50257, 1, 1000, 2, GPU).block == 256
+    assert register_shape(50257, 1, 1000, 2, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))) is None
+    assert register_shape(8 * 32768, 4, 1000, 2, GPU).cluster == 8
+    assert register_shape(8 * 32768 + 1, 1, 1000, 2, GPU) is None
     assert looped_shape(1 << 24, 4, 1, GPU).cluster == 8
     assert looped_shape(1 << 24, 4, 1000, GPU).cluster == 1
-    assert held_shape(30000, 4, 32, 2, GPU).cluster == 2  # few rows: 32 blocks would leave most multiprocessors idle
+    assert (
+        register_shape(30000, 4, 32, 2, GPU).cluster == 2
+    )  # few rows: 32 blocks would leave most multiprocessors idle
 
 
 def test_blocks_of_several_rows_of_several_warps():

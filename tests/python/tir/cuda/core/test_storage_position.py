@@ -17,7 +17,7 @@ from relax_hetero.tir.core.packed_storage import PackedStorage
 from relax_hetero.tir.core.view import View
 from relax_hetero.tir.cuda.core.expression import emit
 from relax_hetero.tir.cuda.core.launch import at_least_one
-from relax_hetero.tir.cuda.core.storage_place import common_lanes, innermost, place_of, run_length
+from relax_hetero.tir.cuda.core.storage_position import common_lanes, innermost, position_of, run_length
 from relax_hetero.tir.cuda.core.vectors import VectorRegisters
 
 SWIZZLED = PackedLayout.parse("pack<outer=[1, 0] inner=[1:64, 0:64] +swizzle>")
@@ -46,7 +46,7 @@ def test_a_thread_finds_the_position_of_its_vector(layout, lanes):
         with function.body(), T.thread_binding(64 * 64 // lanes, thread="blockIdx.x") as block:
             with T.thread_binding(1, thread="threadIdx.x"):
                 out.open()
-                row, column = place_of(storage, tirx.Cast("int64", block), lanes)
+                row, column = position_of(storage, tirx.Cast("int64", block), lanes)
                 for lane in range(lanes):
                     element = [row, column]
                     element[innermost(layout, shape)] += lane

@@ -1,4 +1,4 @@
-"""Positions in a tensor of places in its storage: threads that write storage in order find operands by them."""
+"""Logical positions of storage elements, for threads that write storage in order and locate operands by position."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ...core.work_split import unravel
 from .launch import at_least_one
 
 THREADS = 256
-"""Threads of a block of a kernel that only moves memory."""
+"""Threads of a block of a memory-bound kernel."""
 
 
 def innermost(layout: PackedLayout, shape: Sequence[Expr]) -> int:
-    """The dimension along which neighbours in storage are neighbours in the tensor."""
+    """Dimension along which storage is contiguous."""
     for d in reversed(layout.inner_dims):
         if layout.tile(d) > 1:
             return d
@@ -29,7 +29,7 @@ def innermost(layout: PackedLayout, shape: Sequence[Expr]) -> int:
 
 
 def run_length(layout: PackedLayout, shape: Sequence[Expr], dtype: str) -> int:
-    """Elements along the innermost dimension of which neighbours stay neighbours; 1 where only the run knows."""
+    """Length of contiguous runs along the innermost dimension; 1 if it is symbolic."""
     d = innermost(layout, shape)
     extent = layout.tile(d) if layout.tile(d) > 1 else shape[d]
     if layout.swizzle:
@@ -37,13 +37,13 @@ def run_length(layout: PackedLayout, shape: Sequence[Expr], dtype: str) -> int:
     return extent if isinstance(extent, int) else 1
 
 
-def place_of(storage: PackedStorage, vector: Expr, lanes: int) -> list[Expr]:
-    """The position in the tensor of the first element of a vector, whose lanes are neighbours in tensor and storage.
+def position_of(storage: PackedStorage, vector: Expr, lanes: int) -> list[Expr]:
+    """Logical position of the first element of a vector that is contiguous in tensor and storage.
 
     Parameters
     ----------
     vector : PrimExpr
-        Its number in storage, int64.
+        Number of the vector in storage, int64.
     lanes : int
         A divisor of `run_length`.
     """
@@ -64,27 +64,27 @@ def place_of(storage: PackedStorage, vector: Expr, lanes: int) -> list[Expr]:
     return [outer[d] * layout.tile(d) + within.get(d, 0) for d in range(rank)]
 
 
-def is_inside(layout: PackedLayout, extents: Sequence[Expr], place: Sequence[Expr]) -> Expr | None:
-    """Return whether a position in storage of `layout` is no padding; None where there is none."""
+def is_inside(layout: PackedLayout, extents: Sequence[Expr], position: Sequence[Expr]) -> Expr | None:
+    """Predicate of positions that are not padding; None if there is no padding."""
     condition: Expr | None = None
     for d, extent in enumerate(extents):
         if not is_multiple(extent, layout.tile(d)):
-            holds = place[d] < extent
-            condition = holds if condition is None else tirx.And(condition, holds)
+            in_extent = position[d] < extent
+            condition = in_extent if condition is None else tirx.And(condition, in_extent)
     return condition
 
 
 def blocks_for(units: Expr) -> Expr:
-    """Blocks of a launch that has a thread for each of some units."""
+    """Grid size for a thread per unit, at least 1."""
     return int64(at_least_one(ceil_div(units, THREADS)))
 
 
-def nothing() -> None:
-    """A launch that does nothing: of a kernel whose tensors have no elements."""
+def empty_launch() -> None:
+    """Write a launch that does nothing, for tensors without elements."""
     with T.thread_binding(1, thread="blockIdx.x"), T.thread_binding(1, thread="threadIdx.x"):
         T.evaluate(0)
 
 
-def common_lanes(widest: int, runs: Sequence[int]) -> int:
-    """The most lanes of vectors that all of some runs are cut into."""
-    return math.gcd(1 << (widest.bit_length() - 1), *runs)
+def common_lanes(max_lanes: int, runs: Sequence[int]) -> int:
+    """Maximum lanes of a vector that divides all run lengths."""
+    return math.gcd(1 << (max_lanes.bit_length() - 1), *runs)
