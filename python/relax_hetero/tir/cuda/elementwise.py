@@ -1,7 +1,7 @@
-"""Kernels of GPUs for elementwise expressions alone, on row-major or packed storage, in one launch.
+"""Elementwise kernels on row-major or packed storage, in one launch.
 
-A thread makes vectors of up to 16 bytes of the result, in the order of its storage. Operands that are stored as the
-result is are read likewise; others are found by the position in the tensor.
+A thread computes vectors of up to 16 bytes of the result, in storage order. Operands with the result's layout are
+loaded as the same vectors; others by their logical position.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from .core.launch import at_least_one
 from .core.storage_position import THREADS, common_lanes, empty_launch, innermost, position_of, run_length
 from .core.vectors import MAX_LANES, VectorRegisters
 
-VECTORS = 2
-"""Number of vectors of a thread, where there are enough to occupy the GPU with."""
-RESIDENT = 2048
-"""Threads that a multiprocessor holds."""
+VECTORS_PER_THREAD = 2
+"""Vectors per thread, if there are enough to occupy the GPU."""
+RESIDENT_THREADS_PER_SM = 2048
+"""Resident threads per multiprocessor."""
 _ZERO = tirx.const(0, "int64")
 
 
 def elementwise_kernel(problem: ElementwiseProblem, gpu: GpuTarget) -> tirx.PrimFunc:
-    """An elementwise expression alone; its parameters are those that `ElementwiseProblem` says.
+    """Kernel of an elementwise expression; `ElementwiseProblem` documents its parameters.
 
-    Padding of the result is whatever the expression makes of the operands' padding; it is never read by what consumes
-    results of products.
+    Padding of the result is computed from the operands' padding; consumers of packed results never read it.
 
     Raises
     ------
@@ -50,7 +49,7 @@ def elementwise_kernel(problem: ElementwiseProblem, gpu: GpuTarget) -> tirx.Prim
 
 
 class _Kernel:
-    """One kernel while it is written."""
+    """Writer of the kernel."""
 
     def __init__(self, problem: ElementwiseProblem, storages: ElementwiseStorages, gpu: GpuTarget) -> None:
         self.problem, self.operands, self.result, self.gpu = problem, storages.operands, storages.result, gpu
@@ -61,72 +60,77 @@ class _Kernel:
             alike or all(name == "1" for name in operand.index_map)
             for alike, operand in zip(self.alike, problem.operands, strict=True)
         )
-        widest = min(MAX_LANES, VECTOR_BYTES // min(map(bytes_of, [*self.dtypes, problem.result.dtype])))
+        max_lanes = min(MAX_LANES, VECTOR_BYTES // min(map(bytes_of, [*self.dtypes, problem.result.dtype])))
         run = run_length(problem.result.layout, problem.result.shape, problem.result.dtype)
-        self.lanes = widest if self.is_flat else common_lanes(widest, [run])
+        self.lanes = max_lanes if self.is_flat else common_lanes(max_lanes, [run])
         self.total = prod(map(plain_extent, self.result.physical))
-        self._runs = [not self.is_flat and self._runs_along(i) for i in range(len(self.operands))]
+        self._is_vector = [not self.is_flat and self._runs_along(i) for i in range(len(self.operands))]
 
     def write(self) -> None:
-        """The launch, and each thread's vectors."""
+        """Write the launch."""
         if isinstance(self.total, int) and self.total == 0:
             empty_launch()
             return
         vectors = ceil_div(self.total, self.lanes)
-        resident = self.gpu.multiprocessors * RESIDENT
-        each = VECTORS if isinstance(vectors, int) and vectors >= resident * VECTORS else 1
-        grid = int64(at_least_one(ceil_div(vectors, THREADS * each)))
+        resident = self.gpu.multiprocessors * RESIDENT_THREADS_PER_SM
+        vectors_per_thread = (
+            VECTORS_PER_THREAD if isinstance(vectors, int) and vectors >= resident * VECTORS_PER_THREAD else 1
+        )
+        grid = int64(at_least_one(ceil_div(vectors, THREADS * vectors_per_thread)))
         with (
             T.thread_binding(grid, thread="blockIdx.x") as block,
             T.thread_binding(THREADS, thread="threadIdx.x") as thread,
         ):
             for storage in (*self.operands, self.result):
                 storage.open(raw=storage.nominal in ("bfloat16", "bool"))
-            first = materialize(block * (THREADS * each) + tirx.Cast("int64", thread))
-            numbers = [first if i == 0 else materialize(first + i * THREADS) for i in range(each)]
-            full = self.total // self.lanes
-            is_whole = isinstance(self.total, int) and self.total % (self.lanes * THREADS * each) == 0
-            if is_whole and full:
+            first = materialize(block * (THREADS * vectors_per_thread) + tirx.Cast("int64", thread))
+            numbers = [first if i == 0 else materialize(first + i * THREADS) for i in range(vectors_per_thread)]
+            num_full = self.total // self.lanes
+            is_whole = isinstance(self.total, int) and self.total % (self.lanes * THREADS * vectors_per_thread) == 0
+            if is_whole and num_full:
                 self._vectors(numbers)
                 return
             for number in numbers:
-                with T.If(number < full), T.Then():
+                with T.If(number < num_full), T.Then():
                     self._vectors([number])
             if self.lanes > 1 and not (isinstance(self.total, int) and self.total % self.lanes == 0):
-                rest = self.total - full * self.lanes
-                number = materialize(full * self.lanes + first)
+                rest = self.total - num_full * self.lanes
+                number = materialize(num_full * self.lanes + first)
                 with T.If(first < rest), T.Then():
                     values = [self._single(i, number) for i in range(len(self.operands))]
                     T.buffer_store(self.result.data, self._value(values), [number])
 
     def _vectors(self, numbers: list[Expr]) -> None:
-        """All loads before the first computation, so that they are in flight together."""
+        """Compute vectors, with all loads before the first computation, so that they are in flight together."""
         places = [
             None if self.is_flat else [materialize(at) for at in position_of(self.result, number, self.lanes)]
             for number in numbers
         ]
         registers = [
-            [self._loaded(i, number, place) if alike or self._runs[i] else None for i, alike in enumerate(self.alike)]
+            [
+                self._load(i, number, place) if alike or self._is_vector[i] else None
+                for i, alike in enumerate(self.alike)
+            ]
             for number, place in zip(numbers, places, strict=True)
         ]
-        for number, place, held in zip(numbers, places, registers, strict=True):
+        for number, place, loaded in zip(numbers, places, registers, strict=True):
             output = VectorRegisters(self.result, _ZERO, self.lanes, 1)
             for lane in range(self.lanes):
                 values = [
                     register.get(lane) if register is not None else self._broadcast(i, place, lane)
-                    for i, register in enumerate(held)
+                    for i, register in enumerate(loaded)
                 ]
                 output.set(lane, self._value(values))
             output.store(0, number, None)
 
-    def _loaded(self, index: int, number: Expr, place: list[Expr] | None) -> VectorRegisters:
+    def _load(self, index: int, number: Expr, place: list[Expr] | None) -> VectorRegisters:
         first = _ZERO if self.alike[index] else self._offset(index, place, 0)
         register = VectorRegisters(self.operands[index], first, self.lanes, 1)
         register.load(0, number if self.alike[index] else _ZERO, None)
         return register
 
     def _runs_along(self, index: int) -> bool:
-        """Return whether neighbours in the result are neighbours in a row-major operand, vectors aligned."""
+        """Return whether vectors of the result are aligned vectors of a row-major operand."""
         layout, shape = self.result.layout, self.problem.result.shape
         d = innermost(layout, shape)
         return (
@@ -136,23 +140,27 @@ class _Kernel:
         )
 
     def _broadcast(self, index: int, place: list[Expr] | None, lane: int) -> Expr:
-        """An element of an operand that is not stored as the result is."""
+        """Element of an operand with another layout than the result."""
         return self.operands[index].data[self._offset(index, place, lane)]
 
     def _offset(self, index: int, place: list[Expr] | None, lane: int) -> Expr:
-        at: dict[int, Expr] = {}
-        for own, name in enumerate(self.problem.operands[index].index_map):
+        position: dict[int, Expr] = {}
+        for dim, name in enumerate(self.problem.operands[index].index_map):
             if name == "1":
                 continue
             assert place is not None
             d = self.names.index(name)
             layout = self.result.layout
-            here = place[d] + lane if d == innermost(layout, self.problem.result.shape) else place[d]
-            at[own] = here if is_multiple(self.extents[d], layout.tile(d)) else T.min(here, int64(self.extents[d]) - 1)
-        return self.operands[index].offset(at, {})
+            coordinate = place[d] + lane if d == innermost(layout, self.problem.result.shape) else place[d]
+            position[dim] = (
+                coordinate
+                if is_multiple(self.extents[d], layout.tile(d))
+                else T.min(coordinate, int64(self.extents[d]) - 1)
+            )
+        return self.operands[index].offset(position, {})
 
     def _single(self, index: int, number: Expr) -> Expr:
-        """An element behind the last whole vector; all operands lie as the result does, or are one number."""
+        """Element of the tail after the last vector; operands have the result's layout or are scalars."""
         storage = self.operands[index]
         return storage.data[number if self.alike[index] else _ZERO]
 

@@ -1,11 +1,11 @@
-"""Kernels of GPUs that lay a tensor out, undo it, or change one layout into another. Padding is written as zeros.
+"""Layout transforms: packing, unpacking and relayout of a tensor. Padding is written as zeros.
 
-Parameters of every kernel: source, destination. As on CPUs (`tir.pack.pack`), symbolic extents are bound from the
-buffer that shows them, and bytes are moved as integers.
+Kernels have the parameters source and destination. As on CPUs (`tir.pack.pack`), symbolic extents are bound from the
+buffer whose shape has them, and elements are moved as integers.
 
-Where both sides have neighbours along the same dimension, each thread moves a vector of up to 16 bytes; where they do
-not, squares of the tensor go through shared memory, so that reads and writes both follow their side's order. Short
-runs, such as the channels of an image, are gathered by the threads that store them.
+If source and destination are contiguous along the same dimension, each thread copies a vector of up to 16 bytes; if
+not, square tiles go through shared memory, so that loads and stores are both coalesced. Short runs, such as the
+channels of an image, are gathered by the threads that store them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from .core.storage_position import (
 )
 from .core.vectors import VectorRegisters
 
-SQUARE = 64
-"""Rows and columns of what goes through shared memory at once; half of it for elements of 8 bytes."""
-SHORT = 8
-"""Elements along the destination's innermost dimension that are too few for squares: most of each would be empty."""
+TILE_EXTENT = 64
+"""Rows and columns of a tile in shared memory; half of it for elements of 8 bytes."""
+MAX_GATHERED_RUN = 8
+"""Maximum run length of the destination that is gathered: tiles of so short runs would be mostly empty."""
 
 
 def relayout_kernel(
     shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, gpu: GpuTarget
 ) -> tirx.PrimFunc:
-    """One layout to another, row-major included, as one launch.
+    """Kernel that converts one layout (or row-major) to another, in one launch.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def relayout_kernel(
     Raises
     ------
     EncodingError
-        If the destination has compensation or transformed windows, which CPUs compute for themselves.
+        If the destination has compensation or transformed windows, which only CPUs compute.
     """
     if destination.compensation or destination.winograd:
         raise EncodingError(
@@ -79,7 +79,7 @@ def relayout_kernel(
             elif _has_short_runs(sides[1]):
                 _gather_runs(sides[0], sides[1])
             else:
-                _copy_squares(sides[0], sides[1])
+                _transpose_tiles(sides[0], sides[1])
     return function.result
 
 
@@ -90,9 +90,9 @@ def _innermost(side: PackedStorage) -> int:
 def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
     dtype = source.nominal
     runs = [run_length(side.layout, side.shape, dtype) for side in (source, destination)]
-    shown = source.shape[_innermost(source)]
-    # No vector begins inside of the tensor and ends in padding, of which a source may have anything.
-    runs.append(shown if isinstance(shown, int) else 1)
+    extent = source.shape[_innermost(source)]
+    # No vector may cross into padding, as that of the source is undefined.
+    runs.append(extent if isinstance(extent, int) else 1)
     lanes = common_lanes(VECTOR_BYTES // bytes_of(dtype), runs)
     total = prod(map(plain_extent, destination.physical)) // lanes
     extents = extents_of([source, destination])
@@ -104,23 +104,23 @@ def _copy_vectors(source: PackedStorage, destination: PackedStorage) -> None:
             side.open(raw=True)
         number = materialize(block * THREADS + tirx.Cast("int64", thread))
         with T.If(number < total), T.Then():
-            place = [materialize(at) for at in position_of(destination, number, lanes)]
-            inside = is_inside(destination.layout, extents, place)
-            first = source.offset(*split_position(source.layout, place))
+            position = [materialize(at) for at in position_of(destination, number, lanes)]
+            inside = is_inside(destination.layout, extents, position)
+            first = source.offset(*split_position(source.layout, position))
             vector = VectorRegisters(source, first, lanes, 1)
             vector.load(0, tirx.const(0, "int64"), inside)
             vector.store_to(destination, number)
 
 
 def _has_short_runs(destination: PackedStorage) -> bool:
-    """True if the destination's innermost dimension is a small part of a square, as the channels of an image are."""
+    """Return whether runs of the destination are short, such as the channels of an image."""
     run = run_length(destination.layout, destination.shape, destination.nominal)
     count = prod(map(plain_extent, destination.physical))
-    return not destination.layout.swizzle and 1 < run <= SHORT and isinstance(count, int) and count < 1 << 31
+    return not destination.layout.swizzle and 1 < run <= MAX_GATHERED_RUN and isinstance(count, int) and count < 1 << 31
 
 
 def _gather_runs(source: PackedStorage, destination: PackedStorage) -> None:
-    """Vectors of the destination, each element of which a thread finds for itself: neighbours read neighbours."""
+    """Write vectors of the destination, gathered element by element; loads of neighbouring threads are coalesced."""
     across, extents = _innermost(destination), extents_of([source, destination])
     run = run_length(destination.layout, destination.shape, destination.nominal)
     lanes = common_lanes(VECTOR_BYTES // bytes_of(source.nominal), [run])
@@ -131,30 +131,30 @@ def _gather_runs(source: PackedStorage, destination: PackedStorage) -> None:
     ):
         for side in (source, destination):
             side.open(raw=True)
-        # Divided in 32 bits, of which a division takes a fraction of the time.
+        # 32-bit divisions are several times faster than 64-bit ones.
         number = T.bind(tirx.Cast("int32", block) * THREADS + tirx.Cast("int32", thread))
         with T.If(number < total), T.Then():
             first = [T.bind(tirx.Cast("int64", at)) for at in position_of(destination, number, lanes)]
             vector = VectorRegisters(destination, zero, lanes, 1)
             for lane in range(lanes):
-                place = [at + lane if d == across else at for d, at in enumerate(first)]
-                element = VectorRegisters(source, source.offset(*split_position(source.layout, place)), 1, 1)
-                element.load(0, zero, is_inside(destination.layout, extents, place))
+                position = [at + lane if d == across else at for d, at in enumerate(first)]
+                element = VectorRegisters(source, source.offset(*split_position(source.layout, position)), 1, 1)
+                element.load(0, zero, is_inside(destination.layout, extents, position))
                 vector.set(lane, element.get(0))
             vector.store(0, tirx.Cast("int64", number), None)
 
 
-def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
-    """Squares along the innermost dimensions of both sides, read along one and written along the other."""
+def _transpose_tiles(source: PackedStorage, destination: PackedStorage) -> None:
+    """Transpose square tiles in shared memory, read along one innermost dimension and written along the other."""
     along, across = _innermost(source), _innermost(destination)
     layout, rank, size = destination.layout, len(destination.shape), bytes_of(source.nominal)
-    edge = SQUARE if size <= 4 else SQUARE // 2
-    stored = [destination.tiles[d] * layout.tile(d) for d in range(rank)]
+    edge = TILE_EXTENT if size <= 4 else TILE_EXTENT // 2
+    stored_extents = [destination.tiles[d] * layout.tile(d) for d in range(rank)]
     extents = extents_of([source, destination])
-    counts = [ceil_div(stored[d], edge) if d in (along, across) else stored[d] for d in range(rank)]
+    counts = [ceil_div(stored_extents[d], edge) if d in (along, across) else stored_extents[d] for d in range(rank)]
     total = prod(counts)
-    read = _lanes(source, [extents[along]])
-    written = _lanes(destination, [stored[across]])
+    load_lanes = _lanes(source, [extents[along]])
+    store_lanes = _lanes(destination, [stored_extents[across]])
     with (
         T.thread_binding(int64(at_least_one(total)), thread="blockIdx.x") as block,
         T.thread_binding(THREADS, thread="threadIdx.x") as thread,
@@ -162,66 +162,68 @@ def _copy_squares(source: PackedStorage, destination: PackedStorage) -> None:
         for side in (source, destination):
             side.open(raw=True)
         raw = str(source.data.dtype)
-        # A word more: a column of the square then lies in different banks.
-        square = T.alloc_buffer((edge, edge + max(1, 4 // size)), raw, scope="shared")
+        # Padded by a word, to avoid bank conflicts of columns.
+        tile_buffer = T.alloc_buffer((edge, edge + max(1, 4 // size)), raw, scope="shared")
         corner = unravel(materialize(T.min(block, int64(total) - 1)), counts, place=materialize, rest=materialize)
 
-        def place(across_by: Expr, along_by: Expr) -> list[Expr]:
-            found = list(corner)
-            found[across] = materialize(corner[across] * edge + tirx.Cast("int64", across_by))
-            found[along] = materialize(corner[along] * edge + tirx.Cast("int64", along_by))
-            return found
+        def position_at(across_by: Expr, along_by: Expr) -> list[Expr]:
+            position = list(corner)
+            position[across] = materialize(corner[across] * edge + tirx.Cast("int64", across_by))
+            position[along] = materialize(corner[along] * edge + tirx.Cast("int64", along_by))
+            return position
 
-        def each(lanes: int, visit: Callable[[Expr, Expr], None]) -> None:
-            """A thread's vectors: the row of each in a square that is read by rows, and where in the row it begins."""
+        def each_vector(lanes: int, visit: Callable[[Expr, Expr], None]) -> None:
+            """Visit the row and first column of each of the thread's vectors in a tile."""
             per_row = edge // lanes
             assert edge * per_row % THREADS == 0, "every thread has as many vectors"
             for first in range(0, edge * per_row, THREADS):
                 visit(*_row_and_column(materialize(first + thread), per_row, lanes))
 
         def load(row: Expr, column: Expr) -> None:
-            at = place(row, column)
-            vector = VectorRegisters(source, source.offset(*split_position(source.layout, at)), read, 1)
+            at = position_at(row, column)
+            vector = VectorRegisters(source, source.offset(*split_position(source.layout, at)), load_lanes, 1)
             inside = tirx.all(*[at[d] < extents[d] for d in range(rank)], *_has_blocks(total, block))
             vector.load(0, tirx.const(0, "int64"), inside)
             loaded.append((vector, row, column))
 
         def store(row: Expr, column: Expr) -> None:
-            at = place(column, row)
-            exists = tirx.all(at[across] < stored[across], at[along] < stored[along], *_has_blocks(total, block))
-            vector = VectorRegisters(destination, destination.offset(*split_position(layout, at)), written, 1)
-            for lane in range(written):
-                vector.set(lane, square[column + lane, row])
+            at = position_at(column, row)
+            exists = tirx.all(
+                at[across] < stored_extents[across], at[along] < stored_extents[along], *_has_blocks(total, block)
+            )
+            vector = VectorRegisters(destination, destination.offset(*split_position(layout, at)), store_lanes, 1)
+            for lane in range(store_lanes):
+                vector.set(lane, tile_buffer[column + lane, row])
             vector.store(0, tirx.const(0, "int64"), exists)
 
         loaded: list[tuple[VectorRegisters, Expr, Expr]] = []
-        each(read, load)
-        for vector, row, column in loaded:  # behind the last load: all are under way at once
-            for lane in range(read):
-                T.buffer_store(square, vector.get(lane), [row, column + lane])
+        each_vector(load_lanes, load)
+        for vector, row, column in loaded:  # after the last load, so that all are in flight together
+            for lane in range(load_lanes):
+                T.buffer_store(tile_buffer, vector.get(lane), [row, column + lane])
         T.evaluate(T.tvm_storage_sync("shared"))
-        each(written, store)
+        each_vector(store_lanes, store)
 
 
 def _row_and_column(number: Expr, per_row: int, lanes: int) -> tuple[Expr, Expr]:
-    """Row and first column of a thread's vector in a square of so many vectors a row.
+    """Row and first column of a thread's vector in a tile with `per_row` vectors per row.
 
-    Of vectors, a warp has eight neighbours in four rows: their words lie in different banks along both sides.
+    A warp has eight neighbouring vectors in each of four rows, which avoids bank conflicts for loads and stores.
     """
-    wide = 8
-    if lanes == 1 or per_row % wide:
+    row_vectors = 8
+    if lanes == 1 or per_row % row_vectors:
         return number // per_row, number % per_row * lanes
-    groups = per_row // wide
-    row = number // wide % (WARP // wide) + number // (WARP * groups) * (WARP // wide)
-    return row, (number % wide + number // WARP % groups * wide) * lanes
+    groups = per_row // row_vectors
+    row = number // row_vectors % (WARP // row_vectors) + number // (WARP * groups) * (WARP // row_vectors)
+    return row, (number % row_vectors + number // WARP % groups * row_vectors) * lanes
 
 
 def _lanes(side: PackedStorage, extents: Sequence[Expr]) -> int:
-    """Elements of a vector along a side's innermost dimension; none begins before an extent and ends behind it."""
+    """Lanes of vectors along a storage's innermost dimension that divide all extents."""
     runs = [run_length(side.layout, side.shape, side.nominal), *(e if isinstance(e, int) else 1 for e in extents)]
     return common_lanes(VECTOR_BYTES // bytes_of(side.nominal), runs)
 
 
 def _has_blocks(total: Expr, block: Expr) -> list[Expr]:
-    """Return whether a block has work, where there may be none at all."""
+    """Predicate of a block that has work, needed if there may be none."""
     return [] if isinstance(total, int) else [block < total]

@@ -352,7 +352,7 @@ class _Kernel:
                 self._release(keys, following)
                 if self.plan.overlaps_own_product:
                     tile.update(first)
-                    ptx.compute_first(tile.softmax.row_sum[0] + tile.softmax.row_sum[1])
+                    ptx.force_evaluation(tile.softmax.row_sum[0] + tile.softmax.row_sum[1])
                 ptx.wgmma_wait(0)
                 self._release(values, number)
                 if not self.plan.overlaps_own_product:

@@ -1,12 +1,12 @@
-"""The instructions of NVIDIA GPUs that kernels use, a function each: the one file that knows how TVM spells them.
+"""PTX instructions as functions; only this file knows their spelling in TVM.
 
-Every function writes a statement into the PrimFunc under construction, or returns an expression where it says so.
-Addresses of shared and global memory are pointers (``T.address_of(buffer[index])``); shared memory of other blocks of
-a cluster is found by 32-bit addresses (`remote_address`). Registers that an instruction writes are elements of local
+Every function emits a statement into the PrimFunc under construction, unless it is documented to return an expression.
+Addresses of shared and global memory are pointers (``T.address_of(buffer[index])``); distributed shared memory of other
+blocks of a cluster has 32-bit addresses (`remote_address`). Registers that an instruction writes are elements of local
 buffers.
 
-Shared memory that instructions of this file read or write is never read or written as a buffer: TVM would see the
-accesses, and put barriers of all threads between them that warps with different work do not all reach.
+Shared memory accessed by these functions must not be accessed as a buffer: TVM would insert block barriers, which
+specialized warps do not all reach.
 
 Source: PTX ISA 9.0; section names in the docstrings are its own.
 """
@@ -45,70 +45,70 @@ def _u32(value: Expr) -> Expr:
     return T.uint32(value) if isinstance(value, int) else T.Cast("uint32", value)
 
 
-# Threads: barriers of a block, of some of its warps, of a warp.
+# Barriers of a block, of some of its warps, and of a warp.
 
 
 def block_barrier() -> None:
-    """All threads of the block wait for each other; their shared and global writes are visible to each other."""
+    """Synchronize the threads of the block and their shared and global writes."""
     T.evaluate(_CUDA.cta_sync())
 
 
 def warp_barrier() -> None:
-    """The 32 threads of a warp wait for each other, and see each other's writes."""
+    """Synchronize the threads of a warp and their writes."""
     T.evaluate(_CUDA.warp_sync())
 
 
 def named_barrier(number: Expr, threads: int) -> None:
-    """`threads` threads, a multiple of 32, wait for each other at barrier `number` (1 to 15; 0 is the block's)."""
+    """Synchronize `threads` threads, a multiple of 32, at barrier `number` (1 to 15; 0 is the block's)."""
     T.evaluate(_PTX["barrier.cta.sync.aligned"](_u32(number), T.uint32(threads)))
 
 
 def warpgroup_barrier(number: Expr) -> None:
-    """The 128 threads of a warpgroup wait for each other at barrier `number` (1 to 15)."""
+    """Synchronize the 128 threads of a warpgroup at barrier `number` (1 to 15)."""
     T.evaluate(_CUDA.warpgroup_sync(number))
 
 
 def set_max_registers(count: int, grows: bool) -> None:
-    """All warps of a warpgroup take `count` registers a thread (a multiple of 8), more or fewer than at the launch.
+    """Set the registers per thread of a warpgroup, a multiple of 8; all its warps execute it.
 
-    Dropped by the compiler unless the kernel says how many blocks a multiprocessor holds (`launch.launch`).
+    The compiler ignores it unless the kernel has a launch bound for blocks per multiprocessor (`launch.launch`).
     """
     _emit(f"setmaxnreg.{'inc' if grows else 'dec'}.sync.aligned.u32", count)
 
 
-# Asynchronous barriers in shared memory ("mbarrier"): arrivals and bytes that are waited for.
+# Asynchronous barriers in shared memory (mbarrier): they count arrivals and transaction bytes.
 
 
 def barrier_init(barrier: Expr, arrivals: int) -> None:
-    """A barrier whose phase ends with so many arrivals and all expected bytes; one thread does it."""
+    """Initialize an mbarrier, by one thread: a phase completes after `arrivals` arrivals and all expected bytes."""
     _emit("mbarrier.init.shared.b64", barrier, T.uint32(arrivals))
 
 
 def barrier_init_fence() -> None:
-    """Barriers that this thread has initialized are seen by copies and by the cluster; a `block_barrier` follows."""
+    """Make initialized barriers visible to copies and to the cluster; a `block_barrier` must follow."""
     _emit("fence.mbarrier_init.release.cluster")
 
 
 def barrier_arrive(barrier: Expr) -> None:
-    """One arrival; what the thread wrote before is seen by those that wait."""
+    """Arrive; earlier writes of the thread are visible to waiting threads."""
     _emit("mbarrier.arrive.shared.b64", barrier, T.uint32(1))
 
 
 def barrier_expect(barrier: Expr, size: Expr) -> None:
-    """One arrival, and `size` bytes more that copies have to bring before the phase ends."""
+    """Arrive, and add `size` bytes that copies must complete before the phase does."""
     _emit("mbarrier.arrive.expect_tx.shared.b64", barrier, _u32(size))
 
 
 def barrier_arrive_after_copies(barrier: Expr) -> None:
-    """One arrival as soon as all `copy_async` that this thread has issued are complete; the thread goes on at once.
+    """Arrive when all `copy_async` that this thread has issued are complete, without blocking.
 
-    Counts as one of the barrier's expected arrivals (``.noinc``).
+    It counts as one of the barrier's expected arrivals (``.noinc``).
     """
     _emit("cp.async.mbarrier.arrive.noinc.shared.b64", barrier)
 
 
 def barrier_wait(barrier: Expr, parity: Expr) -> None:
-    """Wait for the end of the phase of this parity: 0 for the first, 1 for the second, 0 for the third, ...
+    """Wait for completion of the phase with a parity: 0 for the first, 1 for the second, 0 for the third, ...
 
     A wait for parity 1 of a new barrier returns at once.
     """
@@ -124,7 +124,7 @@ def copy_async(target: Expr, source: Expr, size: int, valid: Expr | None = None)
     Parameters
     ----------
     valid : PrimExpr, optional
-        How many bytes are read, 0 to `size`; the others become zeros. The address has to be a valid one even for 0.
+        Bytes that are read, 0 to `size`; the others become zeros. The address must be valid even for 0.
     """
     form = "cg" if size == 16 else "ca"
     extra = [] if valid is None else [_u32(valid)]
@@ -132,26 +132,26 @@ def copy_async(target: Expr, source: Expr, size: int, valid: Expr | None = None)
 
 
 def copy_commit() -> None:
-    """The thread's copies since the last commit become a group."""
+    """Commit the thread's copies since the last commit as a group."""
     _emit("cp.async.commit_group")
 
 
 def copy_wait(groups: int) -> None:
-    """Wait until at most so many of the thread's newest groups of `copy_async` are pending."""
+    """Wait until at most `groups` of the thread's newest groups of `copy_async` are pending."""
     _emit("cp.async.wait_group", groups)
 
 
 _EVICT_FIRST = 0x12F0000000000000
-"""The cache policy that ``createpolicy.fractional.L2::evict_first.b64`` makes for all addresses."""
+"""Cache policy of ``createpolicy.fractional.L2::evict_first.b64`` for all addresses."""
 
 
 def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, evicts_first: bool = False) -> None:
-    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they count at `barrier`.
+    """Copy `size` bytes, a multiple of 16, from global to shared memory by one thread; they complete at `barrier`.
 
     Parameters
     ----------
     evicts_first : bool
-        Whether they are the first that make room for others in the second-level cache, where that is full.
+        Whether their L2 cache lines are evicted first.
     """
     name = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     policy = [T.uint64(_EVICT_FIRST)] if evicts_first else []
@@ -159,7 +159,7 @@ def bulk_load(target: Expr, source: Expr, size: Expr, barrier: Expr, evicts_firs
 
 
 def prefetch_bulk(source: Expr, size: Expr) -> None:
-    """Bring `size` bytes, a multiple of 16, of global memory to the second-level cache; one thread does it."""
+    """Prefetch `size` bytes, a multiple of 16, of global memory into L2, by one thread."""
     _emit("cp.async.bulk.prefetch.L2.global", source, _u32(size))
 
 
@@ -169,29 +169,29 @@ def async_proxy_fence() -> None:
 
 
 def load_shared(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
-    """One, two or four neighbouring values of 32 bits (or one of 8 or 16: "u8", "u16") to registers."""
+    """Load one, two or four neighbouring values of 32 bits (or one of 8 or 16: "u8", "u16")."""
     _emit(f"ld.shared.{_vector(len(registers))}{dtype}", *registers, address)
 
 
 def store_shared(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
-    """One, two or four neighbouring values of 32 bits (or one of 8 or 16)."""
+    """Store one, two or four neighbouring values of 32 bits (or one of 8 or 16)."""
     _emit(f"st.shared.{_vector(len(values))}{dtype}", address, *values)
 
 
 def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is_constant: bool = True) -> None:
-    """One, two or four neighbouring values of 32 bits, or one of 16.
+    """Load one, two or four neighbouring values of 32 bits, or one of 16.
 
     Parameters
     ----------
     is_constant : bool
-        Whether nothing writes them while the kernel runs, nor did the launch before it where that may still run: the
-        compiler may move such a load ahead of `griddepcontrol_wait`.
+        Whether nothing writes them while this kernel, or the previous launch, may still run: the compiler may move such
+        a load before `griddepcontrol_wait`.
     """
     _emit(f"ld.global.{'nc.' if is_constant else ''}{_vector(len(registers))}{dtype}", *registers, address)
 
 
 def store_global(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
-    """One, two or four neighbouring values of 32 bits."""
+    """Store one, two or four neighbouring values of 32 bits."""
     _emit(f"st.global.{_vector(len(values))}{dtype}", address, *values)
 
 
@@ -200,50 +200,50 @@ def _vector(count: int) -> str:
 
 
 def store_matrices(address: Expr, registers: Sequence[Expr], transposed: bool = False) -> None:
-    """8x8 matrices of 16-bit values, one a register, from the fragments of a warp to shared memory (``stmatrix``).
+    """Store 8x8 matrices of 16-bit values, one per register, from fragments of a warp to shared memory (``stmatrix``).
 
-    From compute capability 9.0. Lane l gives the address of row ``l % 8`` of matrix ``l // 8``; register i holds of
-    matrix i the pair of columns ``2 * (l % 4)`` of row ``l // 4``; `transposed` exchanges rows and columns of each.
+    It needs compute capability 9.0. Lane l has the address of row ``l % 8`` of matrix ``l // 8``; its register i holds
+    row ``l // 4``, columns ``2 * (l % 4)`` and one more, of matrix i; `transposed` transposes each matrix.
     """
     trans = ".trans" if transposed else ""
     _emit(f"stmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", address, *registers)
 
 
 def load_matrices(registers: Sequence[Expr], address: Expr, transposed: bool = False) -> None:
-    """8x8 matrices of 16-bit values, one a register, from shared memory to the fragments of a warp (``ldmatrix``).
+    """Load 8x8 matrices of 16-bit values, one per register, from shared memory to fragments of a warp (``ldmatrix``).
 
-    Lane l gives the address of row ``l % 8`` of matrix ``l // 8``, a multiple of 16. A register of lane l has row
-    ``l // 4``, columns ``2 * (l % 4)`` and one more; `transposed` exchanges rows and columns of each.
+    Lane l has the address of row ``l % 8`` of matrix ``l // 8``, a multiple of 16. A register of lane l has row
+    ``l // 4``, columns ``2 * (l % 4)`` and one more; `transposed` transposes each matrix.
     """
     trans = ".trans" if transposed else ""
     _emit(f"ldmatrix.sync.aligned.m8n8.x{len(registers)}{trans}.shared.b16", *registers, address)
 
 
 def power_of_two(register: Expr, value: Expr) -> None:
-    """``2 ** value`` of a float32, within 2 units in the last place; 0 of -inf, and of results below 2 ** -126."""
+    """``2 ** value`` of a float32, within 2 ulp; 0 for -inf and for results below 2 ** -126."""
     _emit("ex2.approx.ftz.f32", register, value)
 
 
-def compute_first(value: Expr) -> None:
-    """A float32 that is never negative is computed before anything that follows.
+def force_evaluation(value: Expr) -> None:
+    """Force a non-negative float32 to be computed before all that follows.
 
-    The compiler moves waits ahead of arithmetic, which then does not run beside the work that is waited for. It moves
-    nothing past a branch, and this one, which is never taken, needs the value.
+    The compiler hoists waits above arithmetic, which then does not overlap with the work that is waited for. It moves
+    nothing across a branch; this one is never taken, but needs the value.
     """
     with T.If(value < T.float32(0)), T.Then():
         T.evaluate(_CUDA.nano_sleep(0))
 
 
 def pack_pair(register: Expr, low: Expr, high: Expr, dtype: str, is_clamped: bool = False) -> None:
-    """Two float32 rounded to float16 or bfloat16, in one register; `is_clamped`: zeros of negative ones, NaN of NaN."""
+    """Round two float32 to a register of float16 or bfloat16; `is_clamped` applies relu, which keeps NaN."""
     _emit(f"cvt.rn.{'relu.' * is_clamped}{PTX_TYPES[dtype]}x2.f32", register, high, low)
 
 
-# Clusters: blocks that run at the same time and read each other's shared memory.
+# Clusters and distributed shared memory.
 
 
 def cluster_arrive() -> None:
-    """Arrive at the cluster's barrier; what this thread wrote is seen by those that `cluster_wait`."""
+    """Arrive at the cluster barrier; the thread's writes are visible after `cluster_wait`."""
     _emit("barrier.cluster.arrive.release.aligned")
 
 
@@ -253,70 +253,71 @@ def cluster_wait() -> None:
 
 
 def cluster_barrier() -> None:
-    """All threads of the cluster wait for each other, and see what others wrote."""
+    """Synchronize all threads of the cluster and their writes."""
     cluster_arrive()
     cluster_wait()
 
 
 def shared_address(pointer: Expr) -> Expr:
-    """The 32-bit address of something in this block's shared memory (an expression)."""
+    """Return the 32-bit address of a pointer to this block's shared memory."""
     return _CUDA.cvta_generic_to_shared(pointer)
 
 
 def remote_address(register: Expr, address: Expr, block: Expr) -> None:
-    """Where block `block` of the cluster has what lies at a 32-bit shared address here."""
+    """Map a 32-bit shared address of this block to that of block `block` of the cluster."""
     _emit("mapa.shared::cluster.u32", register, address, _u32(block))
 
 
 def load_remote(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
-    """One, two or four values of 32 bits from shared memory of another block, at a `remote_address`."""
+    """Load one, two or four values of 32 bits from shared memory of another block, at a `remote_address`."""
     _emit(f"ld.shared::cluster.{_vector(len(registers))}{dtype}", *registers, address)
 
 
 def store_remote(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
-    """One, two or four values of 32 bits to shared memory of another block, at a `remote_address`."""
+    """Store one, two or four values of 32 bits to shared memory of another block, at a `remote_address`."""
     _emit(f"st.shared::cluster.{_vector(len(values))}{dtype}", address, *values)
 
 
-# Tensor cores of Hopper: one warpgroup multiplies tiles that lie in shared memory.
+# Hopper's tensor cores: a warpgroup multiplies tiles in shared memory.
 
 CONTRACTION_BYTES = 32
-"""Bytes of a row of k that one wgmma multiplies: 16 values of 16 bits."""
+"""Bytes of k that one wgmma multiplies: 16 values of 16 bits."""
 
 
 def matrix_descriptor(
     register: Expr, address: Expr, leading: int = 1, stride: int = 64, is_swizzled: bool = True
 ) -> None:
-    """How wgmma finds a tile of rows of 128 bytes, swizzled, at a multiple of 1,024 bytes.
+    """Encode the matrix descriptor of a tile for wgmma.
 
-    Or one that is not swizzled: 8 rows of 16 bytes of k lie after each other.
+    A swizzled tile has rows of 128 bytes and begins at a multiple of 1,024 bytes; a tile without swizzle consists of
+    core matrices of 8 rows of 16 bytes of k.
 
     Parameters
     ----------
     register : element of a uint64 buffer
-        Adding ``bytes / 16`` to it moves the tile.
+        The descriptor; adding ``bytes / 16`` to it moves the tile.
     leading : int
-        16-byte units between stripes of 64 columns, where rows are those of k (read transposed); without swizzle from
-        16 bytes of k to the next.
+        Leading dimension offset in 16-byte units: between stripes of 64 columns of transposed tiles; without swizzle
+        between 16 bytes of k.
     stride : int
-        16-byte units between groups of 8 rows.
+        Stride dimension offset in 16-byte units: between groups of 8 rows.
     """
     pointer = T.address_of(register)
     T.evaluate(_CUDA.wgmma.encode_matrix_descriptor(pointer, address, leading, stride, 3 if is_swizzled else 0))
 
 
 def wgmma_fence() -> None:
-    """Before the first `wgmma` that uses registers, or shared memory, that were written otherwise."""
+    """Order writes to registers and shared memory before the following `wgmma`."""
     _emit("wgmma.fence.sync.aligned")
 
 
 def wgmma_commit() -> None:
-    """Every `wgmma` since the last commit becomes a group."""
+    """Commit all `wgmma` since the last commit as a group."""
     _emit("wgmma.commit_group.sync.aligned")
 
 
 def wgmma_wait(groups: int) -> None:
-    """Wait until at most so many of the newest groups are pending."""
+    """Wait until at most `groups` of the newest groups are pending."""
     _emit("wgmma.wait_group.sync.aligned", groups)
 
 
@@ -336,13 +337,13 @@ def wgmma(
         float32, or uint32 that hold int32. Register ``4 * j + 2 * h + c`` of lane l of warp w is row
         ``16 * w + l // 4 + 8 * h``, column ``8 * j + 2 * (l % 4) + c``.
     left, right : PrimExpr
-        Descriptors of 64 and of ``2 * len(sums)`` rows of 32 bytes of k.
+        Matrix descriptors of 64 and of ``2 * len(sums)`` rows of 32 bytes of k.
     types : tuple of str
         Element types of both.
     adds : PrimExpr
-        uint32: 0 begins a sum.
+        uint32: 0 overwrites the accumulators.
     transposed : tuple of bool
-        Whether a tile's rows are those of k, for types of 16 bits.
+        Whether the rows of a tile are those of k, for 16-bit types.
     """
     _wgmma(sums, [left], right, types, adds, transposed)
 
@@ -350,14 +351,14 @@ def wgmma(
 def wgmma_of_registers(
     sums: Sequence[Expr], left: Sequence[Expr], right: Expr, types: tuple[str, str], adds: Expr, transposed: bool
 ) -> None:
-    """As `wgmma`, with the left operand in registers: they do not change until the product is complete.
+    """`wgmma` with the left operand in registers, which must not change until the product is complete.
 
     Parameters
     ----------
     left : sequence of registers
-        Four of uint32, of each thread: as of `mma_sync`, for the 16 rows of its warp.
+        Four uint32 per thread: the fragment of `mma_sync` for the 16 rows of its warp.
     transposed : bool
-        Whether the right tile's rows are those of k.
+        Whether the rows of the right tile are those of k.
     """
     _wgmma(sums, left, right, types, adds, (transposed,))
 
@@ -379,7 +380,7 @@ def _wgmma(
     _emit(name, *sums, *left, right, _PTX.pred(adds), *signs, *orders)
 
 
-# Tensor cores of Ampere and later: one warp multiplies fragments in registers.
+# Tensor cores from Ampere on: a warp multiplies fragments in registers.
 
 
 def multiply_fragments(
@@ -390,12 +391,12 @@ def multiply_fragments(
     Parameters
     ----------
     sums : sequence of four registers
-        float32, or uint32 that hold int32. Of lane l row ``l // 4``, columns ``2 * (l % 4)`` and one more; then the
+        float32, or uint32 that hold int32. Lane l has row ``l // 4``, columns ``2 * (l % 4)`` and one more; then the
         same of row + 8.
     left, right : sequence of registers
-        Four and two of 32 bits, as `load_matrices` leaves them. Of 16-bit types, lane l has of the left operand two
-        values of row ``l // 4`` and k from ``2 * (l % 4)``; of row + 8; then both with k + 8. Of the right one those of
-        column ``l // 4``; then with k + 8.
+        Four and two of 32 bits, as `load_matrices` leaves them. For 16-bit types, lane l has two values of the left
+        operand from row ``l // 4``, k ``2 * (l % 4)``; from row + 8; then both with k + 8. Of the right operand it has
+        those of column ``l // 4``; then with k + 8.
     types : tuple of str
         Element types of both.
     """
@@ -407,24 +408,21 @@ def multiply_fragments(
     _emit(name, *sums, *left, *right, *before)
 
 
-# Launches that follow each other.
+# Programmatic dependent launch.
 
 
 def griddepcontrol_wait() -> None:
-    """Wait until the launches before this one are complete and their writes visible.
-
-    Nothing where this launch does not begin before they end.
-    """
+    """Wait until previous launches are complete and their writes visible; a no-op without dependent launch."""
     _emit("griddepcontrol.wait")
 
 
 def is_griddepcontrol_wait(statement: tirx.Stmt) -> bool:
-    """Return whether a statement is that of `griddepcontrol_wait`."""
+    """Return whether a statement is a `griddepcontrol_wait`."""
     return _is_evaluated(statement, "griddepcontrol.wait")
 
 
 def is_launch_dependents(statement: tirx.Stmt) -> bool:
-    """Return whether a statement is that of `launch_dependents`."""
+    """Return whether a statement is a `launch_dependents`."""
     return _is_evaluated(statement, "griddepcontrol.launch_dependents")
 
 
@@ -434,12 +432,12 @@ def _is_evaluated(statement: tirx.Stmt, instruction: str) -> bool:
 
 
 def waiting_statements() -> list[tirx.Stmt]:
-    """Those of `griddepcontrol_wait` and `launch_dependents`, for a kernel that is written already."""
+    """Statements `griddepcontrol_wait` and `launch_dependents`, for insertion into a complete kernel."""
     return [tirx.Evaluate(_PTX[f"griddepcontrol.{name}"]()) for name in ("wait", "launch_dependents")]
 
 
 def launch_dependents() -> None:
-    """The launch after this one may begin, up to its `griddepcontrol_wait`, once all blocks of this one say so."""
+    """Let the next launch begin, up to its `griddepcontrol_wait`, once all blocks have executed this."""
     _emit("griddepcontrol.launch_dependents")
 
 
@@ -447,7 +445,7 @@ def launch_dependents() -> None:
 
 
 def multiply_add_clipped(register: Expr, a: Expr, b: Expr, c: Expr) -> None:
-    """``a * b + c`` in float32, at least 0 and at most 1; of NaN 0."""
+    """``a * b + c`` in float32, clamped to [0, 1]; 0 for NaN."""
     _emit("fma.rn.sat.f32", register, a, b, c)
 
 
@@ -462,35 +460,35 @@ def add_pair(register: Expr, a: Expr, b: Expr) -> None:
 
 
 def and_or(register: Expr, a: Expr, mask: int, bits: int) -> None:
-    """``(a & mask) | bits`` in one instruction, which the compiler does not find where both are constants."""
+    """``(a & mask) | bits`` in one instruction, which the compiler misses if both are constants."""
     _emit("lop3.b32", register, a, T.uint32(mask), T.uint32(bits), 0xEA)
 
 
-def pick_bytes(register: Expr, a: Expr, b: Expr, selector: int) -> None:
-    """Four bytes of eight (``prmt``): each digit of the selector, from the lowest, is one of a's (0-3) or b's (4-7)."""
+def permute_bytes(register: Expr, a: Expr, b: Expr, selector: int) -> None:
+    """Permute bytes (``prmt``): each selector digit, lowest first, is a byte of a (0-3) or b (4-7)."""
     _emit("prmt.b32", register, a, b, T.uint32(selector))
 
 
-def stream_global(registers: Sequence[Expr], address: Expr) -> None:
-    """Four neighbouring values of 32 bits of a constant that is read once: the first-level cache does not keep them."""
+def load_global_streaming(registers: Sequence[Expr], address: Expr) -> None:
+    """Load four neighbouring values of 32 bits of a constant that is read once, without L1 allocation."""
     _emit("ld.global.nc.L1::no_allocate.v4.u32", *registers, address)
 
 
-# Functions of float32 as expressions, for results of 16 bits: no branches, and no care for numbers below 2**-126.
+# Approximate functions of float32 (expressions) for 16-bit results: branchless, denormals flushed to zero.
 
 
 def quick_exp(x: Expr) -> Expr:
-    """``exp(x)`` of float32, within 2 units in the last place for small `x`; 0 where it is below 2 ** -126."""
+    """``exp(x)`` of float32, within 2 ulp for small `x`; 0 for results below 2 ** -126."""
     return _quick("exp", x, "return power;", "1.4426950408889634f")
 
 
 def quick_sigmoid(x: Expr) -> Expr:
-    """``1 / (1 + exp(-x))`` of float32, within some 1e-6 of itself."""
+    """``1 / (1 + exp(-x))`` of float32, with a relative error of about 1e-6."""
     return _quick("sigmoid", x, f"{_RECIPROCAL}return part;", "-1.4426950408889634f")
 
 
 def quick_tanh(x: Expr) -> Expr:
-    """``tanh(x)`` of float32, within some 4e-5 of itself: below 0.01, where a difference has no digits, it is `x`."""
+    """``tanh(x)`` of float32, with a relative error of about 4e-5; `x` below 0.01, to avoid cancellation."""
     text = f"{_RECIPROCAL}float most = fmaf(-2.0f, part, 1.0f); return fabsf(x) < 0.01f ? x : most;"
     return _quick("tanh", x, text, "2.8853900817779268f")
 

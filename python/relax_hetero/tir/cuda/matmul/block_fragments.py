@@ -79,7 +79,7 @@ class WeightFragments:
             at = ((tile * work.chunks + chunk) * WARP + self.lane) * 4
             number_of_fragment = slot * work.plan.fragments + fragment
             targets = [self.bits[number_of_fragment * 4 + i] for i in range(4)]
-            ptx.stream_global(targets, T.address_of(self.weight[at]))
+            ptx.load_global_streaming(targets, T.address_of(self.weight[at]))
             for number in range(work.scaled):
                 scale = tirx.floordiv(chunk * work.chunk + number * work.steps * STEP, work.problem.block)
                 if work.chunks * work.chunk > work.blocks * work.problem.block:
@@ -162,11 +162,11 @@ class WeightFragments:
     def _of_bytes(self, i: int, word: Expr, half: int) -> None:
         target = self.fragment[i]
         if self.type == "float16":
-            ptx.pick_bytes(target, word, T.uint32(_POWER["float16"]), 0x5352 if half else 0x5150)
+            ptx.permute_bytes(target, word, T.uint32(_POWER["float16"]), 0x5352 if half else 0x5150)
             ptx.add_pair(target, target, self.points[half])
             return
         for one in range(2):  # a bfloat16 beside its power has no room for eight bits
-            ptx.pick_bytes(target, word, T.uint32(_BYTE_POWER), 0x7650 + 2 * half + one)
+            ptx.permute_bytes(target, word, T.uint32(_BYTE_POWER), 0x7650 + 2 * half + one)
             number = T.reinterpret("float32", target) + T.reinterpret("float32", self.points[half])
             T.buffer_store(self.wide, number, [one])
         ptx.pack_pair(target, self.wide[0], self.wide[1], "bfloat16")
