@@ -132,7 +132,7 @@ to three warpgroups, 128 to four. For more, consumers would wait for ever."""
 def unsupported_reason(problem: AttentionProblem, gpu: GpuTarget) -> str:
     """Why `wgmma_attention_kernel` cannot solve a problem; empty where it can."""
     if gpu.tensor != "wgmma":
-        return f"{gpu.arch} has no wgmma"
+        return f"{gpu.arch} lacks wgmma"
     return tensor_core_unsupported_reason(problem, gpu)
 
 

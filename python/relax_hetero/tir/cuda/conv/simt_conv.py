@@ -20,7 +20,7 @@ from ...matmul.matmul import merge_batches
 from ..core.epilogue import EpilogueWriter
 from ..core.operand import GpuOperand
 from ..matmul.simt_plan import SimtPlan, simt_plan
-from ..matmul.simt_tiles import Batches, Side, TiledProduct, known
+from ..matmul.simt_tiles import Batches, SimtOperand, TiledProduct, known
 from . import filter_taps
 from .filter_taps import FilterTaps
 
@@ -76,7 +76,10 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
             batches = Batches(counts)
             if plan is None:
                 plan = simt_plan((known(m), int(columns), int(depth)), known(batches.count), dtype, gpu)
-            places = FilterTaps(data, problem, extents, len(batch))
-            left, right = Side(data, "m", plan.rows, m, places), Side(weight, "n", plan.columns, int(columns))
+            taps = FilterTaps(data, problem, extents, len(batch))
+            left, right = (
+                SimtOperand(data, "m", plan.rows, m, taps),
+                SimtOperand(weight, "n", plan.columns, int(columns)),
+            )
             TiledProduct(left, right, int(depth), dtype, writer, batches, plan).emit()
     return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)

@@ -38,7 +38,7 @@ class Place:
 
 @contextmanager
 def launch(
-    blocks: Expr, threads: int, cluster: int = 1, moves_registers: bool = False, min_blocks_per_sm: int = 0
+    blocks: Expr, threads: int, cluster: int = 1, reallocates_registers: bool = False, min_blocks_per_sm: int = 0
 ) -> Iterator[Place]:
     """Context of a kernel's body, which yields the indices of the thread.
 
@@ -54,7 +54,7 @@ def launch(
         Minimum resident blocks of a multiprocessor (launch bound); 0: unbounded.
     """
     # The compiler ignores setmaxnreg without a launch bound.
-    min_blocks_per_sm = min_blocks_per_sm or int(moves_registers)
+    min_blocks_per_sm = min_blocks_per_sm or int(reallocates_registers)
     zero = tirx.const(0, "int32")
     with T.thread_binding(blocks, thread="blockIdx.x") as block:
         if cluster > 1:

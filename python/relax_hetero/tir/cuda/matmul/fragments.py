@@ -89,7 +89,7 @@ class FragmentStore:
         self._fetched: list[Any] | None = None
         self._has_all = False
 
-    def is_cut_into(self, rows: int, columns: int) -> None:
+    def set_tile_size(self, rows: int, columns: int) -> None:
         """Say that the kernel's blocks store tiles of this size: where no tile crosses an edge, nothing is compared."""
         self._has_all = all(
             isinstance(size, int) and size % tile == 0 for size, tile in ((self._m, rows), (self._n, columns))

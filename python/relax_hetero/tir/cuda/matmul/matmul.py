@@ -1,7 +1,7 @@
-"""Which generator writes a matrix product of a GPU.
+"""Selection of the kernel generator of a matrix product.
 
-Tensor cores multiply types of two bytes and less, and float32 where it may be rounded; everything else, float32 by
-default, is multiplied by plain threads.
+Tensor cores multiply types of up to two bytes, and float32 if it may be rounded to tf32. SIMT kernels multiply all
+other types, float32 by default.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .simt_matmul import simt_matmul_kernel
 
 
 def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
-    """The kernel of a matrix product for a GPU, one launch; `MatmulProblem` says what its parameters are."""
+    """Kernel of a matrix product, one launch; `MatmulProblem` documents its parameters."""
     if _is_skinny(problem) and not skinny_gemm.unsupported_reason(problem, gpu):
         return skinny_gemm.skinny_gemm_kernel(problem, gpu)
     if not wgmma_matmul.unsupported_reason(problem, gpu):
@@ -26,7 +26,7 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
 
 
 def _is_skinny(problem: MatmulProblem) -> bool:
-    """Return whether the rows that share a right operand are few: batch dimensions that it lacks count as rows."""
+    """Return whether few rows share a right operand, counting batch dimensions that it lacks."""
     lhs, shared = problem.lhs, problem.rhs.index_map
     rows = 1
     for name, size in zip(lhs.index_map, lhs.shape, strict=True):

@@ -1,9 +1,9 @@
-"""Matrix products on tensor cores by ``mma.sync``: Ampere, Ada, and Hopper code that may not use wgmma.
+"""Matrix products on tensor cores by ``mma.sync``: Ampere, Ada, and Hopper code without wgmma.
 
-A block computes a tile of the result. All its threads copy tiles of both operands into a ring of stages in shared
-memory, some steps of k ahead (``cp.async``); each warp reads fragments of its part of the tile by ``ldmatrix``, and
-multiplies them. Tiles lie in shared memory as wgmma reads them, too (`operand_tiles`), so a packed right operand has
-one layout on all GPUs.
+A block computes a tile of the result. All its threads copy operand tiles into a multistage pipeline in shared memory,
+some k-steps ahead (``cp.async``); each warp loads fragments of its warp tile by ``ldmatrix``, and multiplies them.
+Tiles in shared memory have the layout that wgmma reads (`operand_tiles`), so a packed right operand has one layout on
+all GPUs.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _BYTES = ("int8", "uint8")
 
 
 def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
-    """Why `mma_matmul_kernel` cannot solve a problem; empty where it can."""
+    """Reason why `mma_matmul_kernel` does not support a problem; empty if it does."""
     if not gpu.tensor or not gpu.async_copies:
-        return f"{gpu.arch} has no tensor cores that are used"
+        return f"{gpu.arch} lacks tensor cores or asynchronous copies"
     return tensor_core_unsupported_reason(problem, gpu)
 
 
 def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling | None = None) -> tirx.PrimFunc:
-    """The kernel of a matrix product, one launch; `MatmulProblem` says what its parameters are.
+    """Kernel of a matrix product, one launch; `MatmulProblem` documents its parameters.
 
     Parameters
     ----------
     tiling : MmaTiling, optional
-        Tiles and stages; by default as `choose_mma_tiling` finds them.
+        Tiling, by default that of `choose_mma_tiling`.
 
     Raises
     ------
     EncodingError
-        If `unsupported_reason` says why the problem is not one for this kernel.
+        If the kernel does not support the problem (`unsupported_reason`).
     """
     reason = unsupported_reason(problem, gpu)
     if reason:
@@ -65,7 +65,7 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
 
 
 class MmaProduct:
-    """The launch of a product: what its parts share while it is written.
+    """Writer of a product's launch.
 
     Parameters
     ----------
@@ -81,12 +81,12 @@ class MmaProduct:
         self, left: LeftTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
-        store.is_cut_into(tiling.rows, tiling.columns)
+        store.set_tile_size(tiling.rows, tiling.columns)
         self.kind = "uint32" if left.view.nominal in _BYTES else "float32"
         self.steps = ceil_div(left.depth, left.step)
 
     def emit(self) -> None:
-        """The launch."""
+        """Write the launch."""
         tiling, shared = self.tiling, SharedMemory()
         self.shared = shared
         self.left_at = shared.take(tiling.stages * self.left.size, SWIZZLED_ALIGN)
@@ -105,12 +105,15 @@ class MmaProduct:
         at, row_tile, column_tile = self.batches.tile(block, row_tiles, column_tiles)
         row, column = T.bind(row_tile * tiling.rows), T.bind(column_tile * tiling.columns)
         warp, lane = T.bind(self.thread // WARP), T.bind(self.thread % WARP)
-        across = tiling.columns // tiling.warp_columns
-        warp_row, warp_column = T.bind(warp // across * tiling.warp_rows), T.bind(warp % across * tiling.warp_columns)
+        warp_tiles_across = tiling.columns // tiling.warp_columns
+        warp_row, warp_column = (
+            T.bind(warp // warp_tiles_across * tiling.warp_rows),
+            T.bind(warp % warp_tiles_across * tiling.warp_columns),
+        )
         sums = [local(tiling.warp_columns // 2, self.kind) for _ in range(tiling.warp_rows // 16)]
-        for part in sums:
+        for accumulators in sums:
             with unrolled(tiling.warp_columns // 2) as i:
-                T.buffer_store(part, tirx.const(0, self.kind), [i])
+                T.buffer_store(accumulators, tirx.const(0, self.kind), [i])
 
         self.left.begin(at, row, self.thread)
 
@@ -139,15 +142,15 @@ class MmaProduct:
             left_at, right_at = self.left_at + stage * self.left.size, self.right_at + stage * self.right.size
             self._multiply(sums, T.bind(left_at), T.bind(right_at), warp_row, warp_column, lane)
         ptx.copy_wait(0)
-        for i, part in enumerate(sums):
+        for i, accumulators in enumerate(sums):
             first_row = row + T.Cast("int64", warp_row + i * 16)
             first = (T.bind(first_row), T.bind(column + T.Cast("int64", warp_column)))
-            self.store.emit(part, tiling.warp_columns, staging, at, first, warp, lane)
+            self.store.emit(accumulators, tiling.warp_columns, staging, at, first, warp, lane)
 
     def _multiply(
         self, sums: list[Expr], left_at: Expr, right_at: Expr, warp_row: Expr, warp_column: Expr, lane: Expr
     ) -> None:
-        """A warp's part of one step of k."""
+        """Multiply a warp tile's k-step."""
         tiling = self.tiling
         blocks, pairs = tiling.warp_rows // 16, tiling.warp_columns // 16
         a, b = local(blocks * 4, "uint32"), local(pairs * 4, "uint32")
@@ -161,10 +164,10 @@ class MmaProduct:
                 address = right_at + _matrix_row(self.right, warp_column + j * 16, k, lane, is_left=False)
                 registers = [b[j * 4 + r] for r in range(4)]
                 ptx.load_matrices(registers, self.shared.at(address), self.right.is_transposed)
-            for i, part in enumerate(sums):
+            for i, accumulators in enumerate(sums):
                 with unrolled(2 * pairs) as j:
                     ptx.multiply_fragments(
-                        [part[j * 4 + r] for r in range(4)],
+                        [accumulators[j * 4 + r] for r in range(4)],
                         [a[i * 4 + r] for r in range(4)],
                         [b[j * 2 + r] for r in range(2)],
                         types,
@@ -172,19 +175,19 @@ class MmaProduct:
 
 
 def _matrix_row(operand: LeftTile, first: Expr, k: Expr, lane: Expr, is_left: bool) -> Expr:
-    """Byte of a tile at which a lane's row of the four matrices of a fragment begins.
+    """Byte offset in a tile of the row that a lane addresses in ``ldmatrix`` of a fragment's four matrices.
 
-    Registers of the left operand's fragment: rows 0 and 8 of the first 16 bytes of k, then of the others. Of the right
-    one's, which is that of two blocks of 8 columns: both halves of k of the first block, then of the second.
+    Matrices of a left fragment are rows 0 and 8 of the first 16 bytes of k, then of the next ones. Those of a right
+    fragment, which has two blocks of 8 columns, are both halves of k of the first block, then of the second.
     """
     low, matrix = lane % 8, lane // 8
-    second, later = (matrix % 2, matrix // 2) if is_left else (matrix // 2, matrix % 2)  # 8 rows on; 16 bytes of k on
+    next_rows, next_k = (matrix % 2, matrix // 2) if is_left else (matrix // 2, matrix % 2)
     if operand.is_transposed:
-        # Lines are those of k, 16 of them here; chunks are of 8 rows.
+        # Lines are values of k, 16 per fragment; chunks have 8 rows.
         row = first % PACKED_ROWS
         stripe = first // PACKED_ROWS * (PACKED_ROWS * SWIZZLED_BYTES)
-        line = k * 16 + later * 8 + low
-        chunk = T.bitwise_xor(row // 8 + second, low)
+        line = k * 16 + next_k * 8 + low
+        chunk = T.bitwise_xor(row // 8 + next_rows, low)
         return stripe + line * SWIZZLED_BYTES + chunk * CHUNK_BYTES
-    chunk = T.bitwise_xor(k * 2 + later, low)
-    return (first + second * 8 + low) * SWIZZLED_BYTES + chunk * CHUNK_BYTES
+    chunk = T.bitwise_xor(k * 2 + next_k, low)
+    return (first + next_rows * 8 + low) * SWIZZLED_BYTES + chunk * CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""How a product is cut for ``mma.sync``: tiles of blocks and of warps, stages."""
+"""Tilings for ``mma.sync``: block tiles, warp tiles and stages."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MAX_STAGES = 4
 
 @dataclass(frozen=True)
 class MmaTiling:
-    """How a product is cut.
+    """Tiling of a product.
 
     Attributes
     ----------
     rows, columns : int
-        Rows and columns of a block's tile, multiples of 64.
+        Rows and columns of a block tile, multiples of 64.
     warp_rows, warp_columns : int
-        Rows and columns of a warp's part of it, multiples of 16.
+        Rows and columns of a warp tile, multiples of 16.
     stages : int
-        Number of stages of the ring of tiles in shared memory, at least 2.
+        Stages of the pipeline in shared memory, at least 2.
     epilogue_columns : int
-        Columns of the result that a warp turns from fragments to rows at a time.
+        Columns of the result that a warp stages in shared memory at a time.
     """
 
     rows: int
@@ -46,8 +46,8 @@ class MmaTiling:
         return (self.rows // self.warp_rows) * (self.columns // self.warp_columns) * WARP
 
 
-# Tile and a warp's part, and the share of the tensor cores' rate that their traffic to shared memory leaves: large
-# parts of warps read the fewest fragments for a product.
+# Block tile, warp tile, and the fraction of the tensor cores' peak rate that shared memory traffic leaves: large warp
+# tiles load the fewest fragments per product.
 _TILES = (
     (128, 256, 64, 64, 1.0),
     (128, 128, 64, 64, 0.9),
@@ -60,9 +60,9 @@ _TILES = (
 def choose_mma_tiling(
     problem: MatmulProblem, gpu: GpuTarget, sizes: tuple[Expr, Expr, Expr], counts: Sequence[Expr]
 ) -> MmaTiling:
-    """The tiling of a problem whose m, n, k and batch extents are `sizes` and `counts` that is estimated the quickest.
+    """Tiling with the lowest estimated time for m, n, k `sizes` and batch extents `counts`.
 
-    Where extents are symbolic, the one that loses least for any of `EXTENTS` in their place.
+    Symbolic extents take the tiling with the lowest regret over `EXTENTS`.
     """
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
@@ -70,17 +70,17 @@ def choose_mma_tiling(
     per_step = SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
     steps = ceil_div(cases[-1][2], per_step)
     choices = []
-    for rows, columns, warp_rows, warp_columns, share in _TILES:
+    for rows, columns, warp_rows, warp_columns, rate_fraction in _TILES:
         tiling = mma_tiling_of(problem, gpu, (rows, columns), (warp_rows, warp_columns), steps)
-        choices += [(tiling, share)] if tiling else []
+        choices += [(tiling, rate_fraction)] if tiling else []
     assert choices, "two stages of the smallest tiles fit every GPU that has tensor cores"
 
     def cost(choice: tuple[MmaTiling, float], case: Sequence[int]) -> float:
-        tiling, share = choice
+        tiling, rate_fraction = choice
         tiles = batches * ceil_div(case[0], tiling.rows) * ceil_div(case[1], tiling.columns)
         elements = tiling.rows * tiling.columns
-        each = elements / share * ceil_div(case[2], per_step) + 20000 + 30 * elements // 64
-        return ceil_div(tiles, gpu.multiprocessors) * each
+        tile_cycles = elements / rate_fraction * ceil_div(case[2], per_step) + 20000 + 30 * elements // 64
+        return ceil_div(tiles, gpu.multiprocessors) * tile_cycles
 
     return minimax_regret(choices, cases, cost)[0]
 
@@ -88,7 +88,7 @@ def choose_mma_tiling(
 def mma_tiling_of(
     problem: MatmulProblem, gpu: GpuTarget, tile: tuple[int, int], warp: tuple[int, int], steps: int
 ) -> MmaTiling | None:
-    """The tiling with tiles of a size: as many stages as fit; None where not even two do."""
+    """Tiling for a tile size with as many stages as fit; None if two stages do not."""
     rows, columns = tile
     element = staged_element(problem)
     epilogue_columns = warp[1]
@@ -97,9 +97,11 @@ def mma_tiling_of(
     warps = (rows // warp[0]) * (columns // warp[1])
     staging = warps * 16 * (epilogue_columns * element + STAGING_PAD)
     stage = (rows + columns) * SWIZZLED_BYTES
-    # Small tiles leave room for another block on the multiprocessor, whose warps work while these wait.
-    room = gpu.shared_bytes if rows * columns > 128 * 128 else min(gpu.shared_bytes, gpu.shared_bytes_sm // 2 - 1024)
-    stages = (room - staging - SWIZZLED_BYTES * 8) // stage
+    # Small tiles leave shared memory for a second resident block, which hides latency.
+    capacity = (
+        gpu.shared_bytes if rows * columns > 128 * 128 else min(gpu.shared_bytes, gpu.shared_bytes_sm // 2 - 1024)
+    )
+    stages = (capacity - staging - SWIZZLED_BYTES * 8) // stage
     if stages < 2:
         stages = (gpu.shared_bytes - staging - SWIZZLED_BYTES * 8) // stage
     stages = min(stages, MAX_STAGES, max(2, steps))

@@ -1,4 +1,4 @@
-"""The parameters of a kernel that multiplies on tensor cores."""
+"""Parameters of tensor core matrix products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .wgmma_tiling import reads_rows
 
 @dataclass(frozen=True)
 class ProductParameters:
-    """The parameters of a kernel of tensor cores, declared in their order.
+    """Parameters of a tensor core kernel, declared in order.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class ProductParameters:
 
     @staticmethod
     def declare(function: Function, problem: MatmulProblem, gpu: GpuTarget) -> ProductParameters:
-        """Declare them."""
+        """Declare the parameters."""
         lhs = GlobalView(function, "lhs", problem.lhs)
         rhs = GlobalView(function, "rhs", problem.rhs)
         init = GpuOperand(function, "init", problem.init) if problem.init else None
@@ -56,13 +56,13 @@ class ProductParameters:
         return ProductParameters(problem, lhs, rhs, store, result, (m, n, k), counts)
 
     def open(self) -> None:
-        """Declare their elements; in the body of the function, before the launch."""
+        """Declare the elements, in the body of the function, before the launch."""
         self.lhs.open(raw=True)
         self.rhs.open(raw=True)
         self.store.open(self.result, *self.sizes[:2], reads_rows(self.problem))
 
     def tied(self, kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-        """The kernel with a note which of them the result may take the place of."""
+        """Mark which parameters may share the result's storage."""
         problem = self.problem
-        in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-        return tied_to(kernel, in_tile, 2, problem.result)
+        in_place = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
+        return tied_to(kernel, in_place, 2, problem.result)

@@ -1,6 +1,7 @@
-"""Matrix products without tensor cores: any element types, layouts that are permutations, sizes and epilogues.
+"""SIMT matrix products (without tensor cores): any element types, permuted layouts, sizes and epilogues.
 
-float32 products are exact multiply-adds of float32: no tensor core, whose tf32 has 10 bits, takes part.
+float32 is multiplied in float32, not rounded to the 10 bits of tf32. Few rows or columns take a GEMV kernel (`Gemv`),
+all others tiles (`simt_tiles`).
 """
 
 from __future__ import annotations
@@ -22,35 +23,34 @@ from ..core.epilogue import EpilogueWriter
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand
 from .simt_plan import SimtPlan, simt_plan
-from .simt_tiles import SHARED, Batches, Side, TiledProduct, barrier, divides, known
+from .simt_tiles import SHARED, Batches, SimtOperand, TiledProduct, barrier, divides, known
 
-# Products of few rows without tensor cores: the other operand, the weight, is read once, at memory's rate.
+# GEMV: products with few rows, bound by the bandwidth of reading the other operand, the weight, once.
 #
-# The lanes of a warp lie along what is contiguous in the weight, 16 bytes each; the warps of a block, and lanes that
-# are left, share k. A thread keeps the sums of its columns in registers; lanes add theirs by shuffles, warps in
-# shared memory.
+# The lanes of a warp lie along the weight's contiguous dimension, 16 bytes each; the remaining lanes, and the warps of
+# a block, split k. A thread accumulates its columns in registers; lanes reduce by shuffles, warps in shared memory.
 
-FEW_ROWS = 8
-"""No more rows than this: a thread has sums of all rows."""
+MAX_GEMV_ROWS = 8
+"""Maximum rows: a thread has accumulators for all rows."""
 
-_IN_FLIGHT = 4
-"""Loads of the weight that a thread waits for together."""
+_LOADS_IN_FLIGHT = 4
+"""Weight loads that a thread issues at a time."""
 
 
 @dataclass(frozen=True)
 class Gemv:
-    """A product of few rows.
+    """A product with few rows.
 
     Attributes
     ----------
     few, weight : GpuOperand
-        The operand of few rows and the other one.
+        The operand with few rows and the other one.
     row, column : str
-        Their dimensions of the result: ("m", "n"), or the other way round.
+        Their dimensions of the result: ("m", "n") or ("n", "m").
     rows : int
     columns, k : PrimExpr or int
     dtype : str
-        Element type of the sums.
+        Element type of the accumulators.
     """
 
     few: GpuOperand
@@ -78,18 +78,18 @@ class Gemv:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How threads share the weight.
+    """Distribution of the weight among threads.
 
     Attributes
     ----------
     along_k : bool
         Whether a thread's vector lies along k, else along the columns.
     vector : int
-        Elements of a load.
+        Elements of a vector load.
     column_lanes : int
-        Lanes of a warp that lie side by side along the columns; the others along k.
+        Lanes of a warp along the columns; the others lie along k.
     warps : int
-        Number of warps of a block; they share k.
+        Warps of a block, which split k.
     """
 
     along_k: bool
@@ -116,34 +116,34 @@ class _Plan:
 
     @property
     def own_k(self) -> int:
-        """Neighbours along k of a thread's load."""
+        """Elements along k of a thread's load."""
         return self.vector if self.along_k else 1
 
     @property
     def step(self) -> int:
-        """The k of a block's loads, one of each thread."""
+        """Elements along k of one load of all threads of a block."""
         return self.k_lanes * self.warps * self.own_k
 
     def sums(self, rows: int) -> int:
-        """Elements of shared memory: the sums of every warp."""
+        """Elements of shared memory for the accumulators of all warps."""
         return self.warps * rows * self.block_columns
 
 
 def _plan(product: Gemv, gpu: GpuTarget) -> _Plan:
     weight = product.weight
     along_k = weight.is_contiguous("k")
-    most = VECTOR_BYTES if along_k else max(1, min(4, 32 // product.rows)) * bytes_of(weight.nominal)
-    vector = weight.vector("k" if along_k else product.column, most)
-    known = product.columns if isinstance(product.columns, int) else 1 << 14
+    max_bytes = VECTOR_BYTES if along_k else max(1, min(4, 32 // product.rows)) * bytes_of(weight.nominal)
+    vector = weight.vector("k" if along_k else product.column, max_bytes)
+    columns = product.columns if isinstance(product.columns, int) else 1 << 14
     count = product.batches.count if isinstance(product.batches.count, int) else 1
     if along_k:
         lanes = 1
-        while lanes < 4 and count * -(-known // (2 * lanes)) >= 16 * gpu.multiprocessors:
+        while lanes < 4 and count * -(-columns // (2 * lanes)) >= 16 * gpu.multiprocessors:
             lanes *= 2
     else:
         lanes = WARP
         while lanes * vector * bytes_of(weight.nominal) > 32 and lanes > 1:
-            if count * -(-known // (lanes * vector)) >= gpu.multiprocessors:
+            if count * -(-columns // (lanes * vector)) >= gpu.multiprocessors:
                 break
             lanes //= 2
     warps = 16
@@ -158,7 +158,7 @@ def _plan(product: Gemv, gpu: GpuTarget) -> _Plan:
 
 
 class _Block:
-    """The work of a block, while it is built."""
+    """Writer of a block's code."""
 
     def __init__(self, product: Gemv, plan: _Plan, at: Coordinates, first: Expr, thread: Expr) -> None:
         self.product, self.plan, self.at, self.first, self.thread = product, plan, at, first, thread
@@ -175,75 +175,75 @@ class _Block:
         sums = local(self.count, product.dtype)
         with unrolled(self.count) as i:
             T.buffer_store(sums, tirx.const(0, product.dtype), [i])
-        steps = ceil_div(product.k, plan.step * _IN_FLIGHT)
-        loaded = local(_IN_FLIGHT * plan.vector, product.weight.dtype)
+        steps = ceil_div(product.k, plan.step * _LOADS_IN_FLIGHT)
+        loaded = local(_LOADS_IN_FLIGHT * plan.vector, product.weight.dtype)
         with T.serial(int64(steps)) as step:
-            with unrolled(_IN_FLIGHT) as turn:
-                self._load(loaded, turn, self._k(step, turn))
-            with unrolled(_IN_FLIGHT) as turn:
-                self._multiply(sums, loaded, turn, self._k(step, turn))
+            with unrolled(_LOADS_IN_FLIGHT) as load:
+                self._load(loaded, load, self._k(step, load))
+            with unrolled(_LOADS_IN_FLIGHT) as load:
+                self._multiply(sums, loaded, load, self._k(step, load))
         self._add_lanes(sums)
-        parts = T.alloc_buffer((plan.sums(product.rows),), product.dtype, scope=SHARED)
+        warp_sums = T.alloc_buffer((plan.sums(product.rows),), product.dtype, scope=SHARED)
         with T.If(tirx.EQ(self.k_lane, 0)), T.Then(), unrolled(product.rows) as row, unrolled(plan.own_columns) as c:
             index = (self.warp * product.rows + row) * plan.block_columns + self.column_lane * plan.own_columns + c
-            T.buffer_store(parts, sums[row * plan.own_columns + c], [index])
+            T.buffer_store(warp_sums, sums[row * plan.own_columns + c], [index])
         barrier()
-        self._store(parts)
+        self._store(warp_sums)
 
-    def _k(self, step: Expr, turn: Expr) -> Expr:
-        return (step * _IN_FLIGHT + turn) * self.plan.step + self.own
+    def _k(self, step: Expr, load: Expr) -> Expr:
+        return (step * _LOADS_IN_FLIGHT + load) * self.plan.step + self.own
 
-    def _load(self, loaded: Expr, turn: Expr, k: Expr) -> None:
+    def _load(self, loaded: Expr, load: Expr, k: Expr) -> None:
         product, plan = self.product, self.plan
         weight = product.weight
         conditions = [] if product.batches.exists is None else [product.batches.exists]
-        if not divides(product.k, plan.step * _IN_FLIGHT):
+        if not divides(product.k, plan.step * _LOADS_IN_FLIGHT):
             conditions.append(k < product.k)
         if not divides(product.columns, plan.block_columns):
             conditions.append(self.column < product.columns)
-        place = {**self.at, product.column: self.column, "k": k}
-        value = weight.data[lane_indices(weight.address(place), plan.vector)]
-        here = [lane_indices(turn * plan.vector, plan.vector)]
+        position = {**self.at, product.column: self.column, "k": k}
+        value = weight.data[lane_indices(weight.address(position), plan.vector)]
+        lanes = [lane_indices(load * plan.vector, plan.vector)]
         if not conditions:
-            T.buffer_store(loaded, value, here)
+            T.buffer_store(loaded, value, lanes)
             return
         with T.If(tirx.all(*conditions)):
             with T.Then():
-                T.buffer_store(loaded, value, here)
+                T.buffer_store(loaded, value, lanes)
             with T.Else(), unrolled(plan.vector) as v:
-                T.buffer_store(loaded, tirx.const(0, weight.dtype), [turn * plan.vector + v])
+                T.buffer_store(loaded, tirx.const(0, weight.dtype), [load * plan.vector + v])
 
-    def _multiply(self, sums: Expr, loaded: Expr, turn: Expr, k: Expr) -> None:
+    def _multiply(self, sums: Expr, loaded: Expr, load: Expr, k: Expr) -> None:
         product, plan = self.product, self.plan
         few = product.few
-        # A step beyond the end multiplies zeros by what the last k has: nothing, but an infinity would make it NaN.
-        beyond = not divides(product.k, plan.step * _IN_FLIGHT) or product.batches.exists is not None
-        wide = min(plan.own_k, few.vector("k")) if few.is_contiguous("k") else 1
+        # Steps beyond k multiply zero weights; the other operand must be zero, too, as infinity would give NaN.
+        is_guarded = not divides(product.k, plan.step * _LOADS_IN_FLIGHT) or product.batches.exists is not None
+        width = min(plan.own_k, few.vector("k")) if few.is_contiguous("k") else 1
         with unrolled(product.rows) as row:
-            held = local(plan.own_k, few.dtype)
-            for start in range(0, plan.own_k, wide):
-                place = {**self.at, product.row: int64(row), "k": k + start}
-                value = few.data[lane_indices(few.address(place), wide)]
-                if not beyond:
-                    T.buffer_store(held, value, [lane_indices(tirx.const(start, "int32"), wide)])
+            values = local(plan.own_k, few.dtype)
+            for start in range(0, plan.own_k, width):
+                position = {**self.at, product.row: int64(row), "k": k + start}
+                value = few.data[lane_indices(few.address(position), width)]
+                if not is_guarded:
+                    T.buffer_store(values, value, [lane_indices(tirx.const(start, "int32"), width)])
                     continue
-                conditions = [place["k"] < product.k]
+                conditions = [position["k"] < product.k]
                 if product.batches.exists is not None:
                     conditions.append(product.batches.exists)
                 with T.If(tirx.all(*conditions)):
                     with T.Then():
-                        T.buffer_store(held, value, [lane_indices(tirx.const(start, "int32"), wide)])
-                    with T.Else(), unrolled(wide) as v:
-                        T.buffer_store(held, tirx.const(0, few.dtype), [start + v])
+                        T.buffer_store(values, value, [lane_indices(tirx.const(start, "int32"), width)])
+                    with T.Else(), unrolled(width) as v:
+                        T.buffer_store(values, tirx.const(0, few.dtype), [start + v])
             with unrolled(plan.vector) as v:
                 column, inner = (tirx.const(0, "int32"), v) if plan.along_k else (v, tirx.const(0, "int32"))
-                at = row * plan.own_columns + column
-                a = few.converted(held[inner], product.dtype)
-                b = product.weight.converted(loaded[turn * plan.vector + v], product.dtype)
-                T.buffer_store(sums, sums[at] + a * b, [at])
+                index = row * plan.own_columns + column
+                a = few.converted(values[inner], product.dtype)
+                b = product.weight.converted(loaded[load * plan.vector + v], product.dtype)
+                T.buffer_store(sums, sums[index] + a * b, [index])
 
     def _add_lanes(self, sums: Expr) -> None:
-        """Lanes that share k and columns: the first of each has the total."""
+        """Reduce over the lanes that split k, by shuffles."""
         distance = self.plan.column_lanes
         mask = T.uint32(0xFFFFFFFF)
         while distance < WARP:
@@ -252,21 +252,21 @@ class _Block:
                 T.buffer_store(sums, sums[i] + other, [i])
             distance *= 2
 
-    def _store(self, parts: Expr) -> None:
+    def _store(self, warp_sums: Expr) -> None:
         product, plan = self.product, self.plan
-        each = product.rows * plan.block_columns
-        turns = -(-each // plan.threads)
+        warp_size = product.rows * plan.block_columns
+        iterations = -(-warp_size // plan.threads)
         total = local(1, product.dtype)
-        with unrolled(turns) as turn:
-            number = T.bind(turn * plan.threads + self.thread)
+        with unrolled(iterations) as iteration:
+            number = T.bind(iteration * plan.threads + self.thread)
             row, column = tirx.floordiv(number, plan.block_columns), tirx.floormod(number, plan.block_columns)
             conditions: list[Expr | None] = [product.batches.exists]
-            if each % plan.threads:
-                conditions.append(number < each)
-            inside = number if each % plan.threads == 0 else tirx.min(number, each - 1)
+            if warp_size % plan.threads:
+                conditions.append(number < warp_size)
+            clamped = number if warp_size % plan.threads == 0 else tirx.min(number, warp_size - 1)
             T.buffer_store(total, tirx.const(0, product.dtype), [0])
             with unrolled(plan.warps) as warp:
-                T.buffer_store(total, total[0] + parts[warp * each + inside], [0])
+                T.buffer_store(total, total[0] + warp_sums[warp * warp_size + clamped], [0])
             end = None if divides(product.columns, plan.block_columns) else product.columns
             product.writer.write(
                 [lambda: total[0]],
@@ -278,17 +278,17 @@ class _Block:
 
 
 def simt_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SimtPlan | None = None) -> tirx.PrimFunc:
-    """The kernel of a matrix product, one launch; `MatmulProblem` says what its parameters are.
+    """Kernel of a matrix product, one launch; `MatmulProblem` documents its parameters.
 
     Parameters
     ----------
     plan : SimtPlan, optional
-        Tiles to use instead of those that are estimated to be the quickest.
+        Tiling, by default the one with the lowest estimated time.
 
     Raises
     ------
     EncodingError
-        If an operand is stored in tiles, or work on rows stands behind the product.
+        If an operand is stored in tiles, or the product is fused with a row program.
     """
     _check(problem)
     function = Function("matmul", registers="local")
@@ -307,7 +307,7 @@ def simt_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SimtPlan | 
 
 def _check(problem: MatmulProblem) -> None:
     if problem.rows is not None:
-        raise EncodingError("matmul: found work on rows behind a product, which no kernel of a GPU does")
+        raise EncodingError("matmul: found a product fused with a row program, which GPU kernels do not support")
     names = ("lhs", "rhs", *("operand",) * (len(problem.parameters) - 3), "result")
     for name, operand in zip(names, problem.parameters, strict=True):
         if operand.layout.inner_dims:
@@ -326,12 +326,12 @@ def _emit(
     views = [lhs, rhs, *writer.operands]
     m, n, k = (extent_of(views, name) for name in "mnk")
     batches = Batches({name: extent_of([result], name) for name in names})
-    # 16-bit sums are made in float32, as the numbers that they are sums of.
+    # 16-bit and 8-bit floats are accumulated in float32.
     acc = writer.acc_dtype
     dtype = "float32" if acc in HALF_TYPES or acc.startswith("float8") else acc
     sides = [(known(m), "m", "n", lhs, rhs, n), (known(n), "n", "m", rhs, lhs, m)]
     for rows, row, column, few, weight, columns in sides:
-        if plan is None and rows is not None and 0 < rows <= FEW_ROWS:
+        if plan is None and rows is not None and 0 < rows <= MAX_GEMV_ROWS:
             Gemv(few, weight, row, column, rows, columns, k, dtype, writer, batches).emit(gpu)
             return
     down, across = ("m", m, lhs), ("n", n, rhs)
@@ -339,6 +339,6 @@ def _emit(
         down, across = across, down
     if plan is None:
         plan = simt_plan((known(down[1]), known(across[1]), known(k)), known(batches.count), dtype, gpu)
-    left, right = (Side(view, along, size, extent) for (along, extent, view), size in (
+    left, right = (SimtOperand(view, along, size, extent) for (along, extent, view), size in (
         (down, plan.rows), (across, plan.columns)))  # fmt: skip
     TiledProduct(left, right, k, dtype, writer, batches, plan).emit()

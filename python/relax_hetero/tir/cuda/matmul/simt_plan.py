@@ -1,4 +1,4 @@
-"""Tiles of products without tensor cores: how much a block and a thread compute, chosen by the sizes and the GPU."""
+"""Tilings of SIMT products (without tensor cores), chosen by sizes and GPU."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ..core.minimax_regret import cases_of, minimax_regret
 
 @dataclass(frozen=True)
 class SimtPlan:
-    """Tiles of a product.
+    """Tiling of a product.
 
     Attributes
     ----------
     rows, columns : int
-        Rows and columns of a block's tile.
+        Rows and columns of a block tile.
     thread_rows, thread_columns : int
-        Rows and columns of a thread, multiples of `group`.
+        Rows and columns of a thread tile, multiples of `group`.
     group : int
-        Neighbouring elements that a thread reads from shared memory at once.
+        Neighbouring elements that a thread loads from shared memory at once.
     depth : int
-        Extent of k in one step of a slice.
+        Extent of k in a k-step of a slice.
     slices : int
-        Groups of threads that share k; their sums are added at the end.
+        Sliced-k: groups of threads that split the k of a block tile; their accumulators are added at the end.
     cluster : int
-        Blocks that share the k of a tile: 1, 2, 4 or 8.
+        Split-k: blocks of a cluster that split the k of a tile: 1, 2, 4 or 8.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class SimtPlan:
 
     @property
     def slice_threads(self) -> int:
-        """Threads that compute a tile together."""
+        """Threads of a slice."""
         return (self.rows // self.thread_rows) * (self.columns // self.thread_columns)
 
     @property
@@ -51,19 +51,19 @@ class SimtPlan:
 
     @property
     def left_elements(self) -> int:
-        """Elements of shared memory for both buffers of the tiles whose rows are those of the result."""
+        """Elements of shared memory for both buffers of left tiles."""
         return 2 * self.depth * self.slices * (self.rows + self.group)
 
     @property
     def shared_elements(self) -> int:
-        """Elements of a block: tiles, which sums replace that are added at the end."""
+        """Elements of shared memory of a block: tiles, later reused for accumulators."""
         tiles = self.left_elements + 2 * self.depth * self.slices * (self.columns + self.group)
         sums = self.slices * self.rows * self.columns if self.slices * self.cluster > 1 else 0
         return max(tiles, sums)
 
 
-# Rows, columns, thread's rows and columns, depth, slices; multiply-adds of a cycle that a multiprocessor reaches with
-# one block, and with several: measured on an H200, whose peak is 128. Large parts of threads read the least memory.
+# Rows, columns, thread rows, thread columns, depth, slices; multiply-adds per cycle and multiprocessor with one block,
+# and with several: measured on an H200, whose peak is 128. Large thread tiles load the least shared memory.
 _TILES = (
     (256, 128, 16, 8, 8, 1, 91, 94),
     (128, 128, 8, 8, 16, 1, 88, 92),
@@ -80,15 +80,16 @@ _TILES = (
     (16, 32, 4, 4, 8, 1, 20, 30),
 )
 
-# Cycles of a block's first loads and last stores, and of blocks of a cluster that wait for each other; sums of another
-# block that a block reads in a cycle.
-_ENDS, _MEETING, _EXCHANGED = 1000.0, 1500.0, 4.0
+_PROLOGUE_EPILOGUE_CYCLES = 1000.0
+_CLUSTER_BARRIER_CYCLES = 1500.0
+_EXCHANGED_SUMS_PER_CYCLE = 4.0
+"""Accumulators of another block that a block reads per cycle."""
 
 
 def simt_plan(
     sizes: tuple[int | None, int | None, int | None], batch: int | None, dtype: str, gpu: GpuTarget
 ) -> SimtPlan:
-    """The tiles that are estimated to be the quickest.
+    """Tiling with the lowest estimated time.
 
     Parameters
     ----------
@@ -96,15 +97,15 @@ def simt_plan(
         Rows and columns of the result, and k; None where symbolic.
     batch : int or None
     dtype : str
-        Element type of the sums.
+        Element type of the accumulators.
     """
     size = bytes_of(dtype)
     group = max(1, 16 // size)
     cases = [[max(size, 1) for size in case] for case in cases_of(sizes, None not in (*sizes, batch))]
     count = 1 if batch is None else max(batch, 1)
-    # Blocks of a cluster have parts of a known k, and read each other's sums of four bytes.
+    # Blocks of a cluster split a static k, and exchange 4-byte accumulators.
     clusters = (1, 2, 4, 8) if gpu.bulk_copies and sizes[2] is not None and size == 4 else (1,)
-    found: list[tuple[SimtPlan, tuple[int, int]]] = []
+    choices: list[tuple[SimtPlan, tuple[int, int]]] = []
     for rows, columns, thread_rows, thread_columns, depth, slices, *rates in _TILES:
         if size > 4 and thread_rows * thread_columns > 32:
             continue  # registers
@@ -113,12 +114,12 @@ def simt_plan(
             if not _is_possible(plan, size, gpu) or (cluster > 1 and cases[0][2] < 4 * depth * slices * cluster):
                 continue
             if cluster == 1 or min(_tiles(plan, case, count) for case in cases) < gpu.multiprocessors:
-                found.append((plan, (rates[0], rates[1])))
+                choices.append((plan, (rates[0], rates[1])))
 
-    def cost(one: tuple[SimtPlan, tuple[int, int]], case: Sequence[int]) -> float:
-        return _cycles(one[0], case, count, one[1], gpu)
+    def cost(choice: tuple[SimtPlan, tuple[int, int]], case: Sequence[int]) -> float:
+        return _cycles(choice[0], case, count, choice[1], gpu)
 
-    return minimax_regret(found, cases, cost)[0]
+    return minimax_regret(choices, cases, cost)[0]
 
 
 def _tiles(plan: SimtPlan, sizes: Sequence[int], count: int) -> int:
@@ -126,16 +127,16 @@ def _tiles(plan: SimtPlan, sizes: Sequence[int], count: int) -> int:
 
 
 def _cycles(plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, int], gpu: GpuTarget) -> float:
-    """About how long a product takes; `rates` are the multiply-adds of a cycle, with one block and with several."""
+    """Estimated cycles of a product; `rates` are multiply-adds per cycle with one block and with several."""
     step, cluster, k, tiles = plan.depth * plan.slices, plan.cluster, sizes[2], _tiles(plan, sizes, count)
-    # A cluster lies within a part of the GPU that has not always a multiple of its blocks.
-    turns = -(-tiles * cluster // (gpu.multiprocessors // cluster * cluster))
-    work = plan.rows * plan.columns * step * -(-k // (step * cluster)) / rates[turns > 1]
-    exchange = _MEETING + plan.rows * plan.columns / _EXCHANGED if cluster > 1 else 0
-    return turns * (work + _ENDS + exchange)
+    # Multiprocessors may be left idle: their number is not a multiple of the cluster size.
+    waves = -(-tiles * cluster // (gpu.multiprocessors // cluster * cluster))
+    work = plan.rows * plan.columns * step * -(-k // (step * cluster)) / rates[waves > 1]
+    exchange = _CLUSTER_BARRIER_CYCLES + plan.rows * plan.columns / _EXCHANGED_SUMS_PER_CYCLE if cluster > 1 else 0
+    return waves * (work + _PROLOGUE_EPILOGUE_CYCLES + exchange)
 
 
 def _is_possible(plan: SimtPlan, size: int, gpu: GpuTarget) -> bool:
-    """Return whether a block has room for a plan, and every thread a part of the sums to add."""
+    """Return whether a plan fits shared memory, and every thread has accumulators to add."""
     groups = plan.thread_rows * plan.thread_columns // plan.group
     return plan.shared_elements * size <= gpu.shared_bytes // 2 and groups % (plan.slices * plan.cluster) == 0

@@ -1,9 +1,9 @@
-"""Products by tiles of the result, without tensor cores.
+"""Tiled SIMT products (without tensor cores).
 
-A block computes a tile. Step by step along k, its threads bring tiles of both operands into shared memory, converted to
-the type of the sums and with the result's dimensions innermost, while they multiply the tiles brought before (two
-buffers). A thread keeps its sums in registers; several slices of threads share k where there are few tiles, and add
-their sums in shared memory.
+A block computes a tile of the result. In each k-step, its threads load the next tiles of both operands, converted to
+the accumulators' type and with the result's dimensions innermost, while they multiply the current ones (double
+buffering in shared memory). Accumulators are in registers. Where tiles are few, slices of threads, and the blocks of a
+cluster, split k, and add their accumulators in shared memory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand
 from .simt_plan import SimtPlan
 
-# Batches, extents that may be empty, and the barrier, which products without tensor cores share.
-
 SHARED = "shared.dyn"
-"""Where tiles are: one allocation, of a size that the launch says, since 48 KB are all that others may have."""
+"""Scope of dynamic shared memory, which is not limited to 48 KB."""
 
 _RASTER_ROWS = 8
-"""Tiles of rows that neighbouring blocks take before the next tile of columns: what they read stays in the cache."""
+"""Rasterization: row tiles of neighbouring blocks before the next column tile, for L2 reuse."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Batches:
 
     @property
     def count(self) -> Expr:
-        """How many products there are."""
+        """Number of products."""
         count: Expr = 1
         for extent in self.extents.values():
             count = count * extent
@@ -57,20 +55,20 @@ class Batches:
 
     @property
     def exists(self) -> Expr | None:
-        """True if there is any product; None where that is known."""
+        """Predicate that there is a product; None if that is known."""
         return None if isinstance(self.count, int) and self.count > 0 else int64(self.count) > 0
 
     def place(self, number: Expr) -> Coordinates:
-        """Coordinates of a product by its number."""
+        """Batch coordinates of a product, given its number."""
         at: dict[str, Expr] = {}
         for name, extent in reversed(self.extents.items()):
-            whole = at_least_one(extent)
-            at[name] = T.bind(tirx.floormod(number, whole))
-            number = tirx.floordiv(number, whole)
+            positive_extent = at_least_one(extent)
+            at[name] = T.bind(tirx.floormod(number, positive_extent))
+            number = tirx.floordiv(number, positive_extent)
         return at
 
     def tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr) -> tuple[Coordinates, Expr, Expr]:
-        """Coordinates of the product, and numbers of the tile among its rows and its columns, by a block's number."""
+        """Batch coordinates, row tile and column tile of a block."""
         tiles = row_tiles * column_tiles
         number = T.bind(tirx.floormod(block, tiles))
         at = self.place(tirx.floordiv(block, tiles))
@@ -81,64 +79,61 @@ class Batches:
 
 
 def barrier() -> None:
-    """All threads of the block meet, and see what the others wrote to shared memory.
-
-    TVM's own barrier, which it takes into account where it adds barriers between accesses to shared memory.
-    """
+    """Synchronize the block by TVM's barrier, which TVM considers when it inserts barriers between accesses."""
     T.evaluate(T.tvm_storage_sync(SHARED))
 
 
 def known(extent: Expr) -> int | None:
-    """An extent, None where it is symbolic."""
+    """Return a static extent; None if it is symbolic."""
     return extent if isinstance(extent, int) else None
 
 
 def divides(extent: Expr, size: int) -> bool:
-    """Return whether tiles of a size are known to be whole, and that there are any."""
+    """Return whether an extent is known to be a positive multiple of a tile size."""
     return isinstance(extent, int) and extent > 0 and extent % size == 0
 
 
-_MAX_READ = 32  # elements of an operand that a thread has asked for before it stores a result
+_MAX_LOADED_ELEMENTS = 32  # elements of an epilogue operand that a thread loads before it stores results
 
 
-class Places(Protocol):
-    """Where elements of an operand are that its storage does not say: those of an implicit product in a map."""
+class Taps(Protocol):
+    """Interface of the addresses of an implicit GEMM's left operand (`conv.filter_taps`)."""
 
     @property
     def kind(self) -> str:
-        """Type of an element's place."""
+        """Integer type of offsets."""
 
     @property
     def vector(self) -> int:
-        """Neighbours along k that lie side by side, aligned."""
+        """Contiguous, aligned elements along k."""
 
     def pixel(self, at: Coordinates, row: Expr) -> tuple[Expr, Expr]:
-        """Offset part and bits of an existing row."""
+        """Offset and mask of an existing row."""
 
     def element(self, k: Expr, inner: Expr = 0, depth: int = 0) -> tuple[Expr, Expr]:
-        """Offset part of an existing ``k + inner``, and the bits of the row that say that it is not zero.
+        """Offset of an existing ``k + inner``, and its bits of the row's mask, None without padding.
 
-        None for no bits. `inner` is less than `depth`, of which k is a multiple.
+        `inner` is less than `depth`, of which k is a multiple.
         """
 
 
 @dataclass(frozen=True)
-class Side:
-    """One operand as blocks read it: its dimension of the result, and the tile's rows along that.
+class SimtOperand:
+    """One operand: its dimension of the result, and the extents of a tile and of all tiles along it.
 
-    Its elements are found by `places` where there are any.
+    `taps` are the addresses of the left operand of an implicit GEMM.
     """
 
     view: GpuOperand
     along: str
     size: int
     extent: Expr
-    places: Places | None = None
+    taps: Taps | None = None
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Neighbours of the result: where their sums begin, and the place of the first."""
+    """Neighbouring results: registers of their accumulators, the first one's index, row and column."""
 
     sums: Any
     begin: Expr
@@ -147,16 +142,23 @@ class _Group:
 
 
 class TiledProduct:
-    """A product by tiles of the result.
+    """Writer of a tiled product.
 
     Parameters
     ----------
-    left, right : Side
-        Sides that the rows and the columns of a tile run along; the columns lie side by side in the result.
+    left, right : SimtOperand
+        Operands of the rows and of the columns of a tile; columns are contiguous in the result.
     """
 
     def __init__(
-        self, left: Side, right: Side, k: Expr, dtype: str, writer: EpilogueWriter, batches: Batches, plan: SimtPlan
+        self,
+        left: SimtOperand,
+        right: SimtOperand,
+        k: Expr,
+        dtype: str,
+        writer: EpilogueWriter,
+        batches: Batches,
+        plan: SimtPlan,
     ) -> None:
         self.left, self.right, self.k, self.dtype, self.plan = left, right, k, dtype, plan
         self.writer, self.batches = writer, batches
@@ -164,16 +166,16 @@ class TiledProduct:
     def emit(self) -> None:
         """Write the launch."""
         plan = self.plan
-        # Never none, so that a launch of an empty result is one that stores nothing.
+        # The grid must not be empty; a block without a tile stores nothing.
         tiles_m, tiles_n = (at_least_one(ceil_div(side.extent, side.size)) for side in (self.left, self.right))
         count = at_least_one(self.batches.count)
         with launch(int64(count * tiles_m * tiles_n * plan.cluster), plan.threads, plan.cluster) as place:
             self.rank = place.rank
             tile = int64(place.block) if plan.cluster == 1 else tirx.floordiv(int64(place.block), plan.cluster)
-            self._tile(*self._place(tile, tiles_m, tiles_n), place.thread)
+            self._tile(*self._tile_origin(tile, tiles_m, tiles_n), place.thread)
 
-    def _place(self, block: Expr, tiles_m: Expr, tiles_n: Expr) -> tuple[Coordinates, Expr, Expr]:
-        """Batch coordinates and first row and column of a block's tile."""
+    def _tile_origin(self, block: Expr, tiles_m: Expr, tiles_n: Expr) -> tuple[Coordinates, Expr, Expr]:
+        """Batch coordinates, first row and first column of a block's tile."""
         at, tile_m, tile_n = self.batches.tile(block, tiles_m, tiles_n)
         return at, T.bind(tile_m * self.left.size), T.bind(tile_n * self.right.size)
 
@@ -181,170 +183,182 @@ class TiledProduct:
         plan = self.plan
         depth = plan.depth * plan.slices
         self.shared = T.alloc_buffer((plan.shared_elements,), self.dtype, scope=SHARED)
-        brought = [
-            _Brought(side, first, at, self.batches.exists, self.k, depth, self.shared, offset, self.dtype, thread, plan)
-            for side, first, offset in ((self.left, row, 0), (self.right, column, plan.left_elements))
+        loaders = [
+            _TileLoader(
+                operand, first, at, self.batches.exists, self.k, depth, self.shared, offset, self.dtype, thread, plan
+            )
+            for operand, first, offset in ((self.left, row, 0), (self.right, column, plan.left_elements))
         ]
         sums = local(plan.thread_rows * plan.thread_columns, self.dtype)
         with unrolled(plan.thread_rows * plan.thread_columns) as i:
             T.buffer_store(sums, tirx.const(0, self.dtype), [i])
         first, steps = self._steps(depth)
-        for operand in brought:
-            operand.fetch(first * depth)
-            operand.put(tirx.const(0, "int32"))
+        for loader in loaders:
+            loader.fetch(first * depth)
+            loader.put(tirx.const(0, "int32"))
         barrier()
-        where = _Threads(plan, thread)
+        thread_tile = _ThreadTile(plan, thread)
         with T.serial(steps) as step:
             buffer = T.cast(tirx.floormod(step, 2), "int32")
-            more = step + 1 < steps
-            with T.If(more), T.Then():
-                for operand in brought:
-                    operand.fetch((first + step + 1) * depth)
-            self._multiply(sums, brought, buffer, where)
-            with T.If(more), T.Then():
-                for operand in brought:
-                    operand.put(1 - buffer)
+            has_next = step + 1 < steps
+            with T.If(has_next), T.Then():
+                for loader in loaders:
+                    loader.fetch((first + step + 1) * depth)
+            self._multiply(sums, loaders, buffer, thread_tile)
+            with T.If(has_next), T.Then():
+                for loader in loaders:
+                    loader.put(1 - buffer)
             barrier()
-        self._store(sums, at, row, column, where)
+        self._store(sums, at, row, column, thread_tile)
 
     def _steps(self, depth: int) -> tuple[Expr, Expr]:
-        """The first step of k of this block, and how many it has: blocks of a cluster share them."""
+        """First k-step and number of k-steps of this block; blocks of a cluster split k."""
         steps, cluster = ceil_div(self.k, depth), self.plan.cluster
         if cluster == 1:
             return int64(0), int64(steps)
-        assert isinstance(steps, int), "k is shared only where it is known"
-        each, more = divmod(steps, cluster)
+        assert isinstance(steps, int), "only a static k is split"
+        steps_per_block, remainder = divmod(steps, cluster)
         rank = T.bind(T.cast(self.rank, "int64"))
-        if more == 0:
-            return T.bind(rank * each), int64(each)
-        return T.bind(rank * each + T.min(rank, int64(more))), T.bind(each + T.Select(rank < more, int64(1), int64(0)))
+        if remainder == 0:
+            return T.bind(rank * steps_per_block), int64(steps_per_block)
+        return T.bind(rank * steps_per_block + T.min(rank, int64(remainder))), T.bind(
+            steps_per_block + T.Select(rank < remainder, int64(1), int64(0))
+        )
 
-    def _multiply(self, sums: Expr, brought: list[_Brought], buffer: Expr, where: _Threads) -> None:
+    def _multiply(self, sums: Expr, loaders: list[_TileLoader], buffer: Expr, thread_tile: _ThreadTile) -> None:
         plan = self.plan
         group = plan.group
         sizes = (plan.thread_rows, plan.thread_columns)
-        held = [local(size, self.dtype) for size in sizes]
+        fragments = [local(size, self.dtype) for size in sizes]
         with unrolled(plan.depth) as k:
-            for operand, own, size, of_group in zip(
-                brought, held, sizes, (where.row_of_group, where.column_of_group), strict=True
+            for loader, fragment, size, group_start in zip(
+                loaders, fragments, sizes, (thread_tile.row_of_group, thread_tile.column_of_group), strict=True
             ):
                 for g in range(size // group):
-                    offset = operand.offset(buffer, where.slice * plan.depth + k, of_group(g))
+                    offset = loader.offset(buffer, thread_tile.slice * plan.depth + k, group_start(g))
                     T.buffer_store(
-                        own,
-                        operand.shared[lane_indices(offset, group)],
+                        fragment,
+                        loader.shared[lane_indices(offset, group)],
                         [lane_indices(tirx.const(g * group, "int32"), group)],
                     )
             with unrolled(plan.thread_rows) as i, unrolled(plan.thread_columns) as j:
-                at = i * plan.thread_columns + j
-                T.buffer_store(sums, sums[at] + held[0][i] * held[1][j], [at])
+                index = i * plan.thread_columns + j
+                T.buffer_store(sums, sums[index] + fragments[0][i] * fragments[1][j], [index])
 
-    def _store(self, sums: Expr, at: Coordinates, row: Expr, column: Expr, where: _Threads) -> None:
+    def _store(self, sums: Expr, at: Coordinates, row: Expr, column: Expr, thread_tile: _ThreadTile) -> None:
         plan = self.plan
         groups = plan.thread_columns // plan.group
         if plan.slices == plan.cluster == 1:
 
-            def own(number: Expr) -> _Group:
+            def group_of(number: Expr) -> _Group:
                 i, g = number // groups, number % groups
                 begin = i * plan.thread_columns + g * plan.group
-                return _Group(sums, begin, row + where.row_at(i), column + where.column_at(g))
+                return _Group(sums, begin, row + thread_tile.row_at(i), column + thread_tile.column_at(g))
 
-            self._write(plan.thread_rows * groups, own, at)
+            self._write(plan.thread_rows * groups, group_of, at)
             return
-        self._store_shared_sums(sums, at, row, column, where)
+        self._store_shared_sums(sums, at, row, column, thread_tile)
 
-    def _store_shared_sums(self, sums: Expr, at: Coordinates, row: Expr, column: Expr, where: _Threads) -> None:
-        """The sums of slices and of the cluster's blocks, added in their order; each stores a part of the tile."""
+    def _store_shared_sums(
+        self, sums: Expr, at: Coordinates, row: Expr, column: Expr, thread_tile: _ThreadTile
+    ) -> None:
+        """Add the accumulators of slices and blocks, in order; each stores a part of the tile."""
         plan = self.plan
         groups, threads = plan.thread_columns // plan.group, plan.slice_threads
-        each = plan.thread_rows * plan.thread_columns
-        parts = self.shared  # whose tiles have been read
-        with unrolled(each) as i:
-            T.buffer_store(parts, sums[i], [(where.slice * each + i) * threads + where.own])
+        slice_size = plan.thread_rows * plan.thread_columns
+        partials = self.shared  # reuses the tiles' memory
+        with unrolled(slice_size) as i:
+            T.buffer_store(partials, sums[i], [(thread_tile.slice * slice_size + i) * threads + thread_tile.own])
         barrier()
         own_groups = plan.thread_rows * groups // plan.slices
         totals = local(own_groups * plan.group, self.dtype)
         with unrolled(own_groups) as q, unrolled(plan.group) as e:
             total: Expr = tirx.const(0, self.dtype)
-            for part in range(plan.slices):
-                first = part * each + (q * plan.slices + where.slice) * plan.group + e
-                total = total + parts[first * threads + where.own]
+            for slice_ in range(plan.slices):
+                first = slice_ * slice_size + (q * plan.slices + thread_tile.slice) * plan.group + e
+                total = total + partials[first * threads + thread_tile.own]
             T.buffer_store(totals, total, [q * plan.group + e])
         if plan.cluster > 1:
-            own_groups = self._add_blocks(totals, parts, where)
+            own_groups = self._add_blocks(totals, partials, thread_tile)
 
-        def shared(q: Expr) -> _Group:
-            mine = q if plan.cluster == 1 else self.rank * own_groups + q
-            number = T.bind(mine * plan.slices + where.slice)
-            place = (tirx.floordiv(number, groups), tirx.floormod(number, groups))
-            return _Group(totals, q * plan.group, row + where.row_at(place[0]), column + where.column_at(place[1]))
+        def group_of(q: Expr) -> _Group:
+            own_group = q if plan.cluster == 1 else self.rank * own_groups + q
+            number = T.bind(own_group * plan.slices + thread_tile.slice)
+            position = (tirx.floordiv(number, groups), tirx.floormod(number, groups))
+            return _Group(
+                totals,
+                q * plan.group,
+                row + thread_tile.row_at(position[0]),
+                column + thread_tile.column_at(position[1]),
+            )
 
-        self._write(own_groups, shared, at)
+        self._write(own_groups, group_of, at)
 
-    def _add_blocks(self, totals: Expr, parts: Expr, where: _Threads) -> int:
-        """Add a thread's totals over the blocks of the cluster; of these it gets a part, whose groups are returned."""
+    def _add_blocks(self, totals: Expr, partials: Expr, thread_tile: _ThreadTile) -> int:
+        """Reduce totals over the cluster; return the number of a thread's groups of results."""
         plan = self.plan
         count = plan.thread_rows * plan.thread_columns // plan.slices
         own = count // plan.cluster
-        barrier()  # what the parts are overwritten by, others have read
+        barrier()  # all threads have read the memory that is overwritten
         with unrolled(count) as i:
-            T.buffer_store(parts, totals[i], [i * plan.threads + where.thread])
+            T.buffer_store(partials, totals[i], [i * plan.threads + thread_tile.thread])
         ptx.cluster_arrive()
         ptx.cluster_wait()
-        begin = T.bind(ptx.shared_address(T.address_of(parts[where.thread])))
+        local_address = T.bind(ptx.shared_address(T.address_of(partials[thread_tile.thread])))
         first = T.cast(self.rank, "uint32") * T.uint32(own * plan.threads * bytes_of(self.dtype))
         remote, loaded = local(1, "uint32"), local(1, self.dtype)
         with unrolled(own) as i:
             T.buffer_store(totals, tirx.const(0, self.dtype), [i])
         name = {"float32": "f32", "int32": "s32", "uint32": "u32"}[self.dtype]
         for block in range(plan.cluster):
-            ptx.remote_address(remote[0], begin, block)
+            ptx.remote_address(remote[0], local_address, block)
             with unrolled(own) as i:
                 offset = first + T.cast(i, "uint32") * T.uint32(plan.threads * bytes_of(self.dtype))
                 ptx.load_remote([loaded[0]], remote[0] + offset, name)
                 T.buffer_store(totals, totals[i] + loaded[0], [i])
-        # No block ends before all have read its sums.
+        # No block may exit before others have read its shared memory.
         ptx.cluster_arrive()
         ptx.cluster_wait()
         return own // plan.group
 
     def _write(self, count: int, group_of: Callable[[Expr], _Group], at: Coordinates) -> None:
-        """Store groups of neighbours; of operands as large as the result, those of several groups are read at once."""
+        """Store groups of neighbours; loads of large epilogue operands for several groups are in flight together."""
         left, right, writer, width = self.left, self.right, self.writer, self.plan.group
-        most = max(1, _MAX_READ // width) if writer.reads_in_vectors(width, right.along) else 1
-        per_pass = next(each for each in range(min(count, most), 0, -1) if count % each == 0)
-        held = writer.registers(per_pass, width, right.along) if per_pass > 1 else []
+        max_groups = max(1, _MAX_LOADED_ELEMENTS // width) if writer.reads_in_vectors(width, right.along) else 1
+        per_pass = next(each for each in range(min(count, max_groups), 0, -1) if count % each == 0)
+        registers = writer.registers(per_pass, width, right.along) if per_pass > 1 else []
         end = None if divides(right.extent, right.size) else right.extent
-        with unrolled(count // per_pass) as part:
-            groups = [group_of(part * per_pass + i) for i in range(per_pass)]
-            places = [{**at, left.along: group.row, right.along: group.column} for group in groups]
+        with unrolled(count // per_pass) as group_pass:
+            groups = [group_of(group_pass * per_pass + i) for i in range(per_pass)]
+            positions = [{**at, left.along: group.row, right.along: group.column} for group in groups]
             rows = [None if divides(left.extent, left.size) else group.row < left.extent for group in groups]
             sums = [
                 [lambda group=group, e=e: group.sums[group.begin + e] for e in range(width)]  # type: ignore[misc]
                 for group in groups
             ]
             if per_pass == 1:
-                writer.write(sums[0], places[0], right.along, [self.batches.exists, rows[0]], end)
+                writer.write(sums[0], positions[0], right.along, [self.batches.exists, rows[0]], end)
                 return
-            for i, (place, row) in enumerate(zip(places, rows, strict=True)):
-                with self._existing(place, row, end):
-                    writer.load(held, tirx.const(i, "int32"), place, width, right.along)
-            for i, (place, row) in enumerate(zip(places, rows, strict=True)):
-                with self._existing(place, row, end):
-                    writer.write(sums[i], place, right.along, loaded=(held, tirx.const(i, "int32")))
+            for i, (position, row) in enumerate(zip(positions, rows, strict=True)):
+                with self._existing(position, row, end):
+                    writer.load(registers, tirx.const(i, "int32"), position, width, right.along)
+            for i, (position, row) in enumerate(zip(positions, rows, strict=True)):
+                with self._existing(position, row, end):
+                    writer.write(sums[i], position, right.along, loaded=(registers, tirx.const(i, "int32")))
 
     @contextmanager
-    def _existing(self, place: Coordinates, row: Expr | None, end: Expr | None) -> Iterator[None]:
-        """Guard code that needs a group of neighbours to exist."""
-        conditions = [self.batches.exists, row, None if end is None else place[self.right.along] < end]
+    def _existing(self, position: Coordinates, row: Expr | None, end: Expr | None) -> Iterator[None]:
+        """Context of code that is predicated on the existence of a group."""
+        conditions = [self.batches.exists, row, None if end is None else position[self.right.along] < end]
         with when(tirx.all(tirx.const(True, "bool"), *[each for each in conditions if each is not None])):
             yield
 
 
-class _Threads:
-    """Where a thread's sums are: lanes of a warp beside each other, so that it reads shared memory without conflicts.
+class _ThreadTile:
+    """Rows and columns of a thread in the block tile.
 
-    A thread has groups of neighbouring rows and columns; between them lie the groups of its warp's other lanes.
+    A thread has groups of neighbouring rows and columns, interleaved with those of other lanes of its warp, to avoid
+    bank conflicts.
     """
 
     def __init__(self, plan: SimtPlan, thread: Expr) -> None:
@@ -371,29 +385,29 @@ class _Threads:
         )
 
     def row_of_group(self, g: int) -> Expr:
-        """The first row of the thread's group of rows."""
+        """First row of the thread's group `g` of rows."""
         return self.row + g * (self.lanes_down * self.plan.group)
 
     def column_of_group(self, g: int) -> Expr:
-        """The first column of the thread's group of columns."""
+        """First column of the thread's group `g` of columns."""
         return self.column + g * (self.lanes_across * self.plan.group)
 
     def row_at(self, i: Expr) -> Expr:
-        """Row of the tile of the thread's row i."""
+        """Row in the block tile of the thread's row i."""
         group = self.plan.group
         return self.row + tirx.floordiv(i, group) * (self.lanes_down * group) + tirx.floormod(i, group)
 
     def column_at(self, g: Expr) -> Expr:
-        """Column of the tile of the first of the thread's group g of columns."""
+        """First column in the block tile of the thread's group g."""
         return self.column + g * (self.lanes_across * self.plan.group)
 
 
-class _Brought:
-    """Tiles of an operand on their way to shared memory."""
+class _TileLoader:
+    """Loader of an operand's tiles, through registers to shared memory."""
 
     def __init__(
         self,
-        side: Side,
+        operand: SimtOperand,
         first: Expr,
         batch: Coordinates,
         batch_exists: Expr | None,
@@ -405,104 +419,104 @@ class _Brought:
         thread: Expr,
         plan: SimtPlan,
     ) -> None:
-        self.side, self.first, self.batch, self.k, self.depth, self.dtype = side, first, batch, k, depth, dtype
+        self.operand, self.first, self.batch, self.k, self.depth, self.dtype = operand, first, batch, k, depth, dtype
         self.batch_exists = batch_exists
-        view, places = side.view, side.places
-        self.along_k = places is not None or view.is_contiguous("k")
-        most = max(1, VECTOR_BYTES // max(bytes_of(view.nominal), 1))
-        fitting = min(most, side.size * depth // plan.threads or 1)
-        if places is not None:
-            self.vector = min(places.vector, fitting)
+        view, taps = operand.view, operand.taps
+        self.along_k = taps is not None or view.is_contiguous("k")
+        max_vector = max(1, VECTOR_BYTES // max(bytes_of(view.nominal), 1))
+        vector = min(max_vector, operand.size * depth // plan.threads or 1)
+        if taps is not None:
+            self.vector = min(taps.vector, vector)
         else:
-            self.vector = view.vector("k" if self.along_k else side.along, fitting * bytes_of(view.nominal))
+            self.vector = view.vector("k" if self.along_k else operand.along, vector * bytes_of(view.nominal))
         while self.along_k and depth % self.vector:
             self.vector //= 2
-        # Threads that read along k write apart in shared memory: a pitch of a group more spreads them over the banks.
-        self.pitch = side.size + plan.group
+        # Loads along k are stored transposed: the pitch is padded by a group to avoid bank conflicts.
+        self.pitch = operand.size + plan.group
         self.shared, self.begin = shared, begin
-        units = side.size * depth // self.vector
+        units = operand.size * depth // self.vector
         self.units, self.threads, self.thread = units, plan.threads, thread
-        self.turns = -(-units // plan.threads)
-        self.held = local(self.turns * self.vector, view.dtype)
-        if places is not None:
-            self._find_rows(places)
+        self.num_loads = -(-units // plan.threads)
+        self.registers = local(self.num_loads * self.vector, view.dtype)
+        if taps is not None:
+            self._find_rows(taps)
 
-    def _find_rows(self, places: Places) -> None:
-        """Compute facts about the rows that the thread loads, for all steps."""
-        self.rows, self.seen = local(self.turns, places.kind), local(self.turns, "uint32")
-        with unrolled(self.turns) as turn:
-            _, row, _ = self._unit(turn)
-            # Rows beyond the last are copies of it, which are not stored.
-            begin, seen = places.pixel(self.batch, T.min(self.first + row, int64(self.side.extent - 1)))
-            # Counted in vectors: TVM reads as one what it can prove to be aligned.
-            T.buffer_store(self.rows, tirx.floordiv(begin, self.vector), [turn])
-            T.buffer_store(self.seen, seen, [turn])
+    def _find_rows(self, taps: Taps) -> None:
+        """Compute offsets and masks of the thread's rows, for all k-steps."""
+        self.row_offsets, self.masks = local(self.num_loads, taps.kind), local(self.num_loads, "uint32")
+        with unrolled(self.num_loads) as load:
+            _, row, _ = self._unit(load)
+            # Rows beyond the extent are copies of the last one, and are not stored.
+            offset, mask = taps.pixel(self.batch, T.min(self.first + row, int64(self.operand.extent - 1)))
+            # In units of vectors: TVM vectorizes only accesses that it can prove to be aligned.
+            T.buffer_store(self.row_offsets, tirx.floordiv(offset, self.vector), [load])
+            T.buffer_store(self.masks, mask, [load])
 
-    def offset(self, buffer: Expr, k: Expr, at: Expr) -> Expr:
-        """Where an element of the tile is in shared memory."""
-        return self.begin + (buffer * self.depth + k) * self.pitch + at
+    def offset(self, buffer: Expr, k: Expr, index: Expr) -> Expr:
+        """Offset of a tile's element in shared memory."""
+        return self.begin + (buffer * self.depth + k) * self.pitch + index
 
-    def _unit(self, turn: Expr) -> tuple[Expr, Expr, Expr]:
-        """Load of a thread in a turn: its number, and the row and k of its first element within the tile."""
-        number = turn * self.threads + self.thread
+    def _unit(self, load: Expr) -> tuple[Expr, Expr, Expr]:
+        """Number of a thread's load, and row and k in the tile of its first element."""
+        number = load * self.threads + self.thread
         if self.along_k:
-            across = self.depth // self.vector
-            return number, tirx.floordiv(number, across), tirx.floormod(number, across) * self.vector
-        across = self.side.size // self.vector
-        return number, tirx.floormod(number, across) * self.vector, tirx.floordiv(number, across)
+            vectors = self.depth // self.vector
+            return number, tirx.floordiv(number, vectors), tirx.floormod(number, vectors) * self.vector
+        vectors = self.operand.size // self.vector
+        return number, tirx.floormod(number, vectors) * self.vector, tirx.floordiv(number, vectors)
 
     def fetch(self, k: Expr) -> None:
-        """Bring the tile at `k` into registers, zeros where it leaves the operand."""
-        view, width = self.side.view, self.vector
-        with unrolled(self.turns) as turn:
-            number, row, inner = self._unit(turn)
-            place = {**self.batch, self.side.along: self.first + row, "k": k + inner}
+        """Load the tile at `k` into registers, zeros beyond the extents."""
+        view, width = self.operand.view, self.vector
+        with unrolled(self.num_loads) as load:
+            number, row, inner = self._unit(load)
+            position = {**self.batch, self.operand.along: self.first + row, "k": k + inner}
             conditions = [] if self.batch_exists is None else [self.batch_exists]
             if self.units % self.threads:
                 conditions.append(number < self.units)
-            if not divides(self.side.extent, self.side.size) and self.side.places is None:
-                conditions.append(place[self.side.along] < self.side.extent)
+            if not divides(self.operand.extent, self.operand.size) and self.operand.taps is None:
+                conditions.append(position[self.operand.along] < self.operand.extent)
             if not divides(self.k, self.depth):
-                conditions.append(place["k"] < self.k)
-            if self.side.places is None:
-                address = view.address(place)
+                conditions.append(position["k"] < self.k)
+            if self.operand.taps is None:
+                address = view.address(position)
             else:
                 if divides(self.k, self.depth):
-                    moved, bits = self.side.places.element(k, inner, self.depth)
+                    tap_offset, bits = self.operand.taps.element(k, inner, self.depth)
                 else:
-                    moved, bits = self.side.places.element(T.min(place["k"], int64(self.k - width)))
-                address = (self.rows[turn] + T.bind(tirx.floordiv(moved, width))) * width
+                    tap_offset, bits = self.operand.taps.element(T.min(position["k"], int64(self.k - width)))
+                address = (self.row_offsets[load] + T.bind(tirx.floordiv(tap_offset, width))) * width
                 if bits is not None:
-                    conditions.append(T.bitwise_and(self.seen[turn], bits) == bits)
+                    conditions.append(T.bitwise_and(self.masks[load], bits) == bits)
             value = view.data[lane_indices(address, width)]
             if not conditions:
-                T.buffer_store(self.held, value, [lane_indices(turn * width, width)])
+                T.buffer_store(self.registers, value, [lane_indices(load * width, width)])
             else:
                 with T.If(tirx.all(*conditions)):
                     with T.Then():
-                        T.buffer_store(self.held, value, [lane_indices(turn * width, width)])
-                    with T.Else(), unrolled(width) as v:  # TVM makes vectors of int64 zeros ones of int32
-                        T.buffer_store(self.held, tirx.const(0, view.dtype), [turn * width + v])
+                        T.buffer_store(self.registers, value, [lane_indices(load * width, width)])
+                    with T.Else(), unrolled(width) as v:  # TVM vectorizes int64 zeros as int32
+                        T.buffer_store(self.registers, tirx.const(0, view.dtype), [load * width + v])
 
     def put(self, buffer: Expr) -> None:
-        """Store the registers as numbers of the sums' type in a buffer of shared memory."""
+        """Convert the registers to the accumulators' type, and store them to a buffer in shared memory."""
         width = self.vector
-        with unrolled(self.turns) as turn:
-            number, row, inner = self._unit(turn)
+        with unrolled(self.num_loads) as load:
+            number, row, inner = self._unit(load)
 
-            def stores() -> None:
+            def store_load() -> None:
                 offset = self.offset(buffer, inner, row)
-                direct = not self.along_k and self.side.view.dtype == self.dtype and width > 1
+                direct = not self.along_k and self.operand.view.dtype == self.dtype and width > 1
                 if direct:
-                    value = self.held[lane_indices(turn * width, width)]
+                    value = self.registers[lane_indices(load * width, width)]
                     T.buffer_store(self.shared, value, [lane_indices(offset, width)])
                     return
                 with unrolled(width) as v:
-                    value = self.side.view.converted(self.held[turn * width + v], self.dtype)
+                    value = self.operand.view.converted(self.registers[load * width + v], self.dtype)
                     T.buffer_store(self.shared, value, [offset + v * (self.pitch if self.along_k else 1)])
 
             if self.units % self.threads:
                 with T.If(number < self.units), T.Then():
-                    stores()
+                    store_load()
             else:
-                stores()
+                store_load()

@@ -1,4 +1,4 @@
-"""How a product is cut for wgmma: tiles, stages, blocks, parts of k."""
+"""Tilings for wgmma: tiles, stages, grid and split-k."""
 
 from __future__ import annotations
 
@@ -15,56 +15,54 @@ from ...core.builder import Expr, ceil_div
 from ..core.minimax_regret import cases_of, minimax_regret
 
 RASTERIZATION_GROUP_M = 16
-"""Rows of tiles that go over the columns together."""
+"""Row tiles that are rasterized together over the column tiles."""
 STAGED_BYTES = 512
-"""Bytes of a row of the result that a warp stages at a time: rows with more are stored in several turns."""
-_STAGED = (STAGED_BYTES, 256, 128)  # the most that leaves room for so many stages:
-_SHORT_RUN = 64  # columns
-MANY_STAGES = 4
-"""With fewer, 4096x1024x4096 takes 5 % longer: copies are as slow as a step, and two are under way."""
+"""Maximum bytes of a row of the result that a warp stages in shared memory at a time."""
+_STAGED_SIZES = (STAGED_BYTES, 256, 128)  # the largest that leaves `MIN_STAGES` stages is chosen
+_SHORT_EPILOGUE_COLUMNS = 64
+MIN_STAGES = 4
+"""With fewer, 4096x1024x4096 takes 5 % longer: copies are as slow as a k-step, and two are in flight."""
 STAGING_PAD = 32
-"""Bytes between staged rows, at most."""
+"""Maximum padding of staged rows in bytes."""
 
-SWAPPED_ROWS = {64: (160, 192), 128: (48, 64, 80, 96, 112), 256: (64, 80, 96, 112)}
-"""Rows of tiles whose operands are swapped, by their columns."""
-SHARING = (64, 128, False), (96, 64, True), (48, 128, True), (64, 128, True), (96, 128, True)
-"""Rows and columns of tiles of which two blocks may share a multiprocessor, and whether operands are swapped."""
-SPLITS = (1, 2, 4, 8)
-"""Blocks of a cluster that share a tile."""
-MAX_SPLIT = 128 * 128
-"""Elements of a tile whose k is split: larger ones give each other too much."""
+SWAPPED_TILE_ROWS = {64: (160, 192), 128: (48, 64, 80, 96, 112), 256: (64, 80, 96, 112)}
+"""Row extents of tiles with swapped operands, by their columns."""
+TWO_BLOCK_TILES = (64, 128, False), (96, 64, True), (48, 128, True), (64, 128, True), (96, 128, True)
+"""Rows, columns and `swap_ab` of tiles for two resident blocks per multiprocessor."""
+CLUSTER_SPLITS = (1, 2, 4, 8)
+"""Cluster sizes for split-k."""
+MAX_SPLIT_TILE = 128 * 128
+"""Maximum elements of a tile with split k: larger ones exchange too many accumulators."""
 
 
-_RESERVED = 1024
-"""Bytes of a multiprocessor's shared memory that a block has besides its own."""
+_RESERVED_BYTES = 1024
+"""Bytes of a multiprocessor's shared memory that the system reserves per block."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a product is cut.
+    """Tiling of a product.
 
     Attributes
     ----------
     rows, columns : int
-        Rows and columns of a tile: 64 or 128 rows, where operands are swapped any multiple of 16; columns a multiple of
-        64, up to 256.
+        Rows and columns of a tile: 64 or 128 rows, or any multiple of 16 if `swap_ab`; columns a multiple of 64, up to
+        256.
     stages : int
-        Number of stages of the ring of tiles in shared memory.
+        Stages of the pipeline in shared memory.
     blocks : int
-        Number of blocks that are launched, a multiple of `cluster_split_k`; 0: those of a cluster for each tile, which
-        only a launch knows.
+        Grid size, a multiple of `cluster_split_k`; 0: a cluster per tile, with a symbolic number of tiles.
     cluster_split_k : int
-        Blocks of a cluster that share a tile, each with a part of k: 1, 2, 4 or 8.
+        Blocks of a cluster that split the k of a tile: 1, 2, 4 or 8.
     blocks_per_sm : int
-        Blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
+        Resident blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
     rasterization_group_m : int
-        Rows of tiles that go over the columns together.
+        Row tiles that are rasterized together over the column tiles.
     epilogue_columns : int
-        Columns of the result that a warp turns from fragments to rows at a time; where operands are swapped, rows that
-        a warpgroup turns.
+        Columns of the result that a warp stages at a time; rows that a warpgroup stages if `swap_ab`.
     swap_ab : bool
-        Whether columns of the result are the tensor cores' rows, of which there are always 64, and so rows can be as
-        few or many as give all multiprocessors the same work.
+        Whether columns of the result are the M dimension of wgmma, which is always 64, so that the rows of a tile can
+        be chosen to balance the load of multiprocessors.
     """
 
     rows: int
@@ -79,12 +77,12 @@ class Tiling:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that multiply."""
+        """Number of consumer warpgroups."""
         return consumers_of(self.rows, self.columns, self.swap_ab, self.blocks_per_sm)
 
 
 def consumers_of(rows: int, columns: int, swap_ab: bool, blocks_per_sm: int) -> int:
-    """Warpgroups that multiply: of swapped operands two, but one where blocks share a multiprocessor's registers."""
+    """Number of consumer warpgroups: with swapped operands two, or one if blocks share a multiprocessor."""
     return min(2 if blocks_per_sm == 1 else 1, columns // 64) if swap_ab else rows // 64
 
 
@@ -96,63 +94,70 @@ def choose_tiling(
     gathers: bool = False,
     may_swap: bool = False,
 ) -> Tiling:
-    """The tiling of a problem: the one of fewest estimated `cycles`.
+    """Choose the tiling with the fewest estimated `cycles`.
 
     Parameters
     ----------
     sizes, counts : sequence of PrimExpr or int
-        Extents of m, n and k, and of batch dimensions; where they are symbolic, the tiling loses little for any of
-        `EXTENTS` in their place.
+        Extents of m, n and k, and of batch dimensions; symbolic ones take the tiling with the lowest regret over
+        `EXTENTS`.
     gathers : bool
-        Whether an operand comes through registers.
+        Whether an operand is loaded through registers.
     may_swap : bool
-        Whether operands may be swapped: the left one lies in lines of k, and the right one is packed.
+        Whether operands may be swapped: k of the left one is contiguous, and the right one is packed.
     """
     batches = prod(count if isinstance(count, int) else 1 for count in counts)
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
     cases = cases_of(sizes, is_known)
     model = gpu.model
-    slowness, per_step = model.gathered_step_factor if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
-    # Single bytes would be staged one by one.
+    step_factor, per_step = model.gathered_step_factor if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
+    # 1-byte results would be staged one by one.
     may_swap = may_swap and is_known and not gathers and staged_element(problem) > 1
     max_split = ceil_div(cases[0][2], per_step) if isinstance(sizes[2], int) else 1
-    choices = [cut for cut in _cuts(model, may_swap, is_known and not gathers) if cut.cluster_split_k <= max_split]
+    options = [
+        option
+        for option in _tile_options(model, may_swap, is_known and not gathers)
+        if option.cluster_split_k <= max_split
+    ]
 
-    def cost(cut: Cut, case: Sequence[int]) -> float:
-        tiles = ceil_div(case[0], cut.rows) * ceil_div(case[1], cut.columns) * batches
+    def cost(option: TileOption, case: Sequence[int]) -> float:
+        tiles = ceil_div(case[0], option.rows) * ceil_div(case[1], option.columns) * batches
         resident = model.resident_blocks[1]
-        if cut.blocks_per_sm > 1 and not resident < tiles <= (cut.blocks_per_sm * resident if cut.swap_ab else tiles):
-            # Nothing shares, or blocks have several tiles, for which half the registers are too few.
+        if option.blocks_per_sm > 1 and not resident < tiles <= (
+            option.blocks_per_sm * resident if option.swap_ab else tiles
+        ):
+            # Multiprocessors would have one block, or blocks several tiles, for which half the registers are too few.
             return inf
-        return cycles(cut, model, tiles, ceil_div(case[2], per_step), slowness)
+        return cycles(option, model, tiles, ceil_div(case[2], per_step), step_factor)
 
-    cut = minimax_regret(choices, cases, cost)
+    option = minimax_regret(options, cases, cost)
     steps = ceil_div(cases[-1][2], per_step)
-    # Of few steps, most of the work is to store: warps take turns in runs of 128 bytes of the result, which takes 16 %
-    # less time for 50,176 x 64 x 256.
-    short = max(_STAGED[-1], _SHORT_RUN * staged_element(problem))
-    epilogue_columns = _STAGED if steps // cut.cluster_split_k >= MANY_STAGES or cut.swap_ab else (short,)
+    # With few k-steps, the epilogue dominates: staging runs of 128 bytes takes 16 % less time for 50,176 x 64 x 256.
+    short_bytes = max(_STAGED_SIZES[-1], _SHORT_EPILOGUE_COLUMNS * staged_element(problem))
+    epilogue_columns = (
+        _STAGED_SIZES if steps // option.cluster_split_k >= MIN_STAGES or option.swap_ab else (short_bytes,)
+    )
     tilings = [
         tiling_of(
             problem,
             gpu,
             sizes,
             counts,
-            (cut.rows, cut.columns),
-            cut.cluster_split_k,
+            (option.rows, option.columns),
+            option.cluster_split_k,
             staged_bytes=size,
-            blocks_per_sm=cut.blocks_per_sm,
-            swap_ab=cut.swap_ab,
+            blocks_per_sm=option.blocks_per_sm,
+            swap_ab=option.swap_ab,
         )
         for size in epilogue_columns
     ]
-    most = min(MANY_STAGES, steps // cut.cluster_split_k)
-    return next((tiling for tiling in tilings if tiling.stages >= most), max(tilings, key=lambda t: t.stages))
+    min_stages = min(MIN_STAGES, steps // option.cluster_split_k)
+    return next((tiling for tiling in tilings if tiling.stages >= min_stages), max(tilings, key=lambda t: t.stages))
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Problem and tiling that `cycles` are estimated of; attributes as in `Tiling`."""
+class TileOption:
+    """Tile shape and split for which `cycles` are estimated; attributes as in `Tiling`."""
 
     rows: int
     columns: int
@@ -161,7 +166,7 @@ class Cut:
     swap_ab: bool = False
 
     def step_cycles(self, model: GpuModel) -> float:
-        """Cycles of a step of k, where loads from L2 do not take longer."""
+        """Cycles of a k-step that is not bound by L2 bandwidth."""
         if not self.swap_ab:
             return model.step_cycles[self.rows, self.columns]
         start, per_tile, per_line, per_shared_line = model.swapped_step_cycles
@@ -171,51 +176,54 @@ class Cut:
 
 
 @cache
-def _cuts(model: GpuModel, may_swap: bool, may_share: bool) -> tuple[Cut, ...]:
-    """All that there are to choose from."""
+def _tile_options(model: GpuModel, may_swap: bool, may_share: bool) -> tuple[TileOption, ...]:
+    """Candidates of `choose_tiling`."""
     tiles = [(*tile, False) for tile in model.step_cycles]
-    tiles += [(rows, columns, True) for columns in SWAPPED_ROWS for rows in SWAPPED_ROWS[columns] if may_swap]
-    cuts = [
-        Cut(rows, columns, cluster_split_k, 1, swap_ab)
+    tiles += [(rows, columns, True) for columns in SWAPPED_TILE_ROWS for rows in SWAPPED_TILE_ROWS[columns] if may_swap]
+    options = [
+        TileOption(rows, columns, cluster_split_k, 1, swap_ab)
         for rows, columns, swap_ab in tiles
-        for cluster_split_k in SPLITS
-        if cluster_split_k == 1 or (not swap_ab and rows * columns <= MAX_SPLIT and columns // cluster_split_k % 8 == 0)
+        for cluster_split_k in CLUSTER_SPLITS
+        if cluster_split_k == 1
+        or (not swap_ab and rows * columns <= MAX_SPLIT_TILE and columns // cluster_split_k % 8 == 0)
     ]
-    cuts += [Cut(*tile[:2], 1, 2, tile[2]) for tile in SHARING if may_share and tile[2] <= may_swap]
-    return tuple(cuts)
+    options += [TileOption(*tile[:2], 1, 2, tile[2]) for tile in TWO_BLOCK_TILES if may_share and tile[2] <= may_swap]
+    return tuple(options)
 
 
 def reads_rows(problem: MatmulProblem) -> bool:
-    """True if the epilogue reads operands as large as the result, or makes numbers wider than sums: by whole rows."""
+    """Return whether the epilogue works on whole rows, for large operands and for results wider than float32."""
     operands = problem.epilogue.operands if problem.epilogue else ()
     reads = problem.init is not None or any({"m", "n"} <= set(operand.index_map) for operand in operands)
     return reads or bytes_of(problem.result.dtype) > bytes_of("float32")
 
 
 def staged_element(problem: MatmulProblem) -> int:
-    """Bytes of what warps turn from fragments to rows: results, or sums where the epilogue wants rows."""
+    """Bytes of a staged element: a result, or an accumulator if the epilogue works on whole rows."""
     return 4 if reads_rows(problem) else bytes_of(problem.result.dtype)
 
 
-def cycles(cut: Cut, model: GpuModel, tiles: int, steps: int, slowness: float = 1) -> float:
-    """About how many cycles a product of `tiles` tiles takes.
+def cycles(option: TileOption, model: GpuModel, tiles: int, steps: int, step_factor: float = 1) -> float:
+    """Estimate the cycles of a product with `tiles` tiles.
 
     Parameters
     ----------
-    slowness : float
-        How many times as long a step takes.
+    step_factor : float
+        Factor of the cycles of a k-step.
     """
-    blocks, sums = tiles * cut.cluster_split_k, cut.rows * cut.columns
-    turns = ceil_div(blocks, model.resident_blocks[cut.cluster_split_k] * cut.blocks_per_sm)
-    residents = min(cut.blocks_per_sm, ceil_div(blocks, model.resident_blocks[1]))
-    loads = (cut.rows + cut.columns) * SWIZZLED_BYTES * (blocks / turns) / model.l2_bytes_per_cycle
-    step = max(cut.step_cycles(model) * (1 + model.second_block_step_fraction * (residents - 1)), loads) * slowness
-    stored = model.store_cycles + sums / cut.cluster_split_k / model.stored_elements_per_cycle
-    if cut.cluster_split_k > 1:
-        meeting = model.cluster_cycles + model.cluster_block_cycles * (cut.cluster_split_k - 1)
-        stored += meeting + sums * 4 * (1 - 1 / cut.cluster_split_k) / model.exchanged_bytes_per_cycle
-    stores = turns if cut.blocks_per_sm == 1 else 1 + 0.3 * (turns - 1)
-    return model.launch_cycles + turns * ceil_div(steps, cut.cluster_split_k) * step + stores * stored
+    blocks, sums = tiles * option.cluster_split_k, option.rows * option.columns
+    waves = ceil_div(blocks, model.resident_blocks[option.cluster_split_k] * option.blocks_per_sm)
+    residents = min(option.blocks_per_sm, ceil_div(blocks, model.resident_blocks[1]))
+    loads = (option.rows + option.columns) * SWIZZLED_BYTES * (blocks / waves) / model.l2_bytes_per_cycle
+    step = (
+        max(option.step_cycles(model) * (1 + model.second_block_step_fraction * (residents - 1)), loads) * step_factor
+    )
+    stored = model.store_cycles + sums / option.cluster_split_k / model.stored_elements_per_cycle
+    if option.cluster_split_k > 1:
+        exchange = model.cluster_cycles + model.cluster_block_cycles * (option.cluster_split_k - 1)
+        stored += exchange + sums * 4 * (1 - 1 / option.cluster_split_k) / model.exchanged_bytes_per_cycle
+    exposed_stores = waves if option.blocks_per_sm == 1 else 1 + 0.3 * (waves - 1)
+    return model.launch_cycles + waves * ceil_div(steps, option.cluster_split_k) * step + exposed_stores * stored
 
 
 def tiling_of(
@@ -231,13 +239,13 @@ def tiling_of(
     blocks_per_sm: int = 1,
     swap_ab: bool = False,
 ) -> Tiling:
-    """The tiling with tiles of a size: as many stages as shared memory has room for, and blocks as there is work.
+    """Tiling for a tile size, with as many stages as fit shared memory, and a persistent grid.
 
     Parameters
     ----------
     staged_bytes : int
-        Bytes of a row of the result that a warp stages at a time; where operands are swapped, `STAGED_BYTES` for all
-        rows of a tile at a time, and fewer for a part of them.
+        Maximum bytes of a row of the result that a warp stages at a time; if `swap_ab`, the fraction of `STAGED_BYTES`
+        is that of the rows that are staged at a time.
     """
     m, n, k = sizes
     rows, columns = tile
@@ -252,16 +260,18 @@ def tiling_of(
         while epilogue_columns * element > staged_bytes:
             epilogue_columns //= 2
         staging = rows * (epilogue_columns * element + STAGING_PAD)
-    # Some bytes are barriers.
-    room = (gpu.shared_bytes + _RESERVED) // blocks_per_sm - _RESERVED - staging - 256
-    stages = room // ((rows + columns) * SWIZZLED_BYTES)
+    # 256 bytes are reserved for barriers.
+    capacity = (
+        (gpu.shared_bytes + _RESERVED_BYTES) // blocks_per_sm - _RESERVED_BYTES - staging - 256
+    )
+    stages = capacity // ((rows + columns) * SWIZZLED_BYTES)
     if isinstance(k, int):
         steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), cluster_split_k)
         stages = min(stages, max(2, steps))
     clusters = gpu.multiprocessors * blocks_per_sm // cluster_split_k
     if isinstance(m, int) and isinstance(n, int) and all(isinstance(count, int) for count in counts):
         tiles = ceil_div(m, rows) * ceil_div(n, columns) * prod(counts)
-        clusters = tiles if cluster_split_k > 1 else min(tiles, clusters)  # blocks of a cluster have one tile
+        clusters = tiles if cluster_split_k > 1 else min(tiles, clusters)  # a cluster has one tile
     elif cluster_split_k > 1:
         clusters = 0
     blocks = clusters * cluster_split_k

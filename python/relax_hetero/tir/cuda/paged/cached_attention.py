@@ -57,7 +57,7 @@ def wgmma_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan) -> tirx
     """
     reason = unsupported_reason(work, gpu)
     if reason or gpu.tensor != "wgmma":
-        raise EncodingError(f"cached_attention on {gpu.arch}: {reason or 'it has no wgmma'}")
+        raise EncodingError(f"cached_attention on {gpu.arch}: {reason or 'it lacks wgmma'}")
     function = Function("paged_chunk", registers="local")
     with function:
         tensors = PagedTensors(function, work)

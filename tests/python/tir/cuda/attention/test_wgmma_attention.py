@@ -110,7 +110,7 @@ def test_no_keys_at_all():
 
 def test_misfits_are_named():
     for problem, gpu, reason in (
-        (half(1, 1, 1, 8, 8, 8, 8), gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})), "sm_80 has no wgmma"),
+        (half(1, 1, 1, 8, 8, 8, 8), gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})), "sm_80 lacks wgmma"),
         (case(1, 1, 1, 8, 8, 8, 8), GPU, "element types .'float32'., expected one of"),
         (half(1, 1, 1, 8, 8, 264, 8), GPU, "heads of 264 and 8, expected at most 256"),
         (half(1, 1, 1, 8, 0, 8, 8), GPU, "an extent is 0"),

@@ -196,7 +196,7 @@ def test_unsupported_problems():
     with pytest.raises(EncodingError, match="found rhs stored as pack<.*expected a permutation"):
         simt_matmul_kernel(packed, GPU)
     rows = RowPhase(None, 0, ())  # type: ignore[arg-type]
-    with pytest.raises(EncodingError, match="work on rows"):
+    with pytest.raises(EncodingError, match="row program"):
         simt_matmul_kernel(dataclasses.replace(problem, rows=rows), GPU)
 
 

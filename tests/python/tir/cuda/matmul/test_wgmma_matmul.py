@@ -385,7 +385,7 @@ def test_unsupported_problems():
     sizes = {"m": 64, "n": 64, "k": 64}
     problem = problem_of(sizes)
     assert unsupported_reason(problem, GPU) == ""
-    assert "no wgmma" in unsupported_reason(problem, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))
+    assert "lacks wgmma" in unsupported_reason(problem, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))
     exact = dataclasses.replace(problem_of(sizes, "float32"), tf32=False)
     assert "element types float32 * float32 -> float32" in unsupported_reason(exact, GPU)
     assert "0" in unsupported_reason(problem_of({**sizes, "k": 0}), GPU)

@@ -57,7 +57,7 @@ def test_no_accumulator_is_waited_for():
 def test_which_chunks_have_this_kernel():
     assert wgmma_chunk_plan(CASES["behind others, padded"].work, GPU) is None, "fewer rows than a block has"
     assert wgmma_chunk_plan(LARGE.work, OLD_GPU) is None
-    with pytest.raises(EncodingError, match="sm_90: it has no wgmma"):
+    with pytest.raises(EncodingError, match="sm_90: it lacks wgmma"):
         wgmma_chunk_kernel(LARGE.work, OLD_GPU, ChunkPlan(8, 2))
 
 
