@@ -1,4 +1,4 @@
-"""Block of a product with weights of 4 or 8 bits: columns in turns, k cut among warps, sums added up."""
+"""Block of a quantized matrix product: column tiles one after another, k split among warps, then a reduction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .block_rows import LeftRows
 
 
 class BlockBody:
-    """Code of a block, while it is written."""
+    """Writer of a block's code."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class BlockBody:
         return BlockWork(problem, plan, m)
 
     def prepare(self, row_tiles: Expr, blocks_per_sm: int) -> None:
-        """Share the work among blocks; parameters as of `BlockWork.share`."""
+        """Distribute the work among blocks; parameters as in `BlockWork.share`."""
         self.row_tiles = row_tiles
         zeros = self.packed[2:]
         has_points = 0 if not zeros else 2 if zeros[0].nominal == "float32" else 1
         self.work.share(self.gpu, row_tiles, blocks_per_sm, has_points)
 
     def emit(self, place: Place, shared: SharedMemory) -> None:
-        """Write the block's work."""
+        """Write the block's code."""
         work, row_tiles = self.work, self.row_tiles
         self.shared, self.thread = shared, place.thread
         block = T.Cast("int64", place.block)
@@ -66,7 +66,7 @@ class BlockBody:
         self._work()
 
     def _open(self) -> None:
-        """Registers of both operands."""
+        """Allocate registers of both operands."""
         lanes = self.low, self.high
         self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
         work = self.work
@@ -75,14 +75,14 @@ class BlockBody:
         self.left = LeftRows(work, self.lhs, self.shared, self.thread, lanes, self.first_row, copies)
 
     def _work(self) -> None:
-        """All columns of the block, while the weights of the next chunks are on their way."""
+        """Process all column tiles of the block, with the weights of the next chunks in flight."""
         work, plan = self.work, self.work.plan
         if self.gpu.overlaps_launches:
-            # At once: these kernels are so short that the weights of the next launch are else not there in time.
+            # At once, as these kernels are too short for a later start to overlap the next launch's weight loads.
             ptx.launch_dependents()
-        turns: Expr = 1
+        num_tiles: Expr = 1
         if work.is_persistent:
-            turns = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
+            num_tiles = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
         for slot in range(plan.ahead):
             self._load(slot, self.first_block, slot)
         self.left.open_copies()
@@ -95,47 +95,54 @@ class BlockBody:
             if not self.left.copies:
                 ptx.block_barrier()
         if not work.is_persistent:
-            self._tile(0, turns, 0)
+            self._tile(0, num_tiles, 0)
             self._finish(int64(0), 1)
             return
-        with T.serial(tirx.floordiv(turns + (work.batch - 1), int64(work.batch))) as batch:
+        with T.serial(tirx.floordiv(num_tiles + (work.batch - 1), int64(work.batch))) as batch:
             first = T.bind(batch * work.batch)
-            count = T.bind(T.min(turns - first, int64(work.batch)))
-            with T.serial(count) as place:
-                self._tile(first + place, turns, T.Cast("int32", place))
+            count = T.bind(T.min(num_tiles - first, int64(work.batch)))
+            with T.serial(count) as index_in_batch:
+                self._tile(first + index_in_batch, num_tiles, T.Cast("int32", index_in_batch))
             self._finish(first, T.Cast("int32", count))
 
-    def _tile(self, turn: Expr, turns: Expr, place: Expr) -> None:
-        """Multiply a tile of columns, ask for what comes next, and leave the warp's sums in shared memory."""
+    def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
+        """Multiply a column tile, load ahead, and store the warp's accumulators to shared memory."""
         work, plan = self.work, self.work.plan
-        rounds = -(-work.own // plan.ahead)
-        tile = T.bind(self.first_block + turn * work.stride)
+        iterations = -(-work.own // plan.ahead)
+        tile = T.bind(self.first_block + index * work.stride)
         for number in range(plan.fragments * plan.groups * 4):
             T.buffer_store(self.totals, T.float32(0), [number])
-        with T.serial(int64(rounds)) as number:
+        with T.serial(int64(iterations)) as number:
             for slot in range(plan.ahead):
                 self._chunk(slot, number * plan.ahead + slot)
-                self._load_next(slot, (number, rounds), tile, turn + 1 < turns)
-        self._leave_sums(place)
+                self._load_next(slot, (number, iterations), tile, index + 1 < num_tiles)
+        self._stage_sums(index_in_batch)
 
-    def _load_next(self, slot: int, where: tuple[Expr, int], tile: Expr, more: Expr) -> None:
-        """Ask for what comes into a slot next: of this tile, or of the block's next one."""
-        number, rounds = where
-        if rounds > 1:
-            with T.If(number + 1 < rounds), T.Then():
+    def _load_next(self, slot: int, progress: tuple[Expr, int], tile: Expr, has_next_tile: Expr) -> None:
+        """Load the next chunk of a slot, of this tile or of the block's next one."""
+        number, iterations = progress
+        if iterations > 1:
+            with T.If(number + 1 < iterations), T.Then():
                 self._load(slot, tile, (number + 1) * self.work.plan.ahead + slot)
         if self.work.is_persistent:
-            with T.If(more if rounds == 1 else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
+            with (
+                T.If(
+                    has_next_tile
+                    if iterations == 1
+                    else tirx.all(tirx.EQ(number + 1, int64(iterations)), has_next_tile)
+                ),
+                T.Then(),
+            ):
                 self._load(slot, tile + self.work.stride, slot)
 
     def _chunk_of(self, index: Expr) -> Expr:
-        """The warps' chunks are neighbours: a block reads one stretch."""
+        """Chunk of a warp; those of a block's warps are contiguous."""
         return int64(index) * self.work.plan.warps + self.warp
 
     def _exists(self, index: Expr) -> Expr | None:
-        """Return whether a warp's chunk is one; None where it is known to."""
+        """Predicate of a warp's chunk; None if it is known to exist."""
         plan, chunks = self.work.plan, self.work.chunks
-        # A warp's last round asks for as many chunks as its others, also where fewer are left.
+        # A warp's last iteration loads as many chunks as the others, even if fewer are left.
         last = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
         if (last + 1) * plan.warps <= chunks:
             return None
@@ -148,7 +155,7 @@ class BlockBody:
         self.weights.load(slot, tile_of_block, T.bind(chunk))
 
     def _chunk(self, slot: int, index: Expr) -> None:
-        """Add the products of a chunk."""
+        """Accumulate the products of a chunk."""
         exists = self._exists(index)
         if exists is None:
             self._products(slot, index)
@@ -179,9 +186,9 @@ class BlockBody:
             operands = [(self.sums, left)]
             if self.weights.has_any_points:
                 operands.append((self.left_sums, self.weights.ones))
-            for sums, multiplied in operands:
+            for sums, fragments in operands:
                 types = (self.work.type, self.work.type)
-                ptx.multiply_fragments([sums[group * 4 + i] for i in range(4)], multiplied, right, types, adds)
+                ptx.multiply_fragments([sums[group * 4 + i] for i in range(4)], fragments, right, types, adds)
 
     def _add_scaled(self, slot: int, fragment: int, number: int) -> None:
         groups = self.work.plan.groups
@@ -205,20 +212,20 @@ class BlockBody:
                     T.buffer_store(self.totals, self.totals[total] + scale * value, [total])
 
     def _may_be_row(self, group: int, i: int) -> bool:
-        """Return whether a lane's sum i of a group may be that of a row, or part of one, that exists."""
+        """Return whether a lane's accumulator i of a group may belong to an existing row."""
         m, parts = self.work.m, self.work.parts
         if not isinstance(m, int):
             return True
-        of_group, in_group = divmod(m - 1, GROUP_COLUMNS // parts)
-        last = of_group * GROUP_COLUMNS + (in_group + 1) * parts - 1
+        last_group, in_group = divmod(m - 1, GROUP_COLUMNS // parts)
+        last = last_group * GROUP_COLUMNS + (in_group + 1) * parts - 1
         return group * GROUP_COLUMNS + i % 2 <= last
 
-    # The end: sums of the warps, in order.
+    # Reduction over warps, in order.
 
-    def _leave_sums(self, place: Expr) -> None:
-        """A warp's sums of a tile of columns, into the place of the tile among those of a batch."""
+    def _stage_sums(self, index_in_batch: Expr) -> None:
+        """Store a warp's accumulators of a column tile to shared memory, at the tile's index in its batch."""
         work, plan = self.work, self.work.plan
-        begin = place * work.sums if work.batch > 1 else 0
+        begin = index_in_batch * work.sums if work.batch > 1 else 0
         for fragment in range(plan.fragments):
             for group in range(plan.groups):
                 for i in range(4):
@@ -226,16 +233,16 @@ class BlockBody:
                         continue
                     row = group * GROUP_COLUMNS + 2 * self.low + i % 2
                     column = fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2)
-                    at = begin + (self.warp * work.sum_rows + row) * plan.columns + column
+                    offset = begin + (self.warp * work.sum_rows + row) * plan.columns + column
                     total = tirx.reinterpret("uint32", self.totals[(fragment * plan.groups + group) * 4 + i])
                     if (group + 1) * GROUP_COLUMNS <= work.sum_rows:
-                        ptx.store_shared(self.shared.at(at * 4), [total])
+                        ptx.store_shared(self.shared.at(offset * 4), [total])
                         continue
                     with T.If(row < work.sum_rows), T.Then():
-                        ptx.store_shared(self.shared.at(at * 4), [total])
+                        ptx.store_shared(self.shared.at(offset * 4), [total])
 
-    def _finish(self, first_turn: Expr, count: Expr) -> None:
-        """Add up and store the sums of `count` tiles of columns, when all warps have left theirs."""
+    def _finish(self, first_index: Expr, count: Expr) -> None:
+        """Reduce and store `count` column tiles, after all warps have stored their accumulators."""
         work, plan = self.work, self.work.plan
         columns = plan.columns
         vector = min(4, self.writer.result.vector("n"))
@@ -243,46 +250,50 @@ class BlockBody:
         per_tile, threads = rows * columns // vector, plan.warps * WARP
         items = per_tile * work.batch
         ptx.block_barrier()
-        with T.serial(tirx.const(-(-items // threads), "int32")) as part_of_items:
-            item = T.bind(part_of_items * threads + self.thread)
-            place, in_tile = tirx.floordiv(item, per_tile), tirx.floormod(item, per_tile)
+        with T.serial(tirx.const(-(-items // threads), "int32")) as iteration:
+            item = T.bind(iteration * threads + self.thread)
+            index_in_batch, in_tile = tirx.floordiv(item, per_tile), tirx.floormod(item, per_tile)
             row, column = tirx.floordiv(in_tile, columns // vector), tirx.floormod(in_tile, columns // vector) * vector
-            tile = self.first_block + (first_turn + T.Cast("int64", place)) * work.stride
+            tile = self.first_block + (first_index + T.Cast("int64", index_in_batch)) * work.stride
             at = {
                 "m": T.bind(self.first_row + row),
                 "n": T.bind(tile * columns + column),
             }
             conditions = [] if isinstance(work.m, int) and work.m % rows == 0 else [at["m"] < work.m]
             if work.batch > 1:
-                conditions.append(place < count)
+                conditions.append(index_in_batch < count)
             elif items % threads:
                 conditions.append(item < items)
             is_whole = work.problem.columns % columns == 0
             with T.If(tirx.all(*conditions) if conditions else tirx.const(True)), T.Then():
-                turn = tirx.const(0, "int32")
-                held = self.writer.registers(1, vector) if is_whole else None
-                if held is not None:
-                    self.writer.load(held, turn, at, vector)
-                totals = self._added(place * work.sums, row, column, vector)
+                vector_index = tirx.const(0, "int32")
+                registers = self.writer.registers(1, vector) if is_whole else None
+                if registers is not None:
+                    self.writer.load(registers, vector_index, at, vector)
+                totals = self._reduce_sums(index_in_batch * work.sums, row, column, vector)
                 end = None if is_whole else int64(work.problem.columns)
-                beside = None if held is None else (held, turn)
-                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, beside)
+                loaded = None if registers is None else (registers, vector_index)
+                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, loaded)
         if work.is_persistent:
             ptx.block_barrier()
 
-    def _added(self, begin: Expr, row: Expr, column: Expr, vector: int) -> Any:
-        """Sums of neighbouring columns of a row, over the warps and the parts of the row."""
+    def _reduce_sums(self, begin: Expr, row: Expr, column: Expr, vector: int) -> Any:
+        """Reduce neighbouring columns of a row over warps and over the parts of the row."""
         work, plan = self.work, self.work.plan
-        per = GROUP_COLUMNS // work.parts
+        rows_per_group = GROUP_COLUMNS // work.parts
         totals, part_sums = local(vector, "float32"), local(vector, "float32")
         for i in range(vector):
             T.buffer_store(totals, T.float32(0), [i])
         for warp in range(plan.warps):
             for part in range(work.parts):
-                # Where rows are parts, the last of a group of eight are none.
-                first = tirx.floordiv(row, per) * GROUP_COLUMNS + tirx.floormod(row, per) * work.parts + part
-                at = begin + (warp * work.sum_rows + first) * plan.columns + column
-                ptx.load_shared([part_sums[i] for i in range(vector)], self.shared.at(at * 4), "f32")
+                # With three parts per row, the last two of a group of eight rows are unused.
+                first = (
+                    tirx.floordiv(row, rows_per_group) * GROUP_COLUMNS
+                    + tirx.floormod(row, rows_per_group) * work.parts
+                    + part
+                )
+                offset = begin + (warp * work.sum_rows + first) * plan.columns + column
+                ptx.load_shared([part_sums[i] for i in range(vector)], self.shared.at(offset * 4), "f32")
                 for i in range(vector):
                     T.buffer_store(totals, totals[i] + part_sums[i], [i])
         return totals

@@ -1,4 +1,4 @@
-"""How a kernel of a product with weights of 4 or 8 bits shares its work: among blocks, warps and turns of a warp."""
+"""Distribution of quantized matrix products (weights of 4 or 8 bits) among blocks and warps."""
 
 from __future__ import annotations
 
@@ -11,56 +11,56 @@ from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr
 
 STEP = 16
-"""Values of k that one instruction multiplies."""
+"""Extent of k of one mma instruction."""
 
 GROUP_COLUMNS = 8
-"""Rows of the left operand, or parts of them, that one instruction multiplies."""
+"""Rows of the left operand (or their bfloat16 parts) that one mma instruction multiplies: its n dimension."""
 
 PARTS = {"float16": 1, "bfloat16": 1, "float32": 3}
-"""Rows of 16-bit floats that make one row of the left operand."""
+"""Rows of 16-bit floats that represent one row of the left operand, by its type."""
 
 MAX_WARPS = 8
-"""Maximum number of warps of a block; `FEW_ROWS_WARPS` of one that has a multiprocessor for itself."""
+"""Maximum warps of a block; `FEW_ROWS_WARPS` if it is alone on a multiprocessor."""
 
 MAX_CHUNKS_AHEAD = {1: 4, 2: 4, 4: 2}
-"""Chunks of 512 bytes a fragment that a warp has asked for, by the fragments of a block.
+"""Maximum chunks (512 bytes per fragment) that a warp has in flight, by the fragments of a block.
 
-A row by 4,096 columns of depth 14,336 takes 9.5 us of a decode step on an H200 where warps ask for 3 chunks at a time,
-10.6 for 7 and 12.6 for 14: more registers for chunks leave fewer for the next launch.
+A row by 4,096 columns of depth 14,336 takes 9.5 us of a decode step on an H200 with 3 chunks in flight, 10.6 with 7 and
+12.6 with 14: more registers for chunks leave fewer for the next launch.
 """
 
 WARPS_PER_MULTIPROCESSOR = 32
-"""Warps of persistent blocks on a multiprocessor."""
+"""Resident warps of persistent blocks per multiprocessor."""
 
 FEW_ROWS_WARPS = 16
-"""The same of few rows: a thread has 128 registers. One row by 4,096 columns of 4 bits takes 3.9 us on an H200, with
-24 warps 4.4; by 14,336 columns 10.3 and 11.3 us, and 9.5 us by one block of 16 warps in the place of two of 8: blocks
-have equally many tiles where each has many. Zero points take more registers: by so many columns one block of 8 warps
-takes 13.3 us, and two, which spill, 15.1."""
+"""Resident warps with few rows (128 registers per thread). One row by 4,096 columns of 4 bits takes 3.9 us on an H200,
+with 24 warps 4.4; by 14,336 columns 10.3 and 11.3 us, and 9.5 us with one block of 16 warps instead of two of 8, as
+larger numbers of tiles per block are better balanced. Zero points take more registers: by 14,336 columns one block of 8
+warps takes 13.3 us, and two, which spill, 15.1."""
 
-HELD_BYTES = 72 << 10
-"""Maximum bytes of the left operand in shared memory."""
+MAX_LEFT_BYTES = 72 << 10
+"""Maximum bytes of left rows kept in shared memory."""
 
-_PAD = 16  # words between held rows: neighbours begin in other banks
-SUMS_BYTES = 64 << 10
-"""Bytes of sums that wait in shared memory until those of several tiles are added up: warps go on without meeting.
-Eight layers of 4,096 take 484 us with one row where tiles wait for each other, 509 where each is added up by itself."""
+_PAD_WORDS = 16  # between left rows in shared memory, to avoid bank conflicts
+MAX_SUMS_BYTES = 64 << 10
+"""Maximum bytes of warps' accumulators in shared memory that are reduced together, so that barriers are rare. Eight
+layers of 4,096 take 484 us with one row if several tiles are reduced together, 509 if each is."""
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """How a kernel shares its work.
+    """Distribution of work among blocks and warps.
 
     Attributes
     ----------
     fragments : int
-        Number of fragments of 16 columns of a block.
+        Fragments of 16 columns of a block.
     groups : int
-        Number of groups of `GROUP_COLUMNS` rows (or parts of rows) of a block.
+        Groups of `GROUP_COLUMNS` rows (or parts of rows) of a block.
     warps : int
-        Number of warps that cut k.
+        Warps that split k.
     ahead : int
-        Chunks of k that a warp asks for at once.
+        Chunks of k that a warp has in flight.
     """
 
     fragments: int
@@ -75,7 +75,7 @@ class BlockPlan:
 
 
 def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPlan]:
-    """The plan of a problem; of one with a symbolic number of rows, that for few and that for more."""
+    """Plan of a problem; two plans, for few and for more rows, if their number is symbolic."""
     extents = problem.result.shape[:-1]
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     if all(isinstance(extent, int) for extent in extents):
@@ -85,50 +85,53 @@ def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPl
         if plan.groups == 1 and not has_points and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
             plan = _plan_of(problem, 1, FEW_ROWS_WARPS)
         return [plan]
-    # Both have the registers of one kernel: two blocks share a multiprocessor.
+    # Both are code of one kernel, and share its register limit of two blocks per multiprocessor.
     return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
 
 
 def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS) -> BlockPlan:
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     groups = min(4, max(1, -(-rows // in_group)))
-    # Fragments share what is read of the left operand.
+    # Fragments share loads of the left operand.
     fragments = {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // chunk_of(problem.bits))
-    own = -(-chunks // min(max_warps, chunks))
-    warps = -(-chunks // own)
-    most = MAX_CHUNKS_AHEAD[fragments]
-    # Rounds of equal length: chunks that are not there cost as much as others.
+    chunks_per_warp = -(-chunks // min(max_warps, chunks))
+    warps = -(-chunks // chunks_per_warp)
+    max_ahead = MAX_CHUNKS_AHEAD[fragments]
+    # Iterations of equal length, as missing chunks cost as much as others.
     ahead = min(
-        range(1, min(own, most) + 1),
-        key=lambda count: (-(-own // count) * count if count * 2 > most else own + most, -count),
+        range(1, min(chunks_per_warp, max_ahead) + 1),
+        key=lambda count: (
+            -(-chunks_per_warp // count) * count if count * 2 > max_ahead else chunks_per_warp + max_ahead,
+            -count,
+        ),
     )
     return BlockPlan(fragments, groups, warps, ahead)
 
 
 class BlockWork:
-    """A problem and a plan, in the units that the kernel counts in.
+    """Sizes of a problem and a plan, in the kernel's units.
 
     Attributes
     ----------
     parts : int
-        Rows of 16-bit floats that make one row of the left operand, and `type`, their element type.
+        Rows of 16-bit floats (of element type `type`) per row of the left operand.
     chunk : int
-        Values of k that a warp asks for at once, of which the depth has `chunks`, and a warp `own`.
+        Extent of k of a chunk; k has `chunks`, and a warp `own` of them.
     steps : int
-        Instructions that share a scale, within a chunk, which has `scaled` times as many.
+        Instructions of a chunk that share a scale; a chunk has `scaled` scales per column.
     words : int
-        Words of weights of a lane for an instruction.
+        Words of a lane's weights per instruction.
     tiles : int
         Fragments of columns.
     rows : int
-        Rows of the left operand of a block.
+        Left rows of a block.
     batch : int
-        Tiles of columns of a block whose sums are added up together.
+        Column tiles of a block whose accumulators are reduced together.
     sum_rows : int
-        Rows, or parts of them, whose sums the warps of a block bring together.
+        Rows, or parts of them, whose accumulators are reduced over warps.
     held_rows : int
-        Rows of 16-bit floats in shared memory, `pitch` words each; 0 where they are read from memory.
+        Rows of 16-bit floats in shared memory, `pitch` words each; 0 if they are loaded from global memory.
     """
 
     def __init__(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> None:
@@ -144,11 +147,11 @@ class BlockWork:
         self.tiles = -(-problem.columns // FRAGMENT_COLUMNS)
         self.rows = plan.groups * (GROUP_COLUMNS // self.parts)
         self.own = -(-self.chunks // plan.warps)
-        self.pitch = self.chunks * self.chunk // 2 + _PAD
+        self.pitch = self.chunks * self.chunk // 2 + _PAD_WORDS
         rows = min(m, self.rows) if isinstance(m, int) else self.rows
-        self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= HELD_BYTES else 0
+        self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= MAX_LEFT_BYTES else 0
         if self.parts > 1 and plan.groups > 1:
-            self.held_rows = 0  # the parts of a row lie in one group of eight
+            self.held_rows = 0  # parts of a row must be in one group of eight
         self.sum_rows = plan.groups * GROUP_COLUMNS
         if self.parts == 1 and isinstance(m, int):
             self.sum_rows = min(m, self.sum_rows)
@@ -156,39 +159,39 @@ class BlockWork:
         self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
-        """Share the work among blocks.
+        """Distribute the work among blocks.
 
         Parameters
         ----------
         blocks_per_sm : int
-            Blocks that share a multiprocessor's registers; 0: as is best.
+            Resident blocks per multiprocessor; 0: chosen here.
         has_points : int
-            Registers' worth of zero points: 0, 1 or 2.
+            Registers of zero points: 0, 1 or 2.
         """
         plan = self.plan
-        self.blocks_per_sm = blocks_per_sm or self._blocks_together(gpu, self.column_tiles * row_tiles, has_points)
+        self.blocks_per_sm = blocks_per_sm or self._resident_blocks(gpu, self.column_tiles * row_tiles, has_points)
         self.stride = self.column_tiles
-        if isinstance(row_tiles, int):  # no more than run at once
-            per = self.blocks_per_sm or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
-            self.stride = min(self.column_tiles, max(1, gpu.multiprocessors * per // row_tiles))
-        held = self.held_rows * self.pitch * 4
-        self.batch = self._batch(gpu.shared_bytes_sm // max(2, self.blocks_per_sm) - held)
+        if isinstance(row_tiles, int):  # at most the resident blocks
+            resident_blocks = self.blocks_per_sm or max(1, WARPS_PER_MULTIPROCESSOR // plan.warps)
+            self.stride = min(self.column_tiles, max(1, gpu.multiprocessors * resident_blocks // row_tiles))
+        left_bytes = self.held_rows * self.pitch * 4
+        self.batch = self._batch(gpu.shared_bytes_sm // max(2, self.blocks_per_sm) - left_bytes)
         self.held_at = self.batch * self.sums * 4
-        self.arrived_at = self.held_at + held
+        self.arrived_at = self.held_at + left_bytes
         self.shared_bytes = self.arrived_at + 8
 
     @property
     def is_persistent(self) -> bool:
-        """True if a block has several tiles of columns."""
+        """True if a block has several column tiles."""
         return self.stride < self.column_tiles
 
-    def _batch(self, room: int) -> int:
-        """Tiles of columns whose sums are added up together, where there is so much shared memory for them."""
+    def _batch(self, capacity: int) -> int:
+        """Column tiles whose accumulators are reduced together, given `capacity` bytes of shared memory."""
         if not self.is_persistent:
             return 1
-        return min(-(-self.column_tiles // self.stride), max(1, min(SUMS_BYTES, room) // (self.sums * 4)))
+        return min(-(-self.column_tiles // self.stride), max(1, min(MAX_SUMS_BYTES, capacity) // (self.sums * 4)))
 
-    def _blocks_together(self, gpu: GpuTarget, blocks: Expr, has_points: int) -> int:
+    def _resident_blocks(self, gpu: GpuTarget, blocks: Expr, has_points: int) -> int:
         if self.plan.groups > 1 or self.plan.fragments > 1 or not isinstance(blocks, int):
             return 0
         blocks_per_sm = max(1, FEW_ROWS_WARPS // self.plan.warps)

@@ -1,8 +1,7 @@
-"""Rows of a left operand as fragments of tensor cores, beside weights of 4 or 8 bits.
+"""Rows of the left operand of a quantized matrix product as fragments of tensor cores.
 
-A lane's values of k are neighbours, as many as its weights that share a scale. Few rows are brought to shared memory as
-the fragments read them; more are read from memory, where the caches have them. A row of float32 is cut into three parts
-of bfloat16, whose sum it is exactly; each is a row of its own.
+A lane has as many neighbouring values of k as it has weights that share a scale. Few rows are kept in shared memory;
+more are loaded from global memory (L2). A float32 row is split into three rows of bfloat16, whose sum it is exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .block_plan import GROUP_COLUMNS, STEP, BlockWork
 
 
 class LeftRows:
-    """The rows of a block, while its kernel is written.
+    """Writer of the loads of a block's left rows.
 
     Parameters
     ----------
@@ -30,11 +29,11 @@ class LeftRows:
         Opened raw.
     shared : SharedMemory
     thread, low, high : PrimExpr
-        Number of the thread; of its lane the four that share a column, and which of eight columns it has.
+        Index of the thread, of its lane among the four of a column, and of its column among eight.
     first : PrimExpr
         The block's first row.
     copies : bool
-        Whether rows that are held come by bulk copies.
+        Whether rows in shared memory are loaded by bulk copies.
     """
 
     def __init__(
@@ -55,13 +54,13 @@ class LeftRows:
         self.wide = local(4, "uint32")
 
     def fragment(self, group: int, step: int) -> list[Expr]:
-        """The registers of a step of the chunk that was loaded."""
+        """Registers of a step of the loaded chunk."""
         return [self.words[(group * self.steps + step) * 2 + i] for i in range(2)]
 
     def hold(self) -> None:
-        """Bring the rows to shared memory, each part of them as one; a barrier of the block follows."""
+        """Load the rows into shared memory, each part as a row; a block barrier must follow."""
         work = self.work
-        # Lanes whose row is none load nothing.
+        # Lanes without a row load nothing later.
         for i in range(work.plan.groups * self.steps * 2):
             T.buffer_store(self.words, T.uint32(0), [i])
         if self.copies:
@@ -70,25 +69,25 @@ class LeftRows:
         threads, unit = work.plan.warps * WARP, 8 if work.parts == 1 else 4
         per_row = work.chunks * work.chunk // unit
         items = work.held_rows // work.parts * per_row
-        held = local(4, "uint32")
-        with T.serial(tirx.const(-(-items // threads), "int32")) as turn:
-            item = T.bind(turn * threads + self.thread)
+        registers = local(4, "uint32")
+        with T.serial(tirx.const(-(-items // threads), "int32")) as iteration:
+            item = T.bind(iteration * threads + self.thread)
             with T.If(item < items), T.Then():
                 row, k = T.bind(tirx.floordiv(item, per_row)), T.bind(tirx.floormod(item, per_row) * unit)
-                at_row, at_k = self.first + T.Cast("int64", row), T.Cast("int64", k)
+                row_index, k_index = self.first + T.Cast("int64", row), T.Cast("int64", k)
                 if work.parts == 1:
-                    self._load_halves(held, at_row, at_k, at_row < work.m, 0, unit)
-                    self._store_held(held, row, k, 4)
+                    self._load_halves(registers, row_index, k_index, row_index < work.m, 0, unit)
+                    self._store_held(registers, row, k, 4)
                 else:
-                    self._load_wide(at_row, at_k, at_row < work.m)
+                    self._load_wide(row_index, k_index, row_index < work.m)
                     for part in range(work.parts):
-                        cut = [T.bind(_part(self.wide[i], tirx.const(part, "int32"))) for i in range(4)]
+                        part_bits = [T.bind(_bfloat16_part(self.wide[i], tirx.const(part, "int32"))) for i in range(4)]
                         for i in range(2):
-                            T.buffer_store(held, (cut[2 * i] >> T.uint32(16)) | cut[2 * i + 1], [i])
-                        self._store_held(held, row * work.parts + part, k, 2)
+                            T.buffer_store(registers, (part_bits[2 * i] >> T.uint32(16)) | part_bits[2 * i + 1], [i])
+                        self._store_held(registers, row * work.parts + part, k, 2)
 
     def open_copies(self) -> None:
-        """Make the barrier that copies of whole rows count at; a barrier of the block comes before `hold`."""
+        """Initialize the mbarrier of bulk copies; a block barrier must precede `hold`."""
         if self.copies:
             with when(self.thread == 0):
                 ptx.barrier_init(self._arrived, 1)
@@ -99,7 +98,7 @@ class LeftRows:
         return self.shared.at(self.work.arrived_at)
 
     def _copy(self) -> None:
-        """The same by bulk copies, which are all on their way at once and take no registers."""
+        """Load the rows by bulk copies, which are in flight together and take no registers."""
         work = self.work
         row_bytes = work.problem.depth * 2
         with when(self.thread == 0):
@@ -110,12 +109,12 @@ class LeftRows:
                 ptx.bulk_load(target, source, row_bytes, self._arrived)
         ptx.barrier_wait(self._arrived, tirx.const(0, "int32"))
 
-    def _store_held(self, held: Expr, row: Expr, k: Expr, words: int) -> None:
-        at = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4
-        ptx.store_shared(self.shared.at(at), [held[i] for i in range(words)])
+    def _store_held(self, registers: Expr, row: Expr, k: Expr, words: int) -> None:
+        offset = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4
+        ptx.store_shared(self.shared.at(offset), [registers[i] for i in range(words)])
 
     def load_held(self, k: Expr, numbers: Sequence[int]) -> None:
-        """The fragments of steps of a chunk that share a scale, from shared memory."""
+        """Load fragments of some scales of a chunk from shared memory."""
         work = self.work
         words = 2 * work.steps  # of a lane
         width = min(4, words)
@@ -131,7 +130,7 @@ class LeftRows:
                         ptx.load_shared(targets, self.shared.at(work.held_at + (first + i) * 4))
 
     def load(self, k: Expr) -> None:
-        """The fragments of a chunk, from memory."""
+        """Load fragments of a chunk from global memory."""
         work = self.work
         run = 4 * work.steps
         for group in range(work.plan.groups):
@@ -151,9 +150,9 @@ class LeftRows:
                 else:
                     self._load_parts(row, at, exists, begin, run)
 
-    def _runs(self, at: Expr, exists: Expr, run: int, most: int) -> list[tuple[int, int, Expr]]:
-        """Accesses of `run` neighbours from k on: offset, width and condition of each."""
-        k, width = self.work.problem.depth, most
+    def _runs(self, at: Expr, exists: Expr, run: int, max_width: int) -> list[tuple[int, int, Expr]]:
+        """Offset, width and predicate of each access to `run` neighbours from k on."""
+        k, width = self.work.problem.depth, max_width
         while k % width:
             width //= 2
         runs = []
@@ -173,41 +172,41 @@ class LeftRows:
                     targets = [target[word + i] for i in range(width // 2)]
                     ptx.load_global(targets, address, is_constant=False)
                 else:
-                    one = local(1, "uint16")
-                    ptx.load_global([one[0]], address, "u16", is_constant=False)
-                    value = T.cast(one[0], "uint32") << T.uint32(16 * (offset % 2))
+                    halfword = local(1, "uint16")
+                    ptx.load_global([halfword[0]], address, "u16", is_constant=False)
+                    value = T.cast(halfword[0], "uint32") << T.uint32(16 * (offset % 2))
                     T.buffer_store(target, target[word] | value, [word])
 
     def _load_parts(self, row: Expr, at: Expr, exists: Expr, begin: int, run: int) -> None:
         part = tirx.floormod(self.high, self.work.parts)
         for offset in range(0, run, 4):
             self._load_wide(row, at + offset, exists)
-            parts = [T.bind(_part(self.wide[i], part)) for i in range(4)]
+            parts = [T.bind(_bfloat16_part(self.wide[i], part)) for i in range(4)]
             for i in range(2):
                 pair = (parts[2 * i] >> T.uint32(16)) | parts[2 * i + 1]
                 T.buffer_store(self.words, pair, [begin + offset // 2 + i])
 
     def _load_wide(self, row: Expr, at: Expr, exists: Expr) -> None:
-        """Four values of float32."""
+        """Load four float32 values."""
         for i in range(4):
             T.buffer_store(self.wide, T.uint32(0), [i])
         for inner, width, inside in self._runs(at, exists, 4, 4):
-            place = {"m": row, "k": at + inner}
+            position = {"m": row, "k": at + inner}
             with T.If(inside), T.Then():
-                address = T.address_of(self.lhs.data[self.lhs.address(place)])
+                address = T.address_of(self.lhs.data[self.lhs.address(position)])
                 ptx.load_global([self.wide[inner + i] for i in range(width)], address, is_constant=False)
 
 
-def _part(bits: Expr, part: Expr) -> Expr:
-    """One of three bfloat16 whose sum a float32 is, in the upper half of a word; by bits, so that infinity stays."""
+def _bfloat16_part(bits: Expr, part: Expr) -> Expr:
+    """One of three bfloat16 whose sum a float32 is, in the upper half of a word; infinity is preserved."""
     mask = T.uint32(0xFFFF0000)
 
-    def rest(of: Expr) -> Expr:
-        upper = T.reinterpret("float32", of & mask)
-        whole = T.reinterpret("float32", of)
-        return T.reinterpret("uint32", T.Select(tirx.EQ(of & mask, of), T.float32(0), whole - upper))
+    def remainder(value: Expr) -> Expr:
+        upper = T.reinterpret("float32", value & mask)
+        full = T.reinterpret("float32", value)
+        return T.reinterpret("uint32", T.Select(tirx.EQ(value & mask, value), T.float32(0), full - upper))
 
-    second = T.bind(rest(bits))
-    third = T.bind(rest(second))
-    chosen = T.Select(tirx.EQ(part, 0), bits, T.Select(tirx.EQ(part, 1), second, third))
-    return chosen & mask
+    second = T.bind(remainder(bits))
+    third = T.bind(remainder(second))
+    selected = T.Select(tirx.EQ(part, 0), bits, T.Select(tirx.EQ(part, 1), second, third))
+    return selected & mask

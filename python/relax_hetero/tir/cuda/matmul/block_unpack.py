@@ -1,8 +1,7 @@
-"""Weights of 4 or 8 bits as 16-bit floats, in the tiles that the tensor cores of Hopper read from shared memory.
+"""Dequantization of weights of 4 or 8 bits to 16-bit floats, in the packed tiles of Hopper's tensor cores.
 
-Many rows are multiplied faster so: unpacking beside a product takes each of a few rows' tiles as long as their
-products, and a weight is unpacked once here. A number is rounded once, from float32. A warp unpacks a fragment block; a
-lane's neighbours along k are 16 bytes of a tile's row (8 where blocks are short).
+With many rows this is faster than dequantization within the product, which is repeated for every row tile. A value is
+rounded once, from float32. A warp unpacks a fragment block; a lane stores 16 bytes along k (8 if blocks are short).
 """
 
 from __future__ import annotations
@@ -24,17 +23,20 @@ from .block_plan import STEP, BlockPlan, BlockWork
 from .operand_tiles import PACKED_ROWS
 
 TILE_DEPTH = SWIZZLED_BYTES // 2
-"""Values of k in a tile of 16-bit floats."""
+"""Extent of k of a tile of 16-bit floats."""
 _WARPS = 8
-_ALONE = BlockPlan(1, 1, _WARPS, 1)
+_PLAN = BlockPlan(1, 1, _WARPS, 1)
 
 
 def block_unpack_kernel(problem: BlockUnpackProblem, gpu: GpuTarget) -> tirx.PrimFunc:
-    """The kernel that unpacks a weight, one launch; `BlockUnpackProblem` says its parameters.
+    """Kernel that dequantizes a weight, one launch; `BlockUnpackProblem` documents its parameters.
 
-    It may begin before the launch before it has ended, and reads the weights at once where they are constants.
+    It supports programmatic dependent launch.
 
-    Raises EncodingError for results that are not swizzled tiles of 16-bit floats, and for depths that do not fill them.
+    Raises
+    ------
+    EncodingError
+        If the result is not in swizzled tiles of 16-bit floats, or the depth does not fill them.
     """
     product, result = problem.product, problem.result
     layout = result.layout
@@ -60,22 +62,22 @@ def block_unpack_kernel(problem: BlockUnpackProblem, gpu: GpuTarget) -> tirx.Pri
 
 
 class _Kernel:
-    """The launch."""
+    """Writer of the kernel."""
 
     def __init__(self, product: QuantizedMatmulProblem, packed: list[GpuOperand], tiles: GpuOperand) -> None:
-        self.work = BlockWork(product, _ALONE, 1)
-        self.packed, self.tiles = packed, tiles
+        self.work = BlockWork(product, _PLAN, 1)
+        self.weight_operands, self.tiles = packed, tiles
         self.column_tiles, self.depth_tiles = ceil_div(product.columns, PACKED_ROWS), product.depth // TILE_DEPTH
 
     def emit(self, gpu: GpuTarget) -> None:
-        """Write it."""
+        """Write the launch."""
         work = self.work
         items = work.tiles * work.chunks
         with launch(ceil_div(items, _WARPS), _WARPS * WARP) as place:
             lane = T.bind(tirx.floormod(place.thread, WARP))
             self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
-            self.weights = WeightFragments(work, self.packed, lane, self.high)
-            self.pieces = local(work.steps * 2, "uint32")
+            self.weights = WeightFragments(work, self.weight_operands, lane, self.high)
+            self.packed_pairs = local(work.steps * 2, "uint32")
             self.values = local(2, "float32")
             if gpu.overlaps_launches:
                 ptx.griddepcontrol_wait()
@@ -88,22 +90,22 @@ class _Kernel:
                     self._unpack(tile, chunk, number)
 
     def _unpack(self, tile: Expr, chunk: Expr, number: int) -> None:
-        """The steps of a chunk that share a scale, of both columns of a lane."""
+        """Unpack the steps of a chunk that share a scale, for both columns of a lane."""
         work, weights = self.work, self.weights
         weights.begin(0, 0, number)
         for half in range(2):
             scale = weights.scale(0, 0, number, half)
-            added = self._added(number, half, scale)
+            addend = self._addend(number, half, scale)
             for step in range(work.steps):
                 fragment = weights.unpack(0, 0, number * work.steps + step)
                 for pair in range(2):
-                    self._scale(step * 2 + pair, fragment[pair * 2 + half], scale, added)
+                    self._scale(step * 2 + pair, fragment[pair * 2 + half], scale, addend)
             column = T.bind(tile * FRAGMENT_COLUMNS + T.Cast("int64", self.high + 8 * half))
             run = 4 * work.steps
             k = T.bind(chunk * work.chunk + T.Cast("int64", (number * 4 + self.low) * run))
             self._store(column, k, run)
 
-    def _added(self, number: int, half: int, scale: Expr) -> Expr | None:
+    def _addend(self, number: int, half: int, scale: Expr) -> Expr | None:
         weights = self.weights
         if weights.has_minimums:
             return weights.minimum(0, 0, number, half, scale)
@@ -111,27 +113,29 @@ class _Kernel:
             return T.bind(T.float32(0) - weights.point(0, 0, number, half) * scale)
         return None
 
-    def _scale(self, piece: int, pair: Expr, scale: Expr, added: Expr | None) -> None:
-        """Two weights of 16 bits, as `unpack` leaves them, times their scale."""
+    def _scale(self, index: int, pair: Expr, scale: Expr, addend: Expr | None) -> None:
+        """Scale two 16-bit weights of `unpack`."""
         for i in range(2):
             bits = T.Cast("uint16", pair >> T.uint32(16)) if i else T.Cast("uint16", pair & T.uint32(0xFFFF))
             if self.work.type == "float16":
                 value = T.Cast("float32", T.reinterpret("float16", bits))
             else:
                 value = T.reinterpret("float32", T.Cast("uint32", bits) << T.uint32(16))
-            T.buffer_store(self.values, value * scale if added is None else value * scale + added, [i])
-        ptx.pack_pair(self.pieces[piece], self.values[0], self.values[1], self.work.type)
+            T.buffer_store(self.values, value * scale if addend is None else value * scale + addend, [i])
+        ptx.pack_pair(self.packed_pairs[index], self.values[0], self.values[1], self.work.type)
 
     def _store(self, column: Expr, k: Expr, run: int) -> None:
-        """A lane's neighbours along k of a column, 8 bytes or 16."""
+        """Store a lane's neighbours along k of a column, 8 or 16 bytes."""
         number = tirx.floordiv(column, PACKED_ROWS) * self.depth_tiles + tirx.floordiv(k, TILE_DEPTH)
         row, in_row = tirx.floormod(column, PACKED_ROWS), tirx.floormod(k, TILE_DEPTH)
-        per = CHUNK_BYTES // 2
+        chunk_elements = CHUNK_BYTES // 2
         words, width = run // 2, min(4, run // 2)
         with when(column < int64(self.column_tiles * PACKED_ROWS)):
             for first in range(0, words, width):
-                place = in_row + first * 2
-                swizzled = T.bitwise_xor(tirx.floordiv(place, per), tirx.floormod(row, 8)) * per
-                at = (number * PACKED_ROWS + row) * TILE_DEPTH + swizzled + tirx.floormod(place, per)
-                values = [self.pieces[first + i] for i in range(width)]
-                ptx.store_global(T.address_of(self.tiles.data[T.bind(at)]), values)
+                k_in_tile = in_row + first * 2
+                swizzled = (
+                    T.bitwise_xor(tirx.floordiv(k_in_tile, chunk_elements), tirx.floormod(row, 8)) * chunk_elements
+                )
+                offset = (number * PACKED_ROWS + row) * TILE_DEPTH + swizzled + tirx.floormod(k_in_tile, chunk_elements)
+                values = [self.packed_pairs[first + i] for i in range(width)]
+                ptx.store_global(T.address_of(self.tiles.data[T.bind(offset)]), values)

@@ -1,11 +1,12 @@
-"""Epilogue of a product's sums in the registers where tensor cores left them, and stores of the result's rows.
+"""Epilogue of accumulator fragments of tensor cores, and coalesced stores of the result.
 
-A warp holds 16 rows. Lane l has, of every 8 columns, the pair ``2 * (l % 4)`` of rows ``l // 4`` and ``l // 4 + 8``:
-written as they lie, they would fill eighths of memory transactions. So values go through shared memory, a part of its
-own for each warp, and leave it as whole rows.
+A warp holds 16 rows. Lane l has, in every 8 columns, the pair ``2 * (l % 4)`` of rows ``l // 4`` and ``l // 4 + 8``;
+direct stores would use an eighth of each memory transaction. So each warp stages values in its part of shared memory,
+and stores whole rows.
 
-Results go that way where the epilogue reads a bias, or factors of rows: half the bytes of the sums. Where it reads
-operands as large as the result, the sums go, and the epilogue is computed where whole rows of all operands are read.
+If the epilogue reads only operands along rows or columns (a bias), results are staged, which have half the bytes of
+accumulators. If it reads operands as large as the result, accumulators are staged, and the epilogue is computed on
+whole rows, where loads of operands are coalesced.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ WARP_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Team:
-    """Threads that store rows of the result together.
+class StoreGroup:
+    """Rows that are staged together, and the threads that store them.
 
     Attributes
     ----------
@@ -49,24 +50,24 @@ class Team:
     threads: int
 
 
-_A_WARP = Team(WARP_ROWS, WARP)
-_Pair = list[tuple[Expr, list[Expr]]]  # sums of two neighbouring columns, and what the epilogue reads beside each
-_MAX_SUMS = 8  # neighbours that a lane computes together where rows are whole
+_WARP_GROUP = StoreGroup(WARP_ROWS, WARP)
+_Pair = list[tuple[Expr, list[Expr]]]  # accumulators of two neighbouring columns, each with its epilogue operands
+_MAX_ROW_VECTOR = 8  # neighbouring elements that a lane computes together in whole rows
 
 
 class FragmentStore:
-    """The epilogue and the result of a product.
+    """Writer of a product's epilogue.
 
-    Make it where the parameters behind the operands are declared; `open` in the body, `place` and `emit` in the launch.
+    Declares parameters when it is constructed; `open` belongs to the function's body, `fetch` and `emit` to the launch.
 
     Parameters
     ----------
     function : Function
     init : GpuOperand, optional
-        Added to the sums.
+        Initial values of accumulators.
     epilogue : Epilogue, optional
     acc_dtype : str
-        Nominal type of the sums.
+        Nominal type of accumulators.
     gpu : GpuTarget
 
     Attributes
@@ -85,35 +86,35 @@ class FragmentStore:
         self._expression = epilogue.expression if epilogue else Expression.operand(0)
         self._acc_dtype = acc_dtype
         self._rows: EpilogueWriter | None = None
-        self._held: dict[int, Any] = {}
+        self._column_registers: dict[int, Any] = {}
         self._fetched: list[Any] | None = None
-        self._has_all = False
+        self._divides_result = False
 
     def set_tile_size(self, rows: int, columns: int) -> None:
-        """Say that the kernel's blocks store tiles of this size: where no tile crosses an edge, nothing is compared."""
-        self._has_all = all(
+        """Set the tile size: if tiles divide the result, stores need no predicates."""
+        self._divides_result = all(
             isinstance(size, int) and size % tile == 0 for size, tile in ((self._m, rows), (self._n, columns))
         )
 
     def open(self, result: GpuOperand, m: Expr, n: Expr, in_rows: bool) -> None:
-        """Declare the elements of operands and result; in the body of the function, before the launch.
+        """Declare the elements of operands and result, in the body of the function, before the launch.
 
         Parameters
         ----------
         m, n : PrimExpr or int
             Extents of the result.
         in_rows : bool
-            Whether the epilogue is computed where rows are whole.
+            Whether the epilogue is computed on whole rows.
         """
         self._m, self._n = m, n
         if in_rows:
             self._rows = EpilogueWriter(self._expression, self._init, tuple(self.views), result, self._acc_dtype)
             for view in self._rows.operands:
                 view.open_for_gpu()
-            self._result, self.element, self._width = result, 4, 4 * min(result.vector("n"), _MAX_SUMS)
+            self._result, self.element, self._width = result, 4, 4 * min(result.vector("n"), _MAX_ROW_VECTOR)
             return
         for view in self.views:
-            # Halves are read by their bits: TVM's own loads of bfloat16 cannot be held in variables.
+            # 16-bit floats are loaded as bits, as TVM cannot bind variables to loads of bfloat16.
             if view.nominal in HALF_TYPES:
                 view.open(raw=True)
             else:
@@ -124,21 +125,20 @@ class FragmentStore:
         self._width = _store_width(result, n)
 
     def plan(self, shared: SharedMemory, warps: int, epilogue_columns: int) -> Staging:
-        """Take the shared memory in which `warps` warps stage `epilogue_columns` columns each."""
-        # Rows begin in other banks each: the pairs of eight rows are written without conflicts.
+        """Reserve shared memory in which `warps` warps stage `epilogue_columns` columns each."""
+        # Rows are padded, so that the pairs of eight rows are stored without bank conflicts.
         pitch = epilogue_columns * self.element + (STAGING_PAD if self.element == 4 else STAGING_PAD // 2)
         return Staging(shared, shared.take(warps * WARP_ROWS * pitch), epilogue_columns, pitch)
 
     def fetch(self, columns: int, staging: Staging, at: Coordinates, first: tuple[Expr, Expr], lane: Expr) -> None:
-        """Begin to read operands for `emit` of the same warp and tile, whose parameters are these.
+        """Load operands ahead for `emit` of the same warp and tile, with the same parameters.
 
-        They arrive while the sums are computed: read by `emit` itself, warps would wait for them again and again. Of
-        what all rows have in common, such as a bias, this is everything; of operands as large as the result, what lies
-        beside the columns that are staged first.
+        The loads overlap with the main loop. Operands along columns, such as a bias, are loaded completely; operands as
+        large as the result only for the columns that are staged first.
         """
-        self._held = {}
+        self._column_registers = {}
         if self._rows:
-            self._fetched = self.fetch_rows(at, first, 0, min(columns, staging.columns), lane, _A_WARP)
+            self._fetched = self.fetch_rows(at, first, 0, min(columns, staging.columns), lane, _WARP_GROUP)
             return
         for number, view in enumerate(self.views):
             if not self._has_pairs(view):
@@ -146,10 +146,10 @@ class FragmentStore:
             words = bytes_of(view.nominal) // 2
             bits = local(-(-columns // (2 * WARP)) * words, "uint32")
             # Pair p is in lane p % 32.
-            for turn in range(-(-columns // (2 * WARP))):
-                column = first[1] + T.Cast("int64", (lane + turn * WARP) * 2)
-                self._load_bits([bits[turn * words + i] for i in range(words)], view, at, column)
-            self._held[number] = bits
+            for load in range(-(-columns // (2 * WARP))):
+                column = first[1] + T.Cast("int64", (lane + load * WARP) * 2)
+                self._load_bits([bits[load * words + i] for i in range(words)], view, at, column)
+            self._column_registers[number] = bits
 
     def emit(
         self,
@@ -166,23 +166,23 @@ class FragmentStore:
         Parameters
         ----------
         sums : Buffer
-            Buffer of `columns` / 2 registers.
+            Accumulators, ``columns / 2`` registers.
         at : Coordinates
             Coordinates of the batch.
         first : tuple of PrimExpr
-            int64: row and column of the warp's first element.
+            Row and column of the warp's first element, int64.
         warp : PrimExpr
-            Number of the warp's staging memory.
+            Index of the warp's staging memory.
         """
         begin = staging.offset + warp * (WARP_ROWS * staging.pitch)
         rows = [T.bind(first[0] + T.Cast("int64", lane // 4 + 8 * h)) for h in range(2)]
-        fixed = {} if self._rows else self._fixed_operands(at, rows)
+        row_operands = {} if self._rows else self._load_row_operands(at, rows)
         fetched, self._fetched = self._fetched, None
         for part in range(-(-columns // staging.columns)):
             count = min(staging.columns, columns - part * staging.columns)
             if self._rows and (part or fetched is None):
-                fetched = self.fetch_rows(at, first, part * staging.columns, count, lane, _A_WARP)
-            # Matrices of 8 columns, of which a warp stores two in one instruction.
+                fetched = self.fetch_rows(at, first, part * staging.columns, count, lane, _WARP_GROUP)
+            # One stmatrix stores two matrices of 8 columns.
             matrices = 2 if self._stores_matrices and self.is_packed and count % 16 == 0 else 1
             with unrolled(count // (8 * matrices)) as group:
                 packed: list[Expr] = []
@@ -191,54 +191,54 @@ class FragmentStore:
                     column = T.bind(first[1] + T.Cast("int64", part * staging.columns + j * 8 + lane % 4 * 2))
                     register = (part * staging.columns // 8 + j) * 4
                     if matrices == 1:
-                        self._stage_pairs(sums, register, staging, begin, at, rows, column, fixed, (j, lane))
+                        self._stage_pairs(sums, register, staging, begin, at, rows, column, row_operands, (j, lane))
                     else:
-                        pairs = self._pairs(sums, register, at, column, fixed, lane)
+                        pairs = self._pairs(sums, register, at, column, row_operands, lane)
                         packed += [self.packed(pair) for pair in pairs]
                 if packed:
                     target = begin + lane % WARP_ROWS * staging.pitch + (group * 2 + lane // WARP_ROWS) * CHUNK_BYTES
                     ptx.store_matrices(staging.shared.at(target), packed)
             ptx.warp_barrier()
-            self.store_rows(staging, begin, at, first, part * staging.columns, count, lane, fetched, _A_WARP)
+            self.store_rows(staging, begin, at, first, part * staging.columns, count, lane, fetched, _WARP_GROUP)
             ptx.warp_barrier()
 
-    def _fixed_operands(self, at: Coordinates, rows: list[Expr]) -> dict[tuple[int, int], Expr]:
-        """Elements of the operands that do not change along a row, read once."""
-        fixed: dict[tuple[int, int], Expr] = {}
+    def _load_row_operands(self, at: Coordinates, rows: list[Expr]) -> dict[tuple[int, int], Expr]:
+        """Load the operands that do not depend on columns."""
+        row_operands: dict[tuple[int, int], Expr] = {}
         for number, view in enumerate(self.views):
             if view.runs_along("n"):
                 continue
             for h in range(2):
                 if h and not view.runs_along("m"):
-                    fixed[number, h] = fixed[number, 0]
+                    row_operands[number, h] = row_operands[number, 0]
                 else:
-                    fixed[number, h] = T.bind(self.load(view, at, rows[h], int64(0)))
-        return fixed
+                    row_operands[number, h] = T.bind(self.load(view, at, rows[h], int64(0)))
+        return row_operands
 
     def load(self, view: GpuOperand, at: Coordinates, row: Expr, column: Expr) -> Expr:
-        """An element, of rows and columns that do not exist the last that does."""
-        place = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 1))}
-        return _value_of(view, view.data[view.address(place)])
+        """Load an element, with row and column clamped to the result."""
+        clamped = {**at, "m": T.min(row, int64(self._m - 1)), "n": T.min(column, int64(self._n - 1))}
+        return _value_of(view, view.data[view.address(clamped)])
 
     def _has_pairs(self, view: GpuOperand) -> bool:
-        """Return whether two neighbouring columns of an operand without rows, the first even, are one access."""
+        """Return whether two neighbouring columns of an operand along columns are one aligned access."""
         size = bytes_of(view.nominal)
         is_aligned = size in (2, 4) and isinstance(self._n, int) and self._n % 2 == 0
         return is_aligned and view.is_contiguous("n") and view.alignment("n", 2 * size) == 2 * size
 
     def _load_bits(self, words: list[Expr], view: GpuOperand, at: Coordinates, column: Expr) -> None:
-        """A pair of columns as it lies in memory; of columns that do not exist the last that do."""
-        place = {**at, "m": int64(0), "n": T.min(column, int64(self._n - 2))}
-        # Not as a constant: the result may take the place of an operand, each part after it was read.
-        ptx.load_global(words, T.address_of(view.data[view.address(place)]), is_constant=False)
+        """Load the bits of a pair of columns, clamped to the result."""
+        clamped = {**at, "m": int64(0), "n": T.min(column, int64(self._n - 2))}
+        # Not as a constant: the result may overwrite an operand in place.
+        ptx.load_global(words, T.address_of(view.data[view.address(clamped)]), is_constant=False)
 
     def _load_pair(self, number: int, at: Coordinates, column: Expr, pair: Expr, lane: Expr) -> list[Expr]:
-        """Elements of two neighbouring columns, the first even, of operand `number`.
+        """Load elements of two neighbouring columns, the first even, of operand `number`.
 
         Parameters
         ----------
         pair : PrimExpr
-            How many pairs of the tile's columns lie before that of the first lane.
+            Number of column pairs of the tile before that of the first lane.
         """
         view = self.views[number]
         if not self._has_pairs(view):
@@ -246,11 +246,11 @@ class FragmentStore:
         size = bytes_of(view.nominal)
         bits = local(size // 2, "uint32")
         words = [bits[i] for i in range(size // 2)]
-        if number in self._held:
-            everyone, source = T.uint32(0xFFFFFFFF), pair % WARP + lane % 4
+        if number in self._column_registers:
+            full_mask, source = T.uint32(0xFFFFFFFF), pair % WARP + lane % 4
             for i in range(len(words)):
-                held = self._held[number][pair // WARP * len(words) + i]
-                T.buffer_store(bits, T.tvm_warp_shuffle(everyone, held, source, WARP, WARP), [i])
+                word_of_lane = self._column_registers[number][pair // WARP * len(words) + i]
+                T.buffer_store(bits, T.tvm_warp_shuffle(full_mask, word_of_lane, source, WARP, WARP), [i])
         else:
             self._load_bits(words, view, at, column)
         if size == 4:
@@ -267,26 +267,32 @@ class FragmentStore:
         at: Coordinates,
         rows: list[Expr],
         column: Expr,
-        fixed: dict[tuple[int, int], Expr],
-        where: tuple[Expr, Expr],
+        row_operands: dict[tuple[int, int], Expr],
+        position: tuple[Expr, Expr],
     ) -> None:
-        """The pairs of two rows of 8 columns: computed and rounded where that is not left for later, and staged."""
-        j, lane = where
+        """Stage pairs of two rows in 8 columns: results, or accumulators if the epilogue works on whole rows."""
+        j, lane = position
         if self._rows:
             for h in range(2):
                 target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * 4
                 pair = [_bits(sums[register + 2 * h + c], "uint32") for c in range(2)]
                 ptx.store_shared(staging.shared.at(target), pair)
             return
-        for h, values in enumerate(self._pairs(sums, register, at, column, fixed, lane)):
+        for h, values in enumerate(self._pairs(sums, register, at, column, row_operands, lane)):
             target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self.element
             self._write_pair(staging.shared.at(target), values)
 
     def _pairs(
-        self, sums: Any, register: Expr, at: Coordinates, column: Expr, fixed: dict[tuple[int, int], Expr], lane: Expr
+        self,
+        sums: Any,
+        register: Expr,
+        at: Coordinates,
+        column: Expr,
+        row_operands: dict[tuple[int, int], Expr],
+        lane: Expr,
     ) -> Iterator[_Pair]:
-        """For each of two rows, the sums of two neighbouring columns and the elements of the epilogue's operands."""
-        of_column = {
+        """Accumulators of two neighbouring columns with their epilogue operands, for each of two rows."""
+        column_operands = {
             number: self._load_pair(number, at, column, register, lane)
             for number, view in enumerate(self.views)
             if view.runs_along("n")
@@ -295,24 +301,24 @@ class FragmentStore:
             pairs = []
             for number, view in enumerate(self.views):
                 if not view.runs_along("n"):
-                    pairs.append([fixed[number, h]] * 2)
+                    pairs.append([row_operands[number, h]] * 2)
                 else:
-                    pairs.append(of_column[number])
+                    pairs.append(column_operands[number])
             totals = [self.sum(sums[register + 2 * h + c]) for c in range(2)]
             yield [(totals[c], [pair[c] for pair in pairs]) for c in range(2)]
 
     def sum(self, register: Expr) -> Expr:
-        """A sum from its bits, or a float from a register."""
+        """Accumulator from its bits."""
         return _bits(register, "int32" if self._acc_dtype == "int32" else "float32")
 
     @property
     def in_rows(self) -> bool:
-        """True if the epilogue is computed where rows are whole."""
+        """True if the epilogue is computed on whole rows."""
         return self._rows is not None
 
     @property
     def is_packed(self) -> bool:
-        """True if a pair of results is one register."""
+        """True if a staged pair of results is one register."""
         return not self._rows and self.element == 2
 
     def _write_pair(self, address: Expr, values: _Pair) -> None:
@@ -327,21 +333,21 @@ class FragmentStore:
             ptx.store_shared(address, [T.bitwise_or(low, T.shift_left(high, T.uint16(8)))], "u16")
 
     def words(self, values: _Pair) -> list[Expr]:
-        """Bits of what is staged for two sums: of the sums themselves where the epilogue wants rows, or of results."""
+        """Bits of two staged elements: accumulators if the epilogue works on whole rows, else results."""
         results = [total for total, _ in values] if self._rows else self.results(values, self._expression)
         return [_bits(value, f"uint{8 * self.element}") for value in results]
 
     def packed(self, values: _Pair) -> Expr:
-        """Two results of 16 bits."""
+        """Two 16-bit results in one register."""
         dtype, expression = self._result.nominal, self._expression
         if dtype in HALF_TYPES:
             dtypes = [self._acc_dtype, *(view.nominal for view in self.views)]
-            # Rounded in pairs, from what they are computed in.
+            # The final cast is fused into the packing conversion.
             if expression.term.op == "cast" and expression.term.params[0] == dtype:
                 expression = Expression(expression.term.args[0])
             elif expression.dtype(dtypes) == dtype:
                 expression = Expression(Term("cast", (expression.term,), ("float32",)))
-            # What rounds a pair makes zeros of negative numbers on its way.
+            # So is a final relu.
             inner = Expression(expression.term.args[0]) if expression.term.op == "relu" else expression
             is_clamped = inner is not expression and inner.dtype(dtypes) == "float32"
             results = self.results(values, inner if is_clamped else expression, is_rounded=False)
@@ -356,7 +362,7 @@ class FragmentStore:
         return T.bitwise_or(low, T.shift_left(high, T.uint32(16)))
 
     def results(self, values: _Pair, expression: Expression, is_rounded: bool = True) -> list[Expr]:
-        """An expression of both columns; in the type of the result, or in the one that it is computed in."""
+        """Evaluate an expression for a pair, rounded to the result's type if `is_rounded`."""
         dtype, dtypes = self._result.nominal, [self._acc_dtype, *(view.nominal for view in self.views)]
         results = [emit(expression, [total, *operands], dtypes, dtype) for total, operands in values]
         if is_rounded and (str(results[0].ty.dtype) != dtype or dtype == "bool"):
@@ -364,40 +370,40 @@ class FragmentStore:
         return results
 
     def _run_width(self, count: int) -> int:
-        """Bytes of a staged row that a lane takes at a time."""
+        """Bytes of a staged row that a lane stores at a time."""
         width = self._width
         while count * self.element % width:
             width //= 2
         return width
 
-    def _run(
-        self, number: Expr, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int, team: Team
+    def _locate_run(
+        self, number: Expr, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int, team: StoreGroup
     ) -> tuple[Expr, Expr, Coordinates, list[Expr]]:
-        """Row and place in it of a run of staged bytes, its first element, and the conditions that it exists."""
+        """Row and index of a run of staged bytes, coordinates of its first element, and its predicates."""
         width = self._run_width(count)
         per_row = count * self.element // width
         row, chunk = number // per_row, number % per_row
         at_row = T.bind(first[0] + T.Cast("int64", row))
         at_column = T.bind(first[1] + T.Cast("int64", skip + chunk * (width // self.element)))
-        conditions = [] if self._has_all else [at_row < self._m, at_column < self._n]
+        conditions = [] if self._divides_result else [at_row < self._m, at_column < self._n]
         if team.rows * per_row % team.threads:
             conditions.append(number < team.rows * per_row)
         return row, chunk, {**at, "m": at_row, "n": at_column}, conditions
 
-    def _turns(self, count: int, team: Team) -> int:
+    def _runs_per_thread(self, count: int, team: StoreGroup) -> int:
         return -(-team.rows * (count * self.element // self._run_width(count)) // team.threads)
 
     def fetch_rows(
-        self, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int, lane: Expr, team: Team
+        self, at: Coordinates, first: tuple[Expr, Expr], skip: int, count: int, lane: Expr, team: StoreGroup
     ) -> list[Any]:
-        """Begin to read what lies beside the runs that `store_rows` stores; the registers."""
+        """Load epilogue operands ahead for the runs that `store_rows` stores; return their registers."""
         assert self._rows is not None
-        turns, elements = self._turns(count, team), self._run_width(count) // self.element
-        registers = self._rows.registers(turns, elements)
-        with unrolled(turns) as i:
-            _, _, place, conditions = self._run(lane + i * team.threads, at, first, skip, count, team)
+        runs, elements = self._runs_per_thread(count, team), self._run_width(count) // self.element
+        registers = self._rows.registers(runs, elements)
+        with unrolled(runs) as i:
+            _, _, position, conditions = self._locate_run(lane + i * team.threads, at, first, skip, count, team)
             with when(tirx.all(*conditions) if conditions else True):
-                self._rows.load(registers, i, place, elements)
+                self._rows.load(registers, i, position, elements)
         return registers
 
     def store_rows(
@@ -410,42 +416,42 @@ class FragmentStore:
         count: int,
         lane: Expr,
         fetched: list[Any] | None,
-        team: Team,
+        team: StoreGroup,
     ) -> None:
-        """Rows of the team from shared memory to the result, neighbouring lanes neighbouring bytes."""
+        """Store staged rows to the result, coalesced."""
         width = self._run_width(count)
         words = max(1, width // 4)
-        kind = "uint32" if width >= 4 else f"uint{8 * width}"
-        registers = local(words, kind)
-        with unrolled(self._turns(count, team)) as i:
-            row, chunk, place, conditions = self._run(lane + i * team.threads, at, first, skip, count, team)
+        word_type = "uint32" if width >= 4 else f"uint{8 * width}"
+        registers = local(words, word_type)
+        with unrolled(self._runs_per_thread(count, team)) as i:
+            row, chunk, position, conditions = self._locate_run(lane + i * team.threads, at, first, skip, count, team)
             source = begin + row * staging.pitch + chunk * width
             with when(tirx.all(*conditions) if conditions else True):
-                taken = [registers[w] for w in range(words)]
+                loaded = [registers[w] for w in range(words)]
                 for w in range(0, words, 4):
-                    # At most 16 bytes in one load.
-                    ptx.load_shared(taken[w : w + 4], staging.shared.at(source + 4 * w), f"u{min(32, 8 * width)}")
+                    # A load has at most 16 bytes.
+                    ptx.load_shared(loaded[w : w + 4], staging.shared.at(source + 4 * w), f"u{min(32, 8 * width)}")
                 if self._rows:
                     assert fetched is not None
-                    self._rows.write([partial(self.sum, value) for value in taken], place, loaded=(fetched, i))
+                    self._rows.write([partial(self.sum, value) for value in loaded], position, loaded=(fetched, i))
                 elif width >= 4:
-                    ptx.store_global(T.address_of(self._result.data[self._result.address(place)]), taken)
+                    ptx.store_global(T.address_of(self._result.data[self._result.address(position)]), loaded)
                 else:
-                    T.buffer_store(self._result.data, taken[0], [self._result.address(place)])
+                    T.buffer_store(self._result.data, loaded[0], [self._result.address(position)])
 
 
 @dataclass(frozen=True)
 class Staging:
-    """Shared memory in which warps turn their fragments to rows.
+    """Shared memory in which fragments are transposed to rows.
 
     Attributes
     ----------
     offset : int
         Offset of the first warp's part.
     columns : int
-        Number of columns of a row that are staged at a time.
+        Columns that are staged at a time.
     pitch : int
-        Bytes from a row to the next.
+        Bytes between rows.
     """
 
     shared: SharedMemory
@@ -459,14 +465,14 @@ def _bits(value: Expr, dtype: str) -> Expr:
 
 
 def _value_of(view: GpuOperand, loaded: Expr) -> Expr:
-    """Value of a load, halves by their bits; bfloat16 as float32."""
+    """Value of a load; bfloat16 is converted to float32."""
     if view.nominal == "bfloat16":
         return tirx.reinterpret("float32", T.shift_left(T.Cast("uint32", loaded), T.uint32(16)))
     return view.typed(loaded)
 
 
 def _store_width(result: GpuOperand, n: Expr) -> int:
-    """Bytes that are stored at a time: of more than one element only where rows are contiguous and aligned."""
+    """Bytes of a store: more than one element if rows are contiguous and aligned."""
     element = bytes_of(result.nominal)
     if result.index_map[-1] != "n" or not result.layout.is_identity or not isinstance(n, int):
         return element

@@ -307,7 +307,7 @@ class StagedBody(BlockBody):
             if work.stages_at == 0:
                 ptx.copy_wait(0)
                 ptx.block_barrier()
-            self._leave_sums(0)
+            self._stage_sums(0)
             self._finish(turn, 1)
 
     def _stage(self, stage: Expr) -> Expr:

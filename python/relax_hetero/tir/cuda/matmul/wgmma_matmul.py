@@ -29,7 +29,7 @@ from ...core.work_split import unravel
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, unrolled
 from ..tile.ring import Ring
-from .fragments import WARP_ROWS, FragmentStore, Staging, Team
+from .fragments import WARP_ROWS, FragmentStore, Staging, StoreGroup
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .product_parameters import ProductParameters
 from .wgmma_tiling import Tiling, choose_tiling
@@ -80,7 +80,7 @@ class SwappedFragments:
         self.store, self.rows, self.is_repeated = store, rows, is_repeated
         pitch = staged_pitch(store.element)
         self.staging = Staging(shared, shared.take(groups * epilogue_columns * pitch), COLUMNS, pitch)
-        self.team = Team(epilogue_columns, WARPGROUP)
+        self.team = StoreGroup(epilogue_columns, WARPGROUP)
         self._of_columns: list[dict[tuple[int, int], Expr]] = []
         self._fetched: list[Any] | None = None
 

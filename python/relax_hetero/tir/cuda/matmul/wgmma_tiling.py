@@ -261,9 +261,7 @@ def tiling_of(
             epilogue_columns //= 2
         staging = rows * (epilogue_columns * element + STAGING_PAD)
     # 256 bytes are reserved for barriers.
-    capacity = (
-        (gpu.shared_bytes + _RESERVED_BYTES) // blocks_per_sm - _RESERVED_BYTES - staging - 256
-    )
+    capacity = (gpu.shared_bytes + _RESERVED_BYTES) // blocks_per_sm - _RESERVED_BYTES - staging - 256
     stages = capacity // ((rows + columns) * SWIZZLED_BYTES)
     if isinstance(k, int):
         steps = ceil_div(ceil_div(k, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)), cluster_split_k)

@@ -116,7 +116,7 @@ def test_blocks_with_several_tiles(plan):
 
 def test_sums_of_more_tiles_than_wait_together(monkeypatch):
     """Five tiles of columns, added up two at a time; one row of sums, and parts of rows."""
-    monkeypatch.setattr(block_plan, "SUMS_BYTES", 2 * 4 * 16 * 4 * 8)
+    monkeypatch.setattr(block_plan, "MAX_SUMS_BYTES", 2 * 4 * 16 * 4 * 8)
     small = dataclasses.replace(GPU, multiprocessors=1)
     check(problem_of(8, 75, 256, "float16", 32), 8, BlockPlan(1, 1, 4, 1), gpu=small)
     check(problem_of(2, 75, 200, "float32", 32), 2, BlockPlan(1, 1, 4, 1), gpu=small)
