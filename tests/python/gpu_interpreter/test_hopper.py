@@ -26,8 +26,8 @@ def pipelined_product(fault: str = "") -> tirx.PrimFunc:
         c = function.argument("c", (64, 64), "float32")
         with function.body():
             shared = SharedMemory()
-            left, right = shared.take(STAGES * TILE, 1024), shared.take(STAGES * TILE, 1024)
-            full, empty = shared.take(8 * STAGES, 8), shared.take(8 * STAGES, 8)
+            left, right = shared.reserve(STAGES * TILE, 1024), shared.reserve(STAGES * TILE, 1024)
+            full, empty = shared.reserve(8 * STAGES, 8), shared.reserve(8 * STAGES, 8)
             with launch(1, 256) as place:
                 shared.open()
                 thread = place.thread
@@ -146,7 +146,7 @@ def cluster_sum(fault: str = "") -> tirx.PrimFunc:
         b = function.argument("b", (2, 128), "float32")
         with function.body():
             shared = SharedMemory()
-            own, out = shared.take(512), shared.take(512)
+            own, out = shared.reserve(512), shared.reserve(512)
             with launch(2, 128, cluster=2) as place:
                 shared.open()
                 thread = place.thread

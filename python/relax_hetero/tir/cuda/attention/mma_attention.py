@@ -85,9 +85,9 @@ class _Kernel:
         is_masked = bool(self.problem.causal) or not (isinstance(n, int) and n % keys == 0)
         self.tile = ScoreTile(self.problem, tensors.masks, rows, keys, is_masked)
         shared = self.shared = SharedMemory()
-        self.q_at = shared.take(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
-        self.k_at = shared.take(self.k.size * self.depth_steps, SWIZZLED_ALIGN)
-        self.v_at = shared.take(self.v.size * self.width_steps, SWIZZLED_ALIGN)
+        self.q_at = shared.reserve(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
+        self.k_at = shared.reserve(self.k.size * self.depth_steps, SWIZZLED_ALIGN)
+        self.v_at = shared.reserve(self.v.size * self.width_steps, SWIZZLED_ALIGN)
 
     def emit(self) -> None:
         """The launch."""

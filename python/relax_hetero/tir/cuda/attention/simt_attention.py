@@ -128,9 +128,9 @@ class _Kernel:
         self.columns = ceil_div(self.e, SHARING * _QUAD)
         """Times that the threads of a row take four columns of values each."""
         shared = self.shared = SharedMemory()
-        self.q_at = shared.take(plan.rows * _pitch(self.d) * 4)
-        self.k_at = shared.take(plan.keys * max(_pitch(self.d), _pitch(self.e)) * 4)
-        self.p_at = shared.take(plan.rows * _pitch(plan.keys) * 4)
+        self.q_at = shared.reserve(plan.rows * _pitch(self.d) * 4)
+        self.k_at = shared.reserve(plan.keys * max(_pitch(self.d), _pitch(self.e)) * 4)
+        self.p_at = shared.reserve(plan.rows * _pitch(plan.keys) * 4)
 
     def emit(self) -> None:
         """The launch."""

@@ -188,15 +188,15 @@ class _Kernel:
         plan, stages = self.plan, self.plan.stages
         height = plan.consumers * 64
         shared = self.shared = SharedMemory()
-        self.q_at = shared.take(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
+        self.q_at = shared.reserve(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
         self.k_size, self.v_size = self.k.size * self.depth_steps, self.v.size * self.width_steps
-        self.k_at = shared.take(stages * self.k_size, SWIZZLED_ALIGN)
-        self.v_at = shared.take(stages * self.v_size, SWIZZLED_ALIGN)
+        self.k_at = shared.reserve(stages * self.k_size, SWIZZLED_ALIGN)
+        self.v_at = shared.reserve(stages * self.v_size, SWIZZLED_ALIGN)
         if plan.split_keys > 1:
             # Sums of the blocks of a cluster take the place of all tiles.
             self.cluster_sums = ClusterSums(self.tensors, self.tile, shared, self.width)
             shared.size = max(shared.size, self.cluster_sums.size)
-        self.queries_at = shared.take(BARRIER_BYTES, BARRIER_BYTES)
+        self.queries_at = shared.reserve(BARRIER_BYTES, BARRIER_BYTES)
         self.key_ring, self.value_ring = (Ring(shared, stages, PRODUCERS, plan.consumers) for _ in range(2))
         tiles, threads = self.tensors.tiles(height), PRODUCERS + plan.consumers * WARPGROUP
         with launch(

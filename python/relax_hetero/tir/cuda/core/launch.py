@@ -95,7 +95,7 @@ class SharedMemory:
         self.size = 0
         self._bytes: Any = None
 
-    def take(self, size: int, align: int = 16) -> int:
+    def reserve(self, size: int, align: int = 16) -> int:
         """Reserve a region, and return its offset."""
         begin = -(-self.size // align) * align
         self.size = begin + size

@@ -128,7 +128,7 @@ class FragmentStore:
         """Reserve shared memory in which `warps` warps stage `epilogue_columns` columns each."""
         # Rows are padded, so that the pairs of eight rows are stored without bank conflicts.
         pitch = epilogue_columns * self.element + (STAGING_PAD if self.element == 4 else STAGING_PAD // 2)
-        return Staging(shared, shared.take(warps * WARP_ROWS * pitch), epilogue_columns, pitch)
+        return Staging(shared, shared.reserve(warps * WARP_ROWS * pitch), epilogue_columns, pitch)
 
     def fetch(self, columns: int, staging: Staging, at: Coordinates, first: tuple[Expr, Expr], lane: Expr) -> None:
         """Load operands ahead for `emit` of the same warp and tile, with the same parameters.

@@ -89,8 +89,8 @@ class MmaProduct:
         """Write the launch."""
         tiling, shared = self.tiling, SharedMemory()
         self.shared = shared
-        self.left_at = shared.take(tiling.stages * self.left.size, SWIZZLED_ALIGN)
-        self.right_at = shared.take(tiling.stages * self.right.size, SWIZZLED_ALIGN)
+        self.left_at = shared.reserve(tiling.stages * self.left.size, SWIZZLED_ALIGN)
+        self.right_at = shared.reserve(tiling.stages * self.right.size, SWIZZLED_ALIGN)
         staging = self.store.plan(shared, tiling.threads // WARP, tiling.epilogue_columns)
         row_tiles, column_tiles = ceil_div(self.left.extent, tiling.rows), ceil_div(self.right.extent, tiling.columns)
         tiles = self.batches.count * row_tiles * column_tiles

@@ -1,13 +1,15 @@
-"""Products with weights of 4 or 8 bits on tensor cores: weights go to registers, and become fragments there.
+"""Quantized matrix products (weights of 4 or 8 bits) on tensor cores, dequantized to fragments in registers.
 
-A lane reads 16 bytes, its part of 16 columns and 64 k (32 of bytes), laid out for it
-(`encoding.block_weights.pack_fragments`): a fragment of ``mma.sync`` for each 16 k. The columns of the product are the
-instruction's rows and the rows of the left operand its columns, so that one to eight rows cost the same. Scales are
-applied to the sums of a block of weights.
+A lane loads 16 bytes, its part of 16 columns and 64 k (32 with 8 bits), in fragment order
+(`encoding.block_weights.pack_fragments`): a fragment of ``mma.sync`` per 16 k. Operands are swapped: columns are the
+instruction's m dimension and rows of the left operand its n dimension, so that one to eight rows cost the same. Scales
+are applied to the accumulators of a block of weights.
 
-The warps of a kernel's block share its columns and cut k. Each asks for several of its weights at once, before it waits
-for the launch that writes the left operand, and holds them in registers. Blocks are persistent: while one adds up the
-sums of its warps, through shared memory, the weights of its next columns are on their way.
+The warps of a thread block share its columns and split k. Each keeps several chunks of weights in flight in registers,
+the first ones before the launch that writes the left operand has ended. Blocks are persistent: while one reduces the
+accumulators of its warps in shared memory, the weights of its next columns are in flight.
+
+From `MIN_STAGED_ROWS` rows on, weights go through a pipeline in shared memory instead (`StagedBody`).
 """
 
 from __future__ import annotations
@@ -36,44 +38,44 @@ from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans
 from .block_rows import LeftRows
 
-# Products with weights of 4 or 8 bits whose weights come to shared memory by copies, a ring of stages a warp.
+# Weights in stages: each warp has a cp.async pipeline of its own in shared memory.
 #
-# What is on its way takes no registers, so that the blocks of two launches share a multiprocessor: while one launch
-# adds up its last sums, the weights of the next arrive. A lane of each warp asks for the warp's own neighbours along
-# k, which lie in one stretch; nobody else reads them, so that a stage is free as soon as the warp has multiplied it,
-# and warps meet only where their sums of a tile of columns are added up.
+# Weights in flight take no registers, so that blocks of two launches share a multiprocessor: while one launch reduces
+# its last accumulators, the weights of the next arrive. The lanes of a warp copy its own contiguous part of k, so a
+# stage is free as soon as the warp has multiplied it, and barriers are needed only to reduce a column tile.
 #
-# Few rows of the left operand wait in shared memory. More rows follow their weights, stage by stage, by asynchronous
-# copies of the warp's lanes.
+# Few left rows are kept in shared memory. More rows are staged with their weights.
 
 _CHUNK_BYTES = 512
-"""Bytes of weights of 16 columns."""
-_PIECE = 16
+"""Bytes of a chunk of weights of 16 columns."""
+_COPY_BYTES = 16
 """Bytes of an asynchronous copy."""
-_WARPS, _MAX_ROWS, _FRAGMENTS, _MAX_PERSISTENT = 8, 32, (7, 4, 3, 2), 4
+_WARPS, _MAX_ROWS = 8, 32
+_FRAGMENT_CHOICES, _MAX_PERSISTENT_FRAGMENTS = (7, 4, 3, 2), 4
 
-MIN_ROWS = 17
-"""From so many rows on registers are short of room for weights on their way. A decode step of 32 rows through eight
-layers of 4,096 (4 bits) takes 929 us on an H200, 967 with four fragments at most, 1,447 with weights in registers; one
-row takes 590 to 800 us and not 478, because stages are waited for, and eight rows 547 to 830 instead of 582."""
+MIN_STAGED_ROWS = 17
+"""Minimum rows for staged weights; with fewer, registers suffice for weights in flight. A decode step of 32 rows
+through eight layers of 4,096 (4 bits) takes 929 us on an H200, 967 with at most four fragments, 1,447 with weights in
+registers; one row takes 590 to 800 us instead of 478, because of waits for stages, and eight rows 547 to 830 instead of
+582."""
 
 
 @dataclass(frozen=True)
 class StagedPlan(BlockPlan):
-    """A plan whose weights come by stages; `ahead` is 1.
+    """Plan with staged weights; `ahead` is 1.
 
     Attributes
     ----------
     run : int
         Chunks of k of a stage.
     stages : int
-        Number of stages of a warp.
+        Stages of a warp.
     blocks_per_sm : int
-        Blocks, of this launch and of the next, that share a multiprocessor's registers.
+        Resident blocks per multiprocessor, of this launch and of the next.
     blocks : int
-        Number of blocks of this launch on a multiprocessor.
+        Resident blocks per multiprocessor of this launch.
     holds_rows : bool
-        Whether the left operand waits in shared memory, whole.
+        Whether the whole left operand is kept in shared memory.
     """
 
     run: int = 1
@@ -84,22 +86,26 @@ class StagedPlan(BlockPlan):
 
 
 def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan | None:
-    """The plan of a problem of `MIN_ROWS` rows or more that fit one block; None where another kernel is for it."""
+    """Plan of a problem of at least `MIN_STAGED_ROWS` rows that fit one block; None if staging does not apply."""
     extents = [extent for extent in problem.result.shape[:-1] if isinstance(extent, int)]
     rows, chunk = prod(extents), chunk_of(problem.bits)
-    is_known = len(extents) == len(problem.result.shape) - 1 and MIN_ROWS <= rows <= _MAX_ROWS
+    is_known = len(extents) == len(problem.result.shape) - 1 and MIN_STAGED_ROWS <= rows <= _MAX_ROWS
     fits = gpu.overlaps_launches and PARTS[problem.lhs.dtype] == 1 and chunk % problem.block == 0
     if not (is_known and fits) or problem.depth % (chunk * _WARPS):
         return None
     tiles, groups = -(-problem.columns // FRAGMENT_COLUMNS), -(-rows // GROUP_COLUMNS)
 
     def bytes_read(fragments: int) -> int:
-        turns = -(-tiles // (fragments * gpu.multiprocessors))
-        return turns * (fragments * _CHUNK_BYTES + rows * chunk * 2)
+        waves = -(-tiles // (fragments * gpu.multiprocessors))
+        return waves * (fragments * _CHUNK_BYTES + rows * chunk * 2)
 
-    # Fragments share the rows, which every block reads from the second-level cache. The most have sums that take all
-    # registers, and lie where stages were.
-    choices = [each for each in _FRAGMENTS if each <= _MAX_PERSISTENT or tiles <= each * gpu.multiprocessors]
+    # Fragments share rows, which every block loads from L2. The largest number takes all registers for accumulators,
+    # and reuses the stages' shared memory for them, so blocks cannot be persistent.
+    choices = [
+        count
+        for count in _FRAGMENT_CHOICES
+        if count <= _MAX_PERSISTENT_FRAGMENTS or tiles <= count * gpu.multiprocessors
+    ]
     for fragments in sorted(choices, key=bytes_read):
         for stages in (3, 2):
             plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
@@ -111,7 +117,7 @@ def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan |
 
 
 class StagedWork(BlockWork):
-    """The same units, and the bytes of a stage: first weights, then scales, zero points, and rows."""
+    """`BlockWork` with the bytes of a stage: weights, then scales, zero points, and rows."""
 
     def __init__(self, problem: QuantizedMatmulProblem, plan: StagedPlan, m: int) -> None:
         super().__init__(problem, plan, m)
@@ -135,19 +141,19 @@ class StagedWork(BlockWork):
         self.blocks_per_sm = plan.blocks_per_sm
         self.stride = min(self.column_tiles, gpu.multiprocessors * plan.blocks)
         self.batch = 1
-        # Of a single tile of columns, sums lie where stages were.
+        # With a single column tile, accumulators reuse the memory of stages.
         self.held_at = self.sums * 4 if self.is_persistent or self.held_rows else 0
         self.stages_at = self.held_at + self.held_rows * self.pitch * 4
         stages = self.stages_at + plan.warps * plan.stages * self.stage_bytes
         self.shared_bytes = max(stages, self.sums * 4)
 
     def part_at(self, part: int) -> int:
-        """Where scales (0) or zero points (1) of a fragment begin."""
+        """Offset of scales (0) or zero points (1) of a fragment."""
         return self.weight_bytes + sum(self.part_bytes[:part])
 
 
 class _StagedFragments(WeightFragments):
-    """Weights of a chunk, from a stage to registers."""
+    """Writer of loads of a chunk's weights from a stage to registers."""
 
     work: StagedWork
 
@@ -160,108 +166,108 @@ class _StagedFragments(WeightFragments):
             for dtype in self.types
         ]
 
-    def take(self, shared: SharedMemory, stage: Expr, chunk: int, fragment: int) -> None:
-        """Load a fragment of a chunk of a stage that has arrived."""
+    def load_fragment(self, shared: SharedMemory, stage: Expr, chunk: int, fragment: int) -> None:
+        """Load a fragment of a chunk from a complete stage."""
         work = self.work
         begin = fragment * work.fragment_bytes
-        at = stage + (begin + chunk * _CHUNK_BYTES) + self.lane * 16
-        ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(at))
+        offset = stage + (begin + chunk * _CHUNK_BYTES) + self.lane * 16
+        ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(offset))
         for part, dtype in enumerate(self.types):
             size = bytes_of(dtype)
             for number in range(work.scaled):
                 block = (chunk * work.chunk + number * work.steps * STEP) // work.problem.block
-                at = stage + (begin + work.part_at(part) + block * FRAGMENT_COLUMNS * size) + self.high * (2 * size)
-                per = max(1, size // 2)
-                first = (fragment * work.scaled + number) * per
-                targets = [self.words[part][first + i] for i in range(per)]
-                ptx.load_shared(targets, shared.at(at), "u16" if size == 1 else "u32")
+                offset = stage + (begin + work.part_at(part) + block * FRAGMENT_COLUMNS * size) + self.high * (2 * size)
+                words_per_value = max(1, size // 2)
+                first = (fragment * work.scaled + number) * words_per_value
+                targets = [self.words[part][first + i] for i in range(words_per_value)]
+                ptx.load_shared(targets, shared.at(offset), "u16" if size == 1 else "u32")
 
-    def _number(self, part: int, at: int) -> Expr:
+    def _loaded_value(self, part: int, index: int) -> Expr:
         dtype, words = self.types[part], self.words[part]
         if bytes_of(dtype) == 4:
-            return T.reinterpret(dtype, words[at])
-        word, half = words[at // 2], at % 2
+            return T.reinterpret(dtype, words[index])
+        word, half = words[index // 2], index % 2
         if bytes_of(dtype) == 1:
             return T.Cast("uint8", word >> T.uint16(8)) if half else T.Cast("uint8", word & T.uint16(255))
         bits = T.Cast("uint16", word >> T.uint32(16)) if half else T.Cast("uint16", word & T.uint32(0xFFFF))
         return T.reinterpret(dtype, bits)
 
-    def _scale(self, at: int) -> Expr:
-        return self._number(0, at)
+    def _scale(self, index: int) -> Expr:
+        return self._loaded_value(0, index)
 
-    def _point(self, at: int) -> Expr:
-        return self._number(1, at)
+    def _point(self, index: int) -> Expr:
+        return self._loaded_value(1, index)
 
 
 class _StagedRows(LeftRows):
-    """Rows of the left operand that follow their weights."""
+    """Writer of copies and loads of staged left rows."""
 
     work: StagedWork
 
     @property
-    def _flip(self) -> int:
-        """Bits by which odd rows' pieces are swapped, so that a quarter of a warp reads all banks."""
+    def _swizzle(self) -> int:
+        """XOR of the chunks of odd rows (swizzle), to avoid bank conflicts."""
         if self.work.row_bytes < 128:
             return 0
         return 4 if self.work.steps <= 2 else 1
 
-    def bring(self, stage: Expr, chunk: Expr, lane: Expr) -> None:
-        """Ask for the rows of the chunks from `chunk` on; all lanes of a warp do it."""
+    def copy_to_stage(self, stage: Expr, chunk: Expr, lane: Expr) -> None:
+        """Issue copies of the rows of the chunks from `chunk` on, by all lanes of a warp."""
         work = self.work
-        pieces = work.row_bytes // _PIECE
+        copies = work.row_bytes // _COPY_BYTES
         for number in range(work.staged.run):
-            for first in range(0, work.staged_rows * pieces, WARP):
+            for first in range(0, work.staged_rows * copies, WARP):
                 item = first + lane
-                row, piece = tirx.floordiv(item, pieces), tirx.floormod(item, pieces)
-                place = {
+                row, copy = tirx.floordiv(item, copies), tirx.floormod(item, copies)
+                position = {
                     "m": T.Cast("int64", row),
-                    "k": (chunk + number) * work.chunk + T.Cast("int64", piece * (_PIECE // 2)),
+                    "k": (chunk + number) * work.chunk + T.Cast("int64", copy * (_COPY_BYTES // 2)),
                 }
-                if self._flip:
-                    piece = T.bitwise_xor(piece, tirx.floormod(row, 2) * self._flip)
-                at = number * work.staged_rows * work.row_bytes + row * work.row_bytes + piece * _PIECE
-                target = self.shared.at(stage + (work.rows_at + at))
-                source = T.address_of(self.lhs.data[self.lhs.address(place)])
-                if first + WARP <= work.staged_rows * pieces:
-                    ptx.copy_async(target, source, _PIECE)
+                if self._swizzle:
+                    copy = T.bitwise_xor(copy, tirx.floormod(row, 2) * self._swizzle)
+                offset = number * work.staged_rows * work.row_bytes + row * work.row_bytes + copy * _COPY_BYTES
+                target = self.shared.at(stage + (work.rows_at + offset))
+                source = T.address_of(self.lhs.data[self.lhs.address(position)])
+                if first + WARP <= work.staged_rows * copies:
+                    ptx.copy_async(target, source, _COPY_BYTES)
                 else:
-                    with T.If(item < work.staged_rows * pieces), T.Then():
-                        ptx.copy_async(target, source, _PIECE)
+                    with T.If(item < work.staged_rows * copies), T.Then():
+                        ptx.copy_async(target, source, _COPY_BYTES)
 
-    def take(self, stage: Expr, chunk: int) -> None:
-        """Load the fragments of a chunk of a stage that has arrived."""
+    def load_fragment(self, stage: Expr, chunk: int) -> None:
+        """Load the fragments of a chunk from a complete stage."""
         work = self.work
         words = 2 * work.steps
         width = min(4, words)
         for group in range(work.plan.groups):
             row = self.high + group * GROUP_COLUMNS
             if (group + 1) * GROUP_COLUMNS <= work.staged_rows:
-                self._take(stage, chunk, group, row, words, width)
+                self._load_row_fragment(stage, chunk, group, row, words, width)
             else:
                 with T.If(row < work.staged_rows), T.Then():
-                    self._take(stage, chunk, group, row, words, width)
+                    self._load_row_fragment(stage, chunk, group, row, words, width)
 
-    def _take(self, stage: Expr, chunk: int, group: int, row: Expr, words: int, width: int) -> None:
+    def _load_row_fragment(self, stage: Expr, chunk: int, group: int, row: Expr, words: int, width: int) -> None:
         work = self.work
         begin = stage + (work.rows_at + chunk * work.staged_rows * work.row_bytes) + row * work.row_bytes
         for number in range(work.scaled):
             for i in range(0, words, width):
-                at = ((number * 4 + self.low) * words + i) * 4
-                if self._flip:
-                    at = T.bitwise_xor(at, tirx.floormod(self.high, 2) * (self._flip * _PIECE))
+                offset = ((number * 4 + self.low) * words + i) * 4
+                if self._swizzle:
+                    offset = T.bitwise_xor(offset, tirx.floormod(self.high, 2) * (self._swizzle * _COPY_BYTES))
                 first = group * self.steps * 2 + number * words + i
-                ptx.load_shared([self.words[first + j] for j in range(width)], self.shared.at(begin + at))
+                ptx.load_shared([self.words[first + j] for j in range(width)], self.shared.at(begin + offset))
 
 
 class StagedBody(BlockBody):
-    """Code of a block, while it is written."""
+    """Writer of a block's code with staged weights."""
 
     work: StagedWork
     weights: _StagedFragments
     left: _StagedRows
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
-        assert isinstance(plan, StagedPlan) and isinstance(m, int), "stages are for known numbers of rows"
+        assert isinstance(plan, StagedPlan) and isinstance(m, int), "staged weights need a static number of rows"
         return StagedWork(problem, plan, m)
 
     def _open(self) -> None:
@@ -271,12 +277,12 @@ class StagedBody(BlockBody):
 
     def _work(self) -> None:
         work, plan = self.work, self.work.staged
-        turns: Expr = 1
+        num_tiles: Expr = 1
         if work.is_persistent:
-            turns = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
-        self.items = T.bind(T.Cast("int32", int64(turns * work.rounds)))
+            num_tiles = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
+        self.items = T.bind(T.Cast("int32", int64(num_tiles * work.rounds)))
         for stage in range(plan.stages):
-            self._if_item(stage, self._ask)
+            self._if_item(stage, self._copy_weights)
             if work.held_rows:
                 ptx.copy_commit()
         if self.gpu.overlaps_launches:
@@ -288,41 +294,41 @@ class StagedBody(BlockBody):
         else:
             for i in range(plan.groups * self.left.steps * 2):
                 T.buffer_store(self.left.words, T.uint32(0), [i])
-            # The first group has the weights of all stages.
+            # The first commit group contains the weights of all stages.
             for stage in range(plan.stages):
-                self._if_item(stage, self._bring)
+                self._if_item(stage, self._copy_rows)
                 ptx.copy_commit()
-        with T.serial(int64(turns)) as turn:
+        with T.serial(int64(num_tiles)) as index:
             for number in range(plan.fragments * plan.groups * 4):
                 T.buffer_store(self.totals, T.float32(0), [number])
-            with T.serial(tirx.const(work.rounds, "int32")) as part:
-                item = T.bind(T.Cast("int32", turn) * work.rounds + part)
-                self._multiply_stage(item, part)
+            with T.serial(tirx.const(work.rounds, "int32")) as iteration:
+                item = T.bind(T.Cast("int32", index) * work.rounds + iteration)
+                self._multiply_stage(item, iteration)
                 ptx.warp_barrier()
-                following = T.bind(item + plan.stages)
-                self._if_item(following, self._ask)
+                next_item = T.bind(item + plan.stages)
+                self._if_item(next_item, self._copy_weights)
                 if not work.held_rows:
-                    self._if_item(following, self._bring)
+                    self._if_item(next_item, self._copy_rows)
                 ptx.copy_commit()
             if work.stages_at == 0:
                 ptx.copy_wait(0)
                 ptx.block_barrier()
             self._stage_sums(0)
-            self._finish(turn, 1)
+            self._finish(index, 1)
 
     def _stage(self, stage: Expr) -> Expr:
-        """Where a stage of the warp begins."""
+        """Offset of a stage of the warp."""
         return self.work.stages_at + (self.warp * self.work.staged.stages + stage) * self.work.stage_bytes
 
-    def _if_item(self, item: Expr, act: Callable[[Any], None]) -> None:
+    def _if_item(self, item: Expr, write: Callable[[Any], None]) -> None:
         with T.If(item < self.items), T.Then():
-            act(item)
+            write(item)
 
-    def _first_chunk(self, part: Expr) -> Expr:
-        return T.bind(T.Cast("int64", self.warp) * self.work.own + T.Cast("int64", part) * self.work.staged.run)
+    def _first_chunk(self, iteration: Expr) -> Expr:
+        return T.bind(T.Cast("int64", self.warp) * self.work.own + T.Cast("int64", iteration) * self.work.staged.run)
 
-    def _ask(self, item: Expr) -> None:
-        """Ask for the weights of an item, and what belongs to them; all lanes do it."""
+    def _copy_weights(self, item: Expr) -> None:
+        """Issue copies of the weights, scales and zero points of an item, by all lanes."""
         work, plan = self.work, self.work.staged
         item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
         stage = T.bind(tirx.floormod(item, plan.stages))
@@ -332,53 +338,55 @@ class StagedBody(BlockBody):
         block = T.bind(tirx.floordiv(chunk * work.chunk, work.problem.block))
         begin = T.bind(self._stage(stage))
         for fragment in range(plan.fragments):
-            at = T.bind(
+            offset = T.bind(
                 (self._tile_of(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
             )
             for number in range(plan.run):
-                target = begin + (fragment * work.fragment_bytes + number * _CHUNK_BYTES) + self.lane * _PIECE
-                source = T.address_of(self.weights.weight[at + number * (WARP * 4)])
-                ptx.copy_async(self.shared.at(target), source, _PIECE)
+                target = begin + (fragment * work.fragment_bytes + number * _CHUNK_BYTES) + self.lane * _COPY_BYTES
+                source = T.address_of(self.weights.weight[offset + number * (WARP * 4)])
+                ptx.copy_async(self.shared.at(target), source, _COPY_BYTES)
         parts = [self.weights.scales, self.weights.zeros]
         for part, (data, size) in enumerate(zip(parts, work.part_bytes, strict=False)):
-            pieces, element = size // _PIECE, size // (work.run_blocks * FRAGMENT_COLUMNS)
-            for first in range(0, plan.fragments * pieces, WARP):
+            copies, element = size // _COPY_BYTES, size // (work.run_blocks * FRAGMENT_COLUMNS)
+            for first in range(0, plan.fragments * copies, WARP):
                 number = first + self.lane
-                fragment, piece = tirx.floordiv(number, pieces), tirx.floormod(number, pieces)
-                with T.If(number < plan.fragments * pieces), T.Then():
-                    at = (self._tile_of(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
-                    source = T.address_of(data[T.bind(at + T.Cast("int64", piece * (_PIECE // element)))])
-                    target = begin + (fragment * work.fragment_bytes + work.part_at(part) + piece * _PIECE)
-                    ptx.copy_async(self.shared.at(target), source, _PIECE)
+                fragment, copy = tirx.floordiv(number, copies), tirx.floormod(number, copies)
+                with T.If(number < plan.fragments * copies), T.Then():
+                    offset = (self._tile_of(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
+                    source = T.address_of(data[T.bind(offset + T.Cast("int64", copy * (_COPY_BYTES // element)))])
+                    target = begin + (fragment * work.fragment_bytes + work.part_at(part) + copy * _COPY_BYTES)
+                    ptx.copy_async(self.shared.at(target), source, _COPY_BYTES)
 
     def _tile_of(self, first: Expr, fragment: Expr) -> Expr:
-        """A fragment of 16 columns; the last one for those that are none."""
+        """Number of a fragment of 16 columns, clamped to the last one."""
         if self.work.tiles % self.work.plan.fragments:
             return minimum(first + fragment, int64(self.work.tiles - 1))
         return first + fragment
 
-    def _bring(self, item: Expr) -> None:
+    def _copy_rows(self, item: Expr) -> None:
         work, plan = self.work, self.work.staged
         item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
         stage = T.bind(tirx.floormod(item, plan.stages))
-        self.left.bring(T.bind(self._stage(stage)), self._first_chunk(tirx.floormod(item, work.rounds)), self.lane)
+        self.left.copy_to_stage(
+            T.bind(self._stage(stage)), self._first_chunk(tirx.floormod(item, work.rounds)), self.lane
+        )
 
-    def _multiply_stage(self, item: Expr, part: Expr) -> None:
+    def _multiply_stage(self, item: Expr, iteration: Expr) -> None:
         work, plan = self.work, self.work.staged
         stage = T.bind(tirx.floormod(item, plan.stages))
         begin = T.bind(self._stage(stage))
         ptx.copy_wait(plan.stages - 1)
         ptx.warp_barrier()
-        first = self._first_chunk(part)
+        first = self._first_chunk(iteration)
         for chunk in range(plan.run):
-            self.weights.take(self.shared, begin, chunk, 0)
+            self.weights.load_fragment(self.shared, begin, chunk, 0)
             if work.held_rows:
                 self.left.load_held(T.bind((first + chunk) * work.chunk), range(work.scaled))
             else:
-                self.left.take(begin, chunk)
+                self.left.load_fragment(begin, chunk)
             for fragment in range(plan.fragments):
                 if fragment + 1 < plan.fragments:
-                    self.weights.take(self.shared, begin, chunk, fragment + 1)
+                    self.weights.load_fragment(self.shared, begin, chunk, fragment + 1)
                 for number in range(work.scaled):
                     self.weights.begin(0, fragment, number)
                     for step in range(work.steps):
@@ -386,15 +394,18 @@ class StagedBody(BlockBody):
                     self._add_scaled(0, fragment, number)
 
 
-_TOGETHER = 2  # blocks of a kernel with two bodies that share a multiprocessor's registers
+_BLOCKS_PER_SM = 2  # resident blocks of a kernel with two bodies
 
 
 def quantized_matmul_kernel(
     problem: QuantizedMatmulProblem, gpu: GpuTarget, plan: BlockPlan | None = None
 ) -> tirx.PrimFunc:
-    """The kernel of a product with weights of 4 or 8 bits, one launch; `QuantizedMatmulProblem` says its parameters.
+    """Kernel of a quantized matrix product, one launch; `QuantizedMatmulProblem` documents its parameters.
 
-    Raises EncodingError for a GPU without tensor cores of 16-bit floats, and for blocks that are no multiple of 16.
+    Raises
+    ------
+    EncodingError
+        If the GPU lacks tensor cores for 16-bit floats, or blocks are not a multiple of 16.
     """
     dtype = problem.lhs.dtype
     if gpu.tensor == "" or dtype not in PARTS:
@@ -435,25 +446,25 @@ def quantized_matmul_kernel(
 
 
 def _launch(bodies: list[BlockBody]) -> None:
-    """Write the launch of a body; or of two, of which the first is for as few rows as it has."""
+    """Write the launch of one body, or of two, of which the first is for few rows."""
     last = bodies[-1]
     m, threads = last.work.m, last.work.plan.warps * WARP
     if 0 in (m, last.work.problem.columns):
         with launch(1, WARP):
-            # The launch behind this one waits for this one alone.
+            # The next launch waits only for this one.
             if last.gpu.overlaps_launches:
                 ptx.griddepcontrol_wait()
             T.evaluate(0)
         return
     is_one = len(bodies) == 1
     row_tiles = ceil_div(m, last.work.rows)
-    last.prepare(row_tiles, 0 if is_one else _TOGETHER)
+    last.prepare(row_tiles, 0 if is_one else _BLOCKS_PER_SM)
     blocks = int64(last.work.stride * row_tiles)
     if not is_one:
-        bodies[0].prepare(1, _TOGETHER)
+        bodies[0].prepare(1, _BLOCKS_PER_SM)
         blocks = tirx.Select(m <= bodies[0].work.rows, int64(bodies[0].work.stride), blocks)
     shared = SharedMemory()
-    shared.take(max(body.work.shared_bytes for body in bodies))
+    shared.reserve(max(body.work.shared_bytes for body in bodies))
     with launch(blocks, threads, min_blocks_per_sm=last.work.blocks_per_sm) as place:
         shared.open()
         if is_one:

@@ -1,15 +1,15 @@
-"""Products of few rows by a packed weight on Hopper, at the rate of memory.
+"""Skinny GEMM on Hopper: few rows by a packed weight, bound by memory bandwidth.
 
-Each weight is read once and used for up to 64 rows, so that bytes on their way are all that counts. The tensor cores'
-operands are swapped: 64 columns of the weight are wgmma's rows, and the rows of the left operand, rounded up to a
-multiple of 8, its columns. A block has 64 columns, or twice as many, and a part of k. One thread asks for tiles of
-weights by bulk copies, a ring of stages ahead, and for the first of them before the launch that writes the left operand
-has ended (`ptx.griddepcontrol_wait`): launches in a row keep memory busy between them. The left operand follows by
-asynchronous copies of all producers, in a ring of its own.
+Each weight is read once for up to 64 rows, so that bytes in flight are all that counts. Operands are swapped: 64
+columns of the weight are wgmma's m dimension, and the rows of the left operand, rounded up to a multiple of 8, its n
+dimension. A block has 64 columns, or twice as many, and a part of k. One thread issues bulk copies of weight tiles, a
+pipeline of stages ahead, and the first of them before the launch that writes the left operand has ended
+(`ptx.griddepcontrol_wait`), so that consecutive launches keep memory busy. The left operand has a pipeline of its own,
+filled by asynchronous copies of all producers.
 
-The blocks of a cluster have the parts of k of the same columns. Each writes its sums of a row to the shared memory of
-the block that stores this row, which adds them in a fixed order. Writing takes one meeting of the blocks, at the end,
-while reading the sums of others would take two, for no block may end before others have read its own.
+The blocks of a cluster split k. Each writes its accumulators of a row to the shared memory of the block that stores the
+row, which adds them in a fixed order. Remote stores need one cluster barrier at the end; remote loads would need two,
+as no block may exit before others have read its shared memory.
 """
 
 from __future__ import annotations
@@ -42,51 +42,51 @@ from . import wgmma_matmul
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
 
 MAX_ROWS = 64
-"""Maximum number of rows of the left operand, which one tile has."""
+"""Maximum rows of the left operand, those of one tile."""
 
 WEIGHT_BYTES = PACKED_ROWS * SWIZZLED_BYTES
 """Bytes of a tile of weights."""
 
-_LOADED_ROWS = 16  # of the left operand, that the producers copy at a time
-_PAD = 4  # floats from a row of sums to the next: rows of a warp's fragment begin in other banks
+_ROWS_PER_COPY = 16  # of the left operand, that the producers copy at a time
+_PAD_FLOATS = 4  # between rows of accumulators, to avoid bank conflicts
 
-# Stages of weights and of the left operand. For 1 to 16 rows four blocks of one kind, or three of the other, share a
-# multiprocessor, those of the next launch among them. Measured on an H200: parts of 16 steps (4,096 columns) take
-# 10.3 us with 76 KB of stages, 11.1 with 56 KB and 12.3 with 110 KB, which leave no room for the next launch; parts of
-# 64 steps (14,336 columns) 35.5, 28.6 and 28.9 us. More rows want fewer parts, because all parts are added up, and
-# more bytes, of which two blocks share a multiprocessor's; 64 rows by 14,336 columns take 31.0 us with 7 and 6 stages,
-# 32.9 with 6 and 6, which in turn suit parts of k: by 4,096 columns 12.2 us, 13.0 with 8 and 5.
+# Stages of weights and of the left operand. With 1 to 16 rows, three or four blocks are resident on a multiprocessor,
+# including those of the next launch. Measured on an H200: splits of 16 k-steps (4,096 columns) take 10.3 us with 76 KB
+# of stages, 11.1 with 56 KB and 12.3 with 110 KB, which exclude the next launch; splits of 64 steps (14,336 columns)
+# 35.5, 28.6 and 28.9 us. More rows need fewer splits, because of the reduction, and more bytes, with two resident
+# blocks; 64 rows by 14,336 columns take 31.0 us with 7 and 6 stages, 32.9 with 6 and 6, which are better with split k:
+# by 4,096 columns 12.2 us, 13.0 with 8 and 5.
 SHORT_STEPS = 16
 SHORT_STAGES = (7, 7)
 LONG_STAGES = (5, 5)
 # In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
-# by 4,096 x 6,144 in two parts 13.0 and 16.9. In four parts, by 14,336 x 4,096, it is 40.9 and 31.1.
+# by 4,096 x 6,144 with a split of two 13.0 and 16.9; by 14,336 x 4,096 with a split of four 40.9 and 31.1.
 DEEP_STAGES = (11, 5)
 DEEP_SPLIT = 2
-"""Parts of k, at most, of a weight whose blocks all run at once with `DEEP_STAGES`."""
+"""Maximum split of k with `DEEP_STAGES`, if all blocks are resident."""
 MANY_ROWS_STAGES = (6, 6)
 MANY_ROWS_LONG_STAGES = (7, 6)
 MIN_ROWS = 16
 BLOCKS_PER_MULTIPROCESSOR = 2
-"""At most where k is split, of blocks with no more than `MIN_ROWS`; one for others."""
+"""Maximum blocks per multiprocessor up to which k is split, with at most `MIN_ROWS` rows; one with more."""
 
 
 @dataclass(frozen=True)
 class SkinnyPlan:
-    """How a kernel shares its work.
+    """Distribution of work among blocks.
 
     Attributes
     ----------
     split : int
-        Blocks of a cluster, each with a part of k: 1, 2, 4 or 8.
+        Blocks of a cluster, which split k: 1, 2, 4 or 8.
     stages : int
-        Maximum stages of weights, 8 KB each for 64 columns, that a block asks for before it needs the first.
+        Maximum stages of weights, 8 KB each for 64 columns.
     row_stages : int
-        Number of stages of the left operand.
+        Stages of the left operand.
     groups : int
-        Number of groups of 64 columns of a block, with a warpgroup each.
+        Groups of 64 columns of a block, with a consumer warpgroup each.
     evicts_first : bool
-        Whether weights are the first that make room in the second-level cache, which then keeps what else is read.
+        Whether L2 evicts weights first, to keep other data.
     """
 
     split: int
@@ -97,39 +97,39 @@ class SkinnyPlan:
 
 
 def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
-    """The plan of a problem: parts of k until all multiprocessors have work, and room for the next launch."""
+    """Choose a plan: k is split until all multiprocessors have work, and the next launch can be resident, too."""
     element = bytes_of(problem.rhs.dtype)
     n, k = problem.rhs.size("n"), problem.rhs.size("k")
-    assert isinstance(n, int) and isinstance(k, int), "packed weights are of known extents"
+    assert isinstance(n, int) and isinstance(k, int), "packed weights have static extents"
     batches = [e for name, e in zip(problem.rhs.index_map, problem.rhs.shape, strict=True) if name.startswith("b")]
     tiles = -(-n // PACKED_ROWS) * prod(e for e in batches if isinstance(e, int))
     steps = -(-k * element // SWIZZLED_BYTES)
     split = 1
     is_fewest = _rows(problem) <= MIN_ROWS
-    most = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else 1)
-    while split < 8 and tiles * split * 2 <= most and steps >= split * 2 * 4:
+    max_blocks = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else 1)
+    while split < 8 and tiles * split * 2 <= max_blocks and steps >= split * 2 * 4:
         split *= 2
     stages = SHORT_STAGES if steps <= split * SHORT_STEPS else LONG_STAGES
-    if stages == LONG_STAGES and split <= DEEP_SPLIT and tiles * split <= most:
+    if stages == LONG_STAGES and split <= DEEP_SPLIT and tiles * split <= max_blocks:
         stages = DEEP_STAGES
     if not is_fewest:
         stages = MANY_ROWS_STAGES if split > 1 else MANY_ROWS_LONG_STAGES
-    # Where two such weights do not fit the cache, those of a model do not, and each is read from memory: 2 to 4 % less
-    # time on an H200 for eight weights of 4,096 x 4,096. Weights that all fit would be lost again and again: 14 to 19 %
-    # more time for 33 to 38 MB of small ones.
+    # If two such weights exceed L2, those of a model do, too, and are always read from memory: 2 to 4 % less time on
+    # an H200 for eight weights of 4,096 x 4,096. Weights that fit L2 must not be evicted: 14 to 19 % more time for 33
+    # to 38 MB of small ones.
     evicts_first = tiles * steps * WEIGHT_BYTES * 2 > gpu.cache_bytes
     return SkinnyPlan(split, *stages, evicts_first=evicts_first)
 
 
 def _rows(problem: MatmulProblem) -> int:
-    """Rows that share the weight."""
+    """Number of rows that share the weight."""
     shared = problem.rhs.index_map
     sizes = [e for name, e in zip(problem.lhs.index_map, problem.lhs.shape, strict=True) if name not in ("k", *shared)]
     return prod(e for e in sizes if isinstance(e, int))
 
 
 def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
-    """Why `skinny_gemm_kernel` cannot solve a problem; empty where it can. Any number of rows is right."""
+    """Reason why `skinny_gemm_kernel` does not support a problem; empty if it does. Any number of rows is supported."""
     reason = wgmma_matmul.unsupported_reason(problem, gpu)
     if not reason and not problem.rhs.layout.inner_dims:
         return "the right operand is not packed"
@@ -137,11 +137,14 @@ def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
 
 
 def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan | None = None) -> tirx.PrimFunc:
-    """The kernel of a product of few rows by a packed weight, one launch; `MatmulProblem` says its parameters.
+    """Kernel of a product of few rows by a packed weight, one launch; `MatmulProblem` documents its parameters.
 
-    It may begin before the launch before it has ended, if the right operand is a constant.
+    It supports programmatic dependent launch if the right operand is a constant.
 
-    Raises EncodingError if `unsupported_reason` says why the problem is not one for this kernel.
+    Raises
+    ------
+    EncodingError
+        If the kernel does not support the problem (`unsupported_reason`).
     """
     reason = unsupported_reason(problem, gpu)
     if reason:
@@ -165,7 +168,7 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
 
 
 class _Kernel:
-    """The launch, and what a block of it does."""
+    """Writer of the kernel."""
 
     def __init__(
         self,
@@ -181,29 +184,29 @@ class _Kernel:
         self.types = (lhs.nominal, rhs.nominal)
         self.columns = PACKED_ROWS * plan.groups
         self.threads = PRODUCERS + WARPGROUP * plan.groups
-        self.pitch = self.columns + _PAD
+        self.pitch = self.columns + _PAD_FLOATS
         self.sum_type = "int32" if lhs.nominal in ("int8", "uint8") else "float32"
         steps = -(-self.k // (SWIZZLED_BYTES // bytes_of(rhs.nominal)))
-        # Every block has a step.
+        # Every block must have a k-step.
         while plan.split > steps:
             plan = replace(plan, split=plan.split // 2)
         self.plan, split = plan, plan.split
-        # Steps of k of every block, and how many blocks have one more.
-        self.base, self.more = divmod(steps, split)
+        # K-steps of every block, and the number of blocks with one more.
+        self.min_steps, self.remainder = divmod(steps, split)
         self.rows = self._rows()
-        loaded = -(-self.rows // _LOADED_ROWS) * _LOADED_ROWS
-        self.left = OperandTile.of(lhs, "m", loaded, self.m, self.k, may_transpose=False)
+        loaded_rows = -(-self.rows // _ROWS_PER_COPY) * _ROWS_PER_COPY
+        self.left = OperandTile.of(lhs, "m", loaded_rows, self.m, self.k, may_transpose=False)
         self.right = replace(OperandTile.of(rhs, "n", self.columns, self.n, self.k), evicts_first=plan.evicts_first)
-        most = -(-steps // split)
-        self.stages = max(2, min(plan.stages, most))
-        self.row_stages = max(2, min(plan.row_stages, most))
+        max_steps = -(-steps // split)
+        self.stages = max(2, min(plan.stages, max_steps))
+        self.row_stages = max(2, min(plan.row_stages, max_steps))
         self.own_rows = -(-self.rows // split)
         self.sums_size = self.own_rows * self.pitch * 4
 
     def _rows(self) -> int:
-        """Rows of the left operand that a tile has, as wgmma counts columns."""
+        """Rows of a tile, rounded up to a valid n of wgmma."""
         rows = min(self.m, MAX_ROWS) if isinstance(self.m, int) else MAX_ROWS
-        # Of integers, wgmma has no 40 and no 56 columns.
+        # Integer wgmma lacks n = 40 and 56.
         unit = 16 if rows > 24 and self.sum_type == "int32" else 8
         return max(unit, -(-rows // unit) * unit)
 
@@ -211,10 +214,10 @@ class _Kernel:
         """Write the launch."""
         split, stages, row_stages = self.plan.split, self.stages, self.row_stages
         self.shared = SharedMemory()
-        # Weights first, so that every tile begins at a multiple of the swizzle's period; at the end sums lie there.
-        self.shared.take(stages * self.right.size, SWIZZLED_ALIGN)
-        self.left_at = self.shared.take(row_stages * self.left.size, SWIZZLED_ALIGN)
-        self.parts_at = self.shared.take((split - 1) * self.sums_size)
+        # Weights first, for the swizzle's alignment; their memory is later reused for accumulators.
+        self.shared.reserve(stages * self.right.size, SWIZZLED_ALIGN)
+        self.left_at = self.shared.reserve(row_stages * self.left.size, SWIZZLED_ALIGN)
+        self.parts_at = self.shared.reserve((split - 1) * self.sums_size)
         self.weight_ring = Ring(self.shared, stages, producers=1)
         self.row_ring = Ring(self.shared, row_stages, PRODUCERS, self.plan.groups)
         row_tiles = ceil_div(self.m, MAX_ROWS)
@@ -227,20 +230,20 @@ class _Kernel:
             self.rank, self.thread = place.rank, place.thread
             tile = T.bind(tirx.floordiv(T.Cast("int64", place.block), split))
             self.row = T.bind(tirx.floormod(tile, int64(row_tiles)) * MAX_ROWS)
-            rest = tirx.floordiv(tile, int64(row_tiles))
-            self.column = T.bind(tirx.floormod(rest, int64(column_tiles)) * self.columns)
-            rest = tirx.floordiv(rest, int64(column_tiles))
-            places = unravel(rest, list(self.counts.values())) if self.counts else []
-            self.at: Coordinates = dict(zip(self.counts, places, strict=True))
-            self.count: Expr = self.base
-            if self.more:
-                self.count = T.bind(self.base + T.Select(self.rank < self.more, 1, 0))
-            self.first: Expr = T.bind(self.rank * self.base + T.min(self.rank, self.more))
+            remaining = tirx.floordiv(tile, int64(row_tiles))
+            self.column = T.bind(tirx.floormod(remaining, int64(column_tiles)) * self.columns)
+            remaining = tirx.floordiv(remaining, int64(column_tiles))
+            coordinates = unravel(remaining, list(self.counts.values())) if self.counts else []
+            self.at: Coordinates = dict(zip(self.counts, coordinates, strict=True))
+            self.count: Expr = self.min_steps
+            if self.remainder:
+                self.count = T.bind(self.min_steps + T.Select(self.rank < self.remainder, 1, 0))
+            self.first: Expr = T.bind(self.rank * self.min_steps + T.min(self.rank, self.remainder))
             self._block()
 
     def _block(self) -> None:
         with when(self.thread == 0):
-            self._begin()
+            self._load_early()
         ptx.griddepcontrol_wait()
         ptx.launch_dependents()
         if self.plan.split > 1:
@@ -249,39 +252,39 @@ class _Kernel:
         with T.If(self.thread < PRODUCERS):
             with T.Then():
                 self._produce()
-                self._meet_first()
+                self._wait_for_cluster()
             with T.Else():
                 sums = self._consume()
-                self._meet_first()
-                self._share(sums)
+                self._wait_for_cluster()
+                self._exchange(sums)
         if self.plan.split == 1:
             ptx.block_barrier()
         else:
             ptx.cluster_barrier()
         self._store()
 
-    def _meet_first(self) -> None:
-        """All blocks of the cluster have begun."""
+    def _wait_for_cluster(self) -> None:
+        """Wait until all blocks of the cluster have begun."""
         if self.plan.split > 1:
             ptx.cluster_wait()
 
-    def _begin(self) -> None:
-        """Before the launches before have ended: barriers, and weights, which are constants."""
+    def _load_early(self) -> None:
+        """Initialize barriers and load the first weights, which are constants, before previous launches have ended."""
         self.weight_ring.initialize()
         self.row_ring.initialize()
         ptx.barrier_init_fence()
-        asked = min(self.stages, self.base)  # every block has so many steps
-        for step in range(asked):
-            self._ask(tirx.const(step, "int32"), tirx.const(step, "int32"))
+        num_loaded = min(self.stages, self.min_steps)  # the minimum k-steps of a block
+        for step in range(num_loaded):
+            self._load_weights(tirx.const(step, "int32"), tirx.const(step, "int32"))
 
-    def _ask(self, step: Expr, stage: Expr) -> None:
-        """Ask for the weights of a step; one thread does it."""
+    def _load_weights(self, step: Expr, stage: Expr) -> None:
+        """Issue the bulk copies of the weights of a k-step, by one thread."""
         full = self.weight_ring.full(stage)
         ptx.barrier_expect(full, self.right.size)
         self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self.first + step, full)
 
-    def _bring(self, step: Expr, stage: Expr) -> None:
-        """Ask for the left operand of a step; all producers do it."""
+    def _load_rows(self, step: Expr, stage: Expr) -> None:
+        """Issue the copies of the left operand of a k-step, by all producers."""
         full = self.row_ring.full(stage)
         target = self.left_at + stage * self.left.size
         self.left.load(self.shared, target, self.at, self.row, self.first + step, self.thread)
@@ -292,23 +295,23 @@ class _Kernel:
             ptx.barrier_arrive_after_copies(full)
 
     def _produce(self) -> None:
-        begun, asked = min(self.row_stages, self.base), min(self.stages, self.base)
-        with T.serial(tirx.const(begun, "int32")) as step:
-            self._bring(step, step)
-        if isinstance(self.count, int) and self.count == min(begun, asked):
+        loaded_row_steps, loaded_weight_steps = min(self.row_stages, self.min_steps), min(self.stages, self.min_steps)
+        with T.serial(tirx.const(loaded_row_steps, "int32")) as step:
+            self._load_rows(step, step)
+        if isinstance(self.count, int) and self.count == min(loaded_row_steps, loaded_weight_steps):
             return
-        with T.serial(self.count - min(begun, asked)) as number:
-            # Stages are free when the step that had them has been multiplied.
-            used = T.bind(number + max(begun - self.row_stages, asked - self.stages))
-            with T.If(used >= 0), T.Then():
-                ptx.barrier_wait(self.row_ring.empty(self.row_ring.stage(used)), self.row_ring.parity(used))
-            # Weights first: the address of the left operand takes time, in which memory would have nothing to do.
-            step = T.bind(number + asked)
+        with T.serial(self.count - min(loaded_row_steps, loaded_weight_steps)) as number:
+            # A stage is free when its previous k-step has been multiplied.
+            freed_step = T.bind(number + max(loaded_row_steps - self.row_stages, loaded_weight_steps - self.stages))
+            with T.If(freed_step >= 0), T.Then():
+                ptx.barrier_wait(self.row_ring.empty(self.row_ring.stage(freed_step)), self.row_ring.parity(freed_step))
+            # Weights first, to keep memory busy while addresses of the left operand are computed.
+            step = T.bind(number + loaded_weight_steps)
             with T.If(tirx.all(self.thread == 0, step < self.count)), T.Then():
-                self._ask(step, self.weight_ring.stage(step))
-            step = T.bind(number + begun)
+                self._load_weights(step, self.weight_ring.stage(step))
+            step = T.bind(number + loaded_row_steps)
             with T.If(step < self.count), T.Then():
-                self._bring(step, self.row_ring.stage(step))
+                self._load_rows(step, self.row_ring.stage(step))
 
     def _consume(self) -> Any:
         kind = "uint32" if self.sum_type == "int32" else "float32"
@@ -322,69 +325,69 @@ class _Kernel:
 
         def multiply(step: Expr) -> None:
             stage, row_stage = self.weight_ring.wait(step), self.row_ring.wait(step)
-            # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
+            # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
             ptx.async_proxy_fence()
             weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(self.right.size // 16))
             rows = T.bind(base[1] + T.Cast("uint64", row_stage) * T.uint64(self.left.size // 16))
             ptx.wgmma_fence()
             for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
                 adds = T.uint32(1) if i else T.if_then_else(step > 0, T.uint32(1), T.uint32(0))
-                forward = T.uint64(i * ptx.CONTRACTION_BYTES // 16)
+                advance = T.uint64(i * ptx.CONTRACTION_BYTES // 16)
                 types = (self.types[1], self.types[0])
-                ptx.wgmma([sums[r] for r in range(registers)], weights + forward, rows + forward, types, adds)
+                ptx.wgmma([sums[r] for r in range(registers)], weights + advance, rows + advance, types, adds)
             ptx.wgmma_commit()
 
         last = tirx.const(self.count - 1, "int32") if isinstance(self.count, int) else T.bind(self.count - 1)
-        if self.base + bool(self.more) > 1:
+        if self.min_steps + bool(self.remainder) > 1:
             with T.serial(last) as step:
                 multiply(step)
-                # The step before is complete then, and its stages free.
+                # The previous step is complete, and its stages free.
                 ptx.wgmma_wait(1)
                 with when(tirx.all(self.member == 0, step > 0)):
                     self.row_ring.release(step - 1)
-        # Behind the loop: ptxas lets sums be read before it waits for products that a loop has begun.
+        # Outside the loop: ptxas may read accumulators before products issued in a loop are complete.
         multiply(last)
         ptx.wgmma_wait(0)
-        # All warps have read all stages: sums take their place.
+        # All warps have read all stages, whose memory is reused for accumulators.
         ptx.named_barrier(1, WARPGROUP * self.plan.groups)
         return sums
 
-    def _share(self, sums: Any) -> None:
-        """Give each row of sums to the block that stores it."""
+    def _exchange(self, sums: Any) -> None:
+        """Write each row of accumulators to the shared memory of the block that stores it."""
         split = self.plan.split
         warp, lane = tirx.floordiv(self.member, WARP), T.bind(tirx.floormod(self.member, WARP))
         column = T.bind(self.first_column + warp * 16 + tirx.floordiv(lane, 4))
         remote = local(2, "uint32")
         for c in range(2):
             row = tirx.floormod(lane, 4) * 2 + c
-            at = (tirx.floordiv(row, split) * self.pitch + column) * 4
+            offset = (tirx.floordiv(row, split) * self.pitch + column) * 4
             if split > 1:
                 owner = T.bind(tirx.floormod(row, split))
-                # Of the parts that come from others, the first is that of the block behind the owner.
+                # Parts of other blocks are in the order of ranks after the owner's.
                 part = tirx.floormod(self.rank - owner - 1 + split, split)
-                at = at + T.Select(owner == self.rank, 0, self.parts_at + part * self.sums_size)
-                ptx.remote_address(remote[c], T.bind(ptx.shared_address(self.shared.at(at))), owner)
-                at = 0
+                offset = offset + T.Select(owner == self.rank, 0, self.parts_at + part * self.sums_size)
+                ptx.remote_address(remote[c], T.bind(ptx.shared_address(self.shared.at(offset))), owner)
+                offset = 0
             for j in range(self.rows // 8):
                 if isinstance(self.m, int) and j * 8 >= self.m:
                     continue
                 for h in range(2):
                     value = sums[j * 4 + h * 2 + c]
                     bits = value if self.sum_type == "int32" else tirx.reinterpret("uint32", value)
-                    forward = (j * 8 // split * self.pitch + h * 8) * 4
+                    tile_offset = (j * 8 // split * self.pitch + h * 8) * 4
                     if split == 1:
-                        ptx.store_shared(self.shared.at(at + forward), [bits])
+                        ptx.store_shared(self.shared.at(offset + tile_offset), [bits])
                     else:
-                        ptx.store_remote(remote[c] + T.uint32(forward), [bits])
+                        ptx.store_remote(remote[c] + T.uint32(tile_offset), [bits])
 
     def _store(self) -> None:
-        """Add the parts of the sums, in order, and store this block's rows; all threads take part."""
+        """Reduce over the cluster in order, and store this block's rows, by all threads."""
         split = self.plan.split
         vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
         per_row = self.columns // vector
         items = self.own_rows * per_row
-        with T.serial(tirx.const(-(-items // self.threads), "int32")) as turn:
-            item = T.bind(turn * self.threads + self.thread)
+        with T.serial(tirx.const(-(-items // self.threads), "int32")) as iteration:
+            item = T.bind(iteration * self.threads + self.thread)
             index = T.bind(tirx.floordiv(item, per_row))
             row = T.bind(index * split + self.rank)
             column = T.bind(tirx.floormod(item, per_row) * vector)
@@ -399,12 +402,12 @@ class _Kernel:
                 self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
 
     def _total(self, index: Expr, column: Expr, vector: int) -> Any:
-        """Sums of `vector` neighbours of a row of this block: its own part, then those of the blocks behind it."""
+        """Reduce `vector` neighbours of a row: this block's part, then those of the following ranks."""
         totals, part = local(vector, self.sum_type), local(vector, "uint32")
-        own = T.bind((index * self.pitch + column) * 4)
+        own_offset = T.bind((index * self.pitch + column) * 4)
         for number in range(self.plan.split):
-            begin = own if number == 0 else own + (self.parts_at + (number - 1) * self.sums_size)
-            ptx.load_shared([part[i] for i in range(vector)], self.shared.at(begin))
+            offset = own_offset if number == 0 else own_offset + (self.parts_at + (number - 1) * self.sums_size)
+            ptx.load_shared([part[i] for i in range(vector)], self.shared.at(offset))
             for i in range(vector):
                 value = tirx.reinterpret(self.sum_type, part[i])
                 T.buffer_store(totals, value if number == 0 else totals[i] + value, [i])

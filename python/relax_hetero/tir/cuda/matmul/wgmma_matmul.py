@@ -79,7 +79,7 @@ class SwappedFragments:
     ) -> None:
         self.store, self.rows, self.is_repeated = store, rows, is_repeated
         pitch = staged_pitch(store.element)
-        self.staging = Staging(shared, shared.take(groups * epilogue_columns * pitch), COLUMNS, pitch)
+        self.staging = Staging(shared, shared.reserve(groups * epilogue_columns * pitch), COLUMNS, pitch)
         self.team = StoreGroup(epilogue_columns, WARPGROUP)
         self._of_columns: list[dict[tuple[int, int], Expr]] = []
         self._fetched: list[Any] | None = None
@@ -424,7 +424,7 @@ class WgmmaProduct:
         """Write the launch."""
         tiling = self.tiling
         shared = self.shared = SharedMemory()
-        stages = shared.take(tiling.stages * (self.left.size + self.right.size), SWIZZLED_ALIGN)
+        stages = shared.reserve(tiling.stages * (self.left.size + self.right.size), SWIZZLED_ALIGN)
         self.left_at, self.right_at = stages, stages + tiling.stages * self.left.size
         if tiling.cluster_split_k > 1:
             # The cluster reduction reuses the memory of stages.

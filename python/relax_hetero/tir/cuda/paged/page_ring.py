@@ -30,7 +30,7 @@ class PageRing:
     def __init__(self, tensors: PagedTensors, shared: SharedMemory, stages: int, consumers: int = 0) -> None:
         self.tensors, self.shared, self.stages = tensors, shared, stages
         self.stage_bytes = 2 * tensors.work.tile_bytes
-        self.at = shared.take(stages * self.stage_bytes, 128)
+        self.at = shared.reserve(stages * self.stage_bytes, 128)
         self.ring = Ring(shared, stages, producers=1, consumers=consumers)
 
     def init(self) -> None:

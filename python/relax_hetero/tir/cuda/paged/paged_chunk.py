@@ -80,7 +80,7 @@ class ChunkKernel:
         self.threads, self.rows = plan.warps * WARP, plan.warps * 16
         self.shared = SharedMemory()
         self.ring = PageRing(tensors, self.shared, plan.stages, consumers)
-        self.query_at = self.shared.take(self.rows * self.work.size * 2)
+        self.query_at = self.shared.reserve(self.rows * self.work.size * 2)
 
     def emit(self) -> None:
         """The launch."""

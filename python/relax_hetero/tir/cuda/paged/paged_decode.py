@@ -105,10 +105,10 @@ class _Kernel:
         self.pitch = work.size + _PAD
         self.shared = SharedMemory()
         self.ring = PageRing(tensors, self.shared, plan.stages)
-        self.query_at = self.shared.take(_ROWS * work.size * 2)
+        self.query_at = self.shared.reserve(_ROWS * work.size * 2)
         self.items = self.own * work.size // 4
         self.own_items = ceil_div(self.items, plan.split)
-        self.parts_at = self.shared.take(self.own_items * plan.split * _ITEM) if plan.split > 1 else 0
+        self.parts_at = self.shared.reserve(self.own_items * plan.split * _ITEM) if plan.split > 1 else 0
         # The warps' sums lie where pages were.
         sums = _WARPS * self.own * (self.pitch + 2) * 4
         assert sums <= plan.stages * self.ring.stage_bytes, "sums of a block fit where its pages were"

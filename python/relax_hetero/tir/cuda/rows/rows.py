@@ -129,7 +129,7 @@ class RowWriter:
                     self._load_held(number)
         if self.shape.cluster > 1:
             # Each reduction has memory of its own, so that no barrier is needed before it is reused.
-            self.memory.take(len(self.plan.passes) * self.shape.warps * _PARTIAL_BYTES)
+            self.memory.reserve(len(self.plan.passes) * self.shape.warps * _PARTIAL_BYTES)
             self.memory.open()
         for number, step in enumerate(self.plan.passes):
             for index, expression in step.per_row:

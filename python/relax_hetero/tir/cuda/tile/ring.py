@@ -31,8 +31,8 @@ class Ring:
 
     def __init__(self, shared: SharedMemory, stages: int, producers: int, consumers: int = 0) -> None:
         self.shared, self.stages, self.producers, self.consumers = shared, stages, producers, consumers
-        self._full = shared.take(BARRIER_BYTES * stages, BARRIER_BYTES)
-        self._empty = shared.take(BARRIER_BYTES * stages, BARRIER_BYTES) if consumers else 0
+        self._full = shared.reserve(BARRIER_BYTES * stages, BARRIER_BYTES)
+        self._empty = shared.reserve(BARRIER_BYTES * stages, BARRIER_BYTES) if consumers else 0
 
     def initialize(self) -> None:
         """Initialize the barriers, in one thread; `ptx.barrier_init_fence` follows."""

@@ -16,7 +16,11 @@ from relax_hetero.tir.cuda.core.operand import GlobalView
 
 def test_parts_of_shared_memory_are_aligned_and_disjoint():
     shared = SharedMemory()
-    tiles, barrier, more = shared.take(3000, SWIZZLED_ALIGN), shared.take(8, 8), shared.take(100, SWIZZLED_ALIGN)
+    tiles, barrier, more = (
+        shared.reserve(3000, SWIZZLED_ALIGN),
+        shared.reserve(8, 8),
+        shared.reserve(100, SWIZZLED_ALIGN),
+    )
     assert (tiles, barrier, more) == (0, 3000, 3072)
     assert shared.size == 3172
 

@@ -17,7 +17,7 @@ def test_shared_memory_keeps_its_size() -> None:
         a = function.argument("a", (4,), "uint32")
         with function.body():
             shared = SharedMemory()
-            skipped, used = shared.take(100), shared.take(4096, 1024)
+            skipped, used = shared.reserve(100), shared.reserve(4096, 1024)
             with launch(1, 32) as place:
                 shared.open()
                 value = local(4, "uint32")
