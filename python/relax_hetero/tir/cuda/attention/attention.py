@@ -1,4 +1,4 @@
-"""The kernel of an attention on a GPU: by wgmma, by mma.sync or by plain threads."""
+"""Selection of the attention kernel: wgmma, mma.sync or SIMT."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .wgmma_attention import wgmma_attention_kernel
 
 
 def cuda_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
-    """The kernel of an attention for a GPU, one launch; `AttentionProblem` says its parameters, it has no scratch.
+    """Kernel of an attention, one launch without scratch; `AttentionProblem` documents its parameters.
 
     Raises
     ------
     EncodingError
-        If an operand is of a type that GPUs do not multiply.
+        If no kernel supports an operand's type.
     """
     if not wgmma_attention.unsupported_reason(problem, gpu):
         return wgmma_attention_kernel(problem, gpu)

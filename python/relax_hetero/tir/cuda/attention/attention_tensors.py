@@ -1,4 +1,4 @@
-"""The parameters of an attention kernel, and which of the keys its blocks read."""
+"""Parameters of an attention kernel, and the tiles of its blocks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from ..core.launch import SharedMemory, at_least_one, launch
 from .attention_plan import AttentionPlan
 from .heads import GpuHeads, Rows
 
-MAX_WIDE = 256
-"""Maximum width of heads that tensor cores compute."""
-MAX_WIDE_TF32 = 128
-"""The same of float32: what shared memory holds."""
+MAX_HEAD_SIZE = 256
+"""Maximum head size on tensor cores."""
+MAX_HEAD_SIZE_TF32 = 128
+"""Maximum head size of float32, limited by shared memory."""
 
 
 def tensor_core_unsupported_reason(problem: AttentionProblem, gpu: GpuTarget, with_tf32: bool = False) -> str:
-    """Why no kernel of tensor cores solves a problem; empty where they do, by tf32 only one that takes it."""
+    """Reason why no tensor core kernel supports a problem; empty if one does, by tf32 if `with_tf32`."""
     types = {operand.dtype for operand in (problem.query, problem.key, problem.value, problem.result)}
-    known = gpu.mma_types & set(HALF_TYPES)
+    supported = gpu.mma_types & set(HALF_TYPES)
     if with_tf32 and problem.tf32 and TF32 in gpu.mma_types:
-        known = known | {"float32"}
-    if len(types) > 1 or not types <= known:
-        return f"element types {sorted(types)}, expected one of {sorted(known)}"
-    sizes, most = dict(problem.sizes), MAX_WIDE_TF32 if "float32" in types else MAX_WIDE
-    if int(sizes["d"]) > most or int(sizes["e"]) > most:
-        return f"heads of {sizes['d']} and {sizes['e']}, expected at most {most}"
+        supported = supported | {"float32"}
+    if len(types) > 1 or not types <= supported:
+        return f"element types {sorted(types)}, expected one of {sorted(supported)}"
+    sizes, max_size = dict(problem.sizes), MAX_HEAD_SIZE_TF32 if "float32" in types else MAX_HEAD_SIZE
+    if int(sizes["d"]) > max_size or int(sizes["e"]) > max_size:
+        return f"heads of {sizes['d']} and {sizes['e']}, expected at most {max_size}"
     return "an extent is 0" if 0 in sizes.values() else ""
 
 
 class AttentionTensors:
-    """The parameters of a kernel and how its work is cut.
+    """Parameters and tiling of a kernel.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class AttentionTensors:
 
     @staticmethod
     def of(function: Function, problem: AttentionProblem, plan: AttentionPlan) -> AttentionTensors:
-        """Declares the parameters, all of them."""
+        """Declare all parameters."""
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
         rows = Rows(sizes, plan.heads_per_tile)
         starts = dict(zip(("query", "key", "value"), problem.starts, strict=True))
@@ -73,17 +73,17 @@ class AttentionTensors:
 
     @property
     def groups(self) -> int:
-        """Groups of heads, of each batch."""
+        """Groups of heads per batch."""
         return int(self.sizes["h"]) // self.rows.heads_per_tile
 
     @property
-    def ahead(self) -> Expr:
-        """Keys that query 0 sees, less one, of a causal attention."""
+    def last_key_of_first_query(self) -> Expr:
+        """Index of the last key visible to query 0 in causal attention."""
         n, m = self.sizes["n"], self.sizes["m"]
         return to_int32(n - m) if self.problem.causal == "bottom_right" else 0
 
     def open(self, raw: bool) -> None:
-        """Declare the elements, those of query, key and value by their bits where `raw`."""
+        """Declare the elements, those of query, key and value as bits if `raw`."""
         operands = (self.query, self.key, self.value)
         for view in operands if raw else ():
             view.open(raw=True)
@@ -91,28 +91,28 @@ class AttentionTensors:
             view.open_for_gpu()
 
     def row_tiles(self, height: int) -> Expr:
-        """Tiles of `height` rows of a group, an int32."""
+        """Tiles of `height` rows per group, int32."""
         return to_int32(ceil_div(self.rows.count, height))
 
     def tiles(self, height: int) -> Expr:
-        """Tiles of all groups, an int32."""
+        """Tiles of all groups, int32."""
         return self.row_tiles(height) * self.groups * to_int32(self.sizes["b"])
 
     def blocks(self, height: int) -> Expr:
-        """Blocks of a launch that gives one to each tile of `height` rows; at least one."""
+        """Grid size for a block per tile of `height` rows; at least one."""
         tiles = self.tiles(height)
         if isinstance(tiles, int):
             return at_least_one(tiles)
         return at_least_one(ceil_div(int64(self.rows.count), height) * (int64(self.sizes["b"]) * self.groups))
 
     def launch(
-        self, height: int, threads: int, shared: SharedMemory, begins_early: bool, body: Callable[[Expr, Expr], None]
+        self, height: int, threads: int, shared: SharedMemory, uses_pdl: bool, body: Callable[[Expr, Expr], None]
     ) -> None:
-        """A launch of a block for each tile; `body` gets the thread and the number of the tile."""
+        """Write a launch with a block per tile; `body` gets the thread and the tile number."""
         tiles = self.tiles(height)
         with launch(self.blocks(height), threads) as place:
             shared.open()
-            if begins_early:
+            if uses_pdl:
                 ptx.griddepcontrol_wait()
                 ptx.launch_dependents()
             block = T.bind(T.Cast("int32", place.block))
@@ -123,13 +123,13 @@ class AttentionTensors:
                     body(place.thread, block)
 
     def locate(self, tile: Expr, height: int) -> tuple[Expr, Coordinates, Coordinates]:
-        """The first row of a tile, and where queries and keys of its group are."""
+        """First row of a tile, and coordinates of queries and of keys of its group."""
         row_tiles, heads_per_group = self.row_tiles(height), self.plan.heads_per_group
         if heads_per_group:
             first = T.bind(T.truncdiv(tile, heads_per_group * row_tiles) * heads_per_group)
             heads = T.min(heads_per_group, self.groups * to_int32(self.sizes["b"]) - first)
-            within = T.bind(T.truncmod(tile, heads_per_group * row_tiles))
-            number, outer = T.truncdiv(within, heads), T.bind(first + T.truncmod(within, heads))
+            index_in_group = T.bind(T.truncmod(tile, heads_per_group * row_tiles))
+            number, outer = T.truncdiv(index_in_group, heads), T.bind(first + T.truncmod(index_in_group, heads))
         else:
             number, outer = T.truncmod(tile, row_tiles), T.bind(T.truncdiv(tile, row_tiles))
         if self.problem.causal:  # long rows first
@@ -141,20 +141,20 @@ class AttentionTensors:
         return row, at, {"b": batch, "g": T.bind(self.rows.key_head(group))}
 
     def visible(self, row: Expr, height: int) -> Expr:
-        """Keys that some of `height` rows from an int32 row on see."""
+        """Number of keys visible to any of `height` rows from `row` on, int32."""
         n = to_int32(self.sizes["n"])
         if not self.problem.causal:
             return n
         is_one = self.rows.heads_per_tile == 1
         last = T.min(row + height, to_int32(self.rows.count)) - 1 if is_one else to_int32(self.sizes["m"]) - 1
-        return T.max(T.min(last + (1 + self.ahead), n), 0)
+        return T.max(T.min(last + (1 + self.last_key_of_first_query), n), 0)
 
 
 def to_int32(value: Expr) -> Expr:
-    """An extent as an int32; ints as they are."""
+    """Cast an extent to int32, unless it is static."""
     return value if isinstance(value, int) else T.Cast("int32", value)
 
 
 def tiles_of(extent: Expr, size: int) -> Expr:
-    """How many tiles an int32 extent fills."""
+    """Number of tiles of an int32 extent."""
     return ceil_div(extent, size) if isinstance(extent, int) else T.truncdiv(extent + (size - 1), size)

@@ -1,4 +1,4 @@
-"""Tensors of an attention in kernels of GPUs: their heads, and rows of queries that share a key head."""
+"""Attention operands by heads, and rows of queries that share a key head."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..core.operand import is_multiple
 
 
 class GpuHeads(HeadsView):
-    """As `HeadsView`, but nothing is written before the launch: strides are expressions, not held in memory.
+    """`HeadsView` for GPUs: strides are expressions, as host code must not compute them before the launch.
 
-    It is read as operands of products are (`matmul.operand_tiles`): "k" is what a product adds over, and "row" counts
-    the queries of a "group": of the heads that `Rows` puts together.
+    It has the interface of `matmul.operand_tiles.TileView`: "k" is the reduction dimension, and "row" counts the
+    queries of a "group", the heads that `Rows` combines.
 
     Parameters
     ----------
@@ -51,48 +51,50 @@ class GpuHeads(HeadsView):
         self.open_as(raw_type(self.nominal) if raw else self.nominal)
 
     def open_for_gpu(self) -> None:
-        """Declare the elements, conditions as bytes."""
+        """Declare the elements, bool as bytes."""
         self.open(raw=self.nominal == "bool")
 
     def address(self, at: Coordinates) -> Expr:
-        """Position of an element in the flat view; coordinates of dimensions it lacks are ignored."""
-        places = dict(at)
-        if "k" in places:
-            places[self._depth] = places.pop("k")
-        if "row" in places:
-            assert self._rows is not None, "only queries and results are found by rows"
-            places.update(self._rows.place(places.pop("row"), places["group"]))
-        return super().address(places)
+        """Offset of an element in the flat view; coordinates of missing dimensions are ignored."""
+        coordinates = dict(at)
+        if "k" in coordinates:
+            coordinates[self._depth] = coordinates.pop("k")
+        if "row" in coordinates:
+            assert self._rows is not None, "only queries and results have rows"
+            coordinates.update(self._rows.place(coordinates.pop("row"), coordinates["group"]))
+        return super().address(coordinates)
 
     def is_contiguous(self, name: str) -> bool:
-        """Return whether neighbours along an iteration dimension lie side by side, known to."""
+        """Return whether the stride along an iteration dimension is known to be 1."""
         if name == "row":
             return self._rows is not None and self._rows.heads_per_tile == 1 and self.is_contiguous("m")
         stride = self.stride(self._depth if name == "k" else name)
         return isinstance(stride, int) and stride == 1
 
-    def alignment(self, along: str, most: int) -> int:
-        """The largest power of two, up to `most` bytes, at multiples of which runs along a dimension begin."""
-        element, width = bytes_of(self.nominal), max(most, bytes_of(self.nominal))
+    def alignment(self, along: str, max_bytes: int) -> int:
+        """Alignment in bytes, a power of two up to `max_bytes`, of rows along a contiguous dimension."""
+        element, width = bytes_of(self.nominal), max(max_bytes, bytes_of(self.nominal))
         name = {"k": self._depth, "row": "m"}.get(along, along)
-        others = [stride for other, stride in self._strides.items() if other != name]
-        while width > element and not all(is_multiple(value, width // element) for value in (*others, self._start)):
+        outer_strides = [stride for other, stride in self._strides.items() if other != name]
+        while width > element and not all(
+            is_multiple(value, width // element) for value in (*outer_strides, self._start)
+        ):
             width //= 2
         return width
 
 
 class Rows:
-    """The queries that a block may have: those of all heads that share a key head, or of one head.
+    """Rows of tiles: queries of one head, or of all heads that share a key head.
 
-    Few queries leave most rows of a tile empty; where several heads read the same keys, their queries are rows of one
-    tile, one head after the other.
+    Few queries would leave most rows of a tile empty. In grouped-query attention, the queries of heads with the same
+    keys are rows of one tile, one head after the other.
 
     Attributes
     ----------
     heads_per_tile : int
         Heads whose queries are rows of one tile: all that share a key head, or one.
     count : PrimExpr or int
-        Rows of such heads.
+        Number of rows of a group.
     """
 
     def __init__(self, sizes: Mapping[str, Expr], heads_per_tile: int) -> None:
@@ -100,17 +102,17 @@ class Rows:
         self.count = sizes["m"] * heads_per_tile
 
     def place(self, row: Expr, group: Expr) -> dict[str, Expr]:
-        """Head and query of a row of a group of heads, int64."""
+        """Head and query of a row of a group, int64."""
         if self.heads_per_tile == 1:
             return {"h": group, "m": row}
         queries = int64(self.sizes["m"])
         return {"h": group * self.heads_per_tile + tirx.floordiv(row, queries), "m": tirx.floormod(row, queries)}
 
     def query(self, row: Expr) -> Expr:
-        """Its query, of an int32 row."""
+        """Query of a row, int32."""
         return row if self.heads_per_tile == 1 else T.truncmod(row, int(self.sizes["m"]))
 
     def key_head(self, group: Expr) -> Expr:
-        """The head of keys and values that a group reads."""
+        """Key and value head of a group."""
         shared = int(self.sizes["h"]) // int(self.sizes["g"])
         return group if self.heads_per_tile == shared else tirx.floordiv(group, shared)

@@ -1,8 +1,8 @@
-"""Attention by ``mma.sync``, the tensor cores' instruction of every GPU since compute capability 8.0.
+"""Attention by ``mma.sync``, for all GPUs since compute capability 8.0.
 
-Of 16-bit types, and of float32 where products may round to tf32. A block has four warps with 16 rows of queries each.
-All of them bring a tile of values while they compute scores, and the next tile of keys while they add up values;
-several blocks share a multiprocessor and fill each other's gaps.
+Types are 16-bit floats, and float32 if products may be rounded to tf32. A block has four warps with 16 rows of queries
+each. They copy a tile of values while they compute scores, and the next tile of keys while they accumulate values;
+several resident blocks per multiprocessor hide each other's latencies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, local, unrol
 from ..matmul.operand_tiles import OperandTile
 from ..tile.register_tile import RegisterTile
 from ..tile.shared_tile import SwizzledTile, add_by_columns, multiply_by_rows
-from .attention_plan import FEW_ROWS, AttentionPlan
+from .attention_plan import MAX_GROUPED_ROWS, AttentionPlan
 from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of
 from .row_store import RowStore
 from .score_tile import ScoreTile
@@ -30,48 +30,48 @@ _WARPS = 4
 _ROWS = 16 * _WARPS
 _THREADS = WARP * _WARPS
 KEYS = 64
-FEW_KEYS = 32
-"""Keys of a tile where heads are wide, or shared memory is small."""
-_HALF_OF_TF32 = 1 << 12
-"""Added to the bits of a float32, which tensor cores cut off after 10 of its fraction, rounds it."""
+KEYS_WIDE = 32
+"""Keys of a tile with wide heads."""
+_TF32_ROUNDING = 1 << 12
+"""Half of the last place of tf32: added to a float32's bits, it rounds, where tensor cores truncate."""
 
 
 def unsupported_reason(problem: AttentionProblem, gpu: GpuTarget) -> str:
-    """Why `mma_attention_kernel` cannot solve a problem; empty where it can."""
+    """Reason why `mma_attention_kernel` does not support a problem; empty if it does."""
     return tensor_core_unsupported_reason(problem, gpu, with_tf32=True)
 
 
 def mma_attention_kernel(problem: AttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
-    """The kernel of an attention by mma.sync, one launch; `AttentionProblem` says its parameters, it has no scratch.
+    """Kernel of an attention by mma.sync, one launch; `AttentionProblem` documents its parameters.
 
     Raises
     ------
     EncodingError
-        If `unsupported_reason` says why the problem is not one for this kernel.
+        If the kernel does not support the problem (`unsupported_reason`).
     """
     reason = unsupported_reason(problem, gpu)
     if reason:
         raise EncodingError(f"attention on {gpu.arch}: {reason}")
     sizes = dict(problem.sizes)
     h, g, m = int(sizes["h"]), int(sizes["g"]), sizes["m"]
-    heads_per_tile = h // g if isinstance(m, int) and m * (h // g) <= FEW_ROWS else 1
-    widest = max(int(sizes["d"]), int(sizes["e"]))
-    keys = KEYS if widest * bytes_of(problem.query.dtype) <= 256 else FEW_KEYS
-    begins_early = gpu.overlaps_launches
+    heads_per_tile = h // g if isinstance(m, int) and m * (h // g) <= MAX_GROUPED_ROWS else 1
+    max_size = max(int(sizes["d"]), int(sizes["e"]))
+    keys = KEYS if max_size * bytes_of(problem.query.dtype) <= 256 else KEYS_WIDE
+    uses_pdl = gpu.overlaps_launches
     function = Function("attention", registers="local")
     with function:
         tensors = AttentionTensors.of(function, problem, AttentionPlan(1, keys, 1, 1, heads_per_tile))
         with function.body():
             tensors.open(raw=True)
-            _Kernel(tensors, keys, begins_early).emit()
-    return enable_pdl(function.result) if begins_early else function.result
+            _Kernel(tensors, keys, uses_pdl).emit()
+    return enable_pdl(function.result) if uses_pdl else function.result
 
 
 class _Kernel:
-    """State that the parts of a kernel share while it is written."""
+    """Writer of the kernel."""
 
-    def __init__(self, tensors: AttentionTensors, keys: int, begins_early: bool) -> None:
-        self.begins_early = begins_early
+    def __init__(self, tensors: AttentionTensors, keys: int, uses_pdl: bool) -> None:
+        self.uses_pdl = uses_pdl
         self.tensors, self.problem, self.keys = tensors, tensors.problem, keys
         sizes, rows = tensors.sizes, tensors.rows
         self.dtype = tensors.query.nominal
@@ -90,8 +90,8 @@ class _Kernel:
         self.v_at = shared.reserve(self.v.size * self.width_steps, SWIZZLED_ALIGN)
 
     def emit(self) -> None:
-        """The launch."""
-        self.tensors.launch(_ROWS, _THREADS, self.shared, self.begins_early, self._block)
+        """Write the launch."""
+        self.tensors.launch(_ROWS, _THREADS, self.shared, self.uses_pdl, self._block)
 
     def _block(self, thread: Expr, block: Expr) -> None:
         tensors, tile, self.thread = self.tensors, self.tile, thread
@@ -103,11 +103,16 @@ class _Kernel:
         self.sums = RegisterTile(self.width)
         first_row = T.bind(self.row + self.warp * 16)
         row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
-        seen = local(2, "int32")
+        visible_keys = local(2, "int32")
         for h in range(2):
-            T.buffer_store(seen, self._seen(row + 8 * h), [h])
-        least = self._seen(first_row if tensors.rows.heads_per_tile == 1 else 0)
-        tile.begin(at, row, [seen[0], seen[1]], least if isinstance(least, int) else T.bind(least))
+            T.buffer_store(visible_keys, self._visible_keys(row + 8 * h), [h])
+        min_visible = self._visible_keys(first_row if tensors.rows.heads_per_tile == 1 else 0)
+        tile.begin(
+            at,
+            row,
+            [visible_keys[0], visible_keys[1]],
+            min_visible if isinstance(min_visible, int) else T.bind(min_visible),
+        )
         self.sums.fill(0)
         origin = T.bind(T.Cast("int64", self.row))
         for step in range(self.depth_steps):
@@ -115,10 +120,10 @@ class _Kernel:
         self._load(self.k, self.k_at, self.depth_steps, 0)
         ptx.copy_commit()
         count = tiles_of(self.end, self.keys)
-        with T.serial(count) as turn:
-            first = T.bind(turn * self.keys)
+        with T.serial(count) as index:
+            first = T.bind(index * self.keys)
             tile.load_masks(first)
-            # Keys are there, and all warps are done with the values before.
+            # Keys are complete, and all warps have read the previous values.
             ptx.copy_wait(0)
             ptx.block_barrier()
             self._load(self.v, self.v_at, self.width_steps, first)
@@ -133,7 +138,7 @@ class _Kernel:
             )
             ptx.copy_wait(0)
             ptx.block_barrier()
-            with when(turn + 1 < count):
+            with when(index + 1 < count):
                 self._load(self.k, self.k_at, self.depth_steps, first + self.keys)
             ptx.copy_commit()
             tile.update(first)
@@ -147,43 +152,43 @@ class _Kernel:
                 self._add_float32_values()
         ptx.copy_wait(0)
         tile.softmax.finish()
-        place = self.q_at + self.warp * (16 * SWIZZLED_BYTES)
+        staging = self.q_at + self.warp * (16 * SWIZZLED_BYTES)
         ptx.block_barrier()
         store = RowStore(tensors, tile, self.shared, at)
-        store.emit(self.sums, first_row, place, self.q.size)
+        store.emit(self.sums, first_row, staging, self.q.size)
 
-    def _seen(self, row: Expr) -> Expr:
-        """How many keys a row sees."""
+    def _visible_keys(self, row: Expr) -> Expr:
+        """Number of keys visible to a row."""
         if not self.problem.causal:
             return self.end
-        return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
+        return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.last_key_of_first_query))
 
     def _load(self, tile: OperandTile, offset: int, steps: int, first: Expr) -> None:
-        """Begin to copy a tile of keys or values."""
+        """Issue the copies of a tile of keys or values."""
         begin = T.Cast("int64", first) if not isinstance(first, int) else tirx.IntImm("int64", first)
         for step in range(steps):
             tile.load(self.shared, offset + step * tile.size, self.at_keys, begin, step, self.thread)
 
     def _add_float32_values(self) -> None:
-        """Add values of float32, weighted with probabilities that are rounded to tf32 where scores were.
+        """Accumulate float32 values, weighted with probabilities that are rounded to tf32 in place.
 
-        As left operand a lane has keys t and t + 4 of eight, t the lane's number within its row: it counts as such its
-        own keys 2 t and 2 t + 1, and takes the values of these.
+        A left fragment has keys t and t + 4 of eight in lane t of a row, an accumulator fragment keys 2 t and 2 t + 1:
+        the keys are permuted accordingly in both operands.
         """
         lane, scores = self.tile.lane, self.tile.scores
         left, right = local(4, "uint32"), local(2, "uint32")
-        column, own = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 2)
+        column, own_key = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 2)
         within = T.bind(tirx.floormod(column, 4) * 4)
         with unrolled(self.keys // 8) as step:
             for i, score in enumerate((0, 2, 1, 3)):
                 bits = T.reinterpret("uint32", scores[step * 4 + score])
-                T.buffer_store(left, bits + T.uint32(_HALF_OF_TF32), [i])
+                T.buffer_store(left, bits + T.uint32(_TF32_ROUNDING), [i])
             with unrolled(self.width // 8) as block:
                 chunk = block * 2 + tirx.floordiv(column, 4)
                 for i in range(2):
-                    line = own + (step * 8 + i)
-                    place = T.bitwise_xor(tirx.floormod(chunk, 8), own + i) * CHUNK_BYTES + within
-                    address = self.v_at + tirx.floordiv(chunk, 8) * self.v.size + line * SWIZZLED_BYTES + place
+                    line = own_key + (step * 8 + i)
+                    swizzled = T.bitwise_xor(tirx.floormod(chunk, 8), own_key + i) * CHUNK_BYTES + within
+                    address = self.v_at + tirx.floordiv(chunk, 8) * self.v.size + line * SWIZZLED_BYTES + swizzled
                     ptx.load_shared([right[i]], self.shared.at(address))
                 ptx.multiply_fragments(
                     [self.sums[block * 4 + i] for i in range(4)],

@@ -1,4 +1,4 @@
-"""Sums of values, in fragments of a warp's 16 rows, become averages in the result."""
+"""Epilogue of attention: normalizes a warp's accumulator fragments of 16 rows, and stores them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .score_tile import ScoreTile
 
 
 class RowStore:
-    """Stores rows of one group of heads, while code is written.
+    """Writer of stores of one group of heads.
 
     Parameters
     ----------
     tile : ScoreTile
-        Whose sums are those of all keys.
+        Its softmax is complete.
     at : Coordinates
         Batch and group.
     """
@@ -33,17 +33,17 @@ class RowStore:
         self.result = tensors.result
         self.width = int(tensors.sizes["e"])
 
-    def emit(self, sums: RegisterTile, row: Expr, place: Expr, stripe: int) -> None:
-        """Averages of a warp's rows.
+    def emit(self, sums: RegisterTile, row: Expr, staging: Expr, stripe: int) -> None:
+        """Normalize and store a warp's rows.
 
         Parameters
         ----------
         sums : RegisterTile
             Weighted sums of values.
         row : PrimExpr
-            int32: the warp's first.
-        place : PrimExpr
-            Offset of 16 lines of 128 bytes in shared memory that are the warp's own, in each stripe of 64 columns.
+            The warp's first row, int32.
+        staging : PrimExpr
+            Offset of the warp's 16 lines of 128 bytes of shared memory, in each stripe of 64 columns.
         stripe : int
             Bytes between stripes.
         """
@@ -52,21 +52,21 @@ class RowStore:
         result = self.result
         is_whole = self.width % 8 == 0 and bytes_of(result.nominal) == 2
         if is_whole and result.is_contiguous("k") and result.alignment("k", CHUNK_BYTES) == CHUNK_BYTES:
-            self._chunks(sums, row, T.bind(place), stripe)
+            self._store_chunks(sums, row, T.bind(staging), stripe)
             return
         with unrolled(sums.columns // 2) as i:
             column = column_of(i) + first_column(tile.lane)
-            own = row + tirx.floordiv(tile.lane, 4) + row_of(i) * 8
-            with when(tirx.all(column < self.width, own < to_int32(self.tensors.rows.count))):
-                self.one(own, column, sums[i])
+            own_row = row + tirx.floordiv(tile.lane, 4) + row_of(i) * 8
+            with when(tirx.all(column < self.width, own_row < to_int32(self.tensors.rows.count))):
+                self.store_element(own_row, column, sums[i])
 
-    def one(self, row: Expr, column: Expr, value: Expr) -> None:
-        """One element."""
+    def store_element(self, row: Expr, column: Expr, value: Expr) -> None:
+        """Store one element."""
         at = {**self.at, "row": T.Cast("int64", row), "k": T.Cast("int64", column)}
         T.buffer_store(self.result.data, T.Cast(self.result.nominal, value), [self.result.address(at)])
 
-    def _chunks(self, sums: RegisterTile, first: Expr, place: Expr, stripe: int) -> None:
-        """Store rows by way of shared memory, in pieces of 16 bytes."""
+    def _store_chunks(self, sums: RegisterTile, first: Expr, staging: Expr, stripe: int) -> None:
+        """Store rows in chunks of 16 bytes, staged in shared memory."""
         result, lane, chunks = self.result, self.tile.lane, self.width // 8
         pair = local(1, "uint32")
         own_row, within = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4) * 4)
@@ -74,17 +74,17 @@ class RowStore:
             ptx.pack_pair(pair[0], sums[2 * i], sums[2 * i + 1], result.nominal)
             chunk, row = i // 2, own_row + i % 2 * 8
             swizzled = T.bitwise_xor(tirx.floormod(own_row, 8), chunk % 8) * CHUNK_BYTES
-            target = place + chunk // 8 * stripe + row * SWIZZLED_BYTES + swizzled + within
+            target = staging + chunk // 8 * stripe + row * SWIZZLED_BYTES + swizzled + within
             ptx.store_shared(self.shared.at(target), [pair[0]])
         ptx.warp_barrier()
-        held = local(4, "uint32")
-        with T.serial(ceil_div(16 * chunks, WARP)) as turn:
-            item = T.bind(turn * WARP + lane)
+        registers = local(4, "uint32")
+        with T.serial(ceil_div(16 * chunks, WARP)) as iteration:
+            item = T.bind(iteration * WARP + lane)
             row, chunk = T.bind(T.truncdiv(item, chunks)), T.bind(T.truncmod(item, chunks))
-            own = T.bind(first + row)
-            with when(tirx.all(row < 16, own < to_int32(self.tensors.rows.count))):
+            result_row = T.bind(first + row)
+            with when(tirx.all(row < 16, result_row < to_int32(self.tensors.rows.count))):
                 swizzled = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
-                source = place + tirx.floordiv(chunk, 8) * stripe + row * SWIZZLED_BYTES + swizzled
-                ptx.load_shared([held[i] for i in range(4)], self.shared.at(source))
-                at = {**self.at, "row": T.Cast("int64", own), "k": T.Cast("int64", chunk * 8)}
-                ptx.store_global(T.address_of(result.data[result.address(at)]), [held[i] for i in range(4)])
+                source = staging + tirx.floordiv(chunk, 8) * stripe + row * SWIZZLED_BYTES + swizzled
+                ptx.load_shared([registers[i] for i in range(4)], self.shared.at(source))
+                at = {**self.at, "row": T.Cast("int64", result_row), "k": T.Cast("int64", chunk * 8)}
+                ptx.store_global(T.address_of(result.data[result.address(at)]), [registers[i] for i in range(4)])

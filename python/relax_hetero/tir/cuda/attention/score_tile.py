@@ -1,4 +1,4 @@
-"""Scores of a warp's queries against a tile of keys: expressions, masks, and the softmax that goes on over tiles."""
+"""Scores of a warp's queries for a tile of keys: score expressions, masks, and online softmax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .heads import GpuHeads, Rows
 
 
 def plain_scale(expression: Expression) -> float | None:
-    """The positive number that an expression only multiplies its operand by; None for any other expression."""
+    """Positive factor of an expression that only scales its operand; None for any other expression."""
     scale = _factor(expression.term)
     return scale if scale is not None and 0 < scale < math.inf else None
 
@@ -43,23 +43,23 @@ def _factor(term: Term) -> float | None:
 
 
 class ScoreTile:
-    """The scores of a warp's 16 rows against a tile of keys, while code is written.
+    """Writer of the scores of a warp's 16 rows for a tile of keys.
 
     Parameters
     ----------
     masks : sequence of GpuHeads
         Operands of the scores' expression, opened.
     keys : int
-        Number of keys of a tile, a multiple of 16.
+        Keys of a tile, a multiple of 16.
     is_masked : bool
-        Whether some tile has keys that a row does not see.
+        Whether some tiles have hidden keys.
 
     Attributes
     ----------
     scores : RegisterTile
         Scores; after `update` the probabilities.
     weights : Buffer
-        ``keys / 4`` registers: probabilities as a left operand, after `pack`.
+        ``keys / 4`` registers: probabilities as a left operand fragment, after `pack`.
     softmax : OnlineSoftmax
     """
 
@@ -73,29 +73,29 @@ class ScoreTile:
     ) -> None:
         self.problem, self.masks, self.rows, self.keys, self.is_masked = problem, masks, rows, keys, is_masked
         self.scale = plain_scale(problem.scores.expression)
-        """Scale of the exponent; None where the expression is computed, score by score."""
-        self.held: list[Any] = []
+        """Scale fused into the softmax; None if the expression is evaluated score by score."""
+        self.mask_registers: list[Any] = []
 
     def declare(self, thread: Expr) -> None:
-        """Registers of a thread; within the launch."""
+        """Allocate registers, within the launch."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
         self.scores, self.weights = RegisterTile(self.keys), local(self.keys // 4, "uint32")
         self.softmax = OnlineSoftmax(self.scores, 1.0 if self.scale is None else self.scale)
-        self.held = [local(self._held_count(view), view.dtype) for view in self.masks]
+        self.mask_registers = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
     def begin(self, at: Coordinates, row: Expr, visible: Sequence[Expr], min_visible: Expr) -> None:
-        """Begin with a block of rows.
+        """Initialize for a block of rows.
 
         Parameters
         ----------
         at : Coordinates
             Batch and group.
         row : PrimExpr
-            int32: the lane's first row; it has another one 8 further on.
+            The lane's first row, int32; its second one is 8 rows further on.
         visible : sequence of PrimExpr
-            int32, of both rows: number of keys that they see.
+            Number of keys visible to both rows, int32.
         min_visible : PrimExpr
-            int32: number of keys that every row of the warp sees.
+            Number of keys visible to all rows of the warp, int32.
         """
         self.at, self.row, self.visible, self.min_visible = at, row, visible, min_visible
         self.softmax.begin()
@@ -105,22 +105,22 @@ class ScoreTile:
     def _depends_on_row(self, view: GpuHeads) -> bool:
         return view.runs_along("m") or (self.rows.heads_per_tile > 1 and view.runs_along("h"))
 
-    def _held_count(self, view: GpuHeads) -> int:
+    def _num_mask_registers(self, view: GpuHeads) -> int:
         return (2 if self._depends_on_row(view) else 1) * (self.keys // 4 if view.runs_along("n") else 1)
 
-    def _place(self, view: GpuHeads, i: Expr) -> Expr:
-        """Where what a mask has for score i is held."""
+    def _mask_index(self, view: GpuHeads, i: Expr) -> Expr:
+        """Register index of a mask's element for score i."""
         by_row, by_key = self._depends_on_row(view), view.runs_along("n")
         if by_key:
             return i if by_row else tirx.floordiv(i, 4) * 2 + tirx.floormod(i, 2)
         return tirx.floormod(tirx.floordiv(i, 2), 2) if by_row else 0
 
     def load_masks(self, first: Expr) -> None:
-        """Ask for what masks have for the tile from key `first` on (int32): early, for it takes long to come."""
+        """Load masks of the tile from key `first` on (int32), early enough to hide the latency."""
         sizes = self.rows.sizes
-        for view, held in zip(self.masks, self.held, strict=True):
+        for view, registers in zip(self.masks, self.mask_registers, strict=True):
             by_row, by_key = self._depends_on_row(view), view.runs_along("n")
-            with unrolled(self._held_count(view)) as number:
+            with unrolled(self._num_mask_registers(view)) as number:
                 at: dict[str, Expr] = {"b": self.at["b"], "h": self.at["group"]}
                 half: Expr = 0
                 if by_key:
@@ -138,10 +138,10 @@ class ScoreTile:
                 value = view.data[view.address(at)]
                 if by_key and not isinstance(sizes["n"], int):
                     value = T.if_then_else(sizes["n"] > 0, value, tirx.const(0, view.dtype))
-                T.buffer_store(held, value, [number])
+                T.buffer_store(registers, value, [number])
 
     def _column(self, pair: Expr) -> Expr:
-        """The column of the tile that pairs of registers, counted within a row, stand for."""
+        """Column in the tile of a register, counted within a row."""
         return tirx.floordiv(pair, 2) * 8 + tirx.floormod(self.lane, 4) * 2 + tirx.floormod(pair, 2)
 
     # -- softmax
@@ -152,7 +152,10 @@ class ScoreTile:
             dtypes = ["float32", *(view.nominal for view in self.masks)]
 
             def score(value: Expr, i: Expr) -> Expr:
-                masks = [held[self._place(view, i)] for view, held in zip(self.masks, self.held, strict=True)]
+                masks = [
+                    registers[self._mask_index(view, i)]
+                    for view, registers in zip(self.masks, self.mask_registers, strict=True)
+                ]
                 return emit(self.problem.scores.expression, [value, *masks], dtypes)
 
             self.scores.map(score)
@@ -167,7 +170,7 @@ class ScoreTile:
         self.scores.to_operand(self.weights, dtype)
 
     def average(self, sums: RegisterTile) -> None:
-        """Divide weighted sums of values by their rows' sums, after `softmax.finish`."""
+        """Normalize accumulators of values by row sums, after `softmax.finish`."""
         softmax, nan_to_zero = self.softmax, self.problem.nan_to_zero
         for h in range(2):
             T.buffer_store(softmax.rescale, average_factor(softmax.row_sum[h], nan_to_zero), [h])

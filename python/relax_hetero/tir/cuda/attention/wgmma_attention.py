@@ -1,13 +1,12 @@
-"""Attention on Hopper's tensor cores: scores by wgmma, softmax in registers, powers from registers into wgmma.
+"""Attention on Hopper's tensor cores, as in FlashAttention-3: both products by wgmma, softmax in registers.
 
-A block has 64 rows of queries for each of its one to three warpgroups of consumers, and a warpgroup of producers, which
-brings tiles of keys and values to shared memory, a ring of stages ahead. A consumer issues the scores of the next tile
-before the values of this one, and computes the softmax of the next while tensor cores add up this one's values, or
-when they have: warpgroups, too, fill each other's gaps. Tiles are taken from the last to the first, so that the ones
-with hidden keys come first.
+A block has one to three consumer warpgroups with 64 rows of queries each, and a producer warpgroup that copies tiles of
+keys and values to a multistage pipeline in shared memory. A consumer issues the scores of the next tile before the
+product with this one's values, and computes the softmax of the next during that product, or after it (other warpgroups
+overlap, too). Tiles are processed from the last to the first, so that masked tiles come first.
 
-Where queries are few, the blocks of a cluster share the keys. Their sums are put together through the shared memory of
-all of them, in the order of the blocks: equal inputs give equal bits.
+With few queries, the blocks of a cluster split the keys. Their results are combined through distributed shared memory
+in the order of blocks, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason,
 from .row_store import RowStore
 from .score_tile import ScoreTile
 
-# Sums of the blocks of a cluster, each of its own keys, put together through the shared memory of all of them.
-
-_PITCH = 4
-"""Floats between the rows of sums: rows begin in different banks."""
+_PAD_FLOATS = 4
+"""Floats between rows of accumulators in shared memory, to avoid bank conflicts."""
 
 
 class ClusterSums:
-    """The end of an attention whose keys the blocks of a cluster share, in the order of the blocks.
+    """Combination of results over a cluster whose blocks split the keys, in the order of blocks.
 
     Parameters
     ----------
@@ -49,39 +46,39 @@ class ClusterSums:
     tile : ScoreTile
         Scores of a warp, after its last keys.
     shared : SharedMemory
-        Its first `size` bytes are free by then.
+        Its first `size` bytes are reused.
     width : int
-        Columns of sums, a multiple of 4.
+        Columns of accumulators, a multiple of 4.
     """
 
     def __init__(self, tensors: AttentionTensors, tile: ScoreTile, shared: SharedMemory, width: int) -> None:
         self.tensors, self.tile, self.shared, self.width = tensors, tile, shared, width
-        self.height, self.pitch = tensors.plan.consumers * 64, width + _PITCH
+        self.height, self.pitch = tensors.plan.consumers * 64, width + _PAD_FLOATS
 
     @property
     def size(self) -> int:
-        """Bytes of shared memory."""
+        """Required bytes of shared memory."""
         return self.height * (self.pitch + 2) * 4
 
     def share(self, sums: RegisterTile, group: Expr, warp: Expr) -> None:
-        """Sums and maxima of this block's keys into shared memory, in the place of all tiles."""
+        """Store accumulators and softmax statistics of this block's keys to shared memory, over the tiles."""
         tile, height = self.tile, self.height
         ptx.named_barrier(1, self.tensors.plan.consumers * WARPGROUP)
-        own = T.bind(group * 64 + warp * 16 + tirx.floordiv(tile.lane, 4))
+        row_of_lane = T.bind(group * 64 + warp * 16 + tirx.floordiv(tile.lane, 4))
         for i in range(0, self.width // 2, 2):
-            row = own + i // 2 % 2 * 8
+            row = row_of_lane + i // 2 % 2 * 8
             column = i // 4 * 8 + tirx.floormod(tile.lane, 4) * 2
             target = self.shared.at((row * self.pitch + column) * 4)
             ptx.store_shared(target, [as_bits(sums[i + c]) for c in range(2)])
         with when(tirx.floormod(tile.lane, 4) == 0):
             for h in range(2):
-                target = self.shared.at((height * self.pitch + (own + 8 * h) * 2) * 4)
+                target = self.shared.at((height * self.pitch + (row_of_lane + 8 * h) * 2) * 4)
                 ptx.store_shared(target, [as_bits(tile.softmax.row_max[h]), as_bits(tile.softmax.row_sum[h])])
 
-    def put_together(self, thread: Expr, rank: Expr, first: Expr, at: Coordinates) -> None:
-        """Write the block's share of the rows from `first` on: averages over the keys of all blocks.
+    def combine(self, thread: Expr, rank: Expr, first: Expr, at: Coordinates) -> None:
+        """Combine and store the block's share of the rows from `first` on, by all threads.
 
-        All threads take part. Barriers of the cluster stand before and after it.
+        The caller adds cluster barriers before and after it.
         """
         plan, result, problem = self.tensors.plan, self.tensors.result, self.tensors.problem
         height, width = self.height, int(self.tensors.sizes["e"])
@@ -89,48 +86,48 @@ class ClusterSums:
         quads = self.width // 4
         items = -(-height // plan.split_keys) * quads
         remote, factor = local(1, "uint32"), local(1, "float32")
-        parts = SplitSums(plan.split_keys, LOG2_E * (self.tile.scale or 1.0))
+        splits = SplitSums(plan.split_keys, LOG2_E * (self.tile.scale or 1.0))
         store = RowStore(self.tensors, self.tile, self.shared, at)
-        with T.serial(-(-items // threads)) as turn:
-            item = T.bind(turn * threads + thread)
+        with T.serial(-(-items // threads)) as index:
+            item = T.bind(index * threads + thread)
             row = T.bind(tirx.floordiv(item, quads) * plan.split_keys + rank)
             column = T.bind(tirx.floormod(item, quads) * 4)
-            own = T.bind(first + row)
-            with when(tirx.all(row < height, own < to_int32(self.tensors.rows.count), column < width)):
+            result_row = T.bind(first + row)
+            with when(tirx.all(row < height, result_row < to_int32(self.tensors.rows.count), column < width)):
                 sums_at = T.bind(ptx.shared_address(self.shared.at((row * self.pitch + column) * 4)))
-                facts_at = T.bind(ptx.shared_address(self.shared.at((height * self.pitch + row * 2) * 4)))
+                stats_at = T.bind(ptx.shared_address(self.shared.at((height * self.pitch + row * 2) * 4)))
                 for other in range(plan.split_keys):
 
-                    def read(facts: Sequence[Expr], sums: Sequence[Expr], other: int = other) -> None:
-                        for address, registers in ((facts_at, facts), (sums_at, sums)):
+                    def read(stats: Sequence[Expr], sums: Sequence[Expr], other: int = other) -> None:
+                        for address, registers in ((stats_at, stats), (sums_at, sums)):
                             ptx.remote_address(remote[0], address, other)
                             ptx.load_remote(registers, remote[0])
 
-                    parts.load(other, read)
-                parts.add()
-                total = parts.total
-                T.buffer_store(factor, average_factor(parts.row_sum, problem.nan_to_zero), [0])
+                    splits.load(other, read)
+                splits.add()
+                total = splits.total
+                T.buffer_store(factor, average_factor(splits.row_sum, problem.nan_to_zero), [0])
                 for i in range(4):
                     T.buffer_store(total, averaged(total[i], factor[0], problem.nan_to_zero), [i])
                 if result.is_contiguous("k") and width % 4 == 0 and result.alignment("k", 8) == 8:
                     pairs = local(2, "uint32")
                     for pair in range(2):
                         ptx.pack_pair(pairs[pair], total[2 * pair], total[2 * pair + 1], self.tensors.query.nominal)
-                    place = {**at, "row": T.Cast("int64", own), "k": T.Cast("int64", column)}
-                    ptx.store_global(T.address_of(result.data[result.address(place)]), [pairs[0], pairs[1]])
+                    position = {**at, "row": T.Cast("int64", result_row), "k": T.Cast("int64", column)}
+                    ptx.store_global(T.address_of(result.data[result.address(position)]), [pairs[0], pairs[1]])
                 else:
                     for i in range(4):
                         with when(column + i < width):
-                            store.one(own, column + i, total[i])
+                            store.store_element(result_row, column + i, total[i])
 
 
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
-"""Registers of producers and consumers, by warpgroups of consumers: no more in all than a launch gives, 168 a thread
-to three warpgroups, 128 to four. For more, consumers would wait for ever."""
+"""Registers per thread of producers and consumers, by consumer warpgroups. Their total must not exceed that of the
+launch (168 per thread with three warpgroups, 128 with four), or consumers would wait forever."""
 
 
 def unsupported_reason(problem: AttentionProblem, gpu: GpuTarget) -> str:
-    """Why `wgmma_attention_kernel` cannot solve a problem; empty where it can."""
+    """Reason why `wgmma_attention_kernel` does not support a problem; empty if it does."""
     if gpu.tensor != "wgmma":
         return f"{gpu.arch} lacks wgmma"
     return tensor_core_unsupported_reason(problem, gpu)
@@ -139,17 +136,17 @@ def unsupported_reason(problem: AttentionProblem, gpu: GpuTarget) -> str:
 def wgmma_attention_kernel(
     problem: AttentionProblem, gpu: GpuTarget, plan: AttentionPlan | None = None
 ) -> tirx.PrimFunc:
-    """The kernel of an attention for sm_90a, one launch; `AttentionProblem` says its parameters, it has no scratch.
+    """Kernel of an attention for sm_90a, one launch; `AttentionProblem` documents its parameters.
 
     Parameters
     ----------
     plan : AttentionPlan, optional
-        How work is cut; by default as `choose_plan` finds it.
+        Tiling, by default that of `choose_plan`.
 
     Raises
     ------
     EncodingError
-        If `unsupported_reason` says why the problem is not one for this kernel.
+        If the kernel does not support the problem (`unsupported_reason`).
     """
     reason = unsupported_reason(problem, gpu)
     if reason:
@@ -164,7 +161,7 @@ def wgmma_attention_kernel(
 
 
 class _Kernel:
-    """State that the parts of a kernel share while it is written."""
+    """Writer of the kernel."""
 
     def __init__(self, tensors: AttentionTensors) -> None:
         self.tensors, self.plan, self.problem = tensors, tensors.plan, tensors.problem
@@ -184,7 +181,7 @@ class _Kernel:
         self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
 
     def emit(self) -> None:
-        """The launch."""
+        """Write the launch."""
         plan, stages = self.plan, self.plan.stages
         height = plan.consumers * 64
         shared = self.shared = SharedMemory()
@@ -193,7 +190,7 @@ class _Kernel:
         self.k_at = shared.reserve(stages * self.k_size, SWIZZLED_ALIGN)
         self.v_at = shared.reserve(stages * self.v_size, SWIZZLED_ALIGN)
         if plan.split_keys > 1:
-            # Sums of the blocks of a cluster take the place of all tiles.
+            # The cluster's combination reuses the memory of tiles.
             self.cluster_sums = ClusterSums(self.tensors, self.tile, shared, self.width)
             shared.size = max(shared.size, self.cluster_sums.size)
         self.queries_at = shared.reserve(BARRIER_BYTES, BARRIER_BYTES)
@@ -211,11 +208,11 @@ class _Kernel:
                 with when(block < tiles * plan.split_keys):
                     self._work(block)
 
-    # -- which part of the work
+    # -- blocks
 
     def _work(self, block: Expr) -> None:
-        """All that a block does."""
-        self._take(block if self.plan.split_keys == 1 else T.bind(T.truncdiv(block, self.plan.split_keys)))
+        """Write the code of a block."""
+        self._locate_tile(block if self.plan.split_keys == 1 else T.bind(T.truncdiv(block, self.plan.split_keys)))
         self._set_up()
         with T.If(self.thread < PRODUCERS):
             with T.Then():
@@ -224,11 +221,11 @@ class _Kernel:
                 self._consume()
         if self.plan.split_keys > 1:
             ptx.cluster_barrier()
-            self.cluster_sums.put_together(self.thread, self.rank, self.row, self.at)
+            self.cluster_sums.combine(self.thread, self.rank, self.row, self.at)
             ptx.cluster_barrier()
 
-    def _take(self, tile: Expr) -> None:
-        """Which rows and keys a tile of rows is of."""
+    def _locate_tile(self, tile: Expr) -> None:
+        """Compute the rows and the range of keys of a tile."""
         plan = self.plan
         height = plan.consumers * 64
         self.row, self.at, self.at_keys = self.tensors.locate(tile, height)
@@ -239,7 +236,7 @@ class _Kernel:
             tiles = tiles if isinstance(tiles, int) else T.bind(tiles)
             begin = T.bind(T.truncdiv(self.rank * tiles, plan.split_keys))
             tiles = T.truncdiv((self.rank + 1) * tiles, plan.split_keys) - begin
-        # One tile at least, of which no key counts.
+        # At least one tile, whose keys may all be masked.
         self.count = max(tiles, 1) if isinstance(tiles, int) else T.bind(T.max(tiles, 1))
         self.begin = begin
         own_end = (begin + tiles) * self.keys
@@ -248,13 +245,13 @@ class _Kernel:
             self.end = T.bind(self.end)
 
     @property
-    def queries_there(self) -> Expr:
-        """The barrier of queries that consumers wait for."""
+    def queries_full(self) -> Expr:
+        """Full barrier of the queries."""
         return self.shared.at(self.queries_at)
 
     def _set_up(self) -> None:
         with when(self.thread == 0):
-            ptx.barrier_init(self.queries_there, PRODUCERS)
+            ptx.barrier_init(self.queries_full, PRODUCERS)
             self.key_ring.initialize()
             self.value_ring.initialize()
             ptx.barrier_init_fence()
@@ -263,7 +260,7 @@ class _Kernel:
         ptx.launch_dependents()
 
     def _first_key(self, step: Expr) -> Expr:
-        """The first key of the tile of a step, int32: from the last tile to the first."""
+        """First key of the tile of a step, int32, from the last tile to the first."""
         return (self.begin + (self.count - 1) - step) * self.keys
 
     # -- producers
@@ -275,7 +272,7 @@ class _Kernel:
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
             self.q.load(self.shared, target, self.at, row, step, self.thread)
-        self._arrive(self.q, self.queries_there)
+        self._arrive(self.q, self.queries_full)
         with T.serial(self.count) as number:
             first = T.bind(T.Cast("int64", self._first_key(number)))
             loads = (
@@ -307,49 +304,53 @@ class _Kernel:
         self.warp = T.bind(self.member // WARP)
         tile.declare(self.thread)
         self.sums = RegisterTile(self.width)
-        self.seen = local(2, "int32")
+        self.visible_keys = local(2, "int32")
         self.base = local(3, "uint64")
         ptx.matrix_descriptor(
             self.base[0], self.shared.at(self.q_at + self.group * (64 * SWIZZLED_BYTES)), self.q.leading
         )
         ptx.matrix_descriptor(self.base[1], self.shared.at(self.k_at), self.k.leading)
         ptx.matrix_descriptor(self.base[2], self.shared.at(self.v_at), self.keys * SWIZZLED_BYTES // 16)
-        self._attend()
+        self._main_loop()
 
-    def _attend(self) -> None:
-        """A warpgroup's rows: scores, softmax and sums of values, tile by tile."""
+    def _main_loop(self) -> None:
+        """Write the main loop of a consumer: scores, softmax and accumulation of values."""
         tile, count, keys, values = self.tile, self.count, self.key_ring, self.value_ring
         row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
         for h in range(2):
-            T.buffer_store(self.seen, self._seen(row + 8 * h), [h])
-        least = self._seen(self.row + self.group * 64) if self.tensors.rows.heads_per_tile == 1 else self._seen(0)
-        least = T.bind(least) if not isinstance(least, int) else least
-        tile.begin(self.at, row, [self.seen[0], self.seen[1]], least)
+            T.buffer_store(self.visible_keys, self._visible_keys(row + 8 * h), [h])
+        min_visible = (
+            self._visible_keys(self.row + self.group * 64)
+            if self.tensors.rows.heads_per_tile == 1
+            else self._visible_keys(0)
+        )
+        min_visible = T.bind(min_visible) if not isinstance(min_visible, int) else min_visible
+        tile.begin(self.at, row, [self.visible_keys[0], self.visible_keys[1]], min_visible)
         self.sums.fill(0)
         tile.load_masks(self._first_key(0))
-        ptx.barrier_wait(self.queries_there, 0)
+        ptx.barrier_wait(self.queries_full, 0)
         self._wait_for((keys, 0))
-        self._scores(0)
+        self._issue_scores(0)
         ptx.wgmma_wait(0)
         self._release(keys, 0)
         tile.update(self._first_key(0))
         tile.pack(self.dtype)
         if not (isinstance(count, int) and count == 1):
             with T.serial(count - 1) as number:
-                following = T.bind(number + 1)
-                first = T.bind(self._first_key(following))
+                next_index = T.bind(number + 1)
+                first = T.bind(self._first_key(next_index))
                 if self.plan.consumers > 1:
-                    # One stop for both: products follow each other without a gap.
-                    self._wait_for((keys, following), (values, number))
-                    self._scores(following)
+                    # One wait for both, so that products are issued back to back.
+                    self._wait_for((keys, next_index), (values, number))
+                    self._issue_scores(next_index)
                 else:
-                    self._wait_for((keys, following))
-                    self._scores(following)
+                    self._wait_for((keys, next_index))
+                    self._issue_scores(next_index)
                     self._wait_for((values, number))
-                self._values(number)
+                self._issue_values(number)
                 tile.load_masks(first)
                 ptx.wgmma_wait(1)
-                self._release(keys, following)
+                self._release(keys, next_index)
                 if self.plan.overlaps_own_product:
                     tile.update(first)
                     ptx.force_evaluation(tile.softmax.row_sum[0] + tile.softmax.row_sum[1])
@@ -361,7 +362,7 @@ class _Kernel:
                 self.sums.scale_rows(tile.softmax.rescale)
         last = count - 1 if isinstance(count, int) else T.bind(count - 1)
         self._wait_for((values, last))
-        self._values(last)
+        self._issue_values(last)
         ptx.wgmma_wait(0)
         tile.softmax.finish()
         if self.plan.split_keys > 1:
@@ -369,22 +370,22 @@ class _Kernel:
         else:
             self._store()
 
-    def _seen(self, row: Expr) -> Expr:
-        """How many keys a row sees, of those that the block has."""
+    def _visible_keys(self, row: Expr) -> Expr:
+        """Number of the block's keys visible to a row."""
         if not self.is_causal:
             return self.end
-        return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.ahead))
+        return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.last_key_of_first_query))
 
     def _wait_for(self, *tiles: tuple[Ring, Expr]) -> None:
-        """Wait for tiles of keys and values, each with its turn."""
-        for ring, turn in tiles:
-            ring.wait(turn)
-        # What came by `copy_async` was written as by a thread, not as by wgmma's own kind of access.
+        """Wait for tiles of keys or values, given their rings and indices."""
+        for ring, index in tiles:
+            ring.wait(index)
+        # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
         ptx.async_proxy_fence()
 
-    def _scores(self, turn: Expr) -> None:
-        """Issue the scores of a tile that is there."""
-        stage = self.key_ring.stage(turn)
+    def _issue_scores(self, index: Expr) -> None:
+        """Issue the product of queries and a tile of keys."""
+        stage = self.key_ring.stage(index)
         keys = T.bind(self.base[1] + T.Cast("uint64", stage) * T.uint64(self.k_size // 16))
         ptx.wgmma_fence()
         for i in range(ceil_div(int(self.tensors.sizes["d"]), 16)):
@@ -399,9 +400,9 @@ class _Kernel:
             )
         ptx.wgmma_commit()
 
-    def _values(self, turn: Expr) -> None:
-        """Issue the sums of a tile's values, which are there."""
-        stage = self.value_ring.stage(turn)
+    def _issue_values(self, index: Expr) -> None:
+        """Issue the product of probabilities and a tile of values."""
+        stage = self.value_ring.stage(index)
         values = T.bind(self.base[2] + T.Cast("uint64", stage) * T.uint64(self.v_size // 16))
         ptx.wgmma_fence()
         for i in range(self.keys // 16):
@@ -415,17 +416,17 @@ class _Kernel:
             )
         ptx.wgmma_commit()
 
-    def _release(self, ring: Ring, turn: Expr) -> None:
-        """The stage of a tile of keys or values is free."""
+    def _release(self, ring: Ring, index: Expr) -> None:
+        """Release the stage of a tile of keys or values."""
         with when(self.member == 0):
-            ring.release(turn)
+            ring.release(index)
 
     # -- results
 
     def _store(self) -> None:
-        """Averages of the warpgroup's rows, by way of the queries' place in shared memory."""
+        """Normalize and store the warpgroup's rows, staged in the queries' shared memory."""
         ptx.warpgroup_barrier(1 + self.group)  # all warps have read their queries
-        within = T.bind(self.group * 64 + self.warp * 16)
-        place = self.q_at + within * SWIZZLED_BYTES
+        row_in_block = T.bind(self.group * 64 + self.warp * 16)
+        staging = self.q_at + row_in_block * SWIZZLED_BYTES
         store = RowStore(self.tensors, self.tile, self.shared, self.at)
-        store.emit(self.sums, self.row + within, place, self.q.rows * SWIZZLED_BYTES)
+        store.emit(self.sums, self.row + row_in_block, staging, self.q.rows * SWIZZLED_BYTES)

@@ -1,8 +1,8 @@
-"""Register tiles: accumulators of tensor cores, and what kernels do with them row by row.
+"""Register tiles: accumulator fragments of tensor cores, and operations on their rows.
 
-wgmma and ``mma.sync`` leave sums in one form. A warp has 16 rows; register ``4 * j + 2 * h + c`` of lane l is row
-``l // 4 + 8 * h``, column ``8 * j + 2 * (l % 4) + c``. Four lanes share a row, and a lane has two rows. Rounded to 16
-bits in pairs, a tile has the form of a left operand: it stays in place for the next product.
+wgmma and ``mma.sync`` have the same accumulator layout. A warp has 16 rows; register ``4 * j + 2 * h + c`` of lane l is
+row ``l // 4 + 8 * h``, column ``8 * j + 2 * (l % 4) + c``. Four lanes share a row, and a lane has two rows. Rounded to
+16 bits in pairs, the registers are a left operand fragment of the next product.
 
 Source: PTX ISA 9.0, "Matrix fragments for mma.m16n8k16", "Register fragments for wgmma".
 """
@@ -21,7 +21,7 @@ from ..core import ptx
 from ..core.launch import local, unrolled
 
 WARP_ROWS = 16
-"""Number of rows that a warp has of a tile."""
+"""Rows of a warp in a tile."""
 ROW_LANES = (1, 2)
 """Distances between the lanes that share a row."""
 WARP_LANES = (16, 8, 4, 2, 1)
@@ -32,7 +32,7 @@ _ALL_LANES = 0xFFFFFFFF
 def reduce_lanes(
     buffer: Any, index: Expr, combine: Callable[[Expr, Expr], Expr], distances: Sequence[int] = WARP_LANES
 ) -> None:
-    """Combine an element of a register buffer over lanes, by a butterfly of shuffles; every lane gets the result.
+    """Reduce an element of a register buffer over lanes, by a butterfly of shuffles; every lane gets the result.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def reduce_lanes(
 
 
 def add(left: Expr, right: Expr) -> Expr:
-    """The sum, to be given to `reduce_lanes`."""
+    """Sum, as a `combine` of `reduce_lanes`."""
     return left + right
 
 
@@ -62,17 +62,17 @@ def column_of(register: Expr) -> Expr:
 
 
 def first_column(lane: Expr) -> Expr:
-    """The first column that a lane has."""
+    """First column of a lane."""
     return tirx.floormod(lane, 4) * 2
 
 
 class RegisterTile:
-    """A warp's 16 rows of float32 accumulators; made within the launch.
+    """A warp's 16 rows of float32 accumulators; construct it within the launch.
 
     Parameters
     ----------
     columns : int
-        A multiple of 8.
+        Number of columns, a multiple of 8.
 
     Attributes
     ----------
@@ -84,12 +84,12 @@ class RegisterTile:
         self.columns, self.data = columns, local(columns // 2, "float32")
 
     def __getitem__(self, register: Expr) -> Expr:
-        """Return a register."""
+        """Get a register."""
         return self.data[register]
 
     @property
     def registers(self) -> list[Expr]:
-        """All registers, as an instruction names them."""
+        """All registers, as operands of an instruction."""
         return [self.data[i] for i in range(self.columns // 2)]
 
     def fill(self, value: float) -> None:
@@ -98,7 +98,7 @@ class RegisterTile:
             T.buffer_store(self.data, T.float32(value), [i])
 
     def map(self, function: Callable[[Expr, Expr], Expr]) -> None:
-        """Replace each element with a function of it and of its register's number."""
+        """Replace each element by a function of it and of its register index."""
         with unrolled(self.columns // 2) as i:
             T.buffer_store(self.data, function(self.data[i], i), [i])
 
@@ -107,28 +107,28 @@ class RegisterTile:
         self.map(lambda value, i: value * factors[row_of(i)])
 
     def keep_columns(self, hidden: float, limits: Sequence[Expr], is_below: bool = True) -> None:
-        """Replace elements that a row does not see.
+        """Mask columns by row.
 
         Parameters
         ----------
         limits : sequence of PrimExpr
-            int32, of both rows: columns below it are kept, or from it on where not `is_below`. Counted from the lane's
-            first column, since the compiler then compares it with constants.
+            Limits of both rows, int32: columns below are kept, or from it on if not `is_below`. They are relative to
+            the lane's first column, so that the compiler compares them with constants.
         """
 
-        def kept(value: Expr, i: Expr) -> Expr:
+        def masked(value: Expr, i: Expr) -> Expr:
             limit = T.Select(row_of(i) == 0, limits[0], limits[1])
             is_kept = column_of(i) < limit if is_below else column_of(i) >= limit
             return T.if_then_else(is_kept, value, T.float32(hidden))
 
-        self.map(kept)
+        self.map(masked)
 
     def row_max(self, values: Any) -> None:
-        """Raise the values of a lane's two rows to the greatest of its elements."""
+        """Update maxima of a lane's two rows by its elements."""
         with unrolled(self.columns // 2) as i:
             T.buffer_store(values, T.max(values[row_of(i)], self.data[i]), [row_of(i)])
 
     def to_operand(self, operand: Any, dtype: str) -> None:
-        """Round to 16 bits, in pairs: ``columns / 4`` registers in the form of a left operand."""
+        """Round pairs to 16 bits: ``columns / 4`` registers of a left operand fragment."""
         with unrolled(self.columns // 4) as i:
             ptx.pack_pair(operand[i], self.data[2 * i], self.data[2 * i + 1], dtype)

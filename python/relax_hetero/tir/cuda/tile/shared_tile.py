@@ -1,4 +1,4 @@
-"""Shared tiles: where shared memory has the rows of an operand, and how tensor cores read them."""
+"""Shared tiles: layouts of operands in shared memory, and products of tensor cores that read them."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ class SharedTile(ABC):
         """Offset in shared memory of a chunk of a row."""
 
     def load_matrices(self, registers: Any, row: Expr, chunk: Expr, is_transposed: bool = False) -> None:
-        """Load four 8x8 matrices of 16-bit elements into four registers; a lane names one row of one of them."""
+        """Load four 8x8 matrices of 16-bit elements into four registers; each lane addresses a row of one of them."""
         ptx.load_matrices([registers[i] for i in range(4)], self.shared.at(self.address(row, chunk)), is_transposed)
 
 
 @dataclass(frozen=True)
 class SwizzledTile(SharedTile):
-    """Lines of 128 bytes whose chunks are moved to ``chunk ^ (row % 8)``; wider rows go on in the next stripe.
+    """Lines of 128 bytes with chunks swizzled to ``chunk ^ (row % 8)``; wider rows continue in the next stripe.
 
     Attributes
     ----------
     stripe_bytes : int
-        Bytes from a stripe to the next.
+        Bytes between stripes.
     """
 
     stripe_bytes: int
 
     def address(self, row: Expr, chunk: Expr) -> Expr:
         """Offset in shared memory of a chunk of a row."""
-        moved = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
-        return self.offset + tirx.floordiv(chunk, 8) * self.stripe_bytes + row * SWIZZLED_BYTES + moved
+        swizzled = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
+        return self.offset + tirx.floordiv(chunk, 8) * self.stripe_bytes + row * SWIZZLED_BYTES + swizzled
 
 
 @dataclass(frozen=True)
 class ChunkedTile(SharedTile):
-    """Chunks of all rows, then the next chunks: ``(chunks, rows, 16 bytes)``, without swizzle.
+    """Chunks in the order ``(chunks, rows, 16 bytes)``, without swizzle.
 
     Attributes
     ----------
@@ -83,12 +83,12 @@ def multiply_by_rows(
     types: tuple[str, str],
     lane: Expr,
 ) -> None:
-    """``sums = left @ right.T`` by mma.sync: both operands have k along their rows, as queries and keys do.
+    """``sums = left @ right.T`` by mma.sync; k is contiguous in both operands, as in queries and keys.
 
     Parameters
     ----------
     left, right : tuple of SharedTile and PrimExpr
-        Tile and the first of the warp's 16 rows of it; tile and the first of ``sums.columns`` rows of it.
+        Tile and first row: of the warp's 16 rows, and of ``sums.columns`` rows.
     width_bytes : int
         Bytes of k.
     """
@@ -107,16 +107,16 @@ def multiply_by_rows(
 def add_by_columns(
     sums: RegisterTile, left: Any, right: tuple[SharedTile, Expr], depth: int, types: tuple[str, str], lane: Expr
 ) -> None:
-    """``sums += left @ right`` by mma.sync: the left operand in registers, rows of the right one are those of k.
+    """``sums += left @ right`` by mma.sync; the left operand is in registers, rows of the right one are values of k.
 
     Parameters
     ----------
     left : Buffer
-        ``depth / 4`` registers, as of `RegisterTile.to_operand`: probabilities.
+        ``depth / 4`` registers of `RegisterTile.to_operand`, such as probabilities.
     right : tuple of SharedTile and PrimExpr
         Tile of 16-bit elements, such as values, and its first row.
     depth : int
-        Number of rows of the right tile, a multiple of 16.
+        Rows of the right tile, a multiple of 16.
     """
     b = local(4, "uint32")
     row = T.bind(right[1] + tirx.floormod(lane, 16))
