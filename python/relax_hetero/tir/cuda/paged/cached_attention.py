@@ -1,4 +1,4 @@
-"""The kernel of an attention with a paged cache on a GPU."""
+"""Selection of the paged attention kernel; prefill by wgmma, and the kernel that appends to pages."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from ..core import ptx
 from ..core.launch import enable_pdl, launch, local
 from .head_vector import HeadVector
 from .page_scores import PageScores
-from .paged_chunk import TOGETHER, ChunkKernel, ChunkPlan, paged_chunk_kernel
+from .paged_chunk import QUERIES_IN_FLIGHT, ChunkKernel, ChunkPlan, paged_chunk_kernel
 from .paged_decode import paged_decode_kernel
 from .paged_work import CHUNK, PagedTensors, PagedWork, in_tile, unsupported_reason
 
-# Attention of consecutive tokens over the pages of a cache, by Hopper's tensor cores.
+# Paged prefill attention by wgmma.
 #
-# A page is what wgmma reads without swizzle: keys as rows of k, eight elements of 64 tokens after each other, and
-# values the other way round. A warpgroup has 64 rows. It issues the scores of the next page before the values of this
-# one, and computes the softmax of the next while tensor cores add up this one's values. Warpgroups do not wait for
-# each other, but for places of pages that are free.
+# The layout of pages is that of wgmma without swizzle, with values as transposed operands. A warpgroup has 64 rows. It
+# issues the scores of the next page before the product with this one's values, and computes the next softmax during
+# that product. Warpgroups synchronize only through empty barriers of stages.
 
-MAX_HEAD = 128
-"""Sums of a row of wider heads would leave no registers for scores."""
+MAX_HEAD_SIZE = 128
+"""Maximum head size: accumulators of wider heads leave no registers for scores."""
 
-_UNIT = 16
-"""Bytes that a descriptor counts in."""
+_DESCRIPTOR_UNIT = 16
+"""Bytes per unit of matrix descriptors."""
 _STEP = 16
-"""Elements that one instruction multiplies."""
+"""Extent of k of one wgmma."""
 
 
 def wgmma_chunk_plan(work: PagedWork, gpu: GpuTarget) -> ChunkPlan | None:
-    """Three warpgroups where they fill the GPU, else two; None where this kernel is not for the work.
+    """Plan with three warpgroups if they occupy the GPU, else two; None if this kernel does not apply.
 
     A prefill of 2,048 tokens through eight layers (32 heads of 128) takes 12.9 ms on an H200 with three, 13.2 with two.
     """
-    if gpu.tensor != "wgmma" or work.size > MAX_HEAD or work.rows < MIN_ROWS:
+    if gpu.tensor != "wgmma" or work.size > MAX_HEAD_SIZE or work.rows < MIN_ROWS:
         return None
     if ceil_div(work.rows, 192) * work.heads >= gpu.multiprocessors:
         return ChunkPlan(12, 3)
@@ -47,13 +46,16 @@ def wgmma_chunk_plan(work: PagedWork, gpu: GpuTarget) -> ChunkPlan | None:
 
 
 MIN_ROWS = 128
-"""Minimum number of rows of a chunk: two warpgroups have so many."""
+"""Minimum rows of a chunk, those of two warpgroups."""
 
 
 def wgmma_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan) -> tirx.PrimFunc:
-    """The kernel of an attention whose rows are of one sequence; `PagedTensors` says its parameters.
+    """Kernel of a paged prefill attention by wgmma; `PagedTensors` documents its parameters.
 
-    Raises EncodingError if `unsupported_reason` says why the work is not for this kernel.
+    Raises
+    ------
+    EncodingError
+        If the kernel does not support the work (`unsupported_reason`).
     """
     reason = unsupported_reason(work, gpu)
     if reason or gpu.tensor != "wgmma":
@@ -68,26 +70,28 @@ def wgmma_chunk_kernel(work: PagedWork, gpu: GpuTarget, plan: ChunkPlan) -> tirx
 
 
 class _Scores(PageScores):
-    """Scores and sums of a warpgroup."""
+    """Writer of a warpgroup's scores and accumulators."""
 
     def open(self, first_row: Expr) -> None:
-        """Descriptors of queries, keys and values; of the last two for offset 0."""
+        """Encode matrix descriptors of queries, keys and values; the last two for offset 0."""
         self.base = local(3, "uint64")
         at = self.shared.at
-        rows_of_8 = 8 * _UNIT
-        query = self.query + first_row * _UNIT
+        rows_of_8 = 8 * _DESCRIPTOR_UNIT
+        query = self.query + first_row * _DESCRIPTOR_UNIT
         for i, (address, leading, stride) in enumerate(
             (
-                (query, self.height * _UNIT, rows_of_8),
-                (0, PAGE * _UNIT, rows_of_8),
-                (0, rows_of_8, PAGE * _UNIT),
+                (query, self.height * _DESCRIPTOR_UNIT, rows_of_8),
+                (0, PAGE * _DESCRIPTOR_UNIT, rows_of_8),
+                (0, rows_of_8, PAGE * _DESCRIPTOR_UNIT),
             )
         ):
-            ptx.matrix_descriptor(self.base[i], at(address), leading // _UNIT, stride // _UNIT, is_swizzled=False)
+            ptx.matrix_descriptor(
+                self.base[i], at(address), leading // _DESCRIPTOR_UNIT, stride // _DESCRIPTOR_UNIT, is_swizzled=False
+            )
 
     def issue_scores(self, tile: Expr) -> None:
-        """Issue the product with the keys at an offset of shared memory."""
-        keys = T.bind(self.base[1] + T.Cast("uint64", tirx.floordiv(tile, _UNIT)))
+        """Issue the product of queries and the keys at an offset of shared memory."""
+        keys = T.bind(self.base[1] + T.Cast("uint64", tirx.floordiv(tile, _DESCRIPTOR_UNIT)))
         ptx.wgmma_fence()
         for step in range(self.work.size // _STEP):
             chunk = step * _STEP // CHUNK
@@ -101,8 +105,8 @@ class _Scores(PageScores):
         ptx.wgmma_commit()
 
     def issue_values(self, tile: Expr) -> None:
-        """Issue the product of the weights and the page whose keys lie at an offset."""
-        values = T.bind(self.base[2] + T.Cast("uint64", tirx.floordiv(tile + self.work.tile_bytes, _UNIT)))
+        """Issue the product of probabilities and the values of the page at an offset."""
+        values = T.bind(self.base[2] + T.Cast("uint64", tirx.floordiv(tile + self.work.tile_bytes, _DESCRIPTOR_UNIT)))
         ptx.wgmma_fence()
         for step in range(self.keys // _STEP):
             ptx.wgmma_of_registers(
@@ -117,82 +121,85 @@ class _Scores(PageScores):
 
 
 class _Kernel(ChunkKernel):
-    """State that the parts of the kernel share while it is written."""
+    """Writer of the kernel."""
 
     def __init__(self, tensors: PagedTensors, plan: ChunkPlan) -> None:
         super().__init__(tensors, plan, consumers=plan.warps)
 
     def _block(self) -> None:
         stages = self.plan.stages
-        self.vectors = [HeadVector(self.tensors, self.lane) for _ in range(TOGETHER)]
+        self.vectors = [HeadVector(self.tensors, self.lane) for _ in range(QUERIES_IN_FLIGHT)]
         group = T.bind(tirx.floordiv(self.thread, WARPGROUP))
         scores = _Scores(self.work, PAGE, self.shared, self.lane, self.query_at, T.bind(group * 64), self.rows)
-        # One page at least, of which no key counts.
-        turns = T.bind(T.max(self.turns, 1))
-        with when(self.thread == 0), T.serial(T.min(turns, stages)) as turn:
-            self._ask(turn)
+        # At least one page, whose keys may all be masked.
+        num_pages = T.bind(T.max(self.num_pages, 1))
+        with when(self.thread == 0), T.serial(T.min(num_pages, stages)) as index:
+            self._load_page(index)
         self._queries()
         ptx.async_proxy_fence()
         scores.begin()
         scores.open(scores.first_row)
         ptx.block_barrier()
-        tile, there = self._page(0)
+        tile, page_mask = self._page(0)
         scores.issue_scores(tile)
         ptx.wgmma_wait(0)
-        self._update(scores, 0, there)
+        self._update(scores, 0, page_mask)
         scores.rescale()
-        with T.serial(turns - 1) as turn:
-            following = T.bind(turn + 1)
-            with when(tirx.all(self.thread == 0, turn > 0, turn + (stages - 1) < turns)):
-                self._ask_again(T.bind(turn + (stages - 1)))
-            tile, there = self._page(following)
+        with T.serial(num_pages - 1) as index:
+            next_index = T.bind(index + 1)
+            with when(tirx.all(self.thread == 0, index > 0, index + (stages - 1) < num_pages)):
+                self._reload_stage(T.bind(index + (stages - 1)))
+            tile, page_mask = self._page(next_index)
             scores.issue_scores(tile)
-            scores.issue_values(self._tile(turn))
+            scores.issue_values(self._tile(index))
             ptx.wgmma_wait(1)
-            self._update(scores, following, there)
+            self._update(scores, next_index, page_mask)
             ptx.wgmma_wait(0)
             with when(self.lane == 0):
-                self.ring.ring.release(turn)
+                self.ring.ring.release(index)
             scores.rescale()
-        scores.issue_values(self._tile(turns - 1))
+        scores.issue_values(self._tile(num_pages - 1))
         ptx.wgmma_wait(0)
         scores.softmax.finish()
         self._store(scores)
 
-    def _ask_again(self, turn: Expr) -> None:
-        """Ask for a page whose place had another one, as soon as all warps are done with that."""
-        self.ring.ring.acquire(turn)
-        self._ask(turn)
+    def _reload_stage(self, index: Expr) -> None:
+        """Load a page into a reused stage, once all warps have released it."""
+        self.ring.ring.acquire(index)
+        self._load_page(index)
 
-    def _tile(self, turn: Expr) -> Expr:
-        return T.bind(self.ring.at + self.ring.ring.stage(turn) * self.ring.stage_bytes)
+    def _tile(self, index: Expr) -> Expr:
+        return T.bind(self.ring.offset + self.ring.ring.stage(index) * self.ring.stage_bytes)
 
-    def _page(self, turn: Expr) -> tuple[Expr, Expr]:
-        """Wait for a page; where it lies, and all bits, or 0 where it is not there."""
-        tile = self.ring.wait(turn if not isinstance(turn, int) else tirx.const(turn, "int32"))
-        return tile, self._complete(tile, T.bind(self.first_page + turn))
+    def _page(self, index: Expr) -> tuple[Expr, Expr]:
+        """Wait for a page; its offset, and a mask of all ones, or 0 if the page is missing."""
+        tile = self.ring.wait(index if not isinstance(index, int) else tirx.const(index, "int32"))
+        return tile, self._complete_page(tile, T.bind(self.first_page + index))
 
-    def _clear(self, tile: Expr, known: Expr) -> None:
-        super()._clear(tile, known)
+    def _clear(self, tile: Expr, num_tokens: Expr) -> None:
+        super()._clear(tile, num_tokens)
         ptx.async_proxy_fence()
 
-    def _update(self, scores: _Scores, turn: Expr, there: Expr) -> None:
-        limits = [T.bitwise_and(seen, there) for seen in self.seen]
-        first = T.bind((self.first_page + turn) * PAGE)
-        scores.update(first, limits, T.bitwise_and(self.least, there), self.lows)
+    def _update(self, scores: _Scores, index: Expr, page_mask: Expr) -> None:
+        limits = [T.bitwise_and(limit, page_mask) for limit in self.limits]
+        first = T.bind((self.first_page + index) * PAGE)
+        scores.update(first, limits, T.bitwise_and(self.min_limit, page_mask), self.lows)
 
 
-# New keys and values into the pages of a cache: a launch with a warp for each head of keys, or values, of a row.
+# Appending of new keys and values to pages: a warp per key or value head of a row.
 
 _WARPS = 4
 
 
 def page_append_kernel(work: PagedWork, gpu: GpuTarget) -> tirx.PrimFunc:
-    """Norm and rotation of new keys, and they and new values into their pages; it has no result of its own.
+    """Kernel that normalizes and rotates new keys, and appends keys and values to their pages, without a result.
 
-    Rows of no sequence, and those whose page is not there, write nothing. `PagedTensors` says the parameters.
+    Padding rows, and rows whose page is missing, write nothing. `PagedTensors` documents the parameters.
 
-    Raises EncodingError if `unsupported_reason` says why the work is not for this kernel.
+    Raises
+    ------
+    EncodingError
+        If the kernel does not support the work (`unsupported_reason`).
     """
     reason = unsupported_reason(work, gpu)
     if reason:
@@ -240,16 +247,16 @@ def _append(tensors: PagedTensors, vector: HeadVector, row: Expr, head: Expr, pa
 
 
 def cuda_cached_attention_kernel(problem: CachedAttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
-    """The kernel of an attention with a cache, one launch; `CachedAttentionProblem` says its parameters, no scratch.
+    """Kernel of a paged attention, one launch without scratch; `CachedAttentionProblem` documents its parameters.
 
-    Of a chunk, the keys and values of its rows are in their pages already: a problem of rows "append" writes them.
+    Keys and values of a chunk must be in their pages already; a problem with the rows "append" writes them.
 
     Raises
     ------
     EncodingError
-        For sizes that only a call knows, element types and head sizes that no kernel has, and GPUs without one.
+        If sizes are symbolic, or no kernel supports the element types, head size or GPU.
     """
-    work = _work(problem)
+    work = _paged_work(problem)
     if problem.rows == APPEND:
         return page_append_kernel(work, gpu)
     if not work.is_chunk:
@@ -258,16 +265,16 @@ def cuda_cached_attention_kernel(problem: CachedAttentionProblem, gpu: GpuTarget
     return wgmma_chunk_kernel(work, gpu, plan) if plan else paged_chunk_kernel(work, gpu)
 
 
-def _work(problem: CachedAttentionProblem) -> PagedWork:
+def _paged_work(problem: CachedAttentionProblem) -> PagedWork:
     qkv, pages, table = problem.operands[:3]
     return PagedWork(
-        rows=_known(qkv.shape[0], "rows"),
+        rows=_static_extent(qkv.shape[0], "rows"),
         heads=problem.heads,
         kv_heads=problem.kv_heads,
         size=problem.size,
         scale=problem.scale,
-        slots=_known(table.shape[0], "slots of the table"),
-        max_pages=_known(table.shape[1], "pages of a slot"),
+        slots=_static_extent(table.shape[0], "slots of the table"),
+        max_pages=_static_extent(table.shape[1], "pages of a slot"),
         pages=pages.shape[0],
         window=problem.window,
         softcap=problem.softcap,
@@ -282,7 +289,7 @@ def _work(problem: CachedAttentionProblem) -> PagedWork:
     )
 
 
-def _known(extent: Dim, what: str) -> int:
+def _static_extent(extent: Dim, description: str) -> int:
     if isinstance(extent, int):
         return extent
-    raise EncodingError(f"cached_attention on GPUs: found {extent!r} {what}, expected a number")
+    raise EncodingError(f"cached_attention on GPUs: found {extent!r} {description}, expected a number")

@@ -1,4 +1,4 @@
-"""Pages on their way to shared memory: a ring of stages that one thread asks for by bulk copies."""
+"""Pipeline of pages: a ring of stages in shared memory that one thread fills by bulk copies."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from .paged_work import CHUNK, PagedTensors
 
 
 class PageRing:
-    """Keys and values of one head of keys, of the pages of one sequence.
+    """Ring of the keys and values of one key head, in the pages of one sequence.
 
     Parameters
     ----------
     tensors : PagedTensors
     shared : SharedMemory
-        From which the ring takes its stages, before it is opened.
+        Not yet opened: the ring reserves its stages.
     stages : int
-        Pages that are asked for before the first is needed.
+        Pages in flight.
     consumers : int
-        Arrivals that make a stage free, as of `Ring`.
+        Arrivals that complete an empty barrier; see `Ring`.
     """
 
     def __init__(self, tensors: PagedTensors, shared: SharedMemory, stages: int, consumers: int = 0) -> None:
         self.tensors, self.shared, self.stages = tensors, shared, stages
         self.stage_bytes = 2 * tensors.work.tile_bytes
-        self.at = shared.reserve(stages * self.stage_bytes, 128)
+        self.offset = shared.reserve(stages * self.stage_bytes, 128)
         self.ring = Ring(shared, stages, producers=1, consumers=consumers)
 
     def init(self) -> None:
-        """Initialize the barriers, in one thread, before a barrier of the block."""
+        """Initialize the barriers, by one thread, before a block barrier."""
         self.ring.initialize()
         ptx.barrier_init_fence()
 
-    def ask(self, turn: Expr, page: Expr, kv_head: Expr) -> None:
-        """Ask for a page, the turn's; one thread does it, when all are done with the page of `stages` turns before.
+    def load(self, index: Expr, page: Expr, kv_head: Expr) -> None:
+        """Issue the bulk copy of page number `index`, by one thread, when all threads have read the stage's last page.
 
-        A page that is not there (-1) is the first one, whatever it has.
+        Page 0 stands for a missing page (-1).
         """
-        stage = self.ring.stage(turn)
+        stage = self.ring.stage(index)
         barrier = self.ring.full(stage)
         ptx.barrier_expect(barrier, self.stage_bytes)
         source = T.address_of(self.tensors.pages[self.tensors.tile(T.max(page, 0), kv_head, 0)])
-        ptx.bulk_load(self.shared.at(self.at + stage * self.stage_bytes), source, self.stage_bytes, barrier)
+        ptx.bulk_load(self.shared.at(self.offset + stage * self.stage_bytes), source, self.stage_bytes, barrier)
 
-    def wait(self, turn: Expr) -> Expr:
-        """Wait for a turn's page; the offset of its keys in shared memory, behind which its values lie."""
-        stage = self.ring.wait(turn)
-        return T.bind(self.at + stage * self.stage_bytes)
+    def wait(self, index: Expr) -> Expr:
+        """Wait for a page; the offset of its keys in shared memory, which its values follow."""
+        stage = self.ring.wait(index)
+        return T.bind(self.offset + stage * self.stage_bytes)
 
     def clear_values(self, tile: Expr, first: Expr, thread: Expr, threads: int) -> None:
-        """Zeros for values of tokens from `first` on, which nobody has written: their weight 0 times NaN is NaN.
+        """Zero uninitialized values, of tokens from `first` on, as probability 0 times NaN would be NaN.
 
-        All threads do it; a barrier of the block follows.
+        All threads take part; a block barrier must follow.
         """
         zero = [T.uint32(0)] * 4
         items = PAGE * (self.tensors.work.size // CHUNK)
-        with T.serial(tirx.const(-(-items // threads), "int32")) as turn:
-            item = T.bind(turn * threads + thread)
+        with T.serial(tirx.const(-(-items // threads), "int32")) as iteration:
+            item = T.bind(iteration * threads + thread)
             exists = tirx.floormod(item, PAGE) >= first
             with T.If(exists if items % threads == 0 else tirx.all(exists, item < items)), T.Then():
                 ptx.store_shared(self.shared.at(tile + self.tensors.work.tile_bytes + item * (CHUNK * 2)), zero)

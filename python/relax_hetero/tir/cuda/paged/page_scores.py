@@ -1,4 +1,4 @@
-"""Scores of a warp's 16 rows against the keys of pages, their softmax, and weighted sums of values."""
+"""Attention of a warp's 16 rows over pages: scores, online softmax, and accumulation of values."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .paged_work import PagedWork
 
 
 class PageScores:
-    """A warp's queries against keys, and its sums of values, while code is written.
+    """Writer of a warp's scores and accumulators.
 
     Parameters
     ----------
     work : PagedWork
     keys : int
-        Number of keys of a page that the warp takes: a multiple of 16.
+        Keys of a page per warp: a multiple of 16.
     shared : SharedMemory
     lane : PrimExpr
     query : int
-        Offset of the queries in shared memory: ``(size / 8, height, 8)`` elements.
+        Offset of queries in shared memory: ``(size / 8, height, 8)`` elements.
     first_row : PrimExpr
-        The warp's first row of them.
+        First row of the warp.
     height : int
-        Number of rows of queries in shared memory.
+        Rows of queries in shared memory.
 
     Attributes
     ----------
     sums : RegisterTile
-        Weighted sums of values, of 16 rows.
+        Accumulators of values, 16 rows.
     softmax : OnlineSoftmax
     """
 
@@ -51,12 +51,12 @@ class PageScores:
         self.softmax = OnlineSoftmax(self.scores, 1.0 if work.softcap else work.scale)
 
     def begin(self) -> None:
-        """Begin with new rows."""
+        """Initialize for new rows."""
         self.softmax.begin()
         self.sums.fill(0)
 
     def multiply_keys(self, tile: Expr, first: Expr) -> None:
-        """Compute scores of keys from number `first` of a page on, whose keys lie at an offset of shared memory."""
+        """Compute scores for keys from `first` on of the page at an offset of shared memory."""
         queries = ChunkedTile(self.shared, self.query, self.height)
         keys = ChunkedTile(self.shared, tile, PAGE)
         width = self.work.size * 2
@@ -68,13 +68,13 @@ class PageScores:
         Parameters
         ----------
         first : PrimExpr
-            int32: position of the first key.
+            Position of the first key, int32.
         limits : sequence of PrimExpr
-            int32, of both rows: positions of keys that they see are less.
+            End of the key positions visible to both rows, int32.
         min_limit : PrimExpr
-            int32: the least limit of all rows of the warp, or less: keys below it need no test.
+            Lower bound of the limits of all rows of the warp, int32: keys below it are not masked.
         lows : sequence of PrimExpr, optional
-            int32, of both rows: the first position that they see.
+            First key position visible to both rows, int32.
         """
         work, scores = self.work, self.scores
         if work.softcap:
@@ -88,12 +88,12 @@ class PageScores:
         self.softmax.update()
 
     def rescale(self) -> None:
-        """After `update`: rescale sums of earlier values, and round probabilities to weights."""
+        """Rescale accumulators and round probabilities to weights, after `update`."""
         self.sums.scale_rows(self.softmax.rescale)
         self.scores.to_operand(self.weights, self.work.page_dtype)
 
     def add_values(self, tile: Expr, first: Expr) -> None:
-        """Add weighted values of the keys of the last `update`; values lie at an offset of shared memory."""
+        """Accumulate values of the keys of the last `update`, at an offset of shared memory."""
         add_by_columns(
             self.sums, self.weights, (ChunkedTile(self.shared, tile, PAGE), first), self.keys, self.types, self.lane
         )

@@ -1,12 +1,12 @@
-"""Attention of single tokens over the pages of a cache, into which their keys and values go: one launch.
+"""Paged decode attention: single tokens, whose keys and values are appended to the cache in the same launch.
 
-The heads of queries that read one head of keys are the rows of a tile of tensor cores. The blocks of a cluster take
-turns at the pages of a sequence, and the four warps of a block share the keys of a page. Each warp goes on with a
-softmax of its own, and at the end the sums of warps, then those of blocks, are put together in a fixed order. The block
-that has the page with the token itself puts its key and value there, into shared memory and into the page.
+The query heads of one key head are the rows of a tensor core tile. The pages of a sequence are distributed round-robin
+over the blocks of a cluster (flash decoding), and the four warps of a block split the keys of a page. Each warp has an
+online softmax of its own; at the end, the results of warps, then those of blocks, are combined in a fixed order. The
+block with the token's page appends the token's key and value, to shared memory and to the page.
 
-How far a sequence has come is read from its position, on the device: the launch is of one shape for all lengths. The
-first pages are asked for before the launch that writes the projection has ended.
+Sequence lengths are read on the device, so that the launch has one shape for all lengths. The first pages are loaded
+before the launch that writes the projection has ended.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from ..tile.softmax import SplitSums, as_bits, average_factor
 from .head_vector import HeadVector
 from .page_ring import PageRing
 from .page_scores import PageScores
-from .paged_work import CHUNK, MAX_BLOCKS_PER_SM, PagedTensors, PagedWork, in_tile, unsupported_reason
+from .paged_work import CHUNK, MAX_GROUP_HEADS, PagedTensors, PagedWork, in_tile, unsupported_reason
 
 _WARPS = 4
 _THREADS = _WARPS * WARP
-_ROWS = MAX_BLOCKS_PER_SM
+_ROWS = MAX_GROUP_HEADS
 _KEYS = PAGE // _WARPS
-"""Number of keys of a page for each warp."""
-_PAD = 4
-"""Floats between the rows of sums: rows begin in different banks."""
+"""Keys of a page per warp."""
+_PAD_FLOATS = 4
+"""Floats between rows of accumulators, to avoid bank conflicts."""
 _READ_EARLY = ("pages", "table", "sequences", "positions")
-"""Before the launches before have ended: all keys and values but the token's own were written by earlier steps."""
-_ITEM = 32
-"""Bytes that a block gets of each part of four sums: the sums, the greatest score and the sum of powers."""
+"""Operands read before previous launches have ended: earlier steps have written all keys and values but the token's."""
+_PARTIAL_BYTES = 32
+"""Bytes of a partial result for four columns: accumulators, maximum score and row sum."""
 MAX_SPLIT = 8
 BLOCKS_PER_MULTIPROCESSOR = 2
 MAX_STAGES = 3
 _RESERVED = 2 << 10
-"""Bytes of shared memory: barriers, what begins at a multiple of 128, and what the system takes of each block."""
+"""Bytes of shared memory for barriers, alignment, and the system's reservation per block."""
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """How the pages of a sequence are shared out.
+    """Distribution of the pages of a sequence.
 
     Attributes
     ----------
     split : int
-        Blocks of a cluster, that share them: 1, 2, 4 or 8.
+        Blocks of a cluster, which split the pages: 1, 2, 4 or 8.
     stages : int
-        Pages that a block asks for at once.
+        Pages that a block has in flight.
     """
 
     split: int
@@ -64,24 +64,27 @@ class DecodePlan:
 
 
 def decode_plan(work: PagedWork, gpu: GpuTarget) -> DecodePlan:
-    """As many blocks as run at the same time, if sequences may have as many pages."""
+    """Choose a plan: as many blocks as are resident, if sequences may have as many pages."""
     blocks = work.rows * work.kv_heads
-    most = gpu.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
-    reach = min(work.max_pages, ceil_div(work.window, PAGE) + 1) if work.window else work.max_pages
+    max_blocks = gpu.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
+    num_pages = min(work.max_pages, ceil_div(work.window, PAGE) + 1) if work.window else work.max_pages
     split = 1
-    while split < MAX_SPLIT and blocks * split * 2 <= most and split < reach:
+    while split < MAX_SPLIT and blocks * split * 2 <= max_blocks and split < num_pages:
         split *= 2
-    others = _ROWS * work.size * 2 + work.group * work.size // 4 * _ITEM + _RESERVED
-    room = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - others
-    # No more than a block has: what is left over lets a block of the launch before share the multiprocessor.
-    max_stages = min(MAX_STAGES, -(-reach // split))
-    return DecodePlan(split, max(2, min(max_stages, room // (2 * work.tile_bytes))))
+    other_bytes = _ROWS * work.size * 2 + work.group * work.size // 4 * _PARTIAL_BYTES + _RESERVED
+    capacity = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - other_bytes
+    # At most the pages of a block: the remaining shared memory lets a block of the previous launch be resident, too.
+    max_stages = min(MAX_STAGES, -(-num_pages // split))
+    return DecodePlan(split, max(2, min(max_stages, capacity // (2 * work.tile_bytes))))
 
 
 def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None = None) -> tirx.PrimFunc:
-    """The kernel of an attention whose rows are of different sequences; `PagedTensors` says its parameters.
+    """Kernel of a paged decode attention; `PagedTensors` documents its parameters.
 
-    Raises EncodingError if `unsupported_reason` says why the work is not for this kernel.
+    Raises
+    ------
+    EncodingError
+        If the kernel does not support the work (`unsupported_reason`).
     """
     reason = unsupported_reason(work, gpu)
     if reason:
@@ -96,25 +99,25 @@ def paged_decode_kernel(work: PagedWork, gpu: GpuTarget, plan: DecodePlan | None
 
 
 class _Kernel:
-    """State that the parts of the kernel share while it is written."""
+    """Writer of the kernel."""
 
     def __init__(self, tensors: PagedTensors, plan: DecodePlan) -> None:
         self.tensors, self.work, self.plan = tensors, tensors.work, plan
         work = self.work
-        self.own = work.group
-        self.pitch = work.size + _PAD
+        self.num_heads = work.group
+        self.pitch = work.size + _PAD_FLOATS
         self.shared = SharedMemory()
         self.ring = PageRing(tensors, self.shared, plan.stages)
         self.query_at = self.shared.reserve(_ROWS * work.size * 2)
-        self.items = self.own * work.size // 4
-        self.own_items = ceil_div(self.items, plan.split)
-        self.parts_at = self.shared.reserve(self.own_items * plan.split * _ITEM) if plan.split > 1 else 0
-        # The warps' sums lie where pages were.
-        sums = _WARPS * self.own * (self.pitch + 2) * 4
-        assert sums <= plan.stages * self.ring.stage_bytes, "sums of a block fit where its pages were"
+        self.items = self.num_heads * work.size // 4
+        self.items_per_block = ceil_div(self.items, plan.split)
+        self.parts_at = self.shared.reserve(self.items_per_block * plan.split * _PARTIAL_BYTES) if plan.split > 1 else 0
+        # The warps' accumulators reuse the memory of pages.
+        sums = _WARPS * self.num_heads * (self.pitch + 2) * 4
+        assert sums <= plan.stages * self.ring.stage_bytes, "accumulators of a block fit the memory of its pages"
 
     def emit(self) -> None:
-        """The launch."""
+        """Write the launch."""
         work, split = self.work, self.plan.split
         with launch(work.rows * work.kv_heads * split, _THREADS, split) as place:
             self.shared.open()
@@ -127,39 +130,39 @@ class _Kernel:
             self.lane, self.warp = T.bind(tirx.floormod(self.thread, WARP)), T.bind(tirx.floordiv(self.thread, WARP))
             self.first_head = T.bind(self.kv_head * work.group)
             ptx.launch_dependents()
-            self._find()
-            with when(self.thread == 0), T.serial(T.min(self.turns, self.plan.stages)) as turn:
-                self._ask(turn)
+            self._locate()
+            with when(self.thread == 0), T.serial(T.min(self.num_pages, self.plan.stages)) as index:
+                self._load_page(index)
             ptx.griddepcontrol_wait()
             if split > 1:
                 ptx.cluster_arrive()
             self._block()
 
-    def _find(self) -> None:
-        """The row's sequence, and its pages."""
+    def _locate(self) -> None:
+        """Compute the row's sequence, position and pages."""
         tensors, window = self.tensors, self.work.window
         sequence = T.bind(tensors.sequences[self.row])
         self.position = T.bind(T.Select(sequence < 0, -1, tensors.positions[self.row]))
         self.sequence = T.bind(T.max(sequence, 0))
         self.low: Expr = T.bind(T.max(self.position - (window - 1), 0)) if window else 0
         self.first_page: Expr = T.bind(T.truncdiv(self.low, PAGE)) if window else 0
-        self.last_page = T.bind(tirx.floordiv(self.position, PAGE))  # -1 of a row that is none
-        mine = self.last_page - self.first_page + self.plan.split - self.rank
-        self.turns = T.bind(T.truncdiv(T.max(mine, 0), self.plan.split))
+        self.last_page = T.bind(tirx.floordiv(self.position, PAGE))  # -1 for padding rows
+        pages_of_rank = self.last_page - self.first_page + self.plan.split - self.rank
+        self.num_pages = T.bind(T.truncdiv(T.max(pages_of_rank, 0), self.plan.split))
 
-    def _page(self, turn: Expr) -> Expr:
-        """The number of a turn's page in its sequence."""
-        return self.first_page + self.rank + turn * self.plan.split
+    def _page(self, index: Expr) -> Expr:
+        """Number in the sequence of the block's page `index`."""
+        return self.first_page + self.rank + index * self.plan.split
 
-    def _ask(self, turn: Expr) -> None:
-        page = T.bind(self.tensors.page_of(self.sequence, self._page(turn)))
-        self.ring.ask(turn, page, self.kv_head)
+    def _load_page(self, index: Expr) -> None:
+        page = T.bind(self.tensors.page_of(self.sequence, self._page(index)))
+        self.ring.load(index, page, self.kv_head)
 
-    def _complete(self, tile: Expr, number: Expr) -> Expr:
-        """Make a page that has come one without holes; how many tokens of the sequence are there, up to its end.
+    def _complete_page(self, tile: Expr, number: Expr) -> Expr:
+        """Complete a loaded page; the number of the sequence's tokens up to the page's end.
 
-        Values of tokens that nobody has written become zeros, for their weight 0 times NaN is NaN; the token's own key
-        and value come in.
+        Uninitialized values become zeros, as probability 0 times NaN would be NaN, and the token's key and value are
+        appended.
         """
         page = T.bind(self.tensors.page_of(self.sequence, number))
         token = T.bind(T.Select(page < 0, -1, self.position - number * PAGE))
@@ -177,31 +180,31 @@ class _Kernel:
         self._queries()
         self.scores.begin()
         ptx.block_barrier()
-        own_key = T.bind(self.warp * _KEYS)
+        first_key = T.bind(self.warp * _KEYS)
         lows = [self.low, self.low] if self.work.window else None
-        with T.serial(self.turns) as turn:
-            tile = self.ring.wait(turn)
-            number = T.bind(self._page(turn))
-            limit = self._complete(tile, number)
-            first = T.bind(number * PAGE + own_key)
-            self.scores.multiply_keys(tile, own_key)
+        with T.serial(self.num_pages) as index:
+            tile = self.ring.wait(index)
+            number = T.bind(self._page(index))
+            limit = self._complete_page(tile, number)
+            first = T.bind(number * PAGE + first_key)
+            self.scores.multiply_keys(tile, first_key)
             self.scores.update(first, [limit, limit], limit, lows)
             self.scores.rescale()
-            self.scores.add_values(tile + self.work.tile_bytes, own_key)
+            self.scores.add_values(tile + self.work.tile_bytes, first_key)
             ptx.block_barrier()
-            with when(tirx.all(self.thread == 0, turn + stages < self.turns)):
-                self._ask(turn + stages)
+            with when(tirx.all(self.thread == 0, index + stages < self.num_pages)):
+                self._load_page(index + stages)
         self.scores.softmax.finish()
-        self._put_together()
+        self._combine()
 
     def _queries(self) -> None:
-        """Heads of the tile into shared memory, zeros for those that are none."""
-        with T.serial(_ROWS // _WARPS) as turn:
-            head = T.bind(turn * _WARPS + self.warp)
+        """Prepare the query heads of the tile in shared memory, zeros for missing ones."""
+        with T.serial(_ROWS // _WARPS) as iteration:
+            head = T.bind(iteration * _WARPS + self.warp)
 
             def store(element: Expr, bits: Expr, head: Expr = head) -> None:
-                at = (tirx.floordiv(element, CHUNK) * _ROWS + head) * CHUNK + tirx.floormod(element, CHUNK)
-                ptx.store_shared(self.shared.at(self.query_at + at * 2), [bits], "u16")
+                offset = (tirx.floordiv(element, CHUNK) * _ROWS + head) * CHUNK + tirx.floormod(element, CHUNK)
+                ptx.store_shared(self.shared.at(self.query_at + offset * 2), [bits], "u16")
 
             exists = head < self.work.group
             with T.If(exists):
@@ -211,59 +214,59 @@ class _Kernel:
                 with T.Else(), T.serial(ceil_div(self.work.size // CHUNK, WARP)) as part:
                     chunk = part * WARP + self.lane
                     with when(chunk < self.work.size // CHUNK):
-                        at = (chunk * _ROWS + head) * CHUNK
-                        ptx.store_shared(self.shared.at(self.query_at + at * 2), [T.uint32(0)] * 4)
+                        offset = (chunk * _ROWS + head) * CHUNK
+                        ptx.store_shared(self.shared.at(self.query_at + offset * 2), [T.uint32(0)] * 4)
 
     def _append(self, tile: Expr, page: Expr, token: Expr) -> None:
-        """The token's key and value into its page, here and in memory."""
+        """Append the token's key and value to its page, in shared and in global memory."""
         work, tensors = self.work, self.tensors
         for kind in range(2):
             begin = T.bind(tensors.tile(page, self.kv_head, kind))
 
             def store(element: Expr, bits: Expr, begin: Expr = begin, kind: int = kind) -> None:
-                at = T.bind(in_tile(element, token))
-                ptx.store_shared(self.shared.at(tile + (kind * work.tile_bytes + at * 2)), [bits], "u16")
-                T.buffer_store(tensors.pages, bits, [begin + at])
+                offset = T.bind(in_tile(element, token))
+                ptx.store_shared(self.shared.at(tile + (kind * work.tile_bytes + offset * 2)), [bits], "u16")
+                T.buffer_store(tensors.pages, bits, [begin + offset])
 
             with when(self.warp == kind):
                 norm = tensors.k_norm if kind == 0 else None
                 head = work.heads + kind * work.kv_heads + self.kv_head
                 self.vector.emit(self.row, head, norm, kind == 0, store)
 
-    # The end: sums of warps, then those of blocks.
+    # Combination of warps, then of blocks.
 
-    def _put_together(self) -> None:
+    def _combine(self) -> None:
         work, scores, split = self.work, self.scores, self.plan.split
-        facts_at = _WARPS * self.own * self.pitch * 4
-        ring = self.ring.at
+        stats_at = _WARPS * self.num_heads * self.pitch * 4
+        ring = self.ring.offset
         for h in range(2):
             head = tirx.floordiv(self.lane, 4) + 8 * h
-            if 8 * h >= self.own:
+            if 8 * h >= self.num_heads:
                 break
-            with when(head < self.own):
-                line = T.bind(self.warp * self.own + head)
+            with when(head < self.num_heads):
+                line = T.bind(self.warp * self.num_heads + head)
                 with T.serial(work.size // 8) as block:
-                    at = ring + (line * self.pitch + block * 8 + tirx.floormod(self.lane, 4) * 2) * 4
+                    offset_of_pair = ring + (line * self.pitch + block * 8 + tirx.floormod(self.lane, 4) * 2) * 4
                     values = [as_bits(scores.sums[block * 4 + 2 * h + c]) for c in range(2)]
-                    ptx.store_shared(self.shared.at(at), values)
+                    ptx.store_shared(self.shared.at(offset_of_pair), values)
                 with when(tirx.floormod(self.lane, 4) == 0):
-                    facts = [as_bits(scores.softmax.row_max[h]), as_bits(scores.softmax.row_sum[h])]
-                    ptx.store_shared(self.shared.at(ring + facts_at + line * 8), facts)
+                    stats = [as_bits(scores.softmax.row_max[h]), as_bits(scores.softmax.row_sum[h])]
+                    ptx.store_shared(self.shared.at(ring + stats_at + line * 8), stats)
         ptx.block_barrier()
         if split > 1:
             ptx.cluster_wait()
         self._remote = local(1, "uint32")
         warps = SplitSums(_WARPS, scores.softmax.factor)
         quads = work.size // 4
-        with T.serial(ceil_div(self.items, _THREADS)) as turn:
-            item = T.bind(turn * _THREADS + self.thread)
+        with T.serial(ceil_div(self.items, _THREADS)) as iteration:
+            item = T.bind(iteration * _THREADS + self.thread)
             with when(item < self.items):
                 head, quad = T.bind(tirx.floordiv(item, quads)), T.bind(tirx.floormod(item, quads))
-                lines = [warp * self.own + head for warp in range(_WARPS)]
+                lines = [warp * self.num_heads + head for warp in range(_WARPS)]
                 self._add(
                     warps,
                     [ring + (line * self.pitch + quad * 4) * 4 for line in lines],
-                    [ring + facts_at + line * 8 for line in lines],
+                    [ring + stats_at + line * 8 for line in lines],
                 )
                 if split == 1:
                     self._store(warps, item)
@@ -273,42 +276,42 @@ class _Kernel:
             return
         ptx.cluster_barrier()
         blocks = SplitSums(split, scores.softmax.factor)
-        with T.serial(ceil_div(self.own_items, _THREADS)) as turn:
-            number = T.bind(turn * _THREADS + self.thread)
+        with T.serial(ceil_div(self.items_per_block, _THREADS)) as iteration:
+            number = T.bind(iteration * _THREADS + self.thread)
             item = T.bind(number * split + self.rank)
-            with when(tirx.all(number < self.own_items, item < self.items)):
-                places = [self.parts_at + (number * split + part) * _ITEM for part in range(split)]
-                self._add(blocks, places, [place + 16 for place in places])
+            with when(tirx.all(number < self.items_per_block, item < self.items)):
+                offsets = [self.parts_at + (number * split + part) * _PARTIAL_BYTES for part in range(split)]
+                self._add(blocks, offsets, [offset + 16 for offset in offsets])
                 self._store(blocks, item)
 
-    def _add(self, parts: SplitSums, sums: list[Expr], facts: list[Expr]) -> None:
-        """Put parts of four sums together: offsets of their sums, and of their greatest scores and row sums."""
+    def _add(self, parts: SplitSums, sums: list[Expr], stats: list[Expr]) -> None:
+        """Combine splits, given the offsets of their accumulators and of their softmax statistics."""
         for part in range(parts.parts):
 
             def read(fact_registers: Sequence[Expr], sum_registers: Sequence[Expr], part: int = part) -> None:
-                ptx.load_shared(fact_registers, self.shared.at(facts[part]))
+                ptx.load_shared(fact_registers, self.shared.at(stats[part]))
                 ptx.load_shared(sum_registers, self.shared.at(sums[part]))
 
             parts.load(part, read)
         parts.add()
 
     def _send(self, parts: SplitSums, item: Expr) -> None:
-        """Four sums of this block to the block that stores them."""
+        """Send four columns of this block to the block that stores them."""
         split = self.plan.split
-        target = self.parts_at + (tirx.floordiv(item, split) * split + self.rank) * _ITEM
+        target = self.parts_at + (tirx.floordiv(item, split) * split + self.rank) * _PARTIAL_BYTES
         address = T.bind(ptx.shared_address(self.shared.at(target)))
         ptx.remote_address(self._remote[0], address, tirx.floormod(item, split))
         ptx.store_remote(self._remote[0], [as_bits(parts.total[i]) for i in range(4)])
         ptx.store_remote(self._remote[0] + T.uint32(16), [as_bits(parts.state[i]) for i in range(2)])
 
     def _store(self, parts: SplitSums, item: Expr) -> None:
-        """Four averages into the result; zeros of a row that is none."""
+        """Normalize and store four columns; padding rows become zeros."""
         work = self.work
         quads = work.size // 4
         head, quad = tirx.floordiv(item, quads), tirx.floormod(item, quads)
         factor = T.bind(average_factor(parts.row_sum, nan_to_zero=True))
         row = T.Cast("int64", self.row) * (work.heads * work.size)
-        at = T.bind(row + T.Cast("int64", (self.first_head + head) * work.size + quad * 4))
+        offset = T.bind(row + T.Cast("int64", (self.first_head + head) * work.size + quad * 4))
         out = self.tensors.out
         for i in range(4):
-            T.buffer_store(out, T.Cast(work.dtype, parts.total[i] * factor), [at + i])
+            T.buffer_store(out, T.Cast(work.dtype, parts.total[i] * factor), [offset + i])

@@ -1,7 +1,7 @@
 """A ring of stages in shared memory: producers fill stages ahead of the consumers that read them.
 
-Each stage has two mbarriers: "full" (copies are complete) and "empty" (consumers are done). Tile number `index`, counted
-from 0, is in stage ``index % stages``.
+Each stage has two mbarriers: "full" (copies are complete) and "empty" (consumers are done). The tile of an `index`,
+counted from 0, is in stage ``index % stages``.
 """
 
 from __future__ import annotations

@@ -82,5 +82,5 @@ def test_in_place_on_a_gpu(name):
 
 def test_a_gpu_without_kernels_is_named():
     call = Call(CASES["decode"], fresh_rng())
-    with pytest.raises(HeteroError, match="sm_80 has no bulk copies"):
+    with pytest.raises(HeteroError, match="sm_80 lacks bulk copies"):
         rh.compile(module_of(call, {"kind": "cuda", "arch": "sm_80"}), cache=False)

@@ -100,7 +100,7 @@ def test_a_large_model_on_a_gpu(rows):
 def test_unsupported_problems_name_the_reason():
     with pytest.raises(EncodingError, match="heads of 24, expected a multiple of 16"):
         paged_decode_kernel(case((3,), size=24).work, GPU)
-    with pytest.raises(EncodingError, match="17 heads of queries for one of keys, expected at most 16"):
+    with pytest.raises(EncodingError, match="17 query heads per key head, expected at most 16"):
         paged_decode_kernel(case((3,), heads=17, kv_heads=1).work, GPU)
-    with pytest.raises(EncodingError, match="sm_80 has no bulk copies"):
+    with pytest.raises(EncodingError, match="sm_80 lacks bulk copies"):
         paged_decode_kernel(case((3,)).work, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))
