@@ -23,7 +23,7 @@ from .core.launch import at_least_one
 from .core.storage_position import THREADS, common_lanes, empty_launch, innermost, position_of, run_length
 from .core.vectors import MAX_LANES, VectorRegisters
 
-VECTORS_PER_THREAD = 2
+THREAD_VECTORS = 2
 """Vectors per thread, if there are enough to occupy the GPU."""
 RESIDENT_THREADS_PER_SM = 2048
 """Resident threads per multiprocessor."""
@@ -64,7 +64,7 @@ class _Kernel:
         run = run_length(problem.result.layout, problem.result.shape, problem.result.dtype)
         self.lanes = max_lanes if self.is_flat else common_lanes(max_lanes, [run])
         self.total = prod(map(plain_extent, self.result.physical))
-        self._is_vector = [not self.is_flat and self._runs_along(i) for i in range(len(self.operands))]
+        self._runs = [not self.is_flat and self._runs_along(i) for i in range(len(self.operands))]
 
     def write(self) -> None:
         """Write the launch."""
@@ -73,20 +73,20 @@ class _Kernel:
             return
         vectors = ceil_div(self.total, self.lanes)
         resident = self.gpu.multiprocessors * RESIDENT_THREADS_PER_SM
-        vectors_per_thread = (
-            VECTORS_PER_THREAD if isinstance(vectors, int) and vectors >= resident * VECTORS_PER_THREAD else 1
+        count = (
+            THREAD_VECTORS if isinstance(vectors, int) and vectors >= resident * THREAD_VECTORS else 1
         )
-        grid = int64(at_least_one(ceil_div(vectors, THREADS * vectors_per_thread)))
+        grid = int64(at_least_one(ceil_div(vectors, THREADS * count)))
         with (
             T.thread_binding(grid, thread="blockIdx.x") as block,
             T.thread_binding(THREADS, thread="threadIdx.x") as thread,
         ):
             for storage in (*self.operands, self.result):
                 storage.open(raw=storage.nominal in ("bfloat16", "bool"))
-            first = materialize(block * (THREADS * vectors_per_thread) + tirx.Cast("int64", thread))
-            numbers = [first if i == 0 else materialize(first + i * THREADS) for i in range(vectors_per_thread)]
+            first = materialize(block * (THREADS * count) + tirx.Cast("int64", thread))
+            numbers = [first if i == 0 else materialize(first + i * THREADS) for i in range(count)]
             num_full = self.total // self.lanes
-            is_whole = isinstance(self.total, int) and self.total % (self.lanes * THREADS * vectors_per_thread) == 0
+            is_whole = isinstance(self.total, int) and self.total % (self.lanes * THREADS * count) == 0
             if is_whole and num_full:
                 self._vectors(numbers)
                 return
@@ -108,7 +108,7 @@ class _Kernel:
         ]
         registers = [
             [
-                self._load(i, number, place) if alike or self._is_vector[i] else None
+                self._load(i, number, place) if alike or self._runs[i] else None
                 for i, alike in enumerate(self.alike)
             ]
             for number, place in zip(numbers, places, strict=True)
@@ -151,11 +151,11 @@ class _Kernel:
             assert place is not None
             d = self.names.index(name)
             layout = self.result.layout
-            coordinate = place[d] + lane if d == innermost(layout, self.problem.result.shape) else place[d]
+            c = place[d] + lane if d == innermost(layout, self.problem.result.shape) else place[d]
             position[dim] = (
-                coordinate
+                c
                 if is_multiple(self.extents[d], layout.tile(d))
-                else T.min(coordinate, int64(self.extents[d]) - 1)
+                else T.min(c, int64(self.extents[d]) - 1)
             )
         return self.operands[index].offset(position, {})
 

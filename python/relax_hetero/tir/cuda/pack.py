@@ -149,12 +149,12 @@ def _transpose_tiles(source: PackedStorage, destination: PackedStorage) -> None:
     along, across = _innermost(source), _innermost(destination)
     layout, rank, size = destination.layout, len(destination.shape), bytes_of(source.nominal)
     edge = TILE_EXTENT if size <= 4 else TILE_EXTENT // 2
-    stored_extents = [destination.tiles[d] * layout.tile(d) for d in range(rank)]
+    ends = [destination.tiles[d] * layout.tile(d) for d in range(rank)]
     extents = extents_of([source, destination])
-    counts = [ceil_div(stored_extents[d], edge) if d in (along, across) else stored_extents[d] for d in range(rank)]
+    counts = [ceil_div(ends[d], edge) if d in (along, across) else ends[d] for d in range(rank)]
     total = prod(counts)
     load_lanes = _lanes(source, [extents[along]])
-    store_lanes = _lanes(destination, [stored_extents[across]])
+    store_lanes = _lanes(destination, [ends[across]])
     with (
         T.thread_binding(int64(at_least_one(total)), thread="blockIdx.x") as block,
         T.thread_binding(THREADS, thread="threadIdx.x") as thread,
@@ -189,7 +189,7 @@ def _transpose_tiles(source: PackedStorage, destination: PackedStorage) -> None:
         def store(row: Expr, column: Expr) -> None:
             at = position_at(column, row)
             exists = tirx.all(
-                at[across] < stored_extents[across], at[along] < stored_extents[along], *_has_blocks(total, block)
+                at[across] < ends[across], at[along] < ends[along], *_has_blocks(total, block)
             )
             vector = VectorRegisters(destination, destination.offset(*split_position(layout, at)), store_lanes, 1)
             for lane in range(store_lanes):

@@ -75,9 +75,9 @@ class GpuHeads(HeadsView):
         """Alignment in bytes, a power of two up to `max_bytes`, of rows along a contiguous dimension."""
         element, width = bytes_of(self.nominal), max(max_bytes, bytes_of(self.nominal))
         name = {"k": self._depth, "row": "m"}.get(along, along)
-        outer_strides = [stride for other, stride in self._strides.items() if other != name]
+        outer = [stride for other, stride in self._strides.items() if other != name]
         while width > element and not all(
-            is_multiple(value, width // element) for value in (*outer_strides, self._start)
+            is_multiple(value, width // element) for value in (*outer, self._start)
         ):
             width //= 2
         return width

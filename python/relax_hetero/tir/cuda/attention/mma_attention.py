@@ -103,15 +103,15 @@ class _Kernel:
         self.sums = RegisterTile(self.width)
         first_row = T.bind(self.row + self.warp * 16)
         row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
-        visible_keys = local(2, "int32")
+        limits = local(2, "int32")
         for h in range(2):
-            T.buffer_store(visible_keys, self._visible_keys(row + 8 * h), [h])
-        min_visible = self._visible_keys(first_row if tensors.rows.heads_per_tile == 1 else 0)
+            T.buffer_store(limits, self._visible_keys(row + 8 * h), [h])
+        lowest = self._visible_keys(first_row if tensors.rows.heads_per_tile == 1 else 0)
         tile.begin(
             at,
             row,
-            [visible_keys[0], visible_keys[1]],
-            min_visible if isinstance(min_visible, int) else T.bind(min_visible),
+            [limits[0], limits[1]],
+            lowest if isinstance(lowest, int) else T.bind(lowest),
         )
         self.sums.fill(0)
         origin = T.bind(T.Cast("int64", self.row))

@@ -74,14 +74,14 @@ class ScoreTile:
         self.problem, self.masks, self.rows, self.keys, self.is_masked = problem, masks, rows, keys, is_masked
         self.scale = plain_scale(problem.scores.expression)
         """Scale fused into the softmax; None if the expression is evaluated score by score."""
-        self.mask_registers: list[Any] = []
+        self.loaded: list[Any] = []
 
     def declare(self, thread: Expr) -> None:
         """Allocate registers, within the launch."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
         self.scores, self.weights = RegisterTile(self.keys), local(self.keys // 4, "uint32")
         self.softmax = OnlineSoftmax(self.scores, 1.0 if self.scale is None else self.scale)
-        self.mask_registers = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
+        self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
     def begin(self, at: Coordinates, row: Expr, visible: Sequence[Expr], min_visible: Expr) -> None:
         """Initialize for a block of rows.
@@ -118,7 +118,7 @@ class ScoreTile:
     def load_masks(self, first: Expr) -> None:
         """Load masks of the tile from key `first` on (int32), early enough to hide the latency."""
         sizes = self.rows.sizes
-        for view, registers in zip(self.masks, self.mask_registers, strict=True):
+        for view, registers in zip(self.masks, self.loaded, strict=True):
             by_row, by_key = self._depends_on_row(view), view.runs_along("n")
             with unrolled(self._num_mask_registers(view)) as number:
                 at: dict[str, Expr] = {"b": self.at["b"], "h": self.at["group"]}
@@ -153,8 +153,8 @@ class ScoreTile:
 
             def score(value: Expr, i: Expr) -> Expr:
                 masks = [
-                    registers[self._mask_index(view, i)]
-                    for view, registers in zip(self.masks, self.mask_registers, strict=True)
+                    mask[self._mask_index(view, i)]
+                    for view, mask in zip(self.masks, self.loaded, strict=True)
                 ]
                 return emit(self.problem.scores.expression, [value, *masks], dtypes)
 

@@ -30,7 +30,7 @@ from .attention_plan import AttentionPlan
 from .attention_tensors import AttentionTensors, tiles_of, to_int32
 from .heads import GpuHeads
 
-THREADS_PER_ROW = 16
+ROW_THREADS = 16
 _QUAD = 4
 _ROW_LANES = (1, 2, 4, 8)
 """Shuffle distances between the lanes of a row."""
@@ -57,7 +57,7 @@ class SimtPlan:
     @property
     def threads(self) -> int:
         """Number of threads of a block."""
-        return self.rows // self.thread_rows * THREADS_PER_ROW
+        return self.rows // self.thread_rows * ROW_THREADS
 
 
 PLANS = (SimtPlan(64, 64, 4), SimtPlan(32, 64, 2), SimtPlan(16, 64, 1), SimtPlan(16, 16, 1))
@@ -104,7 +104,7 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     if 0 in sizes.values():
         raise EncodingError(f"attention on {gpu.arch}: an extent is 0 in {sizes}")
     shared = sizes["h"] // sizes["g"]
-    heads_per_tile = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * THREADS_PER_ROW else 1
+    heads_per_tile = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * ROW_THREADS else 1
     plan = plan or choose_simt_plan(problem, gpu, heads_per_tile)
     uses_pdl = gpu.overlaps_launches
     function = Function("attention", registers="local")
@@ -123,7 +123,7 @@ class _Kernel:
         self.uses_pdl = uses_pdl
         self.tensors, self.plan, self.problem = tensors, plan, tensors.problem
         self.d, self.e = int(tensors.sizes["d"]), int(tensors.sizes["e"])
-        self.columns = ceil_div(self.e, THREADS_PER_ROW * _QUAD)
+        self.columns = ceil_div(self.e, ROW_THREADS * _QUAD)
         """Groups of four columns of values per thread."""
         shared = self.shared = SharedMemory()
         self.q_at = shared.reserve(plan.rows * _pitch(self.d) * 4)
@@ -139,10 +139,10 @@ class _Kernel:
         self.row, self.at, self.at_keys = tensors.locate(block, plan.rows)
         visible = tensors.visible(self.row, plan.rows)
         self.end = T.bind(visible) if not isinstance(visible, int) else visible
-        self.lane_in_row = T.bind(tirx.floormod(self.thread, THREADS_PER_ROW))
-        self.first_row = T.bind(tirx.floordiv(self.thread, THREADS_PER_ROW) * plan.thread_rows)
+        self.lane = T.bind(tirx.floormod(self.thread, ROW_THREADS))
+        self.first_row = T.bind(tirx.floordiv(self.thread, ROW_THREADS) * plan.thread_rows)
         """The thread's first row in the tile."""
-        count, keys = plan.thread_rows, plan.keys // THREADS_PER_ROW
+        count, keys = plan.thread_rows, plan.keys // ROW_THREADS
         self.scores = local(count * keys, "float32")
         self.sums = local(count * self.columns * _QUAD, "float32")
         self.row_max, self.row_sum, self.new_max, self.rescale = (local(count, "float32") for _ in range(4))
@@ -175,7 +175,7 @@ class _Kernel:
     ) -> None:
         """Load a tile into shared memory as float32, by all threads; zeros beyond the extent."""
         quads, pitch = ceil_div(width, _QUAD), _pitch(width)
-        registers = local(_QUAD, "float32")
+        values = local(_QUAD, "float32")
         is_vector = view.nominal == "float32" and width % _QUAD == 0
         is_vector = is_vector and view.is_contiguous("k") and view.alignment("k", 16) == 16
         with T.serial(ceil_div(rows * quads, self.plan.threads)) as iteration:
@@ -183,46 +183,46 @@ class _Kernel:
             with when(item < rows * quads):
                 row, quad = T.bind(T.truncdiv(item, quads)), T.bind(T.truncmod(item, quads))
                 exists = first + row < end
-                position = {**at, row_dim: T.Cast("int64", first + row)}
+                at_row = {**at, row_dim: T.Cast("int64", first + row)}
                 for i in range(_QUAD):
-                    T.buffer_store(registers, T.float32(0), [i])
+                    T.buffer_store(values, T.float32(0), [i])
                 with when(exists):
                     if is_vector:
-                        source = view.address({**position, "k": T.Cast("int64", quad * _QUAD)})
+                        source = view.address({**at_row, "k": T.Cast("int64", quad * _QUAD)})
                         pointer = T.address_of(view.data[source])
-                        ptx.load_global([registers[i] for i in range(_QUAD)], pointer, "f32", is_constant=False)
+                        ptx.load_global([values[i] for i in range(_QUAD)], pointer, "f32", is_constant=False)
                     else:
                         for i in range(_QUAD):
                             self._load_element(
-                                view, {**position, "k": T.Cast("int64", quad * _QUAD + i)}, registers, i, width
+                                view, {**at_row, "k": T.Cast("int64", quad * _QUAD + i)}, values, i, width
                             )
                 target = self.shared.at(offset + (row * pitch + quad * _QUAD) * 4)
-                ptx.store_shared(target, [registers[i] for i in range(_QUAD)], "f32")
+                ptx.store_shared(target, [values[i] for i in range(_QUAD)], "f32")
 
-    def _load_element(self, view: GpuHeads, at: Coordinates, registers: Any, i: int, width: int) -> None:
+    def _load_element(self, view: GpuHeads, at: Coordinates, values: Any, i: int, width: int) -> None:
         value = T.cast(view.data[view.address(at)], "float32")
         if width % _QUAD:
             with when(at["k"] < width):
-                T.buffer_store(registers, value, [i])
+                T.buffer_store(values, value, [i])
         else:
-            T.buffer_store(registers, value, [i])
+            T.buffer_store(values, value, [i])
 
     def _read(self, buffer: Any, first: int, offset: Expr) -> None:
         """Load four neighbouring floats from shared memory."""
         ptx.load_shared([buffer[first + i] for i in range(_QUAD)], self.shared.at(offset), "f32")
 
     def _compute_scores(self) -> None:
-        """Compute scores of the thread's keys ``lane_in_row``, ``lane_in_row + 16``, ..."""
-        thread_rows, keys, pitch = self.plan.thread_rows, self.plan.keys // THREADS_PER_ROW, _pitch(self.d)
+        """Compute scores of the thread's keys ``lane``, ``lane + 16``, ..."""
+        thread_rows, keys, pitch = self.plan.thread_rows, self.plan.keys // ROW_THREADS, _pitch(self.d)
         with unrolled(thread_rows * keys) as i:
             T.buffer_store(self.scores, T.float32(0), [i])
         query_offset = T.bind(self.q_at + self.first_row * (pitch * 4))
-        key_offset = T.bind(self.k_at + self.lane_in_row * (pitch * 4))
+        key_offset = T.bind(self.k_at + self.lane * (pitch * 4))
         with T.serial(ceil_div(self.d, _QUAD)) as step:
             for i in range(thread_rows):
                 self._read(self.left, i * _QUAD, query_offset + step * (_QUAD * 4) + i * pitch * 4)
             for j in range(keys):
-                self._read(self.right, j * _QUAD, key_offset + step * (_QUAD * 4) + j * THREADS_PER_ROW * pitch * 4)
+                self._read(self.right, j * _QUAD, key_offset + step * (_QUAD * 4) + j * ROW_THREADS * pitch * 4)
             for i in range(thread_rows):
                 for j in range(keys):
                     total: Expr = self.scores[i * keys + j]
@@ -232,7 +232,7 @@ class _Kernel:
 
     def _softmax(self, first: Expr) -> None:
         """Update the online softmax: store probabilities to shared memory, and rescale accumulators."""
-        tensors, thread_rows, keys = self.tensors, self.plan.thread_rows, self.plan.keys // THREADS_PER_ROW
+        tensors, thread_rows, keys = self.tensors, self.plan.thread_rows, self.plan.keys // ROW_THREADS
         rows, sizes = tensors.rows, tensors.sizes
         dtypes = ["float32", *(view.nominal for view in tensors.masks)]
         for i in range(thread_rows):
@@ -246,7 +246,7 @@ class _Kernel:
                 coordinates = {**coordinates, **rows.place(clamped_row, self.at["group"])}
             T.buffer_store(self.new_max, self.row_max[i], [i])
             for j in range(keys):
-                column = T.bind(first + (j * THREADS_PER_ROW) + self.lane_in_row)
+                column = T.bind(first + (j * ROW_THREADS) + self.lane)
                 key = T.min(T.Cast("int64", column), int64(sizes["n"] - 1))
                 masks = [view.data[view.address({**coordinates, "n": key})] for view in tensors.masks]
                 value = emit(self.problem.scores.expression, [self.scores[i * keys + j], *masks], dtypes)
@@ -265,7 +265,7 @@ class _Kernel:
                 T.buffer_store(self.scores, T.exp(self.scores[i * keys + j] - self.new_max[i]), [i * keys + j])
                 T.buffer_store(self.row_sum, self.row_sum[i] + self.scores[i * keys + j], [i])
                 ptx.store_shared(
-                    self.shared.at(target + (j * THREADS_PER_ROW + self.lane_in_row) * 4),
+                    self.shared.at(target + (j * ROW_THREADS + self.lane) * 4),
                     [self.scores[i * keys + j]],
                     "f32",
                 )
@@ -283,7 +283,7 @@ class _Kernel:
             for c in range(self.columns):
                 # Columns beyond the last one are clamped, and not stored.
                 column = T.min(
-                    self.lane_in_row * _QUAD + c * THREADS_PER_ROW * _QUAD, (ceil_div(self.e, _QUAD) - 1) * _QUAD
+                    self.lane * _QUAD + c * ROW_THREADS * _QUAD, (ceil_div(self.e, _QUAD) - 1) * _QUAD
                 )
                 for k in range(_QUAD):
                     self._read(self.right, k * _QUAD, self.k_at + ((step * _QUAD + k) * pitch + column) * 4)
@@ -304,7 +304,7 @@ class _Kernel:
             row = T.bind(self.row + self.first_row + i)
             with when(row < to_int32(tensors.rows.count)), unrolled(width) as c:
                 column = T.bind(
-                    self.lane_in_row * _QUAD + tirx.floordiv(c, _QUAD) * (THREADS_PER_ROW * _QUAD) + tirx.floormod(c, 4)
+                    self.lane * _QUAD + tirx.floordiv(c, _QUAD) * (ROW_THREADS * _QUAD) + tirx.floormod(c, 4)
                 )
                 with when(column < self.e):
                     value = averaged(self.sums[i * width + c], self.rescale[i], self.problem.nan_to_zero)

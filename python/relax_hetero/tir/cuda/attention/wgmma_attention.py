@@ -318,14 +318,14 @@ class _Kernel:
         tile, count, keys, values = self.tile, self.count, self.key_ring, self.value_ring
         row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
         for h in range(2):
-            T.buffer_store(self.visible_keys, self._visible_keys(row + 8 * h), [h])
-        min_visible = (
-            self._visible_keys(self.row + self.group * 64)
+            T.buffer_store(self.visible_keys, self._visible(row + 8 * h), [h])
+        lowest = (
+            self._visible(self.row + self.group * 64)
             if self.tensors.rows.heads_per_tile == 1
-            else self._visible_keys(0)
+            else self._visible(0)
         )
-        min_visible = T.bind(min_visible) if not isinstance(min_visible, int) else min_visible
-        tile.begin(self.at, row, [self.visible_keys[0], self.visible_keys[1]], min_visible)
+        lowest = T.bind(lowest) if not isinstance(lowest, int) else lowest
+        tile.begin(self.at, row, [self.visible_keys[0], self.visible_keys[1]], lowest)
         self.sums.fill(0)
         tile.load_masks(self._first_key(0))
         ptx.barrier_wait(self.queries_full, 0)
@@ -370,7 +370,7 @@ class _Kernel:
         else:
             self._store()
 
-    def _visible_keys(self, row: Expr) -> Expr:
+    def _visible(self, row: Expr) -> Expr:
         """Number of the block's keys visible to a row."""
         if not self.is_causal:
             return self.end

@@ -77,9 +77,7 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
             if plan is None:
                 plan = simt_plan((known(m), int(columns), int(depth)), known(batches.count), dtype, gpu)
             taps = FilterTaps(data, problem, extents, len(batch))
-            left, right = (
-                SimtOperand(data, "m", plan.rows, m, taps),
-                SimtOperand(weight, "n", plan.columns, int(columns)),
-            )
+            left = SimtOperand(data, "m", plan.rows, m, taps)
+            right = SimtOperand(weight, "n", plan.columns, int(columns))
             TiledProduct(left, right, int(depth), dtype, writer, batches, plan).emit()
     return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)

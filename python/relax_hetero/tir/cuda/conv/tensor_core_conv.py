@@ -161,13 +161,13 @@ class WindowTile(SwizzledLines):
         unsigned = f"u{self.taps.kind}"
         for copy in range(CHUNK_BYTES // width):
             exists = self._has_channel(chunk * self.per_chunk + copy * elements + channel_offset)
-            line_offset = T.Cast(unsigned, channel_offset + copy * elements)
+            offset = T.Cast(unsigned, channel_offset + copy * elements)
 
             def tap_source(
-                i: Expr, exists: Expr | None = exists, line_offset: Expr = line_offset
+                i: Expr, exists: Expr | None = exists, offset: Expr = offset
             ) -> tuple[Expr, Expr | None]:
                 # Lines of padding read the begin of the map, where there are as many channels.
-                source = T.Cast(unsigned, self._tap_offsets[i]) + line_offset
+                source = T.Cast(unsigned, self._tap_offsets[i]) + offset
                 size = None if self._masks is None else self._tap_sizes[i]
                 if exists is not None:
                     source = T.Select(exists, source, tirx.const(0, unsigned))
@@ -239,7 +239,7 @@ class WindowTile(SwizzledLines):
         self,
         shared: SharedMemory,
         target: Expr,
-        source_offset: Expr,
+        offset: Expr,
         width: int,
         bits: Expr | None,
         exists: Expr | None,
@@ -247,7 +247,7 @@ class WindowTile(SwizzledLines):
         """Issue copies of `width` bytes for every line of the thread, zeros where they do not exist."""
 
         def line_source(i: Expr) -> tuple[Expr, Expr | None]:
-            source, predicate = self._offsets[i] + source_offset, exists
+            source, predicate = self._offsets[i] + offset, exists
             if bits is not None:
                 is_inside = T.bitwise_and(self._masks[i], bits) == bits
                 predicate = is_inside if predicate is None else tirx.all(is_inside, predicate)

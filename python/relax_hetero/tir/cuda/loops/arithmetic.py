@@ -21,7 +21,7 @@ NARROW = ("float16", "bfloat16")
 """16-bit floating-point types, computed in float32."""
 
 # Calls without arithmetic: selection, hints and reinterpretation of bits.
-_NOT_ARITHMETIC = frozenset(
+_OPAQUE = frozenset(
     ("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.address_of", "tirx.call_extern")
 )
 
@@ -30,7 +30,7 @@ def for_cuda(expr: Expr) -> Expr:
     """Compute the functions of 16-bit floats in an expression in float32."""
 
     def on_call(call: tvm.ir.Call) -> Expr:
-        if not isinstance(call.op, tvm.ir.Op) or call.op.name in _NOT_ARITHMETIC:
+        if not isinstance(call.op, tvm.ir.Op) or call.op.name in _OPAQUE:
             return call
         types = [_type(arg) for arg in call.args]
         if not any(dtype in NARROW for dtype in types):

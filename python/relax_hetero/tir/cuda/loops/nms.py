@@ -72,7 +72,7 @@ class _Kernel:
         """Write the launch that selects the boxes of each class, best first, and counts them."""
         m = self._memory
         with launch(m.groups, _THREADS) as (group, thread):
-            box, score, max_selected, overlap, min_score, alive, taken, counts, *partials = self._open(
+            box, score, max_selected, overlap, min_score, alive, taken, counts, *maxima = self._open(
                 "box", "score", "most", "overlap", "least", "alive", "taken", "counts", "scores", "places"
             )
             last, count, is_running = register("int32", 1), register("int32", 1), register("int32", 1)
@@ -82,17 +82,17 @@ class _Kernel:
             limit = T.min(max_selected[_ZERO], int64(m.limit))
             T.buffer_store(is_running, tirx.Cast("int32", tirx.all(limit > 0, group < m.groups)), [_ZERO])
             with T.While(is_running[_ZERO] != 0):
-                best, best_index = register("float32", 1), register("int32", 1)
+                best, winner = register("float32", 1), register("int32", 1)
                 T.buffer_store(best, tirx.const(float("-inf"), "float32"), [_ZERO])
-                T.buffer_store(best_index, none, [_ZERO])
+                T.buffer_store(winner, none, [_ZERO])
                 with T.serial(int64(ceil_div(m.boxes, _THREADS))) as iteration:
                     i = iteration * _THREADS + thread
                     with T.If(i < m.boxes), T.Then():
                         self._visit_box(
-                            i, group, (box, score, overlap, min_score, alive), last, count, best, best_index
+                            i, group, (box, score, overlap, min_score, alive), last, count, best, winner
                         )
                 T.buffer_store(
-                    last, self._best_of_block((partials[0], partials[1]), group, thread, best, best_index), [_ZERO]
+                    last, self._best_of_block((maxima[0], maxima[1]), group, thread, best, winner), [_ZERO]
                 )
                 with T.If(last[_ZERO] >= 0), T.Then():
                     with T.If(tirx.EQ(thread, _ZERO)), T.Then():
@@ -122,11 +122,11 @@ class _Kernel:
                 T.buffer_store(is_alive, tirx.Cast("int32", alive[index]), [_ZERO])
                 with T.If(is_alive[_ZERO] != 0), T.Then():
                     corners = self._corners(box, image + i)
-                    last_corners = self._corners(box, image + tirx.Cast("int64", last[_ZERO]))
+                    last_box = self._corners(box, image + tirx.Cast("int64", last[_ZERO]))
                     is_last = tirx.EQ(i, tirx.Cast("int64", last[_ZERO]))
                     with (
                         T.If(
-                            tirx.any(is_last, overlaps(corners, last_corners, overlap[_ZERO], tirx.const(0, "float32")))
+                            tirx.any(is_last, overlaps(corners, last_box, overlap[_ZERO], tirx.const(0, "float32")))
                         ),
                         T.Then(),
                     ):

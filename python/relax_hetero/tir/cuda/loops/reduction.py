@@ -451,16 +451,16 @@ def from_below(value_register: tirx.Buffer, distance: int) -> Expr:
     A shuffle inside an expression could end up in a divergent branch, as TVM lowers selections to branches.
     """
     dtype = str(value_register.dtype)
-    shuffled_type = dtype
+    wide = dtype
     if bytes_of(dtype) < 4:  # shuffles exchange words; the wide type represents every narrow value
-        shuffled_type = "float32" if "float" in dtype else "int32"
+        wide = "float32" if "float" in dtype else "int32"
     value: Expr = tirx.BufferLoad(value_register, [int64(0)])
     numbers = [tirx.const(n, "int32") for n in (distance, WARP, WARP)]
     shuffled = tirx.call_intrin(
-        shuffled_type,
+        wide,
         "tirx.tvm_warp_shuffle_down",
         tirx.const(_FULL_MASK, "uint32"),
-        _cast(value, shuffled_type),
+        _cast(value, wide),
         *numbers,
     )
     return _cast(_in_register(shuffled), dtype)

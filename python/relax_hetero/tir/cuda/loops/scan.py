@@ -239,11 +239,11 @@ class _Scan:
         distance = 1
         while distance < _THREADS:
             sync()
-            other_half = _THREADS - half
+            other = _THREADS - half
             lower = shared[T.max(thread - distance, int64(0)) + half]
             combined = self.combine(lower, shared[thread + half])
             T.buffer_store(
-                shared, tirx.Select(thread >= distance, combined, shared[thread + half]), [thread + other_half]
+                shared, tirx.Select(thread >= distance, combined, shared[thread + half]), [thread + other]
             )
-            half, distance = other_half, distance * 2
+            half, distance = other, distance * 2
         return half

@@ -65,11 +65,11 @@ class GpuScatter:
     @property
     def is_sorted(self) -> bool:
         """True if updates are sorted by target."""
-        max_collisions = self.problem.updates[self.axis] if self.axis is not None else self.targets
+        count = self.problem.updates[self.axis] if self.axis is not None else self.targets
         return (
             self.targets is not None
-            and isinstance(max_collisions, int)
-            and max_collisions > MAX_IN_ORDER
+            and isinstance(count, int)
+            and count > MAX_IN_ORDER
             and self.targets < 2**31
         )
 
@@ -178,7 +178,7 @@ class _Kernel:
     def __init__(self, function: Function, scatter: GpuScatter, parts: Sequence[str]) -> None:
         self._scatter, problem = scatter, scatter.problem
         count = (scatter.targets,) if scatter.targets is not None else ()
-        tensors = {
+        specs = {
             "data": (problem.data, problem.dtype),
             "indices": (problem.indices, problem.index_dtype),
             "updates": (problem.updates, problem.dtype),
@@ -188,12 +188,12 @@ class _Kernel:
         }
         self._arguments, self._shapes = {}, {}
         for part in parts:
-            shape, dtype = tensors[part]
+            shape, dtype = specs[part]
             self._shapes[part] = [function.extent(dim) for dim in shape]
             self._arguments[part] = function.argument(part, self._shapes[part], dtype)
         self.extents = {
-            part: [function.symbol(dim) if isinstance(dim, str) else dim for dim in tensors[part][0]]
-            for part in tensors
+            part: [function.symbol(dim) if isinstance(dim, str) else dim for dim in specs[part][0]]
+            for part in specs
         }
         self._views: dict[str, Any] = {}
 
@@ -252,11 +252,11 @@ class _Kernel:
             registers = [register("int64", 1) for _ in range(depth)]
             for d, coordinate in enumerate(registers):
                 T.buffer_store(coordinate, self._index(number * depth + d), [int64(0)])
-            coordinates = [coordinate[int64(0)] for coordinate in registers]
-            is_inside = [c >= 0 for c in coordinates] + [
-                c < extent for c, extent in zip(coordinates, data, strict=False)
+            values = [coordinate[int64(0)] for coordinate in registers]
+            is_inside = [c >= 0 for c in values] + [
+                c < extent for c, extent in zip(values, data, strict=False)
             ]
-            target = ravel(coordinates, data[:depth]) if coordinates else int64(0)
+            target = ravel(values, data[:depth]) if values else int64(0)
         else:
             updates = self.extents["updates"]
             position = unravel(number, [_positive(extent) for extent in updates]) if position is None else position

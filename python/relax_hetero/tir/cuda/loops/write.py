@@ -270,12 +270,12 @@ def split_reduction_of(box: FlatBox, gpu: GpuTarget) -> SplitReduction | None:
     target_blocks = gpu.multiprocessors * _TARGET_BLOCKS_PER_SM
     # As in `reduction.plan_of`: a block per result, or per 32 vectors of neighbouring results.
     blocks = results if terms >= _MIN_SPLIT_TERMS else 0
-    max_splits = terms // _MIN_SPLIT_TERMS
-    if blocks == 0 or blocks * 4 > target_blocks or max_splits < _MIN_SPLITS:
+    limit = terms // _MIN_SPLIT_TERMS
+    if blocks == 0 or blocks * 4 > target_blocks or limit < _MIN_SPLITS:
         return None
-    max_splits = min(max_splits, -(-target_blocks // blocks))
+    limit = min(limit, -(-target_blocks // blocks))
     return _split_reduction(
-        box, merge, *(_equal_splits(box.reduced, max_splits) or _unequal_splits(box.reduced, max_splits))
+        box, merge, *(_equal_splits(box.reduced, limit) or _unequal_splits(box.reduced, limit))
     )
 
 
@@ -344,10 +344,10 @@ def _split_reduction(box: FlatBox, merge: Merge, cut: Loop, splits: int) -> Spli
 
 
 def _sums(merge: Merge, buffers: list[tirx.Buffer], offset: Expr, terms: list[Expr], initial: list[Expr]) -> list[Sum]:
-    accumulators = [tirx.BufferLoad(buffer, [offset]) for buffer in buffers]
+    totals = [tirx.BufferLoad(buffer, [offset]) for buffer in buffers]
     return [
         Sum(buffer, start, value)
-        for buffer, start, value in zip(buffers, initial, merge.join(accumulators, terms), strict=True)
+        for buffer, start, value in zip(buffers, initial, merge.join(totals, terms), strict=True)
     ]
 
 
@@ -432,11 +432,11 @@ def _write_strided(box: FlatBox, gpu: GpuTarget) -> None:
         number = first + LANE * threads
         is_whole = units % (threads * lanes) == 0
         clamped = number if is_whole else T.min(number, int64(units - 1))
-        lane_box = LaneBox(box, None, lanes)
+        tile = LaneBox(box, None, lanes)
         position = position_of(clamped, box.spatial)
         results = compute_steps(box, lanes, position, {})
         store_lanes(
-            lane_box, position, results, None if is_whole else lambda lane: first + lane * threads < int64(units)
+            tile, position, results, None if is_whole else lambda lane: first + lane * threads < int64(units)
         )
 
 
@@ -490,7 +490,7 @@ def _write_nest(nest: Nest, gpu: GpuTarget, outer_views: Buffers) -> Buffers:
         write_reduction(box, gpu)
         return {}
     partials = {
-        partial: T.alloc_buffer(list(partial.shape), partial.dtype, scope="global") for partial in split.partials
+        p: T.alloc_buffer(list(p.shape), p.dtype, scope="global") for p in split.partials
     }
     write_reduction(split.first, gpu)
     write_reduction(split.second, gpu)

@@ -118,18 +118,18 @@ class BlockBody:
                 self._load_next(slot, (number, iterations), tile, index + 1 < num_tiles)
         self._stage_sums(index_in_batch)
 
-    def _load_next(self, slot: int, progress: tuple[Expr, int], tile: Expr, has_next_tile: Expr) -> None:
+    def _load_next(self, slot: int, progress: tuple[Expr, int], tile: Expr, more: Expr) -> None:
         """Load the next chunk of a slot, of this tile or of the block's next one."""
-        number, iterations = progress
-        if iterations > 1:
-            with T.If(number + 1 < iterations), T.Then():
+        number, rounds = progress
+        if rounds > 1:
+            with T.If(number + 1 < rounds), T.Then():
                 self._load(slot, tile, (number + 1) * self.work.plan.ahead + slot)
         if self.work.is_persistent:
             with (
                 T.If(
-                    has_next_tile
-                    if iterations == 1
-                    else tirx.all(tirx.EQ(number + 1, int64(iterations)), has_next_tile)
+                    more
+                    if rounds == 1
+                    else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)
                 ),
                 T.Then(),
             ):
@@ -280,7 +280,7 @@ class BlockBody:
     def _reduce_sums(self, begin: Expr, row: Expr, column: Expr, vector: int) -> Any:
         """Reduce neighbouring columns of a row over warps and over the parts of the row."""
         work, plan = self.work, self.work.plan
-        rows_per_group = GROUP_COLUMNS // work.parts
+        per = GROUP_COLUMNS // work.parts
         totals, part_sums = local(vector, "float32"), local(vector, "float32")
         for i in range(vector):
             T.buffer_store(totals, T.float32(0), [i])
@@ -288,8 +288,8 @@ class BlockBody:
             for part in range(work.parts):
                 # With three parts per row, the last two of a group of eight rows are unused.
                 first = (
-                    tirx.floordiv(row, rows_per_group) * GROUP_COLUMNS
-                    + tirx.floormod(row, rows_per_group) * work.parts
+                    tirx.floordiv(row, per) * GROUP_COLUMNS
+                    + tirx.floormod(row, per) * work.parts
                     + part
                 )
                 offset = begin + (warp * work.sum_rows + first) * plan.columns + column

@@ -95,14 +95,14 @@ def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WA
     # Fragments share loads of the left operand.
     fragments = {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // chunk_of(problem.bits))
-    chunks_per_warp = -(-chunks // min(max_warps, chunks))
-    warps = -(-chunks // chunks_per_warp)
-    max_ahead = MAX_CHUNKS_AHEAD[fragments]
+    own = -(-chunks // min(max_warps, chunks))
+    warps = -(-chunks // own)
+    most = MAX_CHUNKS_AHEAD[fragments]
     # Iterations of equal length, as missing chunks cost as much as others.
     ahead = min(
-        range(1, min(chunks_per_warp, max_ahead) + 1),
+        range(1, min(own, most) + 1),
         key=lambda count: (
-            -(-chunks_per_warp // count) * count if count * 2 > max_ahead else chunks_per_warp + max_ahead,
+            -(-own // count) * count if count * 2 > most else own + most,
             -count,
         ),
     )

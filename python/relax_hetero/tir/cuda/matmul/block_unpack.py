@@ -128,14 +128,14 @@ class _Kernel:
         """Store a lane's neighbours along k of a column, 8 or 16 bytes."""
         number = tirx.floordiv(column, PACKED_ROWS) * self.depth_tiles + tirx.floordiv(k, TILE_DEPTH)
         row, in_row = tirx.floormod(column, PACKED_ROWS), tirx.floormod(k, TILE_DEPTH)
-        chunk_elements = CHUNK_BYTES // 2
+        chunk = CHUNK_BYTES // 2
         words, width = run // 2, min(4, run // 2)
         with when(column < int64(self.column_tiles * PACKED_ROWS)):
             for first in range(0, words, width):
-                k_in_tile = in_row + first * 2
+                inner = in_row + first * 2
                 swizzled = (
-                    T.bitwise_xor(tirx.floordiv(k_in_tile, chunk_elements), tirx.floormod(row, 8)) * chunk_elements
+                    T.bitwise_xor(tirx.floordiv(inner, chunk), tirx.floormod(row, 8)) * chunk
                 )
-                offset = (number * PACKED_ROWS + row) * TILE_DEPTH + swizzled + tirx.floormod(k_in_tile, chunk_elements)
+                offset = (number * PACKED_ROWS + row) * TILE_DEPTH + swizzled + tirx.floormod(inner, chunk)
                 values = [self.packed_pairs[first + i] for i in range(width)]
                 ptx.store_global(T.address_of(self.tiles.data[T.bind(offset)]), values)

@@ -176,7 +176,7 @@ class FragmentStore:
         """
         begin = staging.offset + warp * (WARP_ROWS * staging.pitch)
         rows = [T.bind(first[0] + T.Cast("int64", lane // 4 + 8 * h)) for h in range(2)]
-        row_operands = {} if self._rows else self._load_row_operands(at, rows)
+        by_row = {} if self._rows else self._load_row_operands(at, rows)
         fetched, self._fetched = self._fetched, None
         for part in range(-(-columns // staging.columns)):
             count = min(staging.columns, columns - part * staging.columns)
@@ -191,9 +191,9 @@ class FragmentStore:
                     column = T.bind(first[1] + T.Cast("int64", part * staging.columns + j * 8 + lane % 4 * 2))
                     register = (part * staging.columns // 8 + j) * 4
                     if matrices == 1:
-                        self._stage_pairs(sums, register, staging, begin, at, rows, column, row_operands, (j, lane))
+                        self._stage_pairs(sums, register, staging, begin, at, rows, column, by_row, (j, lane))
                     else:
-                        pairs = self._pairs(sums, register, at, column, row_operands, lane)
+                        pairs = self._pairs(sums, register, at, column, by_row, lane)
                         packed += [self.packed(pair) for pair in pairs]
                 if packed:
                     target = begin + lane % WARP_ROWS * staging.pitch + (group * 2 + lane // WARP_ROWS) * CHUNK_BYTES
@@ -204,16 +204,16 @@ class FragmentStore:
 
     def _load_row_operands(self, at: Coordinates, rows: list[Expr]) -> dict[tuple[int, int], Expr]:
         """Load the operands that do not depend on columns."""
-        row_operands: dict[tuple[int, int], Expr] = {}
+        by_row: dict[tuple[int, int], Expr] = {}
         for number, view in enumerate(self.views):
             if view.runs_along("n"):
                 continue
             for h in range(2):
                 if h and not view.runs_along("m"):
-                    row_operands[number, h] = row_operands[number, 0]
+                    by_row[number, h] = by_row[number, 0]
                 else:
-                    row_operands[number, h] = T.bind(self.load(view, at, rows[h], int64(0)))
-        return row_operands
+                    by_row[number, h] = T.bind(self.load(view, at, rows[h], int64(0)))
+        return by_row
 
     def load(self, view: GpuOperand, at: Coordinates, row: Expr, column: Expr) -> Expr:
         """Load an element, with row and column clamped to the result."""
@@ -267,7 +267,7 @@ class FragmentStore:
         at: Coordinates,
         rows: list[Expr],
         column: Expr,
-        row_operands: dict[tuple[int, int], Expr],
+        by_row: dict[tuple[int, int], Expr],
         position: tuple[Expr, Expr],
     ) -> None:
         """Stage pairs of two rows in 8 columns: results, or accumulators if the epilogue works on whole rows."""
@@ -278,7 +278,7 @@ class FragmentStore:
                 pair = [_bits(sums[register + 2 * h + c], "uint32") for c in range(2)]
                 ptx.store_shared(staging.shared.at(target), pair)
             return
-        for h, values in enumerate(self._pairs(sums, register, at, column, row_operands, lane)):
+        for h, values in enumerate(self._pairs(sums, register, at, column, by_row, lane)):
             target = begin + (lane // 4 + 8 * h) * staging.pitch + (j * 8 + lane % 4 * 2) * self.element
             self._write_pair(staging.shared.at(target), values)
 
@@ -288,7 +288,7 @@ class FragmentStore:
         register: Expr,
         at: Coordinates,
         column: Expr,
-        row_operands: dict[tuple[int, int], Expr],
+        by_row: dict[tuple[int, int], Expr],
         lane: Expr,
     ) -> Iterator[_Pair]:
         """Accumulators of two neighbouring columns with their epilogue operands, for each of two rows."""
@@ -301,7 +301,7 @@ class FragmentStore:
             pairs = []
             for number, view in enumerate(self.views):
                 if not view.runs_along("n"):
-                    pairs.append([row_operands[number, h]] * 2)
+                    pairs.append([by_row[number, h]] * 2)
                 else:
                     pairs.append(column_operands[number])
             totals = [self.sum(sums[register + 2 * h + c]) for c in range(2)]

@@ -105,10 +105,10 @@ class MmaProduct:
         at, row_tile, column_tile = self.batches.tile(block, row_tiles, column_tiles)
         row, column = T.bind(row_tile * tiling.rows), T.bind(column_tile * tiling.columns)
         warp, lane = T.bind(self.thread // WARP), T.bind(self.thread % WARP)
-        warp_tiles_across = tiling.columns // tiling.warp_columns
+        warps_n = tiling.columns // tiling.warp_columns
         warp_row, warp_column = (
-            T.bind(warp // warp_tiles_across * tiling.warp_rows),
-            T.bind(warp % warp_tiles_across * tiling.warp_columns),
+            T.bind(warp // warps_n * tiling.warp_rows),
+            T.bind(warp % warps_n * tiling.warp_columns),
         )
         sums = [local(tiling.warp_columns // 2, self.kind) for _ in range(tiling.warp_rows // 16)]
         for accumulators in sums:

@@ -255,9 +255,9 @@ class OperandTile(SwizzledLines):
             First row of the tile, and index of the packed tile in it.
         """
         first, block = place
-        offset_in_tile = block * PACKED_ROWS
+        skip = block * PACKED_ROWS
         row = self._clamp_block(
-            first + (offset_in_tile if isinstance(offset_in_tile, int) else T.Cast("int64", offset_in_tile))
+            first + (skip if isinstance(skip, int) else T.Cast("int64", skip))
         )
         k = T.Cast("int64", step) * self.step
         if not self.is_swizzled and not _divides(self.step, self.depth):

@@ -51,7 +51,7 @@ _CHUNK_BYTES = 512
 _COPY_BYTES = 16
 """Bytes of an asynchronous copy."""
 _WARPS, _MAX_ROWS = 8, 32
-_FRAGMENT_CHOICES, _MAX_PERSISTENT_FRAGMENTS = (7, 4, 3, 2), 4
+_FRAGMENT_CHOICES, _MAX_PERSISTENT = (7, 4, 3, 2), 4
 
 MIN_STAGED_ROWS = 17
 """Minimum rows for staged weights; with fewer, registers suffice for weights in flight. A decode step of 32 rows
@@ -102,9 +102,9 @@ def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan |
     # Fragments share rows, which every block loads from L2. The largest number takes all registers for accumulators,
     # and reuses the stages' shared memory for them, so blocks cannot be persistent.
     choices = [
-        count
-        for count in _FRAGMENT_CHOICES
-        if count <= _MAX_PERSISTENT_FRAGMENTS or tiles <= count * gpu.multiprocessors
+        each
+        for each in _FRAGMENT_CHOICES
+        if each <= _MAX_PERSISTENT or tiles <= each * gpu.multiprocessors
     ]
     for fragments in sorted(choices, key=bytes_read):
         for stages in (3, 2):
@@ -211,7 +211,7 @@ class _StagedRows(LeftRows):
             return 0
         return 4 if self.work.steps <= 2 else 1
 
-    def copy_to_stage(self, stage: Expr, chunk: Expr, lane: Expr) -> None:
+    def copy(self, stage: Expr, chunk: Expr, lane: Expr) -> None:
         """Issue copies of the rows of the chunks from `chunk` on, by all lanes of a warp."""
         work = self.work
         copies = work.row_bytes // _COPY_BYTES
@@ -367,7 +367,7 @@ class StagedBody(BlockBody):
         work, plan = self.work, self.work.staged
         item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
         stage = T.bind(tirx.floormod(item, plan.stages))
-        self.left.copy_to_stage(
+        self.left.copy(
             T.bind(self._stage(stage)), self._first_chunk(tirx.floormod(item, work.rounds)), self.lane
         )
 

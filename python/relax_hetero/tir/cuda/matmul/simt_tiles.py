@@ -217,12 +217,12 @@ class TiledProduct:
         if cluster == 1:
             return int64(0), int64(steps)
         assert isinstance(steps, int), "only a static k is split"
-        steps_per_block, remainder = divmod(steps, cluster)
+        each, more = divmod(steps, cluster)
         rank = T.bind(T.cast(self.rank, "int64"))
-        if remainder == 0:
-            return T.bind(rank * steps_per_block), int64(steps_per_block)
-        return T.bind(rank * steps_per_block + T.min(rank, int64(remainder))), T.bind(
-            steps_per_block + T.Select(rank < remainder, int64(1), int64(0))
+        if more == 0:
+            return T.bind(rank * each), int64(each)
+        return T.bind(rank * each + T.min(rank, int64(more))), T.bind(
+            each + T.Select(rank < more, int64(1), int64(0))
         )
 
     def _multiply(self, sums: Expr, loaders: list[_TileLoader], buffer: Expr, thread_tile: _ThreadTile) -> None:
@@ -260,7 +260,7 @@ class TiledProduct:
         self._store_shared_sums(sums, at, row, column, thread_tile)
 
     def _store_shared_sums(
-        self, sums: Expr, at: Coordinates, row: Expr, column: Expr, thread_tile: _ThreadTile
+        self, sums: Expr, at: Coordinates, row: Expr, column: Expr, tile: _ThreadTile
     ) -> None:
         """Add the accumulators of slices and blocks, in order; each stores a part of the tile."""
         plan = self.plan
@@ -268,28 +268,28 @@ class TiledProduct:
         slice_size = plan.thread_rows * plan.thread_columns
         partials = self.shared  # reuses the tiles' memory
         with unrolled(slice_size) as i:
-            T.buffer_store(partials, sums[i], [(thread_tile.slice * slice_size + i) * threads + thread_tile.own])
+            T.buffer_store(partials, sums[i], [(tile.slice * slice_size + i) * threads + tile.own])
         barrier()
         own_groups = plan.thread_rows * groups // plan.slices
         totals = local(own_groups * plan.group, self.dtype)
         with unrolled(own_groups) as q, unrolled(plan.group) as e:
             total: Expr = tirx.const(0, self.dtype)
             for slice_ in range(plan.slices):
-                first = slice_ * slice_size + (q * plan.slices + thread_tile.slice) * plan.group + e
-                total = total + partials[first * threads + thread_tile.own]
+                first = slice_ * slice_size + (q * plan.slices + tile.slice) * plan.group + e
+                total = total + partials[first * threads + tile.own]
             T.buffer_store(totals, total, [q * plan.group + e])
         if plan.cluster > 1:
-            own_groups = self._add_blocks(totals, partials, thread_tile)
+            own_groups = self._add_blocks(totals, partials, tile)
 
         def group_of(q: Expr) -> _Group:
             own_group = q if plan.cluster == 1 else self.rank * own_groups + q
-            number = T.bind(own_group * plan.slices + thread_tile.slice)
-            position = (tirx.floordiv(number, groups), tirx.floormod(number, groups))
+            number = T.bind(own_group * plan.slices + tile.slice)
+            i, g = tirx.floordiv(number, groups), tirx.floormod(number, groups)
             return _Group(
                 totals,
                 q * plan.group,
-                row + thread_tile.row_at(position[0]),
-                column + thread_tile.column_at(position[1]),
+                row + tile.row_at(i),
+                column + tile.column_at(g),
             )
 
         self._write(own_groups, group_of, at)

@@ -111,18 +111,18 @@ class SwappedFragments:
         begin = T.bind(staging.offset + group * (epilogue_columns * staging.pitch))
         fetched, self._fetched = self._fetched, None
         for block in range(blocks):
-            for row_offset in range(0, self.rows, epilogue_columns):
+            for skip in range(0, self.rows, epilogue_columns):
                 origin = (
-                    first[0] + T.Cast("int64", tirx.const(row_offset, "int32")),
+                    first[0] + T.Cast("int64", tirx.const(skip, "int32")),
                     first[1] + int64(block * COLUMNS),
                 )
-                if store.in_rows and (block or row_offset):
+                if store.in_rows and (block or skip):
                     fetched = store.fetch_rows(at, origin, 0, COLUMNS, member, self.team)
-                register = block * (self.rows // 2) + row_offset // 2
+                register = block * (self.rows // 2) + skip // 2
                 self._stage(sums, register, begin, at, origin[0], block, member)
                 ptx.named_barrier(group + 1, WARPGROUP)
                 store.store_rows(staging, begin, at, origin, 0, COLUMNS, member, fetched, self.team)
-                is_last = block + 1 == blocks and row_offset + epilogue_columns == self.rows
+                is_last = block + 1 == blocks and skip + epilogue_columns == self.rows
                 if not is_last or self.is_repeated:
                     ptx.named_barrier(group + 1, WARPGROUP)
 

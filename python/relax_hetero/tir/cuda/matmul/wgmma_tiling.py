@@ -19,7 +19,7 @@ RASTERIZATION_GROUP_M = 16
 STAGED_BYTES = 512
 """Maximum bytes of a row of the result that a warp stages in shared memory at a time."""
 _STAGED_SIZES = (STAGED_BYTES, 256, 128)  # the largest that leaves `MIN_STAGES` stages is chosen
-_SHORT_EPILOGUE_COLUMNS = 64
+_SHORT_COLUMNS = 64
 MIN_STAGES = 4
 """With fewer, 4096x1024x4096 takes 5 % longer: copies are as slow as a k-step, and two are in flight."""
 STAGING_PAD = 32
@@ -110,32 +110,32 @@ def choose_tiling(
     is_known = all(isinstance(size, int) for size in (*sizes, *counts))
     cases = cases_of(sizes, is_known)
     model = gpu.model
-    step_factor, per_step = model.gathered_step_factor if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
+    factor, per_step = model.gathered_step_factor if gathers else 1, SWIZZLED_BYTES // bytes_of(problem.lhs.dtype)
     # 1-byte results would be staged one by one.
     may_swap = may_swap and is_known and not gathers and staged_element(problem) > 1
     max_split = ceil_div(cases[0][2], per_step) if isinstance(sizes[2], int) else 1
     options = [
-        option
-        for option in _tile_options(model, may_swap, is_known and not gathers)
-        if option.cluster_split_k <= max_split
+        cut
+        for cut in _options(model, may_swap, is_known and not gathers)
+        if cut.cluster_split_k <= max_split
     ]
 
-    def cost(option: TileOption, case: Sequence[int]) -> float:
-        tiles = ceil_div(case[0], option.rows) * ceil_div(case[1], option.columns) * batches
+    def cost(cut: TileOption, case: Sequence[int]) -> float:
+        tiles = ceil_div(case[0], cut.rows) * ceil_div(case[1], cut.columns) * batches
         resident = model.resident_blocks[1]
-        if option.blocks_per_sm > 1 and not resident < tiles <= (
-            option.blocks_per_sm * resident if option.swap_ab else tiles
+        if cut.blocks_per_sm > 1 and not resident < tiles <= (
+            cut.blocks_per_sm * resident if cut.swap_ab else tiles
         ):
             # Multiprocessors would have one block, or blocks several tiles, for which half the registers are too few.
             return inf
-        return cycles(option, model, tiles, ceil_div(case[2], per_step), step_factor)
+        return cycles(cut, model, tiles, ceil_div(case[2], per_step), factor)
 
-    option = minimax_regret(options, cases, cost)
+    cut = minimax_regret(options, cases, cost)
     steps = ceil_div(cases[-1][2], per_step)
     # With few k-steps, the epilogue dominates: staging runs of 128 bytes takes 16 % less time for 50,176 x 64 x 256.
-    short_bytes = max(_STAGED_SIZES[-1], _SHORT_EPILOGUE_COLUMNS * staged_element(problem))
+    short_bytes = max(_STAGED_SIZES[-1], _SHORT_COLUMNS * staged_element(problem))
     epilogue_columns = (
-        _STAGED_SIZES if steps // option.cluster_split_k >= MIN_STAGES or option.swap_ab else (short_bytes,)
+        _STAGED_SIZES if steps // cut.cluster_split_k >= MIN_STAGES or cut.swap_ab else (short_bytes,)
     )
     tilings = [
         tiling_of(
@@ -143,15 +143,15 @@ def choose_tiling(
             gpu,
             sizes,
             counts,
-            (option.rows, option.columns),
-            option.cluster_split_k,
+            (cut.rows, cut.columns),
+            cut.cluster_split_k,
             staged_bytes=size,
-            blocks_per_sm=option.blocks_per_sm,
-            swap_ab=option.swap_ab,
+            blocks_per_sm=cut.blocks_per_sm,
+            swap_ab=cut.swap_ab,
         )
         for size in epilogue_columns
     ]
-    min_stages = min(MIN_STAGES, steps // option.cluster_split_k)
+    min_stages = min(MIN_STAGES, steps // cut.cluster_split_k)
     return next((tiling for tiling in tilings if tiling.stages >= min_stages), max(tilings, key=lambda t: t.stages))
 
 
@@ -176,7 +176,7 @@ class TileOption:
 
 
 @cache
-def _tile_options(model: GpuModel, may_swap: bool, may_share: bool) -> tuple[TileOption, ...]:
+def _options(model: GpuModel, may_swap: bool, may_share: bool) -> tuple[TileOption, ...]:
     """Candidates of `choose_tiling`."""
     tiles = [(*tile, False) for tile in model.step_cycles]
     tiles += [(rows, columns, True) for columns in SWAPPED_TILE_ROWS for rows in SWAPPED_TILE_ROWS[columns] if may_swap]
@@ -203,27 +203,27 @@ def staged_element(problem: MatmulProblem) -> int:
     return 4 if reads_rows(problem) else bytes_of(problem.result.dtype)
 
 
-def cycles(option: TileOption, model: GpuModel, tiles: int, steps: int, step_factor: float = 1) -> float:
+def cycles(cut: TileOption, model: GpuModel, tiles: int, steps: int, factor: float = 1) -> float:
     """Estimate the cycles of a product with `tiles` tiles.
 
     Parameters
     ----------
-    step_factor : float
+    factor : float
         Factor of the cycles of a k-step.
     """
-    blocks, sums = tiles * option.cluster_split_k, option.rows * option.columns
-    waves = ceil_div(blocks, model.resident_blocks[option.cluster_split_k] * option.blocks_per_sm)
-    residents = min(option.blocks_per_sm, ceil_div(blocks, model.resident_blocks[1]))
-    loads = (option.rows + option.columns) * SWIZZLED_BYTES * (blocks / waves) / model.l2_bytes_per_cycle
+    blocks, sums = tiles * cut.cluster_split_k, cut.rows * cut.columns
+    waves = ceil_div(blocks, model.resident_blocks[cut.cluster_split_k] * cut.blocks_per_sm)
+    residents = min(cut.blocks_per_sm, ceil_div(blocks, model.resident_blocks[1]))
+    loads = (cut.rows + cut.columns) * SWIZZLED_BYTES * (blocks / waves) / model.l2_bytes_per_cycle
     step = (
-        max(option.step_cycles(model) * (1 + model.second_block_step_fraction * (residents - 1)), loads) * step_factor
+        max(cut.step_cycles(model) * (1 + model.second_block_step_fraction * (residents - 1)), loads) * factor
     )
-    stored = model.store_cycles + sums / option.cluster_split_k / model.stored_elements_per_cycle
-    if option.cluster_split_k > 1:
-        exchange = model.cluster_cycles + model.cluster_block_cycles * (option.cluster_split_k - 1)
-        stored += exchange + sums * 4 * (1 - 1 / option.cluster_split_k) / model.exchanged_bytes_per_cycle
-    exposed_stores = waves if option.blocks_per_sm == 1 else 1 + 0.3 * (waves - 1)
-    return model.launch_cycles + waves * ceil_div(steps, option.cluster_split_k) * step + exposed_stores * stored
+    stored = model.store_cycles + sums / cut.cluster_split_k / model.stored_elements_per_cycle
+    if cut.cluster_split_k > 1:
+        exchange = model.cluster_cycles + model.cluster_block_cycles * (cut.cluster_split_k - 1)
+        stored += exchange + sums * 4 * (1 - 1 / cut.cluster_split_k) / model.exchanged_bytes_per_cycle
+    exposed_stores = waves if cut.blocks_per_sm == 1 else 1 + 0.3 * (waves - 1)
+    return model.launch_cycles + waves * ceil_div(steps, cut.cluster_split_k) * step + exposed_stores * stored
 
 
 def tiling_of(

@@ -27,7 +27,7 @@ from .paged_work import CHUNK, PagedTensors, PagedWork, in_tile, unsupported_rea
 MAX_HEAD_SIZE = 128
 """Maximum head size: accumulators of wider heads leave no registers for scores."""
 
-_DESCRIPTOR_UNIT = 16
+_UNIT = 16
 """Bytes per unit of matrix descriptors."""
 _STEP = 16
 """Extent of k of one wgmma."""
@@ -76,22 +76,22 @@ class _Scores(PageScores):
         """Encode matrix descriptors of queries, keys and values; the last two for offset 0."""
         self.base = local(3, "uint64")
         at = self.shared.at
-        rows_of_8 = 8 * _DESCRIPTOR_UNIT
-        query = self.query + first_row * _DESCRIPTOR_UNIT
+        rows_of_8 = 8 * _UNIT
+        query = self.query + first_row * _UNIT
         for i, (address, leading, stride) in enumerate(
             (
-                (query, self.height * _DESCRIPTOR_UNIT, rows_of_8),
-                (0, PAGE * _DESCRIPTOR_UNIT, rows_of_8),
-                (0, rows_of_8, PAGE * _DESCRIPTOR_UNIT),
+                (query, self.height * _UNIT, rows_of_8),
+                (0, PAGE * _UNIT, rows_of_8),
+                (0, rows_of_8, PAGE * _UNIT),
             )
         ):
             ptx.matrix_descriptor(
-                self.base[i], at(address), leading // _DESCRIPTOR_UNIT, stride // _DESCRIPTOR_UNIT, is_swizzled=False
+                self.base[i], at(address), leading // _UNIT, stride // _UNIT, is_swizzled=False
             )
 
     def issue_scores(self, tile: Expr) -> None:
         """Issue the product of queries and the keys at an offset of shared memory."""
-        keys = T.bind(self.base[1] + T.Cast("uint64", tirx.floordiv(tile, _DESCRIPTOR_UNIT)))
+        keys = T.bind(self.base[1] + T.Cast("uint64", tirx.floordiv(tile, _UNIT)))
         ptx.wgmma_fence()
         for step in range(self.work.size // _STEP):
             chunk = step * _STEP // CHUNK
@@ -106,7 +106,7 @@ class _Scores(PageScores):
 
     def issue_values(self, tile: Expr) -> None:
         """Issue the product of probabilities and the values of the page at an offset."""
-        values = T.bind(self.base[2] + T.Cast("uint64", tirx.floordiv(tile + self.work.tile_bytes, _DESCRIPTOR_UNIT)))
+        values = T.bind(self.base[2] + T.Cast("uint64", tirx.floordiv(tile + self.work.tile_bytes, _UNIT)))
         ptx.wgmma_fence()
         for step in range(self.keys // _STEP):
             ptx.wgmma_of_registers(

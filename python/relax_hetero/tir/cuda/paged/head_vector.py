@@ -35,7 +35,7 @@ class HeadVector:
     def __init__(self, tensors: PagedTensors, lane: Expr) -> None:
         self.tensors, self.work, self.lane = tensors, tensors.work, lane
         self._num_pairs = ceil_div(self.work.size // 2, WARP)
-        self._elements_f32, self._total = local(2 * self._num_pairs, "float32"), local(1, "float32")
+        self._values, self._total = local(2 * self._num_pairs, "float32"), local(1, "float32")
         self._rotation = local(2 * self._num_pairs, "float32")  # cosines and sines
         self._packed = local(1, "uint32")
 
@@ -67,7 +67,7 @@ class HeadVector:
                 inside = self._is_pair(pair)
                 value = T.Cast("float32", qkv[begin + (element if inside is None else T.min(element, size - 1))])
                 masked = value if inside is None else T.if_then_else(inside, value, T.float32(0))
-                T.buffer_store(self._elements_f32, masked, [index * 2 + i])
+                T.buffer_store(self._values, masked, [index * 2 + i])
         if rotary:
             self._load_rotation(row)
 
@@ -82,7 +82,7 @@ class HeadVector:
             pair = index * WARP + self.lane
             first, second = self._pair_elements(pair, rotary)
             ptx.pack_pair(
-                self._packed[0], self._elements_f32[index * 2], self._elements_f32[index * 2 + 1], self.work.page_dtype
+                self._packed[0], self._values[index * 2], self._values[index * 2 + 1], self.work.page_dtype
             )
             inside = self._is_pair(pair)
             with when(True if inside is None else inside):
@@ -104,7 +104,7 @@ class HeadVector:
         return T.Select(is_rotated, pair, pair * 2), T.Select(is_rotated, pair + half, pair * 2 + 1)
 
     def _normalize(self, norm: Any, rotary: str) -> None:
-        elements, total = self._elements_f32, self._total
+        elements, total = self._values, self._total
         T.buffer_store(total, T.float32(0), [0])
         with unrolled(2 * self._num_pairs) as i:
             T.buffer_store(total, total[0] + elements[i] * elements[i], [0])
@@ -128,7 +128,7 @@ class HeadVector:
                 T.buffer_store(self._rotation, value, [index * 2 + i])
 
     def _rotate(self) -> None:
-        elements = self._elements_f32
+        elements = self._values
         with unrolled(self._num_pairs) as index:
             cosine, sine = self._rotation[index * 2], self._rotation[index * 2 + 1]
             first, second = elements[index * 2], elements[index * 2 + 1]

@@ -47,13 +47,13 @@ class ChunkPlan:
 def chunk_plan(work: PagedWork, gpu: GpuTarget) -> ChunkPlan:
     """Choose a plan: more rows per block, which share loads of pages, if blocks with fewer need several waves."""
     warps = (
-        8 if ceil_div(work.rows, 64) * work.heads > gpu.multiprocessors and work.size <= MAX_HEAD_SIZE_8_WARPS else 4
+        8 if ceil_div(work.rows, 64) * work.heads > gpu.multiprocessors and work.size <= MAX_NARROW else 4
     )
     capacity = gpu.shared_bytes - warps * 16 * work.size * 2 - 1024
     return ChunkPlan(warps, max(1, min(2, capacity // (2 * work.tile_bytes))))
 
 
-MAX_HEAD_SIZE_8_WARPS = 128
+MAX_NARROW = 128
 """Maximum head size for which registers suffice for eight warps per block."""
 
 
@@ -191,10 +191,8 @@ class ChunkKernel:
             for vector, block_row in zip(self.vectors, block_rows, strict=True):
 
                 def store(element: Expr, bits: Expr, block_row: Expr = block_row) -> None:
-                    offset = (tirx.floordiv(element, CHUNK) * self.rows + block_row) * CHUNK + tirx.floormod(
-                        element, CHUNK
-                    )
-                    ptx.store_shared(self.shared.at(self.query_at + offset * 2), [bits], "u16")
+                    at = (tirx.floordiv(element, CHUNK) * self.rows + block_row) * CHUNK + tirx.floormod(element, CHUNK)
+                    ptx.store_shared(self.shared.at(self.query_at + at * 2), [bits], "u16")
 
                 vector.finish(norm, True, store)
 

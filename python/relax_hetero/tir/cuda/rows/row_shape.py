@@ -13,13 +13,13 @@ from ..core.vectors import MAX_LANES
 
 MAX_THREAD_ELEMENTS = 32
 """Maximum elements of a row in a thread's registers: their code is unrolled."""
-TARGET_THREAD_REGISTERS = 16
+TARGET_REGISTERS = 16
 """Registers for the elements of a row in a thread; rows that need more get more threads, up to `BLOCK_THREADS`.
 Measured on an H200, a layer norm of 8192x1024 in float32 takes 19.0 us with 128 threads of 32 registers a row, 20.3
 with 64 of 44; of 4096x4096 in float16 20.1 us with 128 threads, 22.5 with 512 of 8 elements each."""
-LATE_REGISTER_FRACTION = 0.5
+LATE_FRACTION = 0.5
 """Fraction of an operand's registers that counts if it is loaded late: the compiler hoists some of its loads."""
-MAX_THREAD_REGISTERS = 48
+MAX_REGISTERS = 48
 """Maximum registers for all operands of a thread, where there are few rows."""
 MAX_CLUSTER_BLOCKS = 8
 """Maximum blocks of a cluster on every GPU that has clusters."""
@@ -29,7 +29,7 @@ BLOCK_THREADS = 128
 """Threads of a block of several rows, and of a row of symbolic length."""
 LONG_ROW_THREADS = 512
 """Threads of a row that is too long for registers."""
-VECTORS_IN_FLIGHT = 4
+IN_FLIGHT = 4
 """Vectors of such a row that a thread loads at a time."""
 MIN_THREAD_ELEMENTS = 8
 """Minimum elements of a row per thread, where there are too few rows to occupy the GPU otherwise."""
@@ -95,25 +95,25 @@ def register_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget
     vectors = -(-n // lanes)
     threads = min(WARP, _ceil_power_of_two(-(-vectors // 4)))
 
-    def thread_elements(threads: int) -> int:
+    def own(threads: int) -> int:
         return -(-vectors // threads) * lanes
 
-    while thread_elements(threads) > MIN_THREAD_ELEMENTS and threads < MAX_BLOCK_THREADS:
-        if thread_elements(threads) <= MAX_THREAD_ELEMENTS and (
-            threads >= BLOCK_THREADS or thread_elements(threads) * words <= TARGET_THREAD_REGISTERS
+    while own(threads) > MIN_THREAD_ELEMENTS and threads < MAX_BLOCK_THREADS:
+        if own(threads) <= MAX_THREAD_ELEMENTS and (
+            threads >= BLOCK_THREADS or own(threads) * words <= TARGET_REGISTERS
         ):
             break
         threads *= 2
     cluster = 1
-    if thread_elements(threads) > MAX_THREAD_ELEMENTS:
+    if own(threads) > MAX_THREAD_ELEMENTS:
         # Many small blocks: while some on a multiprocessor load, others compute.
-        if not gpu.bulk_copies or thread_elements(MAX_CLUSTER_BLOCKS * MAX_BLOCK_THREADS) > MAX_THREAD_ELEMENTS:
+        if not gpu.bulk_copies or own(MAX_CLUSTER_BLOCKS * MAX_BLOCK_THREADS) > MAX_THREAD_ELEMENTS:
             return None
         cluster = MAX_CLUSTER_BLOCKS
-        while thread_elements(threads) > MAX_THREAD_ELEMENTS:
+        while own(threads) > MAX_THREAD_ELEMENTS:
             threads *= 2
     if isinstance(total, int):
-        while threads < MAX_BLOCK_THREADS and thread_elements(threads) > max(lanes, MIN_THREAD_ELEMENTS):
+        while threads < MAX_BLOCK_THREADS and own(threads) > max(lanes, MIN_THREAD_ELEMENTS):
             if not is_idle(RowShape(threads, 1, lanes, 0), total, gpu):
                 break
             threads *= 2

@@ -35,9 +35,9 @@ from ..core.launch import SharedMemory, at_least_one, launch
 from ..core.storage_position import empty_launch
 from ..core.vectors import Vectors
 from .row_shape import (
-    LATE_REGISTER_FRACTION,
-    MAX_THREAD_REGISTERS,
-    VECTORS_IN_FLIGHT,
+    LATE_FRACTION,
+    MAX_REGISTERS,
+    IN_FLIGHT,
     RowShape,
     is_idle,
     lanes_for,
@@ -45,7 +45,7 @@ from .row_shape import (
     register_shape,
 )
 
-NUM_ACCUMULATORS = 4
+ACCUMULATORS = 4
 """Independent accumulators of a thread, whose additions are in flight together."""
 _PARTIAL_BYTES = 8
 """Bytes of a warp's partial result in shared memory, for all types."""
@@ -108,7 +108,7 @@ class RowWriter:
         held = shape.vectors
         self.vectors = {
             number: Vectors(
-                view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or VECTORS_IN_FLIGHT
+                view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or IN_FLIGHT
             )
             for number, view in enumerate(operands)
             if view.runs_along("n")
@@ -170,13 +170,13 @@ class RowWriter:
         dtype = self.types[index]
         combine = _combine(step.kind, dtype, carries_nan(self.program, number))
         neutral = neutral_of(step.kind, dtype, 1)
-        num_accumulators = (
-            NUM_ACCUMULATORS
+        chains = (
+            ACCUMULATORS
             if self.shape.vectors == 0
-            else min(NUM_ACCUMULATORS, self.shape.vectors * self.shape.lanes)
+            else min(ACCUMULATORS, self.shape.vectors * self.shape.lanes)
         )
-        accumulators = Registers(num_accumulators, dtype, 1)
-        for chain in range(num_accumulators):
+        accumulators = Registers(chains, dtype, 1)
+        for chain in range(chains):
             accumulators[chain] = neutral
 
         def visit(element: int, place: Expr, inside: Expr | None) -> None:
@@ -187,21 +187,21 @@ class RowWriter:
             accumulators[accumulator_of(element)] = combine(accumulators[accumulator_of(element)], value)
 
         def accumulator_of(element: int) -> int:
-            return element % num_accumulators
+            return element % chains
 
         self._for_each_element(step, visit)
-        remaining = num_accumulators
+        remaining = chains
         while remaining > 1:
             for chain in range(remaining // 2):
                 accumulators[chain] = combine(accumulators[chain], accumulators[chain + (remaining + 1) // 2])
             remaining = (remaining + 1) // 2
-        self._reduce_threads(accumulators, combine, dtype, number)
+        self._reduce_row(accumulators, combine, dtype, number)
         result = accumulators[0]
         if step.kind == "mean":
             result = result / count_of(self.n, dtype)
         self._set(index, result)
 
-    def _reduce_threads(
+    def _reduce_row(
         self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
     ) -> None:
         """Reduce the accumulators of a row's threads; all threads get the result."""
@@ -305,10 +305,10 @@ class RowWriter:
             return
         count = self.n // lanes if isinstance(self.n, int) else materialize(tirx.floordiv(self.n, lanes))
         threads = self.shape.threads
-        full_batches = (
-            count // (threads * VECTORS_IN_FLIGHT)
+        whole = (
+            count // (threads * IN_FLIGHT)
             if isinstance(count, int)
-            else materialize(tirx.floordiv(count, threads * VECTORS_IN_FLIGHT))
+            else materialize(tirx.floordiv(count, threads * IN_FLIGHT))
         )
 
         def write_vectors(first: Expr, count_in_flight: int, guarded: bool) -> None:
@@ -322,16 +322,16 @@ class RowWriter:
                     visit(slot * lanes + lane, places[slot], predicates[slot])
 
         number = tirx.Cast("int64", self.threads.number)
-        with loop(full_batches) as batch:
-            write_vectors(materialize(batch * (threads * VECTORS_IN_FLIGHT) + number), VECTORS_IN_FLIGHT, False)
-        first_of_rest = full_batches * (threads * VECTORS_IN_FLIGHT)
-        remaining = count - first_of_rest
-        if isinstance(remaining, int) and remaining == 0:
+        with loop(whole) as batch:
+            write_vectors(materialize(batch * (threads * IN_FLIGHT) + number), IN_FLIGHT, False)
+        first_of_rest = whole * (threads * IN_FLIGHT)
+        left = count - first_of_rest
+        if isinstance(left, int) and left == 0:
             return
         rest = (
-            -(-remaining // threads)
-            if isinstance(remaining, int)
-            else materialize(tirx.floordiv(remaining + (threads - 1), threads))
+            -(-left // threads)
+            if isinstance(left, int)
+            else materialize(tirx.floordiv(left + (threads - 1), threads))
         )
         with loop(rest) as batch:
             write_vectors(materialize(first_of_rest + batch * threads + number), 1, True)
@@ -442,10 +442,10 @@ def _uses(plan: RowPlan, number: int) -> list[int]:
     """Numbers of the passes that read an operand."""
     return [
         step
-        for step, row_pass in enumerate(plan.passes)
+        for step, p in enumerate(plan.passes)
         if any(
             number in operands_of(expression)
-            for expression in (row_pass.expression, row_pass.keep)
+            for expression in (p.expression, p.keep)
             if expression is not None
         )
     ]
@@ -573,13 +573,13 @@ class _Kernel:
         if not isinstance(self.n, int):
             return plan, kept, None, late
         early_sizes = {number: size[number] for number in size if number not in late}
-        early_words = live_bytes(plan, early_sizes, bytes_of(kept)) / 4
-        late_words = sum(size[i] for i in late) / 4
+        words = live_bytes(plan, early_sizes, bytes_of(kept)) / 4
+        more = sum(size[i] for i in late) / 4
         shape = register_shape(
-            self.n, self.lanes, self.total, early_words + LATE_REGISTER_FRACTION * late_words, self.gpu
+            self.n, self.lanes, self.total, words + LATE_FRACTION * more, self.gpu
         )
         if shape is not None and is_idle(shape, self.total, self.gpu):
             # With low occupancy, nothing hides the latency of late loads.
             thread_elements = shape.vectors * shape.lanes
-            late = late if thread_elements * (early_words + late_words) > MAX_THREAD_REGISTERS else frozenset()
+            late = late if thread_elements * (words + more) > MAX_REGISTERS else frozenset()
         return plan, kept, shape, late
