@@ -73,9 +73,7 @@ class _Kernel:
             return
         vectors = ceil_div(self.total, self.lanes)
         resident = self.gpu.multiprocessors * RESIDENT_THREADS_PER_SM
-        count = (
-            THREAD_VECTORS if isinstance(vectors, int) and vectors >= resident * THREAD_VECTORS else 1
-        )
+        count = THREAD_VECTORS if isinstance(vectors, int) and vectors >= resident * THREAD_VECTORS else 1
         grid = int64(at_least_one(ceil_div(vectors, THREADS * count)))
         with (
             T.thread_binding(grid, thread="blockIdx.x") as block,
@@ -107,10 +105,7 @@ class _Kernel:
             for number in numbers
         ]
         registers = [
-            [
-                self._load(i, number, place) if alike or self._runs[i] else None
-                for i, alike in enumerate(self.alike)
-            ]
+            [self._load(i, number, place) if alike or self._runs[i] else None for i, alike in enumerate(self.alike)]
             for number, place in zip(numbers, places, strict=True)
         ]
         for number, place, loaded in zip(numbers, places, registers, strict=True):
@@ -152,11 +147,7 @@ class _Kernel:
             d = self.names.index(name)
             layout = self.result.layout
             c = place[d] + lane if d == innermost(layout, self.problem.result.shape) else place[d]
-            position[dim] = (
-                c
-                if is_multiple(self.extents[d], layout.tile(d))
-                else T.min(c, int64(self.extents[d]) - 1)
-            )
+            position[dim] = c if is_multiple(self.extents[d], layout.tile(d)) else T.min(c, int64(self.extents[d]) - 1)
         return self.operands[index].offset(position, {})
 
     def _single(self, index: int, number: Expr) -> Expr:

@@ -188,9 +188,7 @@ def _transpose_tiles(source: PackedStorage, destination: PackedStorage) -> None:
 
         def store(row: Expr, column: Expr) -> None:
             at = position_at(column, row)
-            exists = tirx.all(
-                at[across] < ends[across], at[along] < ends[along], *_has_blocks(total, block)
-            )
+            exists = tirx.all(at[across] < ends[across], at[along] < ends[along], *_has_blocks(total, block))
             vector = VectorRegisters(destination, destination.offset(*split_position(layout, at)), store_lanes, 1)
             for lane in range(store_lanes):
                 vector.set(lane, tile_buffer[column + lane, row])

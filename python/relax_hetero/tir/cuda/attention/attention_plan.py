@@ -75,20 +75,14 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     if n >= MANY_KEYS:
         warpgroups = (3, 2, 1) if max_width <= WIDTH and not is_crowded else (2, 1)
         # More rows per block, if blocks with fewer rows would need several waves.
-        larger = (
-            c for c in warpgroups if c > 1 and ceil_div(rows, 64 * (c - 1)) * groups > gpu.multiprocessors
-        )
+        larger = (c for c in warpgroups if c > 1 and ceil_div(rows, 64 * (c - 1)) * groups > gpu.multiprocessors)
         consumers = next(larger, 1)
     wide_keys = MAX_KEYS_WIDE if consumers > 1 else MAX_KEYS_CROWDED
     max_keys = MAX_KEYS_CROWDED if is_crowded else wide_keys if max_width > 128 else MAX_KEYS
     blocks = ceil_div(rows, 64 * consumers) * groups
     split_keys = 1
     if n >= MANY_KEYS and consumers == 1:
-        splits = [
-            s
-            for s, limit in gpu.model.resident_blocks.items()
-            if blocks * s <= limit and n >= s * 2 * max_keys
-        ]
+        splits = [s for s, limit in gpu.model.resident_blocks.items() if blocks * s <= limit and n >= s * 2 * max_keys]
         split_keys = max(splits, default=1)
     keys_per_split = ceil_div(n, split_keys)
     keys = max_keys

@@ -76,9 +76,7 @@ class GpuHeads(HeadsView):
         element, width = bytes_of(self.nominal), max(max_bytes, bytes_of(self.nominal))
         name = {"k": self._depth, "row": "m"}.get(along, along)
         outer = [stride for other, stride in self._strides.items() if other != name]
-        while width > element and not all(
-            is_multiple(value, width // element) for value in (*outer, self._start)
-        ):
+        while width > element and not all(is_multiple(value, width // element) for value in (*outer, self._start)):
             width //= 2
         return width
 

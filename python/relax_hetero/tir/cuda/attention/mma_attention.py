@@ -107,12 +107,7 @@ class _Kernel:
         for h in range(2):
             T.buffer_store(limits, self._visible_keys(row + 8 * h), [h])
         lowest = self._visible_keys(first_row if tensors.rows.heads_per_tile == 1 else 0)
-        tile.begin(
-            at,
-            row,
-            [limits[0], limits[1]],
-            lowest if isinstance(lowest, int) else T.bind(lowest),
-        )
+        tile.begin(at, row, [limits[0], limits[1]], lowest if isinstance(lowest, int) else T.bind(lowest))
         self.sums.fill(0)
         origin = T.bind(T.Cast("int64", self.row))
         for step in range(self.depth_steps):

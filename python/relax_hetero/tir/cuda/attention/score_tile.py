@@ -152,10 +152,7 @@ class ScoreTile:
             dtypes = ["float32", *(view.nominal for view in self.masks)]
 
             def score(value: Expr, i: Expr) -> Expr:
-                masks = [
-                    mask[self._mask_index(view, i)]
-                    for view, mask in zip(self.masks, self.loaded, strict=True)
-                ]
+                masks = [mask[self._mask_index(view, i)] for view, mask in zip(self.masks, self.loaded, strict=True)]
                 return emit(self.problem.scores.expression, [value, *masks], dtypes)
 
             self.scores.map(score)

@@ -265,9 +265,7 @@ class _Kernel:
                 T.buffer_store(self.scores, T.exp(self.scores[i * keys + j] - self.new_max[i]), [i * keys + j])
                 T.buffer_store(self.row_sum, self.row_sum[i] + self.scores[i * keys + j], [i])
                 ptx.store_shared(
-                    self.shared.at(target + (j * ROW_THREADS + self.lane) * 4),
-                    [self.scores[i * keys + j]],
-                    "f32",
+                    self.shared.at(target + (j * ROW_THREADS + self.lane) * 4), [self.scores[i * keys + j]], "f32"
                 )
             width = self.columns * _QUAD
             for c in range(width):
@@ -282,9 +280,7 @@ class _Kernel:
                 self._read(self.left, i * _QUAD, offset + step * (_QUAD * 4) + i * _pitch(self.plan.keys) * 4)
             for c in range(self.columns):
                 # Columns beyond the last one are clamped, and not stored.
-                column = T.min(
-                    self.lane * _QUAD + c * ROW_THREADS * _QUAD, (ceil_div(self.e, _QUAD) - 1) * _QUAD
-                )
+                column = T.min(self.lane * _QUAD + c * ROW_THREADS * _QUAD, (ceil_div(self.e, _QUAD) - 1) * _QUAD)
                 for k in range(_QUAD):
                     self._read(self.right, k * _QUAD, self.k_at + ((step * _QUAD + k) * pitch + column) * 4)
                 for i in range(thread_rows):

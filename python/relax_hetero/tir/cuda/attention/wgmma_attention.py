@@ -319,11 +319,7 @@ class _Kernel:
         row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
         for h in range(2):
             T.buffer_store(self.visible_keys, self._visible(row + 8 * h), [h])
-        lowest = (
-            self._visible(self.row + self.group * 64)
-            if self.tensors.rows.heads_per_tile == 1
-            else self._visible(0)
-        )
+        lowest = self._visible(self.row + self.group * 64 if self.tensors.rows.heads_per_tile == 1 else 0)
         lowest = T.bind(lowest) if not isinstance(lowest, int) else lowest
         tile.begin(self.at, row, [self.visible_keys[0], self.visible_keys[1]], lowest)
         self.sums.fill(0)

@@ -163,9 +163,7 @@ class WindowTile(SwizzledLines):
             exists = self._has_channel(chunk * self.per_chunk + copy * elements + channel_offset)
             offset = T.Cast(unsigned, channel_offset + copy * elements)
 
-            def tap_source(
-                i: Expr, exists: Expr | None = exists, offset: Expr = offset
-            ) -> tuple[Expr, Expr | None]:
+            def tap_source(i: Expr, exists: Expr | None = exists, offset: Expr = offset) -> tuple[Expr, Expr | None]:
                 # Lines of padding read the begin of the map, where there are as many channels.
                 source = T.Cast(unsigned, self._tap_offsets[i]) + offset
                 size = None if self._masks is None else self._tap_sizes[i]
@@ -236,13 +234,7 @@ class WindowTile(SwizzledLines):
         return number, T.bind(number >= step * _CHUNKS)
 
     def _copy(
-        self,
-        shared: SharedMemory,
-        target: Expr,
-        offset: Expr,
-        width: int,
-        bits: Expr | None,
-        exists: Expr | None,
+        self, shared: SharedMemory, target: Expr, offset: Expr, width: int, bits: Expr | None, exists: Expr | None
     ) -> None:
         """Issue copies of `width` bytes for every line of the thread, zeros where they do not exist."""
 

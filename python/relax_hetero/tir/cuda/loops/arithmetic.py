@@ -21,9 +21,7 @@ NARROW = ("float16", "bfloat16")
 """16-bit floating-point types, computed in float32."""
 
 # Calls without arithmetic: selection, hints and reinterpretation of bits.
-_OPAQUE = frozenset(
-    ("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.address_of", "tirx.call_extern")
-)
+_OPAQUE = frozenset(("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.address_of", "tirx.call_extern"))
 
 
 def for_cuda(expr: Expr) -> Expr:

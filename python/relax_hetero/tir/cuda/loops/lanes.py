@@ -342,10 +342,7 @@ def _branchless(expr: Expr, lanes: int) -> Expr:
 
 
 def store_lanes(
-    box: LaneBox,
-    position: Mapping[tirx.Var, Expr],
-    results: Registers,
-    exists: Callable[[Expr], Expr] | None = None,
+    box: LaneBox, position: Mapping[tirx.Var, Expr], results: Registers, exists: Callable[[Expr], Expr] | None = None
 ) -> None:
     """Store results: as vectors where they are contiguous, else lane by lane.
 

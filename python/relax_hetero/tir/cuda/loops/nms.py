@@ -88,12 +88,8 @@ class _Kernel:
                 with T.serial(int64(ceil_div(m.boxes, _THREADS))) as iteration:
                     i = iteration * _THREADS + thread
                     with T.If(i < m.boxes), T.Then():
-                        self._visit_box(
-                            i, group, (box, score, overlap, min_score, alive), last, count, best, winner
-                        )
-                T.buffer_store(
-                    last, self._best_of_block((maxima[0], maxima[1]), group, thread, best, winner), [_ZERO]
-                )
+                        self._visit_box(i, group, (box, score, overlap, min_score, alive), last, count, best, winner)
+                T.buffer_store(last, self._best_of_block((maxima[0], maxima[1]), group, thread, best, winner), [_ZERO])
                 with T.If(last[_ZERO] >= 0), T.Then():
                     with T.If(tirx.EQ(thread, _ZERO)), T.Then():
                         index = group * m.limit + tirx.Cast("int64", count[_ZERO])
@@ -125,9 +121,7 @@ class _Kernel:
                     last_box = self._corners(box, image + tirx.Cast("int64", last[_ZERO]))
                     is_last = tirx.EQ(i, tirx.Cast("int64", last[_ZERO]))
                     with (
-                        T.If(
-                            tirx.any(is_last, overlaps(corners, last_box, overlap[_ZERO], tirx.const(0, "float32")))
-                        ),
+                        T.If(tirx.any(is_last, overlaps(corners, last_box, overlap[_ZERO], tirx.const(0, "float32")))),
                         T.Then(),
                     ):
                         T.buffer_store(is_alive, tirx.const(0, "int32"), [_ZERO])

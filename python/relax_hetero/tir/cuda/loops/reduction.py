@@ -457,11 +457,7 @@ def from_below(value_register: tirx.Buffer, distance: int) -> Expr:
     value: Expr = tirx.BufferLoad(value_register, [int64(0)])
     numbers = [tirx.const(n, "int32") for n in (distance, WARP, WARP)]
     shuffled = tirx.call_intrin(
-        wide,
-        "tirx.tvm_warp_shuffle_down",
-        tirx.const(_FULL_MASK, "uint32"),
-        _cast(value, wide),
-        *numbers,
+        wide, "tirx.tvm_warp_shuffle_down", tirx.const(_FULL_MASK, "uint32"), _cast(value, wide), *numbers
     )
     return _cast(_in_register(shuffled), dtype)
 

@@ -242,8 +242,6 @@ class _Scan:
             other = _THREADS - half
             lower = shared[T.max(thread - distance, int64(0)) + half]
             combined = self.combine(lower, shared[thread + half])
-            T.buffer_store(
-                shared, tirx.Select(thread >= distance, combined, shared[thread + half]), [thread + other]
-            )
+            T.buffer_store(shared, tirx.Select(thread >= distance, combined, shared[thread + half]), [thread + other])
             half, distance = other, distance * 2
         return half

@@ -66,12 +66,7 @@ class GpuScatter:
     def is_sorted(self) -> bool:
         """True if updates are sorted by target."""
         count = self.problem.updates[self.axis] if self.axis is not None else self.targets
-        return (
-            self.targets is not None
-            and isinstance(count, int)
-            and count > MAX_IN_ORDER
-            and self.targets < 2**31
-        )
+        return self.targets is not None and isinstance(count, int) and count > MAX_IN_ORDER and self.targets < 2**31
 
 
 def scatter_in_order(scatter: GpuScatter) -> tirx.PrimFunc:
@@ -192,8 +187,7 @@ class _Kernel:
             self._shapes[part] = [function.extent(dim) for dim in shape]
             self._arguments[part] = function.argument(part, self._shapes[part], dtype)
         self.extents = {
-            part: [function.symbol(dim) if isinstance(dim, str) else dim for dim in specs[part][0]]
-            for part in specs
+            part: [function.symbol(dim) if isinstance(dim, str) else dim for dim in specs[part][0]] for part in specs
         }
         self._views: dict[str, Any] = {}
 
@@ -253,9 +247,7 @@ class _Kernel:
             for d, coordinate in enumerate(registers):
                 T.buffer_store(coordinate, self._index(number * depth + d), [int64(0)])
             values = [coordinate[int64(0)] for coordinate in registers]
-            is_inside = [c >= 0 for c in values] + [
-                c < extent for c, extent in zip(values, data, strict=False)
-            ]
+            is_inside = [c >= 0 for c in values] + [c < extent for c, extent in zip(values, data, strict=False)]
             target = ravel(values, data[:depth]) if values else int64(0)
         else:
             updates = self.extents["updates"]

@@ -222,9 +222,7 @@ def _launch(statement: tirx.Stmt, gpu: GpuTarget) -> tuple[tirx.Stmt, list[tirx.
     exists = number < int64(units)
     values: dict[tirx.Var, Expr] = {}
     for var, start, extent in reversed(loops):
-        divisor = (
-            int64(max(extent, 1)) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
-        )
+        divisor = int64(max(extent, 1)) if isinstance(extent, int) else T.max(tirx.Cast("int64", extent), int64(1))
         index = tirx.floormod(number, divisor)
         number = tirx.floordiv(number, divisor)
         values[var] = (index if str(var.ty.dtype) == "int64" else tirx.Cast(str(var.ty.dtype), index)) + start

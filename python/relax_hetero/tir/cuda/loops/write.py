@@ -274,9 +274,7 @@ def split_reduction_of(box: FlatBox, gpu: GpuTarget) -> SplitReduction | None:
     if blocks == 0 or blocks * 4 > target_blocks or limit < _MIN_SPLITS:
         return None
     limit = min(limit, -(-target_blocks // blocks))
-    return _split_reduction(
-        box, merge, *(_equal_splits(box.reduced, limit) or _unequal_splits(box.reduced, limit))
-    )
+    return _split_reduction(box, merge, *(_equal_splits(box.reduced, limit) or _unequal_splits(box.reduced, limit)))
 
 
 def _equal_splits(loops: tuple[Loop, ...], max_splits: int) -> tuple[Loop, int] | None:
@@ -435,9 +433,7 @@ def _write_strided(box: FlatBox, gpu: GpuTarget) -> None:
         tile = LaneBox(box, None, lanes)
         position = position_of(clamped, box.spatial)
         results = compute_steps(box, lanes, position, {})
-        store_lanes(
-            tile, position, results, None if is_whole else lambda lane: first + lane * threads < int64(units)
-        )
+        store_lanes(tile, position, results, None if is_whole else lambda lane: first + lane * threads < int64(units))
 
 
 def _compute_points(box: LaneBox, position: dict[tirx.Var, Expr]) -> None:
@@ -489,9 +485,7 @@ def _write_nest(nest: Nest, gpu: GpuTarget, outer_views: Buffers) -> Buffers:
     if split is None:
         write_reduction(box, gpu)
         return {}
-    partials = {
-        p: T.alloc_buffer(list(p.shape), p.dtype, scope="global") for p in split.partials
-    }
+    partials = {p: T.alloc_buffer(list(p.shape), p.dtype, scope="global") for p in split.partials}
     write_reduction(split.first, gpu)
     write_reduction(split.second, gpu)
     return partials

@@ -125,14 +125,7 @@ class BlockBody:
             with T.If(number + 1 < rounds), T.Then():
                 self._load(slot, tile, (number + 1) * self.work.plan.ahead + slot)
         if self.work.is_persistent:
-            with (
-                T.If(
-                    more
-                    if rounds == 1
-                    else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)
-                ),
-                T.Then(),
-            ):
+            with T.If(more if rounds == 1 else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
                 self._load(slot, tile + self.work.stride, slot)
 
     def _chunk_of(self, index: Expr) -> Expr:
@@ -287,11 +280,7 @@ class BlockBody:
         for warp in range(plan.warps):
             for part in range(work.parts):
                 # With three parts per row, the last two of a group of eight rows are unused.
-                first = (
-                    tirx.floordiv(row, per) * GROUP_COLUMNS
-                    + tirx.floormod(row, per) * work.parts
-                    + part
-                )
+                first = tirx.floordiv(row, per) * GROUP_COLUMNS + tirx.floormod(row, per) * work.parts + part
                 offset = begin + (warp * work.sum_rows + first) * plan.columns + column
                 ptx.load_shared([part_sums[i] for i in range(vector)], self.shared.at(offset * 4), "f32")
                 for i in range(vector):

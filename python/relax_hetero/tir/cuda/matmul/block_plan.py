@@ -101,10 +101,7 @@ def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WA
     # Iterations of equal length, as missing chunks cost as much as others.
     ahead = min(
         range(1, min(own, most) + 1),
-        key=lambda count: (
-            -(-own // count) * count if count * 2 > most else own + most,
-            -count,
-        ),
+        key=lambda count: (-(-own // count) * count if count * 2 > most else own + most, -count),
     )
     return BlockPlan(fragments, groups, warps, ahead)
 

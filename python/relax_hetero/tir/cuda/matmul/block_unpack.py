@@ -133,9 +133,7 @@ class _Kernel:
         with when(column < int64(self.column_tiles * PACKED_ROWS)):
             for first in range(0, words, width):
                 inner = in_row + first * 2
-                swizzled = (
-                    T.bitwise_xor(tirx.floordiv(inner, chunk), tirx.floormod(row, 8)) * chunk
-                )
+                swizzled = T.bitwise_xor(tirx.floordiv(inner, chunk), tirx.floormod(row, 8)) * chunk
                 offset = (number * PACKED_ROWS + row) * TILE_DEPTH + swizzled + tirx.floormod(inner, chunk)
                 values = [self.packed_pairs[first + i] for i in range(width)]
                 ptx.store_global(T.address_of(self.tiles.data[T.bind(offset)]), values)

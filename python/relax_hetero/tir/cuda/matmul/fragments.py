@@ -283,13 +283,7 @@ class FragmentStore:
             self._write_pair(staging.shared.at(target), values)
 
     def _pairs(
-        self,
-        sums: Any,
-        register: Expr,
-        at: Coordinates,
-        column: Expr,
-        by_row: dict[tuple[int, int], Expr],
-        lane: Expr,
+        self, sums: Any, register: Expr, at: Coordinates, column: Expr, by_row: dict[tuple[int, int], Expr], lane: Expr
     ) -> Iterator[_Pair]:
         """Accumulators of two neighbouring columns with their epilogue operands, for each of two rows."""
         column_operands = {

@@ -256,9 +256,7 @@ class OperandTile(SwizzledLines):
         """
         first, block = place
         skip = block * PACKED_ROWS
-        row = self._clamp_block(
-            first + (skip if isinstance(skip, int) else T.Cast("int64", skip))
-        )
+        row = self._clamp_block(first + (skip if isinstance(skip, int) else T.Cast("int64", skip)))
         k = T.Cast("int64", step) * self.step
         if not self.is_swizzled and not _divides(self.step, self.depth):
             # An incomplete last step begins earlier: the left operand is zero where it overlaps the step before.

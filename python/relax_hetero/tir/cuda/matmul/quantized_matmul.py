@@ -101,11 +101,7 @@ def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan |
 
     # Fragments share rows, which every block loads from L2. The largest number takes all registers for accumulators,
     # and reuses the stages' shared memory for them, so blocks cannot be persistent.
-    choices = [
-        each
-        for each in _FRAGMENT_CHOICES
-        if each <= _MAX_PERSISTENT or tiles <= each * gpu.multiprocessors
-    ]
+    choices = [each for each in _FRAGMENT_CHOICES if each <= _MAX_PERSISTENT or tiles <= each * gpu.multiprocessors]
     for fragments in sorted(choices, key=bytes_read):
         for stages in (3, 2):
             plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
@@ -367,9 +363,7 @@ class StagedBody(BlockBody):
         work, plan = self.work, self.work.staged
         item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
         stage = T.bind(tirx.floormod(item, plan.stages))
-        self.left.copy(
-            T.bind(self._stage(stage)), self._first_chunk(tirx.floormod(item, work.rounds)), self.lane
-        )
+        self.left.copy(T.bind(self._stage(stage)), self._first_chunk(tirx.floormod(item, work.rounds)), self.lane)
 
     def _multiply_stage(self, item: Expr, iteration: Expr) -> None:
         work, plan = self.work, self.work.staged

@@ -221,9 +221,7 @@ class TiledProduct:
         rank = T.bind(T.cast(self.rank, "int64"))
         if more == 0:
             return T.bind(rank * each), int64(each)
-        return T.bind(rank * each + T.min(rank, int64(more))), T.bind(
-            each + T.Select(rank < more, int64(1), int64(0))
-        )
+        return T.bind(rank * each + T.min(rank, int64(more))), T.bind(each + T.Select(rank < more, int64(1), int64(0)))
 
     def _multiply(self, sums: Expr, loaders: list[_TileLoader], buffer: Expr, thread_tile: _ThreadTile) -> None:
         plan = self.plan
@@ -259,9 +257,7 @@ class TiledProduct:
             return
         self._store_shared_sums(sums, at, row, column, thread_tile)
 
-    def _store_shared_sums(
-        self, sums: Expr, at: Coordinates, row: Expr, column: Expr, tile: _ThreadTile
-    ) -> None:
+    def _store_shared_sums(self, sums: Expr, at: Coordinates, row: Expr, column: Expr, tile: _ThreadTile) -> None:
         """Add the accumulators of slices and blocks, in order; each stores a part of the tile."""
         plan = self.plan
         groups, threads = plan.thread_columns // plan.group, plan.slice_threads
@@ -285,12 +281,7 @@ class TiledProduct:
             own_group = q if plan.cluster == 1 else self.rank * own_groups + q
             number = T.bind(own_group * plan.slices + tile.slice)
             i, g = tirx.floordiv(number, groups), tirx.floormod(number, groups)
-            return _Group(
-                totals,
-                q * plan.group,
-                row + tile.row_at(i),
-                column + tile.column_at(g),
-            )
+            return _Group(totals, q * plan.group, row + tile.row_at(i), column + tile.column_at(g))
 
         self._write(own_groups, group_of, at)
 

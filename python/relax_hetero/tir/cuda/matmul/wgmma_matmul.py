@@ -112,10 +112,7 @@ class SwappedFragments:
         fetched, self._fetched = self._fetched, None
         for block in range(blocks):
             for skip in range(0, self.rows, epilogue_columns):
-                origin = (
-                    first[0] + T.Cast("int64", tirx.const(skip, "int32")),
-                    first[1] + int64(block * COLUMNS),
-                )
+                origin = (first[0] + T.Cast("int64", tirx.const(skip, "int32")), first[1] + int64(block * COLUMNS))
                 if store.in_rows and (block or skip):
                     fetched = store.fetch_rows(at, origin, 0, COLUMNS, member, self.team)
                 register = block * (self.rows // 2) + skip // 2

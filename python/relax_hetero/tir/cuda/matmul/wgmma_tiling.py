@@ -114,18 +114,12 @@ def choose_tiling(
     # 1-byte results would be staged one by one.
     may_swap = may_swap and is_known and not gathers and staged_element(problem) > 1
     max_split = ceil_div(cases[0][2], per_step) if isinstance(sizes[2], int) else 1
-    options = [
-        cut
-        for cut in _options(model, may_swap, is_known and not gathers)
-        if cut.cluster_split_k <= max_split
-    ]
+    options = [cut for cut in _options(model, may_swap, is_known and not gathers) if cut.cluster_split_k <= max_split]
 
     def cost(cut: TileOption, case: Sequence[int]) -> float:
         tiles = ceil_div(case[0], cut.rows) * ceil_div(case[1], cut.columns) * batches
         resident = model.resident_blocks[1]
-        if cut.blocks_per_sm > 1 and not resident < tiles <= (
-            cut.blocks_per_sm * resident if cut.swap_ab else tiles
-        ):
+        if cut.blocks_per_sm > 1 and not resident < tiles <= (cut.blocks_per_sm * resident if cut.swap_ab else tiles):
             # Multiprocessors would have one block, or blocks several tiles, for which half the registers are too few.
             return inf
         return cycles(cut, model, tiles, ceil_div(case[2], per_step), factor)
@@ -134,9 +128,7 @@ def choose_tiling(
     steps = ceil_div(cases[-1][2], per_step)
     # With few k-steps, the epilogue dominates: staging runs of 128 bytes takes 16 % less time for 50,176 x 64 x 256.
     short_bytes = max(_STAGED_SIZES[-1], _SHORT_COLUMNS * staged_element(problem))
-    epilogue_columns = (
-        _STAGED_SIZES if steps // cut.cluster_split_k >= MIN_STAGES or cut.swap_ab else (short_bytes,)
-    )
+    epilogue_columns = _STAGED_SIZES if steps // cut.cluster_split_k >= MIN_STAGES or cut.swap_ab else (short_bytes,)
     tilings = [
         tiling_of(
             problem,
@@ -215,9 +207,7 @@ def cycles(cut: TileOption, model: GpuModel, tiles: int, steps: int, factor: flo
     waves = ceil_div(blocks, model.resident_blocks[cut.cluster_split_k] * cut.blocks_per_sm)
     residents = min(cut.blocks_per_sm, ceil_div(blocks, model.resident_blocks[1]))
     loads = (cut.rows + cut.columns) * SWIZZLED_BYTES * (blocks / waves) / model.l2_bytes_per_cycle
-    step = (
-        max(cut.step_cycles(model) * (1 + model.second_block_step_fraction * (residents - 1)), loads) * factor
-    )
+    step = max(cut.step_cycles(model) * (1 + model.second_block_step_fraction * (residents - 1)), loads) * factor
     stored = model.store_cycles + sums / cut.cluster_split_k / model.stored_elements_per_cycle
     if cut.cluster_split_k > 1:
         exchange = model.cluster_cycles + model.cluster_block_cycles * (cut.cluster_split_k - 1)

@@ -85,9 +85,7 @@ class _Scores(PageScores):
                 (0, rows_of_8, PAGE * _UNIT),
             )
         ):
-            ptx.matrix_descriptor(
-                self.base[i], at(address), leading // _UNIT, stride // _UNIT, is_swizzled=False
-            )
+            ptx.matrix_descriptor(self.base[i], at(address), leading // _UNIT, stride // _UNIT, is_swizzled=False)
 
     def issue_scores(self, tile: Expr) -> None:
         """Issue the product of queries and the keys at an offset of shared memory."""

@@ -81,9 +81,7 @@ class HeadVector:
         with unrolled(self._num_pairs) as index:
             pair = index * WARP + self.lane
             first, second = self._pair_elements(pair, rotary)
-            ptx.pack_pair(
-                self._packed[0], self._values[index * 2], self._values[index * 2 + 1], self.work.page_dtype
-            )
+            ptx.pack_pair(self._packed[0], self._values[index * 2], self._values[index * 2 + 1], self.work.page_dtype)
             inside = self._is_pair(pair)
             with when(True if inside is None else inside):
                 store(first, T.Cast("uint16", self._packed[0] & T.uint32(0xFFFF)))

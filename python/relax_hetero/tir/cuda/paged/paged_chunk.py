@@ -46,9 +46,7 @@ class ChunkPlan:
 
 def chunk_plan(work: PagedWork, gpu: GpuTarget) -> ChunkPlan:
     """Choose a plan: more rows per block, which share loads of pages, if blocks with fewer need several waves."""
-    warps = (
-        8 if ceil_div(work.rows, 64) * work.heads > gpu.multiprocessors and work.size <= MAX_NARROW else 4
-    )
+    warps = 8 if ceil_div(work.rows, 64) * work.heads > gpu.multiprocessors and work.size <= MAX_NARROW else 4
     capacity = gpu.shared_bytes - warps * 16 * work.size * 2 - 1024
     return ChunkPlan(warps, max(1, min(2, capacity // (2 * work.tile_bytes))))
 

@@ -107,9 +107,7 @@ class RowWriter:
         self.memory = SharedMemory()
         held = shape.vectors
         self.vectors = {
-            number: Vectors(
-                view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or IN_FLIGHT
-            )
+            number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or IN_FLIGHT)
             for number, view in enumerate(operands)
             if view.runs_along("n")
         }
@@ -170,11 +168,7 @@ class RowWriter:
         dtype = self.types[index]
         combine = _combine(step.kind, dtype, carries_nan(self.program, number))
         neutral = neutral_of(step.kind, dtype, 1)
-        chains = (
-            ACCUMULATORS
-            if self.shape.vectors == 0
-            else min(ACCUMULATORS, self.shape.vectors * self.shape.lanes)
-        )
+        chains = ACCUMULATORS if self.shape.vectors == 0 else min(ACCUMULATORS, self.shape.vectors * self.shape.lanes)
         accumulators = Registers(chains, dtype, 1)
         for chain in range(chains):
             accumulators[chain] = neutral
@@ -201,9 +195,7 @@ class RowWriter:
             result = result / count_of(self.n, dtype)
         self._set(index, result)
 
-    def _reduce_row(
-        self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int
-    ) -> None:
+    def _reduce_row(self, accumulator: Registers, combine: Callable[[Expr, Expr], Expr], dtype: str, step: int) -> None:
         """Reduce the accumulators of a row's threads; all threads get the result."""
         _reduce_lanes(accumulator, combine, min(self.shape.threads, WARP))
         warps = self.shape.warps
@@ -329,9 +321,7 @@ class RowWriter:
         if isinstance(left, int) and left == 0:
             return
         rest = (
-            -(-left // threads)
-            if isinstance(left, int)
-            else materialize(tirx.floordiv(left + (threads - 1), threads))
+            -(-left // threads) if isinstance(left, int) else materialize(tirx.floordiv(left + (threads - 1), threads))
         )
         with loop(rest) as batch:
             write_vectors(materialize(first_of_rest + batch * threads + number), 1, True)
@@ -443,11 +433,7 @@ def _uses(plan: RowPlan, number: int) -> list[int]:
     return [
         step
         for step, p in enumerate(plan.passes)
-        if any(
-            number in operands_of(expression)
-            for expression in (p.expression, p.keep)
-            if expression is not None
-        )
+        if any(number in operands_of(expression) for expression in (p.expression, p.keep) if expression is not None)
     ]
 
 
@@ -575,9 +561,7 @@ class _Kernel:
         early_sizes = {number: size[number] for number in size if number not in late}
         words = live_bytes(plan, early_sizes, bytes_of(kept)) / 4
         more = sum(size[i] for i in late) / 4
-        shape = register_shape(
-            self.n, self.lanes, self.total, words + LATE_FRACTION * more, self.gpu
-        )
+        shape = register_shape(self.n, self.lanes, self.total, words + LATE_FRACTION * more, self.gpu)
         if shape is not None and is_idle(shape, self.total, self.gpu):
             # With low occupancy, nothing hides the latency of late loads.
             thread_elements = shape.vectors * shape.lanes
