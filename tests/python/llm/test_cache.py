@@ -174,14 +174,14 @@ def test_memory():
     assert used == pages["table_full"] * sizes[1] + 2 * pages["table_window"] * sizes[0]
     assert used <= 10 * sizes[1] + 100 * sizes[0] < used + sizes[1] + 2 * sizes[0]
     assert make(memory={"cuda:0": 1}).bytes == make().bytes
-    with pytest.raises(CacheError, match=r"memory=5: expected room for a page of each layer, \{'cpu:0': "):
+    with pytest.raises(CacheError, match=r"memory=5: expected at least a page of each layer, \{'cpu:0': "):
         make(memory=5)
     with pytest.raises(CacheError, match="expected one of them"):
         make(memory=5, pages=5)
 
 
 def test_windows_that_differ():
-    with pytest.raises(CacheError, match=r"with windows \[50, 100\]: expected 1 or more of each, and one window"):
+    with pytest.raises(CacheError, match=r"windows \[50, 100\]: expected 1 or more of each, and at most one window"):
         make((WINDOWED, CacheLayer(1, 2, 50)))
 
 

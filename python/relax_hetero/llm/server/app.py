@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...errors import HeteroError
 from ..chat_template import ChatTemplate
 from ..description import context_warning
-from ..engine import TOO_LONG, Engine
+from ..engine import CONTEXT_LENGTH_EXCEEDED, Engine
 from ..params import SamplingParams
 from ..request import Request
 from ..sampling import TokenLogprob
@@ -427,7 +427,7 @@ class _Server:
         for tokens in prompts:
             if max_prompt_tokens and len(tokens) > max_prompt_tokens:
                 message = f"prompt: found {len(tokens):,} tokens, expected at most {max_prompt_tokens:,}"
-                raise ApiError(400, message, "prompt", TOO_LONG)
+                raise ApiError(400, message, "prompt", CONTEXT_LENGTH_EXCEEDED)
             self._engine.check_prompt(tokens)
         requests: list[Request] = []
         try:
