@@ -74,15 +74,15 @@ def test_wrong_bytes(file, tmp_path):
         ("general.architecture", None, "found architecture None"),
         ("block_count", None, "has no llama.block_count"),
         ("block_count", 3, "has no tensor 'blk.2.attn_norm.weight'"),
-        ("block_count", 1, "no use for: 'blk.1.attn_norm.weight'.* and 4 more"),
+        ("block_count", 1, "does not use: 'blk.1.attn_norm.weight'.* and 4 more"),
         ("block_count", 10_001, "expected 10,000 at most"),
         ("block_count", "2", "is '2', expected a whole number above 0"),
         ("embedding_length", True, "is True, expected"),
         ("embedding_length", 2.0, "is 2.0, expected"),
         ("embedding_length", 1 << 60, "is 1152921504606846976, expected a whole number"),
         ("attention.head_count", 0, "head_count is 0, expected"),
-        ("attention.head_count", [4, 4, 4], "has 3 values, 1 of which differ"),
-        ("attention.head_count", [4, 2], "has 2 values, 2 of which differ"),
+        ("attention.head_count", [4, 4, 4], "has 3 values, 1 of them distinct"),
+        ("attention.head_count", [4, 2], "has 2 values, 2 of them distinct"),
         ("attention.head_count_kv", 0, "head_count_kv is 0"),
         ("attention.head_count_kv", 3, "not a multiple of 3"),
         ("attention.key_length", -64, "is -64, expected"),
@@ -124,7 +124,7 @@ def test_numbers_that_make_no_sense(llama, key, value, message):
 )
 def test_tensors_that_no_layer_reads(llama, name):
     extra = FileTensor(name, (256,), "F32", np.zeros(256, "float32"))
-    with pytest.raises(FrontendError, match=f"has no use for: '{name if name.isprintable() else ''}"):
+    with pytest.raises(FrontendError, match=f"does not use: '{name if name.isprintable() else ''}"):
         rh.from_gguf(replace(llama, tensors={**llama.tensors, name: extra}))
 
 
