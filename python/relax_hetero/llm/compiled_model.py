@@ -77,7 +77,7 @@ class IntegerInputs:
         return {name: part_of(target, shape, "int32", 4 * offsets[name]) for name, shape in shapes.items()}
 
     def send(self) -> None:
-        """Copy `arrays` to GPUs; tensors of CPUs share their memory, which calls that have not ended may read."""
+        """Copy `arrays` to GPUs; on CPUs the tensors share their memory. Write them only between calls."""
         for source, target in self._copies:
             copy_into(source, target)
 
@@ -102,7 +102,7 @@ class CompiledModel:
     vocabulary, slots : int
         Number of logits of a token; maximum number of sequences.
     context, trained_context, chunk : int
-        Maximum number of tokens of a sequence, here and in training, and of a prefill call.
+        Maximum number of tokens of a sequence, of a sequence in training, and of a prefill call.
     decodes_like_prefill : bool
         See `Model`.
     cache : KVCache
@@ -334,8 +334,8 @@ class CompiledModel:
         """Arguments of a function, without pages, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
         if integers is None:
-            tensors = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
-            inputs = [spec for spec in tensors if not spec.name.startswith("pages_")]
+            specs = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
+            inputs = [spec for spec in specs if not spec.name.startswith("pages_")]
             alignment = self.executable.metadata.alignment
             integers = self._integers[name] = IntegerInputs(inputs, self.machine.devices, alignment)
         arrays, count = integers.arrays, len(slots)

@@ -18,7 +18,7 @@ from .params import SamplingParams
 _BLOCK = 256
 """Logits per block."""
 _TOP_P_CANDIDATES, _TOP_P_GROWTH = 256, 8
-"""Number of tokens that `top_p` sorts first, and its factor of growth while their sum is below `top_p`."""
+"""Number of tokens that `top_p` sorts first, and its growth while their probabilities sum to less."""
 
 
 @dataclass(frozen=True)
@@ -212,11 +212,12 @@ def _index_of_quantile(sums: np.ndarray, uniform: float) -> int:
 
 
 def _first_above(sums: np.ndarray, value: float) -> int:
-    """First index whose cumulative sum exceeds a value; the last nonzero weight's if none does, by rounding."""
+    """First index whose cumulative sum exceeds a value; the last nonzero weight's if rounding lets none."""
     return min(int(np.searchsorted(sums, value, side="right")), int(np.searchsorted(sums, sums[-1])))
 
 
 def _logprob(logits: np.ndarray, chosen: int, count: int) -> TokenLogprob:
+    """Log-probabilities of a token and of the `count` most probable ones."""
     max_logit = float(logits.max())
     log_sum = max_logit + math.log(float(np.exp(logits - np.float32(max_logit)).sum(dtype=np.float64)))
     top: tuple[tuple[int, float], ...] = ()
