@@ -37,7 +37,7 @@ from .queue.queued_calls import MAX_IN_FLIGHT
 from .queue.queues import Queues
 from .queue.submitter import Submitter
 from .queue.trace import Trace
-from .region.cuda_graph import with_graphs
+from .region.cuda_graph import make_graphs
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
 
@@ -151,7 +151,7 @@ class VirtualMachine:
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
             self._set_defaults()
-            self._values, self.graphs = with_graphs(metadata, self._devices, self._constants.values, module)
+            self._values, self.graphs = make_graphs(metadata, self._devices, self._constants.values, module)
         except Exception as error:  # TVM raises exceptions of its own
             raise explain_failure("making the machine", error, metadata) from error
         self._repeated = {call.function: self._module[call.repeated] for call in metadata.repeated}
