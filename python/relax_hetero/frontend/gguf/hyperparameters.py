@@ -106,15 +106,15 @@ class Hyperparameters:
     architecture : Architecture
     layers, hidden_size, vocabulary, context : int
         `context` is the number of positions that the model was trained for.
-    heads, kv_heads, head_dim : int
+    heads, kv_heads, head_size : int
         Numbers of query heads and of key/value heads, and the elements of a head.
     feed_forward : int
         Width of the feed-forward network, or of each expert.
     eps : float
         Epsilon of norms.
     base, base_scale : float
-        Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotary_dim)``.
-    rotary_dim : int
+        Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``.
+    rotary_size : int
         Number of rotated elements of a head.
     window_base : float
         Base of layers with a window.
@@ -136,12 +136,12 @@ class Hyperparameters:
     context: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_size: int
     feed_forward: int
     eps: float
     base: float
     base_scale: float
-    rotary_dim: int
+    rotary_size: int
     window_base: float
     windows: tuple[int, ...]
     attention_softcap: float
@@ -154,7 +154,7 @@ class Hyperparameters:
     def scale(self) -> float:
         """Factor of attention scores."""
         is_wide = self.layers == self.architecture.wide_layers
-        return 1.0 / math.sqrt(self.hidden_size / self.heads if is_wide else self.head_dim)
+        return 1.0 / math.sqrt(self.hidden_size / self.heads if is_wide else self.head_size)
 
     def window_of(self, layer: int) -> int:
         """Number of positions that a layer attends to; 0: all."""
@@ -216,12 +216,12 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         context=metadata.count("context_length"),
         heads=heads,
         kv_heads=metadata.count("attention.head_count_kv", heads),
-        head_dim=size,
+        head_size=size,
         feed_forward=feed_forward or metadata.count("feed_forward_length"),
         eps=metadata.number("attention.layer_norm_rms_epsilon"),
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
-        rotary_dim=metadata.count("rope.dimension_count", size),
+        rotary_size=metadata.count("rope.dimension_count", size),
         window_base=metadata.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
         windows=_read_windows(metadata, architecture, layers),
         attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
@@ -232,9 +232,9 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     )
     if model.heads % model.kv_heads:
         raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")
-    if model.rotary_dim > size or model.rotary_dim % 2:
+    if model.rotary_size > size or model.rotary_size % 2:
         raise FrontendError(
-            f"{file}: rotates {model.rotary_dim} elements of a head, expected an even number up to {size}"
+            f"{file}: rotates {model.rotary_size} elements of a head, expected an even number up to {size}"
         )
     if experts and not 0 < model.experts_used <= experts:
         raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts")

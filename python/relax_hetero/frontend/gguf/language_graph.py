@@ -63,7 +63,7 @@ class _Function:
         self.bindings: list[relax.Binding] = []
         self.rotary_tables: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
-        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_dim)
+        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size)
 
     def build(self, name: str) -> relax.Function:
         """Build the function, with `name` as its global symbol."""
@@ -108,7 +108,7 @@ class _Function:
         """The output of a layer, and its pages."""
         name, model = f"blk.{layer}", self.model
         attention, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
-        projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.head_dim)
+        projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.head_size)
         if model.architecture.post_norms:
             projection = self._norm(projection, f"{name}.post_attention_norm")
         x = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
@@ -120,8 +120,8 @@ class _Function:
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
-        kv_size = model.kv_heads * model.head_dim
-        sizes = {"q": model.heads * model.head_dim, "k": kv_size, "v": kv_size}
+        kv_size = model.kv_heads * model.head_size
+        sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
         if self._try_merge(f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}):
             qkv = self._linear(x, f"{name}.attn_qkv", sum(sizes.values()), model.hidden_size)
         else:
@@ -132,14 +132,14 @@ class _Function:
         page_table = TABLES[window > 0]
         norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
         operands = [self._rotary_table(layer)]
-        operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_dim) for part in norms]
+        operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_size) for part in norms]
         call = cached_attention(
             qkv,
             *(self.params[key] for key in (f"pages_{layer}", page_table, "sequences", "positions")),
             *operands,
             heads=model.heads,
             kv_heads=model.kv_heads,
-            size=model.head_dim,
+            size=model.head_size,
             scale=model.scale,
             window=window,
             softcap=model.attention_softcap,
@@ -166,7 +166,7 @@ class _Function:
         return weights.stack(f"{name}.weight", matrices, self.model.hidden_size)
 
     def _rotary_table(self, layer: int) -> relax.Expr:
-        """Cosines and sines of the rotary angles of each row's position, (rows, rotary_dim).
+        """Cosines and sines of the rotary angles of each row's position, (rows, rotary_size).
 
         Each device computes a table of its own, which costs less than a copy. Its name is that of the first layer that
         reads it.
@@ -185,10 +185,10 @@ class _Function:
 
     def _frequencies(self, base: float, scale: float) -> np.ndarray:
         """Rotary frequencies: radians per position for each pair of elements."""
-        rotary_dim = self.model.rotary_dim
-        frequencies = scale * base ** (-np.arange(0, rotary_dim, 2, dtype="float64") / rotary_dim)
+        rotary_size = self.model.rotary_size
+        frequencies = scale * base ** (-np.arange(0, rotary_size, 2, dtype="float64") / rotary_size)
         if "rope_freqs.weight" in self.weights:
-            frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotary_dim // 2])
+            frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotary_size // 2])
         return np.asarray(frequencies, "float32")
 
     def _feed_forward(self, x: relax.Expr, name: str) -> relax.Expr:

@@ -79,7 +79,7 @@ class DevicePartition:
         self.bindings, self._devices = list(bindings), devices
         self._reads = Reads.of(bindings, devices.is_zero_cost)
         self._assign_parts()
-        self._merge_small()
+        self._merge_small_parts()
 
     def topological_order(self) -> list[int]:
         """Numbers of the parts, producers first.
@@ -115,8 +115,7 @@ class DevicePartition:
         self.add_part(len(self.bindings) - 1)
 
     def _assign_parts(self) -> None:
-        bindings = self.bindings
-        lookup = self._devices
+        bindings, lookup = self.bindings, self._devices
         devices = [() if lookup.is_zero_cost(binding) else lookup.devices(binding) for binding in bindings]
         isolated = [len(each) > 1 or is_transfer(binding) for each, binding in zip(devices, bindings, strict=True)]
         # Device of each binding that can share a part; None for isolated bindings and those without cost.
@@ -169,7 +168,7 @@ class DevicePartition:
             sources[number] = parts - {number}
         return sources
 
-    def _merge_small(self) -> None:
+    def _merge_small_parts(self) -> None:
         sources = self._sources()
         readers = _reversed(sources)
         nbytes = {number: self._part_nbytes(part) for number, part in self.parts.items() if not part.is_isolated}

@@ -124,7 +124,7 @@ class CudaGraph:
         graph = self._captured.get(values)
         if graph is None or self._driver is None:
             self._reserve_arena(values)
-            self._launch_kernels(bindings, values)
+            self._launch_without_graph(bindings, values)
             if self._driver is not None and self._is_repeated(values):
                 self._capture(values)
             return
@@ -146,7 +146,7 @@ class CudaGraph:
         return self._driver.error(f"launching command buffer {self._name!r} on {self._device}", code)
 
     def _is_repeated(self, values: _ParameterValues) -> bool:
-        """Return whether these parameter values occurred before; True without parameters."""
+        """Record parameter values, and return whether they occurred before; True without parameters."""
         if not values:
             return True
         if values in self._seen_once:
@@ -173,7 +173,7 @@ class CudaGraph:
         self._arena = empty((max(nbytes, capacity * 5 // 4),), "uint8", self._device)
         self._plan[-1] = self._arena.data_ptr()
 
-    def _launch_kernels(self, bindings: np.ndarray, values: _ParameterValues) -> None:
+    def _launch_without_graph(self, bindings: np.ndarray, values: _ParameterValues) -> None:
         self._plan[graph_layout.RING] = 0  # the bindings are in the plan
         self._plan[graph_layout.BINDINGS : graph_layout.BINDINGS + self._layout.slots] = bindings
         self._run_plan(values)
@@ -304,10 +304,10 @@ def _address_of(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
-def _free(driver: CudaDriver, device: runtime.Device, address: int, recorded: Mapping[_ParameterValues, int]) -> None:
+def _free(driver: CudaDriver, device: runtime.Device, address: int, captured: Mapping[_ParameterValues, int]) -> None:
     try:
         device.sync()  # pending launches read their bindings from this memory
-        for graph in recorded.values():
+        for graph in captured.values():
             driver.destroy(graph)
         driver.free_pinned(address)
     except Exception:  # at process exit the driver may have shut down already
