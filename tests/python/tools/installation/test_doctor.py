@@ -30,6 +30,7 @@ LINES: list[dict[str, Any]] = [
     {"tested": {"name": "llvm:0", "ok": True, "about": "fine"}},
     {"end": None},
 ]
+PROBE = doctor.probe_findings
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +94,8 @@ def test_all_is_well(invoke: Invoke):
     }
     shown = invoke("doctor")
     assert shown.exit_code == 0
-    assert "All that is needed works." in shown.stdout
-    assert "To mend" not in shown.stdout
+    assert "Everything required works." in shown.stdout
+    assert "To fix" not in shown.stdout
 
 
 def test_json_has_versions_and_devices(invoke: Invoke):
@@ -116,8 +117,8 @@ def test_a_missing_package(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     assert findings["numpy"].about.startswith("missing, expected")
     shown = invoke("doctor")
     assert shown.exit_code == 1
-    assert "To mend:\n  numpy: pip install 'numpy" in shown.stdout
-    assert "1 thing that is needed does not work." in shown.stdout
+    assert "To fix:\n  numpy: pip install 'numpy" in shown.stdout
+    assert "1 error: see above." in shown.stdout
 
 
 def test_a_wrong_version(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
