@@ -20,7 +20,7 @@ from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
 from ...artifact import graph_layout
-from ...artifact.graph_layout import FILLED_AT_ONCE, REPORT_INTERVAL, RING_ROWS, CACHED_GRAPHS, Layout
+from ...artifact.graph_layout import CACHED_GRAPHS, FILLED_AT_ONCE, REPORT_INTERVAL, RING_ROWS, Layout
 from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
