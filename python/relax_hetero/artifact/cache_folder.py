@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError, printable
-from .regular_files import open_regular, why_foreign
+from .regular_files import open_regular, why_untrusted
 from .typed_data import read_json
 
 _log = logging.getLogger("relax_hetero")
@@ -132,7 +132,7 @@ class CacheFolder:
             yield None
             return
         try:
-            why = why_foreign(os.fstat(folder))
+            why = why_untrusted(os.fstat(folder))
             if why and self.path not in _refused:
                 _refused.add(self.path)
                 _log.warning("the compile cache %s is not used: %s", printable(str(self.path)), why)
@@ -200,7 +200,7 @@ def private_opener(folder: int, name: str, flags: int) -> int:
 
 def _entry(folder: int | None, key: str) -> Entry | None:
     status = status_of(folder, f"{key}.so")
-    if folder is None or status is None or why_foreign(status):  # for example, removed by another process meanwhile
+    if folder is None or status is None or why_untrusted(status):  # for example, removed by another process meanwhile
         return None
     uses = status_of(folder, f"{key}.hits")
     hits, used = (uses.st_size, uses.st_mtime) if uses is not None else (0, status.st_mtime)
@@ -228,8 +228,8 @@ def _description(folder: int, key: str) -> dict[str, Any]:
     return description
 
 
-def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder | None:
-    """The folder of an argument ``rh.compile(cache=...)``; None for no cache.
+def resolve_cache_folder(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder | None:
+    """The compile cache's folder that an argument ``rh.compile(cache=...)`` selects; None without a cache.
 
     Parameters
     ----------

@@ -40,7 +40,7 @@ def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(metadata, "requires", lambda _: requirements)
     monkeypatch.setattr(metadata, "metadata", lambda _: {"Requires-Python": ">=3.10"})
     install(monkeypatch)
-    monkeypatch.setattr(doctor, "gpus_of_system", lambda: 0)
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path / "cache"))
     tries(monkeypatch, LINES)
 
@@ -160,7 +160,7 @@ def test_no_compiler(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_gpu_that_tvm_cannot_use(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "gpus_of_system", lambda: 1)
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 1)
     status, findings = diagnosed(invoke)
     assert (status, findings["GPUs"].state) == (1, "error")
     assert "relax-hetero[cuda]" in findings["GPUs"].fix
@@ -204,7 +204,7 @@ def test_a_process_that_hangs(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     status, findings = diagnosed(invoke)
     assert (status, findings["C compiler"].state) == (1, "ok")
     assert findings["llvm:0"].section == "self-test"
-    assert (findings["llvm:0"].state, findings["llvm:0"].about) == ("error", "no end within 120 s")
+    assert (findings["llvm:0"].state, findings["llvm:0"].about) == ("error", "it did not finish within 120 s")
 
 
 def test_a_process_that_does_not_start():
