@@ -110,7 +110,7 @@ class CacheFolder:
             A folder that cannot be made or written.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             if folder is None:
                 raise OSError(errno.EPERM, "it is not used", str(self.path))
             write(self.file(key))
@@ -121,7 +121,7 @@ class CacheFolder:
         self.trim()
 
     @contextmanager
-    def opened(self) -> Iterator[int | None]:
+    def open_descriptor(self) -> Iterator[int | None]:
         """Context with the descriptor of the folder; None if it is absent or not trusted, which is logged once.
 
         A folder that other users can write is not trusted, because they could store code there that this user runs.
@@ -143,7 +143,7 @@ class CacheFolder:
     def note_hit(self, key: str) -> None:
         """Count a use, if the folder is writable."""
         try:
-            with self.opened() as folder:
+            with self.open_descriptor() as folder:
                 if folder is not None:
                     with open(f"{key}.hits", "ab", opener=partial(private_opener, folder)) as file:
                         file.write(b"\n")
@@ -152,19 +152,19 @@ class CacheFolder:
 
     def drop(self, key: str) -> None:
         """Remove an executable, if possible."""
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             for suffix in _SUFFIXES:
                 unlink_in(folder, f"{key}.{suffix}")
 
     def entries(self) -> list[Entry]:
         """The entries of the folder, the most recently used first."""
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             entries = [_entry(folder, name.removesuffix(".so")) for name in files_in(folder, _KEY.pattern + r"\.so")]
         return sorted((entry for entry in entries if entry is not None), key=lambda entry: -entry.used)
 
     def entry(self, key: str) -> Entry | None:
         """The entry of a key."""
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             return _entry(folder, key)
 
     def trim(self) -> None:
@@ -176,7 +176,7 @@ class CacheFolder:
             else:
                 total += entry.bytes
         before = time.time() - _STALE_SECONDS
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             for draft in files_in(folder, _DRAFT):
                 status = status_of(folder, draft)
                 if status is not None and status.st_mtime < before:
@@ -184,7 +184,7 @@ class CacheFolder:
 
     def clear(self) -> None:
         """Remove every executable and the code of single kernels; other files in the folder stay."""
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             for name in files_in(folder, rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin', 'figures'))})"):
                 unlink_in(folder, name)
 

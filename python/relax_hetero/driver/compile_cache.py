@@ -48,7 +48,7 @@ from .link.link import external_calls, external_modules
 _CHUNK_BYTES = 8 << 20
 """Bytes of constants that one thread hashes at a time."""
 _IMPORT_TIME = time.time()
-_SWITCHED_OFF = "the compile cache is switched off"
+_SWITCHED_OFF = "switched off"
 
 
 def why_uncached(mod: tvm.IRModule) -> str:
@@ -205,7 +205,7 @@ def load_or_build(
     command_buffers: bool,
     build: Callable[[CacheFolder | None], Executable],
 ) -> Executable:
-    """Find the executable of a module in the cache, or build and store it.
+    """Load the executable of a module from the cache, or build and store it.
 
     Parameters
     ----------
@@ -241,9 +241,8 @@ def load_or_build(
     use = CacheUse(MISS, key, round(time.perf_counter() - start, 3))
     executable = _set_cache_use(executable, use)
     if cache is None and use.seconds < MIN_COMPILE_SECONDS:
-        return _set_cache_use(
-            executable, replace(use, why=f"not stored, as compiling took less than {MIN_COMPILE_SECONDS:g} s")
-        )
+        why = f"not stored, as compiling took less than {MIN_COMPILE_SECONDS:g} s"
+        return _set_cache_use(executable, replace(use, why=why))
     return _store(folder, executable, use)
 
 
@@ -254,7 +253,7 @@ def predict_cache_use(mod: tvm.IRModule) -> CacheUse:
     if folder is None or not key:
         return CacheUse(UNUSED, why=why)
     try:
-        with folder.opened() as descriptor:
+        with folder.open_descriptor() as descriptor:
             if descriptor is not None:
                 return replace(_stored_use(_open(folder, key, descriptor)), state=HIT)
     except BuildError as error:
@@ -286,16 +285,14 @@ def _load_hit(folder: CacheFolder, key: str) -> Executable | None:
             _log.warning("the module is compiled and cached again: %s", error)
             folder.drop(key)
         return None
-    return (
-        None
-        if executable is None
-        else _set_cache_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
-    )
+    if executable is not None:
+        _set_cache_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
+    return executable
 
 
 def _load(folder: CacheFolder, key: str, verify: bool) -> Executable | None:
     """Load an executable from the folder; None if the folder may not be used."""
-    with folder.opened() as descriptor:
+    with folder.open_descriptor() as descriptor:
         if descriptor is None:
             return None
         return load_container(_open(folder, key, descriptor), verify)
@@ -306,9 +303,7 @@ def _open(folder: CacheFolder, key: str, descriptor: int) -> Container:
     container = open_container(folder.file(key), folder=descriptor)
     stored_key = _stored_use(container).key
     if stored_key != key:
-        raise BuildError(
-            f"{container.path}: found the entry of key {stored_key!r}, expected the key in the file's name"
-        )
+        raise BuildError(f"{container.path}: found the entry of key {stored_key!r}, expected the key in its name")
     return container
 
 

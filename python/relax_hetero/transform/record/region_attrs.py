@@ -67,7 +67,7 @@ class _ExpressionTexts:
             self.names[symbol] = name
 
     def text(self, expr: Any) -> Any:
-        """The value of a constant expression; the text of any other, with the unique identifiers."""
+        """An integer or float for a constant, else the expression's text with the unique identifiers."""
         if isinstance(expr, tirx.FloatImm):
             return float(expr.value)
         try:
@@ -80,11 +80,11 @@ def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> Regi
     """Description of a command buffer; its `directs` are indices of `outlined.constants` until constants are lifted."""
     texts = _ExpressionTexts(outlined.symbols())
     device = vdevice_index(outlined.vdevice, vdevices)
+    # Values in the same memory (in-place kernels) have the same root, and so one slot.
     slots = {value.root: (SLOT, i) for i, value in enumerate((*outlined.inputs, *outlined.results))}
     slots.update({value: (DIRECT, i) for i, value in enumerate(outlined.constants)})
-    written_roots = {
-        v.root for s in outlined.steps for v, access in zip(s.operands, s.access, strict=True) if access != READ
-    }
+    operands = [pair for step in outlined.steps for pair in zip(step.operands, step.access, strict=True)]
+    written_roots = {value.root for value, access in operands if access != READ}
 
     def reference(value: RegionValue) -> Reference:
         space, index = slots.get(value.root, (ARENA, 0))
