@@ -63,7 +63,7 @@ def _driver_version() -> str:
     return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else ""
 
 
-def probe_findings(
+def run_self_test(
     command: list[str] | None = None, timeout: float = SELF_TEST_TIMEOUT_SECONDS
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Run the self-test in a process of its own; return findings about devices and tools, and the devices it lists.
@@ -75,7 +75,7 @@ def probe_findings(
     timeout : float
         Time limit of the process in seconds.
     """
-    output, failure = _run_probe(command or [sys.executable, "-m", _SELF_TEST_MODULE], timeout)
+    output, failure = _run_process(command or [sys.executable, "-m", _SELF_TEST_MODULE], timeout)
     devices: list[dict[str, Any]] = output.get("devices") or []
     findings = [
         *_device_findings(devices),
@@ -94,7 +94,7 @@ def probe_findings(
     return findings, devices
 
 
-def _run_probe(command: list[str], timeout: float) -> tuple[dict[str, Any], str]:
+def _run_process(command: list[str], timeout: float) -> tuple[dict[str, Any], str]:
     """Run the process; return the values that it prints as lines ``{key: value}``, and the reason of a failure."""
     output: dict[str, Any] = {"tests": []}
     try:
@@ -223,7 +223,7 @@ def doctor_command(self_test: bool, as_json: bool) -> None:
     findings = [*package_findings(), *extra_findings(), check_cache()]
     if self_test:
         with console(stderr=True).status("Testing the devices"):
-            self_test_findings, devices = probe_findings()
+            self_test_findings, devices = run_self_test()
         findings += self_test_findings
     else:
         devices = []

@@ -221,7 +221,7 @@ def _connected_components(graph: Graph) -> Iterable[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Shortest path to a node from one with a seed, as that node (`start`) and the predecessor (-1 at the start)."""
+    """Shortest path from a fixed or hinted node (`start`) to a node, whose neighbour on it is `predecessor` (or -1)."""
 
     device: int
     origin: Origin

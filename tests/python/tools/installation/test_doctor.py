@@ -30,7 +30,7 @@ LINES: list[dict[str, Any]] = [
     {"tested": {"name": "llvm:0", "ok": True, "about": "fine"}},
     {"end": None},
 ]
-PROBE = doctor.probe_findings
+PROBE = doctor.run_self_test
 
 
 @pytest.fixture(autouse=True)
@@ -59,14 +59,14 @@ def install(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-PROBE = doctor.probe_findings
+PROBE = doctor.run_self_test
 
 
 def tries(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], last: str = "") -> None:
     """Let the process that tries the devices print these lines, and then do something else."""
     program = f"import os, sys\nprint({chr(10).join(map(json.dumps, lines))!r}, flush=True)\n{last}"
     command = [sys.executable, "-S", "-c", program]
-    monkeypatch.setattr(doctor, "probe_findings", lambda: PROBE(command))
+    monkeypatch.setattr(doctor, "run_self_test", lambda: PROBE(command))
 
 
 def diagnosed(invoke: Invoke) -> tuple[int, dict[str, Finding]]:
@@ -246,6 +246,6 @@ def test_the_version_names_what_a_report_needs(invoke: Invoke):
 def test_this_installation_works(monkeypatch: pytest.MonkeyPatch):
     """The process as it is: TVM is imported, and a model runs on each device."""
     monkeypatch.undo()
-    findings, devices = doctor.probe_findings()
+    findings, devices = doctor.run_self_test()
     assert devices[0]["name"].startswith("llvm")
     assert [finding for finding in findings if finding.state == "error"] == []
