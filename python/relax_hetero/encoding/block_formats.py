@@ -162,15 +162,12 @@ def split_rows(raw: Any, form: BlockFormat, depth: int, ops: ArrayOps, rows: int
     """Separate `rows` rows of a file's bytes, ``(rows, form.row_bytes(depth))``, into quants, scales and minimums."""
     superblocks = depth // form.superblock_size
     data = ops.reshape(raw, [rows, superblocks, form.superblock_bytes])
-    return _READERS[form.name](data, _Superblocks(ops, rows, superblocks))
+    return _READERS[form.name](data, _SuperblockReader(ops, rows, superblocks))
 
 
 @dataclass(frozen=True)
-class _Superblocks:
-    """Operations on arrays whose first axes are rows and superblocks.
-
-    In the readers below, `data` has the bytes of each superblock along its last axis.
-    """
+class _SuperblockReader:
+    """Helpers of the functions below, whose `data` has the shape ``(rows, superblocks, bytes of a superblock)``."""
 
     ops: ArrayOps
     rows: int
@@ -194,79 +191,79 @@ class _Superblocks:
         return self.by_row(self.ops.stack([self.by_superblock(half, -1, run) for half in halves], 3))
 
 
-def _read_q8_0(data: Any, blocks: _Superblocks) -> QuantizedRows:
-    quants = blocks.ops.flip_bit(blocks.ops.slice(data, 2, 34), 7)  # int8 to uint8, plus 128
-    return QuantizedRows(blocks.by_row(quants), blocks.f16(data, 0))
+def _read_q8_0(data: Any, reader: _SuperblockReader) -> QuantizedRows:
+    quants = reader.ops.flip_bit(reader.ops.slice(data, 2, 34), 7)  # int8 to uint8, plus 128
+    return QuantizedRows(reader.by_row(quants), reader.f16(data, 0))
 
 
-def _read_q4(has_minimum: bool) -> Callable[[Any, _Superblocks], QuantizedRows]:
-    def read(data: Any, blocks: _Superblocks) -> QuantizedRows:
+def _read_q4(has_minimum: bool) -> Callable[[Any, _SuperblockReader], QuantizedRows]:
+    def read(data: Any, reader: _SuperblockReader) -> QuantizedRows:
         offset = 4 if has_minimum else 2
-        quants = blocks.nibbles(blocks.ops.slice(data, offset, offset + 16), 16)
-        return QuantizedRows(quants, blocks.f16(data, 0), blocks.f16(data, 2) if has_minimum else None)
+        quants = reader.nibbles(reader.ops.slice(data, offset, offset + 16), 16)
+        return QuantizedRows(quants, reader.f16(data, 0), reader.f16(data, 2) if has_minimum else None)
 
     return read
 
 
-def _read_q5(has_minimum: bool) -> Callable[[Any, _Superblocks], QuantizedRows]:
-    def read(data: Any, blocks: _Superblocks) -> QuantizedRows:
-        ops, offset = blocks.ops, 4 if has_minimum else 2
-        low_bits = blocks.nibbles(ops.slice(data, offset + 4, offset + 20), 16)
+def _read_q5(has_minimum: bool) -> Callable[[Any, _SuperblockReader], QuantizedRows]:
+    def read(data: Any, reader: _SuperblockReader) -> QuantizedRows:
+        ops, offset = reader.ops, 4 if has_minimum else 2
+        low_bits = reader.nibbles(ops.slice(data, offset + 4, offset + 20), 16)
         high_bytes = ops.slice(data, offset, offset + 4)
-        high_bits = blocks.by_row(ops.stack([ops.bits(high_bytes, bit, 1) for bit in range(8)], 3))
+        high_bits = reader.by_row(ops.stack([ops.bits(high_bytes, bit, 1) for bit in range(8)], 3))
         quants = ops.or_shifted(low_bits, high_bits, 4)
-        return QuantizedRows(quants, blocks.f16(data, 0), blocks.f16(data, 2) if has_minimum else None)
+        return QuantizedRows(quants, reader.f16(data, 0), reader.f16(data, 2) if has_minimum else None)
 
     return read
 
 
-def _read_k_scales(data: Any, blocks: _Superblocks) -> tuple[Any, Any]:
+def _read_k_scales(data: Any, reader: _SuperblockReader) -> tuple[Any, Any]:
     """Eight scales and eight minimums of 6 bits, in 12 bytes from byte 4 on.
 
     The last four of each have their low bits in the third group of 4 bytes, and their high bits above the first four.
     """
-    ops = blocks.ops
+    ops = reader.ops
     scale_bytes, minimum_bytes, low_bytes = (ops.slice(data, offset, offset + 4) for offset in (4, 8, 12))
     factors = []
     for first_bytes, low_bit in ((scale_bytes, 0), (minimum_bytes, 4)):
         last_four = ops.or_shifted(ops.bits(low_bytes, low_bit, 4), ops.bits(first_bytes, 6, 2), 4)
-        factors.append(blocks.by_row(ops.stack([ops.bits(first_bytes, 0, 6), last_four], 2)))
+        factors.append(reader.by_row(ops.stack([ops.bits(first_bytes, 0, 6), last_four], 2)))
     return factors[0], factors[1]
 
 
-def _read_q4_k(data: Any, blocks: _Superblocks) -> QuantizedRows:
-    quants = blocks.nibbles(blocks.ops.slice(data, 16, 144), 32)
-    return QuantizedRows(quants, *_read_k_scales(data, blocks), blocks.f16(data, 0), blocks.f16(data, 2))
+def _read_q4_k(data: Any, reader: _SuperblockReader) -> QuantizedRows:
+    quants = reader.nibbles(reader.ops.slice(data, 16, 144), 32)
+    return QuantizedRows(quants, *_read_k_scales(data, reader), reader.f16(data, 0), reader.f16(data, 2))
 
 
-def _read_q5_k(data: Any, blocks: _Superblocks) -> QuantizedRows:
-    ops = blocks.ops
-    low_bits = blocks.nibbles(ops.slice(data, 48, 176), 32)
+def _read_q5_k(data: Any, reader: _SuperblockReader) -> QuantizedRows:
+    ops = reader.ops
+    low_bits = reader.nibbles(ops.slice(data, 48, 176), 32)
     high_bytes = ops.slice(data, 16, 48)
-    high_bits = blocks.by_row(ops.stack([ops.bits(high_bytes, bit, 1) for bit in range(8)], 2))
+    high_bits = reader.by_row(ops.stack([ops.bits(high_bytes, bit, 1) for bit in range(8)], 2))
     quants = ops.or_shifted(low_bits, high_bits, 4)
-    return QuantizedRows(quants, *_read_k_scales(data, blocks), blocks.f16(data, 0), blocks.f16(data, 2))
+    return QuantizedRows(quants, *_read_k_scales(data, reader), reader.f16(data, 0), reader.f16(data, 2))
 
 
-def _read_q6_k(data: Any, blocks: _Superblocks) -> QuantizedRows:
-    ops = blocks.ops
-    low_bits = blocks.nibbles(ops.slice(data, 0, 128), 64)
-    high_bytes = blocks.by_superblock(ops.slice(data, 128, 192), 2, 32)
-    high_bits = blocks.by_row(ops.stack([ops.bits(high_bytes, first, 2) for first in (0, 2, 4, 6)], 3))
-    scales = blocks.by_row(ops.slice(data, 192, 208))
+def _read_q6_k(data: Any, reader: _SuperblockReader) -> QuantizedRows:
+    ops = reader.ops
+    low_bits = reader.nibbles(ops.slice(data, 0, 128), 64)
+    high_bytes = reader.by_superblock(ops.slice(data, 128, 192), 2, 32)
+    high_bits = reader.by_row(ops.stack([ops.bits(high_bytes, first, 2) for first in (0, 2, 4, 6)], 3))
+    scales = reader.by_row(ops.slice(data, 192, 208))
     quants = ops.or_shifted(low_bits, high_bits, 4)
-    return QuantizedRows(quants, scales, superblock_scales=blocks.f16(data, 208))
+    return QuantizedRows(quants, scales, superblock_scales=reader.f16(data, 208))
 
 
-def _read_f16(data: Any, blocks: _Superblocks) -> QuantizedRows:
-    return QuantizedRows(blocks.ops.f16(data))
+def _read_f16(data: Any, reader: _SuperblockReader) -> QuantizedRows:
+    return QuantizedRows(reader.ops.f16(data))
 
 
-def _read_bf16(data: Any, blocks: _Superblocks) -> QuantizedRows:
-    return QuantizedRows(blocks.ops.bf16(data))
+def _read_bf16(data: Any, reader: _SuperblockReader) -> QuantizedRows:
+    return QuantizedRows(reader.ops.bf16(data))
 
 
-_READERS: dict[str, Callable[[Any, _Superblocks], QuantizedRows]] = {
+_READERS: dict[str, Callable[[Any, _SuperblockReader], QuantizedRows]] = {
     "q8_0": _read_q8_0,
     "q4_0": _read_q4(has_minimum=False),
     "q4_1": _read_q4(has_minimum=True),
