@@ -62,7 +62,7 @@ def programs() -> dict[str, Callable[[str], float]]:
     from gpu_bench.programs import error_of, parsed_gpu
     from gpu_bench.workloads import KINDS, Attentions, Products, Rows, Workload
     from gpu_few_rows import wanted as numbers_of_products
-    from gpu_memory_bound import wanted as dequantize_rows
+    from gpu_memory_bound import wanted as numbers_of_rows
     from peers.shape import Shape
 
     import relax_hetero as rh
@@ -79,7 +79,7 @@ def programs() -> dict[str, Callable[[str], float]]:
         return run(work, expected, max(KINDS.get(kind, KINDS["f16"]).allowed, 1e-6), gpu)
 
     def rows(name: str, gpu: str) -> float:
-        return run(Rows(name, *ROWS[name], "float32", 2), dequantize_rows, 1e-4, gpu)
+        return run(Rows(name, *ROWS[name], "float32", 2), numbers_of_rows, 1e-4, gpu)
 
     def convolution(name: str, gpu: str) -> float:
         work = Convolutions(*CONVOLUTIONS[name], count=2)
