@@ -257,7 +257,7 @@ class _Function:
         normal = self.emit(relax.op.multiply(x, inverse), f"{name}.normal")
         return self.emit(relax.op.multiply(normal, weight), name)
 
-    def _matrix(self, tensor: str, shape: Sequence[int], name: str | None = None) -> relax.Expr:
+    def _matrix(self, tensor: str, shape: Sequence[int], name: str = "") -> relax.Expr:
         """A matrix as float32, (rows, shape[-1]), with all other dimensions flattened into rows.
 
         Each use dequantizes into a variable of its own, because uses may be on different devices.
@@ -278,13 +278,7 @@ class _Function:
         return self._casts[x, dtype]
 
     def _linear(
-        self,
-        x: relax.Expr,
-        tensor: str,
-        out_features: int,
-        in_features: int,
-        name: str | None = None,
-        dtype: str = "",
+        self, x: relax.Expr, tensor: str, out_features: int, in_features: int, name: str = "", dtype: str = ""
     ) -> relax.Expr:
         """The product with a matrix of the file, plus its bias if it has one, (rows, out_features)."""
         name = name or tensor
