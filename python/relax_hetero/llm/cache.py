@@ -338,7 +338,7 @@ class KVCache:
         """
         length = self._lengths[slot] if 0 <= slot < self.slots else None
         if length is None:
-            raise CacheError(f"slot {slot} has no sequence; slots in use are {self._used_slots()}")
+            raise CacheError(f"slot {slot} is not in use; slots in use are {self._used_slots()}")
         return length
 
     def extend(self, slot: int, count: int) -> None:

@@ -85,7 +85,7 @@ def test_any_steps(steps, pages):
     writer = Writer(make(pages=pages))
     for step, *values in [("add",), *steps]:
         if step != "add" and values[0] not in writer.tokens:
-            with pytest.raises(CacheError, match=f"slot {values[0]} has no sequence"):
+            with pytest.raises(CacheError, match=f"slot {values[0]} is not in use"):
                 writer.cache.length(values[0])
             continue
         before = {name: table.copy() for name, table in writer.cache.tables.items()}
@@ -159,7 +159,7 @@ def test_refused_by_name():
         cache.add()
     with pytest.raises(CacheError, match="all 5 slots"):
         cache.fork(slot)
-    with pytest.raises(CacheError, match="slot 7 has no sequence; slots in use are"):
+    with pytest.raises(CacheError, match="slot 7 is not in use; slots in use are"):
         cache.free(7)
     with pytest.raises(CacheError, match="cannot be truncated to 65"):
         cache.truncate(slot, 65)

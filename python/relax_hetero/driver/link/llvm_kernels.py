@@ -250,7 +250,7 @@ def with_workspace_device(mod: tvm.IRModule) -> tvm.IRModule:
     """Add the device of temporaries to functions that are not packed functions.
 
     TVM takes the device from the arguments of a packed function, and refuses temporaries in other functions. This runs
-    between TVM's two pipelines, because StorageRewrite in the first moves temporaries to the begin of the function.
+    between TVM's two pipelines, because StorageRewrite in the first moves temporaries to the start of the function.
     """
     functions = {gv: func if _is_packed(func) else _with_device(func) for gv, func in mod.functions.items()}
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)

@@ -269,7 +269,7 @@ class _Fields:
     def _get(self, key: str, default: Any) -> Any:
         value = self.fields.get(f"{self.name}.{key}", default)
         if value is None:
-            raise FrontendError(f"{self.file}: has no {self.name}.{key}, which its architecture needs")
+            raise FrontendError(f"{self.file}: lacks {self.name}.{key}, which its architecture needs")
         if isinstance(value, list):  # one for each layer
             if len(value) != self.layers or len(set(value)) != 1:
                 problem = f"{len(value)} values, {len(set(value))} of them distinct"

@@ -78,7 +78,7 @@ class Weights:
         self._unread.pop(name, None)
         if tensor is None:
             raise FrontendError(
-                f"{self._file.path}: has no tensor {name!r}, which its architecture needs or other layers have"
+                f"{self._file.path}: lacks tensor {name!r}, which its architecture needs or other layers have"
             )
         if tensor.shape != tuple(shape):
             raise FrontendError(f"{self._file.path}: {name!r} has shape {tensor.shape}, expected {tuple(shape)}")

@@ -369,7 +369,7 @@ class _Server:
         body.refuse_unsupported()
         template, tokenizer = self._template, self._engine.tokenizer
         if template is None:
-            raise ApiError(400, "messages: the model's file has no chat template; use /v1/completions", "messages")
+            raise ApiError(400, "messages: the model's file lacks a chat template; use /v1/completions", "messages")
         messages = [message.flatten(f"messages.{index}") for index, message in enumerate(body.messages)]
         max_tokens = self._max_tokens(body.max_answer_tokens)
 

@@ -116,7 +116,7 @@ class CommandBuffer:
         index : int
             Slot of the binding table.
         offset, length : int or a number made of parameters
-            Bytes from the begin of the binding; a length of None means the bytes that the command needs, else all.
+            Bytes from the start of the binding; a length of None means the bytes that the command needs, else all.
         """
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self._slots:
             raise BindingError(f"slot {index!r} is not among the {self._slots} slots of {self!r}")

@@ -72,8 +72,8 @@ def test_wrong_bytes(file, tmp_path):
     [
         ("general.architecture", ["llama"], "found architecture"),
         ("general.architecture", None, "found architecture None"),
-        ("block_count", None, "has no llama.block_count"),
-        ("block_count", 3, "has no tensor 'blk.2.attn_norm.weight'"),
+        ("block_count", None, "lacks llama.block_count"),
+        ("block_count", 3, "lacks tensor 'blk.2.attn_norm.weight'"),
         ("block_count", 1, "does not use: 'blk.1.attn_norm.weight'.* and 4 more"),
         ("block_count", 10_001, "expected 10,000 at most"),
         ("block_count", "2", "is '2', expected a whole number above 0"),
@@ -97,7 +97,7 @@ def test_wrong_bytes(file, tmp_path):
         ("rope.scaling.factor", float("inf"), "is inf, expected a number"),
         ("rope.dimension_count", 63, "rotates 63 elements of a head"),
         ("vocab_size", 321, "vocab_size is 321, expected the rows of token_embd, 320"),
-        ("expert_count", 2, "has no tensor 'blk.0.ffn_gate_inp.weight'|uses 0 of 2 experts"),
+        ("expert_count", 2, "lacks tensor 'blk.0.ffn_gate_inp.weight'|uses 0 of 2 experts"),
         ("context_length", 1 << 31, "context_length is 2147483648"),
         ("tokenizer.ggml.tokens", ["a"] * 319, "has 320 rows, expected one for each of 319 tokens"),
     ],
@@ -131,7 +131,7 @@ def test_tensors_that_no_layer_reads(llama, name):
 def test_tensors_that_are_missing(llama):
     for name in llama.tensors:
         if name != "output.weight":  # then it is that of the embeddings
-            with pytest.raises(FrontendError, match=f"has no tensor '{name}'"):
+            with pytest.raises(FrontendError, match=f"lacks tensor '{name}'"):
                 rh.from_gguf(replace(llama, tensors={each: one for each, one in llama.tensors.items() if each != name}))
 
 
@@ -139,7 +139,7 @@ def test_tensors_that_are_missing(llama):
 def test_tensors_that_only_some_layers_have(model, name, tmp_path):
     file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS[model]))
     tensors = {each: one for each, one in file.tensors.items() if each != f"blk.1.{name}"}
-    with pytest.raises(FrontendError, match=f"has no tensor 'blk.1.{name}'"):
+    with pytest.raises(FrontendError, match=f"lacks tensor 'blk.1.{name}'"):
         rh.from_gguf(replace(file, tensors=tensors))
 
 
@@ -148,5 +148,5 @@ def test_biases_of_llama_are_in_all_layers_or_none(llama):
     extra = {name: FileTensor(name, (256,), "F32", data) for name, data in biases.items()}
     rh.from_gguf(replace(llama, tensors={**llama.tensors, **extra}))
     del extra["blk.1.attn_output.bias"]
-    with pytest.raises(FrontendError, match="has no tensor 'blk.1.attn_output.bias'"):
+    with pytest.raises(FrontendError, match="lacks tensor 'blk.1.attn_output.bias'"):
         rh.from_gguf(replace(llama, tensors={**llama.tensors, **extra}))
