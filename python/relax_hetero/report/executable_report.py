@@ -15,139 +15,139 @@ from typing import TYPE_CHECKING, Any
 import tvm
 
 from ..artifact.commands import Dispatch
-from ..artifact.memory_use import Walk
+from ..artifact.memory_use import AllocationWalk
 from ..artifact.metadata import Metadata, device_names
-from ..artifact.model_graph import KINDS, ModelGraph
-from ..artifact.model_graph import TRANSFER as TRANSFERS
-from ..vm.profile import MACHINE, TO_DEVICE, Profile
+from ..artifact.model_graph import KINDS, TRANSFER, ModelGraph
+from ..vm.profile import TO_DEVICE, VM_OVERHEAD, Profile, ProfileRow
 from .device_peaks import COMPUTE, MEMORY, describe_machine, peaks_of, share_of_peak
-from .text.explanation import explanation_of
+from .text.explanation import Explanation, explanation_of
 
-if TYPE_CHECKING:
-    from ..vm.queue.trace import Trace
-if TYPE_CHECKING:
-    from ..vm.file.executable import Executable
-if TYPE_CHECKING:
-    from ..vm.profile import Profile, ProfileRow
 if TYPE_CHECKING:
     from ..llm.token_cost import TokenCost
     from ..vm.file.executable import Executable
     from ..vm.queue.trace import Trace
 
+SCHEMA = 1
+"""Version of the JSON format."""
 
-# Suggestions of changes, from a profile, in sentences: the first screen of a report shows them.
-
-# Fractions of a call from which something is worth a sentence: what kernels do, a kernel alone, what is not a kernel.
-_KERNELS, _KERNEL, _AROUND = 0.2, 0.1, 0.05
-_FASTER = 1.5
-"""Ratio of the measured rates of two types from which the faster one is worth a sentence."""
-_SLOW = 0.4
-"""Fraction of its peak below which a kernel leaves something to gain."""
-_NARROW = {"f16": "float16", "bf16": "bfloat16"}
+Data = dict[str, Any]
 
 
-def suggestions(
-    metadata: Metadata, rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Sentences, those about most of a call first.
+# Suggestions: sentences on the first screen of a report, which name changes that could make a call faster.
+
+# Minimum fractions of a call's time for a suggestion: kernels with the same bound together, one kernel, and transfers
+# or the virtual machine's own work.
+_MIN_BOUND_SHARE, _MIN_KERNEL_SHARE, _MIN_OVERHEAD_SHARE = 0.2, 0.1, 0.05
+_MIN_SPEEDUP = 1.5
+"""Minimum ratio of the measured rates of a 16-bit type and float32 for suggesting the former."""
+_SLOW_SHARE_OF_PEAK = 0.4
+"""Fraction of its device's peak below which a kernel is slow."""
+_HALF_TYPES = {"f16": "float16", "bf16": "bfloat16"}
+
+
+def suggestions(metadata: Metadata, rows: Sequence[Data], peaks: Mapping[str, Data]) -> list[str]:
+    """Sentences that suggest changes, by decreasing fraction of a call's time that they concern.
 
     Parameters
     ----------
     metadata : Metadata
         Metadata of the executable.
-    rows : sequence of mapping
-        Rows of a profile as a report holds them; none where nothing was measured.
-    peaks : mapping of str to mapping
+    rows : sequence of dict
+        Rows of a profile as a report has them (`_profile`); empty without a profile.
+    peaks : mapping of str to dict
         Measured peaks of devices, by name (`device_peaks.peaks_of`).
     """
     if not rows:
         return ["Nothing was measured: explain --profile, or profile= of Executable.report, says where the time goes."]
-    found = sorted(
-        [*_around(metadata, rows), *_slow_kernels(rows, peaks), *_serialized_devices(metadata)], key=lambda one: -one[0]
-    )
-    return [text for _, text in found] or [
-        "Nothing stands out: kernels take the time, near what was measured as peaks."
+    texts_by_share = [
+        *_overhead_suggestions(metadata, rows),
+        *_kernel_suggestions(rows, peaks),
+        *_overlap_suggestions(metadata),
+    ]
+    texts_by_share.sort(key=lambda share_and_text: -share_and_text[0])
+    return [text for _, text in texts_by_share] or [
+        "Nothing stands out: nearly all the time is in kernels, whose speed is near their device's measured peaks."
     ]
 
 
-def _around(metadata: Metadata, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, str]]:
-    moved, machine = (sum(row["share"] for row in rows if row["symbol"] == name) for name in (TO_DEVICE, MACHINE))
-    if moved >= _AROUND:
-        yield (
-            moved,
-            f"Transfers take {100 * moved:.0f} % of a call: place ops that exchange large values on one device.",
-        )
-    if machine >= _AROUND:
-        text = f"{100 * machine:.0f} % of a call is spent around kernels, on allocation, shapes and bytecode"
+def _overhead_suggestions(metadata: Metadata, rows: Sequence[Data]) -> Iterator[tuple[float, str]]:
+    transfers, overhead = (
+        sum(row["share"] for row in rows if row["symbol"] == name) for name in (TO_DEVICE, VM_OVERHEAD)
+    )
+    if transfers >= _MIN_OVERHEAD_SHARE:
+        text = f"Transfers take {100 * transfers:.0f} % of a call: place ops that exchange large values on one device."
+        yield transfers, text
+    if overhead >= _MIN_OVERHEAD_SHARE:
+        text = f"{100 * overhead:.0f} % of a call is spent around kernels, on allocation, shapes and bytecode"
         if metadata.single_calls:
             ((why, _),) = Counter(call.why for call in metadata.single_calls).most_common(1)
             text += f": {len(metadata.single_calls)} kernel calls are outside of command buffers, most because {why}"
-        yield machine, f"{text}."
+        yield overhead, f"{text}."
 
 
-def _slow_kernels(
-    rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[float, str]]:
+def _kernel_suggestions(rows: Sequence[Data], peaks: Mapping[str, Data]) -> Iterator[tuple[float, str]]:
     shares: defaultdict[tuple[str, str], float] = defaultdict(float)
-    slow = []
+    slow_kernels = []
     for row in rows:
-        reached = row["share_of_peak"] or 1
-        if row["share"] >= _KERNEL and reached < _SLOW:
-            slow.append((row, reached))
+        peak_share = row["share_of_peak"] or 1
+        if row["share"] >= _MIN_KERNEL_SHARE and peak_share < _SLOW_SHARE_OF_PEAK:
+            slow_kernels.append((row, peak_share))
         elif row["bound"] == MEMORY or row["precision"] == "f32":
             shares[row["device"], row["bound"]] += row["share"]
-    for row, reached in slow[:2]:
-        here = f"{row['symbol']} takes {100 * row['share']:.0f} % of a call, and reaches {100 * reached:.0f} %"
-        ways = "measure while nothing else runs, then look at its shapes and layouts"
-        yield row["share"], f"{here} of the {row['bound']} peak of {row['device']}: {ways}."
+    for row, peak_share in slow_kernels[:2]:
+        fact = f"{row['symbol']} takes {100 * row['share']:.0f} % of a call, and reaches {100 * peak_share:.0f} %"
+        advice = "measure while nothing else runs, then look at its shapes and layouts"
+        yield row["share"], f"{fact} of the {row['bound']} peak of {row['device']}: {advice}."
     for (device, bound), share in shares.items():
-        if share < _KERNELS:
+        if share < _MIN_BOUND_SHARE:
             continue
         rates = peaks[device]["operations_per_second"] if bound == COMPUTE else {}
-        ratio, name = max(((rates[name] / rates["f32"], name) for name in _NARROW if name in rates), default=(0, ""))
+        speedup, name = max(
+            ((rates[name] / rates["f32"], name) for name in _HALF_TYPES if name in rates), default=(0, "")
+        )
         if bound == MEMORY:
-            ways = "weights of 8 or 4 bits, or values of 16, are fewer bytes"
-            yield share, f"The memory of {device} bounds kernels that take {100 * share:.0f} % of a call: {ways}."
-        elif ratio >= _FASTER:
-            here = f"{100 * share:.0f} % of a call is arithmetic in f32 on {device}, which is {ratio:.1f} times as fast"
-            yield share, f'{here} in {name}: rh.transform.ToMixedPrecision("{_NARROW[name]}").'
+            advice = "store weights in 8 or 4 bits, or activations in 16, to read fewer bytes"
+            yield share, f"The memory of {device} bounds kernels that take {100 * share:.0f} % of a call: {advice}."
+        elif speedup >= _MIN_SPEEDUP:
+            fact = f"{100 * share:.0f} % of a call is arithmetic in f32 on {device}"
+            advice = f'rh.transform.ToMixedPrecision("{_HALF_TYPES[name]}")'
+            yield share, f"{fact}, which is {speedup:.1f} times as fast in {name}: {advice}."
 
 
-def _serialized_devices(metadata: Metadata) -> Iterator[tuple[float, str]]:
+def _overlap_suggestions(metadata: Metadata) -> Iterator[tuple[float, str]]:
     names = device_names(metadata.devices)
     for schedule in metadata.schedules:
-        working = [step.devices for step in schedule.steps if not step.is_transfer]
-        devices = sorted({index for indices in working for index in indices if index >= 0})
+        steps = [step for step in schedule.steps if not step.is_transfer]
+        devices = sorted({index for step in steps for index in step.devices if index >= 0})
         if len(devices) > 1 and not schedule.overlaps():
-            who = " and ".join(names[index] for index in devices)
-            yield (
-                0,
-                f"{who} take turns within a call of {schedule.function}: submit() several calls, or use one device.",
-            )
+            fact = f"{' and '.join(names[index] for index in devices)} never work at the same time"
+            yield 0, f"{fact} in a call of {schedule.function}: submit() several calls, or use one device."
 
 
-# A trace as the timeline of a report: what each queue did, in seconds from the first event.
+# The timeline of a report: the events of a trace by queue, in seconds since the first event.
 
-_SLICE_KINDS = {"step": "step", "transfer": "transfer", "result": "wait"}
+_TIMELINE_KINDS = {"step": "step", "transfer": "transfer", "result": "wait"}
+"""Category of an event in a trace -> its kind in a timeline."""
 
 
-def timeline_of(trace: Trace, devices: Sequence[str]) -> dict[str, Any] | None:
-    """The steps and transfers of the calls that have ended, by queue; None where there are none.
+def timeline_of(trace: Trace, devices: Sequence[str]) -> Data | None:
+    """The steps and transfers of calls that have ended, by queue; None if no call has ended.
 
     Parameters
     ----------
     trace : Trace
+        Trace of calls of a machine, whose events have Chrome's trace format.
     devices : sequence of str
-        Their names.
+        Names of the machine's devices.
     """
     events = trace.events()
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    slices = [e for e in events if e["ph"] == "X" and e.get("cat") in _SLICE_KINDS]
+    slices = [e for e in events if e["ph"] == "X" and e.get("cat") in _TIMELINE_KINDS]
     start = min((e["ts"] for e in slices), default=0.0)
-    queues: dict[int, dict[str, Any]] = {}
+    queues: dict[int, Data] = {}
     for event in sorted(slices, key=lambda event: (event["tid"], event["ts"])):
-        track, args = event["tid"], event["args"]
-        queue = queues.setdefault(track, {"name": names.get(track, str(track)), "device": None, "events": []})
+        thread, args = event["tid"], event["args"]
+        queue = queues.setdefault(thread, {"name": names.get(thread, str(thread)), "device": None, "events": []})
         queue["device"] = queue["device"] or args.get("device", "").partition(",")[0] or None
         begin = (event["ts"] - start) / 1e6
         queue["events"].append(
@@ -156,41 +156,44 @@ def timeline_of(trace: Trace, devices: Sequence[str]) -> dict[str, Any] | None:
                 "call": args.get("call", 0),
                 "begin": begin,
                 "end": begin + event["dur"] / 1e6,
-                "kind": _SLICE_KINDS[event["cat"]],
+                "kind": _TIMELINE_KINDS[event["cat"]],
                 "args": {key: value for key, value in args.items() if key != "call"},
             }
         )
     for queue in queues.values():
-        named = max((name for name in devices if name in queue["name"]), key=len, default="host")  # llvm:1, llvm:10
-        queue["device"] = queue["device"] or named
+        # The longest name that matches: the queue of llvm:10 also contains "llvm:1".
+        device = max((name for name in devices if name in queue["name"]), key=len, default="host")
+        queue["device"] = queue["device"] or device
     return {"calls": len(trace.ended), "queues": list(queues.values())} if queues else None
 
 
-# The tables of an explanation as data: what a report shows is what ``explain`` prints.
+# The tables that ``explain`` prints, as JSON data.
 
 _SECTIONS = ("encodings", "kernels", "commands", "steps", "memory", "token")
-_COLUMN_KINDS = {"bytes": "bytes"}
 
 
-def tables_of(explanation: Any) -> list[dict[str, Any]]:
+def tables_of(explanation: Explanation) -> list[Data]:
     """Every table of an explanation, in its order."""
-    ops = ("variable", "op", "device", "bytes", "reason", "function")
-    found = [_entries("ops", "Ops", explanation.of_kind("op"), ops)]
-    moved = ("variable", "device", "bytes", "reason", "function")
-    found.append(_entries("transfers", "Transfers", explanation.of_kind("transfer"), moved))
+    op_columns = ("variable", "op", "device", "bytes", "reason", "function")
+    transfer_columns = ("variable", "device", "bytes", "reason", "function")
+    tables = [
+        _placement_table("ops", "Ops", explanation.of_kind("op"), op_columns),
+        _placement_table("transfers", "Transfers", explanation.of_kind("transfer"), transfer_columns),
+    ]
     for section in _SECTIONS:
-        shown = [part for part in explanation.tables(section) if not isinstance(part, str)]
-        found += [_shown(f"{section}-{number}" if number else section, part) for number, part in enumerate(shown)]
-    return [table for table in found if table["rows"]]
+        section_tables = [table for table in explanation.tables(section) if not isinstance(table, str)]
+        for index, table in enumerate(section_tables):
+            tables.append(_data_of_rich_table(f"{section}-{index}" if index else section, table))
+    return [table for table in tables if table["rows"]]
 
 
-def _entries(name: str, title: str, entries: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
-    columns = [{"name": key, "kind": _COLUMN_KINDS.get(key, "text")} for key in keys]
+def _placement_table(name: str, title: str, entries: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Data:
+    columns = [{"name": key, "kind": "bytes" if key == "bytes" else "text"} for key in keys]
     return {"id": name, "title": title, "columns": columns, "rows": [[e[key] for key in keys] for e in entries]}
 
 
-def _shown(name: str, table: Any) -> dict[str, Any]:
-    """A table that was made for a terminal; its numbers become numbers where a whole column has nothing else."""
+def _data_of_rich_table(name: str, table: Any) -> Data:
+    """A terminal's table (of the package rich) as data; a column of nothing but numbers becomes numeric."""
     columns: list[dict[str, str]] = []
     cells: list[list[Any]] = []
     for column in table.columns:
@@ -199,12 +202,8 @@ def _shown(name: str, table: Any) -> dict[str, Any]:
         is_number = column.justify == "right" and None not in numbers
         columns.append({"name": str(column.header), "kind": "number" if is_number else "text"})
         cells.append(list(numbers) if is_number else list(texts))
-    return {
-        "id": name,
-        "title": str(table.title),
-        "columns": columns,
-        "rows": [list(row) for row in zip(*cells, strict=True)],
-    }
+    rows = [list(row) for row in zip(*cells, strict=True)]
+    return {"id": name, "title": str(table.title), "columns": columns, "rows": rows}
 
 
 def _number(text: str) -> float | int | None:
@@ -215,130 +214,131 @@ def _number(text: str) -> float | int | None:
     return int(value) if value.is_integer() else value
 
 
-# How encoded tensors are stored, tile by tile: the layouts of a report.
+# The layouts of a report: how packed tensors are divided into tiles.
 
-_POSITIONS = {"lhs": 0, "rhs": 1, "data": 0, "weight": 1}
-_PACK = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]>")
+_OPERAND_INDICES = {"lhs": 0, "rhs": 1, "data": 0, "weight": 1}
+"""Role of an operand of a product or convolution -> its index."""
+_PACKED_LAYOUT = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]>")
 
 
-def layouts_of(encodings: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """A layout for each tensor that is not stored row by row.
+def layouts_of(encodings: Mapping[str, Any] | None) -> list[Data]:
+    """A layout for each tensor that is packed in tiles.
 
     Parameters
     ----------
     encodings : mapping of str to object or None
-        The report of encodings as JSON data.
+        Encoding report of an executable (`Metadata.encodings`).
 
     Returns
     -------
     list of dict
-        Each with what it is of, as ``of``: a function, an op's variable, and a position in what that reads, -1 for
-        what it makes.
+        Layouts. ``of`` names the tensor: function, variable of an op, and index of its operand, -1 for its result.
     """
-    found: list[dict[str, Any]] = []
+    layouts: list[Data] = []
     for op in (encodings or {}).get("ops", ()):
         for operand in op["operands"]:
-            if not (packed := _PACK.fullmatch(operand["layout"])):
+            if not (match := _PACKED_LAYOUT.fullmatch(operand["layout"])):
                 continue
-            order = [int(number) for number in packed[1].replace(" ", "").split(",") if number]
-            pairs = [pair.split(":") for pair in packed[2].replace(" ", "").split(",") if pair]
-            tiles = [{"dim": int(dim), "size": int(size)} for dim, size in pairs]
-            found.append(
+            outer_order = [int(number) for number in match[1].replace(" ", "").split(",") if number]
+            inner_tiles = [pair.split(":") for pair in match[2].replace(" ", "").split(",") if pair]
+            tiles = [{"dim": int(dim), "size": int(size)} for dim, size in inner_tiles]
+            layouts.append(
                 {
-                    "id": len(found),
-                    "of": _place(op, operand),
+                    "id": len(layouts),
+                    "of": _tensor_key(op, operand),
                     "encoding": f"{operand['role']} of {op['op']} {op['variable']}: {operand['encoding']}",
                     "device": op["device"],
                     "text": operand["layout"],
-                    **_stored(operand["shape"], order, tiles),
+                    **_packed_shape(operand["shape"], outer_order, tiles),
                     "tiles": tiles,
-                    "order": order,
+                    "order": outer_order,
                     "cost": f"packed {operand['packed']}" if operand.get("packed") else None,
                 }
             )
-    return found
+    return layouts
 
 
-def _place(op: Mapping[str, Any], operand: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Function, variable of an op, and which of what it reads; -1 for its result, whose variable has an ending."""
+def _tensor_key(op: Mapping[str, Any], operand: Mapping[str, Any]) -> tuple[str, str, int]:
+    """Function, variable of an op, and index of its operand; -1 for its result."""
     if operand["role"] == "result":
+        # The encoded form of y is the variable y_encoded.
         return op["function"], str(operand["variable"]).removesuffix("_encoded"), -1
-    return op["function"], op["variable"], _POSITIONS.get(operand["role"], sys.maxsize)
+    return op["function"], op["variable"], _OPERAND_INDICES.get(operand["role"], sys.maxsize)
 
 
-def _stored(text: str, order: list[int], tiles: list[dict[str, int]]) -> dict[str, Any]:
+def _packed_shape(logical_shape: str, outer_order: list[int], tiles: list[dict[str, int]]) -> Data:
     """The logical shape, the stored one and the padding of each dimension; extents may be symbolic."""
-    shape: list[int | str] = [int(extent) if extent.isdecimal() else extent for extent in text.split("x")]
-    sizes = dict.fromkeys(order, 1)
+    shape: list[int | str] = [int(extent) if extent.isdecimal() else extent for extent in logical_shape.split("x")]
+    tile_sizes = dict.fromkeys(outer_order, 1)
     for tile in tiles:
-        sizes[tile["dim"]] = sizes.get(tile["dim"], 1) * tile["size"]
-    counts: list[int | str] = []
+        tile_sizes[tile["dim"]] = tile_sizes.get(tile["dim"], 1) * tile["size"]
+    num_tiles: list[int | str] = []
     padding = [0] * len(shape)
-    for dim in order:
-        extent = shape[dim] if dim < len(shape) else 1
+    for dim in outer_order:
+        extent, size = shape[dim] if dim < len(shape) else 1, tile_sizes[dim]
         if isinstance(extent, int):
-            counts.append(-(-extent // sizes[dim]))
+            num_tiles.append(-(-extent // size))
             if dim < len(shape):
-                padding[dim] = -extent % sizes[dim]
+                padding[dim] = -extent % size
         else:
-            counts.append(extent if sizes[dim] == 1 else f"ceil({extent} / {sizes[dim]})")
-    return {"shape": shape, "stored": [*counts, *(tile["size"] for tile in tiles)], "padding": padding}
+            num_tiles.append(extent if size == 1 else f"ceil({extent} / {size})")
+    return {"shape": shape, "stored": [*num_tiles, *(tile["size"] for tile in tiles)], "padding": padding}
 
 
-# The memory of a call step by step: what is alive after each, and from when to when each storage is needed.
+# The memory of a call over time: bytes in use at each allocation, and the lifetime of each storage.
 
-_KINDS = ("arena", "result", "transfer")
+_STORAGE_KINDS = ("arena", "result", "transfer")
 
 
-def memory_of(executable: Executable) -> list[dict[str, Any]]:
-    """A row for each function and device; functions whose memory depends on sizes have none."""
+def memory_of(executable: Executable) -> list[Data]:
+    """The memory of each function on each device; functions with symbolic dimensions are left out."""
     plan = executable.memory_plan
-    found: list[dict[str, Any]] = []
+    rows: list[Data] = []
     for name in plan.functions:
-        if plan.names(name):
+        if plan.symbolic_dims(name):
             continue
         use = plan.at(name)
-        walk = Walk(executable.metadata)
-        walk.function(name, use.sizes)
+        walk = AllocationWalk(executable.metadata)
+        walk.visit(name, use.sizes)
         for memory in use.devices:
             keys = ("device", "weights", "transient", "arenas", "transfers", "results", "lower_bound")
-            row = {key: getattr(memory, key) for key in keys}
-            steps = _steps(executable.metadata, name, walk, memory.device)
-            found.append({"function": name, "sizes": dict(use.sizes), **row, **steps})
-    return found
+            totals = {key: getattr(memory, key) for key in keys}
+            lifetimes = _lifetimes(executable.metadata, name, walk, memory.device)
+            rows.append({"function": name, "sizes": dict(use.sizes), **totals, **lifetimes})
+    return rows
 
 
-def _steps(metadata: Metadata, function: str, walk: Walk, device: str) -> Mapping[str, Any]:
+def _lifetimes(metadata: Metadata, function: str, walk: AllocationWalk, device: str) -> Data:
     names = device_names(metadata.devices)
-    number = names.index(device) if device in names else -1
-    tensors = [use for use in walk.tensors if use.device == number]
-    storages = [storage for storage in walk.allocations if storage.device == number]
-    moments = sorted({use.begin for use in tensors} | {storage.begin for storage in storages})
-    changes = [0] * (len(moments) + 1)
+    device_index = names.index(device) if device in names else -1
+    tensors = [use for use in walk.tensors if use.device == device_index]
+    storages = [storage for storage in walk.allocations if storage.device == device_index]
+    times = sorted({use.begin for use in tensors} | {storage.begin for storage in storages})
+    changes = [0] * (len(times) + 1)
     for use in tensors:
-        changes[bisect_left(moments, use.begin)] += use.nbytes
-        changes[bisect_right(moments, use.end)] -= use.nbytes
-    said = {storage.begin: storage.name for storage in reversed(storages)}
-    kernels = _kernels(metadata, function)
+        changes[bisect_left(times, use.begin)] += use.nbytes
+        changes[bisect_right(times, use.end)] -= use.nbytes
+    first_storages = {storage.begin: storage.name for storage in reversed(storages)}
+    kernels = _kernels_by_time(metadata, function)
     return {
-        "steps": [kernels.get(now) or said.get(now) or f"step {now[0]:.0f}" for now in moments],
+        "steps": [kernels.get(time) or first_storages.get(time) or f"step {time[0]:.0f}" for time in times],
         "over_time": list(accumulate(changes[:-1])),
         "values": [
             {
                 "name": storage.name,
-                "kind": storage.use if storage.use in _KINDS else "storage",
+                "kind": storage.use if storage.use in _STORAGE_KINDS else "storage",
                 "bytes": storage.nbytes,
                 "offset": None,
-                "first": bisect_left(moments, storage.begin),
-                "last": bisect_right(moments, storage.end) - 1,
+                "first": bisect_left(times, storage.begin),
+                "last": bisect_right(times, storage.end) - 1,
             }
             for storage in storages
         ],
     }
 
 
-def _kernels(metadata: Metadata, function: str) -> dict[tuple[float, ...], str]:
-    """The kernels of a function's command buffers, by when they run."""
+def _kernels_by_time(metadata: Metadata, function: str) -> dict[tuple[float, ...], str]:
+    """(step of the function, command of its command buffer) -> kernel; `memory_use` counts time in the same way."""
     regions = {region.name: region for region in metadata.regions}
     memory = next((memory for memory in metadata.memory if memory.name == function), None)
     return {
@@ -349,66 +349,69 @@ def _kernels(metadata: Metadata, function: str) -> dict[tuple[float, ...], str]:
     }
 
 
-# Which nodes of a model's graph each kernel call computes, and what that took: the groups of a report.
+# The groups of a report: for each kernel call, the nodes of the model's graph that it computes, and its time.
 
 
 def groups_of(
-    metadata: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Mapping[str, Any]] | None = None
-) -> list[dict[str, Any]]:
-    """A group for each kernel call of an executable, in program order.
+    metadata: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Data] | None = None
+) -> list[Data]:
+    """A group of nodes for each kernel call of an executable, in program order.
 
     Parameters
     ----------
     metadata : Metadata
         Metadata of the executable.
     profiles : sequence of Profile
-        Times of kernels, a function each. A kernel that is called at several places, and that was not measured at each,
-        has its time divided among them.
-    peaks : mapping of str to mapping of str to object, optional
+        Profiles with times of kernels, one per function. If a kernel was measured only as a whole, its time is divided
+        equally among its calls.
+    peaks : mapping of str to dict, optional
         Peaks of devices, by name, as `device_peaks.peaks_of` measures them.
     """
-    entries = (metadata.fusions or {}).get("dispatches", [])
+    dispatches = (metadata.fusions or {}).get("dispatches", [])
     missed = _missed_fusions(metadata.fusions or {})
-    # In command buffers: kernels have other names where they write over what they read.
-    inside = {
+    # A command buffer may call a variant of the kernel, under another name, that writes in place.
+    commands = {
         (region.function, command.variable): (command.kernel, region.name)
         for region in metadata.regions
         for command in region.commands
         if isinstance(command, Dispatch)
     }
-    kernels = [(*inside.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in entries]
-    measured = {profile.function: profile for profile in profiles}
-    # What no caller can name is called by the function that was measured.
-    called = [entry["function"] if entry["function"] in metadata.signatures else "" for entry in entries]
-    places = Counter((name, kernel, device) for name, (kernel, _, device) in zip(called, kernels, strict=True))
+    calls = [(*commands.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in dispatches]
+    profile_of = {profile.function: profile for profile in profiles}
+    # A private function has no profile of its own: its kernels are in the profile of the function that calls it.
+    public_functions = [e["function"] if e["function"] in metadata.signatures else "" for e in dispatches]
+    num_calls = Counter(
+        (name, kernel, device) for name, (kernel, _, device) in zip(public_functions, calls, strict=True)
+    )
     rows = {(profile.function, row.symbol, row.device): row for profile in profiles for row in profile.rows}
-    bases = _bases(metadata.graph)
-    groups: list[dict[str, Any]] = []
-    callers = _callers(metadata)
-    for index, entry in enumerate(entries):
-        (kernel, region, device), function = kernels[index], entry["function"]
+    first_nodes = _first_nodes(metadata.graph)
+    groups: list[Data] = []
+    calling_steps = _calling_steps(metadata)
+    for index, dispatch in enumerate(dispatches):
+        (kernel, region, device), function = calls[index], dispatch["function"]
         spec = metadata.dispatches.get(kernel)
-        caller = called[index] or (profiles[0].function if profiles else "")
-        steps = callers.get((function, region or kernel, device), [None])
-        # The calls stand in the order of the steps; all kernels of a command buffer are called at once.
+        measured_function = public_functions[index] or (profiles[0].function if profiles else "")
+        steps = calling_steps.get((function, region or kernel, device), [None])
+        # Dispatches are in the order of steps, so each takes the next; those of one command buffer share a step.
         step = steps.pop(0) if len(steps) > 1 else steps[0]
-        row = rows.get((caller, kernel, device or "host"))
+        row = rows.get((measured_function, kernel, device or "host"))
+        profile, count = profile_of.get(measured_function), num_calls[public_functions[index], kernel, device]
         groups.append(
             {
                 "id": index,
                 "function": function,
                 "kernel": kernel,
                 "device": device,
-                "nodes": [bases[function] + node for node in entry.get("nodes", ()) if function in bases],
+                "nodes": [first_nodes[function] + n for n in dispatch.get("nodes", ()) if function in first_nodes],
                 "region": region,
                 "step": step,
-                "precision": entry["precision"] or None,
+                "precision": dispatch["precision"] or None,
                 "operations": spec.operations or None if spec is not None else None,
                 "bytes": spec.bytes or None if spec is not None else None,
-                **_times(measured.get(caller), row, region, entry["variable"], places[called[index], kernel, device]),
+                **_times(profile, row, region, dispatch["variable"], count),
                 "share_of_peak": None,
                 "bound": None,
-                "notes": missed.get((function, entry["variable"]), []),
+                "notes": missed.get((function, dispatch["variable"]), []),
             }
         )
         group = groups[-1]
@@ -419,59 +422,52 @@ def groups_of(
     return groups
 
 
-def reached(row: ProfileRow, peak: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Share of its device's peak that a row of a profile reached, and what bounds it."""
-    seconds = row.microseconds / 1e6 / max(row.calls, 1)
-    share, bound = share_of_peak(peak, row.precision, row.operations, row.bytes, seconds)
-    return {"share_of_peak": share, "bound": bound}
-
-
-def _bases(graph: ModelGraph | None) -> dict[str, int]:
-    """The number of the first node of each function, where nodes are numbered through all functions."""
-    found, base = {}, 0
+def _first_nodes(graph: ModelGraph | None) -> dict[str, int]:
+    """Function -> id of its first node; a report numbers the nodes of all functions consecutively."""
+    first_nodes, num_nodes = {}, 0
     for function in graph.functions if graph is not None else ():
-        found[function.name] = base
-        base += len(function.nodes)
-    return found
+        first_nodes[function.name] = num_nodes
+        num_nodes += len(function.nodes)
+    return first_nodes
 
 
 def _missed_fusions(fusions: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
-    found: dict[tuple[str, str], list[str]] = {}
+    texts: dict[tuple[str, str], list[str]] = {}
     for entry in fusions.get("missed", ()):
         text = f"not fused with {entry['op']}: {entry['reason']}"
-        found.setdefault((entry["function"], entry["variable"]), []).append(text)
-    return found
+        texts.setdefault((entry["function"], entry["variable"]), []).append(text)
+    return texts
 
 
-def _callers(metadata: Metadata) -> dict[tuple[str, str, str], list[str | None]]:
-    """The steps that call a kernel or command buffer, as often as they do: by function, callee and device."""
+def _calling_steps(metadata: Metadata) -> dict[tuple[str, str, str], list[str | None]]:
+    """(function, kernel or command buffer, device) -> the step of each call, in order."""
     names = [*device_names(metadata.devices), ""]
-    found: dict[tuple[str, str, str], list[str | None]] = {}
+    steps: dict[tuple[str, str, str], list[str | None]] = {}
     for schedule in metadata.schedules:
         for step in schedule.steps:
             for name in step.calls:
                 for index in step.devices:
-                    found.setdefault((schedule.function, name, names[index]), []).append(step.function)
-    return found
+                    steps.setdefault((schedule.function, name, names[index]), []).append(step.function)
+    return steps
 
 
-def _times(
-    profile: Profile | None, row: ProfileRow | None, region: str | None, variable: str, places: int
-) -> dict[str, Any]:
-    """Calls, seconds and share of the call; all None where nobody measured."""
+def _times(profile: Profile | None, row: ProfileRow | None, region: str | None, variable: str, num_calls: int) -> Data:
+    """Calls, seconds and share of the measured call; all None without a measurement.
+
+    `row` has the total of `num_calls` calls of a kernel, unless the command of `variable` was measured by itself.
+    """
     if profile is None or row is None:
         return {"calls": None, "seconds": None, "share": None}
-    call = (region, row.symbol, variable)
-    here = [c.microseconds for c in profile.commands if (c.region, c.kernel, c.variable) == call]
-    if here:
-        seconds = sum(here) / 1e6
-        return {"calls": len(here), "seconds": seconds, "share": seconds * 1e6 / profile.microseconds}
-    calls = row.calls // places if row.calls % places == 0 else None
-    return {"calls": calls, "seconds": row.microseconds / 1e6 / places, "share": row.share / places}
-
-
-SCHEMA = 1
-Data = dict[str, Any]
+    key = (region, row.symbol, variable)
+    times = [
+        command.microseconds
+        for command in profile.commands
+        if (command.region, command.kernel, command.variable) == key
+    ]
+    if times:
+        return {"calls": len(times), "seconds": sum(times) / 1e6, "share": sum(times) / profile.microseconds}
+    calls = row.calls // num_calls if row.calls % num_calls == 0 else None
+    return {"calls": calls, "seconds": row.microseconds / 1e6 / num_calls, "share": row.share / num_calls}
 
 
 def report_of(
@@ -489,20 +485,20 @@ def report_of(
     ----------
     executable : Executable
     profile : Profile or sequence of Profile, optional
-        Measurements of `VirtualMachine.profile`, of a function each: kernels then have times.
+        Profiles of `VirtualMachine.profile`, one per function, which give kernels their times.
     trace : Trace, optional
-        Calls that `VirtualMachine.trace` followed: the report then has a timeline.
+        Trace of `VirtualMachine.trace`, which becomes the timeline.
     token : TokenCost, optional
         Cost of a token of a language model, with times.
     bench : dict, optional
-        Times of calls, here and of other programs (`bench_times.bench_of`).
+        Times of calls of this library and of others (`bench_times.bench_of`).
     title : str
         Title of the report: the model's name.
 
     Returns
     -------
     dict
-        JSON data; parts that are not known are None or empty.
+        JSON data; sections without data are None or empty.
 
     Raises
     ------
@@ -517,19 +513,20 @@ def report_of(
     """
     from .. import __version__
 
-    about = executable.metadata
+    metadata = executable.metadata
     explanation = explanation_of(executable, title)
     if token is not None:
         explanation = replace(explanation, token=token)
     profiles = () if profile is None else (profile,) if isinstance(profile, Profile) else tuple(profile)
-    peaks = peaks_of(about.devices) if profiles else {}
-    groups = groups_of(about, profiles, peaks)
-    measured = [_profile(each, peaks) for each in profiles]
-    layouts = layouts_of(about.encodings)
-    functions, nodes, edges = _graph(about, groups, layouts)
+    peaks = peaks_of(metadata.devices) if profiles else {}
+    groups = groups_of(metadata, profiles, peaks)
+    profile_data = [_profile(profile, peaks) for profile in profiles]
+    layouts = layouts_of(metadata.encodings)
+    functions, nodes, edges = _graph(metadata, groups, layouts)
     totals = explanation.totals()
-    # As they are stored: functions share them, which each names.
-    weights = {name: executable.memory_plan.weights(index) for index, name in enumerate(device_names(about.devices))}
+    # Bytes of stored weights: an explanation's total counts a weight once for every function that reads it.
+    names = device_names(metadata.devices)
+    weights = {name: executable.memory_plan.weights(index) for index, name in enumerate(names)}
     return {
         "schema": SCHEMA,
         "kind": "executable",
@@ -555,9 +552,9 @@ def report_of(
         "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
         "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
         "memory": memory_of(executable),
-        "profile": measured[0] if measured else None,
-        "more_profiles": measured[1:],
-        "suggestions": suggestions(about, measured[0]["rows"] if measured else (), peaks),
+        "profile": profile_data[0] if profile_data else None,
+        "more_profiles": profile_data[1:],
+        "suggestions": suggestions(metadata, profile_data[0]["rows"] if profile_data else (), peaks),
         "token": None if explanation.token is None else explanation.token.to_json(),
         "tables": tables_of(explanation),
         "bench": bench,
@@ -567,9 +564,9 @@ def report_of(
 
 
 def _graph(
-    metadata: Metadata, groups: Iterable[Data], layouts: Iterable[Data]
+    metadata: Metadata, groups: Iterable[Data], layouts: Sequence[Data]
 ) -> tuple[list[Data], list[Data], list[Data]]:
-    """Functions, nodes and edges; nodes are numbered through all functions."""
+    """Functions, nodes and edges; nodes of all functions are numbered consecutively."""
     graph = metadata.graph
     functions: list[Data] = []
     nodes: list[Data] = []
@@ -577,11 +574,11 @@ def _graph(
     if graph is None:
         return functions, nodes, edges
     reasons = {(e["function"], e["variable"]): e["reason"] for e in metadata.placement or ()}
-    of_node = {node: group["id"] for group in groups for node in group["nodes"]}
+    group_of_node = {node: group["id"] for group in groups for node in group["nodes"]}
     for function in graph.functions:
-        base = len(nodes)
+        first = len(nodes)
         for node in function.nodes:
-            number, name = len(nodes), graph.texts[node.name]
+            node_id, name = len(nodes), graph.texts[node.name]
             values: list[Data] = [
                 {
                     "shape": None if value.shape is None else list(value.shape),
@@ -591,86 +588,86 @@ def _graph(
                 }
                 for value in (graph.values[index] for index in node.values)
             ]
-            source = graph.texts[node.source]
+            onnx_name = graph.texts[node.source]
             nodes.append(
                 {
-                    "id": number,
+                    "id": node_id,
                     "function": function.name,
                     "kind": KINDS[node.kind],
                     "name": name,
                     "op": graph.texts[node.op] or None,
-                    "onnx": [source] if source else [],
+                    "onnx": [onnx_name] if onnx_name else [],
                     "device": graph.texts[node.device] or None,
                     "values": values,
-                    "group": of_node.get(number),
+                    "group": group_of_node.get(node_id),
                     "reason": reasons.get((function.name, name)),
                 }
             )
-            for read, position in node.pairs():
-                edges.append(_edge(nodes, base + read, position, number))
-        mine = nodes[base:]
-        _mark_stored(mine, [[base + read for read, _ in node.pairs()] for node in function.nodes], layouts)
+            for producer, result_index in node.pairs():
+                edges.append(_edge(nodes, first + producer, result_index, node_id))
+        function_nodes = nodes[first:]
+        producers = [[producer for producer, _ in node.pairs()] for node in function.nodes]
+        _set_layouts(function_nodes, producers, [layout for layout in layouts if layout["of"][0] == function.name])
         functions.append(
             {
                 "name": function.name,
-                "inputs": [node["id"] for node in mine if node["kind"] == "input"],
-                "outputs": [node["id"] for node in mine if node["kind"] == "output"],
+                "inputs": [node["id"] for node in function_nodes if node["kind"] == "input"],
+                "outputs": [node["id"] for node in function_nodes if node["kind"] == "output"],
             }
         )
     return functions, nodes, edges
 
 
-def _mark_stored(nodes: list[Data], reads: list[list[int]], layouts: Iterable[Data]) -> None:
-    """Say of results, inputs and constants of a function how they are stored.
+def _set_layouts(nodes: list[Data], producers: list[list[int]], layouts: Iterable[Data]) -> None:
+    """Set the layouts of results, inputs and constants of a function; `producers` has the operands of each node.
 
-    What another op makes is packed on its way to the op that wants it so: its own result is not stored that way.
+    The layout of an operand that another op computes is not that of the op's result, which is packed between them.
     """
-    if not nodes:
-        return
-    places = {node["name"]: index for index, node in enumerate(nodes) if node["kind"] == "op"}
+    ops = {node["name"]: index for index, node in enumerate(nodes) if node["kind"] == "op"}
     for layout in layouts:
-        function, variable, position = layout["of"]
-        index = places.get(variable)
-        if function != nodes[0]["function"] or index is None:
+        _, variable, operand = layout["of"]
+        index = ops.get(variable)
+        if index is None or operand >= len(producers[index]):
             continue
-        stored = nodes[index]
-        if position >= 0:
-            if position >= len(reads[index]):
-                continue
-            stored = nodes[reads[index][position] - nodes[0]["id"]]
-            if stored["kind"] not in ("input", "constant"):
-                continue
-        if len(stored["values"]) == 1:
-            stored["values"][0]["layout"] = layout["id"]
+        node = nodes[index] if operand < 0 else nodes[producers[index][operand]]
+        if operand >= 0 and node["kind"] not in ("input", "constant"):
+            continue
+        if len(node["values"]) == 1:
+            node["values"][0]["layout"] = layout["id"]
 
 
-def _edge(nodes: list[Data], read: int, position: int, reader: int) -> Data:
-    source = nodes[read]
-    values = source["values"] if position < 0 else [source["values"][position]]
+def _edge(nodes: list[Data], producer: int, result_index: int, reader: int) -> Data:
+    source = nodes[producer]
+    values = source["values"] if result_index < 0 else [source["values"][result_index]]
     sizes = [value["bytes"] for value in values]
     return {
-        "from": read,
+        "from": producer,
         "to": reader,
-        "value": source["name"] if position < 0 else f"{source['name']}[{position}]",
+        "value": source["name"] if result_index < 0 else f"{source['name']}[{result_index}]",
         "bytes": None if None in sizes else sum(sizes),
-        "transfer": TRANSFERS in (source["kind"], nodes[reader]["kind"]),
+        "transfer": TRANSFER in (source["kind"], nodes[reader]["kind"]),
     }
 
 
 def _profile(profile: Profile, peaks: Mapping[str, Data]) -> Data:
-    rows = [
-        {
-            "symbol": row.symbol,
-            "device": row.device,
-            "ops": list(row.ops),
-            "calls": row.calls,
-            "seconds": row.microseconds / 1e6,
-            "share": row.share,
-            "operations": row.operations,
-            "bytes": row.bytes,
-            "precision": row.precision,
-            **reached(row, peaks.get(row.device)),
-        }
-        for row in profile.rows
-    ]
+    rows = []
+    for row in profile.rows:
+        seconds = row.microseconds / 1e6
+        peak, work = peaks.get(row.device), (row.precision, row.operations, row.bytes)
+        share, bound = share_of_peak(peak, *work, seconds / max(row.calls, 1))
+        rows.append(
+            {
+                "symbol": row.symbol,
+                "device": row.device,
+                "ops": list(row.ops),
+                "calls": row.calls,
+                "seconds": seconds,
+                "share": row.share,
+                "operations": row.operations,
+                "bytes": row.bytes,
+                "precision": row.precision,
+                "share_of_peak": share,
+                "bound": bound,
+            }
+        )
     return {"function": profile.function, "seconds": profile.microseconds / 1e6, "rows": rows}

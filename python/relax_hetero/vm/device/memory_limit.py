@@ -58,7 +58,7 @@ class MemoryLimits:
         self._limits = _limits(metadata, limit)
         self._last: Hashable = None
         for name in metadata.signatures:
-            if not self._plan.names(name):
+            if not self._plan.symbolic_dims(name):
                 self.check(name, {})
 
     def admit(self, function: str, sizes: Mapping[str, int]) -> None:
