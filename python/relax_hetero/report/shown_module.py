@@ -404,20 +404,20 @@ def layers_of(nodes: Sequence[int], edges: Iterable[tuple[int, int]], close: Ite
     nodes : sequence of int
         In an order in which edges lead from earlier to later ones; others are ignored.
     close : iterable of int
-        Nodes without a maker that lie just above their first reader, as weights do.
+        Nodes without a producer that lie just above their first reader, as weights do.
     """
     position = {node: number for number, node in enumerate(nodes)}
     kept = sorted({(a, b) for a, b in edges if a in position and b in position and position[a] < position[b]})
-    makers: dict[int, list[int]] = {node: [] for node in nodes}
+    producers: dict[int, list[int]] = {node: [] for node in nodes}
     readers: dict[int, list[int]] = {node: [] for node in nodes}
     for a, b in kept:
-        makers[b].append(a)
+        producers[b].append(a)
         readers[a].append(b)
     row: dict[int, int] = {}
     for node in nodes:
-        row[node] = 1 + max((row[maker] for maker in makers[node]), default=-1)
+        row[node] = 1 + max((row[producer] for producer in producers[node]), default=-1)
     for node in close:
-        if readers[node] and not makers[node]:
+        if readers[node] and not producers[node]:
             row[node] = max(0, min(row[reader] for reader in readers[node]) - 1)
     rows: list[list[int]] = [[] for _ in range(1 + max(row.values(), default=-1))]
     for node in nodes:
@@ -605,14 +605,14 @@ class ShownModule:
 
     def __str__(self) -> str:
         kernels = {node: group["kernel"] for group in self.data["groups"] for node in group["nodes"]}
-        makers: dict[int, list[str]] = {}
+        producers: dict[int, list[str]] = {}
         names = {node["id"]: node["name"] for node in self.data["nodes"]}
         for edge in self.data["edges"]:
-            makers.setdefault(edge["to"], []).append(names[edge["from"]])
+            producers.setdefault(edge["to"], []).append(names[edge["from"]])
         rows = [
             (
                 *(node["function"], node["name"], short_op(node) if node["op"] else node["kind"], node["device"]),
-                *(", ".join(map(value_text, node["values"])), ", ".join(makers.get(node["id"], ()))),
+                *(", ".join(map(value_text, node["values"])), ", ".join(producers.get(node["id"], ()))),
                 kernels.get(node["id"], ""),
             )
             for node in self.data["nodes"]

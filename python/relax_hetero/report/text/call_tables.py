@@ -46,11 +46,11 @@ class Schedules:
         return [_steps_line(schedule) for schedule in self.schedules if len(schedule.steps) > 1]
 
     def _rows(self, schedule: Schedule) -> list[list[str]]:
-        makers = {value: number for number, step in enumerate(schedule.steps) for value in step.makes}
+        producers = {value: number for number, step in enumerate(schedule.steps) for value in step.makes}
         rows = []
         for number, step in enumerate(schedule.steps):
             devices = ", ".join(map(self._name, step.devices))
-            waits = dict.fromkeys(makers[value] for value in step.reads if value in makers)
+            waits = dict.fromkeys(producers[value] for value in step.reads if value in producers)
             rows.append([str(number), devices, self._work(step), ", ".join(map(str, waits)) or "-"])
         return rows
 
