@@ -351,7 +351,7 @@ class CompiledModel:
                 logits, *written = self.machine[name](*given, *pages)
                 if [one.data_ptr() for one in written] == [one.data_ptr() for one in pages]:
                     # Arguments are the same tensors from now on.
-                    self._steps[name] = self.machine.prepare(name, [*given, *pages], only=0)
+                    self._steps[name] = self.machine.prepare(name, [*given, *pages], result_index=0)
                 else:
                     self._steps.clear()
                     pages = written

@@ -12,7 +12,7 @@ from tvm import runtime
 from ...errors import HeteroError
 from ..args.argument_binding import ArgumentBinder, BoundArguments
 from ..args.argument_copies import copy_arguments
-from ..args.donated_arguments import argument_memory, exclusive_calls
+from ..args.donated_arguments import argument_memory, memory_in_flight
 from ..args.results import check_out, fill, to_python
 from ..device.constants import PlacedConstants
 from ..device.forks import watch_forks
@@ -48,7 +48,7 @@ class Submitter:
     ----------
     queued_functions
         Names of the functions whose plain calls go through the queues, too.
-    is_host_only
+    is_cpu_only
         Whether all devices are CPUs.
 
     Raises
@@ -73,14 +73,14 @@ class Submitter:
         metadata = executable.metadata
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
         self.queued_functions = set(executable.function_names) if has_lost_threads(threads) else overlapping(metadata)
-        self.is_host_only = all(map(is_host, devices))
+        self.is_cpu_only = all(map(is_host, devices))
         self._devices = devices
         self._executable, self._arguments, self._lock = executable, arguments, lock
         self._pool, self._constants, self._threads = pool, constants, threads
         self._entries = range(len(devices) - 1)
         self._schedules = {schedule.function: schedule for schedule in metadata.schedules}
         self._plans: dict[str, QueuePlan] = {}
-        exclusive_calls.is_needed |= any(signature.donated for signature in metadata.signatures.values())
+        memory_in_flight.is_needed |= any(signature.donated for signature in metadata.signatures.values())
         watch_forks(self)
 
     def submit(
@@ -123,7 +123,7 @@ class Submitter:
     @contextmanager
     def without_queues(self) -> Iterator[None]:
         """Hold the lock; with GPUs, whose graphs share arenas with queued calls, while no call is in flight."""
-        with self._lock.held if self.is_host_only else self.when_idle():
+        with self._lock.held if self.is_cpu_only else self.when_idle():
             yield
 
     def _plan(self, name: str, queues: Queues) -> QueuePlan:
@@ -136,17 +136,17 @@ class Submitter:
         return plan
 
     def _prepare(self, name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
-        cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
+        cache, ordered, call, tensors = self._arguments.find_cached(name, args, kwargs)
         if call is not None:
             bound = BoundArguments(call.values(tensors), call.dims, call.borrowed(tensors))
         else:
-            bound = self._arguments.bind_new(name, cache, ordered, args, kwargs)
+            bound = self._arguments.bind_uncached(name, cache, ordered, args, kwargs)
         values, dims, borrowed = bound
         if out is not None:
             check_out(out, self._executable.signature(name), dims.copy())
         extents = (name, *dims.values.values()) if dims.values else None
         memory = None
-        if exclusive_calls.is_needed:
+        if memory_in_flight.is_needed:
             signature = self._executable.signature(name)
             arguments = {**dict(zip(signature.input_names, args, strict=False)), **kwargs}
             memory = argument_memory(signature, values, arguments)

@@ -241,7 +241,7 @@ def _failed(address: int, code: int) -> None:
     raise _graphs[address].failed(code)
 
 
-def with_graphs(
+def make_graphs(
     metadata: Metadata, devices: Sequence[runtime.Device], constants: Any, module: runtime.Module
 ) -> tuple[Any, list[CudaGraph]]:
     """Make a machine's graphs; returns the constants with the graphs' states among them, and the graphs.

@@ -387,5 +387,5 @@ def test_a_driver_is_found_or_the_reason_is_reported(monkeypatch):
 def test_an_executable_without_graphs_needs_no_state(caplog):
     exe = rh.compile(symbolic(), command_buffers=False)
     with caplog.at_level(logging.WARNING, "relax_hetero"):
-        assert cuda_graph.with_graphs(exe.metadata, [], constants := [], None) == (constants, [])
+        assert cuda_graph.make_graphs(exe.metadata, [], constants := [], None) == (constants, [])
     assert not caplog.records

@@ -274,7 +274,7 @@ def test_graphs_of_a_device_share_their_arena(submit, monkeypatch):
     metadata = Metadata(devices, -1, {}, tuple(specs), regions=tuple(regions))
     module = SimpleNamespace(get_function=lambda name, _: record_of(name[0]) if name.endswith("_record") else submit)
     monkeypatch.setattr(cuda_graph, "cuda_driver", lambda: CudaDriver(device.api))
-    _, graphs = cuda_graph.with_graphs(metadata, [tvm.cpu(0), tvm.cpu(1)], [tensor()] * 4, module)
+    _, graphs = cuda_graph.make_graphs(metadata, [tvm.cpu(0), tvm.cpu(1)], [tensor()] * 4, module)
     sizes = [int(graph._arena.shape[0]) for graph in graphs]
     assert sizes == [300, 300, 200, 1]
     for graph in graphs[:2]:
