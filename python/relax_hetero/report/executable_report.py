@@ -59,13 +59,13 @@ def suggestions(metadata: Metadata, rows: Sequence[Data], peaks: Mapping[str, Da
     """
     if not rows:
         return ["Nothing was measured: explain --profile, or profile= of Executable.report, says where the time goes."]
-    texts_by_share = [
+    shares_and_texts = [
         *_overhead_suggestions(metadata, rows),
         *_kernel_suggestions(rows, peaks),
         *_overlap_suggestions(metadata),
     ]
-    texts_by_share.sort(key=lambda share_and_text: -share_and_text[0])
-    return [text for _, text in texts_by_share] or [
+    shares_and_texts.sort(key=lambda pair: -pair[0])
+    return [text for _, text in shares_and_texts] or [
         "Nothing stands out: nearly all the time is in kernels, whose speed is near their device's measured peaks."
     ]
 
@@ -86,19 +86,19 @@ def _overhead_suggestions(metadata: Metadata, rows: Sequence[Data]) -> Iterator[
 
 
 def _kernel_suggestions(rows: Sequence[Data], peaks: Mapping[str, Data]) -> Iterator[tuple[float, str]]:
-    shares: defaultdict[tuple[str, str], float] = defaultdict(float)
+    bound_shares: defaultdict[tuple[str, str], float] = defaultdict(float)
     slow_kernels = []
     for row in rows:
         peak_share = row["share_of_peak"] or 1
         if row["share"] >= _MIN_KERNEL_SHARE and peak_share < _SLOW_SHARE_OF_PEAK:
             slow_kernels.append((row, peak_share))
         elif row["bound"] == MEMORY or row["precision"] == "f32":
-            shares[row["device"], row["bound"]] += row["share"]
+            bound_shares[row["device"], row["bound"]] += row["share"]
     for row, peak_share in slow_kernels[:2]:
         fact = f"{row['symbol']} takes {100 * row['share']:.0f} % of a call, and reaches {100 * peak_share:.0f} %"
         advice = "measure while nothing else runs, then look at its shapes and layouts"
         yield row["share"], f"{fact} of the {row['bound']} peak of {row['device']}: {advice}."
-    for (device, bound), share in shares.items():
+    for (device, bound), share in bound_shares.items():
         if share < _MIN_BOUND_SHARE:
             continue
         rates = peaks[device]["operations_per_second"] if bound == COMPUTE else {}
@@ -376,6 +376,7 @@ def groups_of(
         for command in region.commands
         if isinstance(command, Dispatch)
     }
+    # Kernel, command buffer or None, and device of each call.
     calls = [(*commands.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in dispatches]
     profile_of = {profile.function: profile for profile in profiles}
     # A private function has no profile of its own: its kernels are in the profile of the function that calls it.

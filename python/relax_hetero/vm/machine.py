@@ -25,7 +25,7 @@ from .device.devices import bind_devices, host_device
 from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.memory_limit import MemoryLimits, PoolWatch
-from .device.pinned_staging import install_copy_loop
+from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into
 from .device.threads import attach_threads, enter_call, leave_call
 from .file.executable import Executable
@@ -140,11 +140,11 @@ class VirtualMachine:
         self._pool_watch = PoolWatch()
         self._functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._devices_and_scopes = (self._devices, self._scopes)
-        module = executable.runnable()
+        module = executable.runnable_module()
         try:
             generate_machine_code(module)
             self._threads = attach_threads(executable.devices, module)
-            install_copy_loop(module)
+            use_compiled_copy_loop(module)
             register_checks(metadata.checks)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
@@ -311,7 +311,7 @@ class VirtualMachine:
             As in a call; also for memory that a call in flight overwrites, or that this call overwrites and another
             reads.
         HeteroError
-            In a process that was forked after the machine's first call.
+            In a child process that was forked after the first submission, or during a call of another thread.
         """
         return self.submit_into(None, name, args, kwargs, copy)
 

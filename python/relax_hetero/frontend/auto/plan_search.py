@@ -270,9 +270,10 @@ def best_plan(
     """
     if costs.devices == 1:
         return start
-    starts = [start, min_work(costs, start), *extra_starts]
+    least_work = min_work(costs, start)
     if costs.queues == 1 and not costs.limits:
-        return starts[1]
+        return least_work
+    starts = [start, least_work, *extra_starts]
     if objective == "throughput":
         starts.append(_best_split(costs, start))
         levels = _coarsening_levels(costs, max_plans)

@@ -20,7 +20,7 @@ The pass does the following:
 - Elementwise ops on the result of a product or convolution become one expression (`absorb_elementwise`).
 - `unset_encoding` moves after a transfer if all users of the transferred tensor set the same encoding again. No op
   changes its device.
-- ``set_encoding(unset_encoding(x))`` with one encoding becomes ``x``.
+- ``set_encoding(unset_encoding(x))`` and ``unset_encoding(set_encoding(x))`` with one encoding become ``x``.
 
 Runs after SetEncoding. The result is the same for all devices: SpecializeEncodings undoes it for a device that has no
 layout for an encoding. Linear in the number of bindings; a second run changes nothing.
@@ -374,6 +374,7 @@ class _RegionBuilder:
         return True
 
     def _add_comparison(self, var: relax.Var, value: relax.Call) -> bool:
+        """Add ``x < 0``, the condition of a LeakyRelu."""
         source = value.args[0]
         if source not in self.expressions or scalar_of(value.args[1]) != 0:
             return False

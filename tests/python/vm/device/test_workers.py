@@ -121,7 +121,7 @@ def test_code_that_is_loaded_later_sets_how_long_running_workers_spin(vm, monkey
     """Every library has the workers' code, but only the first one's runs."""
     spins = []
     monkeypatch.setitem(workers._functions, names.SPIN, spins.append)
-    later = rh.compile(product()).runnable()
+    later = rh.compile(product()).runnable_module()
     assert workers.use_workers(later) and not spins
     assert workers.use_workers(later, has_accelerators=True) and spins == [workers.SPIN_NANOSECONDS_WITH_ACCELERATORS]
 
