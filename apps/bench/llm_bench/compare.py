@@ -172,7 +172,7 @@ def compiled(path: Path, cache: Path, context: int) -> Path:
     folder = cache / f"{path.stem}-{context}"
     if not (folder / "model.json").exists():
         program = (
-            "import sys; from relax_hetero.llm.onnx_decoder import load, save; path, folder, context = sys.argv[1:]; "
+            "import sys; from relax_hetero.llm.model_loader import load, save; path, folder, context = sys.argv[1:]; "
             "model = load(path, ['llvm'], batches=(1,), chunks=(512,), slots=1, context=int(context))[0]; "
             "save(model, path, folder)"
         )

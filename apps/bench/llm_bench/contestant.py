@@ -39,7 +39,7 @@ class Ours:
     """relax_hetero on the CPU, loaded from a folder of `rh.llm.save`."""
 
     def __init__(self, path: str, threads: int, context: int) -> None:
-        from relax_hetero.llm.onnx_decoder import load
+        from relax_hetero.llm.model_loader import load
 
         self._model, self._tokenizer = load(path)
         if self._model.context < context:
@@ -47,7 +47,7 @@ class Ours:
         self._slot = self._model.cache.add()
 
     def reset(self) -> None:
-        self._model.cache.cut(self._slot, 0)
+        self._model.cache.truncate(self._slot, 0)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))
@@ -64,7 +64,7 @@ class Ours:
 
 
 def _ours(path: str, threads: int, context: int) -> Callable[[], Contestant]:
-    import relax_hetero.llm.onnx_decoder  # noqa: F401 - imports are not counted
+    import relax_hetero.llm.model_loader  # noqa: F401 - imports are not counted
 
     return lambda: Ours(path, threads, context)
 

@@ -46,7 +46,7 @@ class Contestant:
 
     def tokens(self, count: int) -> list[int]:
         """Greedy tokens after a prompt."""
-        self._model.cache.cut(self._slot, 0)
+        self._model.cache.truncate(self._slot, 0)
         following = int(self._model.prefill(self._slot, np.arange(1, PROMPT + 1, dtype="int32")).argmax())
         new_tokens = []
         for _ in range(count):
@@ -56,7 +56,7 @@ class Contestant:
 
     def milliseconds(self, count: int) -> float:
         """Mean milliseconds of `count` tokens after a prompt."""
-        self._model.cache.cut(self._slot, 0)
+        self._model.cache.truncate(self._slot, 0)
         self._model.prefill(self._slot, np.arange(1, PROMPT + 1, dtype="int32"))
         begin = time.perf_counter()
         for token in range(count):

@@ -1,6 +1,6 @@
-"""Clusters of hosts: one module over several machines, on Ray (extra ``relax-hetero[cluster]``).
+"""Clusters: one module over several hosts, on Ray (extra ``relax-hetero[cluster]``).
 
-Names are resolved on first use, so that a host's process sets the number of its threads before TVM is imported.
+Names are resolved on first use, so that a host's process can set its number of threads before TVM is imported.
 """
 
 import lazy_loader

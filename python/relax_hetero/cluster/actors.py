@@ -1,4 +1,4 @@
-"""The actors of one replica: started where their hosts are bound, checked, and started again when they die."""
+"""Ray actors of one replica: starts, checks and restarts them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from .node_info import check_versions, installed_versions
 from .payloads import Payload
 from .wire import Failure
 
-# Seconds between looks at whether the cluster is being closed.
 _POLL_SECONDS = 0.1
-# Seconds within which a living actor answers.
-_ANSWER_SECONDS = 5.0
-# Threads of an actor besides its graph's: steps by actor calls, and questions whether it lives.
+"""Interval between checks for a closed cluster."""
+_ALIVE_SECONDS = 5.0
+"""Time within which a living actor answers."""
 _EXTRA_THREADS = 4
+"""Threads of an actor besides that of its graph, for actor calls."""
 
 
 @dataclass
 class HostState:
-    """A host of a replica.
+    """State of a host's process.
 
     Attributes
     ----------
     state : str
         ``"starting"``, ``"loading"``, ``"ready"`` or ``"dead"``.
     actor : object
-        Its process; None where there is none.
+        Ray actor, if there is one.
     info : mapping of str to object
-        Description that the process gave of itself.
+        Result of `node_info`.
     sizes : mapping of str to (list of int or None, list of int or None)
-        Extents of the functions' inputs and results, as `node_info.sizes_of` gives them.
+        Bytes of each function's inputs and results (`node_info.sizes_of`).
     starts : int
-        How often it was started.
+        Number of starts.
+    pending : object
+        Reference to the result of the actor's current method.
     """
 
     state: str = "dead"
@@ -49,25 +51,25 @@ class HostState:
 
 
 class Actors:
-    """The processes of one replica.
+    """Actors of one replica.
 
     Parameters
     ----------
     ray : object
-        The module.
+        The module ``ray``.
     bindings : mapping of str to HostBinding
         Bindings by host.
     parts : mapping of str to Payload
-        Parts that run, by host.
+        Code of each host.
     timeout : float
-        Seconds that a host may take to be started by Ray.
+        Seconds that Ray may take to start a host.
     pause : callable
-        Called with seconds to wait for something; raises where the cluster is closed meanwhile.
+        Sleeps for a number of seconds; raises if the cluster is closed.
 
     Attributes
     ----------
     states : dict
-        States by host.
+        State of each host.
     """
 
     def __init__(
@@ -84,48 +86,48 @@ class Actors:
 
     @property
     def handles(self) -> dict[str, Any]:
-        """The actor of each host."""
+        """Actor of each host."""
         return {host: state.actor for host, state in self.states.items()}
 
     def start(self) -> None:
-        """Have every host that is not ready started, checked and its part loaded; all of them at once.
+        """Start all hosts that are not ready in parallel, check them, and load their code.
 
         Raises
         ------
         HostError
-            A host that nothing can take within the timeout (it goes on waiting, and may be there at the next try), that
-            dies, or has other versions than this process.
+            If a host cannot be scheduled within the timeout (its actor stays pending for the next try), dies, or has
+            other versions than this process.
         HeteroError
-            A part that cannot be loaded there.
+            If the code cannot be loaded.
         """
         missing = [host for host, state in self.states.items() if state.state != "ready"]
         for host in missing:
-            self._begin(host)
+            self._start_actor(host)
         end = time.monotonic() + self._timeout
         for host in missing:
             state = self.states[host]
             if state.state == "starting":
-                state.info = self._answer(host, end)
+                state.info = self._wait_for_answer(host, end)
                 check_versions(host, state.info, installed_versions())
                 state.state, state.pending = "loading", state.actor.load.remote(self._parts[host])
         for host in missing:
             state = self.states[host]
-            sizes = self._answer(host, None)
+            sizes = self._wait_for_answer(host, None)
             if isinstance(sizes, Failure):
                 self._drop(host)
                 raise sizes.kind(sizes.message)
             state.sizes, state.state, state.pending = sizes, "ready", None
 
     def find_dead(self) -> list[str]:
-        """The hosts whose processes do not answer; they count as dead from then on."""
+        """Find the hosts whose processes do not answer, and mark them as dead."""
         ready = [host for host, state in self.states.items() if state.state == "ready"]
-        asked = {host: self.states[host].actor.alive.remote() for host in ready}
-        if asked:
-            self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_SECONDS)
-        for host, reference in asked.items():
+        replies = {host: self.states[host].actor.alive.remote() for host in ready}
+        if replies:
+            self._ray.wait(list(replies.values()), num_returns=len(replies), timeout=_ALIVE_SECONDS)
+        for host, reference in replies.items():
             try:
                 self._ray.get(reference, timeout=0)
-            except Exception:  # Ray has many for actors that died
+            except Exception:  # Ray has several types for dead actors
                 self._drop(host)
         return [host for host, state in self.states.items() if state.state == "dead"]
 
@@ -134,7 +136,7 @@ class Actors:
         for host in self.states:
             self._drop(host)
 
-    def _begin(self, host: str) -> None:
+    def _start_actor(self, host: str) -> None:
         state, binding = self.states[host], self._bindings[host]
         if state.actor is not None:
             return
@@ -144,8 +146,8 @@ class Actors:
         state.pending = state.actor.info.remote()
         state.state, state.starts = "starting", state.starts + 1
 
-    def _answer(self, host: str, end: float | None) -> Any:
-        """Answer of a host's process; HostError where it dies, or Ray has not started it by `end`."""
+    def _wait_for_answer(self, host: str, end: float | None) -> Any:
+        """Wait for the pending result; HostError if the actor dies, or is not started by `end`."""
         state = self.states[host]
         while True:
             ready, _ = self._ray.wait([state.pending], timeout=_POLL_SECONDS)
@@ -164,7 +166,7 @@ class Actors:
             raise
         except Exception as error:
             self._drop(host)
-            raise HostError(f"host {host!r} died as it was started: {first_line(error)}") from error
+            raise HostError(f"host {host!r} died while it was started: {first_line(error)}") from error
 
     def _drop(self, host: str) -> None:
         state = self.states[host]
@@ -174,14 +176,14 @@ class Actors:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error of Ray's."""
+    """First line of an error's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _resources(ray: Any) -> str:
-    """Free resources of the nodes, for messages."""
+    """Format the free resources of the cluster."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     free = ray.available_resources()
-    named = {name: free[name] for name in sorted(free) if not name.startswith(("node:", "object_store"))}
-    return f"{len(nodes)} node{'s' * (len(nodes) != 1)} with " + ", ".join(f"{k} {v:g}" for k, v in named.items())
+    listed = {name: free[name] for name in sorted(free) if not name.startswith(("node:", "object_store"))}
+    return f"{len(nodes)} node{'s' * (len(nodes) != 1)} with " + ", ".join(f"{k} {v:g}" for k, v in listed.items())

@@ -1,4 +1,4 @@
-"""Bindings of logical hosts to machines: the options that Ray's actors have, checked before anything starts."""
+"""Bindings of logical hosts to Ray nodes, by options of actors, which are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _KEYS = ("resources", "label_selector", "node", "num_cpus", "num_gpus", "memory"
 
 @dataclass(frozen=True)
 class HostBinding:
-    """Where the process of a host may run, and what it takes there.
+    """Scheduling options of a host's actor.
 
     Attributes
     ----------
     host : str
-        The logical name.
+        Logical name.
     resources : mapping of str to float
-        Custom resources of a Ray node, and how much of each it takes.
+        Amounts of custom Ray resources.
     label_selector : mapping of str to str
-        Labels that the node has.
+        Required labels of the node.
     node : str
-        The node's address or id; empty for any.
+        Address or id of the node; empty for any.
     num_cpus : float
-        Cores that it takes; also the threads of its kernels. 0: none are counted, and kernels have as many threads as
-        they were compiled for.
+        Cores to reserve, and threads of kernels. 0: none are reserved, and kernels use as many threads as they were
+        compiled for.
     num_gpus : float
-        GPUs that it takes; it sees no others.
+        GPUs to reserve; no others are visible.
     memory : float
-        Bytes that it takes, in Ray's accounts.
+        Bytes to reserve.
     """
 
     host: str
@@ -44,66 +44,66 @@ class HostBinding:
 
     @property
     def threads(self) -> int:
-        """Threads of its kernels; 0 for as many as they were compiled for."""
+        """Threads of kernels; 0 for as many as they were compiled for."""
         return max(1, int(self.num_cpus)) if self.num_cpus else 0
 
     def __str__(self) -> str:
-        """Resources that it needs, for messages."""
-        needs = {name: getattr(self, name) for name in _KEYS if getattr(self, name)}
-        return ", ".join(f"{name}={value!r}" for name, value in needs.items()) or "nothing"
+        """Format the options for messages."""
+        options = {name: getattr(self, name) for name in _KEYS if getattr(self, name)}
+        return ", ".join(f"{name}={value!r}" for name, value in options.items()) or "nothing"
 
     def options(self, ray: Any) -> dict[str, Any]:
-        """The options of the host's actor.
+        """Options for Ray's ``Actor.options``.
 
         Raises
         ------
         HostError
-            A `node` that is not in Ray's cluster now; names it and those that are.
+            If `node` is not in Ray's cluster.
         """
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "num_cpus": self.num_cpus,
             "num_gpus": self.num_gpus,
             "resources": dict(self.resources),
         }
         if self.memory:
-            found["memory"] = self.memory
+            options["memory"] = self.memory
         if self.label_selector:
-            found["label_selector"] = dict(self.label_selector)
+            options["label_selector"] = dict(self.label_selector)
         if self.node:
             strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-            found["scheduling_strategy"] = strategy(self._node_id(ray), soft=False)
-        return found
+            options["scheduling_strategy"] = strategy(self._node_id(ray), soft=False)
+        return options
 
     def _node_id(self, ray: Any) -> str:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for node in nodes:
             if self.node in (node["NodeID"], node["NodeManagerAddress"], node.get("NodeName")):
                 return str(node["NodeID"])
-        known = ", ".join(sorted({node["NodeManagerAddress"] for node in nodes}))
-        raise HostError(f"host {self.host!r} is bound to node {self.node!r}, expected one of {known}")
+        addresses = ", ".join(sorted({node["NodeManagerAddress"] for node in nodes}))
+        raise HostError(f"host {self.host!r} is bound to node {self.node!r}, expected one of {addresses}")
 
 
 def bind_hosts(hosts: object, needed: Iterable[str]) -> dict[str, HostBinding]:
-    """The bindings of the hosts that a program needs.
+    """Check options and make the bindings of a program's hosts.
 
     Raises
     ------
     HostError
-        Hosts that are missing or that the program does not have, unknown options, and values of other kinds.
+        If hosts are missing or unknown, or options are unknown or have values of another type.
     """
     if not isinstance(hosts, Mapping):
         kind = type(hosts).__name__
         raise HostError(f"hosts= is a {kind}, expected a mapping from each host to its options, such as {{'a': {{}}}}")
-    wanted = list(needed)
-    missing = [name for name in wanted if name not in hosts]
-    extra = [name for name in hosts if name not in wanted]
+    expected = list(needed)
+    missing = [name for name in expected if name not in hosts]
+    extra = [name for name in hosts if name not in expected]
     if missing or extra:
-        found = ", ".join(map(repr, hosts)) or "none"
-        raise HostError(f"hosts= binds {found}, expected the program's: {', '.join(map(repr, wanted))}")
-    return {name: _binding(name, hosts[name]) for name in wanted}
+        names = ", ".join(map(repr, hosts)) or "none"
+        raise HostError(f"hosts= binds {names}, expected the program's: {', '.join(map(repr, expected))}")
+    return {name: _bind_host(name, hosts[name]) for name in expected}
 
 
-def _binding(host: str, options: object) -> HostBinding:
+def _bind_host(host: str, options: object) -> HostBinding:
     if not isinstance(options, Mapping):
         raise HostError(f"host {host!r} is bound to {options!r}, expected a mapping with some of {', '.join(_KEYS)}")
     unknown = [name for name in options if name not in _KEYS]
@@ -116,16 +116,18 @@ def _binding(host: str, options: object) -> HostBinding:
 
 def _check_option(host: str, name: str, value: object) -> None:
     if name in ("num_cpus", "num_gpus", "memory"):
-        fits, expected = _is_amount(value), "a number from 0 on"
+        is_valid, expected = _is_amount(value), "a number from 0 on"
     elif name == "resources":
-        fits = isinstance(value, Mapping) and all(isinstance(k, str) and _is_amount(v) for k, v in value.items())
+        is_valid = isinstance(value, Mapping) and all(isinstance(k, str) and _is_amount(v) for k, v in value.items())
         expected = "a mapping from names to amounts"
     elif name == "label_selector":
-        fits = isinstance(value, Mapping) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items())
+        is_valid = isinstance(value, Mapping) and all(
+            isinstance(k, str) and isinstance(v, str) for k, v in value.items()
+        )
         expected = "a mapping from labels to values"
     else:
-        fits, expected = isinstance(value, str) and bool(value), "the address or the id of a node"
-    if not fits:
+        is_valid, expected = isinstance(value, str) and bool(value), "the address or the id of a node"
+    if not is_valid:
         raise HostError(f"host {host!r} has {name}={value!r}, expected {expected}")
 
 

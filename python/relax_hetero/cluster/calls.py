@@ -1,4 +1,4 @@
-"""Calls of a cluster: their inputs as they travel, and their results as the caller gets them."""
+"""Calls of a cluster: encoding of inputs, and decoding of results."""
 
 from __future__ import annotations
 
@@ -13,149 +13,155 @@ from ..artifact.signature import FunctionSignature, TensorSpec, tensors_of
 from ..vm.args.argument_binding import match_names
 from ..vm.args.arguments import Placement, place
 from ..vm.queue.fence import Fence
-from .call_plan import CallPlan, HostRun, Source, filled, opened
+from .call_plan import CallPlan, HostRun, Source, flatten_value, substitute
 from .mailbox import CallEndedError
 from .route import Route
-from .wire import Failure, Message, copied, decode_copy, encode, fetched
+from .wire import Failure, Message, copy_value, decode_copy, encode, fetch
 
 _HOST = runtime.device("cpu", 0)
 
 
 class ClusterCall:
-    """A call on its way.
+    """A submitted call.
 
     Parameters
     ----------
     name, plan
-        The function.
+        Name and plan of the function.
     values : sequence of object
-        Its inputs, encoded.
+        Encoded inputs.
     fence : Fence
         Gets the result.
     retries : int
-        How often it may begin again after a host died.
+        Number of retries after a host died.
 
     Attributes
     ----------
-    since, begun
-        When it began to wait for a replica, and when it was sent to one; ``time.monotonic``.
+    waiting_since, sent_at : float
+        Times at which it began to wait for a replica, and was sent to one (``time.monotonic``).
     sent : list of object
-        References to inputs in the object store, kept until it has ended.
+        References to inputs in the object store, kept until the call has ended.
     """
 
     def __init__(self, name: str, plan: CallPlan, values: Sequence[Any], fence: Fence, retries: int) -> None:
         self.name, self.plan, self.values, self.fence, self.retries = name, plan, list(values), fence, retries
-        self.since = self.sent_at = time.monotonic()
+        self.waiting_since = self.sent_at = time.monotonic()
         self.sent: list[Any] = []
 
     def copy_values(self) -> None:
-        """Copy inputs that lie in the caller's memory, which it may write to before they are sent."""
-        self.values = [copied(value) for value in self.values]
+        """Copy inputs, since the caller may change its arrays before they are sent."""
+        self.values = [copy_value(value) for value in self.values]
 
 
 def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The inputs of a call, encoded, in order.
+    """Check and encode the inputs of a call.
 
     Raises
     ------
     BindingError
-        Arguments that do not fit the plan's signature, or whose number or names are not the plan's.
+        If arguments do not match the plan's signature.
     """
-    signature = plan.signature or named_only(name, plan.input_names)
-    placed = [tensor.device for spec in signature.inputs for tensor in tensors_of(spec)]
-    devices = max(placed, default=0) + 2  # and the implicit host behind them; values travel from here, wherever to
-    to = Placement((_HOST,) * devices, ("global",) * devices, alignment=1, borrows_arrays=True)
+    signature = plan.signature or untyped_signature(name, plan.input_names)
+    device_indices = [tensor.device for spec in signature.inputs for tensor in tensors_of(spec)]
+    devices = (
+        max(device_indices, default=0) + 2
+    )  # including the implicit host; all are this CPU, which sends the values
+    placement = Placement((_HOST,) * devices, ("global",) * devices, alignment=1, borrows_arrays=True)
     encoded: list[Any] = []
     for (value, _), spec in zip(match_names(signature, args, kwargs, {}), signature.inputs, strict=True):
         where = f"argument {spec.name!r} of {name!r}"
         if plan.signature is None and isinstance(value, bool | int | float | tuple | list | tvm_ffi.Shape):
             encoded.append(encode(value))
         else:
-            encoded += map(encode, opened(place(value, spec, where, to), spec))
-    to.dims.settle()
-    return encoded + [tuple(to.dims.values[size] for size in sizes) for sizes in plan.sizes]
+            encoded += map(encode, flatten_value(place(value, spec, where, placement), spec))
+    placement.dims.settle()
+    return encoded + [tuple(placement.dims.values[size] for size in sizes) for sizes in plan.sizes]
 
 
 def result_of(call: ClusterCall, route: Route, messages: Sequence[Message], get: Any) -> Any:
-    """A call's result: tensors of TVM on the host, in memory of their own.
+    """Decode a call's result as TVM tensors on the CPU, in memory of their own.
 
     Parameters
     ----------
+    call : ClusterCall
+        Call that has ended.
+    route : Route
+        Route of its function.
     messages : sequence of Message
         Messages of the route's exits, in order.
     get : object
-        Reads a reference of Ray's object store.
+        Function that reads a reference of Ray's object store.
 
     Raises
     ------
     HeteroError
-        A step failed; the error is as it was raised there.
+        If a step failed; the error that it raised.
     """
-    arrived: dict[int, list[Any]] = {}
-    for slot, message in zip(route.exits, messages, strict=True):
+    received: dict[int, list[Any]] = {}
+    for task, message in zip(route.exits, messages, strict=True):
         if isinstance(message.values, Failure):
             raise message.values.kind(message.values.message)
-        arrived[slot] = fetched(message.values, get)
-    places = route.gets[call.name]
+        received[task] = fetch(message.values, get)
+    results = route.results[call.name]
 
     def value_of(source: Source) -> Any:
-        slot, index = places[source]
-        return decode_copy(arrived[slot][index] if slot in arrived else call.values[index])
+        task, index = results[source]
+        return decode_copy(received[task][index] if task in received else call.values[index])
 
-    return filled(call.plan.result, value_of)
-
-
-def named_only(name: str, input_names: Sequence[str]) -> FunctionSignature:
-    """A signature that says nothing but names."""
-    return FunctionSignature(name, tuple(TensorSpec(of, None, None, -1) for of in input_names), ())
+    return substitute(call.plan.result, value_of)
 
 
-# Calls in which hosts exchange messages, at the caller: all hosts start, and if one fails the others end.
+def untyped_signature(name: str, input_names: Sequence[str]) -> FunctionSignature:
+    """Make a signature that has only names of inputs."""
+    return FunctionSignature(name, tuple(TensorSpec(each, None, None, -1) for each in input_names), ())
 
 
 def run_on_all_hosts(
     ray: Any, actors: Mapping[str, Any], runs: Sequence[HostRun], number: int, values: Sequence[Any]
 ) -> list[Any]:
-    """Results of each run, or a `Failure`; raises Ray's error where an actor died."""
-    references = {actors[run.host].run.remote(number, run, _read_by(run, values)): run for run in runs}
-    found: dict[HostRun, Any] = {}
+    """Run the parts of a function that exchange messages; if one fails, the others are ended.
+
+    Returns a result or a `Failure` for each run; raises Ray's error if an actor died.
+    """
+    references = {actors[run.host].run.remote(number, run, _inputs_of(run, values)): run for run in runs}
+    results: dict[HostRun, Any] = {}
     error: Exception | None = None
     waiting = list(references)
     while waiting:
         (reference, *_), waiting = ray.wait(waiting, num_returns=1)
         run = references[reference]
         try:
-            found[run] = ray.get(reference)
+            results[run] = ray.get(reference)
         except Exception as raised:
             error = raised
-            found[run] = Failure(CallEndedError, f"host {run.host!r} died")
-        if isinstance(found[run], Failure):
+            results[run] = Failure(CallEndedError, f"host {run.host!r} died")
+        if isinstance(results[run], Failure):
             for other in waiting:
-                actors[references[other].host].end.remote(number, found[run].message)
+                actors[references[other].host].end.remote(number, results[run].message)
     if error is not None:
         raise error
-    return [found[run] for run in runs]
+    return [results[run] for run in runs]
 
 
-def result_of_runs(plan: CallPlan, found: Sequence[Any]) -> Any:
-    """A call's result, in memory of its own; raises what failed first, not what failed because of it."""
-    failures = sorted((each for each in found if isinstance(each, Failure)), key=lambda f: f.kind is CallEndedError)
+def result_of_runs(plan: CallPlan, results: Sequence[Any]) -> Any:
+    """Decode a call's result, in memory of its own; raises the first failure, not its consequences."""
+    failures = sorted((each for each in results if isinstance(each, Failure)), key=lambda f: f.kind is CallEndedError)
     if failures:
         raise failures[0].kind(failures[0].message)
 
     def value_of(source: Source) -> Any:
-        return decode_copy(found[source.step][source.index])
+        return decode_copy(results[source.step][source.index])
 
-    return filled(plan.result, value_of)
-
-
-def _read_by(run: HostRun, values: Sequence[Any]) -> list[Any]:
-    """The call's inputs, but for those that a run does not read."""
-    wanted = set(_indices(run.arguments))
-    return [value if index in wanted else None for index, value in enumerate(values)]
+    return substitute(plan.result, value_of)
 
 
-def _indices(place: Any) -> list[int]:
-    if isinstance(place, Source):
-        return [place.index]
-    return [index for each in place or () for index in _indices(each)]
+def _inputs_of(run: HostRun, values: Sequence[Any]) -> list[Any]:
+    """Inputs of the call, with None in place of those that a run does not read."""
+    read = set(_indices(run.arguments))
+    return [value if index in read else None for index, value in enumerate(values)]
+
+
+def _indices(argument: Any) -> list[int]:
+    if isinstance(argument, Source):
+        return [argument.index]
+    return [index for each in argument or () for index in _indices(each)]

@@ -1,9 +1,9 @@
-"""Compiled graphs of Ray: tasks that wait in their actors, and channels of shared memory between them.
+"""Compiled graphs of Ray: loops in actors, with channels of shared memory between them.
 
-A call costs a write into a channel for each hop, where one of actor calls costs the actors' queues and the object
-store: on two cores 0.6 ms against 6.9 for two actors and 200 KB, and 0.5 ms against 6.3 for a call among 16 in flight.
-A graph that visits a host twice runs each call's tasks there in order, so that calls in flight do not overlap; it is
-still 0.9 ms for a call, so that steps have to take ten milliseconds before actor calls would gain by overlapping.
+A hop costs a write into a channel; an actor call costs the actor's queue and the object store. On two cores, two actors
+and 200 KB take 0.6 ms instead of 6.9, and a call among 16 in flight 0.5 ms instead of 6.3. A graph that visits a host
+twice runs each call's tasks there in order, so that calls in flight do not overlap; it still takes only 0.9 ms per
+call, so that actor calls would win only with steps of ten milliseconds or more.
 """
 
 from __future__ import annotations
@@ -19,126 +19,124 @@ from .call_plan import CALL
 from .route import END, Route
 from .wire import PROBE, Message
 
-# The semaphores of channels, of which Ray leaves some behind.
-#
-# Ray names two semaphores for each buffer of a channel, in the memory file system. It removes the names only where a
-# process that holds them ends in order, and closing a channel makes them anew. Every recovery of a replica would leave
-# some. A name is needed until all processes of a channel have opened it; then it can go.
+# Ray leaks semaphores: it names two for each buffer of a channel in /dev/shm, removes the names only in processes that
+# exit cleanly, and closing a channel creates them again, so that every recovery of a replica would leave some. A name
+# can be removed once all processes of the channel have opened it.
 
-_PREFIXES = ("/dev/shm/sem.hdr", "/dev/shm/sem.obj")
+_SEMAPHORE_PREFIXES = ("/dev/shm/sem.hdr", "/dev/shm/sem.obj")
 
 
 def process_semaphores() -> set[str]:
-    """The files of the channels' semaphores that this process has open."""
+    """Files of channels' semaphores that this process has open."""
     with open("/proc/self/maps") as file:
         paths = {line.removesuffix("\n").removesuffix(" (deleted)").split(maxsplit=5)[-1] for line in file}
-    return {path for path in paths if path.startswith(_PREFIXES)}
+    return {path for path in paths if path.startswith(_SEMAPHORE_PREFIXES)}
 
 
-def remove(semaphores: Iterable[str]) -> None:
-    """Remove names; who has opened them keeps them."""
+def remove_names(semaphores: Iterable[str]) -> None:
+    """Remove the names of semaphores; processes that have opened them can still use them."""
     for name in semaphores:
         with suppress(OSError):
             os.unlink(name)
 
 
-# Seconds. Ray waits for the loops of a graph that is torn down, and for some of them in vain.
 _TEARDOWN_SECONDS = 3.0
+"""Timeout of a graph's teardown, in which Ray sometimes waits forever."""
 
-# Ray takes the size of channels from a setting of the process, whatever `experimental_compile` is asked for.
 _compiling = threading.Lock()
+"""Held while a graph is compiled: Ray takes the size of channels from a global setting."""
 
 _abandoned: list[Any] = []
-"""Graphs whose teardown did not end: to let go of one would begin another teardown in whatever thread does."""
+"""Graphs whose teardown hangs: their finalizer would hang in whatever thread runs it."""
 
 
 class Graph:
-    """The compiled graph of a route over the actors of its hosts.
+    """Compiled graph of a route over the actors of its hosts.
 
     Parameters
     ----------
     ray : object
-        The module.
+        The module ``ray``.
     actors : mapping of str to object
         Actors by host.
     route, number
-        The route, and its number among the program's.
+        Route, and its index in the program.
     channel_bytes : int
         Size of each channel, in bytes.
     in_flight : int
-        How many calls are under way at most.
+        Maximum number of calls in flight.
     """
 
     def __init__(
         self, ray: Any, actors: Mapping[str, Any], route: Route, number: int, channel_bytes: int, in_flight: int
     ) -> None:
-        # That an actor died is told by the errors of calls; Ray would print it with all its frames.
+        # Errors of calls report dead actors; Ray would also print a stack trace.
         logging.getLogger("ray.dag.compiled_dag_node").addFilter(_is_unexpected)
-        self._ray, self._actors = ray, [actors[host] for host in {slot.host: None for slot in route.tasks}]
+        self._ray, self._actors = ray, [actors[host] for host in {task.host: None for task in route.tasks}]
         self._entries = route.entries
         with _compiling:
-            known, before = process_semaphores(), set_channel_bytes(channel_bytes)
+            semaphores, previous_bytes = process_semaphores(), set_channel_bytes(channel_bytes)
             try:
-                self._dag = _bound(actors, route, number).experimental_compile(
+                self._dag = _bind_tasks(actors, route, number).experimental_compile(
                     _buffer_size_bytes=channel_bytes,
-                    # Also the buffers of channels within a node. With fewer, whoever waits to write would hold
-                    # Python's lock, and the thread that could make room would not run.
+                    # Also the number of buffers of channels within a node. With fewer, a writer would wait while it
+                    # holds the GIL, which the reader's thread needs.
                     _max_inflight_executions=in_flight,
-                    # Without end: a step may take any time, and channels of an actor that died are closed.
+                    # No timeout: a step may take any time, and channels of dead actors are closed.
                     _submit_timeout=-1,
                 )
             finally:
-                set_channel_bytes(before)
+                set_channel_bytes(previous_bytes)
             self._loops = list(self._dag.worker_task_refs.values())
             self._probe()
-            self._semaphores = process_semaphores() - known
-        self._settle()
+            self._semaphores = process_semaphores() - semaphores
+        self._remove_semaphores()
 
     def execute(self, messages: Mapping[int, Any]) -> list[Any]:
-        """Begin a call, from one thread at a time; waits while the channels to the first hosts are full.
+        """Send a call's messages, from one thread at a time; waits while the channels to the first hosts are full.
 
         Parameters
         ----------
         messages : mapping of int to object
-            Messages by the slot that takes one of the caller.
+            Messages of the caller by task.
 
         Returns
         -------
         list
-            For each slot that sends the caller a message, a reference whose `get` gives it.
+            References to the messages of the route's exits, with a method `get`.
         """
         references = self._dag.execute(*(messages[number] for number in self._entries))
         return references if isinstance(references, list) else [references]
 
     def _probe(self) -> None:
-        """Send a message that no step answers through all channels: every process has opened its ends then."""
+        """Send a message through all channels, after which every process has opened its ends."""
         references = self.execute(dict.fromkeys(self._entries, Message(PROBE, 0, ())))
         for reference in references:
             reference.get(timeout=-1)
 
     def is_broken(self) -> bool:
-        """Return whether an actor has left its loop, so that no further call can run."""
+        """Return whether the loop of an actor has ended, so that no call can run."""
         ended, _ = self._ray.wait(self._loops, timeout=0)
         return bool(ended)
 
     def close(self) -> bool:
-        """End the loops in the actors; False where they did not end in time, and the actors have to be killed."""
-        is_over = self._end(_TEARDOWN_SECONDS)
-        if not is_over:
+        """End the loops in the actors; False if they did not end in time, so that the actors were killed."""
+        has_ended = self._tear_down(_TEARDOWN_SECONDS)
+        if not has_ended:
             for actor in self._actors:
                 self._ray.kill(actor)
-            if not self._end(_TEARDOWN_SECONDS):
+            if not self._tear_down(_TEARDOWN_SECONDS):
                 _abandoned.append(self._dag)
-        self._settle()
-        return is_over
+        self._remove_semaphores()
+        return has_ended
 
-    def _settle(self) -> None:
-        """Remove the names of the channels' semaphores, here and on the hosts that live."""
-        remove(self._semaphores)
-        replies = [actor.settle.remote() for actor in self._actors]
+    def _remove_semaphores(self) -> None:
+        """Remove the names of the channels' semaphores in this process and in the actors."""
+        remove_names(self._semaphores)
+        replies = [actor.remove_semaphores.remote() for actor in self._actors]
         self._ray.wait(replies, num_returns=len(replies), timeout=_TEARDOWN_SECONDS)
 
-    def _end(self, seconds: float) -> bool:
+    def _tear_down(self, seconds: float) -> bool:
         thread = threading.Thread(target=self._dag.teardown, name="teardown of a graph", daemon=True)
         thread.start()
         thread.join(seconds)
@@ -146,34 +144,34 @@ class Graph:
 
 
 def set_channel_bytes(nbytes: int) -> int:
-    """Set the bytes of channels that this process makes; returns what it was before."""
+    """Set the size of channels that this process creates; return the previous size."""
     from ray.dag import DAGContext
 
     context = DAGContext.get_current()
-    before, context.buffer_size_bytes = context.buffer_size_bytes, nbytes
-    return int(before)
+    previous, context.buffer_size_bytes = context.buffer_size_bytes, nbytes
+    return int(previous)
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
     return record.levelno != logging.INFO and "Error cancelling worker task" not in str(record.msg)
 
 
-def _bound(actors: Mapping[str, Any], route: Route, number: int) -> Any:
-    """The route's tasks, bound to each other's messages."""
+def _bind_tasks(actors: Mapping[str, Any], route: Route, number: int) -> Any:
+    """Bind the route's tasks to each other's messages, as Ray's DAG."""
     from ray.dag import InputNode, MultiOutputNode
 
-    made: dict[tuple[int, int], Any] = {}
-    with InputNode() as given:
+    messages: dict[tuple[int, int], Any] = {}  # by source and target
+    with InputNode() as call_input:
         entries = route.entries
         for entry in entries:
-            made[CALL, entry] = given if len(entries) == 1 else given[entries.index(entry)]
-        for index, slot in enumerate(route.tasks):
-            method = actors[slot.host].step
-            inputs = [made[source, index] for source in slot.inputs]
-            if len(slot.targets) == 1:
-                made[index, slot.targets[0]] = method.bind(number, index, *inputs)
+            messages[CALL, entry] = call_input if len(entries) == 1 else call_input[entries.index(entry)]
+        for index, task in enumerate(route.tasks):
+            method = actors[task.host].step
+            inputs = [messages[source, index] for source in task.inputs]
+            if len(task.targets) == 1:
+                messages[index, task.targets[0]] = method.bind(number, index, *inputs)
             else:
-                sent = method.options(num_returns=len(slot.targets)).bind(number, index, *inputs)
-                made.update(((index, target), node) for target, node in zip(slot.targets, sent, strict=True))
-        ends = [made[index, END] for index in route.exits]
-        return ends[0] if len(ends) == 1 else MultiOutputNode(ends)
+                nodes = method.options(num_returns=len(task.targets)).bind(number, index, *inputs)
+                messages.update(((index, target), node) for target, node in zip(task.targets, nodes, strict=True))
+        exits = [messages[index, END] for index in route.exits]
+        return exits[0] if len(exits) == 1 else MultiOutputNode(exits)

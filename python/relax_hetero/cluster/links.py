@@ -1,16 +1,15 @@
-"""Which tensors go from GPU to GPU, and which through the memory of hosts; and how the links for the former are made.
+"""Plans of links (`host_links`), by which tensors go from GPU to GPU; other tensors go through host memory.
 
-A tensor goes by a link (`gpu_link`) where its sender has it on a GPU and every reader wants it on one other GPU. In
-the message along Ray's channel stands only its announcement: as channels keep order, so do the operations of a link.
+A tensor goes by a link if its sender has it on a GPU and all its readers need it on one other GPU. The message in Ray's
+channel only announces it: since channels keep order, so do the operations of a link.
 
-A sender's GPU may have to wait until a tensor is taken (see `gpu_link`). Therefore links are only between two tasks
-without another task of the sender's between them. What a task waits for is made by tasks before it then, and never by
-one whose host waits for it.
+The sender's GPU may wait until a tensor is received. To avoid deadlocks, links connect only tasks without another task
+of the sender's host between them: a task then waits only for earlier tasks, never for one whose host waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,25 +17,25 @@ from ..errors import HostError
 from .route import Route, Task
 
 CONNECT_SECONDS = 30.0
-"""For one link; hosts that do not find each other within them exchange tensors through host memory."""
+"""Timeout of a link's connection, after which its tensors go through host memory."""
 
-# Seconds within which a living host ends its links.
-_CUT_SECONDS = 15.0
+_ABORT_SECONDS = 15.0
+"""Time within which a living host aborts its links."""
 
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """Description of a host that is needed before links are planned.
+    """GPUs of a host, for planning links.
 
     Attributes
     ----------
     problem : str
-        Why it can have none; empty where it can.
+        Reason why the host cannot have links; empty if it can.
     gpus : mapping of int to str
-        Identity among all machines, by number of the GPU in its process.
+        Globally unique identifiers by index of the GPU in its process.
     inputs, outputs : mapping of str to tuple of int or None
-        Numbers of the GPUs of each function's inputs and results; None for values on no GPU. Empty where the host has
-        no GPUs.
+        GPUs of each function's inputs and results; None for values that are not on a GPU. Empty if the host has no
+        GPUs.
     """
 
     problem: str = ""
@@ -47,20 +46,20 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two slots of a route.
+    """A link between two tasks of a route.
 
     Attributes
     ----------
     number : int
-        Among the links of the route.
+        Index among the links of the route.
     tasks : (int, int)
-        The one that sends, and the one that receives.
+        Sender and receiver.
     hosts : (str, str)
-        Logical names of both hosts.
+        Logical names of the hosts of sender and receiver.
     gpus : (int, int)
-        Numbers of both GPUs in their processes.
+        Indices of the GPUs in their processes.
     values : mapping of str to tuple of int
-        Places in the message of the values that go along, by function.
+        Indices in the message of values that go by the link, by function.
     """
 
     number: int
@@ -72,16 +71,16 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkTensor:
-    """A tensor that arrives by a link; what a message holds in its place.
+    """Announcement in a message of a tensor that goes by a link.
 
     Attributes
     ----------
     link : int
-        Its number.
+        Number of the link.
     sequence : int
-        How many tensors went along before.
+        Number of tensors that went by the link before.
     dtype, shape
-        TVM's name of the element type, and the extents.
+        Element type and extents.
     """
 
     link: int
@@ -91,63 +90,71 @@ class LinkTensor:
 
 
 LinkTexts = dict[str, dict[str, str]]
-"""Description in words of how tensors go, by host that has them on GPUs to send and by host whose GPUs take them."""
+"""Descriptions of how tensors go from GPU to GPU, by host of the sender and host of the receiver."""
 
 
 def plan_links(route: Route, infos: Mapping[str, GpuInfo]) -> tuple[list[Link], LinkTexts]:
-    """The links of a route, and what is to be said of each two hosts.
+    """Plan the links of a route, and describe them.
 
     Parameters
     ----------
+    route : Route
+        Route of the graph.
     infos : mapping of str to GpuInfo
-        Descriptions by host.
+        GPUs of each host.
     """
     links: list[Link] = []
-    roads: LinkTexts = {}
-    for source, slot in enumerate(route.tasks):
-        for target in slot.targets:
+    texts: LinkTexts = {}
+    for source, task in enumerate(route.tasks):
+        for target in task.targets:
             if target >= len(route.tasks):
                 continue
-            between = _between(route, source, target, infos)
-            if not between:
+            values_by_gpus = _values_by_gpus(route, source, target, infos)
+            if not values_by_gpus:
                 continue
-            hosts = slot.host, route.tasks[target].host
-            problem = _problem(route.tasks, source, target, between, infos)
-            said = roads.setdefault(hosts[0], {})
+            hosts = task.host, route.tasks[target].host
+            problem = _find_problem(route.tasks, source, target, values_by_gpus, infos)
+            host_texts = texts.setdefault(hosts[0], {})
             if problem:
-                said[hosts[1]] = f"host memory: {problem}"
+                host_texts[hosts[1]] = f"host memory: {problem}"
                 continue
-            said.setdefault(hosts[1], "NCCL")
-            for gpus, values in sorted(between.items()):
+            host_texts.setdefault(hosts[1], "NCCL")
+            for gpus, values in sorted(values_by_gpus.items()):
                 links.append(Link(len(links), (source, target), hosts, gpus, values))
-    return links, roads
+    return links, texts
 
 
 def connect_links(ray: Any, actors: Mapping[str, Any], infos: Mapping[str, GpuInfo], route: Route) -> LinkTexts:
-    """Have hosts connect the links of a route; what cannot be connected goes through host memory.
+    """Connect the links of a route; tensors of links that fail go through host memory.
 
     Parameters
     ----------
+    ray : object
+        The module ``ray``.
     actors : mapping of str to object
-        Actors by host; see `HostMachine.on_links`.
+        Actors by host.
     infos : mapping of str to GpuInfo
         Results of `HostMachine.connect` by host.
+    route : Route
+        Route of the graph.
 
     Returns
     -------
-    Roads
-        How tensors go from GPU to GPU.
+    LinkTexts
+        Descriptions of how tensors go from GPU to GPU.
     """
-    links, roads = plan_links(route, infos)
+    links, texts = plan_links(route, infos)
     if not links:
-        return roads
-    made = ray.get([actors[link.hosts[0]].on_links.remote("create_id", link) for link in links])
-    ids = {link.number: found for link, (found, why) in zip(links, made, strict=True) if not why}
-    failures = {
-        link.number: f"host {link.hosts[0]!r}: {why}" for link, (_, why) in zip(links, made, strict=True) if why
-    }
+        return texts
+    created = ray.get([actors[link.hosts[0]].call_links.remote("create_id", link) for link in links])
+    ids, failures = {}, {}
+    for link, (link_id, reason) in zip(links, created, strict=True):
+        if reason:
+            failures[link.number] = f"host {link.hosts[0]!r}: {reason}"
+        else:
+            ids[link.number] = link_id
     replies = {
-        host: actor.on_links.remote(
+        host: actor.call_links.remote(
             "connect", [(link, ids[link.number]) for link in links if host in link.hosts and link.number in ids]
         )
         for host, actor in actors.items()
@@ -157,70 +164,70 @@ def connect_links(ray: Any, actors: Mapping[str, Any], infos: Mapping[str, GpuIn
             failures.setdefault(number, f"host {host!r}: {reason}")
     for link in links:
         if link.number in failures:
-            roads[link.hosts[0]][link.hosts[1]] = f"host memory: {failures[link.number]}"
-    good = [link.number for link in links if link.number not in failures]
-    ray.get([actor.on_links.remote("keep", good) for actor in actors.values()])
-    return roads
+            texts[link.hosts[0]][link.hosts[1]] = f"host memory: {failures[link.number]}"
+    connected = [link.number for link in links if link.number not in failures]
+    ray.get([actor.call_links.remote("retain", connected) for actor in actors.values()])
+    return texts
 
 
-def cut_links(ray: Any, actors: Mapping[str, Any]) -> None:
-    """Have hosts give up what they wait for from each other, as one of them has died; bounded.
+def abort_links(ray: Any, actors: Mapping[str, Any]) -> None:
+    """Abort the links of all hosts after one of them has died, with a timeout.
 
-    Operations that are cut end with any numbers, which may already be on their way to further hosts. So all hosts first
-    learn that no step of theirs counts any more. Where one does not answer nothing is cut: its process is killed.
+    Aborted operations end with undefined data, which may already be on the way to further hosts. So all hosts first
+    stop accepting results of steps. If one does not answer, nothing is aborted, and its process is killed.
     """
-    living = [actor for actor in actors.values() if actor is not None]
-    for request in ("doubt", "cut"):
-        replies = [actor.on_links.remote(request) for actor in living]
-        ready, _ = ray.wait(replies, num_returns=len(replies), timeout=_CUT_SECONDS) if replies else ([], [])
+    alive = [actor for actor in actors.values() if actor is not None]
+    for method in ("reject_results", "abort"):
+        replies = [actor.call_links.remote(method) for actor in alive]
+        ready, _ = ray.wait(replies, num_returns=len(replies), timeout=_ABORT_SECONDS) if replies else ([], [])
         if len(ready) < len(replies):
             return
 
 
 def check_sequence(announced: LinkTensor, expected: int) -> None:
-    """Require the next tensor of a link; HostError names both."""
+    """Check that a tensor is the next one of a link; raises HostError."""
     if announced.sequence != expected:
         raise HostError(
-            f"link {announced.link} announces tensor {announced.sequence}, expected {expected}: some were left out"
+            f"link {announced.link} announces tensor {announced.sequence}, expected {expected}: some are missing"
         )
 
 
-def _between(
+def _values_by_gpus(
     route: Route, source: int, target: int, infos: Mapping[str, GpuInfo]
 ) -> dict[tuple[int, int], dict[str, tuple[int, ...]]]:
-    """Places in the message, by GPUs of both ends and function, of values that both have on these GPUs."""
+    """Indices in the message of values that sender and receiver have on GPUs, by both GPUs and by function."""
     sender, receiver = route.tasks[source], route.tasks[target]
     if not infos[sender.host].outputs or not infos[receiver.host].inputs:
-        return {}  # a host without GPUs has nothing to say
-    found: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
-    for function, visit in sender.work.items():
-        outputs = infos[sender.host].outputs[visit.function]
-        taken = receiver.work[function]
-        inputs = infos[receiver.host].inputs[taken.function]
-        for place, index in enumerate(visit.sends[sender.targets.index(target)]):
-            readers = {inputs[i] for i, wanted in enumerate(taken.arguments) if wanted == (source, place)}
-            gpus = outputs[index], next(iter(readers), None)
-            if gpus[0] is not None and gpus[1] is not None and len(readers) == 1:
-                values = found.setdefault((gpus[0], gpus[1]), {})
-                values[function] = (*values.get(function, ()), place)
-    return found
+        return {}  # a host without GPUs
+    values_by_gpus: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
+    for function, work in sender.work.items():
+        outputs = infos[sender.host].outputs[work.function]
+        reader = receiver.work[function]
+        inputs = infos[receiver.host].inputs[reader.function]
+        for index, result in enumerate(work.sends[sender.targets.index(target)]):
+            reader_gpus = {inputs[i] for i, argument in enumerate(reader.arguments) if argument == (source, index)}
+            gpus = outputs[result], next(iter(reader_gpus), None)
+            if gpus[0] is not None and gpus[1] is not None and len(reader_gpus) == 1:
+                values = values_by_gpus.setdefault((gpus[0], gpus[1]), {})
+                values[function] = (*values.get(function, ()), index)
+    return values_by_gpus
 
 
-def _problem(
-    slots: Sequence[Task],
+def _find_problem(
+    tasks: Sequence[Task],
     source: int,
     target: int,
-    between: Mapping[tuple[int, int], Any],
+    gpu_pairs: Iterable[tuple[int, int]],
     infos: Mapping[str, GpuInfo],
 ) -> str:
-    """Why a link cannot be; empty where it can."""
-    hosts = slots[source].host, slots[target].host
+    """Reason why there can be no link between two tasks; empty if there can."""
+    hosts = tasks[source].host, tasks[target].host
     for host in hosts:
         if infos[host].problem:
             return f"host {host!r}: {infos[host].problem}"
-    if any(slot.host == hosts[0] for slot in slots[source + 1 : target]):
-        return f"host {hosts[0]!r} has other work before host {hosts[1]!r} takes them"
-    for gpus in between:
+    if any(task.host == hosts[0] for task in tasks[source + 1 : target]):
+        return f"host {hosts[0]!r} has other work before host {hosts[1]!r} receives them"
+    for gpus in gpu_pairs:
         if infos[hosts[0]].gpus[gpus[0]] == infos[hosts[1]].gpus[gpus[1]]:
             return "both use the same GPU, which NCCL does not connect with itself"
     return ""

@@ -1,6 +1,6 @@
-"""NCCL, where it is installed: communicators of CuPy's binding, which is what Ray itself uses between GPUs.
+"""NCCL, by CuPy's binding, as Ray uses it.
 
-Importing it takes a fifth of a second, so that nothing here is imported before a host has a GPU.
+Importing CuPy takes 0.2 s, so it is imported only on hosts with a GPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Nccl:
     Attributes
     ----------
     create_id : callable
-        Makes what the processes of a communicator find each other by; this process has to live meanwhile.
+        Creates the identifier of a communicator; this process must live until it is connected.
     communicator : callable
-        Function of the number of processes, an id and a rank; returns when all of them are there.
+        Function of the number of ranks, an id and a rank; returns once all ranks have called it.
     start, end : callable
-        Functions around a group of operations, which are one for the GPU.
+        Begin and end a group of operations, which run as one.
     byte : int
-        NCCL's number of the element type that has a byte.
+        NCCL's number of the data type uint8.
     """
 
     create_id: Callable[[], Any]
@@ -39,12 +39,12 @@ class Nccl:
 
 @cache
 def load_nccl() -> Nccl | str:
-    """NCCL, or why this process has none."""
+    """Load NCCL; returns the reason if it is missing."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a library that is not found, which is said below
+            warnings.simplefilter("ignore")  # about a missing library, which is reported below
             from cupy.cuda import nccl
-    except Exception as error:  # CuPy looks for much of CUDA as it is imported
+    except Exception as error:  # CuPy raises various errors if parts of CUDA are missing
         return f"the package cupy-cuda13x cannot be imported ({error}): pip install 'relax-hetero[nccl]'"
     if not nccl.available:
         return "NCCL's library is not found: pip install 'relax-hetero[nccl]'"
@@ -54,8 +54,8 @@ def load_nccl() -> Nccl | str:
 
 
 def require_nccl() -> Nccl:
-    """NCCL; HostError says what to install where there is none."""
-    found = load_nccl()
-    if isinstance(found, str):
-        raise HostError(f"tensors cannot go from GPU to GPU by NCCL: {found}")
-    return found
+    """Load NCCL; HostError if it is missing."""
+    nccl = load_nccl()
+    if isinstance(nccl, str):
+        raise HostError(f"tensors cannot go from GPU to GPU by NCCL: {nccl}")
+    return nccl

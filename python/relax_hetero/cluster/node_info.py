@@ -1,4 +1,4 @@
-"""Facts about the process that this is, and what they must be for a host to take part."""
+"""Description of a host's process, and checks of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def node_info() -> dict[str, Any]:
-    """Versions, CPU, node and free memory (bytes) of this process."""
+    """Describe this process: versions, CPU, Ray node, free memory (bytes)."""
     import os
 
     import ray
@@ -37,7 +37,7 @@ def node_info() -> dict[str, Any]:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions that all processes of a cluster share."""
+    """Versions that all processes of a cluster must share."""
     import tvm
     import tvm_ffi
 
@@ -46,18 +46,18 @@ def installed_versions() -> dict[str, str]:
     return {"relax_hetero": __version__, "tvm": str(tvm.__version__), "tvm_ffi": str(tvm_ffi.__version__)}
 
 
-def check_versions(host: str, found: Mapping[str, Any], expected: Mapping[str, str]) -> None:
-    """Require a host's versions to be those of this process; HostError names the host, what differs, and both."""
+def check_versions(host: str, info: Mapping[str, Any], expected: Mapping[str, str]) -> None:
+    """Check that a host has the versions of this process; raises HostError."""
     for name, version in expected.items():
-        if found["versions"].get(name) != version:
-            has = found["versions"].get(name, "none")
+        actual = info["versions"].get(name, "none")
+        if actual != version:
             raise HostError(
-                f"host {host!r} ({found['address']}) has version {has} of {name}, expected {version}, as this process"
+                f"host {host!r} ({info['address']}) has version {actual} of {name}, expected {version}, as this process"
             )
 
 
 def free_memory() -> int:
-    """Bytes that this machine can give without swapping."""
+    """Bytes of available memory of this machine."""
     with open("/proc/meminfo") as file:
         for line in file:
             name, _, rest = line.partition(":")
@@ -67,7 +67,7 @@ def free_memory() -> int:
 
 
 def check_memory(executable: Executable) -> None:
-    """Require memory for the weights of an executable that is loaded; MemoryLimitError says how much there is."""
+    """Check that there is memory for the weights of an executable; raises MemoryLimitError."""
     weights = sum(bytes_for(tuple(spec.shape), spec.dtype) for spec in executable.metadata.constants)
     free = free_memory()
     if weights > free:
@@ -75,7 +75,7 @@ def check_memory(executable: Executable) -> None:
 
 
 def sizes_of(executable: Executable) -> dict[str, tuple[list[int | None], list[int | None]]]:
-    """The bytes of each function's inputs and of its results; None where they are known by calls only."""
+    """Bytes of each function's inputs and of its results; None if they are symbolic."""
     signatures: Mapping[str, FunctionSignature] = executable.metadata.signatures
     return {
         name: ([_nbytes(spec) for spec in signature.inputs], [_nbytes(spec) for spec in signature.outputs])

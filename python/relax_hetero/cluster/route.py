@@ -1,8 +1,8 @@
-"""Routes: the messages between hosts that functions need, as plain data.
+"""Routes: tasks of hosts and messages between them, as plain data.
 
-Ray compiles one graph for an actor at a time. Functions whose steps are on the same hosts in the same order (such as
-the prefill and decode of a language model) share one: its *slots* are their steps by number, and there is a channel
-wherever one of them has a value to send. A function that has nothing for a channel sends an empty message.
+Ray compiles one graph per actor. So functions whose steps are on the same hosts in the same order (such as prefill and
+decode of a language model) share a route: task i runs step i of each function, and there is a channel between two tasks
+if any function sends a value there. A function without values for a channel sends an empty message.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from .call_plan import CALL, CallPlan, Source, sources_of
 
 END = 1 << 30
-"""The slot that is the caller: its messages are the call's results."""
+"""Index of the caller as a target: messages to it are results of the call."""
 
 
 @dataclass(frozen=True)
 class TaskWork:
-    """Work of a slot for one function.
+    """Work of a task for one function.
 
     Attributes
     ----------
     function : str
         Function of the host's executable.
     arguments : tuple of (int, int)
-        For each, the slot whose message brings it (`CALL` for the caller; the slot's own host's values are those of an
-        earlier slot that it kept) and its place there.
+        Task that sends each argument (`CALL` for the caller) and the index in its message; for an earlier task of the
+        same host, the index in its kept results.
     keeps : tuple of int
-        The results that a later slot of this host reads, by index.
+        Indices of results that later tasks of this host read.
     sends : tuple of tuple of int
-        For each target of the slot, the results that go there, by index.
+        Indices of results that are sent to each target of the task.
     """
 
     function: str
@@ -41,22 +41,22 @@ class TaskWork:
 
 @dataclass(frozen=True)
 class Task:
-    """A place in a graph: a task of one host.
+    """Node of a graph, on one host.
 
     Attributes
     ----------
     host : str
-        Its logical name.
+        Logical name of the host.
     inputs : tuple of int
-        The slots whose messages it takes, in order; `CALL` for the caller.
+        Tasks whose messages it receives, in order; `CALL` for the caller.
     targets : tuple of int
-        The slots that it sends a message to, in order; `END` for the caller.
+        Tasks that it sends a message to, in order; `END` for the caller.
     follows : tuple of int
-        The slots of this host whose kept values it reads. They come before it.
+        Earlier tasks of this host whose kept results it reads.
     is_last : bool
-        Whether no later slot of a route is on this host, so that nothing of a call needs to be kept.
+        Whether it is the host's last task, so that nothing of a call needs to be kept.
     work : mapping of str to TaskWork
-        Visits by function.
+        Work by function.
     """
 
     host: str
@@ -69,75 +69,76 @@ class Task:
 
 @dataclass(frozen=True)
 class Route:
-    """The slots of functions that share a graph, and what the caller sends and gets.
+    """Tasks of functions that share a graph, and messages of the caller.
 
     Attributes
     ----------
+    tasks : tuple of Task
+        Tasks in topological order.
     sent : mapping of str to mapping of int to tuple of int
-        Inputs in each message of the caller, by function and by slot that takes it.
-    gets : mapping of str to mapping of Source to (int, int)
-        Sources of each function's results: slot and place in that slot's message, in the order of the plan's result;
-        `CALL` for an input that is returned as it is.
+        Indices of inputs in each message of the caller, by function and task.
+    results : mapping of str to mapping of Source to (int, int)
+        Task and index in its message of each result, by function and source; `CALL` for inputs that are returned.
     """
 
     tasks: tuple[Task, ...]
     sent: Mapping[str, Mapping[int, tuple[int, ...]]]
-    gets: Mapping[str, Mapping[Source, tuple[int, int]]]
+    results: Mapping[str, Mapping[Source, tuple[int, int]]]
 
     @property
     def is_chain(self) -> bool:
-        """True if no host is visited twice: calls in flight then overlap in a graph."""
-        hosts = [slot.host for slot in self.tasks]
+        """True if no host has two tasks: calls in flight then overlap in a graph."""
+        hosts = [task.host for task in self.tasks]
         return len(set(hosts)) == len(hosts)
 
     @property
     def entries(self) -> list[int]:
-        """The slots that take a message of the caller."""
-        return [number for number, slot in enumerate(self.tasks) if CALL in slot.inputs]
+        """Tasks that receive a message of the caller."""
+        return [index for index, task in enumerate(self.tasks) if CALL in task.inputs]
 
     @property
     def exits(self) -> list[int]:
-        """The slots that send a message to the caller."""
-        return [number for number, slot in enumerate(self.tasks) if END in slot.targets]
+        """Tasks that send a message to the caller."""
+        return [index for index, task in enumerate(self.tasks) if END in task.targets]
 
 
 def routes_of(plans: Mapping[str, CallPlan]) -> list[Route]:
-    """The routes of all functions that have steps, that of ``main``, else of the first function, in front."""
+    """Make the routes of all functions with steps; that of ``main``, or of the first function, comes first."""
     groups: dict[tuple[str, ...], dict[str, CallPlan]] = {}
     for name in sorted((name for name in plans if plans[name].steps), key=lambda name: name != "main"):
         groups.setdefault(plans[name].hosts, {})[name] = plans[name]
-    return [_route(hosts, group) for hosts, group in groups.items()]
+    return [_make_route(hosts, group) for hosts, group in groups.items()]
 
 
-def _route(hosts: Sequence[str], plans: Mapping[str, CallPlan]) -> Route:
-    wanted = {name: _messages(plan) for name, plan in plans.items()}
-    edges = {edge for of_function in wanted.values() for edge in of_function}
-    for number, host in enumerate(hosts):  # a task needs a message to begin by, and one that shows its end
+def _make_route(hosts: Sequence[str], plans: Mapping[str, CallPlan]) -> Route:
+    messages = {name: _messages(plan) for name, plan in plans.items()}
+    edges = {edge for by_edge in messages.values() for edge in by_edge}
+    for number, host in enumerate(hosts):  # every task needs a message that starts it, and one that shows its end
         if not any(target == number and (source == CALL or hosts[source] != host) for source, target in edges):
             edges.add((CALL, number))
         if not any(source == number and (target == END or hosts[target] != host) for source, target in edges):
             edges.add((number, END))
-    slots = tuple(_task(number, hosts, edges, plans, wanted) for number in range(len(hosts)))
+    tasks = tuple(_make_task(number, hosts, edges, plans, messages) for number in range(len(hosts)))
     sent = {
-        name: {slot: values.get((CALL, slot), ()) for source, slot in sorted(edges) if source == CALL}
-        for name, values in wanted.items()
+        name: {task: by_edge.get((CALL, task), ()) for source, task in sorted(edges) if source == CALL}
+        for name, by_edge in messages.items()
     }
-    return Route(slots, sent, {name: _gets(plan, wanted[name]) for name, plan in plans.items()})
+    return Route(tasks, sent, {name: _locate_results(plan, messages[name]) for name, plan in plans.items()})
 
 
 def _messages(plan: CallPlan) -> dict[tuple[int, int], tuple[int, ...]]:
-    """Indices of the values that go along each edge of the plan, from slot to slot."""
-    found: dict[tuple[int, int], dict[int, None]] = {}
+    """Indices of the values of each message, by source and target."""
+    messages: dict[tuple[int, int], dict[int, None]] = {}
     for number, step in enumerate(plan.steps):
         for source in step.arguments:
-            found.setdefault((source.step, number), {})[source.index] = None
+            messages.setdefault((source.step, number), {})[source.index] = None
     for source in sources_of(plan.result):
         if source.step != CALL:
-            found.setdefault((source.step, END), {})[source.index] = None
-    return {edge: tuple(indices) for edge, indices in found.items()}
+            messages.setdefault((source.step, END), {})[source.index] = None
+    return {edge: tuple(indices) for edge, indices in messages.items()}
 
 
-def _task(
+def _make_task(
     number: int,
     hosts: Sequence[str],
     edges: set[tuple[int, int]],
@@ -152,25 +153,27 @@ def _task(
     inputs = tuple(sorted(source for source, target in edges if target == number and not is_own(source)))
     targets = tuple(sorted(target for source, target in edges if source == number and not is_own(target)))
     follows = tuple(sorted(source for source, target in edges if target == number and is_own(source)))
-    visits = {}
+    work = {}
     for name, plan in plans.items():
         step, values = plan.steps[number], messages[name]
         arguments = tuple(
             (source.step, source.index if is_own(source.step) else values[source.step, number].index(source.index))
             for source in step.arguments
         )
-        kept = {
+        keeps = {
             index
-            for (source, target), found in values.items()
+            for (source, target), indices in values.items()
             if source == number and is_own(target)
-            for index in found
+            for index in indices
         }
         sends = tuple(values.get((number, target), ()) for target in targets)
-        visits[name] = TaskWork(step.function, arguments, tuple(sorted(kept)), sends)
-    return Task(host, inputs, targets, follows, host not in hosts[number + 1 :], visits)
+        work[name] = TaskWork(step.function, arguments, tuple(sorted(keeps)), sends)
+    return Task(host, inputs, targets, follows, host not in hosts[number + 1 :], work)
 
 
-def _gets(plan: CallPlan, messages: Mapping[tuple[int, int], tuple[int, ...]]) -> dict[Source, tuple[int, int]]:
+def _locate_results(
+    plan: CallPlan, messages: Mapping[tuple[int, int], tuple[int, ...]]
+) -> dict[Source, tuple[int, int]]:
     return {
         source: (CALL, source.index)
         if source.step == CALL

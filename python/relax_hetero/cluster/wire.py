@@ -1,10 +1,10 @@
-"""Values as they travel between processes, and back.
+"""Encoding of values in messages between processes.
 
-Ray writes numpy arrays into shared memory by one copy and hands readers views of it; any other object is pickled. So a
-tensor travels as the array that shares its memory, and one of an element type that numpy lacks as its bytes.
+Ray copies numpy arrays once, into shared memory, of which readers get views; all other objects are pickled. So a tensor
+is sent as the array that shares its memory, or as bytes if numpy lacks its element type.
 
-Channels of compiled graphs are made for messages of a size (`CHANNEL_BYTES`), as closing one that was enlarged can hang
-where it leads to another node. What does not fit goes through Ray's object store, and the message holds a reference.
+Channels of compiled graphs have a fixed size, since closing one that has grown can hang if it leads to another node.
+Values that do not fit go through Ray's object store, and the message holds references.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ..vm.device.memory_pools import receive_buffer
 from ..vm.device.tensors import bytes_of, copy_into, copy_to, dtype_name, from_numpy, on_host, view_bytes
 
 CHANNEL_BYTES = 1 << 19
-"""Room in a channel where the sizes of messages are not known."""
+"""Size of channels if the sizes of messages are symbolic."""
 
 STORED_BYTES = 8 << 20
-"""A tensor of this size or more goes through the object store. Of 4 MB between two nodes, a channel takes 5 ms and
-actor calls 16; of 16 MB the channel takes 43 ms, of 64 MB 176 to 220, the store's transfer about half of that."""
+"""Size from which a tensor goes through the object store. Between two nodes, a channel takes 5 ms for 4 MB (actor calls
+take 16), 43 ms for 16 MB, and 176 to 220 ms for 64 MB, of which the store needs about half."""
 
 PROBE = ""
-"""In place of a function: a message that only shows that the channels are there."""
+"""`Message.function` of a message that only opens the channels."""
 
 HEAD_BYTES = 4096
-"""Room in a channel for what a message holds besides its tensors' elements, and for what says how a step failed."""
+"""Bytes of a channel for everything besides elements of tensors, and for the message of a failure."""
 
 _VALUE_BYTES = 512
 _NATIVE_KINDS = "biuf"
@@ -40,8 +40,8 @@ _Tensor = tvm_ffi.core.Tensor
 _HOST = runtime.device("cpu", 0)
 
 
-class Packed(NamedTuple):
-    """A tensor of an element type that numpy lacks: TVM's name of it, the shape, and the bytes."""
+class RawTensor(NamedTuple):
+    """A tensor of an element type that numpy lacks: type, shape, and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,23 +55,23 @@ class Stored(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A step that failed, in the place of the values that it would have made."""
+    """Error of a step, instead of its results."""
 
     kind: type[Exception]
     message: str
 
 
 class Message(NamedTuple):
-    """Contents of a channel for one call.
+    """Message of a channel for one call.
 
     Attributes
     ----------
     function : str
         Function of the user's module.
     call : int
-        The number of the call; what a host keeps of a call is under it.
+        Number of the call, the key of values that a host keeps.
     values : tuple of object or Failure
-        Or the failure of a step before.
+        Encoded values, or the failure of an earlier step.
     """
 
     function: str
@@ -80,72 +80,76 @@ class Message(NamedTuple):
 
 
 def encode(value: Any) -> Any:
-    """A run-time value, or an argument of the caller's, as it travels; tensors on CPUs share their memory with it."""
+    """Encode a run-time value or an argument of a call; tensors on CPUs share their memory with the result."""
     if isinstance(value, _Tensor):
-        return _encoded_tensor(value)
+        return _encode_tensor(value)
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.kind in _NATIVE_KINDS and array.dtype.isnative and dtype_name(array.dtype) in _NATIVE:
             return array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape)
-        return _encoded_tensor(from_numpy(array, _HOST))
+        return _encode_tensor(from_numpy(array, _HOST))
     if isinstance(value, tvm_ffi.Shape | list | tuple):
         return tuple(int(extent) for extent in value)
     return value
 
 
 def decode(value: Any) -> Any:
-    """A value that arrived, to be read at once: tensors lie in memory that Ray writes to again, or never lets go of."""
-    if isinstance(value, Packed):
+    """Decode a value that is read at once: tensors are in memory of Ray, which must not be kept."""
+    if isinstance(value, RawTensor):
         return view_bytes(value.data, value.shape, value.dtype)
     return value
 
 
 def decode_copy(value: Any) -> Any:
-    """A value that arrived, for good: tensors of TVM on the host, in memory of their own."""
+    """Decode a value to keep: tensors are copied to TVM tensors on the CPU."""
     if isinstance(value, np.ndarray):
         return from_numpy(value, _HOST)
-    if isinstance(value, Packed):
+    if isinstance(value, RawTensor):
         return copy_to(decode(value), _HOST)
     return value
 
 
-def copied(value: Any) -> Any:
-    """An encoded value in memory of its own."""
-    if isinstance(value, Packed):
+def copy_value(value: Any) -> Any:
+    """Copy an encoded value."""
+    if isinstance(value, RawTensor):
         return value._replace(data=value.data.copy())
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def nbytes(value: Any) -> int:
-    """The bytes of an encoded value's elements."""
-    if isinstance(value, Packed):
+    """Bytes of an encoded value's elements."""
+    if isinstance(value, RawTensor):
         return int(value.data.nbytes)
     return int(value.nbytes) if isinstance(value, np.ndarray) else 0
 
 
 def fit(values: Sequence[Any], channel_bytes: int, put: Callable[[Any], Any]) -> tuple[tuple[Any, ...], list[Any]]:
-    """Values with the large ones, and those that have no room in the channel, put into the object store.
+    """Put values that are large or do not fit into the channel into the object store.
 
     Parameters
     ----------
+    values : sequence of object
+        Encoded values.
     channel_bytes : int
         Size of the channel, in bytes.
     put : callable
-        Puts a value into the store and returns a reference.
+        Function that puts a value into the store and returns a reference.
 
     Returns
     -------
-    tuple
-        The values; and the references, which the sender keeps until the receiver has read.
+    values : tuple of object
+        Values, or references to them.
+    references : list of object
+        References, which the sender must keep until the receiver has read the values.
     """
     sizes = [nbytes(value) for value in values]
-    left = channel_bytes - HEAD_BYTES - _VALUE_BYTES * len(values)
-    if sum(sizes) <= left and max(sizes, default=0) < STORED_BYTES:
+    capacity = channel_bytes - HEAD_BYTES - _VALUE_BYTES * len(values)
+    if sum(sizes) <= capacity and max(sizes, default=0) < STORED_BYTES:
         return tuple(values), []
     sent, references = list(values), []
     total = sum(sizes)
     for index in sorted(range(len(values)), key=lambda index: -sizes[index]):
-        if not sizes[index] or (total <= left and sizes[index] < STORED_BYTES):
+        if not sizes[index] or (total <= capacity and sizes[index] < STORED_BYTES):
             break
         references.append(put(values[index]))
         sent[index] = Stored(references[-1])
@@ -153,30 +157,30 @@ def fit(values: Sequence[Any], channel_bytes: int, put: Callable[[Any], Any]) ->
     return tuple(sent), references
 
 
-def fetched(values: Iterable[Any], get: Callable[[Any], Any]) -> list[Any]:
-    """Values with those that are in the object store brought here."""
+def fetch(values: Iterable[Any], get: Callable[[Any], Any]) -> list[Any]:
+    """Read values that are in the object store."""
     return [get(value.reference) if isinstance(value, Stored) else value for value in values]
 
 
 def channel_bytes_for(sizes: Iterable[int]) -> int:
-    """The room of a channel for a message of values of these sizes in bytes; what goes through the store takes none."""
-    found = list(sizes)
-    return HEAD_BYTES + _VALUE_BYTES * len(found) + sum(size for size in found if size < STORED_BYTES)
+    """Size of a channel for values of these sizes, some of which go through the object store."""
+    sizes = list(sizes)
+    return HEAD_BYTES + _VALUE_BYTES * len(sizes) + sum(size for size in sizes if size < STORED_BYTES)
 
 
-def _pinned(tensor: runtime.Tensor) -> runtime.Tensor:
-    """A tensor of a GPU in pinned memory of this host, to which the GPU copies at full rate; small ones stay there."""
-    room = receive_buffer(tensor, _HOST)
-    if room is None:
+def _copy_to_pinned(tensor: runtime.Tensor) -> runtime.Tensor:
+    """Copy a GPU's tensor to pinned memory, for full bandwidth; small tensors are returned as they are."""
+    buffer = receive_buffer(tensor, _HOST)
+    if buffer is None:
         return tensor
-    copy_into(tensor, room)
-    return room
+    copy_into(tensor, buffer)
+    return buffer
 
 
-def _encoded_tensor(tensor: runtime.Tensor) -> np.ndarray | Packed:
-    tensor = on_host(_pinned(tensor))
+def _encode_tensor(tensor: runtime.Tensor) -> np.ndarray | RawTensor:
+    tensor = on_host(_copy_to_pinned(tensor))
     data, dtype, shape = bytes_of(tensor), str(tensor.dtype), tuple(tensor.shape)
-    return data.view(numpy_dtype(dtype)).reshape(shape) if dtype in _NATIVE else Packed(dtype, shape, data)
+    return data.view(numpy_dtype(dtype)).reshape(shape) if dtype in _NATIVE else RawTensor(dtype, shape, data)
 
 
 _NATIVE = frozenset(

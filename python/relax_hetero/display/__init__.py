@@ -1,1 +1,1 @@
-"""How things are shown: text, tables for terminals, elements of HTML. What is shown hands in its data."""
+"""Output: text, tables for terminals, HTML elements. This package knows nothing about the data that it shows."""

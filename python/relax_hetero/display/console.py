@@ -1,4 +1,4 @@
-"""Output for people: tables on stdout, progress on stderr; and JSON for programs."""
+"""Terminal output: tables on stdout, progress on stderr, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -14,66 +14,67 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Columns where the output is no terminal and so has no width of its own.
 FILE_WIDTH = 160
+"""Columns of output that is not a terminal."""
 
 Shown: TypeAlias = Union["Table", str]
 """A table, or a line of text."""
 
 
 def console(stderr: bool = False, file: TextIO | None = None) -> Console:
-    """A console; one that is no terminal is wide enough for a table."""
+    """Make a console; if it is not a terminal, it is wide enough for tables."""
     from rich.console import Console
 
     class PlainConsole(Console):
-        """Prints names of models and files without the commands for a terminal that they may hold."""
+        """Removes escape sequences, which names of models and files may hold."""
 
         def print(self, *objects: Any, **options: Any) -> None:
-            super().print(*(printable(part) if isinstance(part, str) else part for part in objects), **options)
+            super().print(*(printable(each) if isinstance(each, str) else each for each in objects), **options)
 
-    made = PlainConsole(stderr=stderr, file=file, highlight=False, emoji=False)
-    if not made.is_terminal:
-        made = PlainConsole(stderr=stderr, file=file, highlight=False, emoji=False, width=max(made.width, FILE_WIDTH))
-    return made
+    result = PlainConsole(stderr=stderr, file=file, highlight=False, emoji=False)
+    if not result.is_terminal:
+        result.width = max(result.width, FILE_WIDTH)
+    return result
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()) -> Table:
-    """A table; the columns named in `right` hold numbers."""
+    """Make a table; columns named in `right` are aligned on the right."""
     from rich.table import Table
 
-    made = Table(title=_plain(title, "bold"), title_justify="left")
+    result = Table(title=_plain(title, "bold"), title_justify="left")
     for column in columns:
-        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        result.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        # Text from a model is no markup: a name may well hold "[1]".
-        made.add_row(*(_plain(cell) for cell in row))
-    return made
+        # Not markup: names of a model may hold "[1]".
+        result.add_row(*(_plain(cell) for cell in row))
+    return result
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()) -> None:
-    """Print a table on stdout; the columns named in `right` hold numbers."""
+    """Print a table on stdout; columns named in `right` are aligned on the right."""
     show([table(title, columns, rows, right)])
 
 
 def show(parts: Iterable[Shown], file: TextIO | None = None) -> None:
-    """Print tables and lines on stdout, or into `file`; a line that is wider than the terminal is wrapped."""
-    screen = console(file=file)
+    """Print tables and lines on stdout or into `file`; long lines are wrapped."""
+    output = console(file=file)
     for part in parts:
-        screen.print(part, markup=False)
+        output.print(part, markup=False)
 
 
 def print_json(data: Any) -> None:
-    """Print JSON on stdout; NaN and infinities, which JSON lacks, become null."""
+    """Print JSON on stdout; NaN and infinities become null."""
     import json
 
-    click.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
+    click.echo(json.dumps(finite(data), indent=2, allow_nan=False))
 
 
-def _finite(data: Any) -> Any:
+def finite(data: Any) -> Any:
+    """Replace NaN and infinities, which JSON lacks, by None."""
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {str(key): finite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
+        return [finite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 

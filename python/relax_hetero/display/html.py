@@ -1,7 +1,6 @@
-"""Elements of HTML for notebooks: tables, bars, swatches of devices. No script, and no colour but those of devices.
+"""HTML elements for notebooks: tables, bars, swatches of devices. No scripts.
 
-A notebook shows what `_repr_html_` returns inside of its own page, which is light or dark: text and lines take the
-page's colour, so the same HTML fits both.
+Notebooks have light or dark pages: text and lines inherit the page's colour, and only devices have colours.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import printable
 
-# Okabe and Ito's colours, which people who see few colours tell apart; black is left out, as pages may be dark.
+# Okabe and Ito's colours for colour-blind readers, without black, since pages may be dark.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#999999")
 
 _STYLE = """
@@ -40,7 +39,7 @@ _STYLE = """
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """HTML text, which is not escaped again."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Column:
     Attributes
     ----------
     is_number : bool
-        Its cells are aligned on the right.
+        Whether cells are aligned on the right.
     """
 
     title: str
@@ -58,17 +57,17 @@ class Column:
 
 
 def escaped(value: object) -> Markup:
-    """Text as HTML shows it; what is HTML already stays."""
+    """Escape text for HTML; `Markup` stays as it is."""
     return value if isinstance(value, Markup) else Markup(html.escape(printable(str(value))))
 
 
 def view(*parts: str) -> str:
-    """Parts of HTML with their style, as `_repr_html_` returns it."""
+    """Wrap HTML with its style, for `_repr_html_`."""
     return f'<div class="rh-view"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 
 def page(title: str, *parts: str) -> str:
-    """A whole page of HTML; it loads nothing, and is light or dark as the reader's system is."""
+    """Make a page that loads nothing, and is light or dark as the reader's system."""
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
@@ -79,11 +78,11 @@ def page(title: str, *parts: str) -> str:
 
 
 def table(caption: str, columns: Sequence[Column], rows: Iterable[Sequence[object]]) -> Markup:
-    """A table; a cell is text, or `Markup`. A row may end early."""
-    kinds = [' class="rh-number"' if column.is_number else "" for column in columns]
-    head = "".join(f'<th scope="col"{kind}>{escaped(c.title)}</th>' for c, kind in zip(columns, kinds, strict=True))
+    """Make a table; cells are text or `Markup`. Rows may be short."""
+    attributes = [' class="rh-number"' if column.is_number else "" for column in columns]
+    head = "".join(f'<th scope="col"{a}>{escaped(c.title)}</th>' for c, a in zip(columns, attributes, strict=True))
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{escaped(cell)}</td>" for cell, kind in zip(row, kinds, strict=False)) + "</tr>"
+        "<tr>" + "".join(f"<td{a}>{escaped(cell)}</td>" for cell, a in zip(row, attributes, strict=False)) + "</tr>"
         for row in rows
     )
     return Markup(
@@ -91,36 +90,36 @@ def table(caption: str, columns: Sequence[Column], rows: Iterable[Sequence[objec
     )
 
 
-def colour(number: int) -> str:
-    """The colour of a device, by its index; -1, the host, has none of theirs."""
-    return "#888888" if number < 0 else _COLOURS[number % len(_COLOURS)]
+def colour(index: int) -> str:
+    """Colour of a device by its index; -1, the host, is grey."""
+    return "#888888" if index < 0 else _COLOURS[index % len(_COLOURS)]
 
 
 def device_html(name: str, names: Sequence[str]) -> Markup:
-    """A device with a swatch of its colour.
+    """Make a device's name with a swatch of its colour.
 
     Parameters
     ----------
     name : str
         ``kind:i``, or ``host``.
     names : sequence of str
-        Those of all devices, in order.
+        Names of all devices, in order.
     """
-    number = names.index(name) if name in names else -1
-    return Markup(f'<span class="rh-swatch" style="background:{colour(number)}"></span>{escaped(name)}')
+    index = names.index(name) if name in names else -1
+    return Markup(f'<span class="rh-swatch" style="background:{colour(index)}"></span>{escaped(name)}')
 
 
 def bar(share: float) -> Markup:
-    """A share of the whole, as a bar and a number."""
+    """Make a bar and a percentage for a fraction."""
     width = max(0.0, min(1.0, share)) * 6
     return Markup(f'<span class="rh-bar" style="width:{width:.2f}em"></span>{share:.1%}')
 
 
 def paragraph(*parts: object) -> Markup:
-    """A line of text."""
+    """Make a paragraph."""
     return Markup(f"<p>{''.join(map(escaped, parts))}</p>")
 
 
 def folded(summary: object, *parts: str, is_open: bool = False) -> Markup:
-    """Parts that open when their summary is clicked."""
+    """Make a ``details`` element."""
     return Markup(f"<details{' open' * is_open}><summary>{escaped(summary)}</summary>{''.join(parts)}</details>")

@@ -1,4 +1,4 @@
-"""Text for people: numbers of things and of bytes, tables of aligned columns."""
+"""Plain text: plurals, sizes in bytes, tables of aligned columns."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..errors import printable
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 op``, ``2 ops``."""
+    """Format a count, such as ``1 op`` or ``2 ops``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def bytes_text(count: int | None) -> str:
-    """A number of bytes as people read it; ``?`` where it depends on a symbolic shape."""
+    """Format a number of bytes, such as ``1.5 MiB``; None (a symbolic size) becomes ``?``."""
     if count is None:
         return "?"
     size = float(count)
@@ -25,7 +25,7 @@ def bytes_text(count: int | None) -> str:
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """Lines of aligned columns: the first `left` hold text, the rest numbers. Rows may end early."""
+    """Format a table whose first `left` columns are aligned on the left. Rows may be short."""
     lines = [[printable(cell) for cell in line] for line in (head, *rows)]
     widths = [max((len(line[i]) for line in lines if len(line) == len(head)), default=0) for i in range(len(head))]
     return "\n".join(

@@ -13,9 +13,9 @@ from .json_tokenizer import JsonTokenizer as JsonTokenizer
 from .model import Cache as Cache
 from .model import Model as Model
 from .model import TokenizerProtocol as TokenizerProtocol
-from .onnx_decoder import load as load
-from .onnx_decoder import load_onnx as load_onnx
-from .onnx_decoder import save as save
+from .model_loader import load as load
+from .model_loader import load_onnx as load_onnx
+from .model_loader import save as save
 from .params import SamplingParams as SamplingParams
 from .request import Request as Request
 from .request import Usage as Usage

@@ -1,8 +1,8 @@
 """`rh.llm.KVCache`: the keys and values of several sequences, in pages on the devices of their layers.
 
-Layers that see the same positions are a group: they share a table of pages, ``table_full`` for those that see all,
-``table_window`` for those that see a window. A page number means a page of every layer of the group. A sequence that is
-forked shares its pages; the last one is copied when one of both writes to it.
+Layers with the same window form a group and share a page table (a block table in vLLM): ``table_full`` for layers
+without a window, ``table_window`` for layers with one. A page number names a page in every layer of the group. A forked
+sequence shares its pages; the last one is copied on write.
 """
 
 from __future__ import annotations
@@ -24,130 +24,129 @@ if TYPE_CHECKING:
     from .description import ModelDescription
 
 
-# The pages of layers that see the same positions: which of them a sequence has, and who else has them.
-#
-# Everything here is numbers; the memory is the cache's.
+# `PageGroup` does the bookkeeping of page numbers and reference counts; `KVCache` owns the memory.
 
 NO_PAGE = -1
 
 
 @dataclass(frozen=True)
 class PageExtension:
-    """Pages that an extension of a sequence takes from a group.
+    """Plan of a sequence's extension in a group.
 
     Attributes
     ----------
     out_of_window : tuple of int
-        Columns whose pages the window cannot reach any more.
-    copied : int or None
-        The column of a page that is shared, and will be written to.
+        Columns whose pages have left the window.
+    copied_column : int or None
+        Column of a shared page that will be written to, and so is copied.
     missing : tuple of int
-        Columns that have no page yet.
+        Columns without a page.
     pages : int
-        Pages that it needs, less those that it gives back.
+        Pages that it takes, less the pages that it frees.
     """
 
     out_of_window: tuple[int, ...]
-    copied: int | None
+    copied_column: int | None
     missing: tuple[int, ...]
     pages: int
 
 
 class PageGroup:
-    """Pages by slot and column: column j holds the tokens at positions 64 * j to 64 * j + 63.
+    """Page table of a group of layers: column j holds the tokens at positions 64 * j to 64 * j + 63.
 
     Parameters
     ----------
     window : int
-        How many of the latest tokens are seen; 0: all.
+        Number of latest tokens that attention sees; 0: all.
     pages, slots, columns : int
+        Number of pages; rows and columns of the table.
 
     Attributes
     ----------
     table : array of int32, (slots, columns)
-        The page of a slot's column, -1 where there is none; what kernels read.
-    users : array of int32, (pages,)
-        How many sequences have a page.
+        Page of each column of a slot, or `NO_PAGE`; kernels read it.
+    reference_counts : array of int32, (pages,)
+        Number of sequences that use each page.
     """
 
     def __init__(self, window: int, pages: int, slots: int, columns: int) -> None:
         self.window, self.pages = window, pages
         self.table = np.full((slots, columns), NO_PAGE, "int32")
-        self.users = np.zeros(pages, "int32")
+        self.reference_counts = np.zeros(pages, "int32")
         self._free = list(range(pages - 1, -1, -1))
 
     @property
     def free(self) -> int:
-        """Pages that no sequence has."""
+        """Number of free pages."""
         return len(self._free)
 
-    def first_needed(self, length: int) -> int:
-        """The first column that the token behind `length` others sees."""
+    def first_visible_column(self, length: int) -> int:
+        """First column that the token at position `length` sees."""
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
     def plan(self, slot: int, length: int, count: int) -> PageExtension:
-        """Plan pages for `count` tokens after the first `length` of a slot; changes nothing."""
-        row, first = self.table[slot], self.first_needed(length)
-        # Columns with pages follow each other, so that most often a look at one of them tells.
-        held = first > 0 and row[first - 1] != NO_PAGE
-        behind = tuple(int(column) for column in np.flatnonzero(row[:first] != NO_PAGE)) if held else ()
+        """Plan pages for `count` tokens after the first `length` of a slot, without changing anything."""
+        row, first = self.table[slot], self.first_visible_column(length)
+        # Columns with pages are consecutive: usually the one before the window is free, and so are all before it.
+        has_expired = first > 0 and row[first - 1] != NO_PAGE
+        expired = tuple(int(column) for column in np.flatnonzero(row[:first] != NO_PAGE)) if has_expired else ()
         if not count:
-            return PageExtension(behind, None, (), 0)
+            return PageExtension(expired, None, (), 0)
         begin, end = length // PAGE, -(-(length + count) // PAGE)
         missing = tuple(column for column in range(begin, end) if row[column] == NO_PAGE)
-        shared = length % PAGE != 0 and row[begin] != NO_PAGE and self.users[row[begin]] > 1
-        given_back = sum(self.users[row[column]] == 1 for column in behind)
-        return PageExtension(behind, begin if shared else None, missing, len(missing) + shared - int(given_back))
+        shared = length % PAGE != 0 and row[begin] != NO_PAGE and self.reference_counts[row[begin]] > 1
+        freed = sum(self.reference_counts[row[column]] == 1 for column in expired)
+        return PageExtension(expired, begin if shared else None, missing, len(missing) + shared - int(freed))
 
     def extend(self, slot: int, extension: PageExtension) -> tuple[int, int] | None:
-        """Carry out a plan for which there are pages.
+        """Carry out a plan; the group must have enough free pages.
 
         Returns
         -------
         tuple of int, or None
-            The page to copy, and the one to copy it to.
+            Source and destination of a copy-on-write.
         """
         row = self.table[slot]
         for column in extension.out_of_window:
             self._release(row, column)
         copy = None
-        if extension.copied is not None:
-            source = int(row[extension.copied])
-            self._release(row, extension.copied)
-            self._take(row, extension.copied)
-            copy = source, int(row[extension.copied])
+        if extension.copied_column is not None:
+            source = int(row[extension.copied_column])
+            self._release(row, extension.copied_column)
+            self._allocate(row, extension.copied_column)
+            copy = source, int(row[extension.copied_column])
         for column in extension.missing:
-            self._take(row, column)
+            self._allocate(row, column)
         return copy
 
     def share(self, source: int, target: int) -> None:
-        """Give an empty slot the pages of another."""
+        """Share a slot's pages with an empty slot."""
         self.table[target] = self.table[source]
-        held = self.table[target]
-        self.users[held[held != NO_PAGE]] += 1
+        pages = self.table[target]
+        self.reference_counts[pages[pages != NO_PAGE]] += 1
 
-    def lost(self, slot: int, length: int) -> int | None:
-        """The first column that the token behind `length` others sees, and that was given back; None if none was."""
-        columns = range(self.first_needed(length), -(-length // PAGE))
+    def first_freed_column(self, slot: int, length: int) -> int | None:
+        """First column that the token at position `length` sees although its page was freed; None if there is none."""
+        columns = range(self.first_visible_column(length), -(-length // PAGE))
         return next((column for column in columns if self.table[slot, column] == NO_PAGE), None)
 
-    def cut(self, slot: int, length: int) -> None:
-        """Give back the pages behind the first `length` tokens."""
+    def truncate(self, slot: int, length: int) -> None:
+        """Free the pages after the first `length` tokens."""
         row = self.table[slot]
         for column in range(-(-length // PAGE), len(row)):
             if row[column] != NO_PAGE:
                 self._release(row, column)
 
-    def _take(self, row: np.ndarray, column: int) -> None:
+    def _allocate(self, row: np.ndarray, column: int) -> None:
         page = self._free.pop()
-        self.users[page] = 1
+        self.reference_counts[page] = 1
         row[column] = page
 
     def _release(self, row: np.ndarray, column: int) -> None:
         page = int(row[column])
         row[column] = NO_PAGE
-        self.users[page] -= 1
-        if not self.users[page]:
+        self.reference_counts[page] -= 1
+        if not self.reference_counts[page]:
             self._free.append(page)
 
 
@@ -156,16 +155,16 @@ FULL, WINDOW = TABLES[False], TABLES[True]
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """A layer's part of a cache.
+    """One layer of a cache.
 
     Attributes
     ----------
     kv_heads, size : int
-        Heads of keys and values, and the numbers of one.
+        Number of key-value heads, and elements of one.
     window : int
-        How many of the latest tokens the layer sees; 0: all.
+        Number of latest tokens that the layer sees; 0: all.
     device : runtime.Device
-        Where its pages are.
+        Device of its pages.
     """
 
     kv_heads: int
@@ -177,35 +176,35 @@ class CacheLayer:
 class KVCache:
     """Keys and values of several sequences.
 
-    Memory is taken once, when the cache is made. No method writes anything before it knows that there is room.
+    Memory is allocated once, by the constructor. Methods that raise have changed nothing.
 
     Parameters
     ----------
     layers : sequence of CacheLayer
-        Those with a window have the same one.
+        Layers; those with a window have the same one.
     slots : int
-        Most sequences.
+        Maximum number of sequences.
     length : int
-        Most tokens of a sequence.
+        Maximum number of tokens of a sequence.
     chunk : int
-        Most tokens that a sequence is extended by at once; says how many pages a window needs.
+        Maximum number of tokens of one extension; determines how many pages a window needs.
     pages : int or mapping of str to int, optional
-        Pages of each layer, by the name of its table; an int: of layers that see all tokens. By default as many as all
-        slots fill.
+        Pages of each layer, by table name; an int applies to layers without a window. By default as many as all slots
+        can fill.
     memory : int or mapping of str to int, optional
-        Most bytes on each device, or by device ("cpu:0", "cuda:0"); in place of `pages`.
+        Maximum number of bytes on each device, or by device ("cpu:0", "cuda:0"), instead of `pages`.
     dtype : str
         One of `relax_hetero.encoding.pages.PAGE_TYPES`.
 
     Attributes
     ----------
     tables : dict of str to array of int32, (slots, columns)
-        Tables that functions of the model are given; changed in place.
+        Page tables for the model's functions, changed in place.
 
     Raises
     ------
     CacheError
-        If layers have windows that differ, or `memory` does not hold a page.
+        If windows of layers differ, or `memory` does not hold a page.
     """
 
     def __init__(
@@ -230,7 +229,7 @@ class KVCache:
         window = windows[0] if windows else 0
         per_slot = min(self._columns, pages_of_window(window, chunk))
         self._max_pages = {FULL: slots * self._columns, WINDOW: slots * per_slot}
-        counts = self._counts(pages, memory)
+        counts = self._page_counts(pages, memory)
         self._groups = {
             name: PageGroup(window if name == WINDOW else 0, counts[name], slots, self._columns)
             for name in (FULL, WINDOW)
@@ -243,8 +242,8 @@ class KVCache:
         ]
 
     @classmethod
-    def of(cls, executable: Executable, description: ModelDescription, devices: object = None) -> KVCache:
-        """The cache that an executable of `relax_hetero.from_gguf` was compiled for.
+    def from_executable(cls, executable: Executable, description: ModelDescription, devices: object = None) -> KVCache:
+        """Make the cache that an executable of `relax_hetero.from_gguf` was compiled for.
 
         Parameters
         ----------
@@ -264,7 +263,7 @@ class KVCache:
         if function is None:
             raise CacheError(f"found functions {list(executable.metadata.signatures)}, expected one named decode_*")
         inputs: dict[str, Any] = {spec.name: spec for spec in executable.signature(function).inputs}
-        places = bind_devices(executable.metadata, devices)
+        physical_devices = bind_devices(executable.metadata, devices)
         names = [f"pages_{layer}" for layer in range(len(description.windows))]
         table = inputs.get(FULL) or inputs.get(WINDOW)
         if table is None or any(name not in inputs for name in names):
@@ -273,7 +272,7 @@ class KVCache:
             )
         specs = [inputs[name] for name in names]
         layers = [
-            CacheLayer(description.kv_heads, description.size, window, places[spec.device])
+            CacheLayer(description.kv_heads, description.size, window, physical_devices[spec.device])
             for spec, window in zip(specs, description.windows, strict=True)
         ]
         pages = {_table(layer): int(spec.shape[0]) for layer, spec in zip(layers, specs, strict=True)}
@@ -284,29 +283,29 @@ class KVCache:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Bytes that the cache takes, by device."""
+        """Bytes of the cache, by device."""
         return self._bytes({name: group.pages for name, group in self._groups.items()})
 
     @property
     def pages(self) -> dict[str, tuple[int, int]]:
-        """Pages in use, and all, by table."""
+        """Pages in use and number of pages, by table."""
         return {name: (group.pages - group.free, group.pages) for name, group in self._groups.items()}
 
     def take(self) -> list[runtime.Tensor]:
-        """The pages of each layer, for a call that writes to them and gives them back.
+        """Take the pages of each layer, for a call that donates them; `release` puts them back.
 
         Raises
         ------
         CacheError
-            If a call has them.
+            If they are taken already.
         """
         if self._arrays is None:
             raise CacheError("the pages of the cache are taken already; expected them to be given back first")
-        taken, self._arrays = self._arrays, None
-        return taken
+        arrays, self._arrays = self._arrays, None
+        return arrays
 
     def release(self, pages: Sequence[runtime.Tensor]) -> None:
-        """Take the pages of each layer back: those that a call returned, or that `take` gave.
+        """Put back the pages of each layer, as a call returned them or as `take` returned them.
 
         Parameters
         ----------
@@ -320,7 +319,7 @@ class KVCache:
     # -- sequences
 
     def add(self) -> int:
-        """An empty sequence's slot; CacheError if all are in use."""
+        """Add an empty sequence and return its slot; CacheError if all are in use."""
         slot = next((slot for slot, length in enumerate(self._lengths) if length is None), None)
         if slot is None:
             raise CacheError(f"all {self.slots} slots of the cache are in use; expected a free one")
@@ -328,7 +327,7 @@ class KVCache:
         return slot
 
     def length(self, slot: int) -> int:
-        """How many tokens a sequence has.
+        """Return the number of tokens of a sequence.
 
         Parameters
         ----------
@@ -337,13 +336,13 @@ class KVCache:
         """
         length = self._lengths[slot] if 0 <= slot < self.slots else None
         if length is None:
-            raise CacheError(f"slot {slot} has no sequence; those in use are {self._in_use()}")
+            raise CacheError(f"slot {slot} has no sequence; slots in use are {self._used_slots()}")
         return length
 
     def extend(self, slot: int, count: int) -> None:
-        """Make room for more tokens of a sequence, which are part of its length from here on.
+        """Allocate pages for more tokens of a sequence, and add them to its length.
 
-        Pages that a window cannot reach any more are given back; `cut` to the length before brings back all else.
+        Pages that have left the window are freed; `truncate` to the previous length undoes everything else.
 
         Parameters
         ----------
@@ -355,7 +354,7 @@ class KVCache:
         Raises
         ------
         CacheError
-            If there are no such tokens, or no pages for them; nothing has changed then.
+            If the sequence would be too long, or pages run out; nothing has changed then.
         """
         length = self.length(slot)
         max_length = self._columns * PAGE
@@ -371,7 +370,7 @@ class KVCache:
                     f"sequence {slot} of {length} tokens asks for {count} more: {plan.pages} pages of {name}, of which "
                     f"{group.free} are free and {group.pages - group.free} of {group.pages} in use"
                 )
-        if any(plan.copied is not None for plan in plans.values()) and self._arrays is None:
+        if any(plan.copied_column is not None for plan in plans.values()) and self._arrays is None:
             raise CacheError(f"sequence {slot} shares its last page, which cannot be copied while a call has the pages")
         for name, plan in plans.items():
             copy = self._groups[name].extend(slot, plan)
@@ -380,7 +379,7 @@ class KVCache:
         self._lengths[slot] = length + count
 
     def fork(self, slot: int) -> int:
-        """The slot of a new sequence with the same tokens; pages are shared. CacheError if no slot is free.
+        """Add a sequence with the same tokens, which shares the pages; CacheError if no slot is free.
 
         Parameters
         ----------
@@ -394,37 +393,37 @@ class KVCache:
         self._lengths[new] = length
         return new
 
-    def cut(self, slot: int, length: int) -> None:
-        """Forget the tokens behind the first `length`.
+    def truncate(self, slot: int, length: int) -> None:
+        """Remove the tokens after the first `length`.
 
         Parameters
         ----------
         slot : int
             Slot of the sequence.
         length : int
-            Number of tokens that stay.
+            Number of tokens to keep.
 
         Raises
         ------
         CacheError
-            If there are no so many, or a window's page that is needed then was given back.
+            If the sequence is shorter, or its window would need a page that was freed.
         """
-        now = self.length(slot)
-        if not 0 <= length <= now:
-            raise CacheError(f"sequence {slot} of {now} tokens: cannot be cut to {length}")
+        current = self.length(slot)
+        if not 0 <= length <= current:
+            raise CacheError(f"sequence {slot} of {current} tokens: cannot be truncated to {length}")
         for name, group in self._groups.items():
-            lost = group.lost(slot, length)
-            if lost is not None:
+            freed = group.first_freed_column(slot, length)
+            if freed is not None:
                 raise CacheError(
-                    f"sequence {slot} of {now} tokens cannot be cut to {length}: the window of {group.window} sees "
-                    f"positions from {lost * PAGE} on then, which {name} gave back"
+                    f"sequence {slot} of {current} tokens cannot be truncated to {length}: the window of "
+                    f"{group.window} would see positions from {freed * PAGE} on, whose pages {name} has freed"
                 )
         for group in self._groups.values():
-            group.cut(slot, length)
+            group.truncate(slot, length)
         self._lengths[slot] = length
 
     def free(self, slot: int) -> None:
-        """Forget a sequence.
+        """Remove a sequence.
 
         Parameters
         ----------
@@ -433,46 +432,48 @@ class KVCache:
         """
         self.length(slot)
         for group in self._groups.values():
-            group.cut(slot, 0)
+            group.truncate(slot, 0)
         self._lengths[slot] = None
 
-    def _in_use(self) -> list[int]:
+    def _used_slots(self) -> list[int]:
         return [slot for slot, length in enumerate(self._lengths) if length is not None]
 
-    # -- how many pages, and where
+    # -- numbers of pages
 
-    def _counts(self, pages: int | Mapping[str, int] | None, memory: int | Mapping[str, int] | None) -> dict[str, int]:
+    def _page_counts(
+        self, pages: int | Mapping[str, int] | None, memory: int | Mapping[str, int] | None
+    ) -> dict[str, int]:
         if pages is not None and memory is not None:
-            raise CacheError("found pages= and memory=, expected one of both")
+            raise CacheError("found pages= and memory=, expected one of them")
         if isinstance(pages, Mapping):
             return {**self._max_pages, **pages}
         max_pages = self._max_pages[FULL] if pages is None else pages
         if memory is None:
-            return self._bounded(max_pages)
+            return self._limit_counts(max_pages)
         count = next((count for count in range(max_pages, 0, -1) if self._fits(count, memory)), 0)
         if not count:
             raise CacheError(
-                f"memory={memory}: expected room for a page of each layer, {self._bytes(self._bounded(1))}"
+                f"memory={memory}: expected room for a page of each layer, {self._bytes(self._limit_counts(1))}"
             )
-        return self._bounded(count)
+        return self._limit_counts(count)
 
-    def _bounded(self, count: int) -> dict[str, int]:
-        """As many pages for both groups, if all slots together may need them."""
+    def _limit_counts(self, count: int) -> dict[str, int]:
+        """Give each group `count` pages, but at most as many as all its slots can fill."""
         return {name: max(1, min(count, pages)) for name, pages in self._max_pages.items()}
 
     def _fits(self, count: int, memory: int | Mapping[str, int]) -> bool:
-        for device, size in self._bytes(self._bounded(count)).items():
+        for device, size in self._bytes(self._limit_counts(count)).items():
             limit = memory.get(device) if isinstance(memory, Mapping) else memory
             if limit is not None and size > limit:
                 return False
         return True
 
     def _bytes(self, counts: Mapping[str, int]) -> dict[str, int]:
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for layer in self.layers:
             size = counts[_table(layer)] * page_bytes(layer.kv_heads, layer.size, self.dtype)
-            found[str(layer.device)] = found.get(str(layer.device), 0) + size
-        return found
+            sizes[str(layer.device)] = sizes.get(str(layer.device), 0) + size
+        return sizes
 
     def _shape(self, layer: CacheLayer, counts: Mapping[str, int]) -> tuple[int, int, int]:
         return page_shape(counts[_table(layer)], layer.kv_heads, layer.size, self.dtype)
@@ -485,7 +486,7 @@ class KVCache:
                 size = page_bytes(layer.kv_heads, layer.size, self.dtype)
                 shape = tuple(map(int, array.shape))[1:]
                 views = [array._create_view(shape, self.dtype, page * size) for page in (source, target)]
-                layer.device.sync()  # what the last call writes
+                layer.device.sync()  # the last call may still write
                 views[0].copyto(views[1])
                 layer.device.sync()
 

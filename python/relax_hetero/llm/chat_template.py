@@ -1,8 +1,8 @@
-"""Conversations as prompts, by templates of jinja2, which come with a model, from anybody.
+"""Chat templates: a model's jinja2 template turns messages into a prompt.
 
-A template runs in its sandbox and in a process of its own (`template_worker`), which has little memory and time. What a
-user says never becomes a control token, such as one that ends a turn: names of control tokens count only where the
-template itself writes them (`Prompt`).
+Templates are not trusted: each runs in jinja2's sandbox, in a process of its own with limited memory and time
+(`template_worker`). Text of a user never becomes a control token, such as the end of a turn: names of control tokens
+count only where the template itself writes them (`Prompt`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .template_worker import (
 from .tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak; templates write these names, unlike all else of a message, as their own text."""
+"""Roles of messages; unlike the rest of a message, templates write these names as their own text."""
 
-# Templates of files that have none, by a token that tells how they were trained.
-_KNOWN = {
+# Templates for files without one, by a token that identifies the family of the model.
+_TEMPLATE_BY_TOKEN = {
     "<start_of_turn>": (
         "{{ bos_token }}{% for m in messages %}"
         "{% set role = 'model' if m.role == 'assistant' else 'user' %}"
@@ -61,30 +61,29 @@ _KNOWN = {
 
 
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")
-"""Variables of the environment that the process of a template gets: keys of servers stay here."""
-_MAX_CHARACTERS = 1 << 18
-"""Length of all names of control tokens together, beyond which no text of a template stays whole; some thousands are
-usual."""
+"""Environment variables of a template's process, which must not see the server's API keys."""
+_MAX_NAME_CHARACTERS = 1 << 18
+"""Total length of control token names above which all literals of a template are marked; some thousands are usual."""
 CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
-"""Limits of one prompt, and of reading the template."""
+"""Limits of rendering a prompt, and of compiling the template."""
 _EXIT_SECONDS = 1.0
-"""Time until a process that is told to end is killed."""
-_WHY_ENDED = {
+"""Time after which a process that does not exit is killed."""
+_SIGNAL_REASONS = {
     -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s of processor time",
     -signal.SIGALRM: f"takes more than {WALL_SECONDS:g} s",
 }
 
 
 class ChatTemplate:
-    """Makes a prompt of a conversation.
+    """Renders messages as a prompt.
 
-    Any thread may call it. Its process is started at once, ends with this object or this process, and is started again
-    when a template has taken more memory or time than it may.
+    Thread-safe. Its process starts at once, ends with this object or this process, and is restarted after the template
+    has exceeded its memory or time.
 
     Parameters
     ----------
     source : str
-        In the language of jinja2, as models of the Hugging Face hub have it.
+        Template in jinja2, as models of the Hugging Face hub have it.
     names : mapping of str to str, optional
         Names of special tokens that the template may use, such as ``bos_token``.
     control_names : collection of str
@@ -99,7 +98,7 @@ class ChatTemplate:
     guessed_from : str or None
         The special token for which the template was chosen, since the file has none; None if it has one.
     fault : TokenizerError or None
-        Reason why it makes no prompts, a `TokenizerError`; None if it makes them.
+        Reason why it cannot render; None if it can.
 
     Raises
     ------
@@ -121,25 +120,24 @@ class ChatTemplate:
         self._worker = _Worker(source)
         status, answer = self._worker.start()
         if status != DONE:
-            raise TokenizerError(f"the chat template is none: {'it ' if status == BEYOND_LIMITS else ''}{answer}")
+            raise TokenizerError(f"the chat template is invalid: {'it ' if status == BEYOND_LIMITS else ''}{answer}")
         self._marks = _Marks([name for name in control_names if name], json.loads(answer), source)
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-        """The template of a file, or one that fits its special tokens.
+    def from_tokenizer(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
+        """Make the template of a file, or one that fits its special tokens.
 
         Parameters
         ----------
         tokenizer : Tokenizer
             Tokenizer with the file's template and special tokens.
         source : str, optional
-            A template in place of the file's.
+            Template to use instead of the file's.
 
         Raises
         ------
         TokenizerError
-            If there is neither, or the source is not a template, or a short conversation takes more memory or time than
-            it may.
+            If there is neither, or the source is not a template, or a short conversation exceeds the limits.
         """
         special = {"bos_token": tokenizer.begin_id, "eos_token": min(tokenizer.stop_ids, default=None)}
         names = {name: tokenizer.names[token] for name, token in special.items() if token is not None}
@@ -149,47 +147,47 @@ class ChatTemplate:
             raise TokenizerError(f"tokenizer.chat_template: found {source!r:.100}, expected text")
         guess = None
         if source is None:
-            guess = next((name for name in _KNOWN if tokenizer.token(name) is not None), None)
+            guess = next((name for name in _TEMPLATE_BY_TOKEN if tokenizer.token(name) is not None), None)
             if guess is None:
-                known = ", ".join(_KNOWN)
+                tokens = ", ".join(_TEMPLATE_BY_TOKEN)
                 raise TokenizerError(
-                    f"found no chat template in the file, nor one of the tokens {known}: expected a template"
+                    f"found no chat template in the file, nor one of the tokens {tokens}: expected a template"
                 )
-            origin, source = f"guessed from {guess}", _KNOWN[guess]
+            origin, source = f"guessed from {guess}", _TEMPLATE_BY_TOKEN[guess]
         control_names = getattr(tokenizer, "control_names", ())
-        made = cls(source, {"bos_token": "", "eos_token": "", **names}, control_names, origin)
-        made.guessed_from = guess
-        status, answer, _ = made._ask([{"role": "user", "content": "Hi"}], {})
+        template = cls(source, {"bos_token": "", "eos_token": "", **names}, control_names, origin)
+        template.guessed_from = guess
+        status, answer, _ = template._render_with_status([{"role": "user", "content": "Hi"}], {})
         if status == BEYOND_LIMITS:
-            raise TokenizerError(f"the chat template is none: for a short conversation it {answer}")
-        return made
+            raise TokenizerError(f"the chat template is invalid: for a short conversation it {answer}")
+        return template
 
     @classmethod
     def find(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
-        """Find a template as `of` does; its errors become the `fault` of a template, which `render` raises.
+        """Make a template as `from_tokenizer` does, but keep an error as its `fault`, which `render` raises.
 
         Parameters
         ----------
         tokenizer, source
-            As `of` takes them.
+            As for `from_tokenizer`.
         """
         try:
-            return cls.of(tokenizer, source)
+            return cls.from_tokenizer(tokenizer, source)
         except TokenizerError as error:
-            made = cls.__new__(cls)
-            made.fault, made.guessed_from = error, None
-            made.origin = "missing" if not (source or tokenizer.chat_template) else f"unusable: {error}"
-            return made
+            template = cls.__new__(cls)
+            template.fault, template.guessed_from = error, None
+            template.origin = "missing" if not (source or tokenizer.chat_template) else f"unusable: {error}"
+            return template
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **values: Any) -> Prompt:
-        """The prompt after which the model's turn begins.
+        """Render messages as a prompt that ends where the model's turn begins.
 
         Parameters
         ----------
         messages : sequence of mapping of str to object
-            Each has a ``role``, one of `ROLES`, and a ``content``.
+            Messages with a ``role``, one of `ROLES`, and a ``content``.
         values : object
-            For the template, such as ``tools``, or ``add_generation_prompt=False`` without the begin of a turn.
+            Further values for the template, such as ``tools`` or ``add_generation_prompt=False``.
 
         Returns
         -------
@@ -199,51 +197,54 @@ class ChatTemplate:
         Raises
         ------
         RequestError
-            If the template refuses the conversation, or fails on it.
+            If the template refuses the messages, or fails on them.
         TokenizerError
-            If there is no template that works.
+            If the template has a `fault`.
         """
         if self.fault is not None:
             raise TokenizerError(str(self.fault)) from self.fault
-        status, answer, marker = self._ask(messages, values)
+        status, answer, marker = self._render_with_status(messages, values)
         if status != DONE:
             verb = {REFUSED: "refuses them: ", BEYOND_LIMITS: ""}.get(status, "fails on them: ")
             raise RequestError(f"messages: the model's chat template {verb}{answer}")
         parts = answer.split(marker)
         return Prompt("".join(parts), array("Q", accumulate(map(len, parts[:-1]))))
 
-    def _ask(self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> tuple[int, str, str]:
-        """A status, an answer, and the character that marks what users wrote."""
+    def _render_with_status(
+        self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
+    ) -> tuple[int, str, str]:
+        """Return a status, an answer, and the character that marks user text."""
         try:
             for message in messages:
                 role = message.get("role") if isinstance(message, Mapping) else None
                 if not isinstance(role, str) or role not in ROLES:
                     raise RequestError(f"messages: found role {role!r:.100}, expected one of {', '.join(ROLES)}")
-            marked, marker = self._marks.marked({**values, "messages": list(messages)})
-            for message, given in zip(marked["messages"], messages, strict=True):
-                message["role"] = given["role"]
-            request = json.dumps({**_ALWAYS, **self._names, **marked}).encode()
+            marked, marker = self._marks.mark_values({**values, "messages": list(messages)})
+            for message, original in zip(marked["messages"], messages, strict=True):
+                message["role"] = original["role"]
+            request = json.dumps({**_DEFAULT_VALUES, **self._names, **marked}).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"messages: found what JSON cannot say: {error}") from error
-        return *self._worker.ask(request), marker
+            raise RequestError(f"messages: found a value that JSON cannot hold: {error}") from error
+        return *self._worker.render(request), marker
 
 
-_ALWAYS = {"add_generation_prompt": True, "tools": None, "documents": None}
+_DEFAULT_VALUES = {"add_generation_prompt": True, "tools": None, "documents": None}
 """Values that every template gets, as in transformers."""
 
 
 class _Marks:
-    """Puts a mark into all that could be a part of a control token's name: after its first character, before its last.
+    """Marks text of users wherever it could be part of a control token's name.
 
-    Names that come together only when the template joins, splits or trims texts have a mark, too. Texts that the
-    template itself looks for, such as ``</think>``, stay whole, unless they are or touch a control token.
+    Marks follow the first character of names, and precede the last. So a name that arises only when the template joins,
+    splits or trims texts is marked, too. Texts that the template itself searches for, such as ``</think>``, stay
+    unmarked, unless they overlap a control token's name.
 
     Parameters
     ----------
     names : sequence of str
         Names of control tokens.
     literals : iterable of str
-        Texts that the template's expressions hold.
+        String literals in the template's expressions.
     source : str
         Source of the template.
     """
@@ -252,25 +253,25 @@ class _Marks:
         used = "".join((source, *names))
         self._markers = [marker for marker in NONCHARACTERS if marker not in used]
         self._firsts, self._lasts = {name[0] for name in names}, {name[-1] for name in names}
-        self._words = [name for name in names if name.isidentifier()]
-        self._originals: list[str] = []
-        if sum(map(len, names)) > _MAX_CHARACTERS:
+        self._identifiers = [name for name in names if name.isidentifier()]
+        self._unmarked: list[str] = []
+        if sum(map(len, names)) > _MAX_NAME_CHARACTERS:
             return
         begins = {name[:end] for name in names for end in range(1, min(len(name), MAX_LITERAL) + 1)}
         ends = {name[-size:] for name in names for size in range(1, min(len(name), MAX_LITERAL) + 1)}
         for text in sorted(literals, key=len, reverse=True):
-            touches = any(text[at:] in begins or text[: at + 1] in ends for at in range(len(text)))
-            if self._broken(text, "\0") != text and not touches:
+            overlaps = any(text[i:] in begins or text[: i + 1] in ends for i in range(len(text)))
+            if self._mark_text(text, "\0") != text and not overlaps:
                 if not any(name in text or text in name for name in names):
-                    self._originals.append(text)
+                    self._unmarked.append(text)
 
-    def marked(self, values: Any) -> tuple[Any, str]:
-        """Values in which all texts have marks, and the mark.
+    def mark_values(self, values: Any) -> tuple[Any, str]:
+        """Mark all texts in JSON values; return the values and the marker.
 
         Raises
         ------
         RequestError
-            If texts use all characters that can be marks.
+            If the texts use every possible marker.
         """
         for marker in self._markers:
             try:
@@ -283,10 +284,10 @@ class _Marks:
         if isinstance(value, str):
             if marker in value:
                 raise _MarkerIsUsed
-            broken = self._broken(value, marker)
-            for text in self._originals if broken != value else ():
-                broken = broken.replace(self._broken(text, marker), text)
-            return broken
+            marked = self._mark_text(value, marker)
+            for text in self._unmarked if marked != value else ():
+                marked = marked.replace(self._mark_text(text, marker), text)
+            return marked
         if isinstance(value, Mapping):
             return {self._mark_key(key, marker): self._mark(each, marker) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
@@ -294,11 +295,11 @@ class _Marks:
         return value
 
     def _mark_key(self, key: Any, marker: str) -> Any:
-        # Templates look for keys by their names.
-        is_plain = isinstance(key, str) and key.isidentifier() and not any(name in key for name in self._words)
+        # Templates look up keys by name, so ordinary names stay unmarked.
+        is_plain = isinstance(key, str) and key.isidentifier() and not any(name in key for name in self._identifiers)
         return key if is_plain else self._mark(key, marker)
 
-    def _broken(self, text: str, marker: str) -> str:
+    def _mark_text(self, text: str, marker: str) -> str:
         for character in self._firsts:
             text = text.replace(character, character + marker)
         for character in self._lasts:
@@ -307,11 +308,11 @@ class _Marks:
 
 
 class _MarkerIsUsed(Exception):
-    """A text has the character that would mark it."""
+    """Raised where a text contains the marker."""
 
 
 class _Worker:
-    """The process of a template, which answers one call after the other.
+    """Process of a template, which renders one prompt at a time.
 
     Parameters
     ----------
@@ -322,10 +323,10 @@ class _Worker:
     def __init__(self, source: str) -> None:
         folders = []
         for package in ("jinja2", "markupsafe"):
-            found = importlib.util.find_spec(package)
-            if found is None or found.origin is None:
+            spec = importlib.util.find_spec(package)
+            if spec is None or spec.origin is None:
                 raise TokenizerError("chat templates need the package jinja2; pip install 'relax-hetero[llm]'")
-            folders.append(str(Path(found.origin).parents[1]))
+            folders.append(str(Path(spec.origin).parents[1]))
         self._setup = json.dumps({"path": list(dict.fromkeys(folders)), "source": source}).encode()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -333,7 +334,7 @@ class _Worker:
         self._owner = 0
 
     def start(self) -> tuple[int, str]:
-        """A status, and the texts of the template's expressions or what is wrong with it."""
+        """Start the process; return a status, and the literals of the template (as JSON) or an error."""
         self._stop()
         seconds = map(str, (CPU_SECONDS, WALL_SECONDS))
         command = [sys.executable, "-I", "-S", "-B", template_worker.__file__, *seconds]
@@ -348,10 +349,10 @@ class _Worker:
         self._stop = weakref.finalize(self, _end, process, self._owner)
         return self._exchange(process, self._setup)
 
-    def ask(self, request: bytes) -> tuple[int, str]:
-        """A status, and a prompt or what is wrong with the request."""
+    def render(self, request: bytes) -> tuple[int, str]:
+        """Return a status, and a prompt or an error."""
         with self._lock:
-            # A process that was forked from the one that started it has none of its own.
+            # After os.fork, the child must not share its parent's worker.
             if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
                 status, answer = self.start()
                 if status != DONE:
@@ -367,20 +368,20 @@ class _Worker:
             status, length = ANSWER.unpack(head) if len(head) == ANSWER.size else (FAILED, MAX_ANSWER + 1)
             data = process.stdout.read(length) if length <= MAX_ANSWER else b""
             if len(data) == length:
-                if status == BEYOND_LIMITS:  # it keeps what it took
+                if status == BEYOND_LIMITS:  # the process would keep the memory that it has allocated
                     self._stop()
                 return status, data.decode("utf-8", "surrogatepass")
-        except OSError:  # it has ended
+        except OSError:  # the process has exited
             pass
-        except BaseException:  # such as Ctrl-C: nobody would read its answer
+        except BaseException:  # such as Ctrl-C: the answer would be read as that of the next request
             self._stop()
             raise
         self._stop()
-        return BEYOND_LIMITS, _WHY_ENDED.get(process.returncode, f"ended its process (code {process.returncode})")
+        return BEYOND_LIMITS, _SIGNAL_REASONS.get(process.returncode, f"ended its process (code {process.returncode})")
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a process, which does so itself at the end of its input."""
+    """Close a worker's pipes, upon which it exits, and wait for it."""
     if os.getpid() != owner:
         return
     for pipe in (process.stdin, process.stdout):

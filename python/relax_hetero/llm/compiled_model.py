@@ -1,7 +1,7 @@
-"""A compiled language model with its cache: what an engine decodes with.
+"""A compiled language model with its cache, as an engine uses it.
 
 The executable has functions ``decode_B`` and ``prefill_C`` for some numbers of rows (`relax_hetero.from_gguf`). A call
-takes the next larger one and fills it up with rows that belong to no sequence.
+uses the smallest one that has enough rows; padding rows belong to no sequence.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .description import ModelDescription
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
 
-class SentIntegers:
-    """Integer inputs of one function: tokens, positions and tables of pages, written anew for each call.
+class IntegerInputs:
+    """Integer inputs of one function: tokens, positions and page tables, written before each call.
 
-    They are adjacent in one tensor on each device, so that a call with five such inputs makes one copy to a GPU.
+    All inputs of a device are views of one tensor, so that a call makes one copy to a GPU.
 
     Parameters
     ----------
     inputs : sequence of TensorSpec
-        Inputs of int32; their devices are indices in `devices`, -1 the host.
+        Inputs of int32; their `device` is an index in `devices`, or -1 for the host.
     devices : sequence of tvm.runtime.Device
     alignment : int
         Alignment of each input's memory, in bytes.
@@ -44,7 +44,7 @@ class SentIntegers:
     Attributes
     ----------
     arrays : dict of str to array of int32
-        Memory of the host for each input, by name: `send` has the tensors show what is written there.
+        Host memory of each input, by name, which `send` copies to the tensors.
     tensors : list of tvm.runtime.Tensor
         Arguments in the order of `inputs`; the same tensors for the object's life.
     """
@@ -52,18 +52,20 @@ class SentIntegers:
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
-        found: dict[str, runtime.Tensor] = {}
+        tensors: dict[str, runtime.Tensor] = {}
         for index in {spec.device for spec in inputs}:
             device = runtime.device("cpu", 0) if index < 0 else devices[index]
-            found |= self._place([spec for spec in inputs if spec.device == index], device, alignment)
-        self.tensors = [found[spec.name] for spec in inputs]
+            tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment)
+        self.tensors = [tensors[spec.name] for spec in inputs]
 
-    def _place(self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int) -> dict[str, runtime.Tensor]:
+    def _allocate(
+        self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
+    ) -> dict[str, runtime.Tensor]:
         shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in inputs}
-        step, count, begins = -(-alignment // 4), 0, {}
+        aligned_elements, count, begins = -(-alignment // 4), 0, {}
         for name, shape in shapes.items():
             begins[name] = count
-            count += -(-prod(shape) // step) * step
+            count += -(-prod(shape) // aligned_elements) * aligned_elements
         target = empty((count,), "int32", device)
         source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
         if source is not target:
@@ -74,7 +76,7 @@ class SentIntegers:
         return {name: part_of(target, shape, "int32", 4 * begins[name]) for name, shape in shapes.items()}
 
     def send(self) -> None:
-        """Have the tensors show what `arrays` hold; work on CPUs that reads the old values must have ended."""
+        """Copy `arrays` to the tensors; work on CPUs that reads the old values must have ended."""
         for source, target in self._copies:
             copy_into(source, target)
 
@@ -85,21 +87,22 @@ _Integers: TypeAlias = "Sequence[int] | np.ndarray"
 
 
 class CompiledModel:
-    """A model that runs; called by one thread at a time.
+    """A model that runs; not thread-safe.
 
     Parameters
     ----------
     executable : Executable
-        Executable of a module that `from_gguf` made, with the pages donated.
+        Executable of a module of `from_gguf`, with the pages donated.
     description : ModelDescription
-        Facts that the module does not say of itself.
+        Facts that are not in the executable.
 
     Attributes
     ----------
     vocabulary, context, trained_context, slots, chunk : int
-        Logits of a token; most positions of a sequence; most sequences decoded at once; most tokens of a prefill call.
+        Number of logits of a token; maximum number of tokens of a sequence, of sequences, and of tokens of a prefill
+        call.
     decodes_like_prefill : bool
-        Whether both functions write the same bits of a token into the cache.
+        See `Model`.
     cache : KVCache
         Keys and values of all sequences.
     machine : VirtualMachine
@@ -113,8 +116,8 @@ class CompiledModel:
 
     def __init__(self, executable: Executable, description: ModelDescription) -> None:
         names = list(executable.metadata.signatures)
-        self._batches = _rows(names, "decode_")
-        self._chunks = _rows(names, "prefill_")
+        self._batches = _row_counts(names, "decode_")
+        self._chunks = _row_counts(names, "prefill_")
         if not self._batches or not self._chunks:
             raise BindingError(f"found functions {names}, expected decode_B and prefill_C as rh.from_gguf makes them")
         self.machine = VirtualMachine(executable)
@@ -123,12 +126,12 @@ class CompiledModel:
         self.trained_context = description.trained_context
         self.slots, self.chunk = description.slots, self._chunks[-1]
         self.decodes_like_prefill = description.decodes_like_prefill
-        self.cache = KVCache.of(executable, description)
-        self._integers: dict[str, SentIntegers] = {}
-        self._steps: dict[str, Callable[[], Any]] = {}
+        self.cache = KVCache.from_executable(executable, description)
+        self._integers: dict[str, IntegerInputs] = {}
+        self._prepared_calls: dict[str, Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
 
-    def prefill(self, slot: int, tokens: np.ndarray | Sequence[int], every: bool = False) -> np.ndarray:
+    def prefill(self, slot: int, tokens: np.ndarray | Sequence[int], all_logits: bool = False) -> np.ndarray:
         """Append tokens to a sequence.
 
         Parameters
@@ -137,8 +140,8 @@ class CompiledModel:
             Slot of the sequence.
         tokens : array of int, (count,)
             At most `chunk`.
-        every : bool
-            Whether to return the logits of all tokens, which a module with ``all_logits=True`` has.
+        all_logits : bool
+            Whether to return the logits of all tokens; the module must be made with ``all_logits=True``.
 
         Returns
         -------
@@ -160,7 +163,7 @@ class CompiledModel:
         self.cache.extend(slot, count)
         positions = first + np.minimum(np.arange(rows), count - 1)
         logits = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
-        if every:
+        if all_logits:
             return logits[:count]
         return logits[0 if len(logits) == 1 else count - 1]
 
@@ -182,39 +185,39 @@ class CompiledModel:
         Raises
         ------
         CacheError
-            If pages run out; then no sequence has got longer.
+            If pages run out; then no sequence has changed.
         """
         lengths = [self.cache.length(slot) for slot in slots]
         for index, slot in enumerate(slots):
             try:
                 self.cache.extend(slot, 1)
             except BaseException:
-                for done in range(index):
-                    self.cache.cut(slots[done], lengths[done])
+                for extended, length in zip(slots[:index], lengths, strict=False):
+                    self.cache.truncate(extended, length)
                 raise
-        parts = []
+        chunks = []
         max_batch = self._batches[-1]
         for first in range(0, len(slots), max_batch):
-            part = slice(first, min(first + max_batch, len(slots)))
-            count = part.stop - part.start
+            batch = slice(first, min(first + max_batch, len(slots)))
+            count = batch.stop - batch.start
             rows = next(rows for rows in self._batches if rows >= count)
-            positions = lengths[part] if count == rows else [*lengths[part], *[0] * (rows - count)]
-            logits = self._call(f"decode_{rows}", tokens[part], positions, slots[part], 0)[:count]
-            parts.append(logits if count == len(slots) else logits.copy())
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            positions = lengths[batch] if count == rows else [*lengths[batch], *[0] * (rows - count)]
+            logits = self._call(f"decode_{rows}", tokens[batch], positions, slots[batch], 0)[:count]
+            chunks.append(logits if count == len(slots) else logits.copy())
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
 
     def token_cost(self, cached: int = 512, profile: bool = False, rounds: int = 8) -> TokenCost:
-        """Cost of a decode step of the fewest texts, by parts; printing it gives a table.
+        """Cost of a decode step of the smallest batch, by parts of the model; it prints as a table.
 
         Parameters
         ----------
         cached : int
-            Tokens of each text that the cache holds; fewer where the context is shorter.
+            Cached tokens of each sequence; fewer where the context is shorter.
         profile : bool
-            Whether to measure times, which takes a free slot of the cache, and `rounds` steps three times. A command
-            buffer that is a CUDA graph is measured as a whole, so that its parts have no times of their own.
+            Whether to measure times, which takes a free slot of the cache, and three times `rounds` steps. Parts inside
+            of a CUDA graph get no times, since it is measured as a whole.
         rounds : int
-            Medians are taken of so many.
+            Number of measurements, whose median is returned.
 
         Raises
         ------
@@ -226,32 +229,32 @@ class CompiledModel:
         >>> model, _ = load("model.gguf")  # doctest: +SKIP
         >>> print(model.token_cost(profile=True))  # doctest: +SKIP
         """
-        about, described = self.executable.metadata, self.description
-        share = described.experts_used / described.experts if described.experts else 1.0
+        metadata, description = self.executable.metadata, self.description
+        expert_share = description.experts_used / description.experts if description.experts else 1.0
         cached = max(1, min(cached, self.context - 3 * rounds - 1))
-        names = device_names(about.devices)
-        found = token_cost(
-            about.regions,
-            about.kernels,
+        names = device_names(metadata.devices)
+        cost = token_cost(
+            metadata.regions,
+            metadata.kernels,
             names,
-            about.placement or (),
-            about.single_calls,
+            metadata.placement or (),
+            metadata.single_calls,
             cached,
-            ModelInfo(described.windows, share, described.vocabulary),
+            ModelInfo(description.windows, expert_share, description.vocabulary),
         )
-        if found is None:
-            raise BindingError(f"found no command buffer of decode_{self._batches[0]}, expected one to look at")
-        return self._timed(found, names, rounds) if profile else found
+        if cost is None:
+            raise BindingError(f"found no command buffer of decode_{self._batches[0]}, expected one")
+        return self._add_times(cost, names, rounds) if profile else cost
 
     def profile(self, cached: int = 512, rounds: int = 5) -> tuple[Profile, Profile]:
-        """The times of kernels of a decode step of the fewest texts, and of the largest prefill of a new text.
+        """Profile a decode step of the smallest batch, and the largest prefill of an empty sequence.
 
         Parameters
         ----------
         cached : int
-            Tokens that the cache holds of the text that is decoded; fewer where the context is shorter.
+            Cached tokens of the sequence that is decoded; fewer where the context is shorter.
         rounds : int
-            Each is measured so often; what is returned is the one in the middle, by its time.
+            Number of measurements; the one with the median time is returned.
 
         Raises
         ------
@@ -265,21 +268,23 @@ class CompiledModel:
         """
         chunk = min(self.chunk, self.context)
         cached = max(1, min(cached, self.context - rounds - 1))
-        with self._filled(chunk):
-            pass  # threads begin, memory comes
+        with self._temporary_sequence(chunk):
+            pass  # warm-up: threads start, memory is allocated
         prefills = []
         for _ in range(rounds):
-            with self._filled(0) as slot:
-                prefills.append(self._profiled(slot, f"prefill_{self.chunk}", chunk))
-        with self._filled(cached) as slot:
+            with self._temporary_sequence(0) as slot:
+                prefills.append(self._profile_call(slot, f"prefill_{self.chunk}", chunk))
+        with self._temporary_sequence(cached) as slot:
             self.decode([slot], [0])
-            steps = [self._profiled(slot, f"decode_{self._batches[0]}", 1) for _ in range(rounds)]
-        decode, prefill = (sorted(each, key=lambda one: one.microseconds)[rounds // 2] for each in (steps, prefills))
+            steps = [self._profile_call(slot, f"decode_{self._batches[0]}", 1) for _ in range(rounds)]
+        decode, prefill = (
+            sorted(each, key=lambda profile: profile.microseconds)[rounds // 2] for each in (steps, prefills)
+        )
         return decode, prefill
 
     @contextmanager
-    def _filled(self, count: int) -> Iterator[int]:
-        """A sequence of so many tokens."""
+    def _temporary_sequence(self, count: int) -> Iterator[int]:
+        """Context of a sequence of `count` tokens, which is freed at the end; gives its slot."""
         tokens = np.arange(count) % self.vocabulary
         slot = self.cache.add()
         try:
@@ -289,48 +294,48 @@ class CompiledModel:
         finally:
             self.cache.free(slot)
 
-    def _timed(self, cost: TokenCost, names: Sequence[str], rounds: int) -> TokenCost:
-        """With times, of one text."""
+    def _add_times(self, cost: TokenCost, names: Sequence[str], rounds: int) -> TokenCost:
+        """Add measured times of a batch of one."""
         decode = f"decode_{self._batches[0]}"
-        with self._filled(cost.cached) as slot:
-            self.decode([slot], [0])  # the first call is checked, later ones look like it
+        with self._temporary_sequence(cost.cached) as slot:
+            self.decode([slot], [0])  # warm-up: the first call also checks its arguments
             steps, inside = [], []
-            for _ in range(rounds):  # in turns, as other work on the machine comes and goes
+            for _ in range(rounds):  # interleaved, so that other load on the machine affects both alike
                 begin = time.perf_counter()
                 self.decode([slot], [0])
                 steps.append(time.perf_counter() - begin)
-                with self.machine.clock_buffers() as clock:  # a clock makes what is outside of kernels slower
+                with self.machine.clock_buffers() as clock:  # slows down the work outside of kernels
                     self.decode([slot], [0])
                 inside.append(clock.seconds)
-            each = [self._profiled(slot, decode, 1) for _ in range(rounds)]
+            profiles = [self._profile_call(slot, decode, 1) for _ in range(rounds)]
         step = StepTime(float(np.median(steps)), float(np.median(inside)))
-        about = self.executable.metadata
-        times = [times_of(profile, about.regions, about.kernels, names) for profile in each]
-        seconds = {key: float(np.median([found[key] for found in times if key in found])) for key in times[0]}
+        metadata = self.executable.metadata
+        times = [times_of(profile, metadata.regions, metadata.kernels, names) for profile in profiles]
+        seconds = {key: float(np.median([each[key] for each in times if key in each])) for key in times[0]}
         return with_times(cost, seconds, step)
 
-    def _profiled(self, slot: int, function: str, count: int) -> Profile:
-        """A function under a profile; its rows count as so many tokens of the sequence."""
+    def _profile_call(self, slot: int, function: str, count: int) -> Profile:
+        """Profile a function that appends `count` tokens to a sequence."""
         rows, first = int(function.rpartition("_")[2]), self.cache.length(slot)
         self.cache.extend(slot, count)
         positions = first + np.minimum(np.arange(rows), count - 1)
-        given = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
+        arguments = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
         pages = self.cache.take()
         try:
-            return self.machine.profile(function, *given, *pages)
+            return self.machine.profile(function, *arguments, *pages)
         finally:
             self.cache.release(pages)
 
     def _inputs(
         self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int
     ) -> list[runtime.Tensor]:
-        """The arguments of a function before the pages; rows beyond those of `slots` belong to no sequence."""
+        """Arguments of a function except for the pages; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
         if integers is None:
-            every = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
-            inputs = [spec for spec in every if not spec.name.startswith("pages_")]
+            tensors = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
+            inputs = [spec for spec in tensors if not spec.name.startswith("pages_")]
             alignment = self.executable.metadata.alignment
-            integers = self._integers[name] = SentIntegers(inputs, self.machine.devices, alignment)
+            integers = self._integers[name] = IntegerInputs(inputs, self.machine.devices, alignment)
         arrays, count = integers.arrays, len(slots)
         arrays["tokens"][:count], arrays["tokens"][count:] = tokens, 0
         arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
@@ -344,36 +349,36 @@ class CompiledModel:
         return integers.tensors
 
     def _call(self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int) -> np.ndarray:
-        """Logits of a function's rows; overwritten by its next call where they come from a GPU."""
-        given, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
+        """Call a function; logits of a GPU are overwritten by its next call."""
+        arguments, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
         try:
-            if name not in self._steps:
-                logits, *written = self.machine[name](*given, *pages)
-                if [one.data_ptr() for one in written] == [one.data_ptr() for one in pages]:
-                    # Arguments are the same tensors from now on.
-                    self._steps[name] = self.machine.prepare(name, [*given, *pages], result_index=0)
+            if name not in self._prepared_calls:
+                logits, *new_pages = self.machine[name](*arguments, *pages)
+                if [page.data_ptr() for page in new_pages] == [page.data_ptr() for page in pages]:
+                    # Pages were written in place: later calls have the same arguments.
+                    self._prepared_calls[name] = self.machine.prepare(name, [*arguments, *pages], result_index=0)
                 else:
-                    self._steps.clear()
-                    pages = written
+                    self._prepared_calls.clear()
+                    pages = new_pages
             else:
-                logits = self._steps[name]()
+                logits = self._prepared_calls[name]()
         finally:
-            self.cache.release(pages)  # a call that failed wrote into them at most behind the sequences' ends
-        return self._on_host(name, logits)
+            self.cache.release(pages)  # a call that failed has written at most after the ends of sequences
+        return self._to_host(name, logits)
 
-    def _on_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:
-        """Logits in memory of a CPU: where they are, or in memory that is kept for those of a function."""
+    def _to_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:
+        """Logits as a numpy array: the same memory on a CPU, else a copy in a buffer that the function reuses."""
         if is_host(logits.device):
             return np.from_dlpack(logits)
-        kept = self._logits.get(name)
-        if kept is None:
+        buffer = self._logits.get(name)
+        if buffer is None:
             shape, dtype, host = tuple(map(int, logits.shape)), str(logits.dtype), runtime.device("cpu", 0)
             pinned = receive_buffer(logits, host)
             tensor = empty(shape, dtype, host) if pinned is None else pinned
-            kept = self._logits[name] = tensor, np.from_dlpack(tensor)
-        copy_into(logits, kept[0])
-        return kept[1]
+            buffer = self._logits[name] = tensor, np.from_dlpack(tensor)
+        copy_into(logits, buffer[0])
+        return buffer[1]
 
 
-def _rows(names: Sequence[str], prefix: str) -> list[int]:
+def _row_counts(names: Sequence[str], prefix: str) -> list[int]:
     return sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))

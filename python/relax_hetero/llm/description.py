@@ -1,4 +1,4 @@
-"""Facts that a language model's executable does not say of itself: sizes, windows, tokens that end a text."""
+"""Facts about a language model that are not in its executable: sizes, windows, context length."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Facts that the engine and the cache need; plain data, kept in a file beside an exported executable.
+    """Facts that the engine and the cache need, saved as JSON next to an exported executable.
 
     Attributes
     ----------
     name : str
-        Name of the model, as its file has it.
+        Name of the model in its file.
     vocabulary, context, slots : int
         Number of tokens; maximum length of a sequence in tokens; maximum number of sequences in the cache.
     kv_heads, size : int
-        Number of heads of keys and values, and the numbers of one.
+        Number of key-value heads, and elements of one.
     windows : tuple of int
-        Positions that each layer sees; 0: all.
+        Number of latest positions that each layer sees; 0: all.
     page_type : str
         Element type of the cache.
     experts, experts_used : int
-        0 for a model without.
+        Number of experts and of experts per token; 0 for a dense model.
     trained_context : int
-        Positions that the model was trained for; 0 where that is not known.
+        Context length of training; 0 if unknown.
     decodes_like_prefill : bool
         See `Model`.
     """
@@ -44,7 +44,7 @@ class ModelDescription:
 
 
 def context_warning(context: int, trained_context: int) -> str | None:
-    """A warning that texts may be longer than those that a model was trained for; None if they may not."""
+    """Warning that the context is longer than the model was trained for; None if it is not."""
     if not 0 < trained_context < context:
         return None
     return (

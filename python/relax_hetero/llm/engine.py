@@ -1,4 +1,4 @@
-"""`rh.llm.Engine`: requests that come while others run, over one model."""
+"""`rh.llm.Engine`: continuous batching of requests over one model."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ from .request import Request
 from .scheduler import Load, Scheduler
 from .sequence import Sequence
 
-# Statistics of an engine, for people and for monitors.
-
-# Seconds over which speeds are means.
-WINDOW_SECONDS = 10.0
+SPEED_WINDOW_SECONDS = 10.0
+"""Seconds over which `Statistics.tokens_per_second` is averaged."""
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's error code for prompts that do not fit into the context."""
+_MAX_TTFT_SAMPLES = 100
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """A look at an engine.
+    """Statistics of an engine.
 
     Attributes
     ----------
     waiting, running : int
-        Requests without and with a slot.
+        Number of requests without and with a slot.
     finished : dict of str to int
-        Requests that ended, by reason.
+        Number of requests that have ended, by reason.
     prompt_tokens : int
         Tokens that were prefilled.
     reused_tokens : int
-        Tokens of prompts that were in the cache already.
+        Tokens of prompts that were in the cache already (prefix cache hits).
     tokens : int
-        Tokens that were written.
+        Tokens that were generated.
     preempted : int
-        How often a request gave its pages to an older one.
+        Number of preemptions, in which a request gives its pages to an older one.
     cached_tokens : int
         Tokens in the cache now.
     tokens_per_second : float
-        Written, over the last ten seconds.
+        Generated tokens, over the last `SPEED_WINDOW_SECONDS`.
     ttft_seconds : float
-        The mean of the last hundred requests that got one; 0 before there is any.
+        Mean time to first token of the last hundred requests; 0 before the first.
     """
 
     waiting: int
@@ -65,56 +66,50 @@ class Statistics:
 
 
 class Speed:
-    """Tokens per second over the last seconds.
+    """Generated tokens per second over the last `SPEED_WINDOW_SECONDS`.
 
     Parameters
     ----------
     clock : callable
-        Seconds.
+        Function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: deque[tuple[float, int]] = deque([(clock(), 0)])
+        self._points: deque[tuple[float, int]] = deque([(clock(), 0)])
 
-    def see(self, total: int) -> None:
-        """So many tokens were written in all by now."""
+    def update(self, total: int) -> None:
+        """Record the total number of tokens so far."""
         now = self._clock()
-        if now - self._seen[-1][0] < WINDOW_SECONDS / 100:  # a hundred points are enough
+        if now - self._points[-1][0] < SPEED_WINDOW_SECONDS / 100:  # a hundred points are enough
             return
-        self._seen.append((now, total))
-        while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW_SECONDS:
-            self._seen.popleft()
+        self._points.append((now, total))
+        while len(self._points) > 2 and now - self._points[1][0] >= SPEED_WINDOW_SECONDS:
+            self._points.popleft()
 
     def mean(self, total: int) -> float:
-        """Tokens per second, if `total` are written by now."""
-        seen, now = list(self._seen), self._clock()
-        begin, before = next((point for point in reversed(seen) if now - point[0] >= WINDOW_SECONDS), seen[0])
+        """Tokens per second, given the total number of tokens so far."""
+        points, now = list(self._points), self._clock()
+        begin, before = next((point for point in reversed(points) if now - point[0] >= SPEED_WINDOW_SECONDS), points[0])
         return (total - before) / (now - begin) if now > begin else 0.0
 
 
-TOO_LONG = "context_length_exceeded"
-"""The code of errors about prompts that do not fit."""
-# Requests whose time to the first token is remembered.
-_MAX_TIMES = 100
-
-
 class Engine:
-    """Writes texts for many callers at once.
+    """Generates texts for many callers at once.
 
-    A thread works in steps: one request at most gets a chunk of its prompt into the cache, and all others get a token
-    (`Scheduler` says what happens when the cache is full). All methods may be called by any thread.
+    A thread works in steps: each prefills a chunk of at most one prompt, and decodes one token of all running requests
+    (see `Scheduler`). All methods are thread-safe.
 
     Parameters
     ----------
     model : Model
-        `Model`, used by this engine alone.
+        Model, used by this engine only.
     tokenizer : TokenizerProtocol
-        `TokenizerProtocol`, such as a `Tokenizer`.
+        Tokenizer of the model, such as a `Tokenizer`.
     max_waiting : int
-        Requests that may wait for a slot.
+        Maximum number of requests that wait for a slot.
     prefixes : int
-        How many sequences of finished requests are kept for requests that begin alike; 0 for none.
+        Maximum number of finished sequences in the prefix cache; 0 turns it off.
 
     Examples
     --------
@@ -136,42 +131,42 @@ class Engine:
         self._inbox: deque[Sequence] = deque()
         self._arrivals = 0
         self._load = Load()
-        self._first_tokens: deque[float] = deque(maxlen=_MAX_TIMES)
-        self._unanswered: list[Request] = []
-        self._has_changes = False
+        self._ttft_seconds: deque[float] = deque(maxlen=_MAX_TTFT_SAMPLES)
+        self._without_token: list[Request] = []
+        self._notified = False
         self._closed = False
         self._fault: HeteroError | None = None
-        self._thread = threading.Thread(target=self._work, name="relax_hetero.llm.Engine", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="relax_hetero.llm.Engine", daemon=True)
         self._thread.start()
 
     def submit(self, prompt: str | Tokens[int], params: SamplingParams | None = None) -> Request:
-        """Ask for a text.
+        """Submit a request; returns at once.
 
         Parameters
         ----------
         prompt : str or Tokens of int
-            A text, or tokens.
+            Text or tokens.
         params : SamplingParams, optional
-            How it goes on and ends.
+            Sampling parameters and stop conditions.
 
         Returns
         -------
         Request
-            Gives the text as it grows; returns at once.
+            Handle that streams the text.
 
         Raises
         ------
         RequestError
-            If the prompt is empty, longer than the model's context, or has a token that the model lacks; or if the
-            parameters name such a token.
+            If the prompt is empty, longer than the model's context, or the prompt or the parameters have a token that
+            is not in the vocabulary.
         EngineFullError
-            If too many requests wait already.
+            If too many requests are waiting.
         EngineClosedError
-            If the engine was closed.
+            If the engine is closed.
         """
         params = params or SamplingParams()
         params.check_tokens(self.model.vocabulary)
-        tokens = self.tokens_of(prompt) if isinstance(prompt, str) else _tokens(prompt)
+        tokens = self.tokens_of(prompt) if isinstance(prompt, str) else _parse_tokens(prompt)
         self.check_prompt(tokens)
         request = Request(tuple(tokens), params, self._wake)
         with self._changed:
@@ -186,7 +181,7 @@ class Engine:
         return request
 
     def tokens_of(self, text: str) -> list[int]:
-        """The tokens of a prompt.
+        """Encode a prompt.
 
         Parameters
         ----------
@@ -196,26 +191,25 @@ class Engine:
         Raises
         ------
         RequestError
-            If it has half of a pair of surrogates, which is no character; or if it is so long that it has more tokens
-            than the context, which needs no look at them.
+            If it has a lone surrogate, or is so long that it cannot fit into the context.
         """
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
             wrong = text[error.start]
-            raise RequestError(f"prompt: found {wrong!r}, which is no character, expected text of Unicode") from error
+            raise RequestError(f"prompt: found {wrong!r}, which is not a character, expected Unicode text") from error
         self.check_length(text, size)
         return self.tokenizer.encode(text)
 
     def check_length(self, text: str, size: int | None = None) -> None:
-        """RequestError if a text of `size` bytes has more tokens than the context, which needs no look at them.
+        """Raise RequestError if a text has too many bytes for the context, whatever its tokens are.
 
         Parameters
         ----------
         text : str
             Prompt.
         size : int, optional
-            Size in bytes where the caller knows it.
+            Size in bytes, if the caller knows it.
         """
         size = len(text.encode("utf-8", "surrogatepass")) if size is None else size
         token_bytes = getattr(self.tokenizer, "max_token_bytes", None)
@@ -227,7 +221,7 @@ class Engine:
             )
 
     def check_prompt(self, tokens: Tokens[int]) -> None:
-        """RequestError if a prompt's tokens are none that the model can go on with.
+        """Raise RequestError if a prompt is empty, too long, or has tokens that are not in the vocabulary.
 
         Parameters
         ----------
@@ -247,8 +241,8 @@ class Engine:
             raise RequestError(f"prompt: found token {wrong}, expected 0 to {self.model.vocabulary - 1}")
 
     def statistics(self) -> Statistics:
-        """Statistics of the engine so far, and its present load."""
-        counts, first = self._scheduler.counts, list(self._first_tokens)
+        """Return counts since the start, and the current load."""
+        counts, ttft = self._scheduler.counts, list(self._ttft_seconds)
         with self._changed:
             inbox, load = len(self._inbox), self._load
         return Statistics(
@@ -261,16 +255,16 @@ class Engine:
             preempted=counts.preempted,
             cached_tokens=load.cached_tokens,
             tokens_per_second=self._speed.mean(counts.tokens),
-            ttft_seconds=sum(first) / len(first) if first else 0.0,
+            ttft_seconds=sum(ttft) / len(ttft) if ttft else 0.0,
         )
 
     @property
     def healthy(self) -> bool:
-        """True if requests are taken."""
+        """True if the engine accepts requests."""
         return not self._closed and self._thread.is_alive()
 
     def close(self) -> None:
-        """End all requests as cancelled, and the thread; nothing if that was done before."""
+        """Cancel all requests and end the thread; calling it again does nothing."""
         with self._changed:
             self._closed = True
             self._notify_thread()
@@ -290,61 +284,61 @@ class Engine:
             self._notify_thread()
 
     def _notify_thread(self) -> None:
-        self._has_changes = True
+        self._notified = True
         self._changed.notify_all()
 
-    def _work(self) -> None:
-        """Work of the thread."""
+    def _run_loop(self) -> None:
+        """Main function of the thread."""
         try:
-            while self._take_changes():
+            while self._take_arrivals():
                 while self._scheduler.step():
-                    self._update_load()
-                    if not self._take_changes(wait=False):
+                    self._update_statistics()
+                    if not self._take_arrivals(wait=False):
                         break
-                self._update_load()
+                self._update_statistics()
             self._end_all(None)
-        except BaseException as error:  # a defect: nobody may wait for it forever
+        except BaseException as error:  # a defect: no caller may wait for it forever
             fault = EngineClosedError(f"the engine ended by {type(error).__name__}: {error}")
             fault.__cause__ = error
             self._end_all(fault)
 
-    def _take_changes(self, wait: bool = True) -> bool:
-        """Take the requests that came; False if the engine was closed."""
+    def _take_arrivals(self, wait: bool = True) -> bool:
+        """Hand new requests to the scheduler; False if the engine was closed."""
         with self._changed:
             self._load = self._scheduler.load()
             if wait:
-                self._changed.wait_for(lambda: self._has_changes or self._closed)
-            self._has_changes = False
+                self._changed.wait_for(lambda: self._notified or self._closed)
+            self._notified = False
             while self._inbox:
                 sequence = self._inbox.popleft()
                 self._scheduler.add(sequence)
-                self._unanswered.append(sequence.request)
+                self._without_token.append(sequence.request)
             self._load = self._scheduler.load()
             return not self._closed
 
-    def _update_load(self) -> None:
-        """Remember how fast it goes."""
-        self._speed.see(self._scheduler.counts.tokens)
-        answered = [request for request in self._unanswered if request.times.first_token or request.finish_reason]
-        if answered:
-            self._unanswered = [request for request in self._unanswered if request not in answered]
-            times = (request.times for request in answered)
-            self._first_tokens.extend(at.first_token - at.submitted for at in times if at.first_token)
+    def _update_statistics(self) -> None:
+        """Record speed and times to first token."""
+        self._speed.update(self._scheduler.counts.tokens)
+        started = [request for request in self._without_token if request.times.first_token or request.finish_reason]
+        if started:
+            self._without_token = [request for request in self._without_token if request not in started]
+            times = (request.times for request in started)
+            self._ttft_seconds.extend(each.first_token - each.submitted for each in times if each.first_token)
 
     def _end_all(self, fault: HeteroError | None) -> None:
         with self._changed:
             self._closed, self._fault = True, fault
-            left = list(self._inbox)
+            waiting = list(self._inbox)
             self._inbox.clear()
         reason, error = ("cancelled", None) if fault is None else ("error", fault)
-        for sequence in left:
+        for sequence in waiting:
             sequence.finish(reason, error)  # type: ignore[arg-type]
         self._scheduler.end_all(reason, error)  # type: ignore[arg-type]
         self._load = self._scheduler.load()
 
 
-def _tokens(prompt: Any) -> list[int]:
-    """A prompt of numbers; RequestError if it is none."""
+def _parse_tokens(prompt: Any) -> list[int]:
+    """Tokens of a prompt that is given as numbers."""
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:

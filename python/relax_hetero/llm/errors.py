@@ -1,4 +1,4 @@
-"""Errors between a language model and those who ask it."""
+"""Errors of the engine, tokenizers and chat templates."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from ..errors import HeteroError
 
 
 class RequestError(HeteroError):
-    """A request that the engine cannot take as it is; says what was found and what was expected.
+    """A request that the engine rejects.
 
     Attributes
     ----------
     code : str or None
-        The name that the OpenAI endpoints have for it; None for most.
+        OpenAI's error code; None for most.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:
@@ -20,7 +20,7 @@ class RequestError(HeteroError):
 
 
 class EngineFullError(HeteroError):
-    """More requests wait than the engine's queue holds; trying again later may help."""
+    """The engine's queue is full; retrying later may help."""
 
 
 class EngineClosedError(HeteroError):
@@ -28,4 +28,4 @@ class EngineClosedError(HeteroError):
 
 
 class TokenizerError(HeteroError):
-    """A tokenizer or a chat template that a file does not describe, or not in a form that is known."""
+    """A tokenizer or a chat template that is missing, invalid or of an unknown form."""

@@ -1,4 +1,4 @@
-"""Interfaces that the engine asks of a language model, of its cache and of its tokenizer."""
+"""Interfaces of language models, caches and tokenizers that the engine uses."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 
 
 class Cache(Protocol):
-    """The keys and values of several sequences, each in a slot.
+    """Keys and values of several sequences, each in a slot.
 
-    A method that runs out of slots or of pages raises `CacheError` and leaves the slots that it was given as they
-    were, or such that `cut` to the length that they had brings that back.
+    A method that runs out of slots or pages raises `CacheError` and leaves its slots unchanged, or so that `truncate`
+    to their previous length restores them.
     """
 
     def add(self) -> int:
-        """An empty sequence's slot."""
+        """Add an empty sequence and return its slot."""
 
     def extend(self, slot: int, count: int) -> None:
-        """Make room for `count` more tokens.
+        """Allocate space for `count` more tokens.
 
         Parameters
         ----------
@@ -30,7 +30,7 @@ class Cache(Protocol):
         """
 
     def fork(self, slot: int) -> int:
-        """The slot of a new sequence with the same tokens, which share their pages.
+        """Add a sequence with the same tokens, which shares the pages, and return its slot.
 
         Parameters
         ----------
@@ -38,21 +38,21 @@ class Cache(Protocol):
             Slot of the sequence to share.
         """
 
-    def cut(self, slot: int, length: int) -> None:
-        """Forget the tokens behind the first `length`.
+    def truncate(self, slot: int, length: int) -> None:
+        """Remove the tokens after the first `length`.
 
-        Raises `CacheError` where keys that a window needs at that length were given back already.
+        Raises `CacheError` if the window would need pages that were freed.
 
         Parameters
         ----------
         slot : int
             Slot of the sequence.
         length : int
-            Number of tokens that stay.
+            Number of tokens to keep.
         """
 
     def free(self, slot: int) -> None:
-        """Forget a sequence.
+        """Remove a sequence.
 
         Parameters
         ----------
@@ -61,7 +61,7 @@ class Cache(Protocol):
         """
 
     def length(self, slot: int) -> int:
-        """How many tokens a sequence has.
+        """Return the number of tokens of a sequence.
 
         Parameters
         ----------
@@ -71,25 +71,25 @@ class Cache(Protocol):
 
 
 class Model(Protocol):
-    """A language model with its cache, called by one thread at a time.
+    """A language model with its cache; not thread-safe.
 
     Attributes
     ----------
     vocabulary : int
-        Logits of a token.
+        Number of logits of a token.
     context : int
-        The most positions of a sequence.
+        Maximum number of tokens of a sequence.
     trained_context : int
-        Positions that the model was trained for; 0 where that is not known.
+        Context length of training; 0 if unknown.
     slots : int
-        The most sequences that are decoded at once.
+        Maximum number of sequences that are decoded at once.
     chunk : int
-        The most tokens of one call of `prefill`.
+        Maximum number of tokens of one call of `prefill`.
     decodes_like_prefill : bool
-        True if `decode` writes the same bits of a token into the cache as `prefill`. If not, only tokens of prompts are
-        shared among requests, and a request that waited again has its text decoded again.
+        Whether `decode` writes the same bits into the cache as `prefill`. If not, only tokens of prompts are shared
+        among requests, and a preempted request decodes its text again.
     cache : Cache
-        Where `prefill` and `decode` append; both extend it themselves.
+        Cache that `prefill` and `decode` extend.
     """
 
     @property
@@ -126,7 +126,7 @@ class Model(Protocol):
         Returns
         -------
         np.ndarray
-            Logits behind the last of them, (vocabulary,) float32; may be overwritten by the next call.
+            Logits of the last token, (vocabulary,) float32; may be overwritten by the next call.
 
         Raises
         ------
@@ -147,7 +147,7 @@ class Model(Protocol):
         Returns
         -------
         np.ndarray
-            Logits behind each, (len(slots), vocabulary) float32; may be overwritten by the next call.
+            Logits of each token, (len(slots), vocabulary) float32; may be overwritten by the next call.
 
         Raises
         ------
@@ -158,40 +158,39 @@ class Model(Protocol):
 
 @runtime_checkable
 class TokenizerProtocol(Protocol):
-    """Text as tokens and back; `Tokenizer` is the one that files describe.
+    """Tokenizer as the engine uses it; `Tokenizer` and `JsonTokenizer` are made from files.
 
-    Two more attributes are optional. With `longest`, the maximum number of bytes of a text that one token stands for
-    (None where that is not known), prompts that cannot fit are refused before they are encoded. With `control_names`,
-    the names of its control tokens, `encode` is given a `Prompt` that marks those names that users wrote, which it
-    encodes as text.
+    Two more attributes are optional. With `max_token_bytes`, the maximum number of bytes of one token (None if
+    unknown), prompts that cannot fit are rejected before they are encoded. With `control_names`, the names of control
+    tokens, `encode` gets a `Prompt` that marks names that users wrote, which it must encode as text.
 
     Attributes
     ----------
     stop_ids : frozenset of int
-        Tokens that end a text, such as the one for the end of a turn.
+        Tokens that end a text, such as the end of a turn.
     """
 
     @property
     def stop_ids(self) -> frozenset[int]: ...  # noqa: D102
 
     def encode(self, text: str, *, special: bool = True, begin: bool = True) -> list[int]:
-        """The tokens of a text.
+        """Encode a text.
 
         Parameters
         ----------
         text : str
-            Any text of Unicode.
+            Unicode text.
         special : bool
-            Whether names of control tokens in the text stand for these tokens.
+            Whether names of control tokens in the text become these tokens.
         begin : bool
-            Whether the model's token for the begin of a text comes first, where it wants one.
+            Whether to add the token for the begin of a text that the model expects.
         """
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for control tokens.
+        """Bytes that a token adds to a text; empty for control tokens.
 
         Parameters
         ----------
         token : int
-            Number of the token.
+            Token id.
         """

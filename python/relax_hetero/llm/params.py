@@ -1,4 +1,4 @@
-"""How a request's tokens are chosen and when it ends."""
+"""`rh.llm.SamplingParams`: sampling parameters and stop conditions of a request."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from typing import Any
 from .errors import RequestError
 
 MAX_LOGPROBS = 20
-"""As many alternatives as the OpenAI endpoints give for a token."""
+"""Limit of OpenAI's ``top_logprobs``."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
-"""Characters of a stop string; as much text may be held back while it may be the begin of one."""
+"""Maximum length of a stop string, and so of the text that a stream holds back because it may begin one."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen and when it ends.
+    """Sampling parameters and stop conditions of a request.
 
-    The steps, in this order, are those of vLLM: `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`.
+    Logits are processed in vLLM's order: `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`.
 
     Attributes
     ----------
     temperature : float
-        Logits are divided by it; 0 takes the largest one (greedy), whatever the filters below say.
+        Divisor of logits; 0 takes the largest one (greedy), whatever the filters below are.
     top_k : int
-        Only the k largest logits stay; 0 for all of them. Equal ones at the border all stay.
+        Number of largest logits to keep, plus ties; 0 keeps all.
     top_p : float
-        Only the most probable tokens stay whose probabilities reach this sum, 0 (only one) to 1 (all).
+        Sum of probabilities of the most probable tokens to keep, 0 (one token) to 1 (all).
     min_p : float
-        Only tokens stay that are at least this fraction as probable as the most probable one, 0 to 1.
+        Minimum probability of tokens to keep, as a fraction of the largest one, 0 to 1.
     repetition_penalty : float
-        Positive logits of tokens in the prompt or text so far are divided by it, negative ones multiplied; 1 for none.
+        Divisor of positive logits, and factor of negative ones, of tokens in the prompt or the text so far; 1 for none.
     frequency_penalty : float
-        Taken off a token's logit for each time that it is in the text so far; -2 to 2.
+        Amount subtracted from a token's logit for each occurrence in the text so far; -2 to 2.
     presence_penalty : float
-        Taken off a token's logit if it is in the text so far; -2 to 2.
+        Amount subtracted from a token's logit if it occurs in the text so far; -2 to 2.
     logit_bias : mapping of int to float
-        Added to logits, by token; -100 to 100.
+        Amounts added to logits, by token; -100 to 100.
     seed : int or None
-        Seed of the request's own random numbers, so that other requests have no part in them; None for a fresh one.
+        Seed of the request's own random generator, which other requests do not affect; None for a random one.
     stop : tuple of str
         Strings that end the text; the text is cut before them.
     stop_token_ids : tuple of int
-        Tokens that end the text, beside those of the tokenizer.
+        Tokens that end the text, besides those of the tokenizer.
     ignore_eos : bool
-        Whether the tokenizer's tokens for an end do not end the text.
+        Whether the tokenizer's stop tokens do not end the text.
     max_tokens : int or None
-        The most tokens of the text; None for as many as fit into the context.
+        Maximum number of tokens of the text; None for as many as fit into the context.
     logprobs : int or None
-        How many of the most probable tokens are told with each token, by the model's own distribution before any of the
-        steps above; 0 tells the chosen token's only, None nothing.
+        Number of most probable tokens to return with each token, by the distribution before all steps above; 0 for the
+        chosen token only, None for nothing.
 
     Raises
     ------
     RequestError
-        Where a value is outside of its range; names it.
+        If a value is out of range.
     """
 
     temperature: float = 1.0
@@ -100,16 +100,16 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if the largest logit is taken; smaller temperatures would leave nothing else, either."""
+        """True if the largest logit is taken; also for temperatures so small that no other can be."""
         return self.temperature < 1e-5
 
     @property
     def penalizes(self) -> bool:
-        """True if tokens that were seen before have other logits."""
+        """True if there is a penalty for tokens of the prompt or the text so far."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def check_tokens(self, vocabulary: int) -> None:
-        """RequestError if a token is none of the model's.
+        """Raise RequestError if a token id is not below `vocabulary`.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""A request to the engine, as its caller sees it."""
+"""`rh.llm.Request`: the handle of a request, which streams its text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens that a request took.
+    """Numbers of tokens of a request.
 
     Attributes
     ----------
     prompt_tokens, completion_tokens : int
-        How many.
+        Tokens of the prompt and of the text.
     cached_tokens : int
-        Those of the prompt whose keys and values were in the cache already.
+        Tokens of the prompt that were in the cache already.
     """
 
     prompt_tokens: int
@@ -35,13 +35,13 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """All of them."""
+        """Tokens of prompt and text."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass
 class Times:
-    """When things happened to a request, in seconds of `time.monotonic`; 0 for what has not happened yet."""
+    """Times of a request's events, in seconds of `time.monotonic`; 0 for events that have not happened."""
 
     submitted: float = 0.0
     first_token: float = 0.0
@@ -49,26 +49,26 @@ class Times:
 
 
 class Request:
-    """A text that a model writes.
+    """A text that a model generates.
 
-    Iterating over it, by ``for`` or by ``async for``, gives the `Delta` objects of the text as it grows, and raises
-    what went wrong at the end, if anything did. Each delta is given once, so that one reader gets the whole text.
+    Iterating over it (``for`` or ``async for``) streams the `Delta` objects of the text, and raises the request's error
+    at the end if there is one. Each delta is streamed once: only a single reader gets the whole text.
 
     Parameters
     ----------
     prompt, params
-        As attributes.
+        See the attributes.
     on_cancel : callable
-        Function that `cancel` calls.
+        Called by `cancel`.
 
     Attributes
     ----------
     prompt : tuple of int
-        Its tokens.
+        Tokens of the prompt.
     params : SamplingParams
-        As submitted.
+        Sampling parameters.
     times : Times
-        When it was submitted, told its first token and finished.
+        Times of submission, first token and end.
     """
 
     def __init__(self, prompt: tuple[int, ...], params: SamplingParams, on_cancel: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class Request:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the text ended, None while it grows.
+        """Reason of the end of the text; None while it grows.
 
         ``stop`` for a stop string or token, ``length`` for `max_tokens` or the model's context, ``cancelled``, or
         ``error``.
@@ -94,32 +94,32 @@ class Request:
 
     @property
     def error(self) -> HeteroError | None:
-        """Error of the request, if there was one."""
+        """Error of the request, if there is one."""
         return self._error
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Numbers of tokens so far."""
         return Usage(len(self.prompt), self._tokens, self._cached)
 
     @property
     def cancelled(self) -> bool:
-        """True if somebody cancelled it; the engine may not have noticed yet."""
+        """True once `cancel` was called; the engine may not have seen it yet."""
         return self._cancelled
 
     def cancel(self) -> None:
-        """End the text here; nothing if it ended already. Any thread may call this."""
+        """End the text, if it has not ended. Thread-safe."""
         if not self._cancelled:
             self._cancelled = True
             self._on_cancel()
 
     def result(self, timeout: float | None = None) -> str:
-        """The rest of the text, once it has ended.
+        """Wait for the end, and return the text that was not streamed yet.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait at most; TimeoutError after them, and the request goes on.
+            Maximum number of seconds to wait; TimeoutError after that, while the request goes on.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._reason is not None, timeout):
@@ -134,7 +134,7 @@ class Request:
                     break
                 delta = self._deltas.popleft()
             yield delta
-        self._raise()
+        self._raise_error()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         loop, wake = asyncio.get_running_loop(), asyncio.Event()
@@ -151,45 +151,45 @@ class Request:
                 break
             if not deltas:
                 await wake.wait()
-        self._raise()
+        self._raise_error()
 
-    # What follows is called by the engine.
+    # The engine calls the methods below.
 
     def append(self, delta: Delta) -> None:
-        """Hand a part of the text to the reader.
+        """Append to the text.
 
         Parameters
         ----------
         delta : Delta
-            Next part of the text.
+            Growth of the text.
         """
         with self._changed:
             self._deltas.append(delta)
             self._wake()
 
-    def count(self, tokens: int, cached: int) -> None:
-        """Take over how many tokens the text has, and how many of the prompt were in the cache.
+    def update_usage(self, tokens: int, cached: int) -> None:
+        """Set the numbers of tokens so far.
 
         Parameters
         ----------
         tokens : int
             Number of tokens of the text.
         cached : int
-            Number of tokens of the prompt that the cache had.
+            Number of tokens of the prompt that were in the cache.
         """
         if tokens and not self._tokens:
             self.times.first_token = time.monotonic()
         self._tokens, self._cached = tokens, cached
 
-    def end(self, reason: FinishReason, error: HeteroError | None = None) -> None:
-        """Nothing more comes.
+    def finish(self, reason: FinishReason, error: HeteroError | None = None) -> None:
+        """End the text.
 
         Parameters
         ----------
         reason : FinishReason
-            Reason for which the text ends.
+            Reason of the end.
         error : HeteroError, optional
-            Error that `result` raises.
+            Error that readers get.
         """
         with self._changed:
             if self._reason is None:
@@ -205,6 +205,6 @@ class Request:
             except RuntimeError:  # the reader's event loop was closed, and the reader with it
                 self._reader = None
 
-    def _raise(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error

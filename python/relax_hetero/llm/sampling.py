@@ -1,7 +1,7 @@
-"""The choice of a token from logits.
+"""Sampling of tokens from logits.
 
-A vocabulary has some 10^5 tokens, of which a handful is probable. Nothing here sorts all of them: candidates are those
-above a bound that the maxima of blocks give, and only they are ordered.
+A vocabulary has some 10^5 tokens, of which a handful are probable. Nothing here sorts all of them: maxima of blocks
+give a lower bound of the k-th largest logit, and only candidates above it are sorted.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy as np
 from ..errors import HeteroError
 from .params import SamplingParams
 
-# Logits of a block whose maximum is taken.
 _BLOCK = 256
-# Tokens that are ordered first for `top_p`, and how many times more if they do not reach its sum.
-_FIRST, _MORE = 256, 8
+"""Logits per block."""
+_TOP_P_CANDIDATES, _TOP_P_GROWTH = 256, 8
+"""Number of tokens that `top_p` sorts first, and the factor by which it grows until they reach the sum."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, the logarithm of its probability, and the most probable tokens in its place, in their order.
+    """A token, the logarithm of its probability, and the most probable tokens at its position.
 
     Attributes
     ----------
     token : int
-        Number of the token.
+        Token id.
     logprob : float
         Natural logarithm of its probability.
     top : tuple of (int, float)
-        Most probable tokens with their logarithms, most probable first.
+        Most probable tokens with their log-probabilities, most probable first.
     """
 
     token: int
@@ -41,71 +41,70 @@ class TokenLogprob:
 
 
 class History:
-    """Which tokens a prompt and the text so far hold, and how often.
+    """Tokens that occur in the prompt and the text so far, for penalties.
 
     Parameters
     ----------
     prompt : iterable of int
-        Tokens of the prompt, counted as seen only.
+        Tokens of the prompt, which only the repetition penalty considers.
     """
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
         self._counts: dict[int, int] = dict.fromkeys(prompt, 0)
 
     def add(self, token: int) -> None:
-        """The text goes on with `token`."""
+        """Append a token to the text."""
         self._counts[token] = self._counts.get(token, 0) + 1
 
     def penalize(self, logits: np.ndarray, params: SamplingParams) -> None:
-        """Change the logits of tokens that were seen, in place."""
+        """Apply penalties to logits, in place."""
         if not self._counts:
             return
         tokens = np.fromiter(self._counts, np.int64, len(self._counts))
         counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
-        seen = logits[tokens]
+        penalized = logits[tokens]
         if params.repetition_penalty != 1:
             penalty = np.float32(params.repetition_penalty)
-            seen = np.where(seen > 0, seen / penalty, seen * penalty)
-        logits[tokens] = seen - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+            penalized = np.where(penalized > 0, penalized / penalty, penalized * penalty)
+        logits[tokens] = penalized - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
 
 def sample(
     logits: np.ndarray, params: SamplingParams, generator: np.random.Generator, history: History
 ) -> tuple[int, TokenLogprob | None]:
-    """Choose a token.
+    """Sample a token.
 
     Parameters
     ----------
-    logits : np.ndarray
-        (vocabulary,) float32, left as they are.
+    logits : array of float32, (vocabulary,)
+        Logits; not changed.
     params : SamplingParams
-        The steps and their order are described there.
+        Sampling parameters.
     generator : np.random.Generator
-        One number is drawn from it, none for greedy choices.
+        Source of one random number; none if sampling is greedy.
     history : History
-        For penalties.
+        Tokens for penalties.
 
     Returns
     -------
     token : int
-        Int
+        Token id.
     logprob : TokenLogprob or None
-        TokenLogprob or None: By the logits as they are given; None unless `params.logprobs` asks for it.
+        Log-probabilities by the original logits; None if `params.logprobs` is None.
 
     Raises
     ------
     HeteroError
         If no logit is finite, or one is not a number.
     """
-    chosen = _chosen(_changed(logits, params, history), params, generator)
+    chosen = _choose(_apply_bias_and_penalties(logits, params, history), params, generator)
     return chosen, None if params.logprobs is None else _logprob(logits, chosen, params.logprobs)
 
 
 def largest(logits: np.ndarray, count: int) -> np.ndarray:
-    """The tokens of the `count` largest logits and of all that equal the smallest of these, by token.
+    """Tokens of the `count` largest logits, and of ties with the smallest of them, in order of token ids.
 
-    The count-th largest of the maxima of blocks is a lower bound of the count-th largest logit, since as many logits
-    reach it.
+    The count-th largest maximum of a block is a lower bound of the count-th largest logit.
     """
     if count >= logits.size:
         return np.arange(logits.size)
@@ -119,20 +118,20 @@ def largest(logits: np.ndarray, count: int) -> np.ndarray:
     return candidates[values >= np.partition(values, values.size - count)[values.size - count]]
 
 
-def _changed(logits: np.ndarray, params: SamplingParams, history: History) -> np.ndarray:
-    """The logits with bias and penalties; the given ones are not written to."""
+def _apply_bias_and_penalties(logits: np.ndarray, params: SamplingParams, history: History) -> np.ndarray:
+    """Logits with bias and penalties, copied if anything changes."""
     if not params.logit_bias and not params.penalizes:
         return logits
-    changed = logits.astype(np.float32)
+    adjusted = logits.astype(np.float32)
     for token, bias in params.logit_bias.items():
-        changed[token] += bias
+        adjusted[token] += bias
     if params.penalizes:
-        history.penalize(changed, params)
-    return changed
+        history.penalize(adjusted, params)
+    return adjusted
 
 
-def _chosen(logits: np.ndarray, params: SamplingParams, generator: np.random.Generator) -> int:
-    greedy = int(np.argmax(logits))  # that of the first NaN, if there is one
+def _choose(logits: np.ndarray, params: SamplingParams, generator: np.random.Generator) -> int:
+    greedy = int(np.argmax(logits))  # the first NaN, if there is one
     peak = float(logits[greedy])
     if not math.isfinite(peak):
         raise HeteroError(f"logits: found {peak} as the largest of {logits.size:,}, expected a finite number")
@@ -140,21 +139,21 @@ def _chosen(logits: np.ndarray, params: SamplingParams, generator: np.random.Gen
         return greedy
     draw = generator.random()
     if 0 < params.top_k <= logits.size // _BLOCK or params.min_p > 0:
-        tokens = _filtered(logits, params, peak)
+        tokens = _filter_tokens(logits, params, peak)
         weights = np.exp((logits[tokens].astype(np.float64) - peak) / params.temperature)
-        return _drawn(*_top_p(tokens, weights, params.top_p), draw)
+        return _draw(*_top_p(tokens, weights, params.top_p), draw)
     scaled = (logits - np.float32(peak)) / np.float32(params.temperature)
     if 0 < params.top_k < logits.size:
         tokens = largest(logits, params.top_k)
-        return _drawn(*_top_p(tokens, np.exp(scaled[tokens].astype(np.float64)), params.top_p), draw)
+        return _draw(*_top_p(tokens, np.exp(scaled[tokens].astype(np.float64)), params.top_p), draw)
     weights = np.exp(scaled)
     if params.top_p < 1:
-        return _drawn(*_top_p_of_all(logits, weights, params.top_p), draw)
-    return _drawn_of_all(weights, draw)
+        return _draw(*_top_p_from_all(logits, weights, params.top_p), draw)
+    return _draw_from_all(weights, draw)
 
 
-def _filtered(logits: np.ndarray, params: SamplingParams, peak: float) -> np.ndarray:
-    """The tokens that `min_p` and `top_k` leave, by token; both are bounds of logits, so that any order will do."""
+def _filter_tokens(logits: np.ndarray, params: SamplingParams, peak: float) -> np.ndarray:
+    """Tokens that pass `min_p` and `top_k`, in order of token ids."""
     threshold = peak + params.temperature * math.log(params.min_p) if params.min_p else -math.inf
     if not params.top_k:
         return np.flatnonzero(logits >= threshold)
@@ -163,7 +162,7 @@ def _filtered(logits: np.ndarray, params: SamplingParams, peak: float) -> np.nda
 
 
 def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """Most probable tokens that reach `top_p` of the sum of all weights, the most probable first."""
+    """Most probable tokens whose weights reach `top_p` of the sum, most probable first."""
     if top_p >= 1:
         return tokens, weights
     order = np.argsort(-weights, kind="stable")
@@ -171,48 +170,48 @@ def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.nd
     return tokens[order[:count]], weights[order[:count]]
 
 
-def _top_p_of_all(logits: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
-    """`_top_p` of the whole vocabulary: the largest are ordered, more and more of them until they reach the sum."""
-    wanted = top_p * float(weights.sum(dtype=np.float64))
-    count = _FIRST
+def _top_p_from_all(logits: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """`_top_p` of the whole vocabulary, which sorts more and more candidates until they reach the sum."""
+    target = top_p * float(weights.sum(dtype=np.float64))
+    count = _TOP_P_CANDIDATES
     while True:
         tokens = largest(logits, count)
-        some = weights[tokens].astype(np.float64)
-        if tokens.size == logits.size or float(some.sum()) >= wanted:
+        candidates = weights[tokens].astype(np.float64)
+        if tokens.size == logits.size or float(candidates.sum()) >= target:
             break
-        count *= _MORE
-    order = np.argsort(-some, kind="stable")
-    kept = order[: _prefix_reaching(some[order], wanted)]
-    return tokens[kept], some[kept]
+        count *= _TOP_P_GROWTH
+    order = np.argsort(-candidates, kind="stable")
+    nucleus = order[: _prefix_reaching(candidates[order], target)]
+    return tokens[nucleus], candidates[nucleus]
 
 
 def _prefix_reaching(weights: np.ndarray, target: float) -> int:
-    """How many of the first weights it takes to reach a sum; at least one."""
+    """Number of first weights that reach a sum, at least one."""
     return min(int(np.searchsorted(np.cumsum(weights), target)) + 1, weights.size)
 
 
-def _drawn(tokens: np.ndarray, weights: np.ndarray, draw: float) -> int:
+def _draw(tokens: np.ndarray, weights: np.ndarray, draw: float) -> int:
     return int(tokens[_search(np.cumsum(weights), draw)])
 
 
-def _drawn_of_all(weights: np.ndarray, draw: float) -> int:
-    """A token by its weight; sums of blocks first, so that only one block is summed up token by token."""
+def _draw_from_all(weights: np.ndarray, draw: float) -> int:
+    """Draw a token by weight: first a block by the sums of blocks, then a token of it."""
     starts = np.arange(0, weights.size, _BLOCK)
     sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
     block = _search(sums, draw)
     before = float(sums[block - 1]) if block else 0.0
-    of_block = np.cumsum(weights[starts[block] : starts[block] + _BLOCK], dtype=np.float64)
-    inside = _index(of_block, max(0.0, draw * float(sums[-1]) - before))
-    return int(starts[block]) + inside
+    block_sums = np.cumsum(weights[starts[block] : starts[block] + _BLOCK], dtype=np.float64)
+    offset = _first_above(block_sums, max(0.0, draw * float(sums[-1]) - before))
+    return int(starts[block]) + offset
 
 
 def _search(sums: np.ndarray, draw: float) -> int:
-    """The index whose share of the last sum a number of [0, 1) falls into."""
-    return _index(sums, draw * float(sums[-1]))
+    """Index into cumulative sums for a random number in [0, 1)."""
+    return _first_above(sums, draw * float(sums[-1]))
 
 
-def _index(sums: np.ndarray, value: float) -> int:
-    """Where running sums first exceed a value; the last that adds anything where rounding made it too large."""
+def _first_above(sums: np.ndarray, value: float) -> int:
+    """First index whose cumulative sum exceeds a value; the last nonzero weight if rounding made it too large."""
     return min(int(np.searchsorted(sums, value, side="right")), int(np.searchsorted(sums, sums[-1])))
 
 

@@ -1,4 +1,4 @@
-"""Which requests the model works on, one step after the other."""
+"""Scheduler of the engine: continuous batching, chunked prefill, prefix reuse and preemption."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import CacheError, HeteroError
 from .model import Model
-from .prefixes import Prefix, Prefixes
+from .prefix_cache import Prefix, PrefixCache
 from .request import FinishReason
 from .sequence import Sequence
 
@@ -21,17 +21,17 @@ class Counts:
     Attributes
     ----------
     steps : int
-        Calls of `Scheduler.step` that did something.
+        Calls of `Scheduler.step` with requests.
     prompt_tokens : int
         Tokens that were prefilled.
     reused_tokens : int
-        Tokens whose keys and values were found in the cache instead.
+        Tokens of prompts that were in the cache already.
     tokens : int
-        Tokens that were written.
+        Tokens that were generated.
     preempted : int
-        How often a request had to give its pages to an older one, and begin again later.
+        Number of preemptions.
     finished
-        Requests that ended, by reason.
+        Number of requests that have ended, by reason.
     """
 
     steps: int = 0
@@ -51,9 +51,9 @@ class Load:
     Attributes
     ----------
     waiting, active : int
-        Requests without and with a slot.
+        Number of requests without and with a slot.
     cached_tokens : int
-        Tokens in the cache; those that sequences share count for each.
+        Tokens in the cache; tokens that sequences share count for each of them.
     """
 
     waiting: int = 0
@@ -64,78 +64,77 @@ class Load:
 class Scheduler:
     """Shares a model among requests.
 
-    In a step one request at most gets a chunk of its tokens into the cache, and all that are behind that get one token.
-    Requests begin in their order. Where the cache is full, sequences of finished requests go first, then the youngest
-    request is put back: it keeps its text, and its tokens go into the cache again when others have ended. So the
-    oldest request always goes on, and none is lost.
+    A step prefills a chunk of at most one request, and decodes one token of all running requests. Requests begin in
+    order of arrival. If the cache is full, sequences of the prefix cache are evicted first, then the youngest request
+    is preempted: it keeps its text, and its tokens are computed again after others have ended. So the oldest request
+    always makes progress, and none is lost.
 
-    A request's text is what the model writes for it alone. Where a token's keys and values have other bits by prefill
-    than by decode (`Model.decodes_like_prefill`), each token comes into the cache in the way that it would alone: those
-    of the prompt by prefill, or from another prompt, and those of the text by decode steps, which a request that was
-    put back takes again without choosing a token.
+    A request's text does not depend on other requests. If prefill and decode do not write the same bits into the cache
+    (`Model.decodes_like_prefill`), tokens of prompts are always prefilled, or shared with another prompt, and tokens of
+    texts always decoded: a preempted request repeats its decode steps without sampling.
 
-    All methods are called by one thread.
+    Not thread-safe.
 
     Parameters
     ----------
     model : Model
-        Its cache is the scheduler's alone.
+        Model, whose cache only this scheduler uses.
     prefixes : int
-        How many sequences of finished requests are kept for requests that begin alike.
+        Maximum number of finished sequences in the prefix cache.
     """
 
     def __init__(self, model: Model, prefixes: int = 8) -> None:
         self.counts = Counts()
         self._model, self._cache = model, model.cache
-        self._prefixes = Prefixes(model.cache, prefixes)
+        self._prefix_cache = PrefixCache(model.cache, prefixes)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
-        self._filling: Sequence | None = None
-        self._full = False  # nothing begins before something has ended
+        self._prefilling: Sequence | None = None
+        self._full = False  # if True, no request is admitted until one has ended
 
     def load(self) -> Load:
-        """Present load."""
-        cached = sum(sequence.cached for sequence in self._holders()) + self._prefixes.tokens
-        return Load(len(self._waiting), len(self._holders()), cached)
+        """Return the current load."""
+        cached = sum(sequence.cached for sequence in self._active()) + self._prefix_cache.tokens
+        return Load(len(self._waiting), len(self._active()), cached)
 
     def add(self, sequence: Sequence) -> None:
-        """A request comes."""
+        """Queue a request."""
         self._waiting.append(sequence)
 
     def step(self) -> bool:
-        """Work on the requests; False if there are none."""
-        self._drop_cancelled()
+        """Run one step; False if there are no requests."""
+        self._end_cancelled()
         self._admit()
-        self._fill()
+        self._prefill()
         self._decode()
-        busy = bool(self._waiting or self._holders())
+        busy = bool(self._waiting or self._active())
         self.counts.steps += busy
         return busy
 
     def end_all(self, reason: FinishReason, error: HeteroError | None = None) -> None:
-        """End every request, and free the cache."""
-        for sequence in [*self._waiting, *self._holders()]:
+        """End all requests, and free the cache."""
+        for sequence in [*self._waiting, *self._active()]:
             self._end(sequence, reason, error)
-        while self._prefixes.drop_oldest():
+        while self._prefix_cache.evict_oldest():
             pass
 
-    def _holders(self) -> list[Sequence]:
-        return [*self._running, *([] if self._filling is None else [self._filling])]
+    def _active(self) -> list[Sequence]:
+        return [*self._running, *([] if self._prefilling is None else [self._prefilling])]
 
-    def _drop_cancelled(self) -> None:
-        for sequence in [*self._waiting, *self._holders()]:
+    def _end_cancelled(self) -> None:
+        for sequence in [*self._waiting, *self._active()]:
             if sequence.request.cancelled:
                 self._end(sequence, "cancelled")
 
     def _admit(self) -> None:
-        """Give a slot to the first request that waits."""
-        if self._filling is not None or not self._waiting or len(self._running) >= self._model.slots:
+        """Give a slot to the first waiting request."""
+        if self._prefilling is not None or not self._waiting or len(self._running) >= self._model.slots:
             return
         if self._full and self._running:
             return
         sequence = self._waiting[0]
         try:
-            slot, cached = self._slot_for(sequence)
+            slot, cached = self._allocate_slot(sequence)
         except CacheError as error:
             self._full = bool(self._running)
             if not self._full:  # not even an empty cache has a slot
@@ -148,46 +147,46 @@ class Scheduler:
         self._waiting.popleft()
         sequence.begin(slot, cached)
         self.counts.reused_tokens += cached
-        self._filling = sequence
+        self._prefilling = sequence
 
-    def _slot_for(self, sequence: Sequence) -> tuple[int, int]:
-        """A slot, and how many of the sequence's tokens it has already."""
-        known = min(self._prefilled(sequence), len(sequence.tokens) - 1)  # the last one's logits are wanted
-        tokens = np.asarray(sequence.tokens[:known], np.int32)
+    def _allocate_slot(self, sequence: Sequence) -> tuple[int, int]:
+        """Return a slot, and the number of the sequence's tokens that it holds already."""
+        count = min(self._prefill_length(sequence), len(sequence.tokens) - 1)  # logits of the last token are needed
+        tokens = np.asarray(sequence.tokens[:count], np.int32)
         running = [
-            Prefix(other.slot, np.asarray(other.tokens[: min(other.cached, self._prefilled(other))], np.int32))
+            Prefix(other.slot, np.asarray(other.tokens[: min(other.cached, self._prefill_length(other))], np.int32))
             for other in self._running
             if other.slot is not None
         ]
-        found = self._prefixes.longest(tokens, running)
-        if found is not None:
-            slot = self._prefixes.begin(*found)
+        match = self._prefix_cache.find_longest(tokens, running)
+        if match is not None:
+            slot = self._prefix_cache.begin(*match)
             if slot is not None:
-                return slot, found[1]
+                return slot, match[1]
         while True:
             try:
                 return self._cache.add(), 0
             except CacheError:
-                if not self._prefixes.drop_oldest():
+                if not self._prefix_cache.evict_oldest():
                     raise
 
-    def _prefilled(self, sequence: Sequence) -> int:
-        """How many of a sequence's tokens come into the cache by prefill."""
+    def _prefill_length(self, sequence: Sequence) -> int:
+        """Number of a sequence's tokens that are prefilled rather than decoded."""
         return len(sequence.tokens if self._model.decodes_like_prefill else sequence.request.prompt)
 
-    def _fill(self) -> None:
-        """Put the next tokens of one request into the cache."""
-        sequence = self._filling
+    def _prefill(self) -> None:
+        """Prefill the next chunk of a request."""
+        sequence = self._prefilling
         if sequence is None or sequence.slot is None:
             return
-        end = self._prefilled(sequence)
+        end = self._prefill_length(sequence)
         chunk = np.asarray(sequence.tokens[sequence.cached : min(sequence.cached + self._model.chunk, end)], np.int32)
-        logits = None  # nothing is left to fill of a prompt that was there
+        logits = None  # nothing to prefill if the whole prompt was in the prefix cache
         try:
             if chunk.size:
                 logits = self._model.prefill(sequence.slot, chunk)
         except CacheError as error:
-            self._reserve_pages([sequence], error)
+            self._recover_from_full_cache([sequence], error)
             return
         except Exception as error:
             self._end(sequence, "error", _as_hetero(error))
@@ -195,21 +194,21 @@ class Scheduler:
         sequence.cached += chunk.size
         self.counts.prompt_tokens += chunk.size
         if sequence.cached == end:
-            self._filling = None
+            self._prefilling = None
             self._running.append(sequence)
             self._accept(sequence, logits)
 
     def _decode(self) -> None:
-        """Every running request gets a token."""
+        """Decode one token of each running request."""
         while self._running:
             batch = list(self._running)
             try:
-                logits = self._decoded(batch)
+                logits = self._decode_batch(batch)
             except CacheError as error:
-                self._reserve_pages(batch, error)
+                self._recover_from_full_cache(batch, error)
                 continue
             except Exception:
-                self._restore(batch)
+                self._roll_back(batch)
                 self._decode_each(batch)
                 return
             for sequence, row in zip(batch, logits, strict=True):
@@ -218,24 +217,24 @@ class Scheduler:
             return
 
     def _decode_each(self, batch: list[Sequence]) -> None:
-        """After an error: one request after the other, so that it ends only those that have it alone, too."""
+        """Decode one by one after an error, so that only requests that cause it end."""
         for sequence in batch:
             try:
-                row = self._decoded([sequence])[0]
+                row = self._decode_batch([sequence])[0]
             except CacheError:
-                self._restore([sequence])  # goes on in the next step
+                self._roll_back([sequence])  # the next step tries again
             except Exception as error:
                 self._end(sequence, "error", _as_hetero(error))
             else:
                 sequence.cached += 1
                 self._accept(sequence, row)
 
-    def _decoded(self, batch: list[Sequence]) -> np.ndarray:
+    def _decode_batch(self, batch: list[Sequence]) -> np.ndarray:
         slots = [sequence.slot for sequence in batch if sequence.slot is not None]
         return self._model.decode(slots, [sequence.tokens[sequence.cached] for sequence in batch])
 
     def _accept(self, sequence: Sequence, logits: np.ndarray | None) -> None:
-        """Choose the next token of a sequence, unless it is known."""
+        """Sample the next token of a sequence, unless a preempted request has it already."""
         if logits is None or sequence.cached < len(sequence.tokens):
             return
         try:
@@ -247,54 +246,54 @@ class Scheduler:
         if reason is not None:
             self._end(sequence, reason)
 
-    def _reserve_pages(self, sequences: list[Sequence], error: CacheError) -> None:
-        """After a call for which the cache had no room: take back what it did, and free some pages."""
-        if not self._restore(sequences):
+    def _recover_from_full_cache(self, sequences: list[Sequence], error: CacheError) -> None:
+        """Roll back a call that ran out of pages, and free some."""
+        if not self._roll_back(sequences):
             self._free_pages(error)
 
-    def _restore(self, sequences: list[Sequence]) -> bool:
-        """Take back what a call that failed may have appended for some of its sequences; whether that freed some."""
-        freed = False
+    def _roll_back(self, sequences: list[Sequence]) -> bool:
+        """Truncate sequences that a failed call may have extended; return whether one was preempted."""
+        preempted = False
         for sequence in sequences:
             if sequence.slot is None or self._cache.length(sequence.slot) == sequence.cached:
                 continue
             try:
-                self._cache.cut(sequence.slot, sequence.cached)
-            except CacheError:  # its window has moved on
+                self._cache.truncate(sequence.slot, sequence.cached)
+            except CacheError:  # pages have left its window
                 self._preempt(sequence)
-                freed = True
-        return freed
+                preempted = True
+        return preempted
 
     def _free_pages(self, error: CacheError) -> None:
-        """Make room in the cache: a kept sequence goes, else the youngest request waits again.
+        """Free pages: evict a sequence of the prefix cache, or preempt the youngest request.
 
-        A request that has the cache to itself ends: with the text that it has, or with the error if it has none.
+        A request that fills the cache alone ends: with its text, or with the error if it has none.
         """
-        if self._prefixes.drop_oldest():
+        if self._prefix_cache.evict_oldest():
             return
-        holders = self._holders()
-        youngest = max(holders, key=lambda sequence: sequence.arrival)
-        if len(holders) > 1:
+        active = self._active()
+        youngest = max(active, key=lambda sequence: sequence.arrival)
+        if len(active) > 1:
             self._preempt(youngest)
         else:
-            self._end(youngest, "length" if youngest.written else "error", None if youngest.written else error)
+            self._end(youngest, "length" if youngest.generated else "error", None if youngest.generated else error)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """A request waits again, and gives its pages to others."""
+        """Free the pages of a request, and put it back into the queue."""
         self._remove(sequence)
         self._cache.free(sequence.release())
-        place = sum(other.arrival < sequence.arrival for other in self._waiting)
-        self._waiting.insert(place, sequence)
+        index = sum(other.arrival < sequence.arrival for other in self._waiting)
+        self._waiting.insert(index, sequence)
         self.counts.preempted += 1
         self._full = True
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: HeteroError | None = None) -> None:
         self._remove(sequence)
         if sequence.slot is not None:
-            kept = sequence.tokens[: min(sequence.cached, self._prefilled(sequence))]
+            reusable = sequence.tokens[: min(sequence.cached, self._prefill_length(sequence))]
             slot = sequence.release()
             if reason in ("stop", "length"):
-                self._prefixes.keep(slot, kept)
+                self._prefix_cache.store(slot, reusable)
             else:
                 self._cache.free(slot)
         self._full = False
@@ -302,8 +301,8 @@ class Scheduler:
         sequence.finish(reason, error)
 
     def _remove(self, sequence: Sequence) -> None:
-        if sequence is self._filling:
-            self._filling = None
+        if sequence is self._prefilling:
+            self._prefilling = None
         elif sequence in self._running:
             self._running.remove(sequence)
         elif sequence in self._waiting:
@@ -311,7 +310,7 @@ class Scheduler:
 
 
 def _as_hetero(error: Exception) -> HeteroError:
-    """An error of the library stays as it is; any other gets its kind as a part of its text."""
+    """Wrap an error that is not the library's, with its type in the message."""
     if isinstance(error, HeteroError):
         return error
     wrapped = HeteroError(f"{type(error).__name__}: {error}")

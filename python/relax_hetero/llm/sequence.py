@@ -1,4 +1,4 @@
-"""A request while the engine works on it."""
+"""State of a request in the engine: tokens, slot, sampling, text."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from .text_stream import Delta, TextStream
 
 
 class Sequence:
-    """The tokens of a request, and how many of them the cache has.
+    """Tokens of a request, and the number of them that are in the cache.
 
     Parameters
     ----------
     request : Request
-        Whose text is written.
+        Handle of the caller.
     arrival : int
-        Its number; smaller ones came earlier.
-    codec : TokenizerProtocol
-        Makes text of tokens.
+        Number in order of arrival.
+    tokenizer : TokenizerProtocol
+        Tokenizer of the model.
     context : int
-        The most tokens of prompt and text together.
+        Maximum number of tokens of prompt and text together.
 
     Attributes
     ----------
     tokens : list
         Tokens of the prompt and the text so far.
     slot : int or None
-        In the cache; None while the request waits.
+        Slot in the cache; None while the request waits.
     cached : int
-        How many of the tokens the cache has, the first ones.
+        Number of first tokens that are in the cache.
     """
 
-    def __init__(self, request: Request, arrival: int, codec: TokenizerProtocol, context: int) -> None:
+    def __init__(self, request: Request, arrival: int, tokenizer: TokenizerProtocol, context: int) -> None:
         params = request.params
         self.request, self.arrival = request, arrival
         self.tokens = list(request.prompt)
@@ -43,56 +43,56 @@ class Sequence:
         self.cached = 0
         self._reused = 0
         self._max_tokens = min(context, len(self.tokens) + (params.max_tokens or context))
-        self._stops = set(params.stop_token_ids) | (set() if params.ignore_eos else codec.stop_ids)
+        self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else tokenizer.stop_ids)
         self._generator = np.random.Generator(np.random.PCG64(_seed(params.seed)))
         self._history = History(self.tokens)
-        self._stream = TextStream(codec.piece, params.stop)
+        self._stream = TextStream(tokenizer.piece, params.stop)
 
     @property
-    def written(self) -> int:
-        """Tokens of the text so far."""
+    def generated(self) -> int:
+        """Number of generated tokens."""
         return len(self.tokens) - len(self.request.prompt)
 
     def begin(self, slot: int, cached: int) -> None:
-        """Use a slot whose first tokens are in the cache already."""
-        if not self.written:
+        """Take a slot that holds the first `cached` tokens already."""
+        if not self.generated:
             self._reused = cached
         self.slot, self.cached = slot, cached
 
     def release(self) -> int:
-        """Go back to waiting; the slot that was used."""
+        """Give up the slot, and return it."""
         assert self.slot is not None
         slot, self.slot, self.cached = self.slot, None, 0
         return slot
 
     def accept(self, logits: np.ndarray) -> FinishReason | None:
-        """Choose the next token, tell the reader what it adds to the text, and say whether that ends it.
+        """Sample the next token and stream its text; return the reason if that ends the text.
 
         Parameters
         ----------
-        logits : np.ndarray
-            (vocabulary,) float32.
+        logits : array of float32, (vocabulary,)
+            Logits of the last token.
 
         Raises
         ------
         HeteroError
-            If no token can be chosen.
+            If the logits are not finite.
         """
         token, logprob = sample(logits, self.request.params, self._generator, self._history)
         self.tokens.append(token)
         self._history.add(token)
-        self.request.count(self.written, self._reused)
-        ends = token in self._stops
+        self.request.update_usage(self.generated, self._reused)
+        ends = token in self._stop_ids
         self._send(self._stream.add(token, logprob, silent=ends))
         if ends or self._stream.stopped:
             return "stop"
         return "length" if len(self.tokens) >= self._max_tokens else None
 
     def finish(self, reason: FinishReason, error: HeteroError | None = None) -> None:
-        """Tell the reader what was held back, and that nothing more comes."""
+        """Stream the text that was held back, and end the request."""
         if reason != "cancelled":
             self._send(self._stream.finish())
-        self.request.end(reason, error)
+        self.request.finish(reason, error)
 
     def _send(self, delta: Delta) -> None:
         if delta.text or delta.tokens:
@@ -100,5 +100,5 @@ class Sequence:
 
 
 def _seed(seed: int | None) -> int | None:
-    # numpy takes no negative ones.
+    # numpy does not accept negative seeds.
     return None if seed is None else seed % (1 << 64)

@@ -1,4 +1,4 @@
-"""Tokens whose names in a text stand for themselves."""
+"""Special tokens in texts, and prompts in which text of users cannot become one."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Characters that no text should have, by which parts of texts are marked."""
+"""Unicode noncharacters, which no text should contain: markers of user text."""
 
 
 class Prompt(str):
-    """A text, parts of which users wrote: names of control tokens that have such a part are text.
+    """A rendered prompt that marks text of users, in which names of control tokens are plain text.
 
     Methods of `str` return ordinary texts, without marks.
 
     Attributes
     ----------
     marks : sequence of int
-        Places, in order. A name with one inside, or right behind its only character, is not the template's.
+        Sorted offsets. A control token's name with a mark inside, or right after its only character, was written by a
+        user.
     """
 
     marks: Sequence[int]
 
     def __new__(cls, text: str, marks: Sequence[int]) -> Prompt:  # noqa: D102 - the class says it
-        made = super().__new__(cls, text)
-        made.marks = marks
-        return made
+        prompt = super().__new__(cls, text)
+        prompt.marks = marks
+        return prompt
 
 
 class SpecialTokens:
-    """Finds the names of tokens in a text; of two at one place the longer one.
+    """Splits texts at names of special tokens; the longest match wins.
 
     Parameters
     ----------
     tokens : mapping of str to int
-        Token by name.
+        Tokens by name.
     control : collection of str
-        Names that stand for their tokens in a `Prompt` only where its template wrote them.
+        Names that count in a `Prompt` only where its template wrote them.
     """
 
     def __init__(self, tokens: Mapping[str, int], control: Collection[str] = ()) -> None:
@@ -47,33 +48,33 @@ class SpecialTokens:
         lengths: dict[str, set[int]] = {}
         for name in self._tokens:
             lengths.setdefault(name[0], set()).add(len(name))
-        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        self._lengths = {first: sorted(sizes, reverse=True) for first, sizes in lengths.items()}
         firsts = "".join(map(re.escape, sorted(lengths)))
         self._first = re.compile(f"[{firsts}]") if firsts else None
 
     def split(self, text: str) -> Iterator[str | int]:
-        """The text's parts in order: tokens, and the texts between them, none of which is empty."""
-        begin = at = 0
+        """Iterate over tokens and the nonempty texts between them."""
+        begin = offset = 0
         marks = text.marks if isinstance(text, Prompt) else array("Q")
-        while self._first is not None and (match := self._first.search(text, at)) is not None:
-            at = match.start()
-            name = self._at(text, at, marks)
+        while self._first is not None and (match := self._first.search(text, offset)) is not None:
+            offset = match.start()
+            name = self._match_name(text, offset, marks)
             if name is None:
-                at += 1
+                offset += 1
                 continue
-            if begin < at:
-                yield text[begin:at]
+            if begin < offset:
+                yield text[begin:offset]
             yield self._tokens[name]
-            begin = at = at + len(name)
+            begin = offset = offset + len(name)
         if begin < len(text):
             yield text[begin:]
 
-    def _at(self, text: str, at: int, marks: Sequence[int]) -> str | None:
-        """The name of a token that begins at a place."""
-        after = bisect_right(marks, at)
-        mark = marks[after] if after < len(marks) else len(text) + 1
-        for length in self._lengths[text[at]]:
-            name = text[at : at + length]
-            if name in self._tokens and not (name in self._control and mark < at + max(2, length)):
+    def _match_name(self, text: str, offset: int, marks: Sequence[int]) -> str | None:
+        """Return the longest name of a token at an offset."""
+        index = bisect_right(marks, offset)
+        next_mark = marks[index] if index < len(marks) else len(text) + 1
+        for length in self._lengths[text[offset]]:
+            name = text[offset : offset + length]
+            if name in self._tokens and not (name in self._control and next_mark < offset + max(2, length)):
                 return name
         return None

@@ -1,11 +1,11 @@
-"""A program that renders a chat template, which comes with a model and is not trusted.
+"""Program that renders an untrusted chat template.
 
-It runs in a process with little memory and time, which imports nothing of this package and whose parent starts another
-when it has ended.
+It runs in a process of its own with limited memory and time, and imports nothing of this package. The parent restarts
+it when it has exited.
 
-It reads a request from its input, writes the answer to its output, and ends when its input does. The first request is
-the template: ``{"path", "source"}``, answered by the texts that the template itself holds; each other one is the values
-of a call, answered by the prompt. Requests are a length and JSON, answers a status, a length, and text.
+It reads requests from stdin, writes an answer to each to stdout, and exits at the end of stdin. The first request is
+the template: ``{"path", "source"}``, answered with the template's string literals; all others are values of a call,
+answered with the prompt. Requests are a length and JSON, answers a status, a length, and text.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_MEMORY_BYTES = 512 << 20
-"""Bytes of the process's address space."""
+"""Limit of the process's address space."""
 MAX_PROMPT = 16 << 20
-"""Characters of a prompt at which a template is stopped."""
+"""Maximum number of characters of a prompt."""
 MAX_ANSWER = 4 * MAX_PROMPT
-"""Bytes of an answer."""
+"""Maximum number of bytes of an answer."""
 MAX_ERROR = 500
-"""Characters of what a template's error says."""
+"""Maximum number of characters of an error's message."""
 _MAX_LITERALS, MAX_LITERAL = 1000, 64
-"""Texts of a template that matter, and characters of one; what a conversation is searched for is short."""
+"""Maximum number of a template's literals, and of characters of one; texts that templates search for are short."""
 REQUEST, ANSWER = struct.Struct("<Q"), struct.Struct("<BQ")
 DONE, REFUSED, FAILED, BEYOND_LIMITS = range(4)
-"""Statuses: a prompt; a refusal of its values by the template; an error in the template; a limit that it exceeded."""
+"""Statuses: success; refusal by the template (``raise_exception``); error in the template; exceeded limit."""
 _TIMERS = (signal.ITIMER_PROF, signal.ITIMER_REAL)
-"""End the process by SIGPROF and SIGALRM."""
+"""Timers of processor time and wall time; their signals SIGPROF and SIGALRM kill the process."""
 _ESCAPED = re.compile("[^\x00-\x7f\ufdd0-\ufdef]")
 _PARENT_SECONDS = 5.0
-"""Time after which an idle process looks whether its parent lives, in case another process holds the pipe open."""
+"""Interval at which an idle process checks that its parent lives, in case another process holds the pipe open."""
 
 
 class Refusal(Exception):
@@ -47,14 +47,14 @@ class Refusal(Exception):
 
 
 class BeyondLimits(Exception):
-    """A prompt that is too long."""
+    """The prompt is too long."""
 
 
 def main() -> None:
-    """Answer requests until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the parent's
+    """Answer requests until the end of stdin."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     render: Callable[[dict[str, Any]], str] | None = None
-    seconds = list(map(float, sys.argv[1:]))  # of processor time and of any time, for a request
+    seconds = list(map(float, sys.argv[1:]))  # limits of a request: processor time, wall time
     parent = os.getppid()
     while (request := _read(parent)) is not None:
         for timer, limit in zip(_TIMERS, seconds, strict=True):
@@ -63,7 +63,7 @@ def main() -> None:
         try:
             values = json.loads(request)
             if render is None:
-                render, literals = _compiled(values)
+                render, literals = _compile(values)
                 answer = json.dumps(literals)
             else:
                 answer = render(values)
@@ -75,8 +75,8 @@ def main() -> None:
             status, answer = BEYOND_LIMITS, str(error)
         except Exception as error:
             name = type(error).__name__
-            place = f" in line {getattr(error, 'lineno', 0)}" if name == "TemplateSyntaxError" else ""
-            status, answer = FAILED, f"{name}{place}: {error}"[:MAX_ERROR]
+            line = f" in line {getattr(error, 'lineno', 0)}" if name == "TemplateSyntaxError" else ""
+            status, answer = FAILED, f"{name}{line}: {error}"[:MAX_ERROR]
         data = answer.encode("utf-8", "surrogatepass")
         sys.stdout.buffer.write(ANSWER.pack(status, len(data)) + data)
         sys.stdout.buffer.flush()
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _read(parent: int) -> bytes | None:
-    """The next request; None at the end of the input, or where the parent is gone."""
+    """Read the next request; None at the end of stdin, or if the parent has exited."""
     while not select.select([0], [], [], _PARENT_SECONDS)[0]:
         if os.getppid() != parent:
             return None
@@ -93,8 +93,8 @@ def _read(parent: int) -> bytes | None:
     return sys.stdin.buffer.read(*REQUEST.unpack(head)) if len(head) == REQUEST.size else None
 
 
-def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], list[str]]:
-    """A function that renders a template, and all texts of its expressions."""
+def _compile(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], list[str]]:
+    """Compile a template; return a function that renders it, and the literals of its expressions."""
     sys.path += setup["path"]
     import jinja2.nodes
     import jinja2.sandbox
@@ -104,7 +104,7 @@ def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], l
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_extension()]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -114,7 +114,7 @@ def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], l
     template = environment.from_string(tree)
 
     def render(values: dict[str, Any]) -> str:
-        now = datetime.datetime.now()  # one moment, however long it takes
+        now = datetime.datetime.now()  # the same time for all uses in the template
         parts: list[str] = []
         length = 0
         for part in template.generate({"strftime_now": now.strftime, **values}):
@@ -127,8 +127,8 @@ def _compiled(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], l
     return render, sorted(literals)[:_MAX_LITERALS]
 
 
-def _generation() -> type:
-    """The tag ``{% generation %}`` of transformers, which marks what a model is trained to write: nothing here."""
+def _generation_extension() -> type:
+    """Extension for the tag ``{% generation %}`` of transformers, which matters in training only."""
     from jinja2.ext import Extension
     from jinja2.nodes import Node
 
@@ -144,9 +144,9 @@ def _generation() -> type:
 
 
 def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without jinja2's escapes for HTML; marks of users' text stay what they are."""
+    """JSON without jinja2's HTML escapes; markers of user text are not escaped."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, **options)
-    return _ESCAPED.sub(lambda found: json.dumps(found[0])[1:-1], text) if ensure_ascii else text
+    return _ESCAPED.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> None:

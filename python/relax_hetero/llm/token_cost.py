@@ -1,7 +1,7 @@
-"""The cost of a token: for each device and part of a model the bytes that a decode step reads, transfers, and times.
+"""Cost of a token: bytes that a decode step reads and transfers, and its time, by device and part of the model.
 
-All of it is in the metadata of an executable: command buffers name the constants and the pages of the cache that each
-kernel reads. Times come from a profile (`CompiledModel.token_cost`), or from a cost model.
+Bytes come from an executable's metadata: command buffers name the constants and the pages of the cache that each kernel
+reads. Times come from a profile (`CompiledModel.token_cost`), or from a cost model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER = "embedding", "attention", "f
 TRANSFERS = "transfers"
 
 _DECODE = re.compile(r"decode_(\d+)")
-# The part of a variable, by what its name holds; the first that fits. Files in GGUF and in ONNX name layers apart.
+# Part of the model of a variable, by the first pattern that matches its name (names of GGUF and of ONNX files).
 _PARTS = (
     (EMBEDDING, re.compile(r"token_embd|embed_tokens")),
     (LOGITS, re.compile(r"^output|last_row|lm_head")),
@@ -28,25 +28,27 @@ _PARTS = (
     (FEED_FORWARD, re.compile(r"ffn|ffw|mlp|moe|experts")),
 )
 _EXPERTS = re.compile(r"_exps|moe|experts")
-# Kernels that read some rows of a table.
+_SUMS = "calls", "weights", "cache", "transferred"
+# Ops that read some rows of a table.
 _GATHERS = {"block_rows", "take"}
 
 
 @dataclass(frozen=True)
 class PartCost:
-    """One part of a decode step on one device.
+    """Cost of one part of the model on one device.
 
     Attributes
     ----------
     part : str
         "embedding", "attention", "feed-forward", "logits", "other", or "transfers" to the device.
     device : str
+        Name of the device.
     calls : int
         Number of calls of kernels, or of transfers.
     weights, cache, transferred : int
-        Bytes of weights and of the cache that are read, and bytes that are brought from other devices.
+        Bytes of weights and of the cache that are read, and bytes that are transferred from other devices.
     seconds : float or None
-        Measured or estimated; None where that is not known of the part alone.
+        Measured or estimated time; None if it is not known for this part.
     """
 
     part: str
@@ -65,9 +67,9 @@ class StepTime:
     Attributes
     ----------
     seconds : float
-        The median of whole steps, from tokens to logits.
+        Median time of a step, from tokens to logits.
     kernels : float
-        The median inside of command buffers, other kernels and transfers.
+        Median time in command buffers, other kernels and transfers.
     """
 
     seconds: float
@@ -75,32 +77,32 @@ class StepTime:
 
     @property
     def outside(self) -> float:
-        """The share of the step that is spent outside of kernels and transfers, 0 to 1."""
+        """Fraction of the step outside of kernels and transfers."""
         return max(0.0, 1.0 - self.kernels / self.seconds) if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Cost of a decode step, by parts.
+    """Cost of a decode step, by parts of the model.
 
     Attributes
     ----------
     function : str
-        The function that was looked at, ``decode_1`` where there is one.
+        Decode function with the fewest rows, such as ``decode_1``.
     rows : int
-        Texts that the step writes a token of.
+        Number of sequences of the step.
     cached : int
-        Tokens of each text that the cache holds.
+        Cached tokens of each sequence.
     parts : tuple of PartCost
-        In the order of devices, and of a token's way through the model.
+        Costs in the order of devices, then of the forward pass.
     buffers : mapping of str to tuple of str
-        Device to the command buffers that a step runs there, in order.
+        Command buffers of the step by device, in order.
     outside : int
-        Kernel calls of the step that are in no command buffer.
+        Number of kernel calls outside of command buffers.
     step : StepTime or None
-        Measured.
+        Measured time, if any.
     is_estimate : bool
-        Whether the parts' times are those of a cost model.
+        Whether times of parts come from a cost model.
     """
 
     function: str
@@ -113,72 +115,70 @@ class TokenCost:
     is_estimate: bool = False
 
     def of_device(self, device: str) -> PartCost:
-        """The sum of a device's parts; its time is None where that of a part is not known."""
-        mine = [part for part in self.parts if part.device == device]
-        times = [part.seconds for part in mine]
-        known = None if None in times else sum(time for time in times if time is not None)
-        sums = {
-            name: sum(getattr(part, name) for part in mine) for name in ("calls", "weights", "cache", "transferred")
-        }
-        return PartCost("all", device, seconds=known, **sums)
+        """Sum of a device's parts; its time is None if that of a part is."""
+        parts = [part for part in self.parts if part.device == device]
+        times = [part.seconds for part in parts]
+        seconds = None if None in times else sum(time for time in times if time is not None)
+        return PartCost(
+            "all", device, seconds=seconds, **{name: sum(getattr(p, name) for p in parts) for name in _SUMS}
+        )
 
     @property
     def head(self) -> tuple[str, ...]:
-        """The columns of `body`."""
+        """Header of `body`."""
         return "part", "device", "calls", "weights", "cache", "transferred", "estimated" if self.is_estimate else "time"
 
     def body(self) -> list[tuple[str, ...]]:
-        """The parts as a table, each device's sum behind its parts."""
-        found = []
+        """Table of parts, with the sum of each device after its parts."""
+        rows = []
         for device in dict.fromkeys(part.device for part in self.parts):
-            mine = [part for part in self.parts if part.device == device]
-            found += [_row(part) for part in ([*mine, self.of_device(device)] if len(mine) > 1 else mine)]
-        return found
+            parts = [part for part in self.parts if part.device == device]
+            rows += [_row(part) for part in ([*parts, self.of_device(device)] if len(parts) > 1 else parts)]
+        return rows
 
     def lines(self) -> list[str]:
-        """The command buffers of a step, and where its time goes."""
+        """Sentences about the command buffers and the time of the step."""
         buffers = [
             f"{len(names)} command buffer{'s' if len(names) > 1 else ''} on {device} ({', '.join(names)})"
             for device, names in self.buffers.items()
         ]
         outside = f"; {self.outside} kernel calls outside" if self.outside else ", and no kernel call outside"
         read = sum(part.weights + part.cache for part in self.parts)
-        found = [
-            f"A decode step of {self.rows} text{'s' if self.rows > 1 else ''} behind {self.cached:,} tokens reads "
+        lines = [
+            f"A decode step of {self.rows} text{'s' if self.rows > 1 else ''} after {self.cached:,} tokens reads "
             f"{_size(read)}. It is {' and '.join(buffers)}{outside}."
         ]
         if self.step is not None:
-            inside, outside_share = 1 - self.step.outside, self.step.outside
-            found.append(
-                f"Measured: a step takes {self.step.seconds * 1e3:.3g} ms, of which {inside:.1%} inside of command "
-                f"buffers and transfers, and {outside_share:.1%} outside."
+            lines.append(
+                f"Measured: a step takes {self.step.seconds * 1e3:.3g} ms, {1 - self.step.outside:.1%} inside of "
+                f"command buffers and transfers, and {self.step.outside:.1%} outside."
             )
-        return found
+        return lines
 
     def __str__(self) -> str:
         return "\n".join([text_table(self.head, self.body(), left=2), *self.lines()])
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
-        found = asdict(self)
+        """Convert to JSON data."""
+        data = asdict(self)
         if self.step is not None:
-            found["step"]["outside"] = self.step.outside
-        return found
+            data["step"]["outside"] = self.step.outside
+        return data
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts of a language model that command buffers do not tell.
+    """Facts about a language model that are not in command buffers.
 
     Attributes
     ----------
     windows : tuple of int
-        Positions that each layer sees, 0 for all; () where it is not known: then as many as its pages hold.
+        Number of latest positions that each layer sees, 0 for all; () if unknown, which means as many as its pages
+        hold.
     expert_share : float
-        The part of the experts that a row uses; 1 for a model that has none.
+        Fraction of the experts that a row uses; 1 for a dense model.
     vocabulary : int
-        Rows of the table of embeddings; 0 where it is not known: then as many as the panels that the table is stored
-        in.
+        Rows of the embedding table; 0 if unknown, which means the number of its packed panels.
     """
 
     windows: tuple[int, ...] = ()
@@ -187,13 +187,13 @@ class ModelInfo:
 
 
 def decode_function(regions: Iterable[RegionSpec]) -> str | None:
-    """The decode function with the fewest rows; None if the command buffers are no language model's."""
-    found = {}
+    """Find the decode function with the fewest rows; None if the command buffers are not of a language model."""
+    rows = {}
     for region in regions:
         match = _DECODE.fullmatch(region.function)
         if match and any(slot.name.startswith("pages_") for slot in region.slots):
-            found[region.function] = int(match[1])
-    return min(found, key=lambda name: found[name], default=None)
+            rows[region.function] = int(match[1])
+    return min(rows, key=lambda name: rows[name], default=None)
 
 
 def token_cost(
@@ -205,23 +205,25 @@ def token_cost(
     cached: int = 512,
     info: ModelInfo | None = None,
 ) -> TokenCost | None:
-    """The cost of a decode step, without times.
+    """Compute the cost of a decode step, without times.
 
     Parameters
     ----------
-    regions, kernels, single_calls : as in the metadata of an executable
+    regions, kernels, single_calls
+        Fields of an executable's metadata.
     devices : sequence of str
-        Names, in the order of the manifest.
+        Names of devices in the order of the manifest.
     entries : iterable of mapping
-        The placement report's, of which transfers are read.
+        Entries of the placement report, which has the transfers.
     cached : int
-        Tokens of each text that the cache holds.
+        Cached tokens of each sequence.
     info : ModelInfo, optional
+        Facts about the model.
 
     Returns
     -------
     TokenCost or None
-        None if the model is no language model with a cache of pages.
+        None if the model is not a language model with a paged cache.
 
     Examples
     --------
@@ -232,10 +234,10 @@ def token_cost(
     if function is None:
         return None
     rows = int(function.removeprefix("decode_"))
-    mine = [region for region in regions if region.function == function]
+    own_regions = [region for region in regions if region.function == function]
     reader = _Reader(kernels, rows, cached, info or ModelInfo())
     parts: dict[tuple[str, str], PartCost] = {}
-    for region in mine:
+    for region in own_regions:
         device = devices[region.device]
         for part, cost in reader.costs(region):
             _add(parts, replace(cost, part=part, device=device))
@@ -245,19 +247,19 @@ def token_cost(
     names = list(dict.fromkeys([*devices, *(device for device, _ in parts)]))
     order = (EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER, TRANSFERS)
     in_order = sorted(parts.values(), key=lambda cost: (names.index(cost.device), order.index(cost.part)))
-    buffers = {name: tuple(r.name for r in mine if devices[r.device] == name) for name in devices}
+    buffers = {name: tuple(r.name for r in own_regions if devices[r.device] == name) for name in devices}
     outside = sum(call.function == function for call in single_calls)
     return TokenCost(function, rows, cached, tuple(in_order), {n: b for n, b in buffers.items() if b}, outside)
 
 
 def with_estimate(cost: TokenCost, seconds_of: Callable[[PartCost], float]) -> TokenCost:
-    """With the times that a function expects of parts."""
+    """Add estimated times of parts."""
     parts = tuple(replace(part, seconds=seconds_of(part)) for part in cost.parts)
     return replace(cost, parts=parts, is_estimate=True)
 
 
 def with_times(cost: TokenCost, seconds: Mapping[tuple[str, str], float], step: StepTime) -> TokenCost:
-    """With measured times of parts, by device and part."""
+    """Add measured times, by device and part."""
     parts = tuple(replace(part, seconds=seconds.get((part.device, part.part))) for part in cost.parts)
     return replace(cost, parts=parts, step=step, is_estimate=False)
 
@@ -265,17 +267,17 @@ def with_times(cost: TokenCost, seconds: Mapping[tuple[str, str], float], step: 
 def times_of(
     profile: Profile, regions: Sequence[RegionSpec], kernels: Mapping[str, KernelSpec], devices: Sequence[str]
 ) -> dict[tuple[str, str], float]:
-    """Seconds of each device and part in a profile; a command buffer that ran as a whole has none."""
-    found: dict[tuple[str, str], float] = {}
+    """Seconds by device and part in a profile; parts of a CUDA graph are missing."""
+    times: dict[tuple[str, str], float] = {}
     device_of = {region.name: region.device for region in regions}
     for command in profile.commands:
-        # Devices of equal targets share kernels, so that a kernel does not tell the device.
+        # The region names the device: devices with equal targets share kernels.
         key = devices[device_of[command.region]], part_of(command.variable, kernels[command.kernel].ops)
-        found[key] = found.get(key, 0.0) + command.microseconds * 1e-6
+        times[key] = times.get(key, 0.0) + command.microseconds * 1e-6
     for row in profile.rows:
         if row.symbol == TO_DEVICE:
-            found[row.device, TRANSFERS] = row.microseconds * 1e-6
-    return found
+            times[row.device, TRANSFERS] = row.microseconds * 1e-6
+    return times
 
 
 def _row(part: PartCost) -> tuple[str, ...]:
@@ -292,7 +294,7 @@ def _size(size: int) -> str:
 
 
 def part_of(variable: str, ops: Iterable[str] = ()) -> str:
-    """The part of a model that a variable belongs to."""
+    """Part of the model that a variable belongs to."""
     if "cos" in ops:
         return ATTENTION
     return next((part for part, pattern in _PARTS if pattern.search(variable)), OTHER)
@@ -302,19 +304,18 @@ def _add(parts: dict[tuple[str, str], PartCost], cost: PartCost) -> None:
     key = cost.device, cost.part
     old = parts.get(key)
     if old is not None:
-        sums = {name: getattr(old, name) + getattr(cost, name) for name in ("calls", "weights", "cache", "transferred")}
-        cost = replace(cost, **sums)
+        cost = replace(cost, **{name: getattr(old, name) + getattr(cost, name) for name in _SUMS})
     parts[key] = cost
 
 
 class _Reader:
-    """Reads of weights and cache by the kernels of a region."""
+    """Counts the bytes that kernels of a region read."""
 
     def __init__(self, kernels: Mapping[str, KernelSpec], rows: int, cached: int, info: ModelInfo) -> None:
         self._kernels, self._rows, self._cached, self._info = kernels, rows, cached, info
 
     def costs(self, region: RegionSpec) -> Iterable[tuple[str, PartCost]]:
-        """The part and the bytes of each kernel call."""
+        """Part and bytes of each kernel call."""
         for command in region.commands:
             if isinstance(command, Dispatch):
                 kernel = self._kernels[command.kernel]
@@ -335,7 +336,7 @@ class _Reader:
         return size
 
     def _pages(self, region: RegionSpec, operands: Iterable[Reference]) -> int:
-        """Bytes of the keys and values that are seen."""
+        """Bytes of the keys and values that attention reads."""
         slots = [region.slots[each.index] for each in operands if each.space == SLOT]
         is_window = any(slot.name == TABLES[True] for slot in slots)
         tables = [slot for slot in slots if slot.name in TABLES.values()]
@@ -343,13 +344,15 @@ class _Reader:
         for slot in slots:
             if slot.name.startswith("pages_") and slot.shape:
                 count = int(slot.shape[0])
-                texts = int(tables[0].shape[0]) if tables and tables[0].shape else self._rows
-                seen = min(self._cached + 1, self._window(slot.name, is_window, count // texts * PAGE))
-                total += int(slot.nbytes) // (count * PAGE) * seen * self._rows
+                sequences = int(tables[0].shape[0]) if tables and tables[0].shape else self._rows
+                positions = min(self._cached + 1, self._window(slot.name, is_window, count // sequences * PAGE))
+                total += int(slot.nbytes) // (count * PAGE) * positions * self._rows
         return total
 
     def _window(self, pages: str, is_window: bool, tokens: int) -> int:
-        """The most tokens that a layer sees."""
+        """Maximum number of positions that a layer sees."""
         layer = int(pages.removeprefix("pages_"))
         windows = self._info.windows
-        return windows[layer] or self._cached + 1 if layer < len(windows) else tokens if is_window else self._cached + 1
+        if layer < len(windows):
+            return windows[layer] or self._cached + 1
+        return tokens if is_window else self._cached + 1

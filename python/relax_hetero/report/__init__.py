@@ -1,1 +1,1 @@
-"""Data of reports, tables of HTML and pages, about models, executables and runs."""
+"""Reports about models, executables and runs: data, tables and HTML pages."""

@@ -1,4 +1,4 @@
-"""Times of programs and of conversations as data of reports, for ``bench --html`` and ``chat --html``."""
+"""Report data of ``bench --html`` and ``chat --html``: times of programs and of conversations."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from .device_peaks import describe_machine
 
 
 def bench_of(threads: int, seconds: Mapping[str, Sequence[float]], failures: Mapping[str, str]) -> dict[str, Any]:
-    """The times of the calls of several programs, as the ``bench`` of a report.
+    """Convert times of programs to the ``bench`` data of a report.
 
     Parameters
     ----------
     threads : int
+        Number of threads of each program.
     seconds : mapping of str to sequence of float
-        Times of each call, by program, in the order they were made.
+        Times of all calls in order, by program.
     failures : mapping of str to str
-        Programs that do not run the model, and why.
+        Reasons why programs do not run the model.
     """
     rows = [{"name": name, "seconds": [*seconds.get(name, ())], "fails": failures.get(name)} for name in seconds]
-    missing = [{"name": name, "seconds": [], "fails": why} for name, why in failures.items() if name not in seconds]
+    missing = [{"name": name, "seconds": [], "fails": text} for name, text in failures.items() if name not in seconds]
     return {"threads": threads, "rows": [*rows, *missing]}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a language model, as it came.
+    """An answer of a language model, with its times.
 
     Attributes
     ----------
     prompt_tokens, cached_tokens : int
-        Tokens of the prompt, and those of them that were in the cache already.
+        Tokens of the prompt, and the number of them that were in the cache.
     first_token_seconds : float
-        From the question to the first token.
+        Time from the question to the first token.
     pieces : tuple of (str, int, float)
-        Text, number of its tokens, and the seconds since the piece before or, of the first, since the question.
+        Text, number of its tokens, and seconds since the previous piece, or since the question for the first one.
     """
 
     prompt_tokens: int
@@ -49,7 +50,7 @@ class Answer:
 
 
 def chat_report(title: str, answers: Iterable[Answer]) -> dict[str, Any]:
-    """The times of a conversation as the data of a report of kind "chat", which `page.page_of` draws."""
+    """Make the data of a report of kind "chat", which `page.page_of` draws."""
     from .. import __version__
 
     return {
@@ -65,7 +66,7 @@ def chat_report(title: str, answers: Iterable[Answer]) -> dict[str, Any]:
 
 def _answer(answer: Answer) -> dict[str, Any]:
     tokens = [tokens for _, tokens, _ in answer.pieces]
-    later = sum(seconds for _, _, seconds in answer.pieces[1:])
+    decode_seconds = sum(seconds for _, _, seconds in answer.pieces[1:])
     new, first = answer.prompt_tokens - answer.cached_tokens, answer.first_token_seconds
     return {
         "prompt_tokens": answer.prompt_tokens,
@@ -73,6 +74,6 @@ def _answer(answer: Answer) -> dict[str, Any]:
         "first_token_seconds": first,
         "prompt_tokens_per_second": new / first if first > 0 else None,
         "tokens": sum(tokens),
-        "tokens_per_second": sum(tokens[1:]) / later if later > 0 else None,
+        "tokens_per_second": sum(tokens[1:]) / decode_seconds if decode_seconds > 0 else None,
         "pieces": [{"text": text, "tokens": count, "seconds": seconds} for text, count, seconds in answer.pieces],
     }

@@ -379,7 +379,7 @@ def groups_of(
     # Kernel, command buffer or None, and device of each call.
     calls = [(*commands.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in dispatches]
     profile_of = {profile.function: profile for profile in profiles}
-    # A private function has no profile of its own: its kernels are in the profile of the function that calls it.
+    # A private function has no profile of its own: its kernels are attributed to the first profiled function.
     public_functions = [e["function"] if e["function"] in metadata.signatures else "" for e in dispatches]
     num_calls = Counter(
         (name, kernel, device) for name, (kernel, _, device) in zip(public_functions, calls, strict=True)
@@ -492,7 +492,7 @@ def report_of(
     token : TokenCost, optional
         Cost of a token of a language model, with times.
     bench : dict, optional
-        Times of calls of this library and of others (`bench_times.bench_of`).
+        Times of calls of this library and of others (`call_times.bench_of`).
     title : str
         Title of the report: the model's name.
 
@@ -535,7 +535,9 @@ def report_of(
         "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "versions": {"relax_hetero": __version__, "tvm": str(tvm.__version__)},
         "machine": describe_machine() if profiles or trace is not None or bench is not None else None,
-        "notes": [line for line in explanation.tables() if isinstance(line, str) and not line.startswith("Ask for")],
+        "notes": [
+            line for line in explanation.tables() if isinstance(line, str) and not line.startswith("More sections")
+        ],
         "devices": [
             {
                 **{key: value for key, value in total.to_json().items() if key != "unknown_bytes"},

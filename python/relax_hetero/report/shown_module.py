@@ -1,4 +1,9 @@
-"""`rh.show`: a Relax module as a picture, at any stage."""
+"""`rh.show`: a Relax module at any stage as a graph, in notebooks, as a table and as a page.
+
+`module_data` collects nodes, edges and kernels, `function_picture` draws a function as SVG. A kernel call is a node
+with the kernel's ops; functions that TVM fused are drawn as their ops. Allocations and checks of lowered modules are
+left out.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from tvm import relax, tirx
 from ..artifact.commands import Dispatch
 from ..artifact.file_hints import describe_value
 from ..display.html import Column, Markup, colour, device_html, escaped, folded, paragraph, table, view
-from ..display.text import bytes_text, text_table
+from ..display.text import bytes_text, plural, text_table
 from ..errors import HeteroError, VDeviceError
 from ..target.element_types import bytes_for
 from ..target.vdevice import device_name, vdevices_of
@@ -28,13 +33,8 @@ from ..transform.record.region_attrs import regions_of
 from .page import page_of
 from .written_report import report_path, write_page
 
-# The graph of a Relax module at any stage, as data: nodes on devices, the values between them, kernels.
-#
-# Calls of kernels, by `call_tir` or directly once results are allocated, are nodes with the kernel's ops; functions
-# that TVM fused are drawn as the ops inside of them. What a lowered module does to allocate and to check is left out.
-
 Flow: TypeAlias = "frozenset[int] | tuple[Flow, ...]"
-"""The nodes that a value comes from, field by field of a tuple."""
+"""Nodes that compute a value, by field for tuples."""
 
 _NOTHING: frozenset[int] = frozenset()
 _RUN_TIME_TRANSFER = "relax_hetero.to_device"
@@ -42,16 +42,16 @@ _HIDDEN = ("vm.builtin.", "relax_hetero.pinned_storage")
 _HIDDEN_OPS = ("relax.vm.", "relax.memory.", "relax.builtin.", "relax.call_builtin_with_ctx")
 
 UNPLACED = "unplaced"
-"""In place of a device, where a value has none yet."""
+"""Device of values that have no device yet."""
 
 
 def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
-    """A module as the data of a report of kind "module".
+    """Collect the data of a report of kind "module".
 
     Parameters
     ----------
     mod : tvm.IRModule
-        At any stage.
+        Module at any stage.
     title : str
         Title of the report; default: the names of its functions.
 
@@ -63,7 +63,7 @@ def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
     Raises
     ------
     VDeviceError
-        The module's list of vdevices is none.
+        If the module's list of vdevices is invalid.
     """
     graph = _Graph(mod)
     functions = [graph.add_function(gv, func) for gv, func in relax_functions(mod) if not _is_primitive(func)]
@@ -80,7 +80,7 @@ def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
 
 
 def _allocates_sizes(value: relax.Expr) -> bool:
-    """Return whether a value is the memory in which a lowered function keeps its sizes."""
+    """Return whether a value is the shape heap of a lowered function."""
     callee = value.args[0] if op_name(value) == "relax.call_builtin_with_ctx" else None
     return isinstance(callee, relax.ExternFunc) and str(callee.global_symbol) == "vm.builtin.alloc_shape_heap"
 
@@ -90,7 +90,7 @@ def _is_primitive(func: relax.Function) -> bool:
 
 
 class _Graph:
-    """Nodes and edges of a module, filled in function by function."""
+    """Builds the nodes and edges of a module, function by function."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self.nodes: list[dict[str, Any]] = []
@@ -103,11 +103,11 @@ class _Graph:
         entries = placement.entries if placement is not None else ()
         self._reasons = {(entry.function, entry.variable): entry.reason for entry in entries}
         self._constants: dict[int, int] = {}
-        self._sizes: set[relax.Var] = set()
+        self._shape_heaps: set[relax.Var] = set()
         self._regions = {region.name: region for region in regions_of(mod)}
 
     def add_function(self, gv: tvm.ir.GlobalVar, func: relax.Function) -> dict[str, Any]:
-        """The nodes of a function; its entry in the data."""
+        """Add the nodes of a function; return its entry in the data."""
         self._function, self._constants = gv.name_hint, {}
         env: dict[relax.Var, Flow] = {}
         inputs = []
@@ -119,9 +119,9 @@ class _Graph:
         fields = result if isinstance(result, tuple) else (result,)
         types = func.ret_ty.fields if isinstance(func.ret_ty, tvm.ir.TupleType) else [func.ret_ty]
         outputs = []
-        for number, flow in enumerate(fields):
-            ty = types[number] if number < len(types) else None
-            node = self._node("output", f"output_{number}" if len(fields) > 1 else "output", None, ty)
+        for index, flow in enumerate(fields):
+            ty = types[index] if index < len(types) else None
+            node = self._node("output", f"output_{index}" if len(fields) > 1 else "output", None, ty)
             self._connect(flow, node)
             sources = [self.nodes[source] for source in _flat(flow)]
             if self.nodes[node]["device"] == UNPLACED and sources:
@@ -135,7 +135,7 @@ class _Graph:
         for block in expr.blocks:
             for binding in block.bindings:
                 if _allocates_sizes(binding.value):
-                    self._sizes.add(binding.var)
+                    self._shape_heaps.add(binding.var)
                 env[binding.var] = self._value(binding.value, env, binding.var.name, binding.var.ty)
         return self._value(expr.body, env, "")
 
@@ -143,18 +143,18 @@ class _Graph:
         if isinstance(value, relax.Var):
             return env.get(value, _NOTHING)
         if isinstance(value, relax.Tuple):
-            return tuple(self._value(part, env, name) for part in value.fields)
+            return tuple(self._value(field, env, name) for field in value.fields)
         if isinstance(value, relax.TupleGetItem):
-            whole = self._value(value.tuple_value, env, name)
-            return whole[value.index] if isinstance(whole, tuple) and value.index < len(whole) else whole
+            flow = self._value(value.tuple_value, env, name)
+            return flow[value.index] if isinstance(flow, tuple) and value.index < len(flow) else flow
         if is_tensor_constant(value):
             return frozenset((self._constant(value),))
         if isinstance(value, relax.SeqExpr):
             return self._sequence(value, env)
         if isinstance(value, relax.If):
             node = self._node("op", name, "if", ty)
-            for part in (value.cond, value.true_branch, value.false_branch):
-                self._connect(self._value(part, env, name), node)
+            for operand in (value.cond, value.true_branch, value.false_branch):
+                self._connect(self._value(operand, env, name), node)
             return frozenset((node,))
         if isinstance(value, relax.Call):
             return self._call(value, env, name, ty if ty is not None else value.ty)
@@ -164,10 +164,10 @@ class _Graph:
         kernel = called_prim_func(self._mod, call)
         callee = self._mod.functions.get(call.op) if isinstance(call.op, tvm.ir.GlobalVar) else None
         if isinstance(callee, relax.Function) and _is_primitive(callee):
-            return self._inlined(call, callee, env)
+            return self._inline(call, callee, env)
         if kernel is not None:
             return self._kernel_call(call, kernel, env, name, ty)
-        op = _called(call)
+        op = _callee_name(call)
         if op == "relax.memory.view" or op == "relax.memory.ensure_zero_offset":
             return self._value(call.args[0], env, name)
         if op.startswith((*_HIDDEN, *_HIDDEN_OPS)):
@@ -184,27 +184,27 @@ class _Graph:
         func = self._mod.functions[kernel]
         direct = isinstance(call.op, tvm.ir.GlobalVar)
         arguments = list(call.args if direct else call.args[1:])
-        if any(isinstance(arg, relax.Var) and arg in self._sizes for arg in arguments):
-            return _NOTHING  # it computes sizes
-        # Called directly, a kernel writes to tensors that were allocated for it.
-        written = [a for a in arguments if direct and isinstance(a, relax.Var) and env.get(a) == _NOTHING]
-        written = [arg for arg in written if any(tensor_types(arg.ty))]
-        if direct and not written and not any(tensor_types(ty)) and not ops_of(func):
-            return _NOTHING  # it computes shapes
-        result = tvm.ir.TupleType([arg.ty for arg in written]) if written else ty
+        if any(isinstance(arg, relax.Var) and arg in self._shape_heaps for arg in arguments):
+            return _NOTHING  # computes sizes
+        # A kernel that is called directly writes to tensors that were allocated for it.
+        outputs = [a for a in arguments if direct and isinstance(a, relax.Var) and env.get(a) == _NOTHING]
+        outputs = [arg for arg in outputs if any(tensor_types(arg.ty))]
+        if direct and not outputs and not any(tensor_types(ty)) and not ops_of(func):
+            return _NOTHING  # computes shapes
+        result = tvm.ir.TupleType([arg.ty for arg in outputs]) if outputs else ty
         ops = ops_of(func)
-        node = self._node("op", written[0].name if written else name, ", ".join(ops) or kernel.name_hint, result, call)
+        node = self._node("op", outputs[0].name if outputs else name, ", ".join(ops) or kernel.name_hint, result, call)
         if self._group < 0:
             self._add_group(kernel.name_hint, node, func)
         for arg in arguments:
-            if not any(arg is out for out in written):
+            if not any(arg is out for out in outputs):
                 self._connect(self._value(arg, env, name), node)
-        for out in written:
+        for out in outputs:
             env[out] = frozenset((node,))
         return frozenset((node,))
 
-    def _inlined(self, call: relax.Call, func: relax.Function, env: dict[relax.Var, Flow]) -> Flow:
-        """The ops of a function that TVM fused, as a group."""
+    def _inline(self, call: relax.Call, func: relax.Function, env: dict[relax.Var, Flow]) -> Flow:
+        """Add the ops of a function that TVM fused, as a group."""
         inner = {p: self._value(a, env, "") for p, a in zip(func.params, call.args, strict=False)}
         outer, first = self._group, len(self.nodes)
         if outer < 0:
@@ -212,25 +212,24 @@ class _Graph:
             self.groups.append(_group(self._group, self._function, call.op.name_hint, ""))
         flow = self._sequence(func.body, inner)
         if outer < 0:
-            mine = [node for node in self.nodes[first:] if node["kind"] != "constant"]
-            self.groups[self._group].update(
-                nodes=[node["id"] for node in mine], device=mine[0]["device"] if mine else UNPLACED
-            )
+            nodes = [node for node in self.nodes[first:] if node["kind"] != "constant"]
+            device = nodes[0]["device"] if nodes else UNPLACED
+            self.groups[self._group].update(nodes=[node["id"] for node in nodes], device=device)
         self._group = outer
         return flow
 
     def _add_group(self, kernel: str, node: int, func: tirx.PrimFunc) -> None:
         number = len(self.groups)
-        entry = _group(number, self._function, kernel, self.nodes[node]["device"])
+        group = _group(number, self._function, kernel, self.nodes[node]["device"])
         region = self._regions.get(kernel)
         if region is None:
-            entry.update(precision=precision_of(func) or None, operations=operations_of(func) or None)
+            group.update(precision=precision_of(func) or None, operations=operations_of(func) or None)
         else:
-            inside = [command.kernel for command in region.commands if isinstance(command, Dispatch)]
-            entry.update(region=kernel, notes=[f"runs {_plural(len(inside), 'kernel')}: {', '.join(inside)}"])
-            self.nodes[node]["op"] = f"{kernel} ({_plural(len(inside), 'kernel')})"
-        entry["nodes"] = [node]
-        self.groups.append(entry)
+            kernels = [command.kernel for command in region.commands if isinstance(command, Dispatch)]
+            group.update(region=kernel, notes=[f"runs {plural(len(kernels), 'kernel')}: {', '.join(kernels)}"])
+            self.nodes[node]["op"] = f"{kernel} ({plural(len(kernels), 'kernel')})"
+        group["nodes"] = [node]
+        self.groups.append(group)
         self.nodes[node]["group"] = number
 
     def _constant(self, value: relax.Expr) -> int:
@@ -259,7 +258,7 @@ class _Graph:
             return UNPLACED
         try:
             return device_name(vdevice, self._vdevices)
-        except VDeviceError:  # of a target that the module does not list
+        except VDeviceError:  # not in the module's list
             return str(vdevice.target.kind.name) if vdevice.target is not None else UNPLACED
 
     def _connect(self, flow: Flow, to: int) -> None:
@@ -270,7 +269,7 @@ class _Graph:
             self._edges.setdefault((source, to, self.nodes[source]["name"]), total)
 
     def edges(self) -> list[dict[str, Any]]:
-        """The edges, each once."""
+        """Edges without duplicates."""
         kinds = [node["kind"] for node in self.nodes]
         return [
             {
@@ -281,57 +280,42 @@ class _Graph:
         ]
 
     def devices(self) -> list[dict[str, Any]]:
-        """The module's devices, and the missing one where something is on none."""
+        """Devices of the module, and `UNPLACED` if a node has no device."""
         used = {node["device"] for node in self.nodes}
         targets = {name: str(vdevice.target) for name, vdevice in zip(self._names, self._vdevices, strict=True)}
         kinds = {name: str(v.target.kind.name) for name, v in zip(self._names, self._vdevices, strict=True)}
         return [
             self._describe(name, targets.get(name, ""), kinds.get(name, ""))
-            for name in (*targets, *_rest(used, targets))
+            for name in (*targets, *sorted(used - targets.keys()))
         ]
 
     def _describe(self, name: str, target: str, kind: str) -> dict[str, Any]:
-        mine = [node for node in self.nodes if node["device"] == name]
-        ops = [node for node in mine if node["kind"] == "op"]
-        moved = [node for node in mine if node["kind"] == "transfer"]
+        nodes = [node for node in self.nodes if node["device"] == name]
+        ops = [node for node in nodes if node["kind"] == "op"]
+        transfers = [node for node in nodes if node["kind"] == "transfer"]
         return {
             **{"name": name, "target": target, "kind": kind, "optional": False, "ops": len(ops)},
-            **{"op_bytes": _total_bytes(ops), "param_bytes": _total_bytes([n for n in mine if n["kind"] == "input"])},
-            **{"constant_bytes": _total_bytes([n for n in mine if n["kind"] == "constant"])},
-            **{"transfers_in": len(moved), "transfer_bytes": _total_bytes(moved), "peak": None},
+            **{"op_bytes": _total_bytes(ops), "param_bytes": _total_bytes([n for n in nodes if n["kind"] == "input"])},
+            **{"constant_bytes": _total_bytes([n for n in nodes if n["kind"] == "constant"])},
+            **{"transfers_in": len(transfers), "transfer_bytes": _total_bytes(transfers), "peak": None},
         }
 
     def notes(self) -> list[str]:
-        """A line on the whole."""
+        """Summary of the module."""
         kinds = [node["kind"] for node in self.nodes]
         devices = {node["device"] for node in self.nodes if node["kind"] == "op"}
-        counts = (_plural(kinds.count("op"), "op"), _plural(len(devices), "device"))
-        return [f"{counts[0]} on {counts[1]}, {_plural(kinds.count('transfer'), 'transfer')}."]
-
-
-def _rest(used: set[str], known: dict[str, str]) -> list[str]:
-    return sorted(used - known.keys())
+        counts = (plural(kinds.count("op"), "op"), plural(len(devices), "device"))
+        return [f"{counts[0]} on {counts[1]}, {plural(kinds.count('transfer'), 'transfer')}."]
 
 
 def _group(number: int, function: str, kernel: str, device: str) -> dict[str, Any]:
-    empty = (
-        "region",
-        "step",
-        "precision",
-        "operations",
-        "bytes",
-        "calls",
-        "seconds",
-        "share",
-        "share_of_peak",
-        "bound",
-    )
-    about = {"id": number, "function": function, "kernel": kernel, "device": device, "nodes": []}
-    return {**about, **dict.fromkeys(empty), "notes": []}
+    empty = "region step precision operations bytes calls seconds share share_of_peak bound".split()
+    fields = {"id": number, "function": function, "kernel": kernel, "device": device, "nodes": []}
+    return {**fields, **dict.fromkeys(empty), "notes": []}
 
 
-def _called(call: relax.Call) -> str:
-    """Callee: an op, a function of the module, or one that is registered."""
+def _callee_name(call: relax.Call) -> str:
+    """Name of the callee: an op, a function of the module, or a packed function."""
     op = op_name(call)
     if op is not None and op not in ("relax.call_packed", "relax.call_dps_packed", "relax.call_pure_packed"):
         return op
@@ -343,8 +327,8 @@ def _called(call: relax.Call) -> str:
 
 def _flat(flow: Flow) -> Iterator[int]:
     if isinstance(flow, tuple):
-        for part in flow:
-            yield from _flat(part)
+        for field in flow:
+            yield from _flat(field)
     else:
         yield from sorted(flow)
 
@@ -355,8 +339,8 @@ def _tensor(ty: relax.TensorType) -> dict[str, Any]:
     if extents is None:
         shape: list[int | str] = ["?"] * max(int(ty.ndim), 0)
         return {"shape": shape, "dtype": dtype, "bytes": None, "layout": None}
-    known = all(isinstance(extent, int) for extent in extents)
-    nbytes = bytes_for(tuple(extents), dtype) if known else None
+    is_static = all(isinstance(extent, int) for extent in extents)
+    nbytes = bytes_for(tuple(extents), dtype) if is_static else None
     return {"shape": [_extent(extent) for extent in extents], "dtype": dtype, "bytes": nbytes, "layout": None}
 
 
@@ -371,25 +355,20 @@ def _total_bytes(nodes: list[dict[str, Any]]) -> int:
     return sum(value["bytes"] or 0 for node in nodes for value in node["values"])
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-# A graph as a picture: SVG that a notebook shows as it is, without a script, in its own colours.
-
 _SWEEPS = 4
+"""Number of passes that reorder nodes within layers to reduce crossings."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Where the nodes of a graph lie.
+    """Layered drawing of a graph.
 
     Attributes
     ----------
     rows : list of list of int
-        Each row's nodes, from left to right; numbers below 0 are places that an edge passes.
+        Nodes of each row, from left to right; negative numbers are dummy nodes, through which long edges pass.
     paths : dict of (int, int) to list of int
-        For each edge the nodes and places that it touches, from its beginning to its end.
+        Nodes of each edge from its source to its target, including dummy nodes.
     """
 
     rows: list[list[int]]
@@ -397,41 +376,43 @@ class Layers:
 
 
 def layers_of(nodes: Sequence[int], edges: Iterable[tuple[int, int]], close: Iterable[int] = ()) -> Layers:
-    """The rows of a graph without cycles.
+    """Lay out an acyclic graph in rows (Sugiyama's method).
 
     Parameters
     ----------
     nodes : sequence of int
-        In an order in which edges lead from earlier to later ones; others are ignored.
+        Nodes in topological order.
+    edges : iterable of (int, int)
+        Edges; those against the order of `nodes` are ignored.
     close : iterable of int
-        Nodes without a producer that lie just above their first reader, as weights do.
+        Nodes that, if they have no predecessor, lie just above their first successor, as weights do.
     """
-    position = {node: number for number, node in enumerate(nodes)}
-    kept = sorted({(a, b) for a, b in edges if a in position and b in position and position[a] < position[b]})
-    producers: dict[int, list[int]] = {node: [] for node in nodes}
-    readers: dict[int, list[int]] = {node: [] for node in nodes}
-    for a, b in kept:
-        producers[b].append(a)
-        readers[a].append(b)
+    position = {node: index for index, node in enumerate(nodes)}
+    sorted_edges = sorted({(a, b) for a, b in edges if a in position and b in position and position[a] < position[b]})
+    predecessors: dict[int, list[int]] = {node: [] for node in nodes}
+    successors: dict[int, list[int]] = {node: [] for node in nodes}
+    for a, b in sorted_edges:
+        predecessors[b].append(a)
+        successors[a].append(b)
     row: dict[int, int] = {}
     for node in nodes:
-        row[node] = 1 + max((row[producer] for producer in producers[node]), default=-1)
+        row[node] = 1 + max((row[predecessor] for predecessor in predecessors[node]), default=-1)
     for node in close:
-        if readers[node] and not producers[node]:
-            row[node] = max(0, min(row[reader] for reader in readers[node]) - 1)
+        if successors[node] and not predecessors[node]:
+            row[node] = max(0, min(row[successor] for successor in successors[node]) - 1)
     rows: list[list[int]] = [[] for _ in range(1 + max(row.values(), default=-1))]
     for node in nodes:
         rows[row[node]].append(node)
     paths: dict[tuple[int, int], list[int]] = {}
     above: dict[int, list[int]] = {}
     below: dict[int, list[int]] = {}
-    place = -1
-    for a, b in kept:
+    dummy = -1
+    for a, b in sorted_edges:
         path = [a]
-        for number in range(row[a] + 1, row[b]):
-            rows[number].append(place)
-            path.append(place)
-            place -= 1
+        for index in range(row[a] + 1, row[b]):
+            rows[index].append(dummy)
+            path.append(dummy)
+            dummy -= 1
         path.append(b)
         paths[a, b] = path
         for upper, lower in zip(path, path[1:], strict=False):
@@ -439,38 +420,40 @@ def layers_of(nodes: Sequence[int], edges: Iterable[tuple[int, int]], close: Ite
             above.setdefault(lower, []).append(upper)
     for sweep in range(_SWEEPS):
         downwards = sweep % 2 == 0
-        for number in range(len(rows)) if downwards else reversed(range(len(rows))):
-            _sort(rows[number], above if downwards else below, _places(rows))
+        for index in range(len(rows)) if downwards else reversed(range(len(rows))):
+            _sort(rows[index], above if downwards else below, _columns(rows))
     return Layers(rows, paths)
 
 
-def _places(rows: Sequence[Sequence[int]]) -> dict[int, float]:
-    """Where each node is in its row, from the row's middle."""
-    return {node: number - (len(row) - 1) / 2 for row in rows for number, node in enumerate(row)}
+def _columns(rows: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Position of each node relative to the middle of its row."""
+    return {node: index - (len(row) - 1) / 2 for row in rows for index, node in enumerate(row)}
 
 
-def _sort(row: list[int], neighbours: Mapping[int, Sequence[int]], places: Mapping[int, float]) -> None:
-    def wish(node: int) -> float:
-        found = [places[other] for other in neighbours.get(node, ())]
-        return sum(found) / len(found) if found else places[node]
+def _sort(row: list[int], neighbours: Mapping[int, Sequence[int]], columns: Mapping[int, float]) -> None:
+    """Sort a row by the barycentres of its nodes' neighbours."""
 
-    row.sort(key=wish)
+    def barycentre(node: int) -> float:
+        around = [columns[neighbour] for neighbour in neighbours.get(node, ())]
+        return sum(around) / len(around) if around else columns[node]
+
+    row.sort(key=barycentre)
 
 
-_BOX, _GAP, _HEIGHT, _ROW, _PASS = 148, 16, 36, 66, 18
+_BOX_WIDTH, _GAP, _BOX_HEIGHT, _ROW_HEIGHT, _DUMMY_WIDTH = 148, 16, 36, 66, 18
 MAX_NODES = 250
-"""Larger functions are not drawn: nobody could read the picture."""
+"""Maximum number of nodes of a picture; larger ones would not be readable."""
 
 
 def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
-    """One function of a report's data, from its inputs down to its results.
+    """Draw a function of a report's data as SVG, from inputs at the top to results, without scripts.
 
-    Constants are not drawn; a node says how many it reads.
+    Constants are not drawn; each node says how many it reads.
 
     Returns
     -------
     Markup or None
-        None where the function has more than `MAX_NODES` nodes.
+        None if the function has more than `MAX_NODES` nodes.
     """
     nodes = {n["id"]: n for n in data["nodes"] if n["function"] == function and n["kind"] != "constant"}
     if not nodes or len(nodes) > MAX_NODES:
@@ -478,15 +461,15 @@ def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
     constants = {n["id"] for n in data["nodes"] if n["kind"] == "constant"}
     reads = Counter(edge["to"] for edge in data["edges"] if edge["from"] in constants)
     edges = {(e["from"], e["to"]): e for e in data["edges"] if e["from"] in nodes and e["to"] in nodes}
-    # Inputs, and what is made of constants alone, lie where they are read; the picture is wide only where the graph is.
-    layers = layers_of(_in_order(nodes, edges), edges, close=nodes)
-    where, width = _positions(layers)
+    # Nodes without predecessors lie just above their successors, so that the first row is not too wide.
+    layers = layers_of(_topological_order(nodes, edges), edges, close=nodes)
+    centres, width = _positions(layers)
     names = [device["name"] for device in data["devices"]]
     kernels = {node: group["kernel"] for group in data["groups"] for node in group["nodes"]}
-    drawn = [_edge(edges[pair], [where[node] for node in path]) for pair, path in layers.paths.items()]
+    drawn = [_edge(edges[pair], [centres[node] for node in path]) for pair, path in layers.paths.items()]
     for number, node in nodes.items():
-        drawn.append(_box(node, where[number], names, kernels.get(number, ""), reads[number]))
-    height = len(layers.rows) * _ROW
+        drawn.append(_box(node, centres[number], names, kernels.get(number, ""), reads[number]))
+    height = len(layers.rows) * _ROW_HEIGHT
     label = escaped(f"Graph of {function}: {len(nodes)} nodes")
     return Markup(
         f'<svg viewBox="0 0 {width} {height}" width="{width}" style="max-width:none" role="img" aria-label="{label}" '
@@ -494,47 +477,49 @@ def function_picture(data: Mapping[str, Any], function: str) -> Markup | None:
     )
 
 
-def _in_order(nodes: Mapping[int, Any], edges: Mapping[tuple[int, int], Any]) -> list[int]:
-    """The nodes, what makes a value before what reads it."""
-    waits = Counter(b for _, b in edges)
+def _topological_order(nodes: Mapping[int, Any], edges: Mapping[tuple[int, int], Any]) -> list[int]:
+    """Nodes in topological order."""
+    in_degrees = Counter(b for _, b in edges)
     readers: dict[int, list[int]] = {}
     for a, b in edges:
         readers.setdefault(a, []).append(b)
-    order = [node for node in nodes if not waits[node]]
-    for node in order:  # grows meanwhile
+    order = [node for node in nodes if not in_degrees[node]]
+    for node in order:  # the loop appends to it
         for reader in readers.get(node, ()):
-            waits[reader] -= 1
-            if not waits[reader]:
+            in_degrees[reader] -= 1
+            if not in_degrees[reader]:
                 order.append(reader)
     return order
 
 
 def _positions(layers: Layers) -> tuple[dict[int, tuple[float, float]], int]:
-    """The middle of each node, and the width of the picture."""
-    widths = [sum(_BOX if node >= 0 else _PASS for node in row) + _GAP * (len(row) + 1) for row in layers.rows]
+    """Centre of each node, and width of the picture."""
+    widths = [
+        sum(_BOX_WIDTH if node >= 0 else _DUMMY_WIDTH for node in row) + _GAP * (len(row) + 1) for row in layers.rows
+    ]
     width = max(widths)
-    where = {}
-    for number, row in enumerate(layers.rows):
-        x = (width - widths[number]) / 2 + _GAP
+    centres = {}
+    for index, row in enumerate(layers.rows):
+        x = (width - widths[index]) / 2 + _GAP
         for node in row:
-            size = _BOX if node >= 0 else _PASS
-            where[node] = (x + size / 2, number * _ROW + _ROW / 2)
+            size = _BOX_WIDTH if node >= 0 else _DUMMY_WIDTH
+            centres[node] = (x + size / 2, index * _ROW_HEIGHT + _ROW_HEIGHT / 2)
             x += size + _GAP
-    return where, width
+    return centres, width
 
 
 def _edge(edge: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> str:
     (x, y), *rest = points
-    y += _HEIGHT / 2
+    y += _BOX_HEIGHT / 2
     path = [f"M{x:.0f} {y:.0f}"]
     for number, (to_x, middle) in enumerate(rest):
         is_last = number == len(rest) - 1
-        to_y = middle - _HEIGHT / 2
+        to_y = middle - _BOX_HEIGHT / 2
         half = (y + to_y) / 2
         path.append(f"C{x:.0f} {half:.0f} {to_x:.0f} {half:.0f} {to_x:.0f} {to_y:.0f}")
         x, y = to_x, to_y
-        if not is_last:  # straight through the row
-            y += _HEIGHT
+        if not is_last:  # a vertical line through the row
+            y += _BOX_HEIGHT
             path.append(f"V{y:.0f}")
     line = 'stroke-width="2.5" stroke-dasharray="5 3"' if edge["transfer"] else 'stroke-width="1.2"'
     title = f"{edge['value']}, {bytes_text(edge['bytes'])}"
@@ -544,11 +529,12 @@ def _edge(edge: Mapping[str, Any], points: Sequence[tuple[float, float]]) -> str
     )
 
 
-def _box(node: Mapping[str, Any], where: tuple[float, float], names: Sequence[str], kernel: str, constants: int) -> str:
-    x, y = where[0] - _BOX / 2, where[1] - _HEIGHT / 2
+def _box(
+    node: Mapping[str, Any], centre: tuple[float, float], names: Sequence[str], kernel: str, constants: int
+) -> str:
+    x, y = centre[0] - _BOX_WIDTH / 2, centre[1] - _BOX_HEIGHT / 2
     number = names.index(node["device"]) if node["device"] in names else -1
     values = ", ".join(value_text(value) for value in node["values"])
-    first = short_op(node)
     weights = f"reads {constants} constant{'s' * (constants != 1)}" if constants else ""
     onnx = f"ONNX {', '.join(node['onnx'])}" if node["onnx"] else ""
     kernel = f"kernel {kernel}" if kernel else ""
@@ -558,17 +544,17 @@ def _box(node: Mapping[str, Any], where: tuple[float, float], names: Sequence[st
     dashes = ' stroke-dasharray="5 3"' if node["kind"] == "transfer" else ""
     radius = 17 if node["kind"] in ("input", "output") else 4
     return (
-        f'<g><title>{title}</title><rect x="{x:.0f}" y="{y:.0f}" width="{_BOX}" height="{_HEIGHT}" rx="{radius}" '
-        f'{fill} stroke="{colour(number)}" stroke-width="1.3"{dashes}/>'
-        f'<text x="{where[0]:.0f}" y="{y + 15:.0f}" text-anchor="middle" fill="currentColor" font-weight="600">'
-        f"{escaped(_fitting(first, 22))}</text>"
-        f'<text x="{where[0]:.0f}" y="{y + 29:.0f}" text-anchor="middle" fill="currentColor" fill-opacity=".75">'
-        f"{escaped(_fitting(values or node['name'], 25))}</text></g>"
+        f'<g><title>{title}</title><rect x="{x:.0f}" y="{y:.0f}" width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" '
+        f'rx="{radius}" {fill} stroke="{colour(number)}" stroke-width="1.3"{dashes}/>'
+        f'<text x="{centre[0]:.0f}" y="{y + 15:.0f}" text-anchor="middle" fill="currentColor" font-weight="600">'
+        f"{escaped(_truncate(short_op(node), 22))}</text>"
+        f'<text x="{centre[0]:.0f}" y="{y + 29:.0f}" text-anchor="middle" fill="currentColor" fill-opacity=".75">'
+        f"{escaped(_truncate(values or node['name'], 25))}</text></g>"
     )
 
 
 def short_op(node: Mapping[str, Any]) -> str:
-    """Op of a node, in a word or two."""
+    """Short text for a node."""
     if node["kind"] in ("input", "output", "constant"):
         return str(node["name"])
     if node["kind"] == "transfer":
@@ -577,19 +563,19 @@ def short_op(node: Mapping[str, Any]) -> str:
 
 
 def value_text(value: Mapping[str, Any]) -> str:
-    """A value's type: ``float32[n, 64]``."""
+    """Format a value's type, such as ``float32[n, 64]``."""
     return f"{value['dtype']}[{', '.join(map(str, value['shape']))}]"
 
 
-def _fitting(text: str, limit: int) -> str:
+def _truncate(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-_FIRST_FUNCTIONS = 3
+_OPEN_FUNCTIONS = 3
 
 
 class ShownModule:
-    """A module to look at; `rh.show` makes one. A notebook shows the picture, printing it gives a table.
+    """Result of `rh.show`: a picture in notebooks, a table when it is printed.
 
     Attributes
     ----------
@@ -605,14 +591,14 @@ class ShownModule:
 
     def __str__(self) -> str:
         kernels = {node: group["kernel"] for group in self.data["groups"] for node in group["nodes"]}
-        producers: dict[int, list[str]] = {}
+        makers: dict[int, list[str]] = {}
         names = {node["id"]: node["name"] for node in self.data["nodes"]}
         for edge in self.data["edges"]:
-            producers.setdefault(edge["to"], []).append(names[edge["from"]])
+            makers.setdefault(edge["to"], []).append(names[edge["from"]])
         rows = [
             (
                 *(node["function"], node["name"], short_op(node) if node["op"] else node["kind"], node["device"]),
-                *(", ".join(map(value_text, node["values"])), ", ".join(producers.get(node["id"], ()))),
+                *(", ".join(map(value_text, node["values"])), ", ".join(makers.get(node["id"], ()))),
                 kernels.get(node["id"], ""),
             )
             for node in self.data["nodes"]
@@ -625,12 +611,12 @@ class ShownModule:
         return view(*self._parts())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the page of a report: a picture to zoom, to open and to search. It needs no network.
+        """Write a self-contained page with a graph to zoom, to expand and to search.
 
         Raises
         ------
         HeteroError
-            The file cannot be written.
+            If the file cannot be written.
         """
         write_page(page_of(self.data), report_path(path))
 
@@ -639,24 +625,24 @@ class ShownModule:
         legend = Markup(" &nbsp; ".join(device_html(name, names) for name in names))
         parts: list[str] = [paragraph(legend, Markup(" &nbsp; "), *self.data["notes"])]
         for number, function in enumerate(each["name"] for each in self.data["functions"]):
-            shown = self._function(function, names)
-            more = len(self.data["functions"]) > 1
-            parts.append(folded(function, shown, is_open=number < _FIRST_FUNCTIONS) if more else shown)
+            content = self._function(function, names)
+            has_more = len(self.data["functions"]) > 1
+            parts.append(folded(function, content, is_open=number < _OPEN_FUNCTIONS) if has_more else content)
         return parts
 
     def _function(self, function: str, names: list[str]) -> Markup:
         picture = function_picture(self.data, function)
-        listed = self._list(function, names)
+        values = self._table(function, names)
         if picture is None:
-            return Markup(paragraph("The function is too large for a picture.") + folded("Its values", listed))
-        return Markup(picture + folded("The same as a table", listed))
+            return Markup(paragraph("The function is too large for a picture.") + folded("Its values", values))
+        return Markup(picture + folded("The same as a table", values))
 
-    def _list(self, function: str, names: list[str]) -> Markup:
-        """Every node as a row: for those who do not see the picture, and for functions too large for one."""
+    def _table(self, function: str, names: list[str]) -> Markup:
+        """Table of all nodes: for screen readers, and for functions too large for a picture."""
         kernels = {node: group["kernel"] for group in self.data["groups"] for node in group["nodes"]}
         columns = [
             *(Column("value"), Column("op"), Column("device"), Column("type"), Column("bytes", True)),
-            *(Column("kernel"), Column("why it is there")),
+            *(Column("kernel"), Column("reason of its device")),
         ]
         rows = [
             (
@@ -671,31 +657,31 @@ class ShownModule:
 
 
 def _bytes(node: dict[str, Any]) -> str:
-    found = [value["bytes"] for value in node["values"]]
-    return bytes_text(None if None in found else sum(found)) if found else ""
+    sizes = [value["bytes"] for value in node["values"]]
+    return bytes_text(None if None in sizes else sum(sizes)) if sizes else ""
 
 
 def show(mod: tvm.IRModule, title: str = "") -> ShownModule:
-    """A module as a picture: its values and ops on their devices, at any stage of compilation.
+    """Show a module at any stage of compilation: its values and ops on their devices.
 
-    It may be fresh from a front end, placed, encoded, cut into kernels or lowered; stock modules of TVM are shown, too.
+    It may be imported, placed, encoded, fused into kernels or lowered, also by stock TVM.
 
     Parameters
     ----------
     mod : tvm.IRModule
         Module of Relax functions.
     title : str, optional
-        Title of a page that is saved; default: the names of the functions.
+        Title of a saved page; default: the names of the functions.
 
     Returns
     -------
     ShownModule
-        A notebook shows it as a picture, ``print`` as a table, and ``save("model.html")`` writes a page.
+        A picture in notebooks, a table for ``print``; ``save("model.html")`` writes a page.
 
     Raises
     ------
     HeteroError
-        The argument is not a module, or a module without a Relax function.
+        If the argument is not a module, or has no Relax function.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Reports in files: `Executable.report` and ``relax-hetero explain --html``."""
+"""Files of reports, for `Executable.report` and ``relax-hetero explain --html``."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def write_report(
     compare: str | os.PathLike[str] | None = None,
     title: str = "",
 ) -> None:
-    """Write the report of an executable as one HTML file, or its data alone where the path ends in ``.json``.
+    """Write the report of an executable as an HTML file, or only its data if the path ends in ``.json``.
 
-    The provider of ``Executable.report``.
+    Provider of ``Executable.report``.
 
     Raises
     ------
     HeteroError
-        A path that cannot be written, a file to compare with that is no report, or an executable of another compiler.
+        If the path cannot be written, `compare` is not a report, or another compiler made the executable.
     """
     target = report_path(path)
     previous = None if compare is None else read_report(compare)
@@ -53,7 +53,7 @@ def write_page(text: str, target: Path) -> None:
     Raises
     ------
     HeteroError
-        The file cannot be written.
+        If the file cannot be written.
     """
     try:
         target.write_text(text, encoding="utf-8")
@@ -62,12 +62,12 @@ def write_page(text: str, target: Path) -> None:
 
 
 def report_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a report that is yet to be written.
+    """Check the path of a report before it is made.
 
     Raises
     ------
     HeteroError
-        There is no such folder, it may not be written, or the path is one of a folder.
+        If the path is a folder, its folder does not exist, or it is not writable.
     """
     target = Path(path)
     if target.is_dir():
@@ -80,23 +80,21 @@ def report_path(path: str | os.PathLike[str]) -> Path:
 
 
 def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The data of a report that was written before: an HTML page, or its data as JSON.
+    """Read the data of a report, an HTML page or JSON.
 
     Raises
     ------
     HeteroError
-        The file cannot be read, or is no report.
+        If the file cannot be read, or is not a report.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
         data = json.loads(text) if text.lstrip().startswith("{") else data_of(text)
     except (OSError, ValueError, HeteroError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        raise HeteroError(f"cannot compare with {path}: {what}; expected a report that was written before") from error
-    found = data.get("schema") if isinstance(data, dict) else None
-    if found != SCHEMA:
-        what = (
-            "its data has no schema" if found is None else f"its schema is {found!r}, and this version reads {SCHEMA}"
-        )
-        raise HeteroError(f"cannot compare with {path}: {what}; expected a report that was written before")
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise HeteroError(f"cannot compare with {path}: {reason}; expected a report that was written before") from error
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        reason = f"its schema is {schema!r}, and this version reads {SCHEMA}" if schema else "its data has no schema"
+        raise HeteroError(f"cannot compare with {path}: {reason}; expected a report that was written before")
     return dict(data)

@@ -37,7 +37,7 @@ from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import HALF_TYPES, bytes_of, stored_type
 from ..target.tiles import conv_columns, tile_columns
 from ..tir.conv.dynamic_height import can_have_dynamic_height
-from ..tir.conv.winograd_plan import Shape, gain
+from ..tir.conv.winograd_plan import Shape, estimated_speedup
 
 if TYPE_CHECKING:
     import tvm
@@ -156,7 +156,7 @@ def _choose_winograd(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
     gains = {}
     for m in (2, 4) if encoding.accuracy == FAST else (2,):
         shape = Shape(m, images, (rows, columns), depth, channels, width, moves.groups)
-        gains[m] = gain(shape, cpu) * _share_of_data(encoding)
+        gains[m] = estimated_speedup(shape, cpu) * _share_of_data(encoding)
     best = max(gains, key=lambda m: gains[m])
     if _is_symbolic(encoding):
         return best, "images of any size, whose times cannot be estimated"

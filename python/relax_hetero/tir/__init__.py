@@ -1,4 +1,4 @@
-"""Generators of kernels: products, convolutions, attention, rows, elementwise, packing, scatter; one a family.
+"""Kernel generators, one per family: products, convolutions, attention, rows, elementwise, packing, scatter.
 
-`loops` schedules stock kernels, `commands` writes command buffers; all are written with `core` and `math`.
+`loops` schedules stock kernels and `commands` writes command buffers. All are written with `core` and `math`.
 """

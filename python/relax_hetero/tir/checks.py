@@ -1,14 +1,12 @@
-"""Checks of values: indices and divisors as they are to be used, and an error for those that are out of range.
+"""Range checks of indices and divisors before an op uses them.
 
-The kernel reads a tensor, and writes the values that the op behind it may use without a doubt. On a CPU the first value
-out of range ends the call: the kernel asks the machine to refuse it (`relax_hetero.refuse`), with the number of the
-check, the value, and the range. The op reads what the kernel writes, so that it cannot run before.
+The kernel copies a tensor; the op reads the copy, so that it cannot run before the check. On a CPU the first value out
+of range ends the call: the kernel calls `relax_hetero.refuse` with the number of the check, the value and the range.
 
-On a GPU a kernel cannot end a call. There the first thread that finds such a value claims the error record of the GPU,
-memory of the host which the machine looks at whenever it has waited for the GPU (`vm.device.error_records`), and writes
-the same into it.
+A GPU kernel cannot end a call. There the first thread that meets such a value claims the GPU's error record and writes
+the same numbers there, in CPU memory that the machine reads after each wait for the GPU (`vm.device.error_records`).
 
-Numbers, such as extents, are arguments: checks of equal shapes share a kernel.
+Extents and the number of the check are arguments: checks of equal shapes share a kernel.
 """
 
 from __future__ import annotations
@@ -27,28 +25,26 @@ from ..encoding.problem import Dim
 from .core.bounds import BOUNDED, from_front
 from .core.builder import Expr, Function, ceil_div, loop, when
 from .core.view import View
-from .core.work_split import LEAST as LEAST_WORK
-from .core.work_split import is_worth_tasks
+from .core.work_split import MIN_WORK, is_worth_tasks, unravel
 
 REFUSE = "relax_hetero.refuse"
-"""The packed function that raises: takes the number of a check, the value found, the least and one past the last."""
+"""The packed function that raises; its arguments are the number of a check, the value, the minimum and the end."""
 
 CHECKED = "relax_hetero.checked"
-"""On a PrimFunc: an op may use what it writes as it is."""
+"""On a PrimFunc: its results are in range, and an op may use them without clamping."""
 
 RANGE = "relax_hetero.range"
 """On a PrimFunc: an operand's number, another operand's, an axis of the latter, and an offset. The first operand's
 values, int64, must be from 0 to the size of the axis plus the offset; to the offset alone without another operand."""
 
-_CHUNK = LEAST_WORK["elements"]
+_TASK_ROWS = MIN_WORK["elements"]
 
-_THREADS = 256
-"""Number of threads of a block on a GPU."""
+_BLOCK_THREADS = 256
 
 
 @dataclass(frozen=True)
 class CheckProblem:
-    """Which values of a tensor have to be in which range.
+    """A tensor and the ranges that its values must be in.
 
     Attributes
     ----------
@@ -57,12 +53,11 @@ class CheckProblem:
     dtype : str
         Element type of the data.
     columns : tuple of bool
-        Along the last axis, which places are checked; a place may have a range of its own. One entry for all values
-        where the last axis means nothing.
+        Checked positions of the last axis; each may have a range of its own. One entry stands for all values.
     wraps : bool
-        Whether negative values count from the end of their range, which begins at the negated end then.
+        Whether negative values count from the end of their range, which then begins at the negated end.
     is_divisor : bool
-        Whether the value must not be 0, and may be any other; there are no ranges then.
+        Whether the value must only differ from 0; there are no ranges then.
     """
 
     shape: tuple[Dim, ...]
@@ -73,18 +68,18 @@ class CheckProblem:
 
     @property
     def result(self) -> str:
-        """The element type of what is written."""
+        """The element type of the result."""
         is_index = not self.is_divisor and self.dtype.startswith(("int", "uint"))
         return "int64" if is_index else self.dtype
 
     @property
     def ends(self) -> int:
-        """How many ranges the kernel is given, the end of each."""
+        """Number of ranges; the kernel takes the end of each."""
         return 0 if self.is_divisor else sum(self.columns)
 
 
 def check_kernel(problem: CheckProblem) -> tirx.PrimFunc:
-    """The kernel: parameters are the values, the number of the check, the end of each range, and the result."""
+    """The kernel for CPUs; parameters: the values, the number of the check, the end of each range, and the result."""
     function = Function("check_values")
     width = len(problem.columns)
     with function:
@@ -100,15 +95,17 @@ def check_kernel(problem: CheckProblem) -> tirx.PrimFunc:
             if isinstance(total, int) and total == 0:
                 T.evaluate(0)
             else:
-                _write(_Check(problem, values.data, result.data, number, ends), total if width == 1 else total // width)
+                _write_check(
+                    _Check(problem, values.data, result.data, number, ends), total if width == 1 else total // width
+                )
     return function.result.with_attrs({BOUNDED: True, CHECKED: True})
 
 
 def reporting_kernel(problem: CheckProblem) -> tirx.PrimFunc:
-    """The kernel for GPUs: parameters are those of `check_kernel`, and behind the values the error record.
+    """The kernel for GPUs: parameters are those of `check_kernel`, with the error record after the values.
 
-    A thread for each row. The first that finds a value out of range claims the record, and fills it; the others' are
-    not told. It is said to be ready last, so that nobody reads a part of it.
+    A thread for each row. The first that meets a value out of range claims the record and fills it; later ones are
+    dropped. The ready flag is written last, so that nobody reads an incomplete record.
     """
     function = Function("check_values")
     shape = list(map(function.extent, problem.shape))
@@ -122,14 +119,14 @@ def reporting_kernel(problem: CheckProblem) -> tirx.PrimFunc:
         check = _Check(problem, values, result, number, ends)
         total = prod(shape, start=_word(1))
         rows = total if width == 1 else tirx.floordiv(total, _word(width))
-        # One block more than there may have to be: a launch of none is an error.
-        blocks = tirx.floordiv(rows, _word(_THREADS)) + _word(1)
+        # Perhaps one block too many: a launch without blocks is an error.
+        blocks = tirx.floordiv(rows, _word(_BLOCK_THREADS)) + _word(1)
         with function.body(), T.thread_binding(blocks, thread="blockIdx.x") as block:
-            with T.thread_binding(_word(_THREADS), thread="threadIdx.x") as thread:
-                row = block * _word(_THREADS) + thread
+            with T.thread_binding(_word(_BLOCK_THREADS), thread="threadIdx.x") as thread:
+                row = block * _word(_BLOCK_THREADS) + thread
                 with T.If(row < rows), T.Then():
                     for column in range(width):
-                        check.report(_coordinates(row * _word(width) + _word(column), shape), column, record)
+                        check.report(unravel(row * _word(width) + _word(column), shape), column, record)
     return function.result.with_attrs({BOUNDED: True, CHECKED: True, "tirx.is_scheduled": True})
 
 
@@ -137,20 +134,8 @@ def _word(value: int) -> tirx.IntImm:
     return tirx.IntImm("int64", value)
 
 
-def _coordinates(place: Expr, shape: Sequence[Expr]) -> list[Expr]:
-    """Where an element stands, by its number in row-major order."""
-    found: list[Expr] = []
-    for extent in reversed(shape[1:]):
-        found.append(tirx.floormod(place, extent))
-        place = tirx.floordiv(place, extent)
-    return [place, *reversed(found)] if shape else []
-
-
 def _halves(number: Expr) -> tuple[Expr, Expr]:
-    """The low and the high word of a number as int64.
-
-    TVM may narrow an int64 that is made of a shorter number, which has no bits to shift down then.
-    """
+    """The low and the high word of a number as int64; a number that TVM narrowed is extended by its sign."""
     if not _is_integer(str(number.ty.dtype)):
         number = tirx.Cast("int64", number)
     dtype = str(number.ty.dtype)
@@ -167,41 +152,43 @@ class _Check:
     def __init__(self, problem: CheckProblem, values: Any, result: Any, number: Expr, ends: Sequence[Expr]) -> None:
         self.problem, self.width = problem, len(problem.columns)
         self._values, self._result, self._number = values, result, number
-        given = iter(ends)
-        self._ends = [next(given) if is_checked and not problem.is_divisor else None for is_checked in problem.columns]
+        remaining_ends = iter(ends)
+        self._ends = [
+            next(remaining_ends) if is_checked and not problem.is_divisor else None for is_checked in problem.columns
+        ]
 
     def copy(self, row: Expr, bad: Expr) -> None:
-        """The values of a row, as they are to be used; sets `bad` where one is out of range."""
+        """Write the values of a row as int64 from the front; set `bad` where one is out of range."""
         zero = tirx.const(0, "int64")
         for column in range(self.width):
-            place = row * self.width + column
-            value = self._values[place]
+            index = row * self.width + column
+            value = self._values[index]
             if self.problem.columns[column]:
-                T.buffer_store(bad, tirx.Or(bad[zero], tirx.Not(self._is_good(value, column))), [zero])
-            T.buffer_store(self._result, self._used(value, column), [place])
+                T.buffer_store(bad, tirx.Or(bad[zero], tirx.Not(self._is_in_range(value, column))), [zero])
+            T.buffer_store(self._result, self._from_front(value, column), [index])
 
-    def refuse(self, row: Expr, is_told: Expr) -> None:
+    def refuse(self, row: Expr, has_raised: Expr) -> None:
         """Raise for the first value of a row that is out of range."""
         zero = tirx.const(0, "int64")
         for column in filter(self.problem.columns.__getitem__, range(self.width)):
             value = self._values[row * self.width + column]
-            with when(tirx.all(tirx.Not(self._is_good(value, column)), tirx.Not(is_told[zero]))):
-                T.buffer_store(is_told, tirx.const(True, "bool"), [zero])
-                least, end = self._range(column)
-                found = tirx.Cast("int64", value)
-                T.evaluate(T.call_packed(REFUSE, self._number, found, least, end))
+            with when(tirx.all(tirx.Not(self._is_in_range(value, column)), tirx.Not(has_raised[zero]))):
+                T.buffer_store(has_raised, tirx.const(True, "bool"), [zero])
+                first, end = self._range(column)
+                number = tirx.Cast("int64", value)
+                T.evaluate(T.call_packed(REFUSE, self._number, number, first, end))
 
-    def report(self, place: Sequence[Expr], column: int, record: Any) -> None:
-        """Write a value, as it is to be used; where it is out of range, to the record too, unless that is claimed."""
-        value = self._values[place]
-        T.buffer_store(self._result, self._used(value, column), list(place))
+    def report(self, indices: Sequence[Expr], column: int, record: Any) -> None:
+        """Write a value as int64 from the front; if out of range, also to the record, unless that is claimed."""
+        value = self._values[indices]
+        T.buffer_store(self._result, self._from_front(value, column), list(indices))
         if not self.problem.columns[column]:
             return
         claim = tirx.call_extern("int32", "atomicCAS", T.address_of(record[_word(CLAIMED)]), _ZERO, _ONE)
-        with T.If(tirx.Not(self._is_good(value, column))), T.Then(), T.If(tirx.EQ(claim, _ZERO)), T.Then():
-            least, end = self._range(column)
-            found = _word(0) if self.problem.is_divisor else value
-            for at, number in ((KEY, self._number), (FOUND, found), (FIRST, least), (END, end)):
+        with T.If(tirx.Not(self._is_in_range(value, column))), T.Then(), T.If(tirx.EQ(claim, _ZERO)), T.Then():
+            first, end = self._range(column)
+            number_found = _word(0) if self.problem.is_divisor else value
+            for at, number in ((KEY, self._number), (FOUND, number_found), (FIRST, first), (END, end)):
                 for i, half in enumerate(_halves(number)):
                     T.buffer_store(record, half, [_word(at + i)])
             T.evaluate(tirx.call_extern("void", "__threadfence_system"))
@@ -212,20 +199,20 @@ class _Check:
         zero = tirx.const(0, "int64")
         if end is None:
             return zero, zero
-        has_negative = self.problem.wraps and not self.problem.dtype.startswith("uint")
-        return (zero - end if has_negative else zero), end
+        is_signed = self.problem.wraps and not self.problem.dtype.startswith("uint")
+        return (zero - end if is_signed else zero), end
 
-    def _is_good(self, value: Expr, column: int) -> Expr:
+    def _is_in_range(self, value: Expr, column: int) -> Expr:
         dtype = self.problem.dtype
         if self.problem.is_divisor:
             return tirx.NE(value, tirx.const(0, dtype))
-        least, end = self._range(column)
+        first, end = self._range(column)
         wide = value if dtype == "int64" else tirx.Cast("int64" if _is_integer(dtype) else "float64", value)
         if not _is_integer(dtype):
-            least, end = tirx.Cast("float64", least), tirx.Cast("float64", end)
-        return tirx.all(wide >= least, wide < end)
+            first, end = tirx.Cast("float64", first), tirx.Cast("float64", end)
+        return tirx.all(wide >= first, wide < end)
 
-    def _used(self, value: Expr, column: int) -> Expr:
+    def _from_front(self, value: Expr, column: int) -> Expr:
         if self.problem.result != "int64" or self.problem.is_divisor:
             return value
         wide = value if self.problem.dtype == "int64" else tirx.Cast("int64", value)
@@ -233,25 +220,25 @@ class _Check:
         return wide if end is None or not self.problem.wraps else from_front(value, end)
 
 
-def _write(check: _Check, rows: Expr) -> None:
+def _write_check(check: _Check, rows: Expr) -> None:
     zero = tirx.const(0, "int64")
     any_bad = T.alloc_buffer((1,), "bool", scope="global")
     T.buffer_store(any_bad, tirx.const(False, "bool"), [zero])
-    chunks = ceil_div(rows, _CHUNK)
+    chunks = ceil_div(rows, _TASK_ROWS)
     is_shared = is_worth_tasks("elements", rows if isinstance(rows, int) else None)
     with loop(chunks, parallel=is_shared) as chunk:
-        begin = chunk * _CHUNK
-        bad = T.alloc_buffer((1,), "bool", scope="global")
-        T.buffer_store(bad, tirx.const(False, "bool"), [zero])
-        with loop(T.min(rows - begin, tirx.const(_CHUNK, "int64"))) as row:
-            check.copy(begin + row, bad)
-        with when(bad[zero]):
+        begin = chunk * _TASK_ROWS
+        any_bad_row = T.alloc_buffer((1,), "bool", scope="global")
+        T.buffer_store(any_bad_row, tirx.const(False, "bool"), [zero])
+        with loop(T.min(rows - begin, tirx.const(_TASK_ROWS, "int64"))) as row:
+            check.copy(begin + row, any_bad_row)
+        with when(any_bad_row[zero]):
             T.buffer_store(any_bad, tirx.const(True, "bool"), [zero])
     with when(any_bad[zero]):
-        is_told = T.alloc_buffer((1,), "bool", scope="global")
-        T.buffer_store(is_told, tirx.const(False, "bool"), [zero])
+        has_raised = T.alloc_buffer((1,), "bool", scope="global")
+        T.buffer_store(has_raised, tirx.const(False, "bool"), [zero])
         with loop(rows) as row:
-            check.refuse(row, is_told)
+            check.refuse(row, has_raised)
 
 
 _ZERO, _ONE = tirx.const(0, "int32"), tirx.const(1, "int32")

@@ -22,45 +22,45 @@ def determinant_kernel(batch: Dim, size: Dim, dtype: str) -> tirx.PrimFunc:
         with function.body():
             matrices.open()
             results.open()
-            space = T.alloc_buffer([int64(count * order * order)], _EXACT, scope="global")
-            with loop(count, parallel=not isinstance(count, int) or count > 1) as number:
-                first = materialize(number * order * order)
+            work = T.alloc_buffer([int64(count * order * order)], _EXACT, scope="global")
+            with loop(count, parallel=not isinstance(count, int) or count > 1) as batch_index:
+                first = materialize(batch_index * order * order)
                 with loop(order * order) as i:
-                    T.buffer_store(space, tirx.Cast(_EXACT, matrices.data[first + i]), [first + i])
-                found = Registers(1, _EXACT, 1)
-                found[0] = tirx.const(1, _EXACT)
+                    T.buffer_store(work, tirx.Cast(_EXACT, matrices.data[first + i]), [first + i])
+                result = Registers(1, _EXACT, 1)
+                result[0] = tirx.const(1, _EXACT)
                 with loop(order) as k:
-                    _eliminate(space, first, order, k, found)
-                T.buffer_store(results.data, tirx.Cast(dtype, found[0]), [number])
+                    _eliminate(work, first, order, k, result)
+                T.buffer_store(results.data, tirx.Cast(dtype, result[0]), [batch_index])
     return function.result
 
 
-def _eliminate(space: tirx.Buffer, first: Expr, order: Expr, k: Expr, found: Registers) -> None:
-    """Clear column k below its pivot, which is brought to row k, and multiply the result by that pivot."""
+def _eliminate(work: tirx.Buffer, first: Expr, order: Expr, k: Expr, result: Registers) -> None:
+    """Swap the pivot of column k into row k, clear the column below it, and multiply the result by the pivot."""
 
-    def at(row: Expr, column: Expr) -> Expr:
+    def offset(row: Expr, column: Expr) -> Expr:
         return first + row * order + column
 
-    best, held = Registers(1, "int64", 1), Registers(1, _EXACT, 1)
-    best[0] = k
+    pivot, factor = Registers(1, "int64", 1), Registers(1, _EXACT, 1)
+    pivot[0] = k
     with loop(order - k) as below:
-        with when(_magnitude(space[at(k + below, k)]) > _magnitude(space[at(best[0], k)])):
-            best[0] = k + below
-    with when(tirx.NE(best[0], k)):
+        with when(_magnitude(work[offset(k + below, k)]) > _magnitude(work[offset(pivot[0], k)])):
+            pivot[0] = k + below
+    with when(tirx.NE(pivot[0], k)):
         with loop(order) as column:
-            held[0] = space[at(k, column)]
-            T.buffer_store(space, space[at(best[0], column)], [at(k, column)])
-            T.buffer_store(space, held[0], [at(best[0], column)])
-        found[0] = -found[0]
-    found[0] = found[0] * space[at(k, k)]
-    with when(tirx.NE(space[at(k, k)], tirx.const(0, _EXACT))), loop(order - k - 1) as below:
+            factor[0] = work[offset(k, column)]
+            T.buffer_store(work, work[offset(pivot[0], column)], [offset(k, column)])
+            T.buffer_store(work, factor[0], [offset(pivot[0], column)])
+        result[0] = -result[0]
+    result[0] = result[0] * work[offset(k, k)]
+    with when(tirx.NE(work[offset(k, k)], tirx.const(0, _EXACT))), loop(order - k - 1) as below:
         row = materialize(k + 1 + below)
-        held[0] = space[at(row, k)] / space[at(k, k)]
+        factor[0] = work[offset(row, k)] / work[offset(k, k)]
         with loop(order - k - 1) as right:
             column = materialize(k + 1 + right)
-            T.buffer_store(space, space[at(row, column)] - held[0] * space[at(k, column)], [at(row, column)])
+            T.buffer_store(work, work[offset(row, column)] - factor[0] * work[offset(k, column)], [offset(row, column)])
 
 
 def _magnitude(value: Expr) -> Expr:
-    # TVM's generator of C has no absolute values of floats.
+    # TVM's C code generator lacks fabs.
     return T.max(value, -value)

@@ -1,10 +1,10 @@
-"""Non-maximum suppression: the best boxes of each class, but those that a better one of the class overlaps.
+"""Non-maximum suppression: the best boxes of each class, without those that overlap a better one of the class.
 
-A kernel for CPUs goes through the boxes of a class from the best on, by a heap: most calls want few of many. Each is
-compared with all that were taken before, a vector of them at a time. Classes are independent and share the cores; each
-writes to a place of its own, and what they took moves together at the end.
+The CPU kernel pops the boxes of a class from a heap, best first: most calls want few of many. Each is compared with the
+boxes selected before, a vector of them at a time. Classes are independent and share the cores; each writes to a segment
+of its own, and the segments are compacted at the end.
 
-The GPU's kernel of the same problem is in `relax_hetero.tir.cuda.loops.nms`.
+The GPU kernel of the same problem is in `relax_hetero.tir.cuda.loops.nms`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .core.bounds import BOUNDED
 from .core.builder import Expr, Function, Registers, ceil_div, flat, int64, loop, materialize, minimum, when
 
 NMS = "relax_hetero.suppression"
-"""On a PrimFunc that computes a non-maximum suppression: what it computes, a `NmsProblem` as JSON."""
+"""On a PrimFunc that computes a non-maximum suppression: its `NmsProblem` as JSON."""
 
 _LANES = 8
-_PARTS = 5
-"""Numbers of a box that was taken: its corners and its area."""
+_BOX_FIELDS = 5
+"""Numbers of a selected box: its corners and its area."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class NmsProblem:
     Attributes
     ----------
     most : int or None
-        Boxes that a class takes at most; None if that is as many as there are.
+        Maximum number of boxes that a class selects; None if it may select all.
     is_center : bool
-        Whether boxes are given by their centers and sizes, else by opposite corners.
+        Whether boxes are stored as centers and sizes, else as opposite corners.
     """
 
     batches: Dim
@@ -48,7 +48,7 @@ class NmsProblem:
 
     @property
     def text(self) -> str:
-        """As an attribute has it."""
+        """The problem as JSON, the value of the attribute."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -60,15 +60,15 @@ class NmsProblem:
 class NmsMemory:
     """Extents of a suppression, and the memory of its parameters.
 
-    These are boxes, scores, three tensors of one number (how many boxes a class takes at most, the overlap that drops a
-    box, the least score), the places ``(batches * classes * limit, 3)`` of the boxes that were taken, and their number.
+    These are boxes, scores, three tensors of one number (maximum boxes per class, the overlap that drops a box, the
+    minimum score), the indices ``(batches * classes * limit, 3)`` of the selected boxes, and their number.
 
     Attributes
     ----------
     groups : PrimExpr or int
-        How many classes there are in all images.
+        Number of classes in all images.
     limit : PrimExpr or int
-        How many places each of them has.
+        Capacity of each class's segment of the results.
     """
 
     def __init__(self, function: Function, problem: NmsProblem) -> None:
@@ -93,7 +93,7 @@ class NmsMemory:
             self._memory[name] = function.argument(name, extents, dtype), extents
 
     def allocate(self, name: str, count: Expr, dtype: str) -> None:
-        """Further memory of the kernel."""
+        """Allocate scratch memory of the kernel."""
         extents = [int64(max(count, 1) if isinstance(count, int) else T.max(count, int64(1)))]
         self._memory[name] = T.alloc_buffer(extents, dtype, scope="global"), extents
 
@@ -102,20 +102,20 @@ class NmsMemory:
         return [flat(*self._memory[name]) for name in names]
 
 
-def corners_of(given: list[Expr], is_center: bool) -> list[Expr]:
-    """The corners of a box, least and greatest along both axes, from its four numbers."""
+def corners_of(box: list[Expr], is_center: bool) -> list[Expr]:
+    """The corners of a box, minima and maxima along both axes, from its four numbers."""
     if is_center:
-        half = tirx.const(2, "float32")
-        return [given[d] - given[d + 2] / half for d in range(2)] + [given[d] + given[d + 2] / half for d in range(2)]
-    return [T.min(given[d], given[d + 2]) for d in range(2)] + [T.max(given[d], given[d + 2]) for d in range(2)]
+        two = tirx.const(2, "float32")
+        return [box[d] - box[d + 2] / two for d in range(2)] + [box[d] + box[d + 2] / two for d in range(2)]
+    return [T.min(box[d], box[d + 2]) for d in range(2)] + [T.max(box[d], box[d + 2]) for d in range(2)]
 
 
-def overlaps(one: list[Expr], other: list[Expr], most: Expr, zero: Expr) -> Expr:
-    """True if two boxes, corners and area each, share more of their union than `most`; `zero` is of their type."""
+def overlaps(one: list[Expr], other: list[Expr], max_overlap: Expr, zero: Expr) -> Expr:
+    """True if the intersection over union of two boxes exceeds `max_overlap`; `zero` has their type."""
     high = T.min(one[2], other[2]) - T.max(one[0], other[0])
     wide = T.min(one[3], other[3]) - T.max(one[1], other[1])
-    share = high * wide / (one[4] + other[4] - high * wide)
-    return T.bitwise_and(T.bitwise_and(high > zero, wide > zero), share > most)
+    iou = high * wide / (one[4] + other[4] - high * wide)
+    return T.bitwise_and(T.bitwise_and(high > zero, wide > zero), iou > max_overlap)
 
 
 def area_of(corners: list[Expr]) -> Expr:
@@ -131,8 +131,8 @@ def nms_kernel(problem: NmsProblem) -> tirx.PrimFunc:
         with function.body():
             kernel = _Kernel(memory, problem.is_center)
             with loop(memory.groups, parallel=not _is_one(memory.groups)) as group:
-                kernel.take(group)
-            kernel.move_together()
+                kernel.select(group)
+            kernel.compact()
     return function.result.with_attrs({NMS: problem.text, BOUNDED: True})
 
 
@@ -146,122 +146,127 @@ class _Kernel:
     def __init__(self, memory: NmsMemory, is_center: bool) -> None:
         self._memory, self._is_center = memory, is_center
         memory.allocate("counts", memory.groups, "int64")
-        # Rows of what a class took: whole vectors, and one further, which is zeros where the last one is full.
+        # Fields of a class's selected boxes: whole vectors, and one more, which is zeros where the last one is full.
         self._pitch = ceil_div(memory.limit, _LANES) * _LANES + _LANES
         memory.allocate("order", memory.groups * memory.boxes, "int32")
-        memory.allocate("taken", memory.groups * self._pitch * _PARTS, "float32")
-        self._box, self._score, self._order, self._taken = memory.open("box", "score", "order", "taken")
+        memory.allocate("taken", memory.groups * self._pitch * _BOX_FIELDS, "float32")
+        self._box, self._score, self._order, self._selected_boxes = memory.open("box", "score", "order", "taken")
         self._selected, self._counts = memory.open("selected", "counts")
 
-    def take(self, group: Expr) -> None:
-        """The boxes of a class, best first, and how many they are."""
+    def select(self, group: Expr) -> None:
+        """Select the boxes of a class, best first, and count them."""
         m = self._memory
         most, overlap = m.open("most", "overlap")
         self._first_score, self._first_order = materialize(group * m.boxes), materialize(group * m.boxes)
-        self._first_taken = materialize(group * self._pitch * _PARTS)
-        left = Registers(1, "int64", 1)  # boxes of the heap
-        left[0] = int64(0)
-        self._gather(left)
-        self._make_heap(left)
+        self._first_selected = materialize(group * self._pitch * _BOX_FIELDS)
+        heap_size = Registers(1, "int64", 1)
+        heap_size[0] = int64(0)
+        self._gather(heap_size)
+        self._make_heap(heap_size)
         count, goes_on = Registers(1, "int64", 1), Registers(1, "bool", 1)
         count[0] = int64(0)
-        wanted = materialize(T.min(most[int64(0)], int64(m.limit)))
-        goes_on[0] = tirx.all(left[0] > 0, wanted > 0)
+        limit = materialize(T.min(most[int64(0)], int64(m.limit)))
+        goes_on[0] = tirx.all(heap_size[0] > 0, limit > 0)
         image = materialize(T.floordiv(group, int64(m.classes)))
         with T.While(goes_on[0]):
-            best = self._pop(left)
+            best = self._pop(heap_size)
             corners = self._corners(materialize(image * m.boxes + best))
             with when(tirx.Not(self._is_dropped(corners, overlap[int64(0)], count[0]))):
-                self._keep(corners, count[0])
-                at = materialize((group * m.limit + count[0]) * 3)
+                self._append(corners, count[0])
+                offset = materialize((group * m.limit + count[0]) * 3)
                 for d, value in enumerate((image, group - image * m.classes, best)):
-                    T.buffer_store(self._selected, value, [at + d])
+                    T.buffer_store(self._selected, value, [offset + d])
                 count[0] = count[0] + 1
-            goes_on[0] = tirx.all(left[0] > 0, count[0] < wanted)
+            goes_on[0] = tirx.all(heap_size[0] > 0, count[0] < limit)
         T.buffer_store(self._counts, count[0], [group])
 
-    def _gather(self, left: Registers) -> None:
-        """The boxes whose score is above the least."""
-        (least,) = self._memory.open("least")
+    def _gather(self, heap_size: Registers) -> None:
+        """Collect the boxes whose score is above the minimum."""
+        (min_score,) = self._memory.open("least")
         with loop(self._memory.boxes) as i:
-            with when(self._score[self._first_score + i] > least[int64(0)]):
-                T.buffer_store(self._order, tirx.Cast("int32", i), [self._first_order + left[0]])
-                left[0] = left[0] + 1
+            with when(self._score[self._first_score + i] > min_score[int64(0)]):
+                T.buffer_store(self._order, tirx.Cast("int32", i), [self._first_order + heap_size[0]])
+                heap_size[0] = heap_size[0] + 1
 
-    def _make_heap(self, left: Registers) -> None:
-        half = materialize(T.floordiv(left[0], int64(2)))
-        with loop(half) as step:
-            self._sink(materialize(half - 1 - step), left[0])
+    def _make_heap(self, heap_size: Registers) -> None:
+        half = materialize(T.floordiv(heap_size[0], int64(2)))
+        with loop(half) as i:
+            self._sink(materialize(half - 1 - i), heap_size[0])
 
-    def _pop(self, left: Registers) -> Expr:
-        """The best box, taken from the heap."""
+    def _pop(self, heap_size: Registers) -> Expr:
+        """Remove the best box from the heap and return its number."""
         order = self._order
         best = materialize(tirx.Cast("int64", order[self._first_order]))
-        left[0] = left[0] - 1
-        T.buffer_store(order, order[self._first_order + left[0]], [self._first_order])
-        self._sink(int64(0), left[0])
+        heap_size[0] = heap_size[0] - 1
+        T.buffer_store(order, order[self._first_order + heap_size[0]], [self._first_order])
+        self._sink(int64(0), heap_size[0])
         return best
 
     def _sink(self, start: Expr, count: Expr) -> None:
-        """Move the box at a place of the heap below all that are better."""
+        """Move the box at an index of the heap below all that are better."""
         order = self._order
-        place, goes_on, child = Registers(1, "int64", 1), Registers(1, "bool", 1), Registers(1, "int64", 1)
-        place[0] = start
+        parent, goes_on, child = Registers(1, "int64", 1), Registers(1, "bool", 1), Registers(1, "int64", 1)
+        parent[0] = start
         goes_on[0] = 2 * start + 1 < count
         first = self._first_order
         with T.While(goes_on[0]):
-            child[0] = 2 * place[0] + 1
+            child[0] = 2 * parent[0] + 1
             with (
                 when(child[0] + 1 < count),
                 when(self._is_better(order[first + child[0] + 1], order[first + child[0]])),
             ):
                 child[0] = child[0] + 1
-            goes_on[0] = self._is_better(order[first + child[0]], order[first + place[0]])
+            goes_on[0] = self._is_better(order[first + child[0]], order[first + parent[0]])
             with when(goes_on[0]):
                 lower = Registers(1, "int32", 1)
-                lower[0] = order[first + place[0]]
-                T.buffer_store(order, order[first + child[0]], [first + place[0]])
+                lower[0] = order[first + parent[0]]
+                T.buffer_store(order, order[first + child[0]], [first + parent[0]])
                 T.buffer_store(order, lower[0], [first + child[0]])
-                place[0] = child[0]
-                goes_on[0] = 2 * place[0] + 1 < count
+                parent[0] = child[0]
+                goes_on[0] = 2 * parent[0] + 1 < count
 
     def _is_better(self, one: Expr, other: Expr) -> Expr:
-        """Return whether a box has the higher score; of equal ones the first is better."""
-        mine, yours = (self._score[self._first_score + tirx.Cast("int64", box)] for box in (one, other))
-        return T.bitwise_or(mine > yours, T.bitwise_and(tirx.EQ(mine, yours), one < other))
+        """Return whether a box has the higher score; the first of equal ones is better."""
+        score, other_score = (self._score[self._first_score + tirx.Cast("int64", box)] for box in (one, other))
+        return T.bitwise_or(score > other_score, T.bitwise_and(tirx.EQ(score, other_score), one < other))
 
     def _corners(self, number: Expr) -> list[Expr]:
         """Corners and area of a box."""
-        given = [T.bind(self._box[number * 4 + d]) for d in range(4)]
-        corners = [T.bind(value) for value in corners_of(given, self._is_center)]
+        box = [T.bind(self._box[number * 4 + d]) for d in range(4)]
+        corners = [T.bind(value) for value in corners_of(box, self._is_center)]
         return [*corners, T.bind(area_of(corners))]
 
-    def _keep(self, corners: list[Expr], count: Expr) -> None:
-        """Write a box behind those taken; the rest of a vector that it begins is zeros, which overlap nothing."""
-        for part, value in enumerate(corners):
-            begin = self._first_taken + part * self._pitch + count
+    def _append(self, corners: list[Expr], count: Expr) -> None:
+        """Append a box; the rest of a vector that it begins is zeros, which overlap nothing."""
+        for field, value in enumerate(corners):
+            begin = self._first_selected + field * self._pitch + count
             with when(tirx.EQ(T.floormod(count, int64(_LANES)), int64(0))):
-                T.buffer_store(self._taken, T.broadcast(tirx.const(0, "float32"), _LANES), [T.ramp(begin, 1, _LANES)])
-            T.buffer_store(self._taken, value, [begin])
+                T.buffer_store(
+                    self._selected_boxes, T.broadcast(tirx.const(0, "float32"), _LANES), [T.ramp(begin, 1, _LANES)]
+                )
+            T.buffer_store(self._selected_boxes, value, [begin])
 
-    def _is_dropped(self, corners: list[Expr], most: Expr, count: Expr) -> Expr:
-        """Return whether one of the boxes taken overlaps a box."""
-        met = Registers(1, "int32", _LANES)
+    def _is_dropped(self, corners: list[Expr], max_overlap: Expr, count: Expr) -> Expr:
+        """Return whether a selected box overlaps a box."""
+        any_overlap = Registers(1, "int32", _LANES)
         zero = T.broadcast(tirx.const(0, "float32"), _LANES)
-        met[0] = T.broadcast(tirx.const(0, "int32"), _LANES)
-        mine = [T.broadcast(value, _LANES) for value in corners]
-        with loop(materialize(ceil_div(count, _LANES))) as step:
-            begin = self._first_taken + step * _LANES
-            others = [T.bind(self._taken[T.ramp(begin + part * self._pitch, 1, _LANES)]) for part in range(_PARTS)]
-            is_met = overlaps(mine, others, T.broadcast(most, _LANES), zero)
-            met[0] = T.bitwise_or(met[0], tirx.Cast(f"int32x{_LANES}", is_met))
-        found = Registers(1, "int32", 1)
-        found[0] = tirx.const(0, "int32")
+        any_overlap[0] = T.broadcast(tirx.const(0, "int32"), _LANES)
+        box = [T.broadcast(value, _LANES) for value in corners]
+        with loop(materialize(ceil_div(count, _LANES))) as vector:
+            begin = self._first_selected + vector * _LANES
+            selected = [
+                T.bind(self._selected_boxes[T.ramp(begin + field * self._pitch, 1, _LANES)])
+                for field in range(_BOX_FIELDS)
+            ]
+            is_overlap = overlaps(box, selected, T.broadcast(max_overlap, _LANES), zero)
+            any_overlap[0] = T.bitwise_or(any_overlap[0], tirx.Cast(f"int32x{_LANES}", is_overlap))
+        result = Registers(1, "int32", 1)
+        result[0] = tirx.const(0, "int32")
         for lane in range(_LANES):
-            found[0] = T.bitwise_or(found[0], T.Shuffle([met[0]], [lane]))
-        return tirx.NE(found[0], tirx.const(0, "int32"))
+            result[0] = T.bitwise_or(result[0], T.Shuffle([any_overlap[0]], [lane]))
+        return tirx.NE(result[0], tirx.const(0, "int32"))
 
-    def move_together(self) -> None:
+    def compact(self) -> None:
         """Move the results of the classes together without gaps, and store their number."""
         m = self._memory
         (number,) = m.open("number")

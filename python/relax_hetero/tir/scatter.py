@@ -1,7 +1,7 @@
 """Scatter: a copy of the data, and updates written over some of its elements.
 
-Before everything else the kernel copies the data to the result, element by element, and reads it no more: the two are
-tied, and in place (`ties`) only the updates are left.
+The kernel first copies the data to the result, element by element, and does not read the data again: the two are tied,
+and only the updates are left in place (`ties`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .core.bounds import BOUNDED
 from .core.builder import Expr, Function, ceil_div, loop, materialize, when
 from .core.ties import with_ties
 from .core.view import View
-from .core.work_split import LEAST, is_worth_tasks, ravel
+from .core.work_split import MIN_WORK, is_worth_tasks, ravel
 from .math.extremes import maximum, minimum
 
 REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
@@ -30,7 +30,7 @@ REDUCTIONS: dict[str, Callable[[Expr, Expr], Expr]] = {
 }
 """Functions of an element and its update."""
 
-_CHUNK = LEAST["elements"]
+_TASK_ELEMENTS = MIN_WORK["elements"]
 """Elements that one task copies."""
 
 
@@ -55,30 +55,30 @@ class ScatterProblem:
 
 
 def scatter_elements_kernel(problem: ScatterProblem, axis: int) -> tirx.PrimFunc:
-    """Each update goes where its own position says, but along one axis, where the index at that position does.
+    """Scatter of updates to their own positions, except that the index gives the position along one axis.
 
-    Negative indices count from the end; updates beyond the data are left out. Of several for one element the last in
-    order wins, or all are reduced.
+    Negative indices count from the end; updates beyond the data are left out. Several updates of one element are
+    reduced, or the last one wins.
     """
 
     def write(at: _Scatter) -> None:
         extents = at.updates_extents
-        outside = [d for d in range(len(extents)) if d != axis]
-        shared = next((d for d in outside if extents[d] != 1), None)
-        order = [*([shared] if shared is not None else []), axis, *(d for d in outside if d != shared)]
+        outer_axes = [d for d in range(len(extents)) if d != axis]
+        task_axis = next((d for d in outer_axes if extents[d] != 1), None)
+        order = [*([task_axis] if task_axis is not None else []), axis, *(d for d in outer_axes if d != task_axis)]
 
-        def visit(left: list[int], position: dict[int, Expr]) -> None:
-            if left:
-                is_shared = left[0] == shared and at.is_long
-                with loop(extents[left[0]], parallel=is_shared) as i:
-                    visit(left[1:], {**position, left[0]: i})
+        def visit(axes: list[int], coordinates: dict[int, Expr]) -> None:
+            if axes:
+                is_task_axis = axes[0] == task_axis and at.is_long
+                with loop(extents[axes[0]], parallel=is_task_axis) as i:
+                    visit(axes[1:], {**coordinates, axes[0]: i})
                 return
-            places = [position[d] for d in range(len(extents))]
-            index = at.index(ravel(places, at.indices_extents))
+            position = [coordinates[d] for d in range(len(extents))]
+            index = at.index(ravel(position, at.indices_extents))
             index = materialize(tirx.Select(index < 0, index + at.data_extents[axis], index))
-            target = [index if d == axis else place for d, place in enumerate(places)]
+            target = [index if d == axis else place for d, place in enumerate(position)]
             with when(_is_inside(index, at.data_extents[axis])):
-                at.update(ravel(target, at.data_extents), ravel(places, extents))
+                at.update(ravel(target, at.data_extents), ravel(position, extents))
 
         visit(order, {})
 
@@ -86,17 +86,17 @@ def scatter_elements_kernel(problem: ScatterProblem, axis: int) -> tirx.PrimFunc
 
 
 def scatter_nd_kernel(problem: ScatterProblem) -> tirx.PrimFunc:
-    """Each slice of updates goes where a row of indices says; those that are not in the data are left out."""
+    """Scatter of slices of updates to the positions in rows of indices; slices outside of the data are left out."""
 
     def write(at: _Scatter) -> None:
         *rows, depth = at.indices_extents
         count = prod(rows)
         size = prod(at.data_extents[depth:])
         with loop(count) as row:
-            place = [materialize(at.index(row * depth + d)) for d in range(depth)]
-            start = materialize(ravel(place, at.data_extents[:depth]) * size)
-            is_inside = [_is_inside(index, extent) for index, extent in zip(place, at.data_extents, strict=False)]
-            # Rows may be for the same elements; those of a slice are not.
+            indices = [materialize(at.index(row * depth + d)) for d in range(depth)]
+            start = materialize(ravel(indices, at.data_extents[:depth]) * size)
+            is_inside = [_is_inside(index, extent) for index, extent in zip(indices, at.data_extents, strict=False)]
+            # Several rows may update one element, so rows stay in order; the elements of a slice are distinct.
             with when(tirx.all(*is_inside) if is_inside else True):
                 with loop(size, parallel=isinstance(size, int) and is_worth_tasks("elements", size)) as i:
                     at.update(start + i, row * size + i)
@@ -133,19 +133,19 @@ class _Scatter:
     def copy(self) -> None:
         """Copy the data to the result."""
         total = prod(self.data_extents)
-        chunks = ceil_div(total, _CHUNK)
+        chunks = ceil_div(total, _TASK_ELEMENTS)
         with loop(chunks, parallel=not (isinstance(chunks, int) and chunks == 1)) as chunk:
-            begin = chunk * _CHUNK
-            # Not opaque: in place, nothing of these loops is to be left.
-            with loop(T.min(total - begin, tirx.const(_CHUNK, "int64"))) as i:
+            begin = chunk * _TASK_ELEMENTS
+            # Not materialized: nothing of these loops may be left in place.
+            with loop(T.min(total - begin, tirx.const(_TASK_ELEMENTS, "int64"))) as i:
                 T.buffer_store(self._result.data, self._data.data[begin + i], [begin + i])
 
-    def index(self, place: Expr) -> Expr:
+    def index(self, offset: Expr) -> Expr:
         """An index as int64."""
-        return tirx.Cast("int64", self._indices.data[place])
+        return tirx.Cast("int64", self._indices.data[offset])
 
     def update(self, target: Expr, source: Expr) -> None:
-        """One update, by the places of both in memory."""
+        """Apply the update at offset `source` to the element at offset `target`."""
         new = self._combine(self._result.data[target], self._updates.data[source])
         T.buffer_store(self._result.data, new, [target])
 

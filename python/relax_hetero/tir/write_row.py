@@ -1,4 +1,4 @@
-"""Writing one row of a tensor in place: what a trip of a loop does with a tensor that it collects."""
+"""Writing one row of a tensor in place, as each iteration of a loop does for a tensor that it collects."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def write_row_kernel(rank: int, dtype: str) -> tirx.PrimFunc:
     function = Function("write_row")
     with function:
         dims: list[Any] = [function.symbol(f"extent{axis}") for axis in range(rank)]
-        room = function.symbol("room")
-        rows = View(function, "rows", [room, *dims], dtype)
+        capacity = function.symbol("room")
+        rows = View(function, "rows", [capacity, *dims], dtype)
         row = View(function, "row", dims, dtype)
         trip = View(function, "trip", [], "int64")
         with function.body():
             for view in (rows, row, trip):
                 view.open()
-            number = materialize(trip.data[0])
+            index = materialize(trip.data[0])
             size = prod(dims) if dims else tirx.IntImm("int64", 1)
-            with when(tirx.all(number >= 0, number < room)), loop(size) as i:
-                T.buffer_store(rows.data, row.data[i], [number * size + i])
+            with when(tirx.all(index >= 0, index < capacity)), loop(size) as i:
+                T.buffer_store(rows.data, row.data[i], [index * size + i])
     return function.result

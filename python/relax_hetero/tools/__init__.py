@@ -1,1 +1,1 @@
-"""The command line ``relax-hetero``: compile, run, bench, explain, cache; and the tables that it prints."""
+"""Command line ``relax-hetero``: compile, run, bench, explain, serve and others."""

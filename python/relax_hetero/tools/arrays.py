@@ -1,4 +1,4 @@
-"""Arguments of a model: read from files, or random."""
+"""Inputs of a model: arrays from files, or random ones."""
 
 from __future__ import annotations
 
@@ -19,65 +19,65 @@ if TYPE_CHECKING:
 
 
 def read_arrays(files: Sequence[str], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Arrays from ``x.npy``, ``NAME=x.npy`` and ``inputs.npz``.
+    """Read arrays from ``x.npy``, ``NAME=x.npy`` and ``inputs.npz``.
 
     Parameters
     ----------
     files : sequence of str
-        As given on the command line.
+        Arguments of the command line.
     names : sequence of str
-        The model's inputs; an ``.npy`` file without a name is for the first one that has no array yet.
+        Inputs of the model; an ``.npy`` file without a name is for the first input without an array.
 
     Raises
     ------
     BindingError
-        If a file cannot be read, or names an input that the model does not have, or one twice.
+        If a file cannot be read, or an input is unknown or given twice.
     """
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for text in files:
         name, _, path = text.rpartition("=")
         if name and Path(text).exists():
             name, path = "", text
-        loaded = _load(Path(path))
-        if isinstance(loaded, np.ndarray):
-            free = [known for known in names if known not in found]
+        content = _load(Path(path))
+        if isinstance(content, np.ndarray):
+            free = [each for each in names if each not in arrays]
             if not name and not free:
-                raise BindingError(f"{path}: every input already has an array; the model takes {_listed(names)}")
-            loaded = {name or free[0]: loaded}
-        for key, array in loaded.items():
+                raise BindingError(f"{path}: every input already has an array; the model takes {_join_names(names)}")
+            content = {name or free[0]: content}
+        for key, array in content.items():
             if key not in names:
-                raise BindingError(f"{path}: the model has no input {key!r}; it takes {_listed(names)}")
-            if key in found:
+                raise BindingError(f"{path}: the model has no input {key!r}; it takes {_join_names(names)}")
+            if key in arrays:
                 raise BindingError(f"{path}: input {key!r} is given twice")
-            found[key] = array
-    return found
+            arrays[key] = array
+    return arrays
 
 
 def random_arrays(
-    signature: FunctionSignature, shapes: Mapping[str, Sequence[int]], seed: int, given: Mapping[str, np.ndarray]
+    signature: FunctionSignature, shapes: Mapping[str, Sequence[int]], seed: int, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """One array per input: those in `given`, else random ones from `seed`; none for parameters that are not given.
+    """Complete `arrays` by random ones; parameters are left out.
 
     `shapes` holds shapes of inputs and, as one extent, sizes of symbolic dimensions. Floats are standard normal.
-    Integers are zeros and ones, so that they are valid as masks and as indices.
+    Integers are zeros and ones, which are valid masks and indices.
 
     Raises
     ------
     BindingError
-        If an input is no tensor, or a symbolic dimension has no value in `shapes`.
+        If an input is not a tensor, or the size of a symbolic dimension is missing.
     """
     generator = np.random.default_rng(seed)
-    made: dict[str, np.ndarray] = {}
-    for number, spec in enumerate(signature.inputs):
-        if spec.name in given:
-            made[spec.name] = given[spec.name]
-        elif number < signature.num_input:
-            made[spec.name] = _random(tensor_spec(spec), shapes, generator)
-    return made
+    inputs: dict[str, np.ndarray] = {}
+    for index, spec in enumerate(signature.inputs):
+        if spec.name in arrays:
+            inputs[spec.name] = arrays[spec.name]
+        elif index < signature.num_input:
+            inputs[spec.name] = _random(tensor_spec(spec), shapes, generator)
+    return inputs
 
 
 def tensor_spec(spec: object) -> TensorSpec:
-    """The spec itself if it is a tensor's; BindingError otherwise (tuples and shapes cannot stand in a file)."""
+    """Return the spec of a tensor; BindingError for other types, which files cannot hold."""
     from ..vm import TensorSpec
 
     if not isinstance(spec, TensorSpec):
@@ -87,14 +87,14 @@ def tensor_spec(spec: object) -> TensorSpec:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write an ``.npz`` file whose members may have any name (``numpy.savez`` takes none called ``file``).
+    """Write an ``.npz`` file; unlike ``numpy.savez``, with any names (such as ``file``).
 
     Raises
     ------
     HeteroError
         If the file cannot be written.
     """
-    # A file may be mapped by whoever loaded it: it is replaced, never written into.
+    # Replace the file instead of overwriting it: another process may have mapped it.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     target = path if path.exists() and not path.is_file() else temporary
     try:
@@ -104,7 +104,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
                     np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
         if target is temporary:
             os.replace(temporary, os.path.realpath(path))
-    except OSError as error:  # it names the temporary file, which nobody asked for
+    except OSError as error:  # whose own message names the temporary file
         raise HeteroError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
@@ -115,18 +115,18 @@ def _random(spec: TensorSpec, shapes: Mapping[str, Sequence[int]], generator: np
     if shape is None:
         if spec.shape is None:
             raise BindingError(f"input {spec.name!r} is of unknown rank: give its --shape or --input")
-        # A dimension by its name is one extent.
+        # Sizes of dimensions are stored as one extent.
         sizes = {name: extents[0] for name, extents in shapes.items() if len(extents) == 1}
-        found = [extent if isinstance(extent, int) else sizes.get(extent) for extent in spec.shape]
-        shape = [extent for extent in found if extent is not None]
-        if len(shape) < len(found):
-            known = "x".join(map(str, spec.shape))
-            names = [str(each) for each, size in zip(spec.shape, found, strict=True) if size is None]
+        extents = [extent if isinstance(extent, int) else sizes.get(extent) for extent in spec.shape]
+        shape = [extent for extent in extents if extent is not None]
+        if len(shape) < len(extents):
+            names = [str(each) for each, size in zip(spec.shape, extents, strict=True) if size is None]
             if all(map(str.isidentifier, names)):
-                form = " ".join(f"--shape {name}=1" for name in dict.fromkeys(names))
-            else:  # extents that are computed, such as 2 * n
-                form = f"--shape '{spec.name}=…'"
-            raise BindingError(f"input {spec.name!r} is {known}: give its sizes ({form}) or --input")
+                option = " ".join(f"--shape {name}=1" for name in dict.fromkeys(names))
+            else:  # expressions, such as 2 * n
+                option = f"--shape '{spec.name}=…'"
+            text = "x".join(map(str, spec.shape))
+            raise BindingError(f"input {spec.name!r} is {text}: give its sizes ({option}) or --input")
     dtype = numpy_dtype(spec.dtype or "float32")
     if dtype.kind in "biu":
         return generator.integers(0, 2, shape).astype(dtype)
@@ -135,14 +135,14 @@ def _random(spec: TensorSpec, shapes: Mapping[str, Sequence[int]], generator: np
 
 def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if isinstance(loaded, np.ndarray):
-            return loaded
-        with loaded:
-            return {key: loaded[key] for key in loaded.files}
+        content = np.load(path, allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            return content
+        with content:
+            return {key: content[key] for key in content.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise BindingError(f"{path}: not a readable .npy or .npz file: {error}") from error
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "no inputs"

@@ -1,4 +1,4 @@
-"""``relax-hetero bench``: a table against stock TVM and ONNX Runtime, measured in the same run."""
+"""``relax-hetero bench``: times of a model here, in stock TVM and in ONNX Runtime, measured in the same run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,43 +21,41 @@ from ..errors import HeteroError
 from .command import cache_option, command, json_option, refuse_overwriting
 from .models import Model
 from .onnxruntime_reference import reference
-from .placing import Placing, placing_options
+from .placement_options import PlacementOptions, placement_options
 from .run import flatten
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from ..vm.file.executable import Executable
-if TYPE_CHECKING:
-    import numpy as np
-
     from ..vm.file.executable import Executable
 
+REFERENCE = "ONNX Runtime"
+OURS = "relax-hetero"
+WARM_UP_BELOW_SECONDS = 1.0
+"""Programs with faster calls get an untimed call before each timed one."""
+MIN_CALLS = 2
+"""Minimum number of timed calls of a program, however slow."""
 
-# The programs that ``relax-hetero bench`` times: this library, stock TVM and ONNX Runtime.
-
-# Inputs by ONNX name to outputs, in the model's order.
 Call = Callable[[Mapping[str, np.ndarray]], list[np.ndarray]]
+"""A function from inputs by ONNX name to outputs in the model's order."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to run the model.
+    """A program that runs the model.
 
     Attributes
     ----------
     name : str
-        As the table shows it.
+        Name in the table.
     make : callable
-        Compiles the model and returns the call; may raise anything.
+        Function that compiles the model and returns the call; may raise anything.
     """
 
     name: str
     make: Callable[[], Call]
 
 
-def ours(model: Model) -> Engine:
-    """Our engine, with the executable that the options asked for."""
+def this_library(model: Model) -> Engine:
+    """Make the engine of this library, for a compiled model."""
 
     def make() -> Call:
         import relax_hetero as rh
@@ -68,11 +67,11 @@ def ours(model: Model) -> Engine:
 
         return call
 
-    return Engine("relax-hetero", make)
+    return Engine(OURS, make)
 
 
 def stock_tvm(path: Path, shapes: Mapping[str, list[int]]) -> Engine:
-    """Stock TVM: ``from_onnx`` and ``tvm.compile`` with its default pipeline for this CPU."""
+    """Make the engine of stock TVM: ``from_onnx`` and ``tvm.compile`` with the default pipeline for this CPU."""
 
     def make() -> Call:
         import onnx
@@ -97,43 +96,35 @@ def stock_tvm(path: Path, shapes: Mapping[str, list[int]]) -> Engine:
 
 
 def onnx_runtime(path: Path, threads: int) -> Engine:
-    """ONNX Runtime's CPU provider."""
+    """Make the engine of ONNX Runtime's CPU provider."""
 
     def make() -> Call:
         run = reference(path, threads)
         return lambda inputs: list(run(inputs).values())
 
-    return Engine("ONNX Runtime", make)
+    return Engine(REFERENCE, make)
 
 
 def _by_position(inputs: Mapping[str, np.ndarray], names: list[str]) -> list[np.ndarray]:
-    # Stock TVM rewrites names that are no identifiers; the order is the model's.
+    # Stock TVM rewrites names that are not identifiers, but keeps the order.
     return [inputs[name] for name in names] if set(names) == set(inputs) else list(inputs.values())
-
-
-# Timing of ``relax-hetero bench``: programs in interleaved rounds, and a trace of submitted calls.
-
-# A program that takes longer than this per call gets no untimed call before each timed one.
-WARM_BELOW_SECONDS = 1.0
-# Timed calls of every program, however slow.
-MIN_SECONDS = 2
 
 
 @dataclass
 class Timing:
-    """The timed calls of one program, in seconds."""
+    """Timed calls of one program, in seconds; `spent` includes untimed calls."""
 
     seconds: list[float] = field(default_factory=list)
     spent: float = 0.0
 
     @property
     def median(self) -> float:
-        """The median call; NaN without any."""
+        """Median time of a call; NaN without calls."""
         return statistics.median(self.seconds) if self.seconds else float("nan")
 
     @property
     def fastest(self) -> float:
-        """The fastest call; NaN without any."""
+        """Time of the fastest call; NaN without calls."""
         return min(self.seconds, default=float("nan"))
 
 
@@ -143,53 +134,55 @@ def interleave(
     budget: float,
     advance: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Timing]:
-    """Time every program once per round, so that a slow minute of the machine touches all alike.
+    """Time every program once per round, so that other load on the machine affects all alike.
 
     Parameters
     ----------
     calls : mapping of str to callable
         Programs by name.
     rounds : int
-        How many timed calls each gets.
+        Number of timed calls of each program.
     budget : float
-        Seconds after which a program sits out the remaining rounds, once it has `MIN_SECONDS` timed calls.
+        Seconds after which a program skips the remaining rounds, once it has `MIN_CALLS` timed calls.
     advance : callable
-        Told the program's name after each of its turns, taken or sat out.
+        Called with the program's name after each of its rounds, also skipped ones.
     """
     timings = {name: Timing() for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
             timing = timings[name]
-            if timing.spent < budget or len(timing.seconds) < MIN_SECONDS:
+            if timing.spent < budget or len(timing.seconds) < MIN_CALLS:
                 _time_call(call, timing)
             advance(name)
     return timings
 
 
 def _time_call(call: Callable[[], object], timing: Timing) -> None:
-    begun = time.perf_counter()
-    # The untimed call brings back the caches and threads that the other programs' turns took away.
-    if not timing.seconds or timing.fastest < WARM_BELOW_SECONDS:
+    begin = time.perf_counter()
+    # Other programs have evicted the caches and stopped the threads of this one.
+    if not timing.seconds or timing.fastest < WARM_UP_BELOW_SECONDS:
         call()
     start = time.perf_counter()
     call()
     end = time.perf_counter()
     timing.seconds.append(end - start)
-    timing.spent += end - begun
+    timing.spent += end - begin
 
 
 @dataclass(frozen=True)
 class TracedCalls:
-    """Calls that were traced.
+    """Traced calls.
 
     Attributes
     ----------
     path : Path
-        Where the trace is.
+        File with the trace.
+    calls : int
+        Number of calls.
     seconds : float
-        From the first submission to the last result.
+        Time from the first submission to the last result.
     busy : dict of str to float
-        The share of that time, 0 to 1, in which each queue worked.
+        Fraction of that time in which each queue worked.
     """
 
     path: Path
@@ -198,17 +191,17 @@ class TracedCalls:
     busy: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON data."""
+        """Convert to JSON data."""
         rate = self.calls / self.seconds
         return {"path": str(self.path), "calls": self.calls, "calls_per_second": rate, "busy": self.busy}
 
     def print(self) -> None:
-        """Print it for people."""
+        """Print a summary."""
         shares = ", ".join(f"{queue} {share:.0%} busy" for queue, share in self.busy.items())
         rate = self.calls / self.seconds
-        screen = console()
-        screen.print(f"{plural(self.calls, 'call')} submitted: {rate:.1f} a second; {shares}.", markup=False)
-        screen.print(f"Wrote {self.path}, for https://ui.perfetto.dev.", markup=False)
+        stdout = console()
+        stdout.print(f"{plural(self.calls, 'call')} submitted: {rate:.1f} per second; {shares}.", markup=False)
+        stdout.print(f"Wrote {self.path}, for https://ui.perfetto.dev.", markup=False)
 
 
 def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls: int, path: Path) -> TracedCalls:
@@ -217,12 +210,12 @@ def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls:
     Parameters
     ----------
     path : Path
-        Written over.
+        File to write; replaced if it exists.
     """
     from ..vm.machine import VirtualMachine
 
     machine = VirtualMachine(executable)
-    machine.submit("main", *inputs.values()).result()  # threads begin, memory comes
+    machine.submit("main", *inputs.values()).result()  # warm-up: threads start, memory is allocated
     begin = time.perf_counter()
     with machine.trace(limit=calls) as trace:
         for _ in range(calls):
@@ -230,10 +223,6 @@ def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls:
     seconds = time.perf_counter() - begin
     trace.save(path)
     return TracedCalls(path, calls, seconds, trace.busy())
-
-
-REFERENCE = "ONNX Runtime"
-OURS = "relax-hetero"
 
 
 @command("bench")
@@ -251,7 +240,7 @@ OURS = "relax-hetero"
     type=click.FloatRange(min=0),
     default=30.0,
     show_default=True,
-    help="Number of seconds after which a slow engine sits out the remaining rounds.",
+    help="Number of seconds after which a slow engine skips the remaining rounds.",
 )
 @click.option("--stock/--no-stock", default=True, show_default=True, help="Time stock TVM, too, or leave it out.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs.")
@@ -276,7 +265,7 @@ OURS = "relax-hetero"
     metavar="FILE",
     help="Also measure each kernel, and write a report for a browser.",
 )
-@placing_options
+@placement_options
 @cache_option
 @json_option
 def bench_command(
@@ -290,13 +279,13 @@ def bench_command(
     calls: int,
     onnx: Path | None,
     html: Path | None,
-    placing: Placing,
+    placing: PlacementOptions,
     cache: bool,
     as_json: bool,
 ) -> None:
     """Time MODEL, an ONNX file, here, in stock TVM and in ONNX Runtime, in interleaved rounds.
 
-    A compiled library is timed alone, or beside the others where --onnx names the file that it was made of.
+    A compiled library is timed alone, unless --onnx names the file that it was compiled from.
 
     \b
     relax-hetero bench model.onnx
@@ -306,7 +295,7 @@ def bench_command(
     relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --trace out.json
     """
     threads = threads or _cores()
-    # Read once, when TVM starts its threads: before anything below imports it.
+    # TVM reads these when it starts its threads, so set them before anything below imports it.
     os.environ["TVM_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TVM_BIND_THREADS", "0")
     from ..report.text.call_tables import memory_line, use_with
@@ -324,7 +313,7 @@ def bench_command(
     source = onnx or compiled.onnx
     signature = compiled.executable.signature()
     inputs = random_arrays(signature, dict(placing.shapes), seed, {})
-    engines = [ours(compiled)]
+    engines = [this_library(compiled)]
     if source is not None and stock:
         engines.append(stock_tvm(source, dict(placing.shapes)))
     if source is not None:
@@ -332,9 +321,9 @@ def bench_command(
     results = _measure(engines, inputs, rounds, budget)
     precisions = product_precisions(compiled.executable.metadata.fusions)
     memory = use_with(compiled.executable.memory_plan, signature, inputs)
-    traced = None
+    traced_calls = None
     if trace is not None and not results[0].failure:
-        traced = trace_calls(compiled.executable, inputs, calls, trace)
+        traced_calls = trace_calls(compiled.executable, inputs, calls, trace)
     if as_json:
         print_json(
             {
@@ -345,17 +334,17 @@ def bench_command(
                 "precisions": precisions,
                 "cache": asdict(compiled.executable.metadata.cache),
                 "memory": None if memory is None else memory.to_json(),
-                "trace": None if traced is None else traced.to_json(),
+                "trace": None if traced_calls is None else traced_calls.to_json(),
             }
         )
     else:
-        _print(model, threads, results)
+        _print_results(model, threads, results)
         console().print(precisions_text(precisions), markup=False)
         console().print(f"Compile cache: {compiled.executable.metadata.cache}.", markup=False)
         if memory is not None:
             console().print(memory_line(memory), markup=False)
-        if traced is not None:
-            traced.print()
+        if traced_calls is not None:
+            traced_calls.print()
     if html is not None:
         _write_report(html, model, compiled.executable, inputs, threads, results)
     if results[0].failure:
@@ -370,7 +359,7 @@ def _write_report(
     threads: int,
     results: list[Result],
 ) -> None:
-    """The report of the model, with these times and those of the kernels of a call."""
+    """Write a report with these times, and with a profile of a call."""
     from ..report.call_times import bench_of
     from ..report.written_report import write_report
     from ..vm.machine import VirtualMachine
@@ -380,20 +369,20 @@ def _write_report(
     profile = None
     if not results[0].failure:
         machine = VirtualMachine(executable)
-        machine["main"](*inputs.values())  # memory comes
+        machine["main"](*inputs.values())  # warm-up: memory is allocated
         profile = machine.profile("main", *inputs.values())
     write_report(executable, path, profile=profile, bench=bench, title=model.stem)
     console(stderr=True).print(f"Wrote {path}: open it in a browser.", markup=False)
 
 
 def _cores() -> int:
-    # Where a container or taskset allows fewer than the machine has, the affinity says so (Linux only).
+    # The affinity (Linux only) respects taskset and containers.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass
 class Result:
-    """A row of the table; `failure` says why there are no times."""
+    """Row of the table; `failure` is the reason if there are no times."""
 
     name: str
     failure: str = ""
@@ -402,7 +391,7 @@ class Result:
     ratios: dict[str, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The row as JSON data, times in milliseconds."""
+        """Convert to JSON data, with times in milliseconds."""
         timing = self.timing
         return {
             "name": self.name,
@@ -430,8 +419,7 @@ def _measure(engines: list[Engine], inputs: Mapping[str, np.ndarray], rounds: in
                 call = engine.make()
                 outputs[engine.name] = call(inputs)
                 calls[engine.name] = call
-            # Whatever a program does on this model belongs in its row of the table.
-            except Exception as error:
+            except Exception as error:  # any failure is shown in the table
                 results[engine.name].failure = _first_line(error)
             progress.advance(task)
         task = progress.add_task("Timing", total=rounds * len(calls))
@@ -439,7 +427,8 @@ def _measure(engines: list[Engine], inputs: Mapping[str, np.ndarray], rounds: in
         def advance(name: str) -> None:
             progress.update(task, description=f"Timing {name}", advance=1)
 
-        timings = interleave({name: _bound(call, inputs) for name, call in calls.items()}, rounds, budget, advance)
+        bound = {name: partial(call, inputs) for name, call in calls.items()}
+        timings = interleave(bound, rounds, budget, advance)
     for name, timing in timings.items():
         results[name].timing = timing
         results[name].max_abs_diff = _largest_difference(outputs[name], outputs.get(REFERENCE))
@@ -449,13 +438,7 @@ def _measure(engines: list[Engine], inputs: Mapping[str, np.ndarray], rounds: in
     return list(results.values())
 
 
-def _bound(call: Call, inputs: Mapping[str, np.ndarray]) -> Callable[[], object]:
-    return lambda: call(inputs)
-
-
 def _largest_difference(outputs: list[np.ndarray], expected: list[np.ndarray] | None) -> float | None:
-    import numpy as np
-
     if expected is None or [array.shape for array in outputs] != [array.shape for array in expected]:
         return None
     differences = [
@@ -470,7 +453,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[-1].strip()}" if lines else type(error).__name__
 
 
-def _print(model: Path, threads: int, results: list[Result]) -> None:
+def _print_results(model: Path, threads: int, results: list[Result]) -> None:
     columns = ["", "median ms", "fastest ms", "calls", f"vs {OURS}", f"vs {REFERENCE}", "max abs diff"]
     rows = []
     for result in results:
@@ -490,6 +473,6 @@ def _print(model: Path, threads: int, results: list[Result]) -> None:
         )
     print_table(f"{model.name}, {threads} threads, one call from numpy to numpy", columns, rows, right=columns[1:])
     if len(results) > 1:
-        console().print(f"Differences are from {REFERENCE}'s outputs; times over 1x are slower.", markup=False)
+        console().print(f"Differences are from {REFERENCE}'s outputs; more than 1x means slower than.", markup=False)
     else:
         console().print("A library is timed alone: --onnx MODEL.onnx adds other engines.", markup=False)

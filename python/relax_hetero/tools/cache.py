@@ -1,4 +1,4 @@
-"""``relax-hetero cache``: lists and removes the entries of the compile cache."""
+"""``relax-hetero cache``: list and remove entries of the compile cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 from click.shell_completion import CompletionItem
 
-from ..artifact.cache_folder import CacheFolder, Entry, folder_of
+from ..artifact.cache_folder import CacheFolder, Entry, resolve_cache_folder
 from ..artifact.kernel_cache import cached_code
 from ..display.console import console, print_json, print_table
 from ..display.text import bytes_text, plural
@@ -16,8 +16,7 @@ from ..errors import BuildError
 from ..report.text.target_text import target_text
 from .command import command, json_option
 
-# How many digits of a key people see; as many as tell keys apart.
-_MAX_KEY_CHARACTERS = 12
+_SHOWN_KEY_CHARACTERS = 12
 _AGES = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
 
 
@@ -33,29 +32,26 @@ def ls_command(as_json: bool) -> None:
     folder = _folder()
     entries, kernels = folder.entries(), cached_code(folder)
     if as_json:
-        shown = {"folder": str(folder.path), "limit": folder.limit, "entries": [asdict(entry) for entry in entries]}
-        print_json({**shown, "kernels": {"count": len(kernels), "bytes": sum(kernels)}})
+        data = {"folder": str(folder.path), "limit": folder.limit, "entries": [asdict(entry) for entry in entries]}
+        print_json({**data, "kernels": {"count": len(kernels), "bytes": sum(kernels)}})
         return
     if entries:
         columns = ["key", "made", "last used", "hits", "size", "compile s", "functions", "targets"]
         print_table("Compile cache", columns, map(_row, entries), right=["hits", "size", "compile s"])
-    used = bytes_text(sum(entry.bytes for entry in entries))
+    size = bytes_text(sum(entry.bytes for entry in entries))
     gpu = f"; {plural(len(kernels), 'kernel')} of GPUs, {bytes_text(sum(kernels))}" if kernels else ""
     console().print(
-        f"{plural(len(entries), 'executable')}, {used} of at most {bytes_text(folder.limit)} in {folder.path}{gpu}",
+        f"{plural(len(entries), 'executable')}, {size} of at most {bytes_text(folder.limit)} in {folder.path}{gpu}",
         markup=False,
     )
 
 
 def _complete_keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    folder = folder_of()
-    found = (
-        [] if folder is None else [(entry.key[:_MAX_KEY_CHARACTERS], entry.description) for entry in folder.entries()]
-    )
+    folder = resolve_cache_folder()
     return [
-        CompletionItem(key, help="; ".join(about.get("functions", ())))
-        for key, about in found
-        if key.startswith(incomplete)
+        CompletionItem(entry.key[:_SHOWN_KEY_CHARACTERS], help="; ".join(entry.description.get("functions", ())))
+        for entry in ([] if folder is None else folder.entries())
+        if entry.key[:_SHOWN_KEY_CHARACTERS].startswith(incomplete)
     ]
 
 
@@ -83,30 +79,30 @@ def clear_command(keys: tuple[str, ...], as_json: bool) -> None:
 
 
 def _folder() -> CacheFolder:
-    folder = folder_of()
+    folder = resolve_cache_folder()
     if folder is None:
         raise BuildError(
-            "there is no compile cache: RELAX_HETERO_CACHE switches it off, or there is no home to keep it in"
+            "there is no compile cache: RELAX_HETERO_CACHE switches it off, or there is no home folder for it"
         )
     return folder
 
 
 def _row(entry: Entry) -> list[str]:
-    about, now = entry.description, time.time()
+    description, now = entry.description, time.time()
     return [
-        entry.key[:_MAX_KEY_CHARACTERS],
+        entry.key[:_SHOWN_KEY_CHARACTERS],
         _ago(now - entry.created),
         _ago(now - entry.used),
         f"{entry.hits:,}",
         bytes_text(entry.bytes),
-        f"{about['seconds']:.2f}" if "seconds" in about else "?",
-        "\n".join(about.get("functions", ["?"])),
-        "; ".join(map(target_text, about.get("targets", ["?"]))),
+        f"{description['seconds']:.2f}" if "seconds" in description else "?",
+        "\n".join(description.get("functions", ["?"])),
+        "; ".join(map(target_text, description.get("targets", ["?"]))),
     ]
 
 
 def _ago(seconds: float) -> str:
-    """``5 minutes ago``."""
+    """Format an age, such as ``5 minutes ago``."""
     for length, name in _AGES:
         if seconds >= length:
             return f"{plural(int(seconds / length), name)} ago"

@@ -12,15 +12,15 @@ import click
 from ..display.console import console
 from ..errors import HeteroError, printable
 from .command import command, refuse_overwriting
-from .language_model import Chosen, language_model_options
+from .language_model import LanguageModelOptions, language_model_options
 
 if TYPE_CHECKING:
     from ..llm import ChatTemplate, Engine, Request, SamplingParams
 
 Piece: TypeAlias = tuple[str, int, float]
-"""Text, its tokens, and the seconds since the piece before or, of the first, since the question."""
+"""Text, number of its tokens, and seconds since the previous piece, or since the question for the first one."""
 
-_HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
+_HELP = "/reset starts a new conversation, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 
 
 @command("chat")
@@ -75,7 +75,7 @@ _HELP = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End an answer before this text. Repeatable.")
 def chat_command(
-    chosen: Chosen,
+    model_options: LanguageModelOptions,
     system: str | None,
     prompt: str | None,
     raw: bool,
@@ -92,14 +92,14 @@ def chat_command(
     from ..llm import Engine, SamplingParams
 
     params = SamplingParams(stop=stop, **sampling)
-    if raw and (system is not None or chosen.template is not None):
-        raise click.UsageError("--raw knows no conversation: --system and --chat-template do not go with it")
+    if raw and (system is not None or model_options.template is not None):
+        raise click.UsageError("--raw works without a chat template: --system and --chat-template do not go with it")
     if html is not None:
         from ..report.written_report import report_path
 
-        refuse_overwriting(report_path(html), chosen.path)
-    model, tokenizer = chosen.load()
-    template = None if raw else chosen.chat_template(tokenizer)
+        refuse_overwriting(report_path(html), model_options.path)
+    model, tokenizer = model_options.load()
+    template = None if raw else model_options.chat_template(tokenizer)
     if template is not None and template.fault is not None:
         raise template.fault
     with Engine(model, tokenizer, prefixes=1) as engine:
@@ -111,7 +111,7 @@ def chat_command(
                 conversation.reply(prompt)
         finally:
             if html is not None and conversation.answers:
-                _write_page(html, chosen.path.stem, conversation.answers)
+                _write_page(html, model_options.path.stem, conversation.answers)
 
 
 def _write_page(path: Path, title: str, answers: list[tuple[Request, list[Piece]]]) -> None:
@@ -119,33 +119,34 @@ def _write_page(path: Path, title: str, answers: list[tuple[Request, list[Piece]
     from ..report.page import page_of
     from ..report.written_report import write_page
 
-    told = [
+    records = [
         Answer(usage.prompt_tokens, usage.cached_tokens, times.first_token - times.submitted, tuple(pieces))
         for request, pieces in answers
         for usage, times in [(request.usage, request.times)]
-        if times.first_token  # else the answer was ended before it began
+        if times.first_token  # else it was cancelled before it began
     ]
-    write_page(page_of(chat_report(title, told)), path)
+    write_page(page_of(chat_report(title, records)), path)
     console(stderr=True).print(f"Wrote {path}: open it in a browser.", markup=False)
 
 
 class Conversation:
-    """Messages so far.
+    """Messages of a conversation, and the answers to them.
 
     Parameters
     ----------
     engine : Engine
+        Engine of the model.
     template : ChatTemplate or None
-        None where texts are gone on with as they are.
+        Chat template; None completes texts as they are.
     params : SamplingParams
-        Parameters of each answer.
+        Sampling parameters of each answer.
     system : str or None
-        Text for the model before the conversation.
+        System prompt.
 
     Attributes
     ----------
     answers : list of (Request, list of Piece)
-        The answers so far, and the pieces that they came in.
+        Answers so far, and their pieces.
     """
 
     def __init__(
@@ -157,31 +158,31 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Begin a new conversation."""
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def reply(self, text: str) -> None:
-        """Say something, and print the answer as it comes; Ctrl-C ends it.
+        """Send a message, and print the answer as it comes; Ctrl-C ends it.
 
-        What was said is forgotten if the model cannot answer it.
+        The message is dropped if there is an error.
 
         Raises
         ------
         HeteroError
-            As the engine and the template do.
+            If the engine or the template raises it.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         request = self._engine.submit(text if self._template is None else self._template.render(messages), self._params)
-        pieces = _printed(request)
+        pieces = _print_answer(request)
         self._messages = [*messages, {"role": "assistant", "content": "".join(text for text, *_ in pieces)}]
         self.answers.append((request, pieces))
         console(stderr=True).print(_speed(request), style="dim", markup=False)
 
 
 def converse(conversation: Conversation) -> None:
-    """Read what is said line by line until the end of the input."""
-    screen = console(stderr=True)
-    screen.print(_HELP, style="dim", markup=False)
+    """Read messages line by line from stdin."""
+    stderr = console(stderr=True)
+    stderr.print(_HELP, style="dim", markup=False)
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "").strip()
@@ -191,18 +192,18 @@ def converse(conversation: Conversation) -> None:
             return
         if text == "/reset":
             conversation.reset()
-            screen.print("the conversation begins anew", style="dim")
+            stderr.print("new conversation", style="dim")
         elif text.startswith("/"):
-            screen.print(_HELP, style="dim", markup=False)
+            stderr.print(_HELP, style="dim", markup=False)
         elif text:
             try:
                 conversation.reply(text)
             except HeteroError as error:
-                screen.print(f"error: {error}", style="red", markup=False)
+                stderr.print(f"error: {error}", style="red", markup=False)
 
 
-def _printed(request: Request) -> list[Piece]:
-    """The answer in the pieces that it came in."""
+def _print_answer(request: Request) -> list[Piece]:
+    """Print an answer as it comes; return its pieces."""
     pieces: list[Piece] = []
     before = request.times.submitted
     try:
@@ -210,7 +211,7 @@ def _printed(request: Request) -> list[Piece]:
             now = time.monotonic()
             pieces.append((delta.text, len(delta.tokens), now - before))
             before = now
-            # A model may write commands for the terminal, too.
+            # A model may generate escape sequences for the terminal.
             click.echo(printable(delta.text), nl=False)
     except KeyboardInterrupt:
         request.cancel()
@@ -223,8 +224,8 @@ def _speed(request: Request) -> str:
     usage, times = request.usage, request.times
     end = times.finished or time.monotonic()
     first = times.first_token or end
-    found = f"{usage.completion_tokens} tokens"
+    text = f"{usage.completion_tokens} tokens"
     if usage.completion_tokens > 1 and end > first:
-        found += f", {(usage.completion_tokens - 1) / (end - first):.1f} tokens/s"
-    prompt = usage.prompt_tokens - usage.cached_tokens
-    return f"{found}; prompt of {usage.prompt_tokens} ({prompt} new) in {first - times.submitted:.2f} s"
+        text += f", {(usage.completion_tokens - 1) / (end - first):.1f} tokens/s"
+    new = usage.prompt_tokens - usage.cached_tokens
+    return f"{text}; prompt of {usage.prompt_tokens} ({new} new) in {first - times.submitted:.2f} s"

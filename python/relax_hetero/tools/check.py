@@ -1,4 +1,4 @@
-"""``relax-hetero check``: whether an ONNX file can be imported, node by node, before anything is compiled."""
+"""``relax-hetero check``: checks node by node that an ONNX file can be imported, without compiling it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import click
 from ..display.console import console, print_json, show
 from .command import command, json_option
 from .models import input_names
-from .placing import Placing, placing_options
+from .placement_options import PlacementOptions, placement_options
 
 
 @command("check")
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@placing_options
+@placement_options
 @json_option
-def check_command(model: Path, placing: Placing, as_json: bool) -> None:
-    """Say which nodes of MODEL (an ONNX file) are supported, on which devices, and what is missing.
+def check_command(model: Path, placing: PlacementOptions, as_json: bool) -> None:
+    """Show which nodes of MODEL (an ONNX file) are supported, on which devices, and what is missing.
 
-    Ends with 1 if a node is refused. Nothing is compiled.
+    Exits with 1 if a node is refused. Nothing is compiled.
 
     \b
     relax-hetero check model.onnx

@@ -1,4 +1,4 @@
-"""``relax-hetero``: the group of commands. Nothing here imports TVM, so that ``--help`` answers at once."""
+"""``relax-hetero``: the group of commands. Nothing here imports TVM, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 INTERRUPTED = 130
-"""The exit code of a command that Ctrl-C ended, as shells have it."""
+"""Exit code of a command that Ctrl-C ended, as in shells (128 + SIGINT)."""
 
 try:
     import click
@@ -24,13 +24,13 @@ try:
     from .installation.packages import versions
     from .run import run_command
     from .serve import serve_command
-except KeyboardInterrupt:  # a command interrupted while it starts ends like every other
+except KeyboardInterrupt:  # during the imports
     print("interrupted", file=sys.stderr)
     sys.exit(INTERRUPTED)
-except ImportError as error:  # an installation that lacks a package: every command ends here, so it must say what to do
+except ImportError as error:  # a package is missing: say how to install it
     from .installation.packages import repairs
 
-    print("\n".join([f"error: {error}; to mend this installation:", *repairs()]), file=sys.stderr)
+    print("\n".join([f"error: {error}; to repair this installation:", *repairs()]), file=sys.stderr)
     sys.exit(1)
 
 
@@ -46,8 +46,8 @@ class _Interruptible(click.Group):
 _VERSION = "Show the versions of relax_hetero, TVM and Python, and exit."
 
 
-def _show_versions(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
+def _show_versions(context: click.Context, parameter: click.Parameter, requested: bool) -> None:
+    if requested and not context.resilient_parsing:
         click.echo("\n".join(f"{name} {version}" for name, version in versions().items()))
         context.exit()
 
@@ -82,5 +82,5 @@ def main() -> None:
         if end.code == INTERRUPTED:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(INTERRUPTED)  # now: LLVM may be compiling in a thread, which Python would wait for
+            os._exit(INTERRUPTED)  # Python would wait for threads in which LLVM compiles
         raise

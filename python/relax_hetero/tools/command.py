@@ -1,4 +1,4 @@
-"""How a command of this command line is declared, and how it fails."""
+"""Declaration of commands: error handling, and options that several commands share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from ..artifact.regular_files import read_regular
 from ..artifact.signing import checked_key
 from ..errors import HeteroError, printable
 
-# Bytes of a file with a key; other files are none.
-_LARGEST_KEY = 1 << 16
+_MAX_KEY_BYTES = 1 << 16
 
 
 def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
     """Declare a click command with ``--debug``, whose errors become one line on stderr and exit code 1.
 
-    A `HeteroError` or an `OSError` (a file that cannot be written, say) is the user's to mend, so no traceback is
-    shown unless ``--debug`` asks for it. Anything else is a defect and keeps its traceback.
+    A `HeteroError` or an `OSError` (such as a file that cannot be written) is the user's to fix, so its traceback is
+    shown only with ``--debug``. Anything else is a defect and keeps its traceback.
     """
 
-    def declare(work: Callable[..., None]) -> click.Command:
-        @functools.wraps(work)
+    def declare(function: Callable[..., None]) -> click.Command:
+        @functools.wraps(function)
         def guarded(debug: bool, **options: Any) -> None:
             try:
-                work(**options)
+                function(**options)
             except (HeteroError, OSError) as error:
                 if debug:
                     traceback.print_exc()
@@ -38,14 +37,14 @@ def command(name: str) -> Callable[[Callable[..., None]], click.Command]:
                     click.echo(f"error: {printable(str(error))}", err=True)
                 sys.exit(1)
 
-        shown = click.option("--debug", is_flag=True, help="Show the Python traceback of an error.")(guarded)
-        return click.command(name)(shown)
+        debug_option = click.option("--debug", is_flag=True, help="Show the Python traceback of an error.")
+        return click.command(name)(debug_option(guarded))
 
     return declare
 
 
 def refuse_overwriting(output: Path, *sources: Path) -> None:
-    """Usage error where the file to write is one that is read: the model would be lost, and a loaded one crash."""
+    """Raise UsageError if the output is an input: the model would be lost, and mapped weights would change."""
     for source in sources:
         if output.exists() and output.samefile(source):
             raise click.UsageError(f"the output {output} is the model itself; give it another name")
@@ -55,7 +54,7 @@ def _read_key(context: click.Context, parameter: click.Parameter, path: Path | N
     if path is None:
         return None
     try:
-        return checked_key(read_regular(path, _LARGEST_KEY).rstrip(b"\r\n"))
+        return checked_key(read_regular(path, _MAX_KEY_BYTES).rstrip(b"\r\n"))
     except OSError as error:
         raise click.BadParameter(f"{path}: {error.strerror or error}") from error
     except HeteroError as error:
@@ -63,7 +62,7 @@ def _read_key(context: click.Context, parameter: click.Parameter, path: Path | N
 
 
 def key_option(purpose: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """``--key-file``, whose command gets the `key` as bytes; `purpose` is its help."""
+    """Make the option ``--key-file``, with `purpose` as its help; the command gets the `key` as bytes."""
     return click.option(
         "--key-file",
         "key",
@@ -81,7 +80,7 @@ cache_option = click.option(
     "--cache/--no-cache",
     default=True,
     show_default=True,
-    help="Take a model that was compiled before from the compile cache, or compile it anew.",
+    help="Use the compile cache, or always compile the model.",
 )
 
 checks_option = click.option(

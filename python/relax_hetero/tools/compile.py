@@ -1,4 +1,4 @@
-"""``relax-hetero compile``: an ONNX file to a library."""
+"""``relax-hetero compile``: compile an ONNX file to a library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import BuildError
 from ..report.text.target_text import target_text
 from .command import accuracy_option, cache_option, checks_option, command, json_option, key_option, refuse_overwriting
 from .models import compile_onnx
-from .placing import Placing, placing_options
+from .placement_options import PlacementOptions, placement_options
 
 
 @command("compile")
@@ -28,7 +28,7 @@ from .placing import Placing, placing_options
     type=click.Path(dir_okay=False, path_type=Path),
     help="Library to write, with code and weights.",
 )
-@placing_options
+@placement_options
 @key_option("Sign the library with the key in this file, of at least 16 bytes.")
 @cache_option
 @checks_option
@@ -37,7 +37,7 @@ from .placing import Placing, placing_options
 def compile_command(
     model: Path,
     output: Path,
-    placing: Placing,
+    placing: PlacementOptions,
     key: bytes | None,
     cache: bool,
     checks: str,
@@ -54,24 +54,26 @@ def compile_command(
     if not output.parent.is_dir():
         raise BuildError(f"cannot write {output}: there is no folder {output.parent}")
     refuse_overwriting(output, model)
-    built = compile_onnx(model, placing, cache, checks, accuracy)
+    compiled = compile_onnx(model, placing, cache, checks, accuracy)
     start = time.perf_counter()
-    built.executable.export_library(str(output), key=key)
-    built.seconds["export"] = time.perf_counter() - start
-    summary = _summary(built.executable, output, built.seconds)
+    compiled.executable.export_library(str(output), key=key)
+    compiled.seconds["export"] = time.perf_counter() - start
+    summary = _summarize(compiled.executable, output, compiled.seconds)
     if as_json:
         print_json(summary)
         return
-    screen = console()
-    screen.print(f"Wrote {output} ({bytes_text(summary['bytes'])}): {summary['signature']}", markup=False)
+    stdout = console()
+    stdout.print(f"Wrote {output} ({bytes_text(summary['bytes'])}): {summary['signature']}", markup=False)
     for device in summary["devices"]:
         note = ", optional" if device["optional"] else ""
-        screen.print(f"  {device['name']}  {target_text(device['target'])}{note}", markup=False)
-    screen.print("  " + ", ".join(f"{step} {taken:.1f} s" for step, taken in built.seconds.items()), markup=False)
-    screen.print(f"  compile cache: {built.executable.metadata.cache}", markup=False)
+        stdout.print(f"  {device['name']}  {target_text(device['target'])}{note}", markup=False)
+    stdout.print(
+        "  " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in compiled.seconds.items()), markup=False
+    )
+    stdout.print(f"  compile cache: {compiled.executable.metadata.cache}", markup=False)
 
 
-def _summary(executable: Any, output: Path, seconds: dict[str, float]) -> dict[str, Any]:
+def _summarize(executable: Any, output: Path, seconds: dict[str, float]) -> dict[str, Any]:
     from ..artifact.metadata import device_names
 
     return {
@@ -90,6 +92,6 @@ def _summary(executable: Any, output: Path, seconds: dict[str, float]) -> dict[s
             )
         ],
         "signature": str(executable.signature()),
-        "seconds": {step: round(taken, 4) for step, taken in seconds.items()},
+        "seconds": {step: round(value, 4) for step, value in seconds.items()},
         "cache": asdict(executable.metadata.cache),
     }

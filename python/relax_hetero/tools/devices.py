@@ -30,27 +30,32 @@ def devices_command(measure: bool, again: bool, as_json: bool) -> None:
     Measuring takes some seconds for each device and pair, once per machine; automatic placement uses the figures.
     """
     vdevices = _local_vdevices()
-    found = [_about(v) for v in vdevices]
-    figures = _measured(vdevices, again) if measure else None
+    devices = [_describe(v) for v in vdevices]
+    figures = _measure(vdevices, again) if measure else None
     if as_json:
-        print_json({"devices": found, "measured": None if figures is None else _figures_json(figures, found)})
+        print_json({"devices": devices, "measured": None if figures is None else _figures_json(figures, devices)})
         return
     columns = ["device", "model", "target", "cores", "instructions", "memory"]
-    # The instructions have a column of their own.
-    targets = ["llvm" if d["name"].startswith("llvm") else target_text(d["target"]) for d in found]
     rows = [
-        [d["name"], d["model"], target, str(d["cores"]), d["instructions"]]
-        for d, target in zip(found, targets, strict=True)
+        # The target of a CPU would repeat the instructions.
+        [
+            d["name"],
+            d["model"],
+            "llvm" if d["name"].startswith("llvm") else target_text(d["target"]),
+            str(d["cores"]),
+            d["instructions"],
+            bytes_text(d["memory"]),
+        ]
+        for d in devices
     ]
-    memory = [bytes_text(d["memory"]) for d in found]
-    print_table("Devices", columns, [[*row, size] for row, size in zip(rows, memory, strict=True)], ["cores", "memory"])
+    print_table("Devices", columns, rows, ["cores", "memory"])
     if figures is not None:
-        _print_figures(figures, [d["name"] for d in found])
+        _print_figures(figures, [d["name"] for d in devices])
 
 
 def local_devices() -> list[dict[str, Any]]:
-    """The CPU and the GPUs of this machine, described as JSON data; imports TVM."""
-    return [_about(vdevice) for vdevice in _local_vdevices()]
+    """Describe the CPU and the GPUs of this machine as JSON data; imports TVM."""
+    return [_describe(vdevice) for vdevice in _local_vdevices()]
 
 
 def _local_vdevices() -> list[relax.VDevice]:
@@ -60,7 +65,7 @@ def _local_vdevices() -> list[relax.VDevice]:
     return parse_vdevices(["llvm", *(f"{kind.kind}:{index}" for kind in backends() for index in range(kind.count()))])
 
 
-def _about(vdevice: relax.VDevice) -> dict[str, Any]:
+def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
     import tvm
 
     from ..frontend.auto.measure_devices import cpu_model
@@ -70,12 +75,12 @@ def _about(vdevice: relax.VDevice) -> dict[str, Any]:
     from ..target.instruction_names import instruction_names
     from ..target.vdevice import is_cpu
 
-    found = {"name": f"{vdevice.target.kind.name}:{int(vdevice.vdevice_id)}", "target": str(vdevice.target)}
+    names = {"name": f"{vdevice.target.kind.name}:{int(vdevice.vdevice_id)}", "target": str(vdevice.target)}
     if is_cpu(vdevice):
         cpu = cpu_target_of(vdevice.target)
         instructions = ", ".join(instruction_names(cpu.features))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        about = {
+        properties = {
             "model": cpu_model(),
             "cores": cpu.cores,
             "numa_nodes": len(cpus_of_nodes()),
@@ -85,24 +90,24 @@ def _about(vdevice: relax.VDevice) -> dict[str, Any]:
     else:
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id))
         gpu = gpu_target_of(vdevice.target)
-        about = {
+        properties = {
             "model": str(device.device_name),
             "cores": int(device.multi_processor_count or 0),
             "instructions": gpu.tensor or "plain",
             "memory": int(device.total_global_memory or 0),
         }
-    return {**found, **about}
+    return {**names, **properties}
 
 
-def _measured(vdevices: list[relax.VDevice], again: bool) -> Figures | None:
+def _measure(vdevices: list[relax.VDevice], again: bool) -> Figures | None:
     from ..frontend.auto.measure_devices import figures_of
 
     with console(stderr=True).status("Measuring"):
         return figures_of(vdevices, again)
 
 
-def _figures_json(figures: Figures, measured: list[dict[str, Any]]) -> dict[str, Any]:
-    names = [about["name"] for about in measured]
+def _figures_json(figures: Figures, described: list[dict[str, Any]]) -> dict[str, Any]:
+    names = [device["name"] for device in described]
     links = [{"from": names[a], "to": names[b], **asdict(link)} for (a, b), link in figures.links.items()]
     devices = dict(zip(names, map(asdict, figures.devices), strict=True))
     return {"devices": devices, "links": links, "other_work": figures.other_work}

@@ -1,4 +1,4 @@
-"""Options of commands that run a language model, and the model that they name."""
+"""Options of commands that run a language model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from ..display.console import console
 from ..errors import HeteroError
-from .placing import PairParam, VDeviceParam
+from .placement_options import PairParam, VDeviceParam
 
 if TYPE_CHECKING:
     from ..llm import ChatTemplate, Model, Tokenizer
@@ -20,30 +20,29 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 AUTO: Literal["auto"] = "auto"
-# A template is a page of text; a file that is none may be any size.
-_MAX_TEMPLATE_CHARACTERS = 1 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 class PlacementParam(PairParam):
     """``PATTERN=DEVICE``, or ``auto``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Both texts, or the word."""
+        """Return the pattern and the device, or `AUTO`."""
         return value if value == AUTO else super().convert(value, param, ctx)
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The model that options name.
+class LanguageModelOptions:
+    """Model and options of the command line.
 
     Attributes
     ----------
     path : Path
-        A GGUF file, or a folder of a model that was compiled before.
+        GGUF file, or folder of a saved model.
     vdevices, placement, context, slots, batch_invariant
-        As `relax_hetero.llm.load` takes them; None for its own.
+        As for `relax_hetero.llm.load`; None for its defaults.
     template : Path or None
-        A file with the template of conversations; None for the model's own.
+        File with a chat template; None for the model's own.
     """
 
     path: Path
@@ -55,7 +54,7 @@ class Chosen:
     batch_invariant: bool = False
 
     def load(self, quiet: bool = False) -> tuple[Model, Tokenizer]:
-        """The model and its tokenizer, with a spinner on stderr.
+        """Load the model and its tokenizer, with a spinner on stderr.
 
         Raises
         ------
@@ -65,36 +64,37 @@ class Chosen:
         import relax_hetero.llm as llm
 
         options = {"context": self.context, "slots": self.slots, "batch_invariant": self.batch_invariant or None}
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
             if not quiet:
-                given["progress"] = lambda step, done, total: status.update(
+                arguments["progress"] = lambda step, done, total: status.update(
                     f"Compiling {self.path.name}: {done} of {total} {step}"
                 )
-            return llm.load(self.path, vdevices=self.vdevices, placement=self.placement, **given)
+            return llm.load(self.path, vdevices=self.vdevices, placement=self.placement, **arguments)
 
     def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """The template of conversations. A guessed one is reported on stderr; one that does not work has a `fault`.
+        """Make the chat template; a guessed one is reported on stderr, an invalid one of the model has a `fault`.
 
         Raises
         ------
         HeteroError
-            If a given one cannot be read, or is not a template.
+            If `template` cannot be read, or is not a template.
         """
         from ..artifact.regular_files import read_regular
         from ..llm import ChatTemplate
 
         if self.template is None:
-            found = ChatTemplate.find(tokenizer)
-            if found.guessed_from is not None:
-                text = f"The chat template is guessed from the token {found.guessed_from}, since the file has none; "
-                console(stderr=True).print(f"{text}--chat-template FILE gives another.", markup=False, soft_wrap=True)
-            return found
+            chat_template = ChatTemplate.find(tokenizer)
+            if chat_template.guessed_from is not None:
+                text = f"The chat template is guessed from the token {chat_template.guessed_from}, since the file has "
+                text += "none; --chat-template FILE gives another."
+                console(stderr=True).print(text, markup=False, soft_wrap=True)
+            return chat_template
         try:
-            source = read_regular(self.template, _MAX_TEMPLATE_CHARACTERS).decode()
+            source = read_regular(self.template, _MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError as error:
-            raise HeteroError(f"{self.template}: is no text: {error}") from error
-        return ChatTemplate.of(tokenizer, source)
+            raise HeteroError(f"{self.template}: is not UTF-8 text: {error}") from error
+        return ChatTemplate.from_tokenizer(tokenizer, source)
 
 
 _OPTIONS = (
@@ -138,11 +138,11 @@ _OPTIONS = (
 )
 
 
-def language_model_options(work: F) -> F:
-    """Add the argument MODEL, ``--vdevice``, ``--placement`` and others; the command gets one `Chosen`."""
+def language_model_options(function: F) -> F:
+    """Add MODEL, ``--vdevice``, ``--placement`` and others to a command, which gets one `LanguageModelOptions`."""
 
-    @functools.wraps(work)
-    def gathered(
+    @functools.wraps(function)
+    def collect(
         model: Path,
         vdevice: tuple[Any, ...],
         placement: tuple[Any, ...],
@@ -152,26 +152,23 @@ def language_model_options(work: F) -> F:
         batch_invariant: bool,
         **options: Any,
     ) -> None:
-        work(
-            chosen=Chosen(
-                model, list(vdevice) or None, _placement(placement), context, slots, template, batch_invariant
-            ),
-            **options,
-        )
+        devices, rules = list(vdevice) or None, _parse_placement(placement)
+        model_options = LanguageModelOptions(model, devices, rules, context, slots, template, batch_invariant)
+        function(model_options=model_options, **options)
 
     for option in _OPTIONS:
-        option(gathered)
+        option(collect)
     argument = click.argument("model", type=click.Path(exists=True, path_type=Path))
-    return argument(gathered)  # type: ignore[return-value]
+    return argument(collect)  # type: ignore[return-value]
 
 
-def _placement(given: tuple[Any, ...]) -> Literal["auto"] | dict[str, str] | None:
-    if AUTO in given:
-        if len(given) > 1:
+def _parse_placement(values: tuple[Any, ...]) -> Literal["auto"] | dict[str, str] | None:
+    if AUTO in values:
+        if len(values) > 1:
             raise click.UsageError("--placement auto and rules of --placement exclude each other")
         return AUTO
     rules: dict[str, str] = {}
-    for pattern, device in given:
+    for pattern, device in values:
         if pattern in rules:
             raise click.UsageError(f"--placement names {pattern!r} twice")
         rules[pattern] = device

@@ -1,4 +1,4 @@
-"""Models of the command line: an ONNX file is imported and compiled, a library is loaded."""
+"""Models of the command line: ONNX files are imported and compiled, libraries are loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from ..artifact.regular_files import open_regular
 from ..display.console import console
-from .placing import Placing
+from .placement_options import PlacementOptions
 
 if TYPE_CHECKING:
     from tvm import IRModule
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Model:
-    """An executable and where it came from.
+    """An executable and its source.
 
     Attributes
     ----------
     executable : Executable
-        Loaded, or compiled in this process.
+        Executable, loaded or compiled.
     onnx : Path or None
-        The ONNX file it was compiled from, if that is known.
+        ONNX file that it was compiled from, if known.
     seconds : dict of str to float
-        How long each step took: ``import`` and ``compile``, or ``load``.
+        Times of ``import`` and ``compile``, or of ``load``.
     """
 
     executable: Executable
@@ -44,14 +44,14 @@ def is_onnx(path: Path) -> bool:
         return False
     try:
         with open_regular(path)[0] as file:
-            return file.read(4) != b"\x7fELF"  # an executable may have any name
+            return file.read(4) != b"\x7fELF"  # a library may have any name
     except OSError:
         return True
 
 
 def obtain(
     path: Path,
-    placing: Placing,
+    placing: PlacementOptions,
     cache: bool,
     key: bytes | None = None,
     checks: str = "default",
@@ -61,20 +61,23 @@ def obtain(
 
     Parameters
     ----------
-    path, placing
+    path : Path
+        ONNX file or library.
+    placing : PlacementOptions
+        Options of placement.
     cache : bool
-        Whether compiled models are kept and found again.
+        Whether to use the compile cache.
     key : bytes, optional
-        Key that a library has to be signed with.
+        Key that a library must be signed with.
     checks, accuracy : str
-        As `rh.compile` takes them.
+        As for `rh.compile`.
 
     Raises
     ------
     HeteroError
         If the model cannot be imported, placed, compiled or loaded.
     click.UsageError
-        If options of placing or compiling are given for a library, which is placed and compiled already.
+        If options of placement or compilation are given for a library.
     """
     if is_onnx(path):
         return compile_onnx(path, placing, cache, checks, accuracy)
@@ -87,7 +90,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf"
 
 
-def placed_module(path: Path, placing: Placing) -> IRModule:
+def placed_module(path: Path, placing: PlacementOptions) -> IRModule:
     """Import and place an ONNX or a GGUF file.
 
     Raises
@@ -95,7 +98,7 @@ def placed_module(path: Path, placing: Placing) -> IRModule:
     HeteroError
         If the model cannot be imported or placed.
     click.UsageError
-        If an option is given that a GGUF file does not take.
+        If an option does not apply to a GGUF file.
     """
     import relax_hetero as rh
 
@@ -104,19 +107,19 @@ def placed_module(path: Path, placing: Placing) -> IRModule:
     from ..transform.record.donated import with_donated
 
     module = rh.from_gguf(path, **gguf_options(path, placing))
-    # The cache is written in place, as `llm.load` has it.
+    # Donate the pages, as `llm.load` does.
     functions = {gvar.name_hint: func for gvar, func in module.functions_items()}
     pages = {n: [p.name for p in func.params if p.name.startswith("pages_")] for n, func in functions.items()}
     return with_donated(module, pages)
 
 
-def gguf_options(path: Path, placing: Placing) -> dict[str, Any]:
-    """The options of ``rh.from_gguf``.
+def gguf_options(path: Path, placing: PlacementOptions) -> dict[str, Any]:
+    """Keyword arguments for ``rh.from_gguf``.
 
     Raises
     ------
     click.UsageError
-        If an option is given that a GGUF file does not take.
+        If an option does not apply to a GGUF file.
     """
     options = placing.import_options()
     for name in ("shapes", "limits", "objective"):
@@ -126,15 +129,15 @@ def gguf_options(path: Path, placing: Placing) -> dict[str, Any]:
 
 
 def compile_onnx(
-    path: Path, placing: Placing, cache: bool, checks: str = "default", accuracy: str = "default"
+    path: Path, placing: PlacementOptions, cache: bool, checks: str = "default", accuracy: str = "default"
 ) -> Model:
-    """Import, place and compile an ONNX file, or find it compiled; with a spinner on stderr."""
+    """Import, place and compile an ONNX file (or use the compile cache), with a spinner on stderr."""
     import relax_hetero as rh
 
     with console(stderr=True).status(f"Importing {path.name}") as status:
         start = time.perf_counter()
         module = placed_module(path, placing)
-        imported = time.perf_counter()
+        middle = time.perf_counter()
         status.update(f"Compiling {path.name}")
         executable = rh.compile(
             module,
@@ -144,20 +147,20 @@ def compile_onnx(
             optional=placing.optional or None,
             progress=lambda step, done, total: status.update(f"Compiling {path.name}: {done} of {total} {step}"),
         )
-        seconds = {"import": imported - start, "compile": time.perf_counter() - imported}
+        seconds = {"import": middle - start, "compile": time.perf_counter() - middle}
     return Model(executable, path, seconds)
 
 
 def refuse_compiled(library: Path, **options: str) -> None:
-    """click.UsageError if an option that compiling goes by has a value other than its default."""
+    """Raise UsageError if an option of compilation does not have its default."""
     for name, value in options.items():
         if value != "default":
             raise click.UsageError(f"{library.name} is compiled already: --{name} {value} goes with an ONNX file")
 
 
-def load_library(path: Path, placing: Placing, key: bytes | None = None) -> Model:
-    """Load an exported library, with a key only one that was signed with it."""
-    if placing.given:
+def load_library(path: Path, placing: PlacementOptions, key: bytes | None = None) -> Model:
+    """Load an exported library; with a key, it must be signed with it."""
+    if placing.is_given:
         raise click.UsageError(
             f"{path.name} is compiled and so placed already: --vdevice, --optional, --place and --place-auto go with "
             "an ONNX file"
@@ -170,7 +173,7 @@ def load_library(path: Path, placing: Placing, key: bytes | None = None) -> Mode
 
 
 def input_names(path: Path) -> list[str]:
-    """The names of an ONNX file's inputs; weights that lie in files of their own are not read."""
+    """Names of an ONNX file's inputs; external weights are not read."""
     from ..frontend.onnx.model import read_model
 
     return [value.name for value in read_model(path)[0].graph.input]

@@ -1,4 +1,4 @@
-"""ONNX Runtime as the reference to compare with."""
+"""ONNX Runtime as a reference for outputs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..errors import HeteroError
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output against the reference.
+    """Comparison of one output with the reference.
 
     Attributes
     ----------
     name : str
-        The output's ONNX name.
+        ONNX name of the output.
     max_abs, max_rel : float
-        The largest absolute and relative difference; NaN where shapes differ.
+        Largest absolute and relative difference; NaN if shapes differ.
     wrong, total : int
-        How many elements are outside the tolerance, and of how many.
+        Number of elements outside of the tolerance, and of all elements.
     problem : str
-        Reason why the two are not comparable (shapes, element types), or an empty string.
+        Reason why they cannot be compared (shapes, element types); empty if they can.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """True if every element is within tolerance."""
+        """True if all elements are within the tolerance."""
         return self.wrong == 0 and not self.problem
 
 
 def reference(model: Path, threads: int = 0) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
-    """A function that runs `model` with ONNX Runtime on the CPU.
+    """Make a function that runs `model` with ONNX Runtime on the CPU.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def reference(model: Path, threads: int = 0) -> Callable[[Mapping[str, np.ndarra
     options.intra_op_num_threads = threads
     try:
         session = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # every error class of ONNX Runtime derives from Exception alone
+    except Exception as error:  # ONNX Runtime's errors have no other common base class
         raise HeteroError(f"ONNX Runtime refuses {model}: {error}") from error
     names = [output.name for output in session.get_outputs()]
 
@@ -76,14 +76,14 @@ def compare(name: str, outputs: np.ndarray, expected: np.ndarray, rtol: float, a
     if not isinstance(expected, np.ndarray):
         return Comparison(name, np.nan, np.nan, 0, 0, f"the reference gives a {type(expected).__name__}")
     if outputs.shape != expected.shape or outputs.dtype != expected.dtype:
-        got, wanted = f"{outputs.dtype}{list(outputs.shape)}", f"{expected.dtype}{list(expected.shape)}"
-        return Comparison(name, np.nan, np.nan, 0, expected.size, f"is {got}, expected {wanted}")
+        types = [f"{array.dtype}{list(array.shape)}" for array in (outputs, expected)]
+        return Comparison(name, np.nan, np.nan, 0, expected.size, f"is {types[0]}, expected {types[1]}")
     if outputs.dtype.kind not in "fiub":
         wrong = int((outputs != expected).sum())
         return Comparison(name, float(wrong > 0), float(wrong > 0), wrong, expected.size)
     a, b = outputs.astype("float64"), expected.astype("float64")
     with np.errstate(invalid="ignore"):
-        # Equal infinities differ by NaN; they agree.
+        # The difference of equal infinities would be NaN.
         difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
         scale = np.maximum(np.abs(b), np.finfo("float32").tiny)
         relative = difference / scale

@@ -1,4 +1,4 @@
-"""``relax-hetero run``: one call, its outputs, and a comparison with ONNX Runtime."""
+"""``relax-hetero run``: call a model once, show or save its outputs, and compare them with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .command import (
 )
 from .models import Model, is_onnx, obtain
 from .onnxruntime_reference import Comparison, compare, reference
-from .placing import Placing, placing_options
+from .placement_options import PlacementOptions, placement_options
 
 
 @command("run")
@@ -62,7 +62,7 @@ from .placing import Placing, placing_options
 @click.option(
     "--atol", type=click.FloatRange(min=0), default=1e-4, show_default=True, help="Absolute tolerance of --check."
 )
-@placing_options
+@placement_options
 @verify_option
 @cache_option
 @checks_option
@@ -79,7 +79,7 @@ def run_command(
     onnx: Path | None,
     rtol: float,
     atol: float,
-    placing: Placing,
+    placing: PlacementOptions,
     key: bytes | None,
     cache: bool,
     checks: str,
@@ -97,23 +97,18 @@ def run_command(
     devices = _device_map(remap)
     if output is not None:
         refuse_overwriting(output, model, *filter(None, [onnx]))
-    obtained = obtain(model, placing, cache, key, checks, accuracy)
-    inputs = _inputs(obtained, function_name, files, dict(placing.shapes), seed)
-    outputs, places, seconds = _call(obtained, function_name, inputs, devices)
+    compiled = obtain(model, placing, cache, key, checks, accuracy)
+    inputs = _make_inputs(compiled, function_name, files, dict(placing.shapes), seed)
+    outputs, output_devices, seconds = _call(compiled, function_name, inputs, devices)
     if output is not None:
         write_arrays(output, outputs)
-    compared: list[Comparison] = []
-    if check:
-        expected = reference(onnx or model)(inputs)
-        compared = _compare_all(outputs, expected, rtol, atol)
-    report = RunReport(
-        inputs, outputs, places, {**obtained.seconds, "run": seconds}, compared if check else None, output
-    )
+    comparisons = _compare_all(outputs, reference(onnx or model)(inputs), rtol, atol) if check else None
+    report = RunReport(inputs, outputs, output_devices, {**compiled.seconds, "run": seconds}, comparisons, output)
     if as_json:
         print_json(report.to_json())
     else:
         report.print()
-    if not all(comparison.passed for comparison in compared):
+    if not all(comparison.passed for comparison in comparisons or ()):
         click.echo(f"error: {model.name} differs from ONNX Runtime (rtol {rtol:g}, atol {atol:g})", err=True)
         sys.exit(1)
 
@@ -128,18 +123,18 @@ def _device_map(remap: tuple[str, ...]) -> dict[str, str] | None:
     return devices or None
 
 
-def _inputs(
+def _make_inputs(
     model: Model, function_name: str, files: tuple[str, ...], shapes: dict[str, list[int]], seed: int
 ) -> dict[str, np.ndarray]:
     signature = model.executable.signature(function_name)
     names = [
         spec.name
-        for number, spec in enumerate(signature.inputs)
-        if number < signature.num_input or spec.name in signature.defaults
+        for index, spec in enumerate(signature.inputs)
+        if index < signature.num_input or spec.name in signature.defaults
     ]
     symbols = {extent for spec in signature.inputs for extent in getattr(spec, "shape", None) or ()}
     unknown = [name for name in shapes if name not in names and name not in symbols]
-    # from_onnx has checked the names for an ONNX file, whose dimensions that were given are numbers now.
+    # For an ONNX file, from_onnx has checked the names already, and replaced the dimensions by numbers.
     if unknown and model.onnx is None:
         raise BindingError(f"--shape names {unknown[0]!r}, which is neither an input nor a dimension of {signature}")
     return random_arrays(signature, shapes, seed, read_arrays(files, names))
@@ -148,7 +143,7 @@ def _inputs(
 def _call(
     model: Model, function_name: str, inputs: dict[str, np.ndarray], devices: dict[str, str] | None
 ) -> tuple[dict[str, np.ndarray], dict[str, str], float]:
-    """The outputs and their devices by ONNX name, and the seconds of the call with the copies to the host."""
+    """Outputs and their devices by ONNX name, and the time of the call including the copies to the host."""
     import relax_hetero as rh
 
     machine = rh.vm.VirtualMachine(model.executable, devices=devices)
@@ -161,13 +156,13 @@ def _call(
     names = [spec.name for spec in signature.outputs]
     if len(names) != len(values):
         names = [f"output_{index}" for index in range(len(values))]
-    places = {name: str(value.device) for name, value in zip(names, values, strict=True)}
-    return dict(zip(names, arrays, strict=True)), places, seconds
+    output_devices = {name: str(value.device) for name, value in zip(names, values, strict=True)}
+    return dict(zip(names, arrays, strict=True)), output_devices, seconds
 
 
 def flatten(result: Any) -> list[Any]:
-    """The tensors of a result, nested tuples (Python's, or TVM's arrays) opened, in order."""
-    return [result] if hasattr(result, "numpy") else [tensor for part in result for tensor in flatten(part)]
+    """Tensors of a result in order, with nested tuples (of Python or TVM) flattened."""
+    return [result] if hasattr(result, "numpy") else [tensor for element in result for tensor in flatten(element)]
 
 
 def _compare_all(
@@ -175,43 +170,43 @@ def _compare_all(
 ) -> list[Comparison]:
     if len(outputs) != len(expected):
         raise HeteroError(
-            f"ONNX Runtime gives {len(expected)} outputs ({', '.join(expected)}), here are {len(outputs)}"
+            f"ONNX Runtime gives {len(expected)} outputs ({', '.join(expected)}), this library {len(outputs)}"
         )
-    # By name where the names agree, by position otherwise.
+    # By name if the names agree, else by position.
     pairs = zip(outputs, expected, strict=True) if set(outputs) != set(expected) else ((name, name) for name in outputs)
-    return [compare(there, outputs[here], expected[there], rtol, atol) for here, there in pairs]
+    return [compare(theirs, outputs[ours], expected[theirs], rtol, atol) for ours, theirs in pairs]
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """A call, for people and programs.
+    """Result of a call.
 
     Attributes
     ----------
     inputs, outputs : dict of str to np.ndarray
         Arrays by ONNX name.
-    places : dict of str to str
-        The device each output was left on, by name.
+    devices : dict of str to str
+        Devices of the outputs by name.
     seconds : dict of str to float
-        Time of each step; ``run`` is the call with its copies to the host.
+        Time of each step; ``run`` includes the copies to the host.
     comparisons : list of Comparison or None
-        One per output, or None where none was asked for.
+        Comparisons of all outputs; None without ``--check``.
     output_file : Path or None
-        Where the outputs were written, if anywhere.
+        File that the outputs were written to.
     """
 
     inputs: dict[str, np.ndarray]
     outputs: dict[str, np.ndarray]
-    places: dict[str, str]
+    devices: dict[str, str]
     seconds: dict[str, float]
     comparisons: list[Comparison] | None
     output_file: Path | None
 
     def print(self) -> None:
-        """Print tables for people."""
+        """Print tables."""
         columns = ["output", "type", "device", "min", "mean", "max"]
         rows = [
-            [name, _type(array), self.places[name], *(f"{value:.6g}" for value in _statistics(array))]
+            [name, _type(array), self.devices[name], *(f"{value:.6g}" for value in _statistics(array))]
             for name, array in self.outputs.items()
         ]
         print_table(f"Ran in {self.seconds['run'] * 1e3:.2f} ms", columns, rows, right=columns[3:])
@@ -226,12 +221,12 @@ class RunReport:
             console().print(f"Wrote {self.output_file}", markup=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON data."""
+        """Convert to JSON data."""
         described = []
         for name, array in self.outputs.items():
             low, mean, high = _statistics(array)
             statistics = {"min": low, "mean": mean, "max": high}
-            described.append({"name": name, **_shape(array), "device": self.places[name], **statistics})
+            described.append({"name": name, **_shape(array), "device": self.devices[name], **statistics})
         check = None
         if self.comparisons is not None:
             outputs = [{**asdict(comparison), "passed": comparison.passed} for comparison in self.comparisons]

@@ -1,4 +1,4 @@
-"""``relax-hetero serve``: the OpenAI endpoints over a language model."""
+"""``relax-hetero serve``: OpenAI's endpoints for a language model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..display.console import console
 from ..errors import HeteroError
 from ..llm.server.guard import Limits
 from .command import command
-from .language_model import Chosen, language_model_options
-from .placing import BytesParam
+from .language_model import LanguageModelOptions, language_model_options
+from .placement_options import BytesParam
 
 if TYPE_CHECKING:
     from ..llm import ChatTemplate, Tokenizer
@@ -22,10 +22,10 @@ _Command = Callable[..., Any]
 
 
 def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callable[[_Command], _Command]:
-    """Declare an option that sets a field of `Limits`, whose default it shows where that is not 0."""
+    """Declare an option that sets a field of `Limits`; a default of 0 is not shown."""
     value: float = getattr(Limits, field)
-    shown = f"{int(value) >> 20}M" if isinstance(kind, BytesParam) else f"{value:g}"
-    default = shown if value else None
+    text_of_value = f"{int(value) >> 20}M" if isinstance(kind, BytesParam) else f"{value:g}"
+    default = text_of_value if value else None
     return click.option(option, field, type=kind, default=default, show_default=default is not None, help=text)
 
 
@@ -125,7 +125,7 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
 )
 def serve_command(
-    chosen: Chosen,
+    model_options: LanguageModelOptions,
     host: str,
     port: int,
     name: str | None,
@@ -133,68 +133,68 @@ def serve_command(
     cors_origin: tuple[str, ...],
     prefixes: int,
     replicas: int | None,
-    **given: Any,
+    **limit_values: Any,
 ) -> None:
-    """Answer requests to MODEL, a GGUF file or the folder of a compiled model, as the OpenAI endpoints do.
+    """Serve MODEL, a GGUF file or the folder of a compiled model, with OpenAI's endpoints.
 
-    A request whose fields ask for something that is not supported is refused by the field's name. Clients that are
-    silent or slow lose their connection; /health is answered at any time.
+    Requests with unsupported fields are refused with the field's name. Connections of silent or slow clients are
+    closed; /health is always answered.
 
     \b
     relax-hetero serve model.gguf
     relax-hetero serve model.gguf --vdevice cuda --host 0.0.0.0 --api-key secret
     """
-    _need_packages()
+    _check_packages()
     from ..llm.server.app import Settings
 
-    limits = Limits(**{field: value for field, value in given.items() if value is not None})
-    settings = Settings(name or chosen.path.stem, api_key, limits, cors_origin)
-    screen = console(stderr=True)
+    limits = Limits(**{field: value for field, value in limit_values.items() if value is not None})
+    settings = Settings(name or model_options.path.stem, api_key, limits, cors_origin)
+    stderr = console(stderr=True)
 
     def on_ready(url: str) -> None:
-        screen.print(f"{settings.name}: {url}/v1 (health: {url}/health, metrics: {url}/metrics)", markup=False)
+        stderr.print(f"{settings.name}: {url}/v1 (health: {url}/health, metrics: {url}/metrics)", markup=False)
 
     if replicas is not None:
         if port == 0:
             raise click.UsageError("--replicas needs a --port other than 0")
         from ..llm.server.replicas import run_replicas
 
-        run_replicas(_Loader(chosen, limits.in_flight, prefixes), settings, replicas, host, port, on_ready)
+        run_replicas(_Loader(model_options, limits.in_flight, prefixes), settings, replicas, host, port, on_ready)
         return
     from ..llm.server.run import serve
 
-    made = _Loader(chosen, limits.in_flight, prefixes)()
-    with made["engine"] as engine:
-        serve(engine, settings, made["template"], host, port, on_ready)
+    model = _Loader(model_options, limits.in_flight, prefixes)()
+    with model["engine"] as engine:
+        serve(engine, settings, model["template"], host, port, on_ready)
 
 
 class _Loader:
-    """Makes an engine, here or in a replica; plain data, so that it goes from process to process."""
+    """Makes an engine and a chat template, in this process or in a replica; can be pickled."""
 
-    def __init__(self, chosen: Chosen, waiting: int, prefixes: int) -> None:
-        self._chosen, self._waiting, self._prefixes = chosen, waiting, prefixes
+    def __init__(self, model_options: LanguageModelOptions, in_flight: int, prefixes: int) -> None:
+        self._model_options, self._in_flight, self._prefixes = model_options, in_flight, prefixes
 
     def __call__(self) -> Mapping[str, Any]:
         from ..llm import Engine
 
-        model, tokenizer = self._chosen.load()
-        template = _template(self._chosen, tokenizer)
-        # Each request that is taken may wait, with all its texts.
-        max_waiting = 16 * self._waiting
+        model, tokenizer = self._model_options.load()
+        template = _chat_template(self._model_options, tokenizer)
+        # Room for all choices of all requests in flight.
+        max_waiting = 16 * self._in_flight
         engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self._prefixes)
         return {"engine": engine, "template": template}
 
 
-def _template(chosen: Chosen, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of conversations; without one, a model only completes texts, which is reported on stderr."""
-    template = chosen.chat_template(tokenizer)
+def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer) -> ChatTemplate:
+    """Make the chat template; if there is none, report on stderr that only completions work."""
+    template = model_options.chat_template(tokenizer)
     if template.fault is not None:
         text = f"No chat template, completions only: {template.fault}"
         console(stderr=True).print(text, markup=False, soft_wrap=True)
     return template
 
 
-def _need_packages() -> None:
+def _check_packages() -> None:
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401

@@ -111,7 +111,7 @@ def source_coordinates(axis: ResizedAxis, transformation: str) -> np.ndarray:
 
 
 def _nearest(distance: np.ndarray, mode: str, scale: float) -> np.ndarray:
-    """Whether to take the right neighbour; `distance` from the left one is in (0, 1], and 1 for whole coordinates."""
+    """Take the right neighbour? `distance` from the left one is in (0, 1], and 1 for whole coordinates."""
     is_whole = distance == 1.0
     if mode == BELOW_OR_ABOVE:
         mode = "ceil" if scale < 1 else "floor"

@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 
 import relax_hetero as rh
-from relax_hetero.cluster.call_plan import CALL, Program, filled
+from relax_hetero.cluster.call_plan import CALL, Program, substitute
 from relax_hetero.cluster.calls import bind
 from relax_hetero.cluster.cut.cut_module import cut_module
 from relax_hetero.cluster.wire import decode_copy
@@ -43,7 +43,7 @@ class StepByStep:
             results = [output] if step.results == 1 else list(output)
             assert len(results) == step.results
             values |= {(number, i): as_sent(value) for i, value in enumerate(results)}
-        return plain(filled(plan.result, lambda source: values[source.step, source.index]))
+        return plain(substitute(plan.result, lambda source: values[source.step, source.index]))
 
 
 def as_sent(value: Any) -> Any:

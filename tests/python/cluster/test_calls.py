@@ -140,7 +140,7 @@ def _end_first(cluster: Any, replica: _Replica) -> ClusterCall:
     call = replica.taken.pop(0)
     cluster._release(replica)
     call.fence.settle(None)
-    cluster._pump()
+    cluster._send_next()
     return call
 
 

@@ -16,7 +16,7 @@ from cluster.two_hosts import First, Second, program
 from relax_hetero.cluster import CALL, CallPlan, HostStep, Source, host_links
 from relax_hetero.cluster.host_links import HostLinks
 from relax_hetero.cluster.host_machine import HostMachine
-from relax_hetero.cluster.links import GpuInfo, Link, LinkTensor, LinkTexts, connect_links, cut_links, plan_links
+from relax_hetero.cluster.links import GpuInfo, Link, LinkTensor, LinkTexts, abort_links, connect_links, plan_links
 from relax_hetero.cluster.route import END, Route, routes_of
 from relax_hetero.cluster.wire import Failure, Message, encode, fit
 from relax_hetero.vm.device.tensors import from_numpy
@@ -162,7 +162,7 @@ def _actor(links: HostLinks) -> Any:
     def remote(request: str, *args: Any) -> Any:
         return pickle.loads(pickle.dumps(getattr(links, request)(*pickle.loads(pickle.dumps(args)))))
 
-    return SimpleNamespace(on_links=SimpleNamespace(remote=remote))
+    return SimpleNamespace(call_links=SimpleNamespace(remote=remote))
 
 
 @pytest.fixture
@@ -194,17 +194,17 @@ def test_messages_announce_what_links_bring(hosts: Any) -> None:
     order = CHAIN.tasks[0].work["main"].sends[0]
     for call in range(3):
         values = [_tensors()[index] for index in order]
-        leaving = links["a"].leaving((0, 1), "main", values)
+        leaving = links["a"].announce((0, 1), "main", values)
         announced = [value for value in leaving if isinstance(value, LinkTensor)]
         assert [value.sequence for value in announced] == [2 * call, 2 * call + 1]
         assert not isinstance(leaving[order.index(1)], LinkTensor)
         message, references = fit([encode(value) for value in leaving], 1 << 20, lambda value: None)
         assert not references
-        links["a"].post()
-        arrived = links["b"].arrived(pickle.loads(pickle.dumps(message)))
+        links["a"].send_announced()
+        arrived = links["b"].receive(pickle.loads(pickle.dumps(message)))
         for value, expected in zip(arrived, values, strict=True):
             np.testing.assert_array_equal(np.asarray(value), expected.numpy())
-    assert links["a"].leaving((0, 1), "other", values) == values  # of another function nothing goes by links
+    assert links["a"].announce((0, 1), "other", values) == values  # of another function nothing goes by links
 
 
 def test_a_tensor_that_was_left_out_is_noticed(hosts: Any) -> None:
@@ -213,19 +213,19 @@ def test_a_tensor_that_was_left_out_is_noticed(hosts: Any) -> None:
     order = CHAIN.tasks[0].work["main"].sends[0]
     sent = []
     for _ in range(2):
-        sent.append(tuple(links["a"].leaving((0, 1), "main", [_tensors()[index] for index in order])))
-        links["a"].post()
+        sent.append(tuple(links["a"].announce((0, 1), "main", [_tensors()[index] for index in order])))
+        links["a"].send_announced()
     with pytest.raises(rh.HostError, match="announces tensor 2, expected 0"):
-        links["b"].arrived(sent[1])
+        links["b"].receive(sent[1])
 
 
 def test_failures_and_plain_values_arrive_as_they_are(hosts: Any) -> None:
     _, links = hosts
     failure, plain = Failure(rh.HeteroError, "no"), (1, np.ones(3))
-    assert links["b"].arrived(failure) is failure
-    assert links["b"].arrived(plain) is plain
+    assert links["b"].receive(failure) is failure
+    assert links["b"].receive(plain) is plain
     with pytest.raises(rh.HostError, match="which this host does not have"):
-        links["b"].arrived((LinkTensor(7, 0, "float32", (1,)),))
+        links["b"].receive((LinkTensor(7, 0, "float32", (1,)),))
 
 
 @pytest.mark.parametrize("refusing", ["a", "b"])
@@ -235,7 +235,7 @@ def test_where_one_end_cannot_connect_both_use_host_memory(hosts: Any, refusing:
     roads = _connect(links)
     assert roads == {"a": {"b": f"host memory: host {refusing!r}: no way to the other GPU"}}
     values = _tensors()
-    assert links["a"].leaving((0, 1), "main", values) == values
+    assert links["a"].announce((0, 1), "main", values) == values
 
 
 def test_no_step_counts_while_links_are_cut(machines: Any) -> None:
@@ -247,39 +247,41 @@ def test_no_step_counts_while_links_are_cut(machines: Any) -> None:
 
     class Actor:
         def __init__(self, machine: HostMachine) -> None:
-            self.on_links = SimpleNamespace(remote=lambda request: calls.append(request) or machine.on_links(request))
+            self.call_links = SimpleNamespace(
+                remote=lambda request: calls.append(request) or machine.call_links(request)
+            )
 
-    cut_links(_Ray, {host: Actor(machine) for host, machine in by_host.items()})
-    assert calls == ["doubt", "doubt", "cut", "cut"]
+    abort_links(_Ray, {host: Actor(machine) for host, machine in by_host.items()})
+    assert calls == ["reject_results", "reject_results", "abort", "abort"]
     with pytest.raises(rh.HostError, match="host 'b': another host died"):
         by_host["b"].step(0, 1, sent[0])
     for machine in by_host.values():
-        machine.on_links("drop")
+        machine.call_links("reset")
     np.testing.assert_array_equal(by_host["b"].step(0, 1, _message(1, x)).values[0], x)
 
 
 def test_nothing_is_cut_where_a_host_does_not_answer() -> None:
     calls: list[str] = []
-    actor = SimpleNamespace(on_links=SimpleNamespace(remote=calls.append))
-    cut_links(SimpleNamespace(wait=lambda found, **options: ([], found)), {"a": actor, "b": None})
-    assert calls == ["doubt"]
+    actor = SimpleNamespace(call_links=SimpleNamespace(remote=calls.append))
+    abort_links(SimpleNamespace(wait=lambda found, **options: ([], found)), {"a": actor, "b": None})
+    assert calls == ["reject_results"]
 
 
 def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
     _, links = hosts
     actors = {host: _actor(found) for host, found in links.items()}
     _connect(links)
-    links["a"].leaving((0, 1), "main", _tensors())  # announced, and never sent
+    links["a"].announce((0, 1), "main", _tensors())  # announced, and never sent
     ends = [end for found in links.values() for end in found._links.values()]
-    cut_links(_Ray, {**actors, "c": None})
+    abort_links(_Ray, {**actors, "c": None})
     assert [end.state for end in ends] == ["over", "over"]
     for end in links.values():
-        end.drop()
+        end.reset()
     _connect(links)
     order = CHAIN.tasks[0].work["main"].sends[0]
-    message = tuple(links["a"].leaving((0, 1), "main", [_tensors()[index] for index in order]))
-    links["a"].post()
-    assert len(links["b"].arrived(message)) == 3
+    message = tuple(links["a"].announce((0, 1), "main", [_tensors()[index] for index in order]))
+    links["a"].send_announced()
+    assert len(links["b"].receive(message)) == 3
 
 
 @pytest.fixture

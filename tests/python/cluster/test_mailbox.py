@@ -57,14 +57,14 @@ def _submit(cluster: Any, rounds: int, fits: bool = True) -> Fence:
 def test_an_attempt_ends_once_and_a_later_one_of_the_same_call_is_another() -> None:
     calls, call = ActorCalls(), ClusterCall("main", CallPlan((), ()), (), Fence(lambda fence: None), 1)
     calls.add(call, 1)
-    assert calls.take_all() == [call]
-    assert not calls.has(call, 1) and not calls.take(call, 1)
+    assert calls.finish_all() == [call]
+    assert not calls.is_running(call, 1) and not calls.finish(call, 1)
     calls.add(call, 2)
-    assert not calls.take(call, 1), "what is left of the first attempt would end the second"
-    assert calls.take(call, 2) and not calls.take(call, 2)
+    assert not calls.finish(call, 1), "what is left of the first attempt would end the second"
+    assert calls.finish(call, 2) and not calls.finish(call, 2)
     calls.add(call, 3)
-    calls.drop(call)
-    assert calls.take_all() == []
+    calls.discard(call)
+    assert calls.finish_all() == []
 
 
 @pytest.mark.slow

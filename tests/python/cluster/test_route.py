@@ -21,7 +21,7 @@ def test_a_chain_sends_only_what_the_next_host_reads() -> None:
     assert (second.inputs, second.targets) == ((0,), (END,))
     assert second.work["main"].arguments == ((0, 0),)
     assert route.sent["main"] == {0: (0,)}
-    assert route.gets["main"] == {Source(1, 0): (1, 0), Source(0, 0): (0, 0), Source(CALL, 0): (CALL, 0)}
+    assert route.results["main"] == {Source(1, 0): (1, 0), Source(0, 0): (0, 0), Source(CALL, 0): (CALL, 0)}
     assert route.is_chain
 
 

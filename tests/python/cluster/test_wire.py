@@ -64,7 +64,7 @@ def test_large_values_go_through_the_store() -> None:
     assert sent[0] is small and sent[1] is large and not references and not store
     sent, references = wire.fit([small, large, 3], wire.channel_bytes_for([100, 0, 0]) + 2000, put)
     assert references == [0] and sent[1] == wire.Stored(0) and sent[0] is small and store == [large]
-    assert [id(value) for value in wire.fetched(sent, store.__getitem__)] == [id(small), id(large), id(3)]
+    assert [id(value) for value in wire.fetch(sent, store.__getitem__)] == [id(small), id(large), id(3)]
     huge = np.empty(wire.STORED_BYTES, "uint8")
     sent, references = wire.fit([huge], 1 << 30, put)
     assert references == [1]  # though there is room: the store is faster from this size on

@@ -12,7 +12,7 @@ import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
 from marks import slow_but_for
 from relax_hetero.llm import Engine, SamplingParams
-from relax_hetero.llm.onnx_decoder import is_batch_invariant
+from relax_hetero.llm.model_loader import is_batch_invariant
 
 # One head of keys, which several cores share; windows that end within blocks of pages.
 FEW = Sizes("gemma3", layers=1, width=96, heads=3, kv_heads=1, size=32, feed_forward=160, window=200, pattern=2)

@@ -1,4 +1,4 @@
-"""`rh.llm.KVCache`: pages of sequences that are added, extended, forked, cut and freed, against lists of tokens."""
+"""`rh.llm.KVCache`: sequences that are added, extended, forked, truncated and freed, against lists of tokens."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ STEPS = st.lists(
         st.tuples(st.just("extend"), st.integers(0, SLOTS - 1), st.integers(0, CHUNK)),
         st.tuples(st.just("extend"), st.integers(0, SLOTS - 1), st.sampled_from([1, PAGE - 1, PAGE, CHUNK])),
         st.tuples(st.just("fork"), st.integers(0, SLOTS - 1)),
-        st.tuples(st.just("cut"), st.integers(0, SLOTS - 1), st.integers(0, LENGTH)),
+        st.tuples(st.just("truncate"), st.integers(0, SLOTS - 1), st.integers(0, LENGTH)),
         st.tuples(st.just("free"), st.integers(0, SLOTS - 1)),
     ),
     max_size=40,
@@ -94,9 +94,9 @@ def test_any_steps(steps, pages):
                 getattr(writer, step)(*values)
             elif step == "fork":
                 writer.tokens[writer.cache.fork(*values)] = list(writer.tokens[values[0]])
-            elif step == "cut":
+            elif step == "truncate":
                 length = min(values[1], len(writer.tokens[values[0]]))
-                writer.cache.cut(values[0], length)
+                writer.cache.truncate(values[0], length)
                 del writer.tokens[values[0]][length:]
             else:
                 writer.cache.free(*values)
@@ -111,7 +111,7 @@ def test_any_steps(steps, pages):
 
 
 def test_a_window_stays_small():
-    """A long sequence has a bounded number of pages in a window's group, and may be cut to its length before."""
+    """A long sequence has a bounded number of pages in a window's group, and may be truncated to its length before."""
     writer = Writer(make(slots=1, length=5000))
     writer.add()
     max_pages = -(-(WINDOWED.window + CHUNK) // PAGE) + 1
@@ -119,12 +119,14 @@ def test_a_window_stays_small():
     while writer.cache.length(0) + CHUNK <= 5000:
         length = writer.cache.length(0)
         writer.cache.extend(0, CHUNK)
-        writer.cache.cut(0, length)
+        writer.cache.truncate(0, length)
         writer.extend(0, CHUNK)
         assert writer.cache.pages["table_window"][0] <= max_pages
     writer.check()
-    with pytest.raises(CacheError, match=r"cannot be cut to 1000: the window of 100 sees positions from 896 on then"):
-        writer.cache.cut(0, 1000)
+    with pytest.raises(
+        CacheError, match=r"cannot be truncated to 1000: the window of 100 would see positions from 896 on"
+    ):
+        writer.cache.truncate(0, 1000)
     writer.check()
 
 
@@ -157,10 +159,10 @@ def test_refused_by_name():
         cache.add()
     with pytest.raises(CacheError, match="all 5 slots"):
         cache.fork(slot)
-    with pytest.raises(CacheError, match="slot 7 has no sequence; those in use are"):
+    with pytest.raises(CacheError, match="slot 7 has no sequence; slots in use are"):
         cache.free(7)
-    with pytest.raises(CacheError, match="cannot be cut to 65"):
-        cache.cut(slot, 65)
+    with pytest.raises(CacheError, match="cannot be truncated to 65"):
+        cache.truncate(slot, 65)
 
 
 def test_memory():
@@ -174,7 +176,7 @@ def test_memory():
     assert make(memory={"cuda:0": 1}).bytes == make().bytes
     with pytest.raises(CacheError, match=r"memory=5: expected room for a page of each layer, \{'cpu:0': "):
         make(memory=5)
-    with pytest.raises(CacheError, match="expected one of both"):
+    with pytest.raises(CacheError, match="expected one of them"):
         make(memory=5, pages=5)
 
 

@@ -80,7 +80,7 @@ def test_templates_that_fail(soon):
     ],
 )
 def test_malformed_templates(soon, source, message):
-    with pytest.raises(TokenizerError, match=f"the chat template is none: .*{message}"):
+    with pytest.raises(TokenizerError, match=f"the chat template is invalid: .*{message}"):
         ChatTemplate(source)
 
 
@@ -139,8 +139,8 @@ def test_the_process_knows_no_keys_of_this_one(monkeypatch):
         ([{"content": "a"}], "found role None"),
         ([{"role": ["user"], "content": "a"}], "found role"),
         (["user"], "found role None"),
-        (None, "found what JSON cannot say"),
-        ([{"role": "user", "content": b"a"}], "found what JSON cannot say"),
+        (None, "found a value that JSON cannot hold"),
+        ([{"role": "user", "content": b"a"}], "found a value that JSON cannot hold"),
         ([{"role": "user", "content": "".join(NONCHARACTERS)}], "found all noncharacters"),
     ],
     ids=str,
@@ -154,7 +154,7 @@ def test_values_that_are_too_deep(plain):
     deep: list = []
     for _ in range(100_000):
         deep = [deep]
-    with pytest.raises(RequestError, match="found what JSON cannot say"):
+    with pytest.raises(RequestError, match="found a value that JSON cannot hold"):
         plain.render(HI, deep=deep)
 
 
@@ -166,7 +166,9 @@ def test_where_a_template_comes_from(soon):
     assert guessed.origin == "guessed from <|im_start|>" and guessed.guessed_from == "<|im_start|>"
     assert guessed.render(HI) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = Tokenizer({**fields, "tokenizer.chat_template": "a"})
-    assert ChatTemplate.find(tokenizer).origin == "file" and ChatTemplate.of(tokenizer, "b").origin == "given"
+    assert (
+        ChatTemplate.find(tokenizer).origin == "file" and ChatTemplate.from_tokenizer(tokenizer, "b").origin == "given"
+    )
     for source in ("{% if %}", ENDLESS, 7):
         tokenizer.chat_template = source
         template = ChatTemplate.find(tokenizer)
@@ -221,7 +223,7 @@ def both(request, tmp_path_factory):
         fields["tokenizer.ggml.token_type"] += kinds
         tokenizer = Tokenizer(fields)
     template = "{{ '<s>' + messages[0].content | trim + '<end_of_turn>' }}"
-    return tokenizer, ChatTemplate.of(tokenizer, one_of([template, *JOINED]))
+    return tokenizer, ChatTemplate.from_tokenizer(tokenizer, one_of([template, *JOINED]))
 
 
 CONTENTS = [
@@ -277,7 +279,7 @@ def test_prompts_of_hands_and_tokens_of_one_character():
     fields["tokenizer.ggml.token_type"].append(CONTROL)
     tokenizer = Tokenizer(fields)
     one, end = tokenizer.token("\u20ac"), tokenizer.token("<|im_end|>")
-    template = ChatTemplate.of(tokenizer, "\u20ac{{ messages[0].content }}\u20ac<|im_end|>")
+    template = ChatTemplate.from_tokenizer(tokenizer, "\u20ac{{ messages[0].content }}\u20ac<|im_end|>")
     tokens = tokenizer.encode(template.render([{"role": "user", "content": "a\u20acb"}]))
     assert [tokens[0], *tokens[-2:]] == [one, one, end] and tokens.count(one) == 2
     assert tokenizer.encode(Prompt("<|im_end|>", [])) == [end] and end not in tokenizer.encode(
@@ -296,7 +298,7 @@ def test_normalized_text_that_is_a_control_token(tmp_path):
     base.add_special_tokens([tokenizers.AddedToken("<end_of_turn>", special=True, normalized=True)])
     base.save(str(tmp_path / "tokenizer.json"))
     tokenizer = JsonTokenizer(tmp_path)
-    template = ChatTemplate.of(tokenizer, "{{ messages[0].content }}<end_of_turn>")
+    template = ChatTemplate.from_tokenizer(tokenizer, "{{ messages[0].content }}<end_of_turn>")
     tokens = tokenizer.encode(template.render([{"role": "user", "content": "\uff1cend_of_turn>"}]), begin=False)
     assert [token for token in tokens if token == tokenizer.token("<end_of_turn>")] == tokens[-1:]
     # A model whose words are the names themselves.
@@ -305,7 +307,7 @@ def test_normalized_text_that_is_a_control_token(tmp_path):
     words.add_special_tokens(["<x>", "[unk]"])
     words.save(str(tmp_path / "tokenizer.json"))
     tokenizer = JsonTokenizer(tmp_path)
-    template = ChatTemplate.of(tokenizer, "{{ messages[0].content }} <x>")
+    template = ChatTemplate.from_tokenizer(tokenizer, "{{ messages[0].content }} <x>")
     assert tokenizer.encode(template.render([{"role": "user", "content": "a nothing"}])) == [0, 2, 1]
     with pytest.raises(RequestError, match="found a text that is the control token '<x>'"):
         tokenizer.encode(template.render([{"role": "user", "content": "a <x>"}]))

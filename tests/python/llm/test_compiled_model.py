@@ -1,4 +1,4 @@
-"""A compiled model's sequences: forked, cut, and over two devices, each gives what it gives alone."""
+"""A compiled model's sequences: forked, truncated, and over two devices, each gives what it gives alone."""
 
 import json
 
@@ -9,7 +9,7 @@ import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
 from relax_hetero.errors import BuildError, CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.llm import Engine, SamplingParams, onnx_decoder
+from relax_hetero.llm import Engine, SamplingParams, model_loader
 from relax_hetero.report.executable_report import report_of
 
 # A shape of no other test: three heads on one, a window, rows of 224.
@@ -59,7 +59,7 @@ def test_forked_and_cut_sequences(by_layers):
     second = model.cache.fork(first)
     actual = model.decode([first, second], [7, 8])
     np.testing.assert_allclose(actual, expected, atol=1e-5)
-    model.cache.cut(second, 40)
+    model.cache.truncate(second, 40)
     np.testing.assert_allclose(model.decode([second], [9])[0], cut, atol=1e-5)
     for slot in (first, second):
         model.cache.free(slot)
@@ -67,9 +67,13 @@ def test_forked_and_cut_sequences(by_layers):
 
 def test_a_context_beyond_the_trained_one_is_a_warning(model, caplog, monkeypatch):
     compiled, tokenizer = model
-    assert compiled.trained_context == SIZES.context and onnx_decoder._warned(compiled, tokenizer) and not caplog.text
+    assert (
+        compiled.trained_context == SIZES.context
+        and model_loader._warn_of_long_context(compiled, tokenizer)
+        and not caplog.text
+    )
     monkeypatch.setattr(compiled, "trained_context", 128)
-    onnx_decoder._warned(compiled, tokenizer)
+    model_loader._warn_of_long_context(compiled, tokenizer)
     assert "found 320 tokens, but the model was trained for 128" in caplog.text
 
 
@@ -88,10 +92,10 @@ def test_pages_come_back_from_a_call_that_failed(by_layers, monkeypatch):
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model, "_steps", dict.fromkeys(model._steps, fail))
+        patch.setattr(model, "_prepared_calls", dict.fromkeys(model._prepared_calls, fail))
         with pytest.raises(RuntimeError, match="gone"):
             model.decode([slot], [1])
-    model.cache.cut(slot, 20)
+    model.cache.truncate(slot, 20)
     np.testing.assert_allclose(model.decode([slot], TOKENS[20:21])[0], expected, atol=1e-5)
     model.cache.free(slot)
 

@@ -113,7 +113,7 @@ def folder_of(path, body, **files):
         ({"added_tokens": 5}, "refuses it"),
         (
             {"post_processor": post({"<x>": {"id": "<x>", "ids": [9], "tokens": ["<x>"]}})},
-            "texts have or end by token 9",
+            "texts have or end with token 9",
         ),
         ({"post_processor": post({"<y>": {"id": "<y>", "ids": [1], "tokens": ["<y>"]}})}, "refuses|fails on a text"),
     ],
@@ -129,8 +129,8 @@ def test_damaged_files(tmp_path, body, message):
     [
         ({"tokenizer_config": [1]}, "expected names and values"),
         ({"genai_config": "a"}, "expected names and values"),
-        ({"generation_config": {"eos_token_id": 1 << 40}}, "texts have or end by token 1099511627776"),
-        ({"generation_config": {"eos_token_id": [-1]}}, "texts have or end by token -1"),
+        ({"generation_config": {"eos_token_id": 1 << 40}}, "texts have or end with token 1099511627776"),
+        ({"generation_config": {"eos_token_id": [-1]}}, "texts have or end with token -1"),
         ({"tokenizer_config": {"bos_token": "\ud800"}}, "as the name of a token"),
     ],
     ids=str,

@@ -6,14 +6,14 @@ import pytest
 
 pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
 
-from relax_hetero.llm.tokenizer import model_bytes  # noqa: E402
+from relax_hetero.llm.tokenizer import sentencepiece_model  # noqa: E402
 
 
 @pytest.mark.parametrize("has_bytes", [False, True])
 def test_the_package_reads_the_written_model(has_bytes):
     names = ["<unk>", "a", "\u2581the", "x" * 300, ""]
     scores, kinds = [0.0, -1.5, -2e9, 3.25, 0.1], [2, 1, 1, 4, 6]
-    proto = pb2.ModelProto.FromString(model_bytes(names, scores, kinds, has_bytes))
+    proto = pb2.ModelProto.FromString(sentencepiece_model(names, scores, kinds, has_bytes))
     assert [(piece.piece, piece.type) for piece in proto.pieces] == list(zip(names, kinds, strict=True))
     assert [piece.score for piece in proto.pieces] == pytest.approx(scores, rel=1e-6)
     trainer, normalizer = proto.trainer_spec, proto.normalizer_spec

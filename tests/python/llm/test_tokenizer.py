@@ -207,8 +207,8 @@ def test_malformed_byte_tokens(name):
 
 def test_templates_of_conversations():
     tokenizer = Tokenizer({**spm_fields(), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"})
-    assert ChatTemplate.of(tokenizer).render([{"role": "user", "content": "Hi"}]) == "<s>Hi"
-    assert ChatTemplate.of(tokenizer, "{{ eos_token }}").render([]) == "</s>"
+    assert ChatTemplate.from_tokenizer(tokenizer).render([{"role": "user", "content": "Hi"}]) == "<s>Hi"
+    assert ChatTemplate.from_tokenizer(tokenizer, "{{ eos_token }}").render([]) == "</s>"
     helpers = (
         "{{ {'a': 'é<'} | tojson }}{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}"
     )

@@ -67,7 +67,7 @@ class ToyCache:
         self.extend(child, 0)
         return child
 
-    def cut(self, slot: int, length: int) -> None:
+    def truncate(self, slot: int, length: int) -> None:
         assert 0 <= length <= len(self.tokens[slot])
         if self.window and self.first[slot] > max(0, length - self.window):
             raise CacheError(f"found position {self.first[slot]} as the first, expected {length - self.window}")

@@ -285,7 +285,7 @@ def test_a_library_is_signed_and_verified(invoke: Invoke, model: Path, tmp_path:
 def test_limits_of_the_import(invoke: Invoke, model: Path):
     assert "expected at most 1." in invoke("explain", model, "--max-nodes", "1").stderr
     assert invoke("explain", model, "--max-nodes", "1000", "--max-computed", "1.5G", "--summary").exit_code == 0
-    assert "no number of bytes" in invoke("explain", model, "--max-computed", "much").stderr
+    assert "not a number of bytes" in invoke("explain", model, "--max-computed", "much").stderr
 
 
 def test_names_do_not_command_the_terminal(invoke: Invoke, model: Path, tmp_path: Path):

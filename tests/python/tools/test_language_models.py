@@ -67,7 +67,7 @@ def test_a_conversation_goes_on_until_it_is_reset(loaded):
     result = invoke("chat", path, "--temperature", 0, "--max-tokens", 5, text=lines)
     first = answer_text("u:Hi;a:", 5)
     assert result.stdout.split() == [first, answer_text(f"u:Hi;a:{first};u:More;a:", 5), first]
-    assert result.exit_code == 0 and "/reset begins anew" in result.stderr
+    assert result.exit_code == 0 and "/reset starts a new conversation" in result.stderr
 
 
 def test_texts_are_gone_on_with_as_they_are(loaded):
@@ -127,7 +127,7 @@ def test_options_reach_the_model(loaded):
         (["--placement", "auto", "--placement", "a=llvm"], "exclude each other"),
         (["--placement", "blk"], "is not PATTERN=DEVICE"),
         (["--placement", "a=llvm", "--placement", "a=cuda"], "twice"),
-        (["--raw", "--system", "a"], "--raw knows no conversation"),
+        (["--raw", "--system", "a"], "--raw works without a chat template"),
     ],
 )
 def test_options_that_exclude_each_other(loaded, arguments, message):
@@ -148,7 +148,7 @@ def test_a_template_of_ones_own(loaded, tmp_path):
     assert invoke("chat", loaded[0], "--chat-template", template, *options).stdout == answer_text("[Hi]", 5) + "\n"
     template.write_text("{% if %}")
     result = invoke("chat", loaded[0], "--chat-template", template, *options)
-    assert result.exit_code == 1 and "the chat template is none" in result.stderr
+    assert result.exit_code == 1 and "the chat template is invalid" in result.stderr
 
 
 def test_models_without_a_template(loaded, monkeypatch):
@@ -156,12 +156,12 @@ def test_models_without_a_template(loaded, monkeypatch):
     result = invoke("chat", loaded[0], "-p", "Hi")
     assert result.exit_code == 1 and "found no chat template" in result.stderr
     with pytest.raises(TokenizerError):
-        ChatTemplate.of(Codec())
+        ChatTemplate.from_tokenizer(Codec())
     monkeypatch.setattr(Codec, "token", lambda self, name: 7 if name == "<|im_start|>" else None)
     result = invoke("chat", loaded[0], "-p", "Hi", "--max-tokens", 1)
     first = "The chat template is guessed from the token <|im_start|>, since the file has none; "
     assert result.exit_code == 0 and result.stderr.splitlines()[0].startswith(first)
-    assert ChatTemplate.of(Codec(), "{{ messages }}").guessed_from is None
+    assert ChatTemplate.from_tokenizer(Codec(), "{{ messages }}").guessed_from is None
 
 
 def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):

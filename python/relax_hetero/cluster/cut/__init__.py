@@ -1,1 +1,1 @@
-"""A module over hosts becomes a program: a module for each host, and plans of the calls."""
+"""Cuts a module over hosts into a program: a module for each host, and plans of calls."""

@@ -1,7 +1,6 @@
-"""Programs compiled beforehand, in a folder: a library for each host, and the plans of calls beside them.
+"""Programs compiled ahead of time, as folders: a library for each host, and the plans of calls.
 
-Hosts that run them need no compiler. Vdevices with a target are compiled for it, and those that name a kind of hardware
-alone for that of this machine.
+Hosts that run them need no compiler. Vdevices without a full target are compiled for the hardware of this machine.
 """
 
 from __future__ import annotations
@@ -35,28 +34,28 @@ def compile(
     accuracy: str | Mapping[str, str] = "default",
     progress: Progress | None = None,
 ) -> Program:
-    """Compile a module over hosts, and write it to a folder that `Cluster` takes in its place.
+    """Compile a module over hosts to a folder that `Cluster` runs.
 
     Parameters
     ----------
     mod, params, accuracy, progress
-        As `rh.compile` takes them; every vdevice is on a host.
+        As for `rh.compile`; every vdevice is on a host.
     folder : str or PathLike of str
-        Made if it is missing; files in it are replaced.
+        Folder; created if it does not exist. Existing files are replaced.
 
     Returns
     -------
     Program
-        Program of the libraries in the folder.
+        Program with the libraries in the folder.
 
     Raises
     ------
     HeteroError
-        As `rh.compile`, and where there is no C compiler, which exporting libraries needs.
+        As for `rh.compile`, or if there is no C compiler, which exporting needs.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"rh.cluster.compile: {describe_value(mod)}; expected a tvm.IRModule")
-    natives = {host: {one: native(*one) for one in hardware} for host, hardware in native_hardware(mod).items()}
+    natives = {host: {key: native(*key) for key in hardware} for host, hardware in native_hardware(mod).items()}
     program = cut_module(mod, params, accuracy, natives, progress)
     program.check()
     folder = Path(folder)
@@ -72,19 +71,19 @@ def compile(
 
 
 def load(folder: str | os.PathLike[str]) -> Program:
-    """The program in a folder that `compile` wrote.
+    """Load a program from a folder that `compile` wrote.
 
-    Running it runs the libraries' code, so a folder must be trusted as a program is.
+    Running it runs the libraries' code: trust a folder as you trust a program.
 
     Parameters
     ----------
     folder : str or PathLike of str
-        Folder with the program's description and a library for each part.
+        Folder of the program.
 
     Raises
     ------
     HeteroError
-        If there is no program, or another version of the library wrote it; names the file.
+        If there is no program, or it has another format.
     """
     path = Path(folder) / _FILE
     try:
@@ -95,7 +94,7 @@ def load(folder: str | os.PathLike[str]) -> Program:
         plans = {name: _plan_from_json(plan) for name, plan in data["functions"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HeteroError(
-            f"{path}: found no program ({type(error).__name__}: {error}), expected what rh.cluster.compile wrote"
+            f"{path}: found no program ({type(error).__name__}: {error}), expected one that rh.cluster.compile wrote"
         ) from error
     return Program(parts, plans)
 
@@ -127,7 +126,7 @@ def _plan_from_json(data: dict[str, Any]) -> CallPlan:
 def _tree_to_json(tree: Any) -> Any:
     if isinstance(tree, Source):
         return {"step": tree.step, "index": tree.index}
-    return tree if tree is None else [_tree_to_json(part) for part in tree]
+    return tree if tree is None else [_tree_to_json(element) for element in tree]
 
 
 def _tree_from_json(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The part of a function for one host, read as a list of work: tuples opened, sends and receives taken out."""
+"""One host's part of a function as a list of bindings: tuples are flattened, sends and receives taken out."""
 
 from __future__ import annotations
 
@@ -20,24 +20,28 @@ from ...transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
 
 @dataclass
 class HostPart:
-    """Work of one host for a function. Every variable is a tensor, a shape, a number or an object.
+    """One host's part of a function. No variable is a tuple.
 
     Attributes
     ----------
+    host : str
+        Logical name of the host.
     params : dict of relax.Var to int
-        The leaves of the function's parameters, with their numbers, which are those of the whole function.
+        Leaves of the function's parameters, and their indices in the function.
     bindings : list of relax.Binding
-        In order. `free` ones only name sizes by others, and every step that needs them repeats them.
+        Bindings in order.
+    free : set of relax.Var
+        Variables of bindings that only compute sizes from sizes; steps that need them repeat them.
     receives : dict of relax.Var to int
-        Channels that bring variables.
+        Channels of variables that are received.
     sends : dict of int to relax.Var
-        Variables that channels take.
-    finds : dict of relax.Var to relax.Var
-        Symbolic sizes that a binding finds, with the variable of a shape that holds them.
+        Variables that are sent, by channel.
+    size_shapes : dict of relax.Var to relax.Var
+        For each symbolic size that a `match_cast` defines, the variable of a shape that holds it.
     result : relax.Expr
-        A tuple of variables and constants, or one.
+        Variable or constant, or nested tuples of them.
     in_order : bool
-        Whether bindings have effects, so that none may pass another.
+        Whether bindings have side effects, so that they must stay in order.
     """
 
     host: str
@@ -46,28 +50,28 @@ class HostPart:
     free: set[relax.Var] = field(default_factory=set)
     receives: dict[relax.Var, int] = field(default_factory=dict)
     sends: dict[int, relax.Var] = field(default_factory=dict)
-    finds: dict[relax.Var, relax.Var] = field(default_factory=dict)
+    size_shapes: dict[relax.Var, relax.Var] = field(default_factory=dict)
     result: relax.Expr = None
     in_order: bool = False
 
     def reads(self, binding: relax.Binding) -> Iterator[relax.Var]:
-        """The variables that a binding needs, those that hold the sizes in it included."""
+        """Variables that a binding needs, including those of its symbolic sizes."""
         yield from used_vars(binding.value)
         for symbol in (*symbols_in(binding.value), *symbols_in(binding.var.ty)):
-            held = self.finds.get(symbol)
-            if held is not None and not held.same_as(binding.var) and symbol not in self._available_before(binding):
-                yield held
+            shape = self.size_shapes.get(symbol)
+            if shape is not None and not shape.same_as(binding.var) and symbol not in self._defined_symbols(binding):
+                yield shape
             elif symbol in self.free:
                 yield symbol
 
     def add(self, value: relax.Expr, name: str) -> relax.Var:
-        """Bind a value behind all others."""
+        """Append a binding of a value."""
         var = relax.Var(name, value.ty)
         self.bindings.append(relax.VarBinding(var, value))
         return var
 
     def variable_of(self, value: relax.Expr) -> relax.Var:
-        """The variable of a result: one that is work, or that enters the part; a size gets one."""
+        """Variable of a result; a value without a variable gets one."""
         if not isinstance(value, relax.Var) or not self._has(value):
             return self.add(value, "result")
         self.free.discard(value)
@@ -77,44 +81,44 @@ class HostPart:
         return var in self.params or var in self.receives or any(b.var.same_as(var) for b in self.bindings)
 
     def keep(self, var: relax.Var, own: relax.Var) -> None:
-        """Use the host's own `own`, or a copy on another device of the host, in place of what arrives as `var`."""
+        """Replace the received `var` by the host's variable `own`, or by a copy on the right device of the host."""
         del self.receives[var]
         device = getattr(var.ty, "vdevice", None)
         if same_vdevice(device, getattr(own.ty, "vdevice", None)):
             names: dict[relax.Var, relax.Expr] = {var: own}
             self.bindings = [renamed(binding, names) for binding in self.bindings]
-            self.sends = {channel: own if sent.same_as(var) else sent for channel, sent in self.sends.items()}
+            self.sends = {channel: own if value.same_as(var) else value for channel, value in self.sends.items()}
             self.result = structural_map(self.result, (relax.Var, lambda each: names.get(each, each)))
         else:
-            before = [index for index, binding in enumerate(self.bindings, 1) if binding.var.same_as(own)]
+            positions = [index for index, binding in enumerate(self.bindings, 1) if binding.var.same_as(own)]
             copy = typed(relax.op.to_vdevice(own, device), var.ty)
-            self.bindings.insert(max(before, default=0), relax.VarBinding(var, copy))
+            self.bindings.insert(max(positions, default=0), relax.VarBinding(var, copy))
 
-    def _available_before(self, binding: relax.Binding) -> Sequence[relax.Var]:
+    def _defined_symbols(self, binding: relax.Binding) -> Sequence[relax.Var]:
         return symbols_in(binding.ty) if isinstance(binding, relax.MatchCast) else ()
 
 
 def read_part(mod: tvm.IRModule, host: str, func: relax.Function) -> HostPart:
-    """The part of a function for a host, as `PartitionByHost` made it."""
+    """Read a function that `PartitionByHost` made."""
     return _Reader(mod, host).read(func)
 
 
 def exchanges_inside(mod: tvm.IRModule, func: relax.Function) -> bool:
     """Return whether a part sends or receives inside of a branch, or in a function that it calls."""
-    outer = {binding.var for binding in walk_bindings(func.body, nested=False)}
-    if any(_exchange(b.value) is not None and b.var not in outer for b in walk_bindings(func.body)):
+    top_level = {binding.var for binding in walk_bindings(func.body, nested=False)}
+    if any(_exchange(b.value) is not None and b.var not in top_level for b in walk_bindings(func.body)):
         return True
-    seen: set[tvm.ir.GlobalVar] = set()
+    visited: set[tvm.ir.GlobalVar] = set()
     pending = [func]
     while pending:
         for binding in walk_bindings(pending.pop().body):
             for gv in global_vars_in(binding.value):
                 callee = mod.functions.get(gv)
-                if gv in seen or not isinstance(callee, relax.Function):
+                if gv in visited or not isinstance(callee, relax.Function):
                     continue
                 if any(_exchange(inner.value) is not None for inner in walk_bindings(callee.body)):
-                    return True  # also where the part calls itself
-                seen.add(gv)
+                    return True  # also if the part calls itself
+                visited.add(gv)
                 pending.append(callee)
     return False
 
@@ -123,30 +127,30 @@ class _Reader:
     def __init__(self, mod: tvm.IRModule, host: str) -> None:
         self._mod, self._part = mod, HostPart(host)
         self._names: dict[relax.Var, relax.Expr] = {}
-        self._known: set[relax.Var] = set()
+        self._defined_sizes: set[relax.Var] = set()
 
     def read(self, func: relax.Function) -> HostPart:
         part = self._part
-        self._known = {symbol for param in func.params for symbol in symbols_in(param.ty)}
+        self._defined_sizes = {symbol for param in func.params for symbol in symbols_in(param.ty)}
         for param in func.params[1:] if SIZES_FIRST in func.attrs else func.params:
-            self._open(param, lambda var: part.params.setdefault(var, len(part.params)), lambda var, index: None)
+            self._flatten(param, lambda var: part.params.setdefault(var, len(part.params)), lambda var, index: None)
         bindings = list(walk_bindings(func.body, nested=False))
         required = requirement_positions(bindings)
         for position, binding in enumerate(bindings):
-            self._read(renamed(binding, self._names), position in required)
-        part.result = self._renamed(func.body.body)
+            self._read_binding(renamed(binding, self._names), position in required)
+        part.result = self._replace_names(func.body.body)
         return part
 
-    def _read(self, binding: relax.Binding, is_required: bool) -> None:
+    def _read_binding(self, binding: relax.Binding, is_required: bool) -> None:
         part, var, value = self._part, binding.var, binding.value
         exchange = _exchange(value)
         if exchange == SEND:
             value = value.args[0]
-            part.sends[int(_number(binding.value.args[2]))] = (
+            part.sends[int(_as_int(binding.value.args[2]))] = (
                 value if isinstance(value, relax.Var) else part.add(value, "sent")
             )
         elif exchange == RECEIVE:
-            part.receives[var] = int(_number(value.args[1]))
+            part.receives[var] = int(_as_int(value.args[1]))
         elif is_required:
             part.bindings.append(binding)
         elif isinstance(binding, relax.MatchCast):
@@ -156,32 +160,32 @@ class _Reader:
         elif isinstance(value, relax.TupleGetItem) and isinstance(value.tuple_value, relax.Tuple):
             self._names[var] = value.tuple_value.fields[int(value.index)]
         else:
-            self._work(binding)
+            self._add_work(binding)
 
-    def _work(self, binding: relax.Binding) -> None:
+    def _add_work(self, binding: relax.Binding) -> None:
         part, var, value = self._part, binding.var, binding.value
         part.bindings.append(binding)
         if not isinstance(value, (relax.Call, relax.If)) and not is_tensor_constant(value):
             part.free.add(var)
         part.in_order = part.in_order or _has_effect(self._mod, value)
-        self._open(var, lambda leaf: None, self._item)
+        self._flatten(var, lambda leaf: None, self._bind_item)
 
     def _match(self, binding: relax.MatchCast) -> None:
-        """A cast, and behind it a shape of the sizes that it finds, for other steps."""
+        """Add a cast, and a shape of the sizes that it defines, for other steps."""
         part = self._part
         part.bindings.append(binding)
-        found = [symbol for symbol in symbols_in(binding.ty) if symbol not in self._known]
-        if found:
-            self._known |= set(found)
-            part.finds |= dict.fromkeys(found, part.add(relax.ShapeExpr(found), "sizes"))
+        symbols = [symbol for symbol in symbols_in(binding.ty) if symbol not in self._defined_sizes]
+        if symbols:
+            self._defined_sizes |= set(symbols)
+            part.size_shapes |= dict.fromkeys(symbols, part.add(relax.ShapeExpr(symbols), "sizes"))
 
-    def _item(self, item: relax.Var, got: relax.Expr) -> None:
+    def _bind_item(self, item: relax.Var, got: relax.Expr) -> None:
         self._part.bindings.append(relax.VarBinding(item, got))
 
-    def _open(
+    def _flatten(
         self, var: relax.Var, leaf: Callable[[relax.Var], object], item: Callable[[relax.Var, relax.Expr], object]
     ) -> relax.Expr:
-        """Give the fields of a tuple names of their own: `item` is told of each, `leaf` of those that are no tuples."""
+        """Give the fields of a tuple variables of their own; calls `item` for each, and `leaf` for those not tuples."""
         if not isinstance(var.ty, tvm.ir.TupleType):
             leaf(var)
             return var
@@ -189,28 +193,28 @@ class _Reader:
         for index, ty in enumerate(var.ty.fields):
             field_var = relax.Var(f"{var.name}_{index}", ty)
             item(field_var, relax.TupleGetItem(var, index))
-            fields.append(self._open(field_var, leaf, item))
+            fields.append(self._flatten(field_var, leaf, item))
         self._names[var] = relax.Tuple(fields)
         return self._names[var]
 
-    def _renamed(self, expr: relax.Expr) -> relax.Expr:
+    def _replace_names(self, expr: relax.Expr) -> relax.Expr:
         if isinstance(expr, relax.Tuple):
-            return relax.Tuple([self._renamed(each) for each in expr.fields])
+            return relax.Tuple([self._replace_names(each) for each in expr.fields])
         if isinstance(expr, relax.TupleGetItem):
-            whole = self._renamed(expr.tuple_value)
-            return whole.fields[int(expr.index)] if isinstance(whole, relax.Tuple) else expr
+            value = self._replace_names(expr.tuple_value)
+            return value.fields[int(expr.index)] if isinstance(value, relax.Tuple) else expr
         return self._names.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
 
 def _exchange(value: relax.Expr) -> str | None:
-    """`SEND` or `RECEIVE` where a value is one of them."""
+    """Return `SEND` or `RECEIVE` if a value is a call of one of them."""
     if isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc):
         name = str(value.op.global_symbol)
         return name if name in (SEND, RECEIVE) else None
     return None
 
 
-def _number(expr: relax.Expr) -> int:
+def _as_int(expr: relax.Expr) -> int:
     return int(getattr(expr, "value", expr))
 
 

@@ -1,4 +1,4 @@
-"""Programs of modules: the one place where the cut of a module by hosts and its run meet."""
+"""Makes the program of a module, for the hardware that its hosts have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .cut_module import Hardware, cut_module, native_hardware
 
 
 def hosts_needed(program: object) -> list[str]:
-    """The hosts of a program, or of a module's vdevices; HeteroError for what is neither, or names none."""
+    """Hosts of a program, or of a module's vdevices; HeteroError for other types, or if there are none."""
     if isinstance(program, Program):
         return list(program.parts)
     if not isinstance(program, tvm.IRModule):
@@ -42,75 +42,81 @@ def program_of(
     accuracy: str | Mapping[str, str] = "default",
     progress: Progress | None = None,
 ) -> Program:
-    """The program of a module for the hardware of its hosts, or a program as it is.
+    """Cut a module for the hardware of its hosts; a program is returned as it is.
 
     Parameters
     ----------
     source : object
-        As `hosts_needed` takes it.
+        Module or program.
+    ray : object
+        The module ``ray``.
+    bindings : mapping of str to HostBinding
+        Bindings by host.
     timeout : float
-        Seconds that a host may take to say what hardware it has.
+        Seconds that hosts may take to describe their hardware.
     params, accuracy, progress
-        As `rh.compile` takes them.
+        As for `rh.compile`.
 
     Raises
     ------
     HostError
-        A host that nothing can take in time.
+        If a host is not started in time.
     HeteroError
-        An error of `cut_module`.
+        Errors of `cut_module`.
     """
     if isinstance(source, Program):
         source.check()
         return source
     assert isinstance(source, tvm.IRModule)
-    wanted = native_hardware(source)
-    natives = _natives(ray, {host: bindings[host] for host in wanted}, wanted, timeout)
+    hardware = native_hardware(source)
+    natives = _query_hardware(ray, {host: bindings[host] for host in hardware}, hardware, timeout)
     program = cut_module(source, params, accuracy, natives, progress)
     program.check()
     return program
 
 
-def _natives(
+def _query_hardware(
     ray: Any, bindings: Mapping[str, HostBinding], hardware: Mapping[str, Sequence[Hardware]], timeout: float
 ) -> dict[str, dict[Hardware, Target]]:
-    """Targets of each host's hardware, asked there by a task that runs as the host's process will."""
-    asked = {
+    """Targets of each host's hardware, found by a task with the options of the host's actor."""
+    replies = {
         host: ray.remote(local_hardware)
         .options(max_retries=3, **binding.options(ray))
         .remote(list(hardware[host]), binding.threads)
         for host, binding in bindings.items()
     }
     end = time.monotonic() + timeout
-    found = {}
-    for host, reference in asked.items():
+    targets = {}
+    for host, reference in replies.items():
         ready, _ = ray.wait([reference], timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            for other in asked.values():
+            for other in replies.values():
                 ray.cancel(other, force=True)
             raise HostError(f"host {host!r} was not started within {timeout:g} s: it needs {bindings[host]}")
-        found[host] = {hardware: Target(config) for hardware, config in ray.get(reference).items()}
-    return found
+        targets[host] = {key: Target(config) for key, config in ray.get(reference).items()}
+    return targets
 
 
 def local_hardware(hardware: Sequence[Hardware], threads: int) -> dict[Hardware, dict[str, Any]]:
-    """The targets of devices of this machine, as data; those that are absent are left out.
+    """Targets of devices of this machine as data, without devices that are absent.
 
     Parameters
     ----------
+    hardware : sequence of Hardware
+        Devices to look for.
     threads : int
-        Cores that a CPU counts as; 0 for those that this process may use.
+        Number of cores of CPU targets; 0 for those that this process may use.
     """
     import tvm
 
     from ...target.native_target import native
 
-    found = {}
+    configs = {}
     for kind, number in hardware:
         if kind not in ("llvm", "c") and not tvm.runtime.device(kind, number).exist:
             continue
         config = {key: value for key, value in native(kind, number).export().items() if key != "tag"}
         if kind == "llvm" and threads:
             config["num-cores"] = threads
-        found[kind, number] = config
-    return found
+        configs[kind, number] = config
+    return configs

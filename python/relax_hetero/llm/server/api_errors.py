@@ -1,4 +1,4 @@
-"""Errors as the OpenAI endpoints tell them."""
+"""Errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _KINDS = {
     504: "timeout_error",
 }
 _MAX_CHARACTERS = 2000
-"""Characters of a message; parts of a request may stand in it."""
+"""Maximum length of a message, which may quote the request."""
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error that is answered.
 
     Attributes
     ----------
     status : int
-        Status of HTTP.
+        HTTP status.
     body : dict of str to object
-        As JSON.
+        JSON of the answer.
     """
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -43,7 +43,7 @@ class ApiError(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """Make the answer."""
         headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -51,7 +51,7 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """The answer to a request that an exception ended."""
+    """Convert an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -66,4 +66,4 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, HeteroError):
         return ApiError(500, str(error))
-    return ApiError(500, "the server failed")  # the rest is in its log
+    return ApiError(500, "the server failed")  # details go to the log only

@@ -1,4 +1,4 @@
-"""The application: endpoints over one engine."""
+"""The application: OpenAI's endpoints over one engine, with Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -34,74 +34,82 @@ from ..sampling import TokenLogprob
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody
 from .guard import Guard, Limits
-from .messages import rendered
-from .texts import ChatAnswers, CompletionAnswers, ResponseFormat, Texts, wait_for_disconnect
-
-# A call of an endpoint: its texts are asked for, and written as one answer or as a stream.
+from .messages import render_checked
+from .responses import ChatResponses, Choices, CompletionResponses, ResponseFormat, wait_for_disconnect
 
 LOG = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
-"""Seconds that a caller gets to read the rest of a stream whose time is over."""
+"""Time that a client gets to read the rest of a stream after its time limit."""
 
 
-async def complete_answer(texts: Texts, form: ResponseFormat, http: HttpRequest) -> Response:
-    """The answer when all texts have ended; they are cancelled when the caller goes away."""
-    collecting = asyncio.ensure_future(_collected(texts))
-    left = asyncio.ensure_future(wait_for_disconnect(http.receive))
+async def complete_answer(choices: Choices, response_format: ResponseFormat, http: HttpRequest) -> Response:
+    """Answer once all choices have ended; cancel them if the client disconnects."""
+    collecting = asyncio.ensure_future(_collect(choices))
+    disconnected = asyncio.ensure_future(wait_for_disconnect(http.receive))
     try:
-        await asyncio.wait({collecting, left}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({collecting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not collecting.done():
-            return Response(status_code=499)  # nobody reads it; what proxies log for a caller that went away
-        return JSONResponse(form.response(collecting.result(), texts.usage))
+            return Response(status_code=499)  # not sent; nginx logs disconnected clients so
+        return JSONResponse(response_format.response(collecting.result(), choices.usage))
     finally:
-        for task in (collecting, left):
-            await _cancelled(task)
+        for task in (collecting, disconnected):
+            await _cancel(task)
 
 
-async def _collected(texts: Texts) -> list[tuple[str, list[TokenLogprob], str]]:
-    parts: list[list[str]] = [[begin] for begin in texts.begins]
+async def _collect(choices: Choices) -> list[tuple[str, list[TokenLogprob], str]]:
+    parts: list[list[str]] = [[begin] for begin in choices.prefixes]
     logprobs: list[list[TokenLogprob]] = [[] for _ in parts]
-    async for grown in texts.grow():
-        if grown.delta is not None:
-            parts[grown.index].append(grown.delta.text)
-            logprobs[grown.index] += grown.delta.logprobs
-    each = zip(parts, logprobs, texts.requests, strict=True)
-    return [("".join(some), told, reason_of(request)) for some, told, request in each]
+    async for growth in choices.stream():
+        if growth.delta is not None:
+            parts[growth.index].append(growth.delta.text)
+            logprobs[growth.index] += growth.delta.logprobs
+    finished = zip(parts, logprobs, choices.requests, strict=True)
+    return [("".join(texts), values, finish_reason(request)) for texts, values, request in finished]
 
 
 class StreamedAnswer(Response):
-    """Server-sent events, one for each part of a text.
+    """Answer as server-sent events, one for each chunk.
 
     Parameters
     ----------
-    texts, form
-    tells_usage : bool
-        Whether the last event has the number of tokens.
+    choices : Choices
+        Choices to stream.
+    response_format : ResponseFormat
+        JSON of the endpoint.
+    includes_usage : bool
+        Whether the last event has the usage.
     on_end : callable
-        Called at the end, however it comes.
+        Called at the end, in any case.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, texts: Texts, form: ResponseFormat, tells_usage: bool, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, choices: Choices, response_format: ResponseFormat, includes_usage: bool, on_end: Callable[[], None]
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._texts, self._form, self._tells_usage, self._on_end = texts, form, tells_usage, on_end
+        self._choices, self._format, self._includes_usage, self._on_end = (
+            choices,
+            response_format,
+            includes_usage,
+            on_end,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the answer; stop when the caller goes away, or stays but does not read."""
+        """Write the answer, until it ends, the client disconnects, or it does not read for too long."""
         writing = asyncio.ensure_future(self._write(send))
-        left = asyncio.ensure_future(wait_for_disconnect(receive))
+        disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
-            timeout = self._texts.seconds + GRACE_SECONDS
-            await asyncio.wait({writing, left}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            timeout = self._choices.seconds + GRACE_SECONDS
+            await asyncio.wait({writing, disconnected}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
-        except OSError:  # gone while something was sent
+        except OSError:  # disconnected while sending
             pass
         finally:
-            for task in (writing, left):
-                await _cancelled(task)
+            for task in (writing, disconnected):
+                await _cancel(task)
             self._on_end()
 
     async def _write(self, send: Send) -> None:
@@ -113,45 +121,43 @@ class StreamedAnswer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[dict[str, Any] | str]:
-        for index, begin in enumerate(self._texts.begins):
-            first = self._form.begin(index, begin)
+        for index, prefix in enumerate(self._choices.prefixes):
+            first = self._format.begin(index, prefix)
             if first is not None:
                 yield first
         try:
-            async for grown in self._texts.grow():
-                if grown.delta is None:
-                    yield self._form.chunk(grown.index, "", (), reason_of(self._texts.requests[grown.index]))
-                elif grown.delta.text or grown.delta.logprobs:
-                    yield self._form.chunk(grown.index, grown.delta.text, grown.delta.logprobs, None)
+            async for growth in self._choices.stream():
+                if growth.delta is None:
+                    yield self._format.chunk(growth.index, "", (), finish_reason(self._choices.requests[growth.index]))
+                elif growth.delta.text or growth.delta.logprobs:
+                    yield self._format.chunk(growth.index, growth.delta.text, growth.delta.logprobs, None)
         except Exception as error:
-            yield logged(error).body
+            yield log_defect(error).body
         else:
-            if self._tells_usage:
-                yield self._form.usage(self._texts.usage)
+            if self._includes_usage:
+                yield self._format.usage(self._choices.usage)
         yield "[DONE]"
 
 
-def reason_of(request: Request) -> str:
-    """Why a text ended, in the words of the endpoints."""
+def finish_reason(request: Request) -> str:
+    """OpenAI's finish reason of a text."""
     return "length" if request.finish_reason == "length" else "stop"
 
 
-def logged(error: Exception) -> ApiError:
-    """The answer to an error; a defect of the server goes to its log, too."""
+def log_defect(error: Exception) -> ApiError:
+    """Convert an exception to an answer; log it if it is a defect of the server."""
     answer = api_error(error)
     if answer.status == 500:
         LOG.error("a request failed", exc_info=error)
     return answer
 
 
-async def _cancelled(task: asyncio.Future[Any]) -> None:
+async def _cancel(task: asyncio.Future[Any]) -> None:
     if not task.done():
         task.cancel()
     with suppress(asyncio.CancelledError, Exception):
         await task
 
-
-# Numbers for Prometheus.
 
 _PREFIX = "relax_hetero_llm_"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -172,30 +178,30 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Metrics of one server.
+    """Prometheus metrics of one server.
 
     Parameters
     ----------
     engine : Engine
-        Its counters are read when they are asked for.
+        Engine, whose statistics are read when metrics are requested.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_OfEngine(engine))
+        self._registry.register(_EngineCollector(engine))
         self._answers = Counter(f"{_PREFIX}answers", "Answers of HTTP", ["path", "status"], registry=self._registry)
-        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token", _SECONDS)
+        self._first = self._histogram("time_to_first_token_seconds", "Time from a request to its first token", _SECONDS)
         self._token = self._histogram(
-            "time_per_output_token_seconds", "Of tokens behind the first, a request's mean", _TOKEN_SECONDS
+            "time_per_output_token_seconds", "Mean time of a request's tokens after the first", _TOKEN_SECONDS
         )
-        self._duration = self._histogram("request_seconds", "From the request to its end", _SECONDS)
+        self._duration = self._histogram("request_seconds", "Time from a request to its end", _SECONDS)
 
-    def answered(self, path: str, status: int) -> None:
-        """An answer was given, whose `path` is one of the server's own."""
+    def count_answer(self, path: str, status: int) -> None:
+        """Count an answer; `path` is one of `_PATHS` or "other"."""
         self._answers.labels(path, str(status)).inc()
 
-    def ended(self, request: Request) -> None:
-        """A text has ended."""
+    def observe(self, request: Request) -> None:
+        """Record the times of a request that has ended."""
         times, tokens = request.times, request.usage.completion_tokens
         if times.finished:
             self._duration.observe(times.finished - times.submitted)
@@ -205,53 +211,53 @@ class Metrics:
                 self._token.observe((times.finished - times.first_token) / (tokens - 1))
 
     def text(self) -> bytes:
-        """All numbers in the form that Prometheus reads."""
+        """Metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(_PREFIX + name, help_text, buckets=buckets, registry=self._registry)
 
 
-class _OfEngine(Collector):
+class _EngineCollector(Collector):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Any]:
-        found = asdict(self._engine.statistics())
+        statistics = asdict(self._engine.statistics())
         for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(_PREFIX + name, text, value=found[name])
+            yield GaugeMetricFamily(_PREFIX + name, text, value=statistics[name])
         for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(_PREFIX + name, text, value=found[name])
+            yield CounterMetricFamily(_PREFIX + name, text, value=statistics[name])
         finished = CounterMetricFamily(f"{_PREFIX}finished", "Requests that ended", labels=["reason"])
-        for reason, count in found["finished"].items():
+        for reason, count in statistics["finished"].items():
             finished.add_metric([reason], count)
         yield finished
 
 
-_TOKENIZERS = 2
-"""Threads that make tokens of prompts. Each keeps memory of its longest prompt, some 30 bytes for each of its bytes."""
+_TOKENIZER_THREADS = 2
+"""Threads that encode prompts. Each holds about 30 bytes per byte of its longest prompt."""
 _PATHS = {"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a server answers.
+    """Settings of a server.
 
     Attributes
     ----------
     name : str
-        Name of the model.
+        Name of the model in the API.
     api_key : str or None
-        Key that callers must have; None for none.
+        Key that clients must send; None for none.
     limits : Limits
-        Limits
+        Limits of requests and connections.
     cors_origins : tuple of str
-        Origins of web pages whose scripts may read answers, such as ``https://chat.example``; ``*`` for all.
+        Origins that CORS allows, such as ``https://chat.example``; ``*`` for all.
 
     Raises
     ------
     HeteroError
-        If a text in `cors_origins` is not an origin, or the key is empty.
+        If `cors_origins` has a text that is not an origin, or the key is empty.
     """
 
     name: str
@@ -274,16 +280,16 @@ class Settings:
 
 
 def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None = None) -> ASGIApp:
-    """The application, for any ASGI server.
+    """Make the application, for any ASGI server.
 
     Parameters
     ----------
     engine : Engine
-        Closed by its owner.
+        Engine; not closed.
     settings : Settings
+        Settings of the server.
     template : ChatTemplate, optional
-        Template of conversations; without one, or with one that has a `fault`, ``/v1/chat/completions`` refuses them,
-        and says why.
+        Chat template; without one, or if it has a `fault`, ``/v1/chat/completions`` answers with an error.
     """
     server = _Server(engine, settings, template)
     app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)
@@ -298,10 +304,10 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(Exception, _on_error)
     limits = settings.limits
-    guard = Guard(app, settings.api_key, limits.body_bytes, server.answered, limits.body_seconds)
+    guard = Guard(app, settings.api_key, limits.body_bytes, server.count_answer, limits.body_seconds)
     if not settings.cors_origins:
         return guard
-    # Around the guard: browsers ask without a key first, and show errors to scripts only with these headers.
+    # Outside of the guard: preflight requests have no key, and scripts see errors only with CORS headers.
     methods, headers = ["GET", "POST"], ["Retry-After"]
     return CORSMiddleware(guard, settings.cors_origins, methods, ["*"], expose_headers=headers)
 
@@ -311,111 +317,112 @@ class _Server:
         self._engine, self._settings, self._template = engine, settings, template
         self._limits, self._metrics = settings.limits, Metrics(engine)
         self._in_flight = 0
-        self._tokenizers = ThreadPoolExecutor(_TOKENIZERS, "relax_hetero.llm prompts")
+        self._tokenizer_threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "relax_hetero.llm prompts")
         self._created = int(time.time())
 
-    def answered(self, path: str, status: int) -> None:
-        """Count an answer; paths that callers make up are one."""
-        self._metrics.answered(path if path in _PATHS else "other", status)
+    def count_answer(self, path: str, status: int) -> None:
+        """Count an answer; unknown paths are counted as one."""
+        self._metrics.count_answer(path if path in _PATHS else "other", status)
 
     async def models(self) -> dict[str, Any]:
-        """The model as a list."""
-        return {"object": "list", "data": [self._card()]}
+        """List of models, which has one."""
+        return {"object": "list", "data": [self._describe_model()]}
 
     async def model(self, name: str) -> dict[str, Any]:
-        """The model by its name."""
+        """Description of the model."""
         self._check_model(name)
-        return self._card()
+        return self._describe_model()
 
     async def health(self) -> Response:
-        """Return whether requests are taken."""
+        """Answer 200 if the engine accepts requests, else 503."""
         healthy = self._engine.healthy
         return JSONResponse({"status": "ok" if healthy else "closed"}, 200 if healthy else 503)
 
     async def show_metrics(self) -> Response:
-        """Numbers for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def complete(self, body: CompletionBody, http: HttpRequest) -> Response:
-        """Go on with prompts."""
+        """Complete prompts."""
         self._check_model(body.model)
         body.refuse_unsupported()
         prompts = body.prompts()
         max_tokens = self._max_tokens(body.max_tokens)
-        codec = self._engine.tokenizer
+        tokenizer = self._engine.tokenizer
 
         def begin() -> tuple[list[Request], list[str]]:
             tokens = [self._engine.tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-            shown = [self._decoded(prompt) if body.echo else "" for prompt in prompts]
+            prefixes = [self._decode(prompt) if body.echo else "" for prompt in prompts]
             requests = self._submit(tokens, body, lambda n: body.params(n, max_tokens, body.logprobs))
-            return requests, [text for text in shown for _ in range(body.n)]
+            return requests, [prefix for prefix in prefixes for _ in range(body.n)]
 
         self._check_choices(len(prompts) * body.n)
-        answers = CompletionAnswers(codec, self._settings.name, body.logprobs is not None, len(prompts) * body.n)
-        return await self._answer(body, http, answers, begin)
+        count = len(prompts) * body.n
+        response_format = CompletionResponses(tokenizer, self._settings.name, body.logprobs is not None, count)
+        return await self._answer(body, http, response_format, begin)
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
-        """Say the next thing in a conversation."""
+        """Answer a conversation."""
         self._check_model(body.model)
         body.refuse_unsupported()
-        template, codec = self._template, self._engine.tokenizer
+        template, tokenizer = self._template, self._engine.tokenizer
         if template is None:
             raise ApiError(400, "messages: the model's file has no chat template; use /v1/completions", "messages")
-        messages = [message.plain(f"messages.{index}") for index, message in enumerate(body.messages)]
+        messages = [message.flatten(f"messages.{index}") for index, message in enumerate(body.messages)]
         max_tokens = self._max_tokens(body.max_answer_tokens)
 
         def begin() -> tuple[list[Request], list[str]]:
-            # Templates take time, and all conversations wait for one: what is too long without it is refused before.
+            # Only one prompt is rendered at a time: refuse too long ones before.
             self._engine.check_length("\n".join(message["content"] for message in messages))
-            tokens = self._engine.tokens_of(rendered(template, messages, body.template_values))
+            tokens = self._engine.tokens_of(render_checked(template, messages, body.template_values))
             requests = self._submit([tokens], body, lambda n: body.params(n, max_tokens, body.alternatives))
             return requests, [""] * body.n
 
         self._check_choices(body.n)
-        answers = ChatAnswers(codec, self._settings.name, bool(body.logprobs))
-        return await self._answer(body, http, answers, begin)
+        response_format = ChatResponses(tokenizer, self._settings.name, bool(body.logprobs))
+        return await self._answer(body, http, response_format, begin)
 
     async def _answer(
         self,
         body: Body,
         http: HttpRequest,
-        form: ResponseFormat,
+        response_format: ResponseFormat,
         begin: Callable[[], tuple[list[Request], list[str]]],
     ) -> Response:
         if self._in_flight >= self._limits.in_flight:
             found = f"found {self._in_flight} requests in flight, expected at most {self._limits.in_flight}"
             raise ApiError(429, found, code="rate_limit_exceeded")
         self._in_flight += 1
-        texts: Texts | None = None
+        choices: Choices | None = None
         streams = False
         try:
-            # In another thread: long prompts take a while to become tokens, and the event loop goes on.
-            requests, begins = await asyncio.get_running_loop().run_in_executor(self._tokenizers, begin)
-            texts = Texts(requests, begins, self._limits.seconds)
+            # Rendering and encoding long prompts takes time, and must not block the event loop.
+            requests, prefixes = await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, begin)
+            choices = Choices(requests, prefixes, self._limits.seconds)
             if body.stream:
-                answer = StreamedAnswer(texts, form, body.tells_usage, lambda: self._end(texts))
-                streams = True  # and ends the texts when it has been written
+                answer = StreamedAnswer(choices, response_format, body.includes_usage, lambda: self._end(choices))
+                streams = True  # the streamed answer calls `_end` when it has been written
                 return answer
-            return await complete_answer(texts, form, http)
+            return await complete_answer(choices, response_format, http)
         except ApiError:
             raise
         except Exception as error:
-            raise logged(error) from error
+            raise log_defect(error) from error
         finally:
             if not streams:
-                self._end(texts)
+                self._end(choices)
 
-    def _end(self, texts: Texts | None) -> None:
+    def _end(self, choices: Choices | None) -> None:
         self._in_flight -= 1
-        if texts is not None:
-            texts.close()
-            for request in texts.requests:
-                self._metrics.ended(request)
+        if choices is not None:
+            choices.close()
+            for request in choices.requests:
+                self._metrics.observe(request)
 
     def _submit(
         self, prompts: Sequence[Sequence[int]], body: Body, params: Callable[[int], SamplingParams]
     ) -> list[Request]:
-        """All texts, or none."""
+        """Submit all choices, or none."""
         max_prompt_tokens = self._limits.prompt_tokens
         for tokens in prompts:
             if max_prompt_tokens and len(tokens) > max_prompt_tokens:
@@ -432,29 +439,29 @@ class _Server:
             raise
         return requests
 
-    def _max_tokens(self, asked: int | None) -> int | None:
+    def _max_tokens(self, requested: int | None) -> int | None:
         limit = self._limits.max_tokens
         if not limit:
-            return asked
-        if asked is not None and asked > limit:
-            raise ApiError(400, f"max_tokens: found {asked}, expected at most {limit}", "max_tokens")
-        return limit if asked is None else asked
+            return requested
+        if requested is not None and requested > limit:
+            raise ApiError(400, f"max_tokens: found {requested}, expected at most {limit}", "max_tokens")
+        return limit if requested is None else requested
 
-    def _decoded(self, prompt: str | list[int]) -> str:
+    def _decode(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
             return prompt
         return b"".join(self._engine.tokenizer.piece(token) for token in prompt).decode("utf-8", "replace")
 
-    def _check_choices(self, found: int) -> None:
-        if found > self._limits.choices:
-            raise ApiError(400, f"n: found {found} texts, expected at most {self._limits.choices}", "n")
+    def _check_choices(self, count: int) -> None:
+        if count > self._limits.choices:
+            raise ApiError(400, f"n: found {count} texts, expected at most {self._limits.choices}", "n")
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._settings.name:
             message = f"model: found {name!r}, expected {self._settings.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def _card(self) -> dict[str, Any]:
+    def _describe_model(self) -> dict[str, Any]:
         context, trained = self._engine.model.context, self._engine.model.trained_context
         warning = context_warning(context, trained)
         return {
@@ -475,8 +482,8 @@ async def _on_invalid(http: HttpRequest, error: Exception) -> Response:
         found = f"found {kind!r}" if kind else "found none"
         return ApiError(400, f"body: {found} as its Content-Type, expected application/json", "body").response()
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"][1:]) or "body"
-    return ApiError(400, f"{place}: {first['msg']}", place).response()
+    location = ".".join(str(part) for part in first["loc"][1:]) or "body"
+    return ApiError(400, f"{location}: {first['msg']}", location).response()
 
 
 async def _on_http(http: HttpRequest, error: Exception) -> Response:

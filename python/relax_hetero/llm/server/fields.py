@@ -1,9 +1,9 @@
-"""The fields of requests that change an answer here or elsewhere, and the values with which they do not.
+"""Fields of requests that other servers support, and their neutral values, with which they change nothing.
 
-A request is refused if it has a field of `CHANGES` that its endpoint does not take, with another value than those of
-the row or null: an answer would otherwise ignore it in silence. Fields that endpoints take are those of their bodies
-(`CompletionBody`, `ChatBody`); all others change nothing and pass, as names that nobody knows do. The rows hold the
-names of OpenAI, vLLM, SGLang, the server of llama.cpp, Ollama, text-generation-inference and text-generation-webui.
+A request is refused if it has a field of `NEUTRAL_VALUES` that its endpoint does not support (see `CompletionBody` and
+`ChatBody`), with a value other than null and those of the row: ignoring it silently would give a wrong answer. Fields
+without a row are ignored. The rows have the names of OpenAI, vLLM, SGLang, the server of llama.cpp, Ollama,
+text-generation-inference and text-generation-webui.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def _rows(*rows: tuple[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
     return {name: neutral for names, neutral in rows for name in names.split()}
 
 
-CHANGES = _rows(
-    # Forms that an answer has to have.
+NEUTRAL_VALUES = _rows(
+    # Structured outputs.
     ("grammar grammar_string guided_grammar ebnf regex guided_regex stop_regex", ("",)),
     ("json_schema guided_json guided_choice guided_whitespace_pattern response_schema grammar_type", ()),
     ("structured_outputs structural_tag guideline", ()),
@@ -44,7 +44,7 @@ CHANGES = _rows(
     ("reasoning_format", ("none", "auto")),
     ("include_reasoning separate_reasoning stream_reasoning", (True,)),
     ("thinking_forced_open", (False,)),
-    # Prompts and how they are made.
+    # Prompts and templates.
     ("prompt suffix input_prefix input_suffix system system_prompt preamble negative_prompt", ("",)),
     ("prefix", ("", False)),
     ("messages documents context images input_extra", ([],)),
@@ -65,11 +65,11 @@ CHANGES = _rows(
     ("t_max_predict_ms t_max_prompt_ms", (0, -1)),
     ("stop_sequences stop_strings stop_words", ([],)),
     ("include_stop_str_in_output no_stop_trim ban_eos_token", (False,)),
-    # Tokens that a text may have.
+    # Allowed tokens.
     ("bad_words bad_words_ids banned_tokens logits_processors sequence_bias", ([],)),
     ("custom_token_bans", ("",)),
     ("allowed_token_ids custom_logit_processor custom_params force_words_ids", ()),
-    # The choice of a token.
+    # Sampling.
     ("repeat_penalty penalty_repeat encoder_repetition_penalty guidance_scale cfg_scale", (1,)),
     ("repeat_last_n", (64, -1)),
     ("repetition_penalty_range no_repeat_ngram_size penalty_alpha", (0,)),
@@ -90,7 +90,7 @@ CHANGES = _rows(
     ("samplers sampler_seq sampler_order sampler_priority random_seed", ()),
     ("dynamic_temperature temperature_last watermark", (False,)),
     ("do_sample", (True,)),
-    # Several texts, of which some are told.
+    # Beam search and best-of.
     ("best_of num_return_sequences num_beams beam_width length_penalty", (1,)),
     ("use_beam_search early_stopping", (False,)),
     # Further content of an answer.
@@ -103,17 +103,17 @@ CHANGES = _rows(
     ("skip_special_tokens detokenize", (True,)),
 )
 
-STREAM_CHANGES = _rows(("continuous_usage_stats", (False,)))
+NEUTRAL_STREAM_VALUES = _rows(("continuous_usage_stats", (False,)))
 """Fields of ``stream_options``."""
 
-MESSAGE_CHANGES = _rows(
+NEUTRAL_MESSAGE_VALUES = _rows(
     ("name function_call audio", ("",)),
     ("tool_calls images videos", ([],)),
     ("prefix partial continue", (False,)),
 )
-"""Fields of messages; one that a model's template uses is not refused."""
+"""Fields of messages; fields that the template uses are not refused."""
 
-_INSTEAD = {
+_ALTERNATIVES = {
     **dict.fromkeys(("n_predict", "num_predict", "max_completion_tokens", "max_new_tokens"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
     **dict.fromkeys(("repeat_penalty", "penalty_repeat"), "repetition_penalty"),
@@ -131,26 +131,26 @@ _INSTEAD = {
 }
 
 
-def is_neutral(name: str, value: Any, changes: Mapping[str, tuple[Any, ...]]) -> bool:
+def is_neutral(name: str, value: Any, rows: Mapping[str, tuple[Any, ...]]) -> bool:
     """True if a field with this value changes nothing."""
-    return value is None or name not in changes or value in changes[name]
+    return value is None or name not in rows or value in rows[name]
 
 
-def refuse_changes(fields: Mapping[str, Any], changes: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
-    """ApiError for the first field that would change the answer and is not supported.
+def refuse_unsupported_fields(fields: Mapping[str, Any], rows: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    """Raise ApiError for the first unsupported field that does not have a neutral value.
 
     Parameters
     ----------
     fields : mapping of str to object
-        Fields that the endpoint does not take, by name.
-    changes : mapping of str to tuple of object
-        Rows of this file.
-    where : str
-        Where the fields stand in the body, such as ``stream_options.``.
+        Fields that the endpoint does not support.
+    rows : mapping of str to tuple of object
+        Neutral values by field, such as `NEUTRAL_VALUES`.
+    prefix : str
+        Prefix of the names in errors, such as ``stream_options.``.
     """
     for name, value in fields.items():
-        if not is_neutral(name, value, changes):
-            neutral = "".join(f" or {json.dumps(each)}" for each in changes[name])
-            instead = f"; use {_INSTEAD[name]}" if name in _INSTEAD else ""
+        if not is_neutral(name, value, rows):
+            neutral = "".join(f" or {json.dumps(each)}" for each in rows[name])
+            alternative = f"; use {_ALTERNATIVES[name]}" if name in _ALTERNATIVES else ""
             found = f"found {json.dumps(value):.80}, which this server does not support"
-            raise ApiError(400, f"{where}{name}: {found}, expected null{neutral}{instead}", where + name)
+            raise ApiError(400, f"{prefix}{name}: {found}, expected null{neutral}{alternative}", prefix + name)

@@ -1,4 +1,4 @@
-"""Checks before a request is read: its key, the size of its body; and a log of how it was answered."""
+"""Middleware that checks the API key and the size and speed of the body, and the limits of a server."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ LOG = logging.getLogger(__name__)
 
 
 class Guard:
-    """Wraps the application.
+    """ASGI middleware around the application.
 
     Parameters
     ----------
     app : ASGIApp
+        Application.
     api_key : str or None
-        Key that callers of ``/v1`` must have; None for none.
+        Key that ``/v1`` requires; None for none.
     body_bytes : int
-        The most of a body.
+        Maximum number of bytes of a body.
     body_seconds : float
-        Maximum time for a body to come.
+        Maximum time to receive a body.
     on_answer : callable
-        Told the path and status of each answer.
+        Called with the path and status of each answer.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class Guard:
         self._seconds = body_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Pass a request on, or answer it with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         status = 0
 
-        async def watched(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -59,90 +60,88 @@ class Guard:
 
         try:
             try:
-                self._check(scope)
-                await self._app(scope, self._bounded(receive), watched)
+                self._check_headers(scope)
+                await self._app(scope, self._limit_body(receive), send_and_record)
             except Exception as error:
                 if status:
                     raise
                 answer = api_error(error)
                 if answer.status == 500:
                     LOG.error("a request failed", exc_info=error)
-                await answer.response()(scope, receive, watched)
+                await answer.response()(scope, receive, send_and_record)
         finally:
             self._on_answer(scope["path"], status)
 
-    def _check(self, scope: Scope) -> None:
+    def _check_headers(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         if self._key is not None and scope["path"].startswith("/v1"):
             kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
             keys = (bearer.strip() if kind.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
-            # All are compared, each in a time that does not depend on where it differs.
+            # Constant time: no short-circuit.
             if not any([hmac.compare_digest(key, self._key.encode()) for key in keys]):
                 message = "found no valid API key, expected it as Authorization: Bearer or x-api-key"
                 raise ApiError(401, message, code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
-            found = length.decode("latin-1")
-            raise ApiError(413, f"body: found {found} bytes, expected at most {self._max_body_bytes:,}")
+            text = length.decode("latin-1")
+            raise ApiError(413, f"body: found {text} bytes, expected at most {self._max_body_bytes:,}")
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Bodies without a length in their header are counted as they come; slow ones are given up."""
-        seen, end, is_whole = 0, asyncio.get_running_loop().time() + self._seconds, False
+    def _limit_body(self, receive: Receive) -> Receive:
+        """Wrap `receive` to raise 413 for a large body (also without a Content-Length) and 408 for a slow one."""
+        size, end, is_complete = 0, asyncio.get_running_loop().time() + self._seconds, False
 
-        async def counted() -> Message:
-            nonlocal seen, is_whole
-            left = None if is_whole else end - asyncio.get_running_loop().time()
+        async def receive_limited() -> Message:
+            nonlocal size, is_complete
+            timeout = None if is_complete else end - asyncio.get_running_loop().time()
             try:
-                message = await asyncio.wait_for(receive(), left)
+                message = await asyncio.wait_for(receive(), timeout)
             except asyncio.TimeoutError:  # noqa: UP041 (another than TimeoutError in Python 3.10)
                 raise HTTPException(408, f"body: found no end of it within {self._seconds:g} s") from None
-            is_whole = not message.get("more_body", False)
-            seen += len(message.get("body", b""))
-            if seen > self._max_body_bytes:
-                # Of the kind that FastAPI lets through where it reads a body.
+            is_complete = not message.get("more_body", False)
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                # FastAPI passes on only HTTPException from reading a body.
                 raise HTTPException(
                     413, f"body: found more than {self._max_body_bytes:,} bytes, expected at most so many"
                 )
             return message
 
-        return counted
+        return receive_limited
 
-
-# Limits of a server.
 
 _MIN_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server; a request beyond is refused with a message that says what was found.
+    """Limits of a server.
 
     Attributes
     ----------
     prompt_tokens : int
-        Tokens of one prompt; 0 for as many as the model's context holds.
+        Tokens of a prompt; 0 for the model's context.
     max_tokens : int
-        Tokens of one text; 0 for as many as the context holds. Requests that ask for no number get this many at most.
+        Tokens of a generated text, also the default of requests; 0 for the model's context.
     in_flight : int
-        Requests at a time; more are answered with 429.
+        Concurrent requests; more are answered with 429.
     choices : int
-        Texts of one request: prompts times ``n``.
+        Choices of a request: prompts times ``n``.
     body_bytes : int
-        Size of a request's body; larger ones are answered with 413.
+        Size of a body; larger ones are answered with 413.
     seconds : float
-        Time for a request; then it ends with 504, or with an error in its stream.
+        Time of a request; then it ends with 504, or with an error in its stream.
     header_seconds : float
         Time from the first byte of a request, or from the begin of a connection, to the end of the request's headers;
         then the connection is closed.
     body_seconds : float
-        Time for a request's body to come; slower ones are answered with 408.
+        Time to receive a body; slower ones are answered with 408.
     idle_seconds : float
-        Time for which a connection is kept between two requests.
+        Time that a connection stays open between requests (keep-alive).
     read_seconds : float
-        Time for which a client may leave an answer unread that fills its buffers; then the connection is closed.
+        Time that a client may not read an answer that fills its buffers; then the connection is closed.
     connections : int
-        Connections in all; 0 for four times `in_flight`, at least 1,024. A new one takes the place of the one that has
-        waited longest without a whole request.
+        Open connections; 0 for four times `in_flight`, at least 1,024. Beyond that, a new connection replaces the one
+        that has been idle longest.
     address_connections : int
         Connections from one address (of IPv6, one network of 64 bits); 0 for twice `in_flight`, at least 256.
     """
@@ -163,7 +162,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            # A count of 0 is allowed where it is the default, which stands for a limit that follows from others.
+            # 0 is allowed where it is the default, which means a limit that follows from others.
             minimum = _MIN_SECONDS if field.name.endswith("seconds") else int(field.default != 0)
             if not value >= minimum:
                 raise HeteroError(f"{field.name}: found {value}, expected at least {minimum}")

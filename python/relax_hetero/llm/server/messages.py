@@ -1,4 +1,4 @@
-"""Messages of a conversation, and whether a model's template tells the model all of them."""
+"""Chat messages, and the check that a chat template does not drop any of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..chat_template import ChatTemplate
 from ..errors import RequestError
 from .api_errors import ApiError
-from .fields import MESSAGE_CHANGES, is_neutral
+from .fields import NEUTRAL_MESSAGE_VALUES, is_neutral
 
 
 class Part(BaseModel):
-    """A part of a message."""
+    """A content part of a message."""
 
     model_config = ConfigDict(strict=True)
     type: str
@@ -22,67 +22,71 @@ class Part(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a conversation; other fields are given to the model's template."""
+    """A chat message; further fields are passed to the template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     role: str = Field(min_length=1, max_length=64)
     content: str | list[Part] | None = None
 
-    def plain(self, where: str) -> dict[str, Any]:
-        """The message with its text as one string.
+    def flatten(self, location: str) -> dict[str, Any]:
+        """Return the message with its content as one string.
 
         Parameters
         ----------
-        where : str
-            Where the message stands in the body, for errors.
+        location : str
+            Location of the message in the body, for errors.
         """
         content = self.content
         if isinstance(content, list):
             for index, part in enumerate(content):
                 if part.type != "text" or part.text is None:
                     found = f"found a part of type {part.type!r}" + (" without text" if part.type == "text" else "")
-                    raise ApiError(400, f"{where}.content.{index}: {found}, expected text", f"{where}.content.{index}")
+                    raise ApiError(
+                        400, f"{location}.content.{index}: {found}, expected text", f"{location}.content.{index}"
+                    )
             content = "".join(part.text or "" for part in content)
-        # Clients send messages back as they got them: templates take fields that say nothing for tool calls.
-        said = {
+        # Clients send answers back as they got them; templates would take an empty `tool_calls` for a tool call.
+        extra = {
             name: value
             for name, value in (self.model_extra or {}).items()
-            if value is not None and not (name in MESSAGE_CHANGES and is_neutral(name, value, MESSAGE_CHANGES))
+            if value is not None
+            and not (name in NEUTRAL_MESSAGE_VALUES and is_neutral(name, value, NEUTRAL_MESSAGE_VALUES))
         }
-        return {**said, "role": self.role, "content": content or ""}
+        return {**extra, "role": self.role, "content": content or ""}
 
 
-def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
-    """The prompt of a conversation.
+def render_checked(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+    """Render messages, and check that all of them are in the prompt.
 
     Parameters
     ----------
     template : ChatTemplate
+        Chat template of the model.
     messages : sequence of mapping of str to object
-        As `Message.plain` gives them.
+        Results of `Message.flatten`.
     values : mapping of str to object
         Further values for the template.
 
     Raises
     ------
     RequestError
-        If the template refuses the conversation.
+        If the template refuses the messages.
     ApiError
-        If the template leaves out a message, or a field or role of one that changes what is asked.
+        If the template drops a message, or a field or role that matters.
     """
     prompt = template.render(messages, **values)
 
-    def check(place: str, others: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse the conversation if it has the same prompt as another."""
+    def check(location: str, changed: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse the messages if changed ones have the same prompt."""
         try:
-            same = template.render(others, **values) == prompt
+            same = template.render(changed, **values) == prompt
         except RequestError:
             return
         if same:
-            raise ApiError(400, f"{place}: the model's chat template leaves it out", place.partition(":")[0])
+            raise ApiError(400, f"{location}: the model's chat template leaves it out", location.partition(":")[0])
 
-    for name in MESSAGE_CHANGES:
-        index = _first(not is_neutral(name, each.get(name), MESSAGE_CHANGES) for each in messages)
+    for name in NEUTRAL_MESSAGE_VALUES:
+        index = _first(not is_neutral(name, each.get(name), NEUTRAL_MESSAGE_VALUES) for each in messages)
         if index is not None:
             without = [{key: value for key, value in each.items() if key != name} for each in messages]
             check(f"messages.{index}.{name}", without)
@@ -91,25 +95,25 @@ def rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], valu
         as_user = [{**each, "role": "user"} if each["role"] == "tool" else each for each in messages]
         check(f"messages.{index}.role: found 'tool'", as_user)
     for index in _missing(messages, prompt):
-        place = f"messages.{index}.content: found a message of role {messages[index]['role']!r}"
-        check(place, [*messages[:index], *messages[index + 1 :]])
+        location = f"messages.{index}.content: found a message of role {messages[index]['role']!r}"
+        check(location, [*messages[:index], *messages[index + 1 :]])
     return prompt
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[int]:
-    """The first message of each role whose text does not stand in the prompt, by their indices."""
-    found, place = {}, 0
+    """Index of the first message of each role whose text is not in the prompt."""
+    index_by_role, position = {}, 0
     for index, message in enumerate(messages):
-        if message["role"] in found:
+        if message["role"] in index_by_role:
             continue
         text = message["content"].strip()
-        at = prompt.find(text, place)  # they mostly come in their order, so that one pass finds all
-        if at < 0 and text not in prompt:
-            found[message["role"]] = index
-        place = max(place, at)
-    return list(found.values())
+        begin = prompt.find(text, position)  # usually in order, so that one pass finds all
+        if begin < 0 and text not in prompt:
+            index_by_role[message["role"]] = index
+        position = max(position, begin)
+    return list(index_by_role.values())
 
 
 def _first(matches: Iterable[bool]) -> int | None:
-    """The index of the first match; None without one."""
+    """Index of the first true element, if any."""
     return next((index for index, match in enumerate(matches) if match), None)

@@ -1,4 +1,4 @@
-"""Several servers with a model each, as replicas of Ray Serve, which shares requests among them."""
+"""Data-parallel replicas of a server on Ray Serve, which balances requests among them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ def run_replicas(
     port: int,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer requests by several replicas until Ctrl-C.
+    """Serve with several replicas until Ctrl-C.
 
-    Each replica is a process of Ray with an engine of its own, whose limits are per replica.
+    Each replica is a Ray process with an engine of its own; limits apply per replica.
 
     Parameters
     ----------
     load : callable
-        Called in each replica; gives its `engine` and the `template` of conversations.
+        Called in each replica; returns its `engine` and chat `template`.
     settings : Settings
+        Settings of the server.
     replicas : int
-        How many.
+        Number of replicas.
     host, port
-        Where Ray Serve listens.
+        Address that Ray Serve listens on.
     on_ready : callable, optional
-        Told the address when all replicas have their model.
+        Called with the URL once all replicas are ready.
 
     Raises
     ------
@@ -47,14 +48,14 @@ def run_replicas(
     serve = _ray_serve()
 
     def build() -> ASGIApp:
-        made = load()
-        return make_app(made["engine"], settings, made["template"])
+        model = load()
+        return make_app(model["engine"], settings, model["template"])
 
     deployment = serve.deployment(serve.ingress(build)()).options(
         name=NAME,
         num_replicas=replicas,
         max_ongoing_requests=settings.limits.in_flight,
-        ray_actor_options={"num_cpus": 1, "runtime_env": _environment()},
+        ray_actor_options={"num_cpus": 1, "runtime_env": _runtime_environment()},
         logging_config={"enable_access_log": False},
     )
     http = {"host": host, "port": port, "request_timeout_s": settings.limits.seconds + 5}
@@ -73,8 +74,8 @@ def run_replicas(
         serve.shutdown()
 
 
-def _environment() -> dict[str, Any]:
-    """Replicas find what this process finds."""
+def _runtime_environment() -> dict[str, Any]:
+    """Environment variables of this process that replicas need."""
     names = ("PYTHONPATH", "TVM_NUM_THREADS", "RELAX_HETERO_CACHE")
     return {"env_vars": {name: os.environ[name] for name in names if name in os.environ}}
 

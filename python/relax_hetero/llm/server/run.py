@@ -1,4 +1,4 @@
-"""A server in this process."""
+"""A server in this process: uvicorn with limits on connections."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .api_errors import ApiError
 from .app import Settings, make_app
 from .guard import Limits
 
-# Connections of clients: their deadlines and how many there may be, both of which uvicorn lacks.
-
-_OPEN_FILES = 128
-"""Files of the process besides connections."""
+_OTHER_FILES = 128
+"""Open files of the process besides connections."""
+GRACE_SECONDS = 10
+"""Time that answers get to end when the server stops."""
 
 
 class Connections:
-    """The open connections of a server, in the order in which they began or were answered last.
+    """Open connections of a server, least recently answered first.
 
     Parameters
     ----------
     limits : Limits
-        How many there may be.
+        Limits of the server.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -42,131 +42,131 @@ class Connections:
         self._max_connections = min(limits.connections or max(1024, 4 * limits.in_flight), _file_limit())
         self._max_address_connections = limits.address_connections or max(256, 2 * limits.in_flight)
         self._all: dict[Connection, None] = {}
-        self._of_address: dict[str, dict[Connection, None]] = {}
+        self._by_address: dict[str, dict[Connection, None]] = {}
 
     def add(self, connection: Connection) -> ApiError | None:
-        """Count a connection; where there are too many, close one without a request, or return an error."""
-        of_address = self._of_address.setdefault(connection.address, {})
+        """Add a connection; if there are too many, close the one idle longest, or return an error."""
+        of_address = self._by_address.setdefault(connection.address, {})
         self._all[connection] = of_address[connection] = None
-        for some, limit in ((of_address, self._max_address_connections), (self._all, self._max_connections)):
-            if len(some) > limit:
-                idle = next(each for each in some if each.waits)  # the new one waits, too
-                if idle is connection:
+        for group, limit in ((of_address, self._max_address_connections), (self._all, self._max_connections)):
+            if len(group) > limit:
+                idle = next(each for each in group if each.is_idle)
+                if idle is connection:  # no older one is idle
                     return ApiError(503, f"found {limit} connections with requests, expected at most so many")
                 self.remove(idle)
                 idle.transport.abort()
         return None
 
     def renew(self, connection: Connection) -> None:
-        """Count a connection as the one that was answered last."""
+        """Move a connection to the end, as the most recently answered."""
         if connection in self._all:
-            for some in (self._all, self._of_address[connection.address]):
-                del some[connection]
-                some[connection] = None
+            for group in (self._all, self._by_address[connection.address]):
+                del group[connection]
+                group[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """Count a connection no longer; nothing if it is not counted."""
+        """Remove a connection, if it is there."""
         if connection in self._all:
-            of_address = self._of_address[connection.address]
+            of_address = self._by_address[connection.address]
             del self._all[connection], of_address[connection]
             if not of_address:
-                del self._of_address[connection.address]
+                del self._by_address[connection.address]
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if its client does not send a request, or does not read an answer.
+    """HTTP connection with timeouts for clients that do not send a request or do not read the answer.
 
     Parameters
     ----------
     connections : Connections
         All connections of the server.
     options : object
-        As uvicorn gives them.
+        Options of uvicorn's class.
 
     Attributes
     ----------
     address : str
-        Address of the client; with IPv6 its network, since a client that has one address of it has all.
+        Address of the client, or its /64 network with IPv6, all of whose addresses belong to one client.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:
         super().__init__(**options)
         self.address = ""
-        self._all = connections
+        self._connections = connections
         self._header_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
 
     @property
-    def waits(self) -> bool:
-        """True while the server works on no request of it: none has come whole, or all were answered."""
-        return self._is_between or self.cycle.more_body or self.transport.is_closing()
+    def is_idle(self) -> bool:
+        """True while there is no complete request to answer."""
+        return self._awaits_headers or self.cycle.more_body or self.transport.is_closing()
 
     @property
-    def _is_between(self) -> bool:
-        """True until the headers of the next request have come."""
+    def _awaits_headers(self) -> bool:
+        """True until the headers of the next request are complete."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin, unless there are too many."""
+        """Start the timer for headers, or refuse the connection if there are too many."""
         super().connection_made(transport)
-        self.address = _address(self.client)
-        error = self._all.add(self)
+        self.address = _client_address(self.client)
+        error = self._connections.add(self)
         if error is None:
             self._expect_headers()
         else:
             self._refuse(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End."""
-        self._all.remove(self)
+        """Clean up."""
+        self._connections.remove(self)
         _stop(self._header_timer)
         _stop(self._read_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read a part of a request."""
+        """Handle data; stop the timer once the headers are complete."""
         if self.transport.is_closing():
             return
-        if self._is_between and self._header_timer is None:
+        if self._awaits_headers and self._header_timer is None:
             self._expect_headers()
         super().data_received(data)
-        if not self._is_between:
+        if not self._awaits_headers:
             _stop(self._header_timer)
             self._header_timer = None
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        self._all.renew(self)
+        """Mark the connection as recently used."""
+        self._connections.renew(self)
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Wait for a client that does not read."""
+        """Start the timer for a client that does not read."""
         super().pause_writing()
-        self._read_timer = self.loop.call_later(self._all.limits.read_seconds, self.transport.abort)
+        self._read_timer = self.loop.call_later(self._connections.limits.read_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on, since the client has read."""
+        """Stop the timer, since the client has read."""
         _stop(self._read_timer)
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not a request."""
+        """Answer a malformed request."""
         self._refuse(ApiError(400, msg))
 
     def _expect_headers(self) -> None:
-        self._header_timer = self.loop.call_later(self._all.limits.header_seconds, self._give_up)
+        self._header_timer = self.loop.call_later(self._connections.limits.header_seconds, self._time_out)
 
-    def _give_up(self) -> None:
-        """Close the connection; with an answer if a part of a request's headers has come."""
+    def _time_out(self) -> None:
+        """Close the connection, with an error if some of the headers have come."""
         if self.conn.trailing_data[0]:
-            seconds = self._all.limits.header_seconds
+            seconds = self._connections.limits.header_seconds
             self._refuse(ApiError(408, f"headers: found no end of them within {seconds:g} s"))
         else:
             self.transport.close()
 
     def _refuse(self, error: ApiError) -> None:
         """Answer with an error, and close the connection."""
-        # Not while an answer is written, nor behind one that came before its request had been read.
+        # Not in the middle of an answer, nor after one that was sent before its request was read.
         started = self.cycle is not None and self.cycle.response_started
         if not started or (self.cycle.response_complete and self.conn.their_state is not h11.SEND_BODY):
             body = json.dumps(error.body).encode()
@@ -180,12 +180,12 @@ def _stop(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-def _address(client: tuple[str, int] | None) -> str:
-    """The address, or network, whose connections are counted together."""
+def _client_address(client: tuple[str, int] | None) -> str:
+    """Address, or IPv6 network, whose connections are counted together."""
     host = client[0] if client else ""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:  # of a Unix socket
+    except ValueError:  # Unix socket
         return host
     if isinstance(address, ipaddress.IPv4Address):
         return host
@@ -193,17 +193,13 @@ def _address(client: tuple[str, int] | None) -> str:
 
 
 def _file_limit() -> int:
-    """The most connections that the process can open."""
+    """Maximum number of connections that the process can open."""
     try:
         import resource
-    except ImportError:  # of another system than Unix
+    except ImportError:  # not on Unix
         return 1 << 20
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft - _OPEN_FILES, 1)
-
-
-GRACE_SECONDS = 10
-"""Seconds that answers get to end when the server is told to stop."""
+    return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft - _OTHER_FILES, 1)
 
 
 def make_server(
@@ -214,16 +210,16 @@ def make_server(
     port: int = 8000,
     log_level: str = "info",
 ) -> uvicorn.Server:
-    """A server that listens when its ``run`` is called; set ``should_exit`` to stop it from another thread."""
+    """Make a server; its ``run`` listens, and setting ``should_exit`` stops it from another thread."""
     config = uvicorn.Config(
         make_app(engine, settings, template),
         host=host,
         port=port,
         log_level=log_level,
-        access_log=False,  # metrics count answers
+        access_log=False,  # see the metrics
         timeout_graceful_shutdown=GRACE_SECONDS,
-        http=partial(Connection, Connections(settings.limits)),  # type: ignore[arg-type]  # it takes any callable
-        timeout_keep_alive=settings.limits.idle_seconds,  # type: ignore[arg-type]  # nor need it be whole
+        http=partial(Connection, Connections(settings.limits)),  # type: ignore[arg-type]  # any callable works
+        timeout_keep_alive=settings.limits.idle_seconds,  # type: ignore[arg-type]  # a float works
         server_header=False,
         ws="none",
         lifespan="off",
@@ -239,44 +235,44 @@ def serve(
     port: int = 8000,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Answer requests until Ctrl-C or SIGTERM.
+    """Serve until Ctrl-C or SIGTERM.
 
     Parameters
     ----------
     engine : Engine
-        Closed by its owner.
+        Engine; not closed.
     settings : Settings
+        Settings of the server.
     template : ChatTemplate, optional
-        Template of conversations.
+        Chat template of the model.
     host, port
-        Where it listens; port 0 for any that is free.
+        Address to listen on; port 0 for any free port.
     on_ready : callable, optional
-        Told the address when it listens.
+        Called with the URL once the server listens.
 
     Raises
     ------
     HeteroError
-        If it cannot listen there.
+        If it cannot listen on the address.
     """
-    listening = _listen(host, port)
-    with listening:
-        name, number = listening.getsockname()[:2]
+    with _listen(host, port) as listener:
+        address, actual_port = listener.getsockname()[:2]
         if on_ready is not None:
-            on_ready(f"http://{f'[{name}]' if ':' in name else name}:{number}")
-        make_server(engine, settings, template, host, port).run(sockets=[listening])
+            on_ready(f"http://{f'[{address}]' if ':' in address else address}:{actual_port}")
+        make_server(engine, settings, template, host, port).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise HeteroError(f"{host}: found no such host: {error.strerror or error}") from error
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(2048)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
     except OSError as error:
-        made.close()
+        listener.close()
         raise HeteroError(f"{host}:{port}: cannot listen there: {error.strerror or error}") from error
-    return made
+    return listener

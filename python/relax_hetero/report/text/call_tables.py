@@ -1,4 +1,4 @@
-"""A call as tables: the steps by which it goes through queues, and the memory that it takes."""
+"""Tables about a call: its steps in queues, and its memory."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ _COLUMNS = ("weights", "transient", "arenas", "transfers", "results", "lower_bou
 
 @dataclass(frozen=True)
 class Schedules:
-    """How functions go through queues.
+    """Schedules of functions as tables.
 
     Attributes
     ----------
     devices : sequence of str
-        Device names, in manifest order.
+        Names of devices in manifest order.
+    schedules : sequence of Schedule
+        Schedules of functions.
     """
 
     devices: Sequence[str]
     schedules: Sequence[Schedule]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """As JSON data, with whether steps can overlap."""
+        """Convert to JSON data, with whether steps can overlap."""
         return [{**schedule.to_json(), "overlaps": schedule.overlaps()} for schedule in self.schedules]
 
     def tables(self) -> Iterator[Shown]:
-        """A table and a line for each function of more than one step."""
+        """Table and summary of each function with more than one step."""
         for schedule in self.schedules:
             if len(schedule.steps) > 1:
                 columns = ["step", "device", "runs", "waits for"]
@@ -42,24 +44,26 @@ class Schedules:
                 yield _steps_line(schedule)
 
     def lines(self) -> list[str]:
-        """How many steps each function of more than one step has, and whether they can overlap."""
+        """Summary of each function with more than one step."""
         return [_steps_line(schedule) for schedule in self.schedules if len(schedule.steps) > 1]
 
     def _rows(self, schedule: Schedule) -> list[list[str]]:
-        producers = {value: number for number, step in enumerate(schedule.steps) for value in step.makes}
+        producers = {value: index for index, step in enumerate(schedule.steps) for value in step.makes}
         rows = []
-        for number, step in enumerate(schedule.steps):
-            devices = ", ".join(map(self._name, step.devices))
+        for index, step in enumerate(schedule.steps):
+            devices = ", ".join(map(self._device_name, step.devices))
             waits = dict.fromkeys(producers[value] for value in step.reads if value in producers)
-            rows.append([str(number), devices, self._work(step), ", ".join(map(str, waits)) or "-"])
+            rows.append([str(index), devices, self._describe_work(step), ", ".join(map(str, waits)) or "-"])
         return rows
 
-    def _work(self, step: Step) -> str:
+    def _describe_work(self, step: Step) -> str:
         return (
-            f"transfer from {self._name(step.source)}" if step.is_transfer else ", ".join(step.calls) or step.function
+            f"transfer from {self._device_name(step.source)}"
+            if step.is_transfer
+            else ", ".join(step.calls) or step.function
         )
 
-    def _name(self, device: int) -> str:
+    def _device_name(self, device: int) -> str:
         return self.devices[device] if device >= 0 else "host"
 
 
@@ -73,7 +77,7 @@ def _steps_line(schedule: Schedule) -> str:
 
 
 def memory_tables(plan: MemoryPlan) -> Iterator[Shown]:
-    """The memory that calls take on each device, by use; functions whose sizes only a call gives are named."""
+    """Table of the memory of calls on each device, and a line for each function with symbolic sizes."""
     uses = [plan.at(name) for name in plan.functions if not plan.symbolic_dims(name)]
     if uses:
         columns = ["function", "device", *(column.replace("_", " ") for column in _COLUMNS), "ratio"]
@@ -82,7 +86,7 @@ def memory_tables(plan: MemoryPlan) -> Iterator[Shown]:
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
-    """The memory that a call of each function takes, all devices together."""
+    """Memory of a call of each function, summed over devices."""
     lines = {name: memory_line(plan.at(name)) for name in plan.functions if not plan.symbolic_dims(name)}
     if len(plan.functions) > 1:
         lines = {name: f"{name}: {line}" for name, line in lines.items()}
@@ -108,7 +112,7 @@ def _rows(uses: list[FunctionUse]) -> list[list[str]]:
 
 
 def use_with(plan: MemoryPlan, signature: FunctionSignature, inputs: Mapping[str, Any]) -> FunctionUse | None:
-    """Memory of a call with these arrays; None where that depends on more than their shapes."""
+    """Memory of a call with these inputs; None if it depends on more than their shapes."""
     dims = DimValues()
     for spec in signature.inputs:
         if isinstance(spec, TensorSpec) and spec.name in inputs:
@@ -120,7 +124,7 @@ def use_with(plan: MemoryPlan, signature: FunctionSignature, inputs: Mapping[str
 
 
 def memory_line(use: FunctionUse) -> str:
-    """Memory of a call, all devices together, in one line."""
+    """Memory of a call, summed over devices, in one line."""
     weights = sum(memory.weights for memory in use.devices)
-    ratio = f", {use.transient / use.lower_bound:.3f} times the least" if use.lower_bound else ""
-    return f"Memory: weights {bytes_text(weights)}, transient {bytes_text(use.transient)} a call{ratio}."
+    ratio = f", {use.transient / use.lower_bound:.3f} times the lower bound" if use.lower_bound else ""
+    return f"Memory: weights {bytes_text(weights)}, transient {bytes_text(use.transient)} per call{ratio}."

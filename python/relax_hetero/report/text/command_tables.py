@@ -1,4 +1,4 @@
-"""Command buffers as tables: their regions, the memory bound to each, and the commands in it."""
+"""Tables about command buffers: regions, their slots and commands."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ class CommandBuffers:
     Attributes
     ----------
     devices : sequence of str
-        Names of the manifest's entries.
+        Names of devices in manifest order.
+    regions : sequence of RegionSpec
+        Recorded regions.
     kernels : mapping of str to KernelSpec
-        Those that the regions call, at least.
+        At least the kernels that the regions call.
     single_calls : sequence of SingleCall
-        The kernel calls outside of regions, where there are regions.
+        Kernel calls outside of regions.
     """
 
     devices: Sequence[str]
@@ -46,7 +48,7 @@ class CommandBuffers:
     single_calls: Sequence[SingleCall] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data, with devices by name and the sizes that are known."""
+        """Convert to JSON data, with names of devices."""
         used = dict.fromkeys(name for region in self.regions for name in region.kernels)
         return {
             "regions": [
@@ -63,11 +65,11 @@ class CommandBuffers:
         }
 
     def tables(self) -> Iterator[Shown]:
-        """The regions, the slots and the commands of each, and the kernel calls outside of them."""
+        """Tables of regions, of the slots and commands of each, and of kernel calls outside of them."""
         if self.regions:
-            counted = [*_KINDS, "slots"]
-            columns = ["command buffer", "device", "runs as", *counted, "numbers", "constants", "arena", "until"]
-            yield table("Command buffers", columns, map(self._region_row, self.regions), right=[*counted, "arena"])
+            counts = [*_KINDS, "slots"]
+            columns = ["command buffer", "device", "runs as", *counts, "numbers", "constants", "arena", "until"]
+            yield table("Command buffers", columns, map(self._region_row, self.regions), right=[*counts, "arena"])
         for region in self.regions:
             yield from self._region_tables(region)
         if self.single_calls:
@@ -76,7 +78,7 @@ class CommandBuffers:
         yield self.line()
 
     def line(self) -> str:
-        """How many command buffers there are, and how many kernel calls in them and outside."""
+        """Numbers of command buffers, and of kernel calls in them and outside."""
         calls = sum(_counts(region)["kernels"] for region in self.regions)
         return (
             f"{plural(len(self.regions), 'command buffer')} of {plural(calls, 'kernel call')} in all, "
@@ -113,26 +115,26 @@ class CommandBuffers:
         ]
         columns = ["slot", "name", "access", "bytes", "aligned to", "type", "device"]
         yield table(f"Slots of {region.name}", columns, rows, right=["slot", "bytes", "aligned to"])
-        commands = [[str(number), *self._command_row(command)] for number, command in enumerate(region.commands)]
+        commands = [[str(index), *self._command_row(command)] for index, command in enumerate(region.commands)]
         yield table(f"Commands of {region.name}", ["", "command", "reads", "writes", "numbers", "result"], commands)
 
     def _command_row(self, command: Command) -> list[str]:
         if isinstance(command, Copy):
-            return ["copy", _place(command.source), _place(command.target), "", ""]
+            return ["copy", _memory(command.source), _memory(command.target), "", ""]
         if isinstance(command, Fill):
-            return ["fill", "", _place(command.target), command.pattern, ""]
+            return ["fill", "", _memory(command.target), command.pattern, ""]
         if not isinstance(command, Dispatch):
             return ["barrier", "", "", "", ""]
         tensors = self.kernels[command.kernel].tensors
         operands = list(zip(command.operands, (tensor.access for tensor in tensors), strict=True))
-        read = [reference for reference, access in operands if access == READ]
-        written = [reference for reference, access in operands if access != READ]
+        reads = [reference for reference, access in operands if access == READ]
+        writes = [reference for reference, access in operands if access != READ]
         conditions = [("count", command.count), ("when", command.when), ("unless", command.unless)]
-        read_too = [f"{word} {_place(reference)}" for word, reference in conditions if reference is not None]
+        condition_reads = [f"{word} {_memory(reference)}" for word, reference in conditions if reference is not None]
         return [
             command.kernel,
-            ", ".join([*map(_place, read), *read_too]),
-            ", ".join(map(_place, written)),
+            ", ".join([*map(_memory, reads), *condition_reads]),
+            ", ".join(map(_memory, writes)),
             ", ".join(map(str, command.scalars)),
             command.variable,
         ]
@@ -150,7 +152,7 @@ def _counts(region: RegionSpec) -> dict[str, int]:
 
 
 def _constant_bytes(region: RegionSpec) -> int:
-    """Bytes of the constants, each once, as far as commands reach into them."""
+    """Bytes of the constants, without duplicates, up to the last byte that commands use."""
     sizes: dict[int, int] = {}
     for reference in _references(region.commands):
         if reference.space == DIRECT:
@@ -169,8 +171,8 @@ def _references(commands: Iterable[Command]) -> Iterable[Reference]:
             yield command.target
 
 
-def _place(reference: Reference) -> str:
-    """``slot 0``, ``direct 3``, ``arena +128``."""
+def _memory(reference: Reference) -> str:
+    """Format a reference to memory, such as ``slot 0``, ``direct 3`` or ``arena +128``."""
     base = "arena" if reference.space == ARENA else f"{reference.space} {reference.index}"
     return f"{base} +{reference.offset}" if reference.offset != 0 or reference.space == ARENA else base
 

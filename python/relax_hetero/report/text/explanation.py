@@ -1,4 +1,4 @@
-"""Explanations: where each op of a model runs and why, how it is stored, fused and scheduled, and what that takes."""
+"""Explanations of a model: placement and its reasons, encodings, fusions, command buffers, schedules and memory."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
     from ...vm import Executable
 
 SECTIONS = ("ops", "transfers", "encodings", "kernels", "commands", "steps", "memory", "token")
-"""The parts of an explanation that have a line for every op, transfer, kernel call or step."""
+"""Sections of an explanation, with a row for every op, transfer, kernel call or step."""
 
 ALL = "all"
 
-# An overview lists so many ops, or reasons, one by one; more are counted.
-_MAX_ROWS = 12
-_KINDS_SHOWN = 5
-
-# The fields of an entry that programs get: those of `relax_hetero.transform.PlacementEntry`.
+_MAX_OVERVIEW_ROWS = 12
+_MAX_LISTED_KINDS = 5
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
+"""Fields of entries in JSON: those of `relax_hetero.transform.PlacementEntry`."""
 
 
 @dataclass(frozen=True)
 class DeviceTotal:
-    """Contents and work of one device; bytes are of results, parameters and constants on it."""
+    """Numbers of ops and transfers of one device, and bytes of its results, parameters and constants."""
 
     name: str
     target: str
@@ -50,42 +48,42 @@ class DeviceTotal:
     unknown_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data; `unknown_bytes` counts values whose size depends on a symbolic shape."""
+        """Convert to JSON data; `unknown_bytes` counts values of symbolic size."""
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Where everything of a model is.
+    """Explanation of a model; parts that are unknown are None.
 
     Attributes
     ----------
     model : str
-        The file's name.
+        Name of the file.
     targets : mapping of str to str
-        Device name (``llvm:0``) to its target, in manifest order.
+        Targets by device name (``llvm:0``), in manifest order.
     entries : sequence of mapping of str to object
-        The placement report's entries as JSON objects.
+        Entries of the placement report as JSON data.
     encodings : mapping of str to object or None
-        The report of encodings as JSON data, None where there is none.
+        Report of encodings as JSON data.
     fusions : mapping of str to object or None
-        The report of fusions as JSON data, None where there is none.
+        Report of fusions as JSON data.
     commands : CommandBuffers or None
-        The command buffers, None where nobody looked for any.
+        Command buffers.
     memory : MemoryPlan or None
-        The memory plan, None where there is none.
+        Memory plan.
     schedules : Schedules or None
-        The steps of functions that use several devices, None where nobody looked for any.
+        Schedules of functions.
     estimate : mapping of str to object or None
-        Estimate of the placement by the cost model as JSON data, None where it did not place.
+        Estimate of the cost model as JSON data; None without automatic placement.
     cache : CacheUse or None
-        Whether the compile cache has it compiled, or had where it was compiled; None where nobody looked.
+        Use of the compile cache.
     optional : sequence of str
-        Names of the devices that a machine may lack.
+        Names of optional devices.
     features : mapping of str to sequence of str
-        Device name to LLVM's names of a CPU's features, where the executable knows them.
+        LLVM's names of CPU features by device name, if the executable has them.
     token : TokenCost or None
-        Cost of a token of a language model, None for any other model.
+        Cost of a token; None if it is not a language model.
     """
 
     model: str
@@ -103,22 +101,22 @@ class Explanation:
     token: TokenCost | None = None
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
-        """The entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
+        """Entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
         return [entry for entry in self.entries if entry["kind"] == kind]
 
     def totals(self) -> list[DeviceTotal]:
-        """One total per device, in manifest order; then devices only entries name (the implicit host)."""
+        """Totals of devices in manifest order, then of devices that only entries name (the implicit host)."""
         names = list(dict.fromkeys([*self.targets, *(entry["device"] for entry in self.entries)]))
         return [self._total(name) for name in names]
 
     def _total(self, name: str) -> DeviceTotal:
-        mine = [entry for entry in self.entries if entry["device"] == name]
+        entries = [entry for entry in self.entries if entry["device"] == name]
 
         def size(kind: str) -> int:
-            return sum(entry["bytes"] or 0 for entry in mine if entry["kind"] == kind)
+            return sum(entry["bytes"] or 0 for entry in entries if entry["kind"] == kind)
 
         def count(kind: str) -> int:
-            return sum(entry["kind"] == kind for entry in mine)
+            return sum(entry["kind"] == kind for entry in entries)
 
         return DeviceTotal(
             name=name,
@@ -129,11 +127,11 @@ class Explanation:
             constant_bytes=size("constant"),
             transfers_in=count("transfer"),
             transfer_bytes=size("transfer"),
-            unknown_bytes=sum(entry["bytes"] is None for entry in mine),
+            unknown_bytes=sum(entry["bytes"] is None for entry in entries),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data, all sections with all their entries."""
+        """Convert to JSON data, with all entries of all sections."""
         return {
             "model": self.model,
             "devices": [total.to_json() for total in self.totals()],
@@ -155,12 +153,12 @@ class Explanation:
         return {"devices": [dict(vars(total)) for total in encoding_totals(self.encodings)], **self.encodings}
 
     def tables(self, *sections: str) -> Iterator[Shown]:
-        """The tables of `SECTIONS`, in order; without any, an overview that is short however large the model is.
+        """Iterate over the tables of `SECTIONS`; without any, an overview that is short for any model.
 
         Raises
         ------
         BindingError
-            A name that is neither of a section nor "all".
+            If a name is not a section or "all".
         """
         for name in sections:
             if name not in (*SECTIONS, ALL):
@@ -197,10 +195,10 @@ class Explanation:
 
     def _overview(self) -> Iterator[Shown]:
         yield self._device_table()
-        if len(self.of_kind("op")) <= _MAX_ROWS:
+        if len(self.of_kind("op")) <= _MAX_OVERVIEW_ROWS:
             yield self._op_table()
         else:
-            yield table("Placement", ["device", "ops", "which", "why"], self._placement_rows(), right=["ops"])
+            yield table("Placement", ["device", "ops", "kinds", "why"], self._placement_rows(), right=["ops"])
         if missed := self._missed_rows():
             yield table("Missed", ["missed", "times", "why"], missed, right=["times"])
         yield self._placement_line()
@@ -217,7 +215,7 @@ class Explanation:
         if self.token is not None:
             yield from _token_tables(self.token)
         yield from self._closing_lines()
-        yield f"Ask for more: {', '.join(SECTIONS)}, or {ALL}."
+        yield f"More sections: {', '.join(SECTIONS)}, or {ALL}."
 
     def _device_table(self) -> Shown:
         columns = ["device", "ops", "results", "parameters", "constants", "transfers in", "target"]
@@ -240,29 +238,29 @@ class Explanation:
         return table("Ops", columns, _rows(self.of_kind("op"), "variable", "op", "device"), ["bytes"])
 
     def _placement_rows(self) -> list[list[str]]:
-        """The ops that are on one device for one reason, most ops first."""
+        """Ops grouped by device and reason, largest groups first."""
         groups: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         for entry in self.of_kind("op"):
             reason = entry["reason"]
-            # Of automatic placement the figures of each op are left to the table of ops.
-            decided = reason.partition(": ")[0] if reason.startswith(AUTO) else reason
-            groups[entry["device"], decided][entry["op"].removeprefix("relax.").removeprefix("nn.")] += 1
+            # Figures of automatic placement differ for each op; the table of ops has them.
+            general = reason.partition(": ")[0] if reason.startswith(AUTO) else reason
+            groups[entry["device"], general][entry["op"].removeprefix("relax.").removeprefix("nn.")] += 1
         rows = [
-            [device, f"{kinds.total():,}", _counted(kinds), decided]
-            for (device, decided), kinds in sorted(groups.items(), key=lambda group: -group[1].total())
+            [device, f"{kinds.total():,}", _list_kinds(kinds), reason]
+            for (device, reason), kinds in sorted(groups.items(), key=lambda group: -group[1].total())
         ]
-        return _shortened(rows, "reasons")
+        return _shorten(rows, "reasons")
 
     def _missed_rows(self) -> list[list[str]]:
-        """Why ops are not encoded, not fused and not in a command buffer, the most frequent reasons first."""
-        found: Counter[tuple[str, str]] = Counter()
+        """Reasons of missed encodings, fusions and command buffers, most frequent first."""
+        reasons: Counter[tuple[str, str]] = Counter()
         if self.encodings is not None:
-            found.update(("encoding", entry["reason"]) for entry in self.encodings["cancelled"])
+            reasons.update(("encoding", entry["reason"]) for entry in self.encodings["cancelled"])
         if self.fusions is not None:
-            found.update(("fusion", entry["reason"]) for entry in self.fusions["missed"])
+            reasons.update(("fusion", entry["reason"]) for entry in self.fusions["missed"])
         if self.commands is not None:
-            found.update(("command buffer", call.why) for call in self.commands.single_calls)
-        return _shortened([[what, f"{count:,}", why] for (what, why), count in found.most_common()], "reasons")
+            reasons.update(("command buffer", call.why) for call in self.commands.single_calls)
+        return _shorten([[kind, f"{count:,}", reason] for (kind, reason), count in reasons.most_common()], "reasons")
 
     def _placement_line(self) -> str:
         transfers, ops = self.of_kind("transfer"), self.of_kind("op")
@@ -281,40 +279,40 @@ class Explanation:
 
 
 def explain(executable: Executable, sections: Sequence[str], file: TextIO | None = None) -> None:
-    """Print the explanation of an executable; the provider of ``Executable.explain``."""
+    """Print the explanation of an executable; provider of ``Executable.explain``."""
     show(explanation_of(executable).tables(*sections), file)
 
 
 def explanation_of(executable: Executable, model: str = "") -> Explanation:
-    """The explanation that an executable carries; neither its devices nor the compiler are needed.
+    """Read the explanation of an executable; needs neither its devices nor the compiler.
 
     Raises
     ------
     HeteroError
-        The executable has no placement report.
+        If the executable has no placement report.
     """
-    about = executable.metadata
-    if about.placement is None:
+    metadata = executable.metadata
+    if metadata.placement is None:
         raise HeteroError(
             f"{model or executable} holds no placement report; it was not made by this library's compiler"
         )
-    from ...llm.token_cost import token_cost  # imports TVM, which the help of commands does without
+    from ...llm.token_cost import token_cost  # imports TVM, which --help does not need
 
-    names = device_names(about.devices)
+    names = device_names(metadata.devices)
     return Explanation(
         model,
-        {name: device.target for name, device in zip(names, about.devices, strict=True)},
-        about.placement,
-        about.encodings,
-        about.fusions,
-        CommandBuffers(names, about.regions, about.kernels, about.single_calls),
-        about.placement_estimate,
+        {name: device.target for name, device in zip(names, metadata.devices, strict=True)},
+        metadata.placement,
+        metadata.encodings,
+        metadata.fusions,
+        CommandBuffers(names, metadata.regions, metadata.kernels, metadata.single_calls),
+        metadata.placement_estimate,
         executable.memory_plan,
-        Schedules(names, about.schedules),
-        about.cache,
-        [names[index] for index in about.optional],
-        {n: d.cpu_features for n, d in zip(names, about.devices, strict=True) if d.cpu_features is not None},
-        token_cost(about.regions, about.kernels, names, about.placement, about.single_calls),
+        Schedules(names, metadata.schedules),
+        metadata.cache,
+        [names[index] for index in metadata.optional],
+        {n: d.cpu_features for n, d in zip(names, metadata.devices, strict=True) if d.cpu_features is not None},
+        token_cost(metadata.regions, metadata.kernels, names, metadata.placement, metadata.single_calls),
     )
 
 
@@ -327,30 +325,33 @@ def _estimate_line(estimate: Mapping[str, Any]) -> str:
     time = "one call takes" if estimate["objective"] == "latency" else "time between calls"
     busy = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in estimate["busy_seconds"].items())
     lines = [f"busy for one call: {busy}"]
-    if alone := estimate.get("single_device_seconds"):
-        lines.append("on one device: " + ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in alone.items()))
+    if single := estimate.get("single_device_seconds"):
+        lines.append("on one device: " + ", ".join(f"{name} {secs * 1e3:.3g} ms" for name, secs in single.items()))
     if estimate.get("figures"):
         lines.append(f"figures: {estimate['figures']}")
     if sizes := estimate.get("assumed_sizes"):
-        lines.append("open sizes taken as " + ", ".join(f"{name} = {size}" for name, size in sizes.items()))
+        lines.append("symbolic sizes assumed as " + ", ".join(f"{name} = {size}" for name, size in sizes.items()))
     return (
         f"Placed for {estimate['objective']} by the cost model: {time} {estimate['seconds'] * 1e3:.3g} ms; "
         f"{'; '.join(lines)}."
     )
 
 
-def _counted(kinds: Counter[str]) -> str:
-    """``26 conv2d, 26 add, 2 others``."""
-    shown = [f"{count:,} {kind}" for kind, count in kinds.most_common(_KINDS_SHOWN)]
-    others = kinds.total() - sum(count for _, count in kinds.most_common(_KINDS_SHOWN))
-    return ", ".join([*shown, f"{others:,} others"] if others else shown)
+def _list_kinds(kinds: Counter[str]) -> str:
+    """List kinds by frequency, such as ``26 conv2d, 26 add, 2 others``."""
+    texts = [f"{count:,} {kind}" for kind, count in kinds.most_common(_MAX_LISTED_KINDS)]
+    rest = kinds.total() - sum(count for _, count in kinds.most_common(_MAX_LISTED_KINDS))
+    return ", ".join([*texts, f"{rest:,} others"] if rest else texts)
 
 
-def _shortened(rows: list[list[str]], noun: str) -> list[list[str]]:
-    """The first rows, and how many more there are."""
-    if len(rows) <= _MAX_ROWS:
+def _shorten(rows: list[list[str]], noun: str) -> list[list[str]]:
+    """Keep the first rows, and count the others."""
+    if len(rows) <= _MAX_OVERVIEW_ROWS:
         return rows
-    return [*rows[: _MAX_ROWS - 1], [*[""] * (len(rows[0]) - 1), f"and {len(rows) - _MAX_ROWS + 1:,} more {noun}"]]
+    return [
+        *rows[: _MAX_OVERVIEW_ROWS - 1],
+        [*[""] * (len(rows[0]) - 1), f"and {len(rows) - _MAX_OVERVIEW_ROWS + 1:,} more {noun}"],
+    ]
 
 
 def _rows(entries: Sequence[Mapping[str, Any]], *fields: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""Kernels as tables: how the tensors of encoded ops are stored, and which ops each kernel computes."""
+"""Tables about encodings (how tensors are stored) and fusions (which ops each kernel computes)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ...display.text import bytes_text, plural
 
 @dataclass(frozen=True)
 class EncodingTotal:
-    """The sums of the encodings on one device.
+    """Sums over the encodings on one device.
 
     Attributes
     ----------
     ops, kernels : int
-        Encoded ops, and the distinct kernels that compute them.
+        Number of encoded ops, and of distinct kernels that compute them.
     packed : int
-        Tensors that are packed on it, each once: weights at compile time, others at run time.
+        Number of packed tensors: weights are packed at compile time, others at run time.
     bytes_before, bytes_after : int
-        Bytes of these, row-major and as they are stored.
+        Their bytes in row-major order, and as stored.
     unknown_sizes : int
-        Packed tensors that are not in the sums: their size depends on a symbolic shape.
+        Number of packed tensors of symbolic size, which are not in the bytes.
     cancelled : int
-        Ops that stay stock ops.
+        Number of ops whose encoding was cancelled.
     """
 
     device: str
@@ -40,39 +40,35 @@ class EncodingTotal:
 
 
 def encoding_totals(encodings: Mapping[str, Any]) -> list[EncodingTotal]:
-    """One total per device that has an encoded or a cancelled op, by name."""
+    """Totals of each device with an encoded or cancelled op, sorted by name."""
     devices = sorted({entry["device"] for entry in (*encodings["ops"], *encodings["cancelled"])})
     return [_total(device, encodings) for device in devices]
 
 
 def _total(device: str, encodings: Mapping[str, Any]) -> EncodingTotal:
     ops = [op for op in encodings["ops"] if op["device"] == device]
-    # A tensor that several ops read is packed once.
+    # The key is unique per tensor: one that several ops read is packed once.
     packed = {
         (op["function"], operand["variable"]): (operand["bytes_before"], operand["bytes_after"])
         for op in ops
         for operand in op["operands"]
         if operand["packed"] in ("at compile time", "at run time")
     }
-    known = [sizes for sizes in packed.values() if all(isinstance(size, int) for size in sizes)]
+    static = [sizes for sizes in packed.values() if all(isinstance(size, int) for size in sizes)]
     return EncodingTotal(
         device=device,
         ops=len(ops),
         kernels=len({op["kernel"] for op in ops if op["kernel"]}),
         packed=len(packed),
-        bytes_before=sum(before for before, _ in known),
-        bytes_after=sum(after for _, after in known),
-        unknown_sizes=len(packed) - len(known),
+        bytes_before=sum(before for before, _ in static),
+        bytes_after=sum(after for _, after in static),
+        unknown_sizes=len(packed) - len(static),
         cancelled=sum(entry["device"] == device for entry in encodings["cancelled"]),
     )
 
 
 def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
-    """Tables of encodings.
-
-    They have totals per device, encoded transfers, ops whose encoding was cancelled, the layouts of every encoded op,
-    and the forms of convolutions.
-    """
+    """Tables of totals by device, encoded transfers, cancelled encodings, layouts, and forms of convolutions."""
     totals = encoding_totals(encodings)
     columns = ["device", "encoded ops", "kernels", "packed tensors", "bytes before", "bytes after", "cancelled"]
     rows = [
@@ -90,7 +86,7 @@ def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
     if rows:
         yield table("Encodings", columns, rows, right=columns[1:])
     if encodings["transfers"]:
-        columns = ["encoded transfer", "from", "to", "layout on the way", "bytes", "laid out anew"]
+        columns = ["encoded transfer", "from", "to", "layout on the way", "bytes", "relayout"]
         fields = ("variable", "source", "destination", "layout")
         rows = [
             [*(entry[field] for field in fields), size_text(entry["bytes"]), entry["relayout"] or "no"]
@@ -103,16 +99,16 @@ def encoding_tables(encodings: Mapping[str, Any]) -> Iterator[Shown]:
     if encodings["ops"]:
         columns = ["variable", "op", "device", "operand", "shape", "layout", "packed", "bytes"]
         yield table("Layouts", columns, [row for op in encodings["ops"] for row in _operand_rows(op)])
-    # A library that was made before reports had it lacks the form.
+    # Older libraries lack the form.
     forms = [(op, op.get("form", "").partition(": ")) for op in encodings["ops"] if op.get("form")]
     if forms:
-        rows = [[op["variable"], op["device"], form, why] for op, (form, _, why) in forms]
+        rows = [[op["variable"], op["device"], form, reason] for op, (form, _, reason) in forms]
         yield table("Forms of convolutions", ["variable", "device", "form", "why"], rows)
     yield encodings_line(encodings)
 
 
 def encodings_line(encodings: Mapping[str, Any]) -> str:
-    """How many ops and transfers are encoded, and how many encodings were cancelled."""
+    """Numbers of encoded ops, encoded transfers and cancelled encodings."""
     return (
         f"{plural(len(encodings['ops']), 'encoded op')}, "
         f"{plural(len(encodings['transfers']), 'encoded transfer')}, {len(encodings['cancelled']):,} cancelled."
@@ -120,13 +116,12 @@ def encodings_line(encodings: Mapping[str, Any]) -> str:
 
 
 def size_text(size: int | str) -> str:
-    """Bytes as people read them; an expression of symbolic extents as it is."""
+    """Format a number of bytes; symbolic expressions stay as they are."""
     return bytes_text(size) if isinstance(size, int) else size
 
 
 def _operand_rows(op: Mapping[str, Any]) -> Iterator[list[str]]:
-    what = op["op"] + (f", then {op['epilogue']}" if op["epilogue"] else "")
-    head = [op["variable"], what, op["device"]]
+    head = [op["variable"], op["op"] + (f", then {op['epilogue']}" if op["epilogue"] else ""), op["device"]]
     for operand in op["operands"]:
         before, after = size_text(operand["bytes_before"]), size_text(operand["bytes_after"])
         yield [
@@ -141,7 +136,7 @@ def _operand_rows(op: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def fusion_tables(fusions: Mapping[str, Any]) -> Iterator[Shown]:
-    """Every kernel call with the ops that it computes, and the ops that were not fused."""
+    """Tables of kernel calls with their ops, and of missed fusions."""
     dispatches, missed = fusions["dispatches"], fusions["missed"]
     if dispatches:
         rows = [
@@ -149,7 +144,7 @@ def fusion_tables(fusions: Mapping[str, Any]) -> Iterator[Shown]:
                 entry["variable"],
                 entry["kernel"],
                 entry["device"] or "host",
-                # A library that was made before reports had it lacks the precision.
+                # Older libraries lack the precision.
                 entry.get("precision", ""),
                 ", ".join(entry["ops"]),
             ]
@@ -163,7 +158,7 @@ def fusion_tables(fusions: Mapping[str, Any]) -> Iterator[Shown]:
 
 
 def fusions_line(fusions: Mapping[str, Any]) -> str:
-    """How many kernel calls compute how many ops, and in which precision they compute products."""
+    """Numbers of ops, kernel calls and missed fusions, and precisions of products."""
     dispatches = fusions["dispatches"]
     ops = sum(len(entry["ops"]) for entry in dispatches)
     kernels = len({entry["kernel"] for entry in dispatches})
@@ -174,14 +169,14 @@ def fusions_line(fusions: Mapping[str, Any]) -> str:
 
 
 def product_precisions(fusions: Mapping[str, Any]) -> dict[str, int]:
-    """How many kernel calls compute products in which precision, the most frequent first."""
+    """Number of kernel calls that compute products, by precision, most frequent first."""
     products = [entry for entry in fusions["dispatches"] if any(map(_is_product, entry["ops"]))]
     return dict(Counter(entry.get("precision", "") for entry in products).most_common())
 
 
 def precisions_text(precisions: Mapping[str, int]) -> str:
-    """A line such as ``Products: 53 in u8*s8->s32, 1 in f32.``."""
-    counts = ", ".join(f"{count:,} in {precision or 'what is not known'}" for precision, count in precisions.items())
+    """Format precisions, such as ``Products: 53 in u8*s8->s32, 1 in f32.``."""
+    counts = ", ".join(f"{count:,} in {precision or 'unknown precision'}" for precision, count in precisions.items())
     return f"Products: {counts or 'none'}."
 
 

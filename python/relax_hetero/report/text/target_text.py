@@ -1,4 +1,4 @@
-"""Targets as people read them."""
+"""Short texts for targets."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ...artifact.metadata import DeviceSpec
 
 
 def target_text(target: str, features: Sequence[str] | None = None) -> str:
-    """A target's kind, and a CPU's instructions or the architecture of a GPU: ``llvm AVX2``, ``cuda sm_90``.
+    """Format a target as its kind and a CPU's instructions or a GPU's architecture: ``llvm AVX2``, ``cuda sm_90``.
 
     Parameters
     ----------
     target : str
-        JSON text; a name, or text that is not a target, stays as it is.
+        Target as JSON; other text stays as it is.
     features : sequence of str, optional
-        LLVM's names of a CPU's features, where they are known; else LLVM is asked, if it is here.
+        LLVM's names of a CPU's features; by default they come from LLVM, if it is installed.
     """
     from ...target.instruction_names import instruction_names
-    from ...vm.device.cpu_features import with_features  # imports TVM, which the help of commands does without
+    from ...vm.device.cpu_features import with_features  # imports TVM, which --help does not need
 
     try:
         fields = json.loads(target)

@@ -1,10 +1,10 @@
 """Attention in one kernel: scores, mask, softmax and values, head by head.
 
-The loops, from outside: tasks, heads and blocks of queries, blocks of keys, tiles of queries. A block of keys is
-packed transposed into scratch, so that scores are an ordinary product; the values of the block are copied beside
-them. The scores of a tile of queries against a block of keys stay in the first-level cache. Where there are several
-blocks of keys, softmax runs on: sums so far are rescaled by the maximum that grew (Milakov and Gimelshein,
-"Online normalizer calculation for softmax"; Dao et al., "FlashAttention").
+The loops, outermost first: tasks, heads and blocks of queries, blocks of keys, tiles of queries. A block of keys is
+packed transposed to scratch, so that scores are an ordinary product; the values of the block are copied too. The scores
+of a tile of queries and a block of keys stay in the L1 cache. With several blocks of keys, softmax is online: a larger
+row maximum rescales earlier sums (Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao et al.,
+"FlashAttention"). CPUs with Intel AMX compute scores and values as products of tiles.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from ..core.builder import (
 from ..core.work_split import part
 from ..math.vector_math import constant, exp_nonpositive
 from ..matmul import amx
-from ..matmul.fp16_partial_sums import marked
+from ..matmul.amx import LEFT_TILES, RIGHT_TILES
+from ..matmul.fp16_partial_sums import mark_fp16_partial_sums
 from ..matmul.k_step import llvm_import
 from .attention_operands import pack_keys, pack_values, store_weights
 from .attention_spec import (
@@ -56,23 +57,22 @@ from .attention_spec import (
 )
 from .attention_tile import QueryRows, Span, emit_tile
 
-# Attention by tile registers (Intel AMX): scores and values are products of tiles, softmax is done row by row.
+# Attention by Intel AMX: scores and values are products of tiles, softmax works on rows.
 #
 # A pair of tiles holds up to 32 queries. Keys and values of a block are packed as for vectors that multiply pairs of
-# bfloat16 (`attention_operands`), which is how tiles want right factors; queries are copied, with zeros behind their
-# width. What tiles multiply along k goes on to whole steps: there, keys and the powers of e are zeros, and nothing that
-# they meet is a NaN.
+# bfloat16 (`attention_operands`), which is the layout of right factors of tiles; queries are copied, with zeros after
+# their width. Products extend along k to whole k-steps, where keys and softmax weights are zeros, and other factors are
+# finite.
 
-# Rows whose softmax goes on at once: each alone waits for its maximum and its sum. Measured without tiles (Zen 5, 128
-# keys): 4 rows take 12 to 20 % less than one after the other.
-_TOGETHER = 4
+# Rows whose softmax is interleaved, because each waits for its maximum and its sum. Measured without AMX (Zen 5, 128
+# keys): 4 rows take 12 to 20 % less time than in sequence.
+_SOFTMAX_ROWS = 4
 
-_WORD = 4  # bytes of an element of scratch: a float32, or a pair
-_LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
+_WORD_BYTES = 4  # an element of scratch: a float32, or a pair
 
 
-def begin_tiles(spec: AttentionSpec) -> None:
-    """Begin a task: tiles get their shapes, and elements that no key writes become zero."""
+def begin_amx_task(spec: AttentionSpec) -> None:
+    """Begin a task: configure tiles, and clear elements of scratch that no key overwrites."""
     low, high = _heights(spec)
     second = high or 1
     amx.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
@@ -82,11 +82,11 @@ def begin_tiles(spec: AttentionSpec) -> None:
         return
     with loop(blocks.keys // blocks.columns) as panel, loop((depth - width) * blocks.vectors) as vector:
         start = spec.at("keys") + (panel * depth + width) * blocks.columns + vector * blocks.lanes
-        T.buffer_store(spec.room, zeros("float32", blocks.lanes), [lane_indices(start, blocks.lanes)])
+        T.buffer_store(spec.scratch, zeros("float32", blocks.lanes), [lane_indices(start, blocks.lanes)])
 
 
 def pad_values(spec: AttentionSpec, size: Expr) -> None:
-    """Zeros behind the last value of a block, up to a whole step."""
+    """Write zeros after the last value of a block, up to a whole k-step."""
     blocks = spec.blocks
     step = TILE_ROWS
     if isinstance(size, int) and size % (2 * step) == 0:
@@ -96,19 +96,19 @@ def pad_values(spec: AttentionSpec, size: Expr) -> None:
     with loop(blocks.value_panels) as panel, loop(left) as row, loop(blocks.vectors) as vector:
         start = (panel * (blocks.keys // 2) + pairs + row) * blocks.columns + vector * blocks.lanes
         index = lane_indices(spec.at("values") + start, blocks.lanes)
-        T.buffer_store(spec.room, zeros("float32", blocks.lanes), [index])
+        T.buffer_store(spec.scratch, zeros("float32", blocks.lanes), [index])
 
 
-def emit_query_tiles(
+def emit_amx_queries(
     spec: AttentionSpec, instruction: AmxInstruction, at: dict[str, Expr], queries: tuple[Expr, Expr], span: Span
 ) -> None:
-    """The work of a block of queries, from the first to the last, for a block of keys."""
+    """Write the attention of a range of queries to a block of keys."""
     begin, end = queries
     rows = spec.blocks.rows
     with loop(materialize(ceil_div(end - begin, rows))) as pair:
         within = materialize(pair * rows)
         count = materialize(T.min(end - begin - within, int64(rows)))
-        tiles = _QueryTiles(spec, instruction, at, materialize(begin + within), within, count, span)
+        tiles = _AmxQueryTiles(spec, instruction, at, materialize(begin + within), within, count, span)
         tiles.copy_queries()
         tiles.scores()
         tiles.softmax()
@@ -120,8 +120,8 @@ def _heights(spec: AttentionSpec) -> tuple[int, int]:
     return (ceil_div(rows, 2), rows // 2) if rows > TILE_ROWS else (rows, 0)
 
 
-class _QueryTiles(QueryRows):
-    """A pair of tiles of queries, or one, while its code is written."""
+class _AmxQueryTiles(QueryRows):
+    """Code of a pair of tiles of queries, or of one tile."""
 
     def __init__(
         self,
@@ -139,36 +139,36 @@ class _QueryTiles(QueryRows):
         self.lefts = (0, 1) if self.heights[1] else (0,)
         self.sums = [(2 * i + j, i, j) for j in range(self.vectors) for i in self.lefts]
         self.steps = materialize(ceil_div(self.count, spec.blocks.columns))
-        """Tiles of keys in pairs, and steps along keys."""
+        """Number of pairs of tiles of keys, and of k-steps along keys."""
 
-    def _place(self, start: Expr) -> Expr:
-        return amx.address(self.spec.room, start)
+    def _address(self, start: Expr) -> Expr:
+        return amx.address(self.spec.scratch, start)
 
     def _multiply(self, left: Expr, distance: int, right: Expr) -> None:
-        """Add a step of 64 bytes: left factors from `left` on, rows so many elements apart, right ones from `right`."""
+        """Write a k-step of 64 bytes, from rows of left factors `distance` elements apart, and right factors."""
         columns = self.spec.blocks.columns
         for j in range(self.vectors):
-            amx.load(_RIGHT[j], self._place(right + j * self.lanes), columns * _WORD)
+            amx.load(RIGHT_TILES[j], self._address(right + j * self.lanes), columns * _WORD_BYTES)
         for i in self.lefts:
             skipped = self.heights[0] * distance if i else 0
-            amx.load(_LEFT[i], self._place(left + skipped), distance * _WORD)
+            amx.load(LEFT_TILES[i], self._address(left + skipped), distance * _WORD_BYTES)
         for tile, i, j in self.sums:
-            amx.multiply(self.instruction, tile, _LEFT[i], _RIGHT[j])
+            amx.multiply(self.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
 
     def _clear(self) -> None:
         for tile, _, _ in self.sums:
             amx.clear(tile)
 
-    def _each_sum(self, start: Expr, distance: int, move: Callable[[int, Expr, Expr], None]) -> None:
-        """Load or store the tiles of sums, whose rows are so many elements apart."""
+    def _for_sums(self, start: Expr, distance: int, move: Callable[[int, Expr, Expr], None]) -> None:
+        """Load or store the accumulator tiles, with rows `distance` elements apart."""
         for tile, i, j in self.sums:
             skipped = self.heights[0] * distance if i else 0
-            move(tile, self._place(start + (skipped + j * self.lanes)), distance * _WORD)
+            move(tile, self._address(start + (skipped + j * self.lanes)), distance * _WORD_BYTES)
 
     # -- scores
 
     def copy_queries(self) -> None:
-        """The rows into scratch, zeros behind their width."""
+        """Copy the queries to scratch, with zeros after their width."""
         spec, view = self.spec, self.spec.query
         line = TILE_BYTES // bytes_of(view.nominal)
         whole, left = divmod(spec.sizes["d"], line)
@@ -178,11 +178,11 @@ class _QueryTiles(QueryRows):
             target = materialize(spec.at("queries") + r * distance)
             for number in range(whole + (left > 0)):
                 count = TILE_BYTES if number < whole else left * bytes_of(view.nominal)
-                place = self._place(target + number * (TILE_BYTES // _WORD))
-                amx.copy_line(amx.address(view.data, source + number * line), place, count)
+                target_address = self._address(target + number * (TILE_BYTES // _WORD_BYTES))
+                amx.copy_line(amx.address(view.data, source + number * line), target_address, count)
 
     def scores(self) -> None:
-        """Products of queries and keys into scratch."""
+        """Write products of queries and keys to scratch."""
         spec, blocks = self.spec, self.spec.blocks
         depth = blocks.width // 2
         queries, scores = materialize(spec.at("queries")), materialize(spec.at("scores"))
@@ -190,61 +190,61 @@ class _QueryTiles(QueryRows):
             keys = materialize(spec.at("keys") + panel * (depth * blocks.columns))
             self._clear()
             for step in range(depth // TILE_ROWS):
-                left = queries + step * (TILE_BYTES // _WORD)
+                left = queries + step * (TILE_BYTES // _WORD_BYTES)
                 self._multiply(left, blocks.query_distance, keys + step * (TILE_ROWS * blocks.columns))
-            self._each_sum(scores + panel * blocks.columns, blocks.score_distance, amx.store)
+            self._for_sums(scores + panel * blocks.columns, blocks.score_distance, amx.store)
 
-    def _shown(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
-        # Of a row, only keys that its query sees are looked at.
+    def _visible_lanes(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
+        # The loops over a row visit visible keys only.
         return exists
 
     # -- softmax
 
     def softmax(self) -> None:
-        """Products become scores, and these powers of e in pairs, with zeros up to a whole step."""
-        groups = materialize(self.rows // _TOGETHER)
+        """Replace products by softmax weights in pairs, with zeros up to a whole k-step."""
+        groups = materialize(self.rows // _SOFTMAX_ROWS)
         with loop(groups) as group:
-            self._softmax_of_rows(materialize(group * _TOGETHER), _TOGETHER)
-        with loop(materialize(self.rows - groups * _TOGETHER)) as r:
-            self._softmax_of_rows(materialize(groups * _TOGETHER + r), 1)
+            self._softmax_of_rows(materialize(group * _SOFTMAX_ROWS), _SOFTMAX_ROWS)
+        with loop(materialize(self.rows - groups * _SOFTMAX_ROWS)) as r:
+            self._softmax_of_rows(materialize(groups * _SOFTMAX_ROWS + r), 1)
 
     def _softmax_of_rows(self, first: Expr, count: int) -> None:
         spec, lanes = self.spec, self.lanes
         rows = [first + i for i in range(count)]
         causal = bool(spec.problem.causal)
-        seen = [self._visible(r + 1) for r in rows] if causal else [self.size] * count
-        top, total = Registers(count, "float32", lanes), Registers(count, "float32", lanes)
+        visible = [self._visible(r + 1) for r in rows] if causal else [self.size] * count
+        row_maxima, total = Registers(count, "float32", lanes), Registers(count, "float32", lanes)
         for i in range(count):
-            top[i] = constant(zeros("float32", lanes), -float("inf"))
+            row_maxima[i] = constant(zeros("float32", lanes), -float("inf"))
             total[i] = zeros("float32", lanes)
 
         def score(column: Expr, masks: list[Expr | None]) -> None:
             loaded: dict[tuple[int, Expr], Expr] = {}
             for i, r in enumerate(rows):
-                where = self._score_at(r, column)
-                value = self._score(let(spec.room[where]), r, column, masks[i], loaded if masks[i] is None else {})
-                T.buffer_store(spec.room, value, [where])
-                top[i] = T.max(top[i], value)
+                index = self._score_at(r, column)
+                value = self._score(let(spec.scratch[index]), r, column, masks[i], loaded if masks[i] is None else {})
+                T.buffer_store(spec.scratch, value, [index])
+                row_maxima[i] = T.max(row_maxima[i], value)
 
-        whole, vectors = materialize(seen[0] // lanes), materialize(ceil_div(seen[-1], lanes))
-        with loop(whole) as vector:
+        whole_vectors, vectors = materialize(visible[0] // lanes), materialize(ceil_div(visible[-1], lanes))
+        with loop(whole_vectors) as vector:
             score(materialize(vector * lanes), [None] * count)
-        if not isinstance(whole, int) or whole != vectors:
-            with loop(materialize(vectors - whole)) as vector:
-                column = materialize((whole + vector) * lanes)
-                score(column, [lane_mask(minimum(end - column, lanes), lanes) for end in seen])
-        row_max = [self._row_max(r, top[i]) for i, r in enumerate(rows)]
+        if not isinstance(whole_vectors, int) or whole_vectors != vectors:
+            with loop(materialize(vectors - whole_vectors)) as vector:
+                column = materialize((whole_vectors + vector) * lanes)
+                score(column, [lane_mask(minimum(end - column, lanes), lanes) for end in visible])
+        row_max = [self._row_max(r, row_maxima[i]) for i, r in enumerate(rows)]
         with loop(vectors) as vector:
             for i, r in enumerate(rows):
-                power = let(exp_nonpositive(spec.room[self._score_at(r, vector * lanes)] - row_max[i]))
-                store_weights(spec, r, materialize(vector), power)
-                total[i] = total[i] + power
+                weight = let(exp_nonpositive(spec.scratch[self._score_at(r, vector * lanes)] - row_max[i]))
+                store_weights(spec, r, materialize(vector), weight)
+                total[i] = total[i] + weight
         with loop(materialize(self.steps * self.vectors - vectors)) as vector:
             for r in rows:
                 store_weights(spec, r, materialize(vectors + vector), zeros("float32", lanes))
         for i, r in enumerate(rows):
-            factor = self._factor(r, row_max[i], self._total(total[i]))
-            T.buffer_store(spec.room, T.Shuffle([factor], [0]), [self._factor_at(r)])
+            factor = self._rescale(r, row_max[i], self._total(total[i]))
+            T.buffer_store(spec.scratch, T.Shuffle([factor], [0]), [self._factor_at(r)])
 
     def _factor_at(self, r: Expr) -> Expr:
         return self.spec.at("factors") + r
@@ -252,14 +252,14 @@ class _QueryTiles(QueryRows):
     # -- values
 
     def values(self) -> None:
-        """Sums of values, weighted by the powers of e; after the last block, averages into the result."""
+        """Accumulate values with their softmax weights; after the last block, write averages to the result."""
         spec, blocks = self.spec, self.spec.blocks
         if self.online:
             with when(tirx.Not(self.is_first)), loop(self.rows) as r:
                 factor = self._row_factor(r)
                 for j in range(len(spec.value_masks)):
-                    where = self._sums_at(r, j)
-                    T.buffer_store(spec.room, spec.room[where] * factor, [where])
+                    index = self._sums_at(r, j)
+                    T.buffer_store(spec.scratch, spec.scratch[index] * factor, [index])
         distance = blocks.value_panels * blocks.columns
         weights = materialize(spec.at("weights"))
         with loop(blocks.value_panels) as panel:
@@ -267,24 +267,24 @@ class _QueryTiles(QueryRows):
             start = materialize(spec.at("partial") + self.within * distance + panel * blocks.columns)
 
             if self.online:
-                either(self.is_first, self._clear, partial(self._each_sum, start, distance, amx.load))
+                either(self.is_first, self._clear, partial(self._for_sums, start, distance, amx.load))
             else:
                 self._clear()
             with loop(self.steps) as step:
-                left = materialize(weights + step * (TILE_BYTES // _WORD))
+                left = materialize(weights + step * (TILE_BYTES // _WORD_BYTES))
                 self._multiply(left, blocks.weight_distance, materialize(values + step * (TILE_ROWS * blocks.columns)))
-            self._each_sum(start, distance, amx.store)
+            self._for_sums(start, distance, amx.store)
         with when(self.is_last if self.online else True), loop(self.rows) as r:
             average = self._row_factor(r) if not self.online else let(self._average(self._state("sums", r)))
             for j, mask in enumerate(spec.value_masks):
-                total = let(spec.room[self._sums_at(r, j)])
+                total = let(spec.scratch[self._sums_at(r, j)])
                 self._write(r, tirx.const(j * self.lanes, "int64"), total, average, mask)
 
     def _row_factor(self, r: Expr) -> Expr:
-        return let(T.broadcast(self.spec.room[self._factor_at(r)], self.lanes))
+        return let(T.broadcast(self.spec.scratch[self._factor_at(r)], self.lanes))
 
     def _sums_at(self, r: Expr, j: int) -> Expr:
-        """Sums of vector j of row r."""
+        """Index of the sums of vector j of row r."""
         panel, within = divmod(j, self.vectors)
         return self._partial_at(r, within, tirx.const(panel, "int64"))
 
@@ -295,21 +295,20 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     Parameters
     ----------
     problem : AttentionProblem
-        Attention of float32, bfloat16 or float16 operands, whose scores are of float32; batch, queries and keys may be
-        symbolic.
+        Attention of float32, bfloat16 or float16 operands with float32 scores; batch, queries and keys may be symbolic.
     cpu : CpuTarget
-        One with vectors.
+        CPU with vectors.
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `AttentionProblem` says; it is parallel over the CPU's cores. The last one,
-        scratch, has a row of its own for every task.
+        Kernel with the parameters of `AttentionProblem`, parallel over the CPU's cores. The last parameter, scratch,
+        has a row for every task.
 
     Raises
     ------
     EncodingError
-        If an operand is of another type, or the CPU has no vectors.
+        If an operand has another type, or the CPU lacks vectors.
     """
     tensors = [problem.query, problem.key, problem.value, problem.result]
     types = {tensor.dtype for tensor in tensors}
@@ -321,8 +320,8 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     function = Function("attention")
     with function:
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
-        blocks, in_tiles = block_sizes(problem, cpu), amx_blocks(problem, cpu)
-        size = max(form.scratch for form in (blocks, in_tiles) if form is not None)
+        blocks, amx_form = block_sizes(problem, cpu), amx_blocks(problem, cpu)
+        size = max(form.scratch for form in (blocks, amx_form) if form is not None)
         query, key, value = (
             HeadsView(function, name, operand, start, sizes)
             for name, operand, start in zip(("query", "key", "value"), tensors[:3], problem.starts, strict=True)
@@ -332,53 +331,53 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
             for i, operand in enumerate(problem.scores.operands)
         )
         result = HeadsView(function, "result", problem.result, (0,) * len(problem.result.shape), sizes)
-        scratch = function.argument("scratch", (blocks.tasks, size), "float32")
+        scratch_argument = function.argument("scratch", (blocks.tasks, size), "float32")
         with function.body():
             for view in (query, key, value, *masks, result):
                 view.open()
-            room = T.decl_buffer((blocks.tasks * size,), "float32", data=scratch.data)
+            scratch = T.decl_buffer((blocks.tasks * size,), "float32", data=scratch_argument.data)
             dot = accumulation(problem, cpu)
 
             def tasks(form: Blocks) -> None:
                 with loop(form.tasks, parallel=form.tasks > 1) as task:
-                    registers = Registers(0 if form.by_tiles else form.rows * form.vectors, "float32", form.lanes)
+                    registers = Registers(0 if form.uses_amx else form.rows * form.vectors, "float32", form.lanes)
                     start = materialize(task * size)
                     operands = (query, key, value)
-                    spec = AttentionSpec(problem, sizes, form, operands, masks, result, room, start, registers, dot)
-                    (_emit_task if form.by_tiles else _emit_forms)(spec, cpu, task)
+                    spec = AttentionSpec(problem, sizes, form, operands, masks, result, scratch, start, registers, dot)
+                    (_emit_task if form.uses_amx else _emit_task_cases)(spec, cpu, task)
 
-            texts = [llvm_import(dot, blocks.lanes), amx.LLVM_TEXT if in_tiles else None]
-            with _imported("".join(text for text in texts if text)):
-                if in_tiles is None:
+            texts = [llvm_import(dot, blocks.lanes), amx.LLVM_TEXT if amx_form else None]
+            with _with_llvm_ir("".join(text for text in texts if text)):
+                if amx_form is None:
                     tasks(blocks)
                 else:
-                    allowed = amx.may_use_tiles()
+                    allowed = amx.may_use_amx()
                     if not isinstance(sizes["m"], int):
                         allowed = tirx.And(sizes["m"] > DECODE_QUERIES, allowed)
-                    either(allowed, lambda: tasks(in_tiles), lambda: tasks(blocks))
-    return marked(function.result, dot)
+                    either(allowed, lambda: tasks(amx_form), lambda: tasks(blocks))
+    return mark_fp16_partial_sums(function.result, dot)
 
 
-def _imported(text: str) -> AbstractContextManager[Any]:
-    """Let the code inside call the functions of LLVM IR."""
+def _with_llvm_ir(text: str) -> AbstractContextManager[Any]:
+    """The context of code that calls functions in LLVM IR."""
     return T.attr(0, "pragma_import_llvm", text) if text else nullcontext()
 
 
-def _emit_forms(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
-    """A task, in the form for as many queries as the run has."""
+def _emit_task_cases(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
+    """Write a task: for few queries and for many, if their number is symbolic."""
     decode = for_decode(spec, cpu)
     if decode is None:
         _emit_task(spec, cpu, task)
     else:
-        few = spec.sizes["m"] <= DECODE_QUERIES
-        either(few, lambda: _emit_task(decode, cpu, task), lambda: _emit_task(spec, cpu, task))
+        is_decode = spec.sizes["m"] <= DECODE_QUERIES
+        either(is_decode, lambda: _emit_task(decode, cpu, task), lambda: _emit_task(spec, cpu, task))
 
 
 def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
     blocks, sizes = spec.blocks, spec.sizes
-    instruction = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.by_tiles else None
+    instruction = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.uses_amx else None
     if instruction is not None:
-        begin_tiles(spec)
+        begin_amx_task(spec)
     parts = materialize(ceil_div(sizes["m"], blocks.queries))
     units = materialize(sizes["b"] * sizes["h"] * parts)
     begin, end = part(units, blocks.tasks, task)
@@ -396,7 +395,7 @@ def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
 def _emit_queries(
     spec: AttentionSpec, instruction: AmxInstruction | None, at: dict[str, Expr], queries: tuple[Expr, Expr]
 ) -> None:
-    """A block of queries of one head against every block of keys."""
+    """Write the attention of a block of queries of one head to every block of keys."""
     begin, end = queries
     blocks, keys = spec.blocks, spec.sizes["n"]
     count = 1 if blocks.is_single else materialize(ceil_div(keys, blocks.keys))
@@ -409,18 +408,18 @@ def _emit_queries(
         span = (first, size, number < 1, number >= count - 1)
         if instruction is not None:
             pad_values(spec, size)
-            emit_query_tiles(spec, instruction, at, queries, span)
+            emit_amx_queries(spec, instruction, at, queries, span)
         else:
             whole = materialize((end - begin) // blocks.rows)
             with loop(whole) as tile:
                 emit_tile(spec, at, materialize(begin + tile * blocks.rows), tile * blocks.rows, blocks.rows, span)
-            _emit_rest(spec, at, begin, end, whole, span)
+            _emit_tail_tiles(spec, at, begin, end, whole, span)
 
 
-def _emit_rest(
+def _emit_tail_tiles(
     spec: AttentionSpec, at: dict[str, Expr], begin: Expr, end: Expr, whole: Expr, span: tuple[Expr, ...]
 ) -> None:
-    """The queries that fill no tile."""
+    """Write the queries that do not fill a tile."""
     rows, queries = spec.blocks.rows, spec.sizes["m"]
     done = materialize(whole * rows)
     if isinstance(queries, int):

@@ -1,4 +1,4 @@
-"""Views of the heads, block sizes, and offsets in scratch, which the parts of an attention kernel share."""
+"""Views of heads, block sizes, and the layout of scratch, shared by the parts of an attention kernel."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ from ..core.view import View
 from ..core.work_split import tasks_for
 from ..math.casts import cast
 
-# Keys of a block: the scores of a tile of 8 queries against them take a third of the first-level cache, keys and
-# values of width 64 together a quarter of the second-level one.
-KEYS = 512
-# Queries of a block: packing a block of keys for them costs 1 % of what they compute.
-QUERIES = 256
-# For no more queries than this, keys and values are read as they lie. Measured (AVX-512, 512 keys of width 64): packing
-# them takes two thirds of the time of one query.
+# Keys of a block: their scores with a tile of 8 queries take a third of the L1 cache, keys and values of width 64
+# together a quarter of the L2 cache.
+BLOCK_KEYS = 512
+# Queries of a block: packing a block of keys for them costs 1 % of their computation.
+BLOCK_QUERIES = 256
+# Maximum number of queries for which keys and values are read in place. Measured (AVX-512, 512 keys of width 64):
+# packing them takes two thirds of the time of one query.
 DECODE_QUERIES = 2
-# Keys of a block where tile registers multiply: the scores of 32 queries against them fill the first-level cache.
-TILE_KEYS = 256
+# Keys of a block with AMX: the scores of 32 queries fill the L1 cache.
+AMX_BLOCK_KEYS = 256
 
-# Forms of instructions that multiply pairs as they lie.
-_PAIRED = ("bf16_dot", "f16_sums")
+# Forms of instructions that multiply pairs of neighbours in memory.
+_PAIRED_FORMS = ("bf16_dot", "f16_sums")
 
 Coordinates = Mapping[str, Expr]
-"""A position by the names of iteration dimensions, int64; names that are missing are at 0."""
+"""A position by the names of iteration dimensions, int64; missing names are at 0."""
 
 
 class HeadsView(View):
-    """A parameter of an attention kernel, its elements found by iteration coordinates; see `View`.
+    """A parameter of an attention kernel whose elements are addressed by iteration coordinates; see `View`.
 
     Parameters
     ----------
     operand : Operand
-        A dimension of it may run along several iteration dimensions, outermost first: ``"h*d"``.
+        Operand whose dimensions may each run along several iteration dimensions, outermost first: ``"h*d"``.
     starts : sequence of int
-        Where it begins in each dimension.
+        Start in each dimension.
     sizes : mapping of str to PrimExpr
         Extents of every iteration dimension.
     """
 
-    _held = staticmethod(materialize)
-    """Function that keeps a stride at hand."""
+    _materialize = staticmethod(materialize)
+    """Function that makes a stride a value that is computed once."""
 
     def __init__(
         self, function: Function, name: str, operand: Operand, starts: Sequence[int], sizes: Mapping[str, Expr]
@@ -76,7 +76,7 @@ class HeadsView(View):
         super().__init__(function, name, [function.extent(dim) for dim in operand.shape], operand.dtype)
 
     def open(self, raw: bool = False) -> None:
-        """As of any view. Conditions are read as bytes, bfloat16 as bits: vectors cannot be bound, nor be masked."""
+        """Declare the elements, bool as bytes and bfloat16 as bits: TVM can neither bind nor mask vectors of these."""
         self.open_as({"bool": "int8", "bfloat16": "uint16"}.get(self.nominal, self.nominal))
 
     def open_as(self, dtype: str) -> None:
@@ -91,9 +91,9 @@ class HeadsView(View):
             step = distance
             for name in reversed(names):
                 self._strides[name] = step
-                step = self._held(_product(step, self._sizes.get(name, 1)))
-            distance = self._held(_product(distance, plain_extent(extent)))
-        self._start = self._held(self._start)
+                step = self._materialize(_product(step, self._sizes.get(name, 1)))
+            distance = self._materialize(_product(distance, plain_extent(extent)))
+        self._start = self._materialize(self._start)
 
     def runs_along(self, name: str) -> bool:
         """Return whether the tensor has the iteration dimension (else it is broadcast along it)."""
@@ -112,25 +112,22 @@ class HeadsView(View):
         return tirx.const(offset, "int64") if isinstance(offset, int) else offset
 
     def pairs(self) -> Any:
-        """A flat view of elements of 16 bits, of which an even number lies in each dimension, in words of two."""
+        """A flat view of 16-bit elements in words of two; contiguous dimensions must be even."""
         return self.elements("float32")
 
     def element(self, start: Expr) -> Expr:
-        """The element at an address, in the type that is computed in."""
-        return self._computed(self.data[start])
+        """The element at an address, in the type of arithmetic."""
+        return self._widen(self.data[start])
 
     def load(self, start: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
-        """Elements from a place (of `address`) along an iteration dimension, in the type that is computed in.
+        """Elements from an address on along an iteration dimension, in the type of arithmetic, masked ones zero."""
+        return self._widen(self.load_bits(start, along, lanes, mask))
 
-        They are zero where the mask does not hold.
-        """
-        return self._computed(self.load_bits(start, along, lanes, mask))
-
-    def _computed(self, value: Expr) -> Expr:
+    def _widen(self, value: Expr) -> Expr:
         return cast(self.typed(value), "float32") if self.nominal in HALF_TYPES else value
 
     def store(self, start: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
-        """Write neighbours, those of the mask where there is one."""
+        """Write contiguous elements, masked if `mask` is given."""
         value = self.bits(cast(value, self.nominal))
         index = lane_indices(start, lanes)
         if mask is None:
@@ -139,7 +136,7 @@ class HeadsView(View):
             masked_store(self.data, index, value, mask)
 
     def load_bits(self, start: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
-        """As `load`, as they are stored: bfloat16 as uint16."""
+        """The elements of `load` in the stored type, bfloat16 as uint16."""
         if not self.runs_along(along) or lanes == 1:
             return broadcast(self.data[start], lanes)
         dtype = self.dtype
@@ -147,15 +144,15 @@ class HeadsView(View):
             index = lane_indices(start, lanes)
             if mask is None:
                 return self.data[index]
-            # Lanes left out are poison until the choice, which becomes part of the load.
+            # Masked lanes are poison until the selection, which LLVM merges into the load.
             loaded = let(T.masked_load(vector_type(dtype, lanes), self.data, index, mask))
             return T.Select(mask, loaded, zeros(dtype, lanes))
-        parts = []
+        elements = []
         for lane in range(lanes):
-            inside = True if mask is None else T.Shuffle([mask], [lane])
+            exists = True if mask is None else T.Shuffle([mask], [lane])
             value = self.data[start + self.stride(along) * lane]
-            parts.append(value if inside is True else T.if_then_else(inside, value, tirx.const(0, dtype)))
-        return T.Shuffle(parts, list(range(lanes)))
+            elements.append(value if exists is True else T.if_then_else(exists, value, tirx.const(0, dtype)))
+        return T.Shuffle(elements, list(range(lanes)))
 
 
 def _product(left: Expr, right: Expr) -> Expr:
@@ -166,28 +163,28 @@ def _product(left: Expr, right: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of the parts that an attention is cut into.
+    """Block and tile sizes of an attention.
 
     Attributes
     ----------
     queries, keys : int
-        Numbers of a block; multiples of `rows` and `columns`.
+        Queries and keys of a block; multiples of `rows` and `columns`.
     is_single : bool
-        One block holds all keys.
+        Whether one block holds all keys.
     rows, vectors, lanes : int
-        Tile of scores: number of queries, of vectors of keys, and of keys of a vector.
+        Register tile of scores: queries, vectors of keys, and keys of a vector.
     value_panels : int
-        Panels of `columns` that the width of a value fills.
+        Number of panels of `columns` in the width of a value.
     width : int
-        Width of query and key, with the zeros behind them that tile registers multiply.
+        Width of query and key, including zeros up to whole k-steps with AMX.
     is_decode : bool
-        Keys and values are read as they lie.
+        Whether keys and values are read in place.
     is_paired : bool
-        Terms are multiplied two at a time, in the operands' type.
+        Whether two terms are multiplied per step, in the operands' type.
     is_widened : bool
-        Queries of 16 bits are made float32 in scratch first; keys and values are when they are packed.
-    by_tiles : bool
-        Tile registers multiply: `rows` are those of a pair of them. Terms are paired.
+        Whether 16-bit queries are converted to float32 in scratch; keys and values are converted when packed.
+    uses_amx : bool
+        Whether AMX multiplies: `rows` are then those of a pair of tiles, and terms are paired.
     """
 
     tasks: int
@@ -202,11 +199,11 @@ class Blocks:
     is_decode: bool
     is_paired: bool
     is_widened: bool
-    by_tiles: bool = False
+    uses_amx: bool = False
 
     @property
-    def together(self) -> int:
-        """Terms in one word of 32 bits."""
+    def word_elements(self) -> int:
+        """Elements of a 32-bit word of packed operands."""
         return 2 if self.is_paired else 1
 
     @property
@@ -217,41 +214,41 @@ class Blocks:
     @property
     def query_distance(self) -> int:
         """Elements of scratch between the queries of a tile."""
-        return self._apart(self.width // self.together)
+        return self._row_distance(self.width // self.word_elements)
 
     @property
     def weight_distance(self) -> int:
-        """Elements of scratch between rows of paired powers of e."""
-        return self._apart(self.keys // self.together)
+        """Elements of scratch between rows of paired softmax weights."""
+        return self._row_distance(self.keys // self.word_elements)
 
     @property
     def score_distance(self) -> int:
         """Elements of scratch between rows of scores."""
-        return self._apart(self.keys)
+        return self._row_distance(self.keys)
 
-    def _apart(self, elements: int) -> int:
-        """The distance of rows of so many; rows that tiles meet are an odd number of cache lines apart."""
-        return (ceil_div(elements, 16) | 1) * 16 if self.by_tiles else elements
+    def _row_distance(self, elements: int) -> int:
+        """The distance of rows of `elements`: with AMX, an odd number of cache lines."""
+        return (ceil_div(elements, 16) | 1) * 16 if self.uses_amx else elements
 
     @property
     def offsets(self) -> dict[str, int]:
-        """Where the parts of a task's scratch begin, in elements; "end" is its size, a multiple of cache lines."""
-        found, end = {}, 0
-        state = self.rows if self.by_tiles else 0
+        """Offsets of the buffers in a task's scratch, in elements; "end" is its size, a multiple of cache lines."""
+        offsets, end = {}, 0
+        state = self.rows if self.uses_amx else 0
         state = state if self.is_single else self.queries
         for name, size in {
-            "keys": 0 if self.is_decode else self.keys * self.width // self.together,
-            "values": 0 if self.is_decode else self.keys // self.together * self.value_panels * self.columns,
-            "queries": self.rows * self.query_distance if self.is_widened or self.by_tiles else 0,
+            "keys": 0 if self.is_decode else self.keys * self.width // self.word_elements,
+            "values": 0 if self.is_decode else self.keys // self.word_elements * self.value_panels * self.columns,
+            "queries": self.rows * self.query_distance if self.is_widened or self.uses_amx else 0,
             "weights": self.rows * self.weight_distance if self.is_paired else 0,
             "scores": self.rows * self.score_distance,
-            "factors": self.rows if self.by_tiles else 0,
+            "factors": self.rows if self.uses_amx else 0,
             "partial": state * self.value_panels * self.columns,
             "maxima": state,
             "sums": state,
         }.items():
-            found[name], end = end, ceil_div(end + size, 16) * 16
-        return {**found, "end": end}
+            offsets[name], end = end, ceil_div(end + size, 16) * 16
+        return {**offsets, "end": end}
 
     @property
     def scratch(self) -> int:
@@ -260,15 +257,15 @@ class Blocks:
 
 
 def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
-    """The blocks of a problem: as few as caches and cores allow."""
+    """The block sizes of a problem, as large as caches and cores allow."""
     sizes: dict[str, Any] = dict(problem.sizes)
     tile, lanes = tile_sizes(cpu), cpu.lanes("float32")
     columns = tile.vectors * lanes
     queries, keys = sizes["m"], sizes["n"]
     rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
-    max_keys = KEYS // columns * columns
+    max_keys = BLOCK_KEYS // columns * columns
     block_keys = min(max_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else max_keys
-    tasks, block_queries = _share(sizes, cpu.cores, rows)
+    tasks, block_queries = _split_queries(sizes, cpu.cores, rows)
     is_decode = _is_decode(problem)
     is_paired = accumulation(problem, cpu).k0 == 2
     return Blocks(
@@ -288,15 +285,15 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
 
 
 def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
-    """The blocks where tile registers multiply; None where the CPU has none, or operands do not lie in pairs."""
+    """The block sizes with AMX; None if the CPU lacks it, or operands cannot be read in pairs."""
     sizes: dict[str, Any] = dict(problem.sizes)
-    if amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _lies_in_pairs(problem, "bfloat16"):
+    if amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _is_paired(problem, "bfloat16"):
         return None
     lanes, columns, queries, keys = cpu.lanes("float32"), 2 * TILE_ROWS, sizes["m"], sizes["n"]
-    most = 2 * TILE_ROWS
-    rows = ceil_div(queries, ceil_div(queries, most)) if isinstance(queries, int) and queries else most
-    block_keys = min(TILE_KEYS, ceil_div(keys, columns) * columns) if isinstance(keys, int) else TILE_KEYS
-    tasks, block_queries = _share(sizes, cpu.cores, rows)
+    max_rows = 2 * TILE_ROWS
+    rows = ceil_div(queries, ceil_div(queries, max_rows)) if isinstance(queries, int) and queries else max_rows
+    block_keys = min(AMX_BLOCK_KEYS, ceil_div(keys, columns) * columns) if isinstance(keys, int) else AMX_BLOCK_KEYS
+    tasks, block_queries = _split_queries(sizes, cpu.cores, rows)
     return Blocks(
         tasks=tasks,
         queries=block_queries,
@@ -310,7 +307,7 @@ def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
         is_decode=False,
         is_paired=True,
         is_widened=False,
-        by_tiles=True,
+        uses_amx=True,
     )
 
 
@@ -320,16 +317,16 @@ def _is_decode(problem: AttentionProblem) -> bool:
 
 
 def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
-    """How products are accumulated: two terms a step where the CPU has an instruction for it, and pairs lie so."""
+    """The instruction that accumulates products: two terms per step if the CPU and the layouts allow it."""
     single = dot_instruction_for(cpu, *("float32",) * 3)
-    assert single is not None, "every machine multiplies float32"
+    assert single is not None, "every CPU multiplies float32"
     dtype = problem.query.dtype
     dot = dot_instruction_for(cpu, dtype, dtype, "float32", by_rows=True) if dtype in HALF_TYPES else None
-    return dot if dot is not None and dot.form in _PAIRED and _lies_in_pairs(problem, dtype) else single
+    return dot if dot is not None and dot.form in _PAIRED_FORMS and _is_paired(problem, dtype) else single
 
 
-def _lies_in_pairs(problem: AttentionProblem, dtype: str) -> bool:
-    """True if operands are of a type of which an even number lies together, and queries enough to pack keys for."""
+def _is_paired(problem: AttentionProblem, dtype: str) -> bool:
+    """True if operands of a type can be read in pairs, and there are enough queries to pack keys for."""
     operands = (problem.query, problem.key, problem.value)
     if any(operand.dtype != dtype for operand in operands) or _is_decode(problem):
         return False
@@ -342,25 +339,25 @@ def _lies_in_pairs(problem: AttentionProblem, dtype: str) -> bool:
     return True
 
 
-def _share(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
-    """Tasks, and queries of a block: heads are shared out, and parts of them where that leaves no core idle."""
-    queries = sizes["m"] if isinstance(sizes["m"], int) else QUERIES
+def _split_queries(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
+    """Numbers of tasks and of queries of a block: cores share heads, or parts of heads if that avoids idle cores."""
+    queries = sizes["m"] if isinstance(sizes["m"], int) else BLOCK_QUERIES
     heads = sizes["h"] * (sizes["b"] if isinstance(sizes["b"], int) else 1)
-    most = max(rows, QUERIES // rows * rows)
-    known = all(isinstance(sizes[name], int) for name in ("b", "m", "n"))
-    work = heads * queries * (sizes["n"] if known else KEYS) * (sizes["d"] + sizes["e"])
-    if tasks_for(cores, "multiply-adds", work if known else None) == 1:
-        return 1, min(most, ceil_div(queries, rows) * rows)
+    max_queries = max(rows, BLOCK_QUERIES // rows * rows)
+    is_static = all(isinstance(sizes[name], int) for name in ("b", "m", "n"))
+    work = heads * queries * (sizes["n"] if is_static else BLOCK_KEYS) * (sizes["d"] + sizes["e"])
+    if tasks_for(cores, "multiply-adds", work if is_static else None) == 1:
+        return 1, min(max_queries, ceil_div(queries, rows) * rows)
     parts = next((parts for parts in range(1, cores + 1) if heads * parts % cores == 0), cores)
     if heads >= 4 * cores:
         parts = 1
     size = ceil_div(ceil_div(queries, parts), rows) * rows
-    return cores, min(most, size)
+    return cores, min(max_queries, size)
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The views of a kernel, and its task's scratch.
+    """The views of a kernel, and the scratch of a task.
 
     Attributes
     ----------
@@ -370,14 +367,14 @@ class AttentionSpec:
         Query, key and value.
     masks : tuple of HeadsView
         Operands of the scores' expression.
-    room : tirx.Buffer
+    scratch : tirx.Buffer
         Scratch of all tasks, as one dimension.
     task : PrimExpr
-        Where the task's scratch begins.
+        Offset of the task's scratch.
     registers : Registers
         Accumulators of a tile.
     dot : DotInstruction
-        How they accumulate.
+        Instruction that accumulates.
     """
 
     problem: AttentionProblem
@@ -386,42 +383,42 @@ class AttentionSpec:
     operands: tuple[HeadsView, HeadsView, HeadsView]
     masks: tuple[HeadsView, ...]
     result: HeadsView
-    room: Any
+    scratch: Any
     task: Expr
     registers: Registers
     dot: DotInstruction
 
     @property
     def query(self) -> HeadsView:
-        """Where queries are."""
+        """View of the queries."""
         return self.operands[0]
 
     @property
     def key(self) -> HeadsView:
-        """Where keys are."""
+        """View of the keys."""
         return self.operands[1]
 
     @property
     def value(self) -> HeadsView:
-        """Where values are."""
+        """View of the values."""
         return self.operands[2]
 
     def at(self, name: str) -> Expr:
-        """Where a part of the task's scratch begins."""
+        """Offset of a buffer in the task's scratch."""
         return self.task + self.blocks.offsets[name]
 
     @property
     def value_masks(self) -> list[Expr | None]:
-        """Masks of the vectors of a value: the lanes that exist, None where all do."""
+        """Masks of existing lanes of the vectors of a value; None: all."""
         lanes, width = self.blocks.lanes, self.sizes["e"]
         return [lane_mask(width - first, lanes) for first in range(0, width, lanes)]
 
 
 def for_decode(spec: AttentionSpec, cpu: CpuTarget) -> AttentionSpec | None:
-    """The same attention where hardly a query turns up: None unless only the run knows, and keys may be read so."""
+    """The attention of few queries, which reads keys in place; None unless the number of queries is symbolic."""
     if isinstance(spec.sizes["m"], int):
         return None
-    # Tiles of one query: code for more would be twice as much, and few kernels ever see two.
+    # Tiles of one query: two would double the code, and are rare.
     sizes = tuple((name, 1 if name == "m" else size) for name, size in spec.problem.sizes)
     problem = replace(spec.problem, sizes=sizes)
     if not _is_decode(problem):

@@ -1,4 +1,4 @@
-"""A tile of queries against a block of keys: scores, softmax, and the sums of values."""
+"""Attention of a tile of queries to a block of keys: scores, softmax, and sums of values."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .attention_operands import accumulate, factors_of_scores, factors_of_values
 from .attention_spec import AttentionSpec
 
 LOWEST = -3.4028234663852886e38
-"""The least finite float32: what a row's maximum is raised to, so that -inf less it is -inf, not NaN."""
+"""Lowest finite float32: lower bound of a row's maximum, so that -inf minus the maximum is -inf, not NaN."""
 
 Span = tuple[Expr, Expr, Expr, Expr]
-"""A block of keys: its first, how many, whether it is the first and whether the last."""
+"""A block of keys: its first key, its size, whether it is the first block, and whether the last."""
 
 
 def emit_tile(spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr, rows: int, span: Span) -> None:
-    """The work of `rows` queries from `row` on, those from `within` on in their block, for a block of keys."""
+    """Write the attention of `rows` queries from `row` on (`within` in their block) to a block of keys."""
     tile = _QueryTile(spec, at, row, within, rows, span)
     if spec.blocks.is_widened:
         widen_queries(spec, at, row, rows)
@@ -47,14 +47,14 @@ def emit_tile(spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr,
 
 
 class QueryRows:
-    """Queries against a block of keys, and the arithmetic of one score and of softmax.
+    """Queries and a block of keys, with the arithmetic of scores and of softmax.
 
     Parameters
     ----------
     row, within : PrimExpr
-        The first query, and its number in its block.
+        First query, and its number in its block.
     rows : int or PrimExpr
-        How many.
+        Number of queries.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class QueryRows:
         self.count = self._visible(self.rows)
 
     def _visible(self, rows: Expr) -> Expr:
-        """Keys of the block that at least one of the first rows sees."""
+        """Number of keys of the block that are visible to any of the first `rows` rows."""
         if not self.spec.problem.causal:
             return self.size
-        seen = self.row + (rows + self._ahead() - self.first)
-        return materialize(T.max(minimum(seen, self.size), tirx.const(0, "int64")))
+        visible = self.row + (rows + self._causal_offset() - self.first)
+        return materialize(T.max(minimum(visible, self.size), tirx.const(0, "int64")))
 
-    def _ahead(self) -> Expr:
-        """Keys that query 0 sees, less one."""
+    def _causal_offset(self) -> Expr:
+        """Last key that is visible to query 0."""
         sizes = self.spec.sizes
         return sizes["n"] - sizes["m"] if self.spec.problem.causal == "bottom_right" else 0
 
     def _score(
         self, product: Expr, i: Expr, column: Expr, exists: Expr | None, loaded: dict[tuple[int, Expr], Expr]
     ) -> Expr:
-        """A vector of scores of query i: the expression, and -inf where there is no key or it is not seen."""
+        """A vector of scores of query i: the expression, and -inf for keys that do not exist or are masked."""
         spec, scores = self.spec, self.spec.problem.scores
         values = [product]
         for number, view in enumerate(spec.masks):
@@ -92,24 +92,24 @@ class QueryRows:
             values.append(loaded[key])
         dtypes = ["float32", *(str(view.data.dtype) for view in spec.masks)]
         value = expression_code.emit(scores.expression, values, dtypes, self.lanes)
-        shown = self._shown(i, column, exists)
-        if shown is None:
+        visible = self._visible_lanes(i, column, exists)
+        if visible is None:
             return let(value)
-        return let(T.Select(shown, value, vector_math.constant(value, -float("inf"))))
+        return let(T.Select(visible, value, vector_math.constant(value, -float("inf"))))
 
-    def _shown(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
-        """Which keys of a vector query i sees, of those that exist; None: all."""
+    def _visible_lanes(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
+        """The mask of existing keys of a vector that are visible to query i; None: all."""
         if not self.spec.problem.causal:
             return exists
-        seen = materialize(self.row + (i + 1 + self._ahead()) - self.first - column)
-        return lane_mask(minimum(seen, self.size - column), self.lanes)
+        visible = materialize(self.row + (i + 1 + self._causal_offset()) - self.first - column)
+        return lane_mask(minimum(visible, self.size - column), self.lanes)
 
     def _score_at(self, i: Expr, column: Expr) -> Expr:
         start = self.spec.at("scores") + i * self.spec.blocks.score_distance
         return lane_indices(start + column, self.lanes)
 
     def _row_max(self, i: Expr, maxima: Expr) -> Expr:
-        """Number that is subtracted from the scores of a row, given the maximum of each lane."""
+        """The maximum that is subtracted from the scores of a row, given the maximum of each lane."""
         row_max = broadcast(let(over_lanes(maxima, T.max, self.lanes)), self.lanes)
         if self.online:
             before = self._state("maxima", i)
@@ -120,33 +120,33 @@ class QueryRows:
     def _total(self, powers: Expr) -> Expr:
         return broadcast(let(over_lanes(powers, lambda a, b: a + b, self.lanes)), self.lanes)
 
-    def _factor(self, i: Expr, row_max: Expr, total: Expr) -> Expr:
+    def _rescale(self, i: Expr, row_max: Expr, total: Expr) -> Expr:
         if not self.online:
             return self._average(total)
         before = self._state("maxima", i)
-        shrunk = T.Select(
+        rescale = T.Select(
             broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), exp_nonpositive(before - row_max)
         )
-        shrunk = let(shrunk)
-        kept = T.Select(
-            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), self._state("sums", i) * shrunk
+        rescale = let(rescale)
+        rescaled_sum = T.Select(
+            broadcast(self.is_first, self.lanes), zeros("float32", self.lanes), self._state("sums", i) * rescale
         )
-        for name, value in (("sums", let(kept + total)), ("maxima", row_max)):
-            T.buffer_store(self.spec.room, T.Shuffle([value], [0]), [self._state_at(name, i)])
-        return shrunk
+        for name, value in (("sums", let(rescaled_sum + total)), ("maxima", row_max)):
+            T.buffer_store(self.spec.scratch, T.Shuffle([value], [0]), [self._state_at(name, i)])
+        return rescale
 
     def _average(self, total: Expr) -> Expr:
         one = vector_math.constant(total, 1.0)
         if not self.spec.problem.nan_to_zero:
             return one / total
-        # A sum of zero: every score was -inf.
+        # The sum is zero if every score is -inf.
         return T.Select(total > zeros("float32", self.lanes), one / total, zeros("float32", self.lanes))
 
     def _state_at(self, name: str, i: Expr) -> Expr:
         return self.spec.at(name) + self.within + i
 
     def _state(self, name: str, i: Expr) -> Expr:
-        return let(broadcast(self.spec.room[self._state_at(name, i)], self.lanes))
+        return let(broadcast(self.spec.scratch[self._state_at(name, i)], self.lanes))
 
     def _partial_at(self, i: Expr, j: int, panel: Expr) -> Expr:
         blocks = self.spec.blocks
@@ -154,7 +154,7 @@ class QueryRows:
         return lane_indices(self.spec.at("partial") + row + panel * blocks.columns + j * self.lanes, self.lanes)
 
     def _write(self, i: Expr, column: Expr, total: Expr, average: Expr, mask: Expr | None) -> None:
-        """Store a vector of the result: sums of values times what makes them averages."""
+        """Store a vector of the result: sums of values times the reciprocal of the sum of weights."""
         view, value = self.spec.result, total * average
         if self.spec.problem.nan_to_zero:
             value = T.Select(average > zeros("float32", self.lanes), value, zeros("float32", self.lanes))
@@ -162,7 +162,7 @@ class QueryRows:
 
 
 class _QueryTile(QueryRows):
-    """One tile while its code is written."""
+    """Code of a register tile."""
 
     def __init__(
         self, spec: AttentionSpec, at: dict[str, Expr], row: Expr, within: Expr, rows: int, span: Span
@@ -170,12 +170,12 @@ class _QueryTile(QueryRows):
         super().__init__(spec, at, row, within, rows, span)
         self.maxima = Registers(rows, "float32", self.lanes)
         self.factors = Registers(rows, "float32", self.lanes)
-        """Factors of earlier sums, or, with one block of keys, of all sums to make them averages."""
+        """Rescaling factors of earlier sums, or, with a single block of keys, reciprocals of the sums of weights."""
 
     # -- scores
 
     def scores(self) -> None:
-        """Scores of every key of the block into scratch, and what is greatest of each lane into registers."""
+        """Write the scores of every key of the block to scratch, and the maximum of each lane to registers."""
         for i in range(self.rows):
             self.maxima[i] = broadcast(vector_math.constant(zeros("float32", 1), -float("inf")), self.lanes)
         columns = self.spec.blocks.columns
@@ -185,34 +185,34 @@ class _QueryTile(QueryRows):
             if self.count % columns:
                 self._panel(tirx.const(self.count // columns, "int64"), self.count % columns)
             return
-        whole = materialize(self.count // columns)
-        with loop(whole) as panel:
+        whole_panels = materialize(self.count // columns)
+        with loop(whole_panels) as panel:
             self._panel(panel, None)
-        left = materialize(self.count - whole * columns)
+        left = materialize(self.count - whole_panels * columns)
         with when(left > 0):
-            self._panel(whole, left)
+            self._panel(whole_panels, left)
 
     def _panel(self, panel: Expr, left: Expr | None) -> None:
-        """One panel of keys, of which `left` exist (None: all)."""
+        """Write the scores of a panel of keys, `left` of which exist (None: all)."""
         spec, blocks = self.spec, self.spec.blocks
         width, columns, accs = spec.sizes["d"], blocks.columns, spec.registers
         vectors = self.vectors if not isinstance(left, int) else ceil_div(left, self.lanes)
         if blocks.is_decode:
-            for number in range(self.rows * vectors):
-                i, j = divmod(number, vectors)
+            for acc in range(self.rows * vectors):
+                i, j = divmod(acc, vectors)
                 column = materialize(panel * columns + j * self.lanes)
                 size = None if left is None else self.size
-                accs[number] = products_of_keys(spec, self.at, self.row + i, self.first, column, size)
+                accs[acc] = products_of_keys(spec, self.at, self.row + i, self.first, column, size)
         else:
-            keys = materialize(spec.at("keys") + panel * (blocks.width // blocks.together * columns))
+            keys = materialize(spec.at("keys") + panel * (blocks.width // blocks.word_elements * columns))
             factor = factors_of_scores(spec, self.at, self.row)
             accumulate(
                 spec,
                 (self.rows, vectors),
-                width // blocks.together,
+                width // blocks.word_elements,
                 factor,
-                lambda k, j: self._in_room(keys + k * columns + j * self.lanes),
-                # Scores are added to others: what is lost of small ones does not matter.
+                lambda k, j: self._load_scratch(keys + k * columns + j * self.lanes),
+                # Lost small products do not matter: scores are sums.
                 ([None if left is None else lane_mask(left - j * self.lanes, self.lanes) for j in range(vectors)], 0.0),
             )
         for j in range(vectors):
@@ -221,43 +221,43 @@ class _QueryTile(QueryRows):
             exists = None if left is None else lane_mask(left - j * self.lanes, self.lanes)
             for i in range(self.rows):
                 value = self._score(accs[i * vectors + j], i, column, exists, loaded)
-                T.buffer_store(spec.room, value, [self._score_at(i, column)])
+                T.buffer_store(spec.scratch, value, [self._score_at(i, column)])
                 self.maxima[i] = T.max(self.maxima[i], value)
 
-    def _in_room(self, start: Expr) -> Expr:
-        value = self.spec.room[lane_indices(start, self.lanes)]
+    def _load_scratch(self, start: Expr) -> Expr:
+        value = self.spec.scratch[lane_indices(start, self.lanes)]
         return T.reinterpret(f"int32x{self.lanes}", value) if self.spec.blocks.is_paired else value
 
     # -- softmax
 
     def softmax(self) -> None:
-        """Scores in scratch become powers of e, not divided by their sum yet."""
+        """Replace the scores in scratch by softmax weights, not yet divided by their sum."""
         spec = self.spec
         for i in range(self.rows):
             row_max = self._row_max(i, self.maxima[i])
             total = Registers(1, "float32", self.lanes)
             total[0] = zeros("float32", self.lanes)
             with loop(materialize(ceil_div(self.count, self.lanes))) as vector:
-                where = self._score_at(i, vector * self.lanes)
-                power = exp_nonpositive(spec.room[where] - row_max)
+                index = self._score_at(i, vector * self.lanes)
+                weights = exp_nonpositive(spec.scratch[index] - row_max)
                 if spec.blocks.is_paired:
-                    store_weights(spec, i, materialize(vector), power)
+                    store_weights(spec, i, materialize(vector), weights)
                 else:
-                    T.buffer_store(spec.room, power, [where])
-                total[0] = total[0] + power
-            self.factors[i] = self._factor(i, row_max, self._total(total[0]))
+                    T.buffer_store(spec.scratch, weights, [index])
+                total[0] = total[0] + weights
+            self.factors[i] = self._rescale(i, row_max, self._total(total[0]))
 
     # -- values
 
     def values(self) -> None:
-        """Sums of values, weighted by the powers of e; after the last block, averages into the result."""
+        """Accumulate values with their softmax weights; after the last block, write averages to the result."""
         blocks, masks = self.spec.blocks, self.spec.value_masks
-        whole = (len(masks) - (masks[-1] is not None)) // blocks.vectors
-        with loop(whole) as panel:
+        whole_panels = (len(masks) - (masks[-1] is not None)) // blocks.vectors
+        with loop(whole_panels) as panel:
             self._value_panel(panel, [None] * blocks.vectors)
-        rest = masks[whole * blocks.vectors :]
-        if rest:
-            self._value_panel(tirx.const(blocks.value_panels - 1, "int64"), rest)
+        tail_masks = masks[whole_panels * blocks.vectors :]
+        if tail_masks:
+            self._value_panel(tirx.const(blocks.value_panels - 1, "int64"), tail_masks)
 
     def _value_panel(self, panel: Expr, masks: list[Expr | None]) -> None:
         spec, blocks = self.spec, self.spec.blocks
@@ -275,14 +275,14 @@ class _QueryTile(QueryRows):
                 lambda k, j: view.load(start + k * steps[0] + j * steps[1], "e", self.lanes, masks[j]),
             )
         else:
-            values = materialize(spec.at("values") + panel * (blocks.keys // blocks.together * blocks.columns))
-            steps = materialize(ceil_div(self.count, blocks.together))
+            values = materialize(spec.at("values") + panel * (blocks.keys // blocks.word_elements * blocks.columns))
+            steps = materialize(ceil_div(self.count, blocks.word_elements))
             accumulate(
                 spec,
                 (self.rows, len(masks)),
                 steps,
                 factor,
-                lambda k, j: self._in_room(values + k * blocks.columns + j * self.lanes),
+                lambda k, j: self._load_scratch(values + k * blocks.columns + j * self.lanes),
                 ([None] * len(masks), MIN_SQUARE),
             )
 
@@ -293,42 +293,42 @@ class _QueryTile(QueryRows):
                     column = materialize(panel * blocks.columns) + j * self.lanes
                     self._write(i, column, self._sum(i, j, panel, len(masks)), average, mask)
 
-        def keep() -> None:
+        def store_partial() -> None:
             for i in range(self.rows):
                 for j in range(len(masks)):
-                    T.buffer_store(spec.room, self._sum(i, j, panel, len(masks)), [self._partial_at(i, j, panel)])
+                    T.buffer_store(spec.scratch, self._sum(i, j, panel, len(masks)), [self._partial_at(i, j, panel)])
 
-        either(self.is_last if self.online else True, finish, keep)
+        either(self.is_last if self.online else True, finish, store_partial)
 
     def _sum(self, i: int, j: int, panel: Expr, vectors: int) -> Expr:
-        added = self.spec.registers[i * vectors + j]
+        block_sum = self.spec.registers[i * vectors + j]
         if not self.online:
-            return added
-        before = let(self.spec.room[self._partial_at(i, j, panel)])
+            return block_sum
+        before = let(self.spec.scratch[self._partial_at(i, j, panel)])
         is_first = broadcast(self.is_first, self.lanes)
-        return added + T.Select(is_first, zeros("float32", self.lanes), before * self.factors[i])
+        return block_sum + T.Select(is_first, zeros("float32", self.lanes), before * self.factors[i])
 
 
 def products_of_keys(
     spec: AttentionSpec, at: dict[str, Expr], query: Expr, first: Expr, column: Expr, size: Expr | None
 ) -> Expr:
-    """The products of a query with a vector of keys, which are read once, as they lie.
+    """The products of a query with a vector of keys, which are read in place.
 
-    This is the form for hardly a query, as of a decoder that makes one token after the other: laying keys out for one
-    query would cost more than its scores, which are sums of products along the keys' own rows.
+    This is the form for one or two queries, as in decoding: packing keys for one query would cost more than its scores,
+    which are sums of products along the keys' rows.
 
     Parameters
     ----------
     at : dict
         Batch and head.
     query : PrimExpr
-        Its number.
+        Number of the query.
     first : PrimExpr
-        The first key of the block.
+        First key of the block.
     column : PrimExpr
-        The first of the vector's keys in the block.
+        First key of the vector in the block.
     size : PrimExpr or None
-        How many keys the block has: for what is beyond the last, the last is taken. None: all of the vector's exist.
+        Number of keys of the block, to which keys are clamped; None if all keys of the vector exist.
     """
     lanes, width = spec.blocks.lanes, spec.sizes["d"]
     keys = materialize(spec.key.address({**at, "n": first}))
@@ -344,14 +344,17 @@ def products_of_keys(
         mask = lane_mask(width - chunk, lanes)
         factor = let(spec.query.load(start + spec.query.stride("d") * chunk, "d", lanes, mask))
         products = [factor * spec.key.load(row + chunk, "d", lanes, mask) for row in rows]
-        sums = [once(one if chunk == 0 else sums[lane] + one) for lane, one in enumerate(products)]
-    return sums_of(sums, lanes)
+        sums = [
+            once(lane_product if chunk == 0 else sums[lane] + lane_product)
+            for lane, lane_product in enumerate(products)
+        ]
+    return sum_vectors(sums, lanes)
 
 
-def sums_of(vectors: list[Expr], lanes: int) -> Expr:
-    """The vector of the sums of as many vectors as each has lanes.
+def sum_vectors(vectors: list[Expr], lanes: int) -> Expr:
+    """The vector of the lane sums of `lanes` vectors.
 
-    Two halves of the vectors are merged element by element and their halves added, as a transpose would go.
+    Every stage interleaves two halves of the vectors as in a transpose, and adds the results.
     """
     low, high = riffle_orders(lanes)
     while len(vectors) > 1:

@@ -1,11 +1,11 @@
-"""Lists of commands as host functions: kernels, fills and copies, one after the other; nothing runs after a failure.
+"""Lists of commands as host functions: kernels, fills and copies in order; nothing runs after a failure.
 
 Two kinds of lists become functions with a `CommandList`:
 
-- Those of a model's command buffers (`host_function`), over tensors, an arena and numbers. A kernel is called as a
-  plain function (`raw_kernel`) and says whether it failed; the host function then fails with the kernel's own error.
-- Those recorded by hand (`driver.commands.compile_commands`), whose memory and kernels are addresses: TIR has no
-  expression that reads, fills, copies or calls an int64, so functions in LLVM's language do, which LLVM inlines.
+- Command buffers of a model (`host_function`), over tensors, an arena and numbers. A kernel is called as a plain
+  function (`raw_kernel`) that returns a status; the host function then fails with the kernel's own error.
+- Command buffers recorded by hand (`driver.commands.compile_commands`), whose memory and kernels are addresses. TIR
+  cannot read, fill, copy or call an address in an int64, so functions in LLVM IR do, which LLVM inlines.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CommandList:
 
     @contextmanager
     def repeated(self, counts: Sequence[Expr]) -> Iterator[list[Expr]]:
-        """Nested loops, the first one innermost, that end at a failure; their variables."""
+        """The context of nested loops, the first one innermost, that end at a failure; it gives their variables."""
         with ExitStack() as stack:
             numbers: list[Expr] = []
             for count in reversed(counts):
@@ -107,7 +107,7 @@ class CommandList:
         return self._extern(dtype, f"{_PREFIX}.{dtype}", text, address)
 
     def with_texts(self, func: tirx.PrimFunc) -> tirx.PrimFunc:
-        """The PrimFunc with the functions in LLVM's language that its commands call."""
+        """The PrimFunc with the LLVM IR of the functions that its commands call."""
         body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", "".join(self._texts.values()), func.body)
         return tirx.PrimFunc(func.params, body, func.ret_type, func.attrs)
 
@@ -120,7 +120,7 @@ class CommandList:
 
 
 def held_in_memory(value: Expr) -> Expr:
-    """An int64 that passes do not look into: where they see that it is small, they pass an int32 in its place."""
+    """An int64 in memory, which passes do not look into: they would narrow one that they see to be small to int32."""
     slot = T.alloc_buffer((1,), "int64", scope="global")
     T.buffer_store(slot, value, [_FIRST])
     return slot[_FIRST]
@@ -134,11 +134,11 @@ def host_function(
     Parameters
     ----------
     params : sequence of Tensor or tirx.Var
-        In order; variables are scalars.
+        Parameters in order; variables are scalars.
     calls : sequence of Call
         Calls of private PrimFuncs in the same module that return an int32.
     target : tvm.target.Target
-        Target of the kernels. Those of GPUs have no status: a launch that fails ends the host function by itself.
+        Target of the kernels. GPU kernels return no status: a launch that fails ends the host function by itself.
     """
     is_gpu = "gpu" in target.keys
     with Function(name) as function:
@@ -151,12 +151,12 @@ def host_function(
         with function.body():
             if is_gpu:
                 for call in calls:
-                    T.evaluate(_called(buffers, call))
+                    T.evaluate(_kernel_call(buffers, call))
             else:
                 is_untyped = target.kind.name != "c"
                 commands = CommandList()
                 for call in calls:
-                    result = _called(buffers, call, is_untyped)
+                    result = _kernel_call(buffers, call, is_untyped)
                     with commands.command():
                         commands.call(result)
                 with T.If(commands.status != 0), T.Then():
@@ -164,7 +164,7 @@ def host_function(
     return function.result.without_attr("global_symbol").with_attr("target", target)
 
 
-def _called(buffers: Sequence[Any], call: Call, is_untyped: bool = True) -> Expr:
+def _kernel_call(buffers: Sequence[Any], call: Call, is_untyped: bool = True) -> Expr:
     pointers = [_pointer(buffers[operand.param], operand, is_untyped) for operand in call.operands]
     return tvm.ir.Call(call.kernel, [*pointers, *call.scalars], ret_ty="int32")
 
@@ -174,7 +174,7 @@ def _pointer(buffer: Any, operand: Address, is_untyped: bool) -> Expr:
         return buffer.data
     ty = tvm.ir.PointerType(tvm.ir.PrimType(operand.dtype), "global")
     offset = tirx.const(operand.offset, "int64") if isinstance(operand.offset, int) else operand.offset
-    if not is_untyped:  # In C pointers have types, and that of an address is its buffer's.
+    if not is_untyped:  # In C an address has the type of its buffer's elements.
         size = tirx.const((tvm.DataType(operand.dtype).bits + 7) // 8, "int64")
         buffer = T.decl_buffer([tirx.floordiv(e, size) for e in buffer.shape], operand.dtype, data=buffer.data)
         offset = tirx.floordiv(offset, size)

@@ -1,7 +1,8 @@
-"""Host functions of a command buffer that runs as a CUDA graph: one records it, one submits it.
+"""Host functions and kernels of a command buffer that runs as a CUDA graph.
 
-Recording runs once; a submission is a row of addresses, written where the graph's first kernel reads them, and one
-launch. Both work on words that `artifact.graph_layout` lays out.
+The graph is recorded once. A submission writes a row of addresses where the graph's first kernel reads them, and makes
+one launch. Both work on words that `artifact.graph_layout` lays out. Sizes in commands become expressions
+(`dim_value`), and kernels launch early (`launched_early`).
 """
 
 from __future__ import annotations
@@ -36,16 +37,19 @@ _TEXT = (
     "  %address = inttoptr i64 %function to ptr\n"
     "  %result = call i64 %address(i64 %a, i64 %b)\n  ret i64 %result\n}\n"
 )
-"""TIR has no expression for either. What is called and returns 32 bits leaves the others undefined."""
+"""LLVM IR of what TIR cannot express: a call by address, and the address of a tensor as a number.
+
+A callee that returns 32 bits leaves the upper half of the result undefined.
+"""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and its arguments: numbers, or words of the plan with a byte offset, which are addresses.
+    """A kernel and its arguments: numbers, or addresses in words of the plan with a byte offset.
 
     Numbers and offsets may be expressions over the parameters of the command buffer.
 
-    `fetching` is a kernel that brings a row of the ring into the table before it does the same.
+    `fetching` is a variant of the kernel that first copies a row of the ring into the table.
     """
 
     kernel: tvm.ir.GlobalVar
@@ -63,8 +67,8 @@ def submit_function(
 ) -> tirx.PrimFunc:
     """A PrimFunc of inputs, the state, `numbers` and results that submits the graph.
 
-    Its arguments are checked as those of any kernel are. Where there is no graph, or no free row, it leaves the
-    submission to the machine (``relax_hetero.submit_graph``).
+    Its arguments are checked like those of any kernel. Without a graph or a free row it leaves the submission to the
+    machine (``relax_hetero.submit_graph``).
 
     Parameters
     ----------
@@ -73,16 +77,16 @@ def submit_function(
     """
     layout = Layout(len(inputs) + len(results), len(parameters))
     with Function(name) as function:
-        given = [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in inputs]
+        tensors = [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in inputs]
         words = function.argument("state", [_word(layout.state)], _WORD)
         for number in numbers:
             T.arg(number.name, number)
-        given += [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in results]
+        tensors += [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in results]
         with function.body(), T.attr(tirx.const(0, "int32"), "pragma_import_llvm", _TEXT):
-            addresses = [_address(tensor) for tensor in given]
+            addresses = [_address(tensor) for tensor in tensors]
             _submit(words, addresses, parameters, layout, target.get_target_device_type())
-    # The code that is called by address reads the state, so nothing may be known of who else does.
-    return _on(function, target).with_attr({"tirx.noalias": False})
+    # Code that is called by address reads the state, so it may be aliased.
+    return _with_target(function, target).with_attr({"tirx.noalias": False})
 
 
 def _submit(
@@ -111,14 +115,14 @@ def _submit(
 
 
 def _graph_for(words: Any, parameters: Sequence[Expr], layout: Layout) -> Expr:
-    """The graph that was recorded for the parameters, 0 where there is none."""
-    # In no buffer: memory that a function with a GPU's target allocates is the GPU's.
+    """The graph that was recorded for the parameters, or 0."""
+    # Without a buffer: a function with a GPU target would allocate it on the GPU.
     graph: Expr = _word(0)
     for way in range(WAYS):
         entry = layout.ways + way * layout.way
-        alike = [tirx.EQ(words[_word(entry + 1 + number)], value) for number, value in enumerate(parameters)]
-        is_found = alike[0] if len(alike) == 1 else tirx.all(*alike)
-        graph = T.bind(tirx.Select(is_found, words[_word(entry)], graph))
+        equal = [tirx.EQ(words[_word(entry + 1 + number)], value) for number, value in enumerate(parameters)]
+        is_match = equal[0] if len(equal) == 1 else tirx.all(*equal)
+        graph = T.bind(tirx.Select(is_match, words[_word(entry)], graph))
     return graph
 
 
@@ -131,10 +135,10 @@ def record_function(
     target: tvm.target.Target,
     parameters: Sequence[tirx.Var] = (),
 ) -> tirx.PrimFunc:
-    """A PrimFunc of the plan's address, and of parameters, that launches all kernels on the current stream.
+    """A PrimFunc of the plan's address and parameters that launches all kernels on the current stream.
 
-    First `fetch`, or the launch that does this too, brings a row of the ring into the table, to be recorded; or, where
-    the plan names no ring, `fill` writes the plan's bindings there, and the launches are the submission itself.
+    While recording, `fetch` or a fetching launch first copies a row of the ring into the table. If the plan names no
+    ring, `fill` writes the plan's bindings there, and the launches are the submission itself.
     """
     with Function(name) as function:
         plan = T.arg("plan", T.handle(_WORD))
@@ -162,69 +166,68 @@ def record_function(
                         entries = range(first, first + FILLED_AT_ONCE)
                         bound = [words[_word(state.BINDINGS + i)] if i < slots else _word(0) for i in entries]
                         launch(fill, address(state.TABLE, 8 * (state.ENTRIES + first)), *bound)
-            for step in launches:
-                arguments = [address(*a) if isinstance(a, tuple) else a for a in step.arguments]
-                if step.fetching is None:
-                    launch(step.kernel, *arguments)
+            for item in launches:
+                arguments = [address(*a) if isinstance(a, tuple) else a for a in item.arguments]
+                if item.fetching is None:
+                    launch(item.kernel, *arguments)
                 else:
                     with T.If(is_recording):
                         with T.Then():
-                            launch(step.fetching, *row, *arguments[1:])
+                            launch(item.fetching, *row, *arguments[1:])
                         with T.Else():
-                            launch(step.kernel, *arguments)
-    return _on(function, target)
+                            launch(item.kernel, *arguments)
+    return _with_target(function, target)
 
 
 def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.IntImm | None = None) -> tirx.PrimFunc:
-    """A kernel that copies a row of the ring into the table: that of the submission whose turn it is.
+    """A kernel that copies the row of the current submission from the ring into the table.
 
-    Reading host memory takes a microsecond, and so does writing it. So all rows are read at once, while the device's
-    own count of submissions says which one is meant; and at times the host is told meanwhile that those before this one
-    have read theirs.
+    Reading or writing host memory takes a microsecond. All rows are therefore read at once, while the device's own
+    count of submissions selects one; every `REPORT_INTERVAL` submissions the host is sent that count.
 
-    The launch behind it may begin at once, and waits for this one before it reads the table.
+    The next launch may begin at once, and waits for this one before it reads the table.
 
-    `extent` counts the threads of a kernel that it becomes the beginning of. TVM makes one variable of all loops over
-    the same threads, so both count in the same type.
+    `extent` is the number of threads of the kernel that this one becomes the beginning of. TVM makes one variable of
+    all loops over the same threads, so both have the same type.
     """
     extent = _word(min(ROWS * slots, MAX_BLOCK_THREADS)) if extent is None else extent
     threads = int(extent.value)
     rounds = -(-ROWS * slots // threads)
     with Function(name) as function:
-        parts = [_words(part) for part in ("ring", "table", "consumed")]
+        parameters = [_words_parameter(parameter_name) for parameter_name in ("ring", "table", "consumed")]
         _returns_status()
-        with function.body(), T.thread_binding(extent, thread="threadIdx.x") as number_of_thread:
-            thread = tirx.Cast(_WORD, number_of_thread)
-            ring, table, consumed = map(_declared, parts)
+        with function.body(), T.thread_binding(extent, thread="threadIdx.x") as thread_index:
+            thread = tirx.Cast(_WORD, thread_index)
+            ring, table, consumed = map(_words_at, parameters)
             if gpu_target_of(target).overlaps_launches:
                 launch_dependents()
             ticket = T.alloc_buffer((1,), _WORD, scope="local")
-            read = T.alloc_buffer((rounds,), _WORD, scope="local")
-            here = [_word(round_ * threads) + thread for round_ in range(rounds)]
-            for number, place in enumerate(here):
-                with T.If(place < ROWS * slots), T.Then():
-                    T.buffer_store(read, ring[place], [_word(number)])
+            rows = T.alloc_buffer((rounds,), _WORD, scope="local")
+            indices = [_word(iteration * threads) + thread for iteration in range(rounds)]
+            for number, index in enumerate(indices):
+                with T.If(index < ROWS * slots), T.Then():
+                    T.buffer_store(rows, ring[index], [_word(number)])
             T.buffer_store(ticket, table[_word(state.TICKET)], [_word(0)])
             T.evaluate(T.tvm_storage_sync("shared"))
             with T.If(thread == 0), T.Then():
                 T.buffer_store(table, ticket[_word(0)] + 1, [_word(state.TICKET)])
                 with T.If(tirx.truncmod(ticket[_word(0)], _word(REPORT_INTERVAL)) == 0), T.Then():
                     T.buffer_store(consumed, ticket[_word(0)], [_word(0)])
-            for number, place in enumerate(here):
-                is_meant = tirx.floordiv(place, slots) == tirx.truncmod(ticket[_word(0)], _word(ROWS))
-                with T.If(is_meant), T.Then():
-                    T.buffer_store(table, read[_word(number)], [state.ENTRIES + tirx.floormod(place, slots)])
+            for number, index in enumerate(indices):
+                is_current = tirx.floordiv(index, slots) == tirx.truncmod(ticket[_word(0)], _word(ROWS))
+                with T.If(is_current), T.Then():
+                    T.buffer_store(table, rows[_word(number)], [state.ENTRIES + tirx.floormod(index, slots)])
     return _private(function, target)
 
 
 def fill_kernel(name: str, target: tvm.target.Target) -> tirx.PrimFunc:
     """A kernel that writes its arguments into the table."""
     with Function(name) as function:
-        table = _words("table")
+        table = _words_parameter("table")
         values = [T.arg(f"entry_{i}", T.int64()) for i in range(FILLED_AT_ONCE)]
         _returns_status()
         with function.body(), T.thread_binding(_word(1), thread="threadIdx.x"):
-            entries = _declared(table)
+            entries = _words_at(table)
             for number, value in enumerate(values):
                 T.buffer_store(entries, value, [_word(number)])
     return _private(function, target)
@@ -245,11 +248,11 @@ def _address(tensor: Any) -> Expr:
     return tirx.call_extern(_WORD, _ADDRESS, tensor.data)
 
 
-def _words(name: str) -> Any:
+def _words_parameter(name: str) -> Any:
     return T.arg(name, T.handle(_WORD))
 
 
-def _declared(data: Any) -> Any:
+def _words_at(data: Any) -> Any:
     return T.decl_buffer((_word(1),), _WORD, data=data)
 
 
@@ -257,16 +260,16 @@ def _returns_status() -> None:
     T.func_ret(tvm.ir.PrimType("int32"))
 
 
-def _on(function: Function, target: tvm.target.Target) -> tirx.PrimFunc:
+def _with_target(function: Function, target: tvm.target.Target) -> tirx.PrimFunc:
     return function.result.with_attr("target", target)
 
 
 def _private(function: Function, target: tvm.target.Target) -> tirx.PrimFunc:
-    # No promise that memory is not aliased: what the host or another kernel wrote must be read anew.
-    return _on(function, target).without_attr("global_symbol").with_attr({"tirx.noalias": False})
+    # Memory may be aliased: values that the host or another kernel wrote must be read again.
+    return _with_target(function, target).without_attr("global_symbol").with_attr({"tirx.noalias": False})
 
 
-# Extents, offsets and numbers of commands, which are text in plain data, as expressions.
+# Extents, offsets and numbers of commands: text in plain data becomes expressions.
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -305,7 +308,7 @@ def _value(node: ast.expr, parameters: Mapping[str, tirx.Var]) -> Expr:
     raise ValueError(f"not a dimension: {ast.dump(node)}")
 
 
-# Kernels of GPUs that begin while the launch before them ends: programmatic dependent launch.
+# Programmatic dependent launch: GPU kernels begin while the launch before them ends.
 #
 # Before::
 #
@@ -319,15 +322,14 @@ def _value(node: ast.expr, parameters: Mapping[str, tirx.Var]) -> Expr:
 #         griddepcontrol.wait                              # until the launch before is complete
 #         for thread in T.thread_binding(64, "threadIdx.x"): ...
 #
-# A kernel that a generator wrote with a wait of its own (`tir.cuda.core.launch.enable_pdl`) waits later than that,
-# behind work that depends on no other launch. Every kernel of a chain waits: so one whose wait is over knows that all
-# launches before it are complete, not only the last; several launches may have begun that wait for each other, and the
-# weights of the last are on their way. Kernels behind one that waits first begin when the launches before that are
+# A kernel whose generator wrote a wait (`tir.cuda.core.launch.enable_pdl`) waits later, after work that depends on no
+# other launch, such as prefetching weights. Every kernel of a chain waits: after its wait all launches before it are
+# complete, not only the last one. A kernel after one that waits first begins when the launches before that one are
 # complete.
 
 
 def waiting_first(kernel: tirx.PrimFunc, next_waits: bool = False) -> tirx.PrimFunc:
-    """A kernel of one launch that waits before all that it does: reads of a table of addresses too.
+    """A kernel of one launch that waits before anything else, reads of a table of addresses included.
 
     Parameters
     ----------
@@ -350,11 +352,11 @@ def waiting_first(kernel: tirx.PrimFunc, next_waits: bool = False) -> tirx.PrimF
 
 
 def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel, which waits for launches before it, launched so that it does begin early.
+    """The kernel, which waits for the launches before it, with an early launch.
 
-    TVM hands the tag on to the driver ("programmatic stream serialization"), and capturing a stream keeps it, as an
-    edge of the graph. The kernel promises no longer that its tensors do not overlap: the CUDA compiler would take what
-    nobody in it writes for constant, and may read it before the wait.
+    TVM passes the tag on to the driver ("programmatic stream serialization"), and capturing a stream keeps it as an
+    edge of the graph. ``tirx.noalias`` is dropped: the CUDA compiler would take memory that the kernel does not write
+    for constant, and might read it before the wait.
     """
     tagged = kernel.with_attr("tirx.kernel_launch_params", ["tirx.use_programtic_dependent_launch"])
     return tagged.with_attr("tirx.noalias", False)

@@ -1,9 +1,9 @@
-"""Convolutions by tile registers: the loops, copies and stores of `conv_direct` for CPUs with Intel AMX.
+"""Direct convolutions by Intel AMX: plan, loops, copies of rows and stores.
 
-The loops, from outside: tasks, groups, blocks of rows of the result, stretches of output channels, pairs of tiles,
-places of the window, steps of 64 bytes of input channels. No matrix of windows is written down: a tile of data is
-loaded from the image, or from a copy of its rows with the padding (`tile_register_plan`). As in products by tile
-registers (`tir.matmul.amx_matmul`), sums of a pair are finished, row by row, between the steps of the next.
+The loops, outermost first: tasks, groups, blocks of rows of the result, chunks of output channels, pairs of tiles, taps
+of the window, k-steps of 64 bytes of input channels. There is no im2col matrix: a tile of data is loaded from the
+image, or from a copy of its rows with the padding. As in products by AMX (`tir.matmul.amx_matmul`), the epilogue of a
+pair is interleaved, row by row, with the steps of the next.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ from ..core.builder import (
 from ..core.view import Coordinates
 from ..core.work_split import Split, part, unravel
 from ..matmul import amx
+from ..matmul.amx import LANES, LEFT_TILES, RIGHT_TILES
 from .conv_spec import Convolution, channel_masks, split_rows
 
-# How tile registers go over a convolution: plain integers, no code.
+# The plan of tiles: plain integers, no code.
 #
-# A row of a tile of data is a pixel of a channels-last image, the rows of a tile are neighbouring places of the result,
-# so their pixels lie at a constant distance. A step multiplies up to 64 bytes of channels. Where the window's innermost
-# places lie one after the other in memory, a step may take several of them: few channels fill a tile that way.
+# A row of a tile of data is a pixel of a channels-last image, and the rows of a tile are neighbouring pixels of the
+# result, so that their data have a constant stride. A step multiplies up to 64 bytes of channels. If innermost taps are
+# contiguous in memory, a step may join several of them, so that few channels fill a tile.
 #
-# Data are read where they lie if nothing is padded. Otherwise a task copies the rows of the image that a block of its
-# result needs, with zeros for the padding: once for all output channels and places of the window.
+# Data are read in place if nothing is padded. Otherwise a task copies the rows of the image that a block of the result
+# needs, with zeros for the padding, once for all output channels and taps.
 
-GROUP_BYTES = 4  # of k0 neighbouring input channels, whatever their type
-COLUMNS = 16  # of a tile
+GROUP_BYTES = 4
+"""Bytes of a group of k0 neighbouring input channels, for every type."""
 
-# Steps that fill less of a tile cost more than vectors do.
+# Steps that fill less of a tile are slower than vectors.
 MIN_STEP_BYTES = 16
 
-# Copied rows of a block stay in the second-level cache; but the weight is read once for each block, so a block has so
-# many places at least, as long as memory for it is moderate.
+# Maximum bytes of a block's copied rows, which stay in the L2 cache. Each block reads the weight again, so that a block
+# has a minimum number of pixels, up to a larger number of bytes.
 BLOCK_BYTES = 1 << 20
-BLOCK_PLACES = 256
+MIN_BLOCK_PIXELS = 256
 MAX_BLOCK_BYTES = 1 << 24
 
-# Weights of more bytes are prefetched, panel by panel: those of a model come from memory or the last-level cache.
+# Weights of more bytes are prefetched, panel by panel: those of a model come from memory or the L3 cache.
 PREFETCH_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class RunSteps:
-    """How the input channels of a run of the window's places divide among steps.
+    """The k-steps of an innermost row of taps.
 
     Attributes
     ----------
@@ -73,7 +74,7 @@ class RunSteps:
     groups : int
         Number of groups of k0 neighbouring channels in a step.
     shared : int
-        Groups of the weight that the last step reads as well as the one before; they meet zeros.
+        Groups of the weight that the last two steps of a run both read; the last multiplies them by zeros.
     """
 
     runs: int
@@ -83,7 +84,7 @@ class RunSteps:
 
     @property
     def count(self) -> int:
-        """Steps of an innermost row of the window."""
+        """Number of steps of an innermost row of the window."""
         return self.runs * self.steps
 
     @property
@@ -94,7 +95,7 @@ class RunSteps:
 
 @dataclass(frozen=True)
 class Copy:
-    """Where pixels of the copied rows lie.
+    """Layout of the copied rows.
 
     Attributes
     ----------
@@ -103,7 +104,7 @@ class Copy:
     width : int
         Pixels of a row, padding included.
     unit : int
-        Rows that are neighbours in the copy are so many apart in the image.
+        Distance in the image of rows that are neighbours in the copy.
     """
 
     distance: int
@@ -111,7 +112,7 @@ class Copy:
     unit: int
 
     def rows(self, places: int, window: Window) -> int:
-        """Rows that so many rows of the result need."""
+        """Number of copied rows for `places` rows of the result."""
         return ((places - 1) * window.stride + window.dilated_extent - 1) // self.unit + 1
 
     @property
@@ -122,12 +123,12 @@ class Copy:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How the tiles of a convolution are cut.
+    """Sizes of the tiles and blocks of a convolution.
 
     Attributes
     ----------
     height : int
-        Places of a tile, along the innermost dimension; the last tile of a row overlaps the one before.
+        Pixels of a tile, along the innermost dimension; the last tile of a row overlaps the one before.
     across : int
         Tiles of a row of the result.
     run : RunSteps
@@ -136,13 +137,13 @@ class TilePlan:
     blocks : int
         Number of blocks along that dimension.
     copy : Copy or None
-        None: data are read where they lie.
+        Layout of copied rows; None if data are read in place.
     panel : int
         Output channels of a panel, as the weight is stored.
     columns : int
-        Output channels that a pair of tiles is multiplied by: those of two tiles or one, which divide a panel.
-    fetched : int
-        Cache lines of the next panel that a step asks for.
+        Output channels of a chunk: those of two tiles or one, a divisor of a panel.
+    prefetched_lines : int
+        Cache lines of the next panel that a step prefetches.
     """
 
     height: int
@@ -153,32 +154,32 @@ class TilePlan:
     copy: Copy | None
     panel: int
     columns: int
-    fetched: int
+    prefetched_lines: int
 
     @property
     def vectors(self) -> int:
-        """Tiles of the weight that are multiplied at once."""
-        return self.columns // COLUMNS
+        """Tiles of the weight in a step."""
+        return self.columns // LANES
 
     @property
     def lefts(self) -> int:
-        """Tiles of data that are multiplied at once, at most."""
+        """Maximum number of tiles of data in a step."""
         return min(2, self.rows * self.across)
 
 
 def plan_tiles(problem: ConvProblem, instruction: AmxInstruction, parts: int) -> TilePlan | None:
-    """How tiles go over a convolution; None where vectors are better, or tiles cannot read the operands.
+    """The plan of a convolution; None if vectors are better, or tile loads cannot read the operands.
 
     Parameters
     ----------
     parts : int
-        Into how many parts rows of the result are shared among cores.
+        Number of parts of the rows of the result, which the cores share.
     """
     places = _static(problem.result.shape[2:])
     panel = problem.weight.layout.tile(0)
-    if 0 in places or 0 in problem.weight.shape or panel % COLUMNS:
+    if 0 in places or 0 in problem.weight.shape or panel % LANES:
         return None
-    columns = columns_at_once(panel)
+    columns = chunk_columns(panel)
     if problem.weight.layout.inner_dims != (0, 1) or problem.weight.layout.tile(1) != instruction.k0:
         return None
     if problem.data.layout.outer_perm != (0, *range(2, len(problem.data.shape)), 1):
@@ -204,18 +205,18 @@ def plan_tiles(problem: ConvProblem, instruction: AmxInstruction, parts: int) ->
     rows = ceil_div(extent, blocks)
     blocks = ceil_div(extent, rows)
     weight = problem.weight.layout.storage_bytes(_static(problem.weight.shape), problem.weight.dtype)
-    is_fetched = weight > PREFETCH_BYTES and columns == panel
-    fetched = ceil_div(TILE_ROWS * columns // COLUMNS, ceil_div(rows * across, 2)) if is_fetched else 0
-    return TilePlan(height, across, run, rows, blocks, copy, panel, columns, fetched)
+    is_prefetched = weight > PREFETCH_BYTES and columns == panel
+    prefetched_lines = ceil_div(TILE_ROWS * columns // LANES, ceil_div(rows * across, 2)) if is_prefetched else 0
+    return TilePlan(height, across, run, rows, blocks, copy, panel, columns, prefetched_lines)
 
 
-def columns_at_once(panel: int) -> int:
-    """Output channels that are multiplied at once, of panels of so many: two tiles of the weight, or one."""
-    return COLUMNS * (1 if panel // COLUMNS % 2 else 2)
+def chunk_columns(panel: int) -> int:
+    """Output channels of a chunk, for panels of `panel` channels: two tiles of the weight, or one."""
+    return LANES * (1 if panel // LANES % 2 else 2)
 
 
 def even_steps(groups: int) -> int:
-    """The fewest steps of equal numbers of groups."""
+    """The minimum number of steps with equal numbers of groups."""
     return next(steps for steps in range(ceil_div(groups, TILE_ROWS), groups + 1) if groups % steps == 0)
 
 
@@ -225,12 +226,12 @@ def _static(extents: tuple) -> tuple[int, ...]:
 
 
 def _outer(problem: ConvProblem) -> Window:
-    """The last window but one: blocks are cut along its dimension."""
+    """The last window but one; blocks divide its dimension."""
     return problem.windows[-2] if len(problem.windows) > 1 else Window(1)
 
 
 def _groups(problem: ConvProblem, k0: int) -> int:
-    """Groups of k0 channels, of a pixel and one group of output channels."""
+    """Number of groups of k0 input channels of a pixel, for one group of output channels."""
     return ceil_div(_static(problem.weight.shape)[1], k0)
 
 
@@ -240,31 +241,31 @@ def _steps_of(problem: ConvProblem, k0: int, may_join: bool, may_share: bool) ->
     Parameters
     ----------
     may_join : bool
-        The window's places may be neighbours in memory.
+        Whether taps may be contiguous in memory.
     may_share : bool
-        The last two steps may read the same groups of the weight.
+        Whether the last two steps may read the same groups of the weight.
     """
     groups, window = _groups(problem, k0), problem.windows[-1]
-    apart, joined = even_steps(groups), even_steps(groups * window.size)
+    separate_steps, joined_steps = even_steps(groups), even_steps(groups * window.size)
     if may_share:
-        apart = ceil_div(groups, TILE_ROWS)
-    # A block of sums stands between the places of a weight with compensation; single groups are equally far apart.
-    are_even = not problem.weight.layout.compensation or groups == 1
-    if may_join and are_even and window.dilation == 1 and joined < apart * window.size:
-        return RunSteps(1, joined, groups * window.size // joined)
-    step = ceil_div(groups, apart)
-    return RunSteps(window.size, apart, step, apart * step - groups)
+        separate_steps = ceil_div(groups, TILE_ROWS)
+    # Compensation is stored between the taps of a weight; the stride is then even for single groups only.
+    has_even_stride = not problem.weight.layout.compensation or groups == 1
+    if may_join and has_even_stride and window.dilation == 1 and joined_steps < separate_steps * window.size:
+        return RunSteps(1, joined_steps, groups * window.size // joined_steps)
+    step = ceil_div(groups, separate_steps)
+    return RunSteps(window.size, separate_steps, step, separate_steps * step - groups)
 
 
 def _steps_in_place(problem: ConvProblem, k0: int) -> RunSteps | None:
-    """None where something is padded, or the last channels are no whole group."""
+    """The steps without copies; None if something is padded, or the last channels are not a whole group."""
     depth = _static(problem.weight.shape)[1]
-    is_whole = depth % k0 == 0 or problem.data.layout.tile(1) == k0
+    has_whole_groups = depth % k0 == 0 or problem.data.layout.tile(1) == k0
     extents = zip(problem.windows, _static(problem.data.shape[2:]), _static(problem.result.shape[2:]), strict=True)
-    is_inside = all(
+    is_unpadded = all(
         w.before == 0 and (places - 1) * w.stride + w.dilated_extent <= extent for w, extent, places in extents
     )
-    if not is_whole or not is_inside:
+    if not has_whole_groups or not is_unpadded:
         return None
     return _steps_of(problem, k0, may_join=problem.groups == 1, may_share=False)
 
@@ -273,7 +274,7 @@ def _copy(problem: ConvProblem, run: RunSteps, k0: int) -> Copy:
     window, outer = problem.windows[-1], _outer(problem)
     pixel = _groups(problem, k0) * GROUP_BYTES
     lines = ceil_div(run.steps * run.step_bytes, TILE_BYTES)
-    # An odd number of cache lines: rows of a tile then fall into different sets of the first-level cache.
+    # An odd number of cache lines: rows of a tile then map to different sets of the L1 cache.
     distance = (lines | 1) * TILE_BYTES if run.runs == window.size else pixel
     width = (_static(problem.result.shape[2:])[-1] - 1) * window.stride + window.dilated_extent
     return Copy(distance, width, gcd(outer.stride, outer.dilation))
@@ -285,7 +286,7 @@ def _copy_bytes(problem: ConvProblem, copy: Copy, rows: int) -> int:
 
 
 def _rows_of_block(problem: ConvProblem, copy: Copy | None, places: tuple[int, ...], row: int) -> int:
-    """Rows of the result that a panel of the weight meets before the next one."""
+    """Rows of the result in a block, which uses a panel of the weight before the next one."""
     if len(places) == 1:
         return 1
     if copy is None:
@@ -293,7 +294,7 @@ def _rows_of_block(problem: ConvProblem, copy: Copy | None, places: tuple[int, .
         row_bytes = prod(_static((problem.data.shape[1], problem.data.shape[-1]))) * bytes_of(problem.data.dtype)
         return max(1, min(places[-2], BLOCK_BYTES // (row_bytes * outer.stride)))
     rows = places[-2]
-    while rows > 1 and _copy_bytes(problem, copy, rows) > BLOCK_BYTES and (rows - 1) * row >= BLOCK_PLACES:
+    while rows > 1 and _copy_bytes(problem, copy, rows) > BLOCK_BYTES and (rows - 1) * row >= MIN_BLOCK_PIXELS:
         rows -= 1
     while rows > 1 and _copy_bytes(problem, copy, rows) > MAX_BLOCK_BYTES:
         rows -= 1
@@ -301,7 +302,7 @@ def _rows_of_block(problem: ConvProblem, copy: Copy | None, places: tuple[int, .
 
 
 def _even_blocks(problem: ConvProblem, blocks: int, extent: int, parts: int) -> int:
-    """As many blocks or more, which cores can share evenly."""
+    """The number of blocks, increased if cores can then share them evenly."""
     planes = prod(
         extent for extent in (problem.result.shape[0], *problem.result.shape[2:-2]) if isinstance(extent, int)
     )
@@ -311,12 +312,9 @@ def _even_blocks(problem: ConvProblem, blocks: int, extent: int, parts: int) -> 
     return blocks
 
 
-_LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
-
-
 @dataclass(frozen=True)
 class AmxConvolution:
-    """A convolution that tiles compute; see `amx_convolution`."""
+    """A convolution by AMX; see `amx_convolution`."""
 
     conv: Convolution
     instruction: AmxInstruction
@@ -329,8 +327,8 @@ class AmxConvolution:
         return self.conv.problem.groups
 
     @property
-    def stretches(self) -> int:
-        """Stretches of `TilePlan.columns` output channels, of a group."""
+    def chunks(self) -> int:
+        """Number of chunks of `TilePlan.columns` output channels of a group."""
         return ceil_div(self.conv.channels // self.groups, self.plan.columns)
 
     @property
@@ -345,20 +343,20 @@ class AmxConvolution:
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of the weight that a group of input channels has in a panel."""
+        """Bytes of a group of input channels in a panel of the weight."""
         return self.plan.panel * GROUP_BYTES
 
     @property
-    def groups_apart(self) -> int:
-        """Groups of the weight from one place of the window to the next, with those of compensation."""
+    def tap_groups(self) -> int:
+        """Groups of the weight from one tap to the next, with those of compensation."""
         return self.conv.weight.stride(f"w{len(self.conv.windows) - 1}") * self.size // self.group_bytes
 
     @property
-    def group_unit(self) -> int:
-        """Groups of the weight from one group of a step to the next."""
+    def group_stride(self) -> int:
+        """Stride of the groups of a step, in groups of the weight."""
         run = self.plan.run
         is_joined = run.runs < self.conv.windows[-1].size
-        return self.groups_apart * self.conv.windows[-1].size // (run.steps * run.groups) if is_joined else 1
+        return self.tap_groups * self.conv.windows[-1].size // (run.steps * run.groups) if is_joined else 1
 
     @property
     def size(self) -> int:
@@ -367,15 +365,15 @@ class AmxConvolution:
 
     @property
     def outer_places(self) -> list[Expr]:
-        """Extents of the result that blocks are not cut along: the batch and all but its last two dimensions."""
+        """Extents of the batch and of all but the last two dimensions of the result, which blocks do not divide."""
         return [self.conv.result.extents[0], *self.conv.result.extents[2:-2]]
 
 
 def amx_convolution(conv: Convolution, instruction: AmxInstruction | None) -> AmxConvolution | None:
-    """How tiles compute a convolution, None if they do not."""
-    if instruction is None or conv.lanes != COLUMNS:
+    """The convolution by AMX, or None if it is unsupported or slower."""
+    if instruction is None or conv.lanes != LANES:
         return None
-    columns = columns_at_once(conv.weight.layout.tile(0))
+    columns = chunk_columns(conv.weight.layout.tile(0))
     units = ceil_div(conv.channels, columns)
     if conv.problem.groups > 1:
         units, columns = conv.problem.groups, conv.channels // conv.problem.groups
@@ -387,7 +385,7 @@ def amx_convolution(conv: Convolution, instruction: AmxInstruction | None) -> Am
 
 
 class _Task:
-    """Buffers of a task: copied rows, sums, and where the sums that wait are to go."""
+    """Buffers of a task: copied rows, accumulators, and pending pixels."""
 
     def __init__(self, tiles: AmxConvolution) -> None:
         self.tiles, self.conv, plan = tiles, tiles.conv, tiles.plan
@@ -395,13 +393,13 @@ class _Task:
         if plan.copy is not None:
             planes = prod(window.size for window in tiles.windows[:-1])
             rows = planes * plan.copy.rows(plan.rows, _last(tiles.windows))
-            # Lines are copied whole, beyond the end of the last pixel too.
+            # Whole lines are copied, also after the end of the last pixel.
             self.copied = amx.scratch(rows * plan.copy.row_bytes + TILE_BYTES, "int8")
-        self.sums = amx.scratch(2 * TILE_ROWS * 2 * COLUMNS, tiles.conv.problem.acc_dtype)
-        # Their place: the first output channel, the outer coordinates, and of each tile the row, its first place, and
-        # how many places the tile before has as well.
+        self.sums = amx.scratch(2 * TILE_ROWS * 2 * LANES, tiles.conv.problem.acc_dtype)
+        # Destination: the first output channel, the outer coordinates, and for each tile the row, the first pixel and
+        # the number of pixels in common with the tile before.
         self.outer = len(tiles.outer_places)
-        self.waiting = amx.WaitingRows(1 + self.outer + 6)
+        self.pending = amx.PendingRows(1 + self.outer + 6)
         width = plan.run.step_bytes
         amx.configure([plan.height] * 6 + [plan.run.groups] * 2, [TILE_BYTES] * 4 + [width] * 2 + [TILE_BYTES] * 2)
 
@@ -410,38 +408,38 @@ def _last(windows: Sequence[Window]) -> Window:
     return windows[-1] if windows else Window(1)
 
 
-def emit_tiles(tiles: AmxConvolution) -> None:
-    """Write the body of the kernel, for a process that may use tiles."""
+def emit_amx_conv(tiles: AmxConvolution) -> None:
+    """Write the body of the kernel, for a process that may use AMX."""
     plan, split, groups = tiles.plan, tiles.split, tiles.groups
     planes = materialize(prod(tiles.outer_places))
-    units = groups if groups > 1 else tiles.stretches
+    units = groups if groups > 1 else tiles.chunks
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(tiles)
-        _, row_part, unit_part = split.place(number)
+        _, row_part, unit_part = split.parts_of(number)
         first_block, last_block = part(planes * plan.blocks, split.rows, row_part)
         first_unit, last_unit = part(units, split.columns, unit_part)
         with loop(last_unit - first_unit if groups > 1 else 1) as g, loop(last_block - first_block) as n:
             group = materialize(first_unit + g) if groups > 1 else 0
-            begin, end = (0, tiles.stretches) if groups > 1 else (first_unit, last_unit)
-            plane, within = unravel(first_block + n, [planes, plan.blocks], materialize, materialize)
+            begin, end = (0, tiles.chunks) if groups > 1 else (first_unit, last_unit)
+            plane, block_index = unravel(first_block + n, [planes, plan.blocks], materialize, materialize)
             outer = unravel(plane, tiles.outer_places, materialize, materialize)
-            block = _Block(task, group, outer, materialize(within * plan.rows))
+            block = _Block(task, group, outer, materialize(block_index * plan.rows))
             block.copy_rows()
-            with loop(end - begin) as stretch:
-                block.sweep(materialize(group * tiles.stretches + begin + stretch))
-        _finish_waiting(task)
+            with loop(end - begin) as chunk:
+                block.sweep(materialize(group * tiles.chunks + begin + chunk))
+        _finish_pending(task)
         amx.release()
 
 
 class _Block:
-    """Some rows of the result, and the data that they need.
+    """A block of rows of the result, and its data.
 
     Parameters
     ----------
     outer : list of PrimExpr
         Coordinates of the batch and all but the last two dimensions of the result.
     first : PrimExpr
-        The first row, along the last dimension but one.
+        First row, along the last dimension but one.
     """
 
     def __init__(self, task: _Task, group: Expr, outer: list[Expr], first: Expr) -> None:
@@ -454,7 +452,7 @@ class _Block:
         self.channel = materialize(group * self.conv.depth)
 
     def _data_address(self, outer_taps: Sequence[Expr], row: Expr, column: Expr) -> Expr:
-        """The first channel of a pixel, whose row and column are counted in the image."""
+        """Address of the first channel of a pixel at a row and a column of the image."""
         windows = self.conv.windows
         at: dict[str, Expr] = {"b": self.outer[0], "c": self.channel, f"x{len(windows) - 1}": column}
         if len(windows) > 1:
@@ -488,16 +486,16 @@ class _Block:
                 self._fill_row(copy, taps, row, target)
 
     def _fill_row(self, copy: Copy, outer_taps: Sequence[Expr], row: Expr, target: Expr) -> None:
-        """A row of the image, or zeros where the image has none."""
-        inside = self._is_inside(outer_taps, row)
+        """Copy a row of the image, or zeros for a row of the padding."""
+        exists = self._row_exists(outer_taps, row)
         either(
-            True if inside is None else inside,
+            True if exists is None else exists,
             lambda: self._copy_row(copy, outer_taps, row, target),
             lambda: self._clear(target, 0, copy.width),
         )
 
-    def _is_inside(self, outer_taps: Sequence[Expr], row: Expr) -> Expr | None:
-        """Return whether the image has a row; None: each that is asked for."""
+    def _row_exists(self, outer_taps: Sequence[Expr], row: Expr) -> Expr | None:
+        """Return whether a row lies in the image; None if all rows do."""
         conv, checks = self.conv, []
         positions = [self._outer_position(d, tap) for d, tap in enumerate(outer_taps)]
         positions += [row] if len(conv.windows) > 1 else []
@@ -519,7 +517,7 @@ class _Block:
             T.buffer_store(self.task.copied, empty, [lane_indices(start, TILE_BYTES)])
 
     def _copy_row(self, copy: Copy, outer_taps: Sequence[Expr], row: Expr, target: Expr) -> None:
-        """A row of the image and its padding. From the left: each line that is copied may reach into what follows."""
+        """Copy a row of the image and its padding, from left to right: a copied line may overwrite what follows it."""
         conv, size = self.conv, self.tiles.size
         before = min(conv.windows[-1].before, copy.width)
         pixels = max(0, min(conv.data.extents[-1], copy.width - before))
@@ -527,19 +525,19 @@ class _Block:
             self._clear(target, 0, before)
         source = materialize(self._data_address(outer_taps, row, tirx.const(0, "int64")))
         channels = conv.depth if conv.data.layout.tile(1) == 1 else ceil_div(conv.depth, conv.dot.k0) * conv.dot.k0
-        content, apart = channels * size, conv.data.stride(f"x{len(conv.windows) - 1}") * size
+        content, stride = channels * size, conv.data.stride(f"x{len(conv.windows) - 1}") * size
         target = target + before * copy.distance
-        if content == apart == copy.distance:
+        if content == stride == copy.distance:
             self._copy_bytes(source, target, pixels * content)
         elif pixels:
             with loop(pixels) as pixel:
-                start = materialize(source + pixel * (apart // size))
+                start = materialize(source + pixel * (stride // size))
                 self._copy_pixel(start, materialize(target + pixel * copy.distance), content)
         if before + pixels < copy.width:
             self._clear(target, pixels, copy.width - before - pixels)
 
     def _copy_pixel(self, source: Expr, target: Expr, content: int) -> None:
-        """The channels of a pixel; zeros meet the groups of the weight that the last step shares."""
+        """Copy the channels of a pixel, with zeros for the groups of the weight that the last step shares."""
         run = self.plan.run
         if not run.shared:
             self._copy_bytes(source, target, content)
@@ -564,10 +562,10 @@ class _Block:
         if left:
             copy(tirx.const(lines, "int64"), left)
 
-    def sweep(self, stretch: Expr) -> None:
-        """All places of the block, for a stretch of output channels."""
+    def sweep(self, chunk: Expr) -> None:
+        """Compute all pixels of the block, for a chunk of output channels."""
         conv, plan = self.conv, self.plan
-        column = materialize(stretch * plan.columns)
+        column = materialize(chunk * plan.columns)
         names = {"n": column, "k": tirx.const(0, "int64")}
         names |= {f"w{d}": tirx.const(0, "int64") for d in range(len(conv.windows))}
         weight = materialize(conv.weight.address(names))
@@ -583,7 +581,7 @@ class _Block:
                 either(number * 2 + 1 < count, partial(pair.multiply, 2), partial(pair.multiply, 1))
 
     def tile_start(self, row: Expr, first: Expr) -> Expr:
-        """Where the first pixel of a tile lies: bytes of the copied rows, elements of the data."""
+        """Offset of the first pixel of a tile: in bytes of the copied rows, or in elements of the data."""
         copy, windows = self.plan.copy, self.conv.windows
         last = _last(self.tiles.windows)
         if copy is not None:
@@ -592,7 +590,7 @@ class _Block:
         return self._data_address(zeros, (self.first + row) * last.stride, first * windows[-1].stride)
 
     def tap_offset(self, taps: Sequence[Expr], inner: Expr) -> Expr:
-        """From a tile's first pixel to that of places of the window; in the unit of `tile_start`."""
+        """Offset of taps from a tile's first pixel, in the unit of `tile_start`."""
         copy, windows = self.plan.copy, self.conv.windows
         if copy is None:
             pairs = zip(windows, [*taps, inner], strict=True)
@@ -610,14 +608,14 @@ class _Block:
 
 
 class _Pair:
-    """Two tiles of places, or one, and a stretch of output channels.
+    """Two tiles of pixels, or one, and a chunk of output channels.
 
     Parameters
     ----------
     number : PrimExpr
         Number of the pair in its block.
     weight : PrimExpr
-        Where the stretch begins in storage.
+        Offset of the chunk in the weight.
     """
 
     def __init__(self, block: _Block, number: Expr, column: Expr, weight: Expr) -> None:
@@ -625,32 +623,32 @@ class _Pair:
         self.number, self.column, self.weight = number, column, weight
 
     def multiply(self, lefts: int) -> None:
-        """Add up the products of `lefts` tiles of data, and leave the sums where they wait."""
+        """Accumulate the products of `lefts` tiles of data, and make their pixels pending."""
         tiles, plan, block = self.tiles, self.plan, self.block
-        places = [self._place(i) for i in range(lefts)]
-        starts = [materialize(block.tile_start(row, first)) for row, first, _ in places]
+        left_tiles = [self._tile_pixels(i) for i in range(lefts)]
+        starts = [materialize(block.tile_start(row, first)) for row, first, _ in left_tiles]
         sums = [(2 * i + j, i, j) for j in range(plan.vectors) for i in range(lefts)]
         for tile, _, _ in sums:
             amx.clear(tile)
         outer = [window.size for window in tiles.windows]
         run = plan.run
-        unit = 1 if plan.copy is not None else tiles.size
+        element_bytes = 1 if plan.copy is not None else tiles.size
         with loop(prod(outer)) as o:
             taps = unravel(o, outer, materialize, materialize) if outer else []
             with loop(run.runs) as tap, loop(run.steps) as s:
-                offset = materialize(block.tap_offset(taps, tap) + s * (run.step_bytes // unit))
+                offset = materialize(block.tap_offset(taps, tap) + s * (run.step_bytes // element_bytes))
                 at_group = s * run.groups
                 if run.shared:
                     at_group = T.min(at_group, int64((run.steps - 1) * run.groups - run.shared))
-                groups = (o * tiles.conv.windows[-1].size + tap) * tiles.groups_apart + at_group * tiles.group_unit
+                groups = (o * tiles.conv.windows[-1].size + tap) * tiles.tap_groups + at_group * tiles.group_stride
                 weight = materialize(self.weight + groups * (tiles.group_bytes // tiles.size))
                 self._step([materialize(start + offset) for start in starts], weight, sums)
                 self._prefetch(weight)
-                _finish_waiting(self.task, ceil_div(2 * plan.height, tiles.steps))
-        self._end(places, sums)
+                _finish_pending(self.task, ceil_div(2 * plan.height, tiles.steps))
+        self._end(left_tiles, sums)
 
-    def _place(self, i: int) -> tuple[Expr, Expr, Expr]:
-        """Row in the block and first place of a tile, and how many places are those of the tile before."""
+    def _tile_pixels(self, i: int) -> tuple[Expr, Expr, Expr]:
+        """Row in the block and first pixel of a tile, and its number of pixels in common with the tile before."""
         plan, last = self.plan, self.tiles.conv.result.extents[-1] - self.plan.height
         number = self.number * 2 + i if plan.lefts > 1 else self.number
         if plan.across == 1:
@@ -661,7 +659,7 @@ class _Pair:
         return row, first, materialize(nominal - first)
 
     def _step(self, lefts: list[Expr], weight: Expr, sums: list[tuple[int, int, int]]) -> None:
-        """One step: all loads, then all products."""
+        """Write a k-step: all loads, then all products."""
         tiles, plan = self.tiles, self.plan
         data = tiles.conv.data.data if plan.copy is None else self.task.copied
         window = tiles.conv.windows[-1]
@@ -671,66 +669,66 @@ class _Pair:
             distance = window.stride * tiles.conv.data.stride(f"x{len(tiles.conv.windows) - 1}") * tiles.size
         for j in range(plan.vectors):
             right = weight + j * TILE_BYTES // tiles.size
-            rows_apart = tiles.group_bytes * tiles.group_unit
-            amx.load(_RIGHT[j], amx.address(tiles.conv.weight.data, right), rows_apart)
+            row_stride = tiles.group_bytes * tiles.group_stride
+            amx.load(RIGHT_TILES[j], amx.address(tiles.conv.weight.data, right), row_stride)
             for i, left in enumerate(lefts) if j == 0 else ():
-                amx.load(_LEFT[i], amx.address(data, left), distance)
+                amx.load(LEFT_TILES[i], amx.address(data, left), distance)
         for tile, i, j in sums:
-            amx.multiply(tiles.instruction, tile, _LEFT[i], _RIGHT[j])
+            amx.multiply(tiles.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
 
     def _prefetch(self, weight: Expr) -> None:
-        """Ask for the part of the next panel that is this step's share."""
+        """Prefetch this step's share of the next panel."""
         plan, tiles = self.plan, self.tiles
-        if not plan.fetched:
+        if not plan.prefetched_lines:
             return
         # Pairs share the lines of a step.
         panel = tiles.conv.weight.stride("w0") * tiles.conv.windows[0].size
         lines = plan.run.groups * tiles.group_bytes // TILE_BYTES
-        first = materialize(T.min(self.number * plan.fetched, int64(lines - 1)))
-        for i in range(plan.fetched):
+        first = materialize(T.min(self.number * plan.prefetched_lines, int64(lines - 1)))
+        for i in range(plan.prefetched_lines):
             position = weight + panel + (first + i) * (TILE_BYTES // tiles.size)
-            amx.fetch(amx.address(tiles.conv.weight.data, position))
+            amx.prefetch(amx.address(tiles.conv.weight.data, position))
 
     def _end(self, places: list[tuple[Expr, Expr, Expr]], sums: list[tuple[int, int, int]]) -> None:
-        """The sums wait to be finished."""
+        """Store the accumulators, and make their pixels pending."""
         task, height = self.task, self.plan.height
         for tile, i, j in sums:
-            begin = i * height * (2 * COLUMNS) + j * COLUMNS
+            begin = i * height * (2 * LANES) + j * LANES
             amx.store(tile, amx.address(task.sums, tirx.const(begin, "int64")), 2 * TILE_BYTES)
         values = [self.column, *self.block.outer]
-        for row, first, skipped in places:
-            values += [self.block.first + row, first, skipped]
-        task.waiting.put(0, len(places) * height, values)
+        for row, first, overlap in places:
+            values += [self.block.first + row, first, overlap]
+        task.pending.put(0, len(places) * height, values)
 
 
-def _finish_waiting(task: _Task, most: int | None = None) -> None:
-    """Finish places of the sums that wait, at most so many (None: all)."""
-    task.waiting.finish(lambda r: _finish_place(task, r), most)
+def _finish_pending(task: _Task, max_pixels: int | None = None) -> None:
+    """Finish at most `max_pixels` pending pixels (None: all)."""
+    task.pending.finish(lambda r: _finish_pixel(task, r), max_pixels)
 
 
-def _finish_place(task: _Task, number: Expr) -> None:
-    """Apply the epilogue to a place of the sums that wait, and store it."""
+def _finish_pixel(task: _Task, number: Expr) -> None:
+    """Apply the epilogue to a pending pixel, and store it."""
     conv, plan = task.conv, task.tiles.plan
-    place = task.waiting.place
+    place = task.pending.place
     tile: Expr = materialize(tirx.Cast("int64", number >= plan.height)) if plan.lefts > 1 else 0
-    within = number - tile * plan.height
-    slot = materialize(tile * 3 + (1 + task.outer))
+    pixel = number - tile * plan.height
+    destination = materialize(tile * 3 + (1 + task.outer))
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 2))]
     at: dict[str, Expr] = {name: materialize(place[1 + i]) for i, name in enumerate(names)}
     if len(conv.windows) > 1:
-        at[f"y{len(conv.windows) - 2}"] = materialize(place[slot])
-    at[f"y{len(conv.windows) - 1}"] = materialize(place[slot + 1] + within)
+        at[f"y{len(conv.windows) - 2}"] = materialize(place[destination])
+    at[f"y{len(conv.windows) - 1}"] = materialize(place[destination + 1] + pixel)
     column = materialize(place[0])
 
     def store(existing: int) -> None:
-        vectors = ceil_div(existing, COLUMNS)
+        vectors = ceil_div(existing, LANES)
         for j, mask in enumerate(channel_masks(conv, vectors, existing)):
-            here: Coordinates = {**at, "n": column + j * COLUMNS}
-            value = let(task.sums[lane_indices(number * (2 * COLUMNS) + j * COLUMNS, COLUMNS)])
-            conv.result.store(here, "n", conv.epilogue.result_at(value, here, mask), COLUMNS, mask)
+            coordinates: Coordinates = {**at, "n": column + j * LANES}
+            value = let(task.sums[lane_indices(number * (2 * LANES) + j * LANES, LANES)])
+            conv.result.store(coordinates, "n", conv.epilogue.result_at(value, coordinates, mask), LANES, mask)
 
     overlap = conv.result.extents[-1] % plan.height != 0
-    with when(within >= place[slot + 2] if overlap else True):
+    with when(pixel >= place[destination + 2] if overlap else True):
         left = conv.channels % plan.columns
         if left == 0:
             store(plan.columns)

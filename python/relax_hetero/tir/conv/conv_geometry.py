@@ -1,10 +1,10 @@
-"""Elements of the data that the tiles of a convolution touch along one spatial dimension: plain integers, no code.
+"""Tiles of a convolution along one spatial dimension, and the taps that read data for them: plain integers, no code.
 
-Rows whose length only a call knows have expressions in these places (`unknown_rows`).
+For rows of symbolic length, some numbers are expressions (`dynamic_height`).
 
-A tile is a run of neighbouring places of the result. Where padding reaches into it, some places of the window find no
-data for some places of the tile; a kernel leaves these multiplications out, so that nothing is padded. Tiles for which
-the same are left out share their code.
+A tile is a run of neighbouring pixels of the result. Next to the padding, some taps lie outside of the data for some
+pixels of the tile; kernels leave these multiplications out, so that data need no padding. Tiles with the same taps
+share code.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ..core.builder import Expr
 
 @dataclass(frozen=True)
 class Taps:
-    """Neighbouring places of the window that find data for the same places of a tile.
+    """Neighbouring taps of the window that read data for the same pixels of a tile.
 
     Attributes
     ----------
     first, count : int or PrimExpr
-        First tap of the window, and number of taps.
+        First tap, and number of taps.
     begin, end : int
-        The places of the tile, counted from its first.
+        Range of the tile's pixels.
     """
 
     first: Expr
@@ -36,18 +36,18 @@ class Taps:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring tiles of one width that touch the same taps.
+    """Neighbouring tiles of one width with the same taps.
 
     Attributes
     ----------
     start : int or PrimExpr
-        The first place of the result.
+        First pixel of the result.
     width : int
-        Places of one tile.
+        Pixels of a tile.
     count : int or PrimExpr
-        Tiles.
+        Number of tiles.
     taps : tuple of Taps
-        In order; taps that find no data at all are left out. None at all where each tile has to find its own.
+        Taps that read data, in order; empty if each tile determines its own at run time.
     """
 
     start: Expr
@@ -56,8 +56,8 @@ class Segment:
     taps: tuple[Taps, ...]
 
 
-def segments_of(window: Window, extent: int, places: int, widest: int) -> list[Segment]:
-    """The tiles that cover the places of a result, as few as can be and as even as can be.
+def segments_of(window: Window, extent: int, places: int, max_width: int) -> list[Segment]:
+    """The minimum number of tiles that cover a result, with even widths.
 
     Parameters
     ----------
@@ -65,40 +65,40 @@ def segments_of(window: Window, extent: int, places: int, widest: int) -> list[S
         Extent of the data.
     places : int
         Extent of the result.
-    widest : int
-        The most places of a tile.
+    max_width : int
+        Maximum number of pixels of a tile.
     """
-    found: list[Segment] = []
-    for start, width in _even_parts(places, widest):
+    segments: list[Segment] = []
+    for start, width in _even_parts(places, max_width):
         taps = taps_of(window, extent, start, width)
-        last = found[-1] if found else None
+        last = segments[-1] if segments else None
         if last is not None and last.width == width and last.taps == taps:
-            found[-1] = Segment(last.start, width, last.count + 1, taps)
+            segments[-1] = Segment(last.start, width, last.count + 1, taps)
         else:
-            found.append(Segment(start, width, 1, taps))
-    return found
+            segments.append(Segment(start, width, 1, taps))
+    return segments
 
 
-def _even_parts(places: int, widest: int) -> Iterator[tuple[int, int]]:
+def _even_parts(places: int, max_width: int) -> Iterator[tuple[int, int]]:
     if places == 0:
         return
-    width = -(-places // -(-places // widest))
+    width = -(-places // -(-places // max_width))
     for start in range(0, places, width):
         yield start, min(width, places - start)
 
 
 def taps_of(window: Window, extent: int, start: int, width: int) -> tuple[Taps, ...]:
-    """The taps of a tile of `width` places from `start` on."""
-    found: list[Taps] = []
-    for place in range(window.size):
-        offset = start * window.stride + place * window.dilation - window.before
+    """The taps of a tile of `width` pixels from `start` on."""
+    runs: list[Taps] = []
+    for tap in range(window.size):
+        offset = start * window.stride + tap * window.dilation - window.before
         begin = min(width, max(0, -(offset // window.stride)))
         end = min(width, max(0, -((offset - extent) // window.stride)))
         if begin >= end:
             continue
-        last = found[-1] if found else None
-        if last is not None and (last.begin, last.end) == (begin, end) and last.first + last.count == place:
-            found[-1] = Taps(last.first, last.count + 1, begin, end)
+        last = runs[-1] if runs else None
+        if last is not None and (last.begin, last.end) == (begin, end) and last.first + last.count == tap:
+            runs[-1] = Taps(last.first, last.count + 1, begin, end)
         else:
-            found.append(Taps(place, 1, begin, end))
-    return tuple(found)
+            runs.append(Taps(tap, 1, begin, end))
+    return tuple(runs)

@@ -1,7 +1,7 @@
-"""The matrix products that convolutions are: some as they stand, all of them of maps that nobody writes down.
+"""Convolutions as matrix products: pointwise ones directly, all others by implicit im2col.
 
-A convolution whose window is one element and which skips none multiplies the pixels of a channels-last map by the
-weight. Any other multiplies rows of "pixel and window", whose elements a kernel finds in the map: an implicit product.
+A pointwise convolution of stride 1 multiplies the pixels of a channels-last map by the weight. Any other multiplies
+rows of the im2col matrix, which is not stored: a kernel reads its elements from the map.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import ConvProblem, Dim, MatmulProblem, Operand
 
 IMAGE_CHANNELS = 4
-"""Channels of a pixel of an image as GPUs store it, of which the last may not exist."""
+"""Channels of a pixel of an image as GPUs store it; the last may be padding."""
 
 
 def as_product(problem: ConvProblem) -> MatmulProblem | None:
-    """The matrix product that a convolution is whose window is one element and which skips none; None for others.
+    """The matrix product of a pointwise convolution with stride 1; None for others.
 
-    Its parameters are the very same buffers: rows of the left operand are the elements of a channels-last image.
+    Its parameters are the same buffers: rows of the left operand are the pixels of a channels-last image.
     """
     if (
         problem.groups > 1
@@ -36,18 +36,18 @@ def as_product(problem: ConvProblem) -> MatmulProblem | None:
 
 
 def implicit_product(problem: ConvProblem) -> MatmulProblem:
-    """The product of rows of "pixel and window" by the weight of one group, places of the window outermost in k.
+    """The product of the im2col matrix by the weight of one group, with taps outermost in k.
 
-    Its operands other than the left one are the problem's; of several groups, "n" and what runs along it are those of
-    one group, and there is a batch dimension "g" that the result and the weight have.
+    All operands but the left one are the problem's. With several groups, "n" and operands along it are those of one
+    group, and the result and the weight have a batch dimension "g".
     """
     names = product_names(problem)
     result = _physical(problem.result, names)
-    stored = [_static(size) for size in problem.weight.shape]
-    columns = stored[0] // problem.groups
+    weight_shape = [_static(size) for size in problem.weight.shape]
+    columns = weight_shape[0] // problem.groups
     packed = problem.weight.layout
-    # As it is stored: channels, and perhaps places of the window, up to whole tiles.
-    depth = prod(-(-size // packed.tile(d)) * packed.tile(d) for d, size in enumerate(stored) if d)
+    # The stored depth: channels, and perhaps taps, are padded to whole tiles.
+    depth = prod(-(-size // packed.tile(d)) * packed.tile(d) for d, size in enumerate(weight_shape) if d)
     lhs = Operand((*result.shape[:-1], depth), problem.data.dtype, (*result.index_map[:-1], "k"), _plain(result))
     layout = PackedLayout((1, 0))
     if packed.inner_dims:
@@ -56,7 +56,7 @@ def implicit_product(problem: ConvProblem) -> MatmulProblem:
 
 
 def product_names(problem: ConvProblem) -> dict[str, str]:
-    """Dimensions of a product by those of a convolution: the pixels of a row of the map are "m", all others batches."""
+    """Dimensions of a product by those of a convolution: the pixels of a row of the map are "m", the rest batches."""
     names = {"b": "b0", "c": "k", "n": "n", "1": "1"}
     for d in range(len(problem.windows)):
         name = "m" if d == len(problem.windows) - 1 else f"b{d + 1}"
@@ -82,13 +82,13 @@ def _plain(operand: Operand) -> PackedLayout:
 
 
 def _physical(operand: Operand, names: dict[str, str]) -> Operand:
-    """An operand without tiles as it is stored, row-major."""
+    """An operand without tiles as a row-major one with permuted dimensions."""
 
-    def stored(values: Sequence) -> tuple:
+    def permuted(values: Sequence) -> tuple:
         return tuple(values[d] for d in operand.layout.outer_perm)
 
-    index_map = stored([names[name] for name in operand.index_map])
-    return Operand(stored(operand.shape), operand.dtype, index_map, PackedLayout.identity(len(operand.shape)))
+    index_map = permuted([names[name] for name in operand.index_map])
+    return Operand(permuted(operand.shape), operand.dtype, index_map, PackedLayout.identity(len(operand.shape)))
 
 
 def _static(extent: Dim) -> int:

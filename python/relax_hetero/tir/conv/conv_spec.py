@@ -1,4 +1,4 @@
-"""Operands, rows of the result, storing of tiles and splitting of work, which kernels of convolutions share."""
+"""Operands, rows of the result, stores of tiles and splits of work, shared by kernels of convolutions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Convolution:
     Attributes
     ----------
     dot : DotInstruction
-        How the CPU multiplies the element types.
+        Instruction that multiplies the element types.
     lanes : int
         Lanes of an accumulator.
     """
@@ -39,7 +39,7 @@ class Convolution:
 
     @staticmethod
     def of(function: Function, problem: ConvProblem, cpu: CpuTarget, dot: DotInstruction) -> Convolution:
-        """Declares the parameters."""
+        """Declare the parameters of a kernel."""
         data = OperandView(function, "data", problem.data)
         weight = OperandView(function, "weight", problem.weight)
         lanes = cpu.lanes(problem.acc_dtype)
@@ -69,24 +69,24 @@ class Convolution:
 
     @property
     def rows(self) -> list[Expr]:
-        """Batch and the outer spatial extents of the result: what a row is numbered by."""
+        """Batch and outer spatial extents of the result, which number its rows."""
         return [self.result.extents[0], *self.result.extents[2:-1]]
 
     def row_count(self) -> Expr:
-        """How many rows the result has."""
+        """Number of rows of the result."""
         return materialize(prod(self.rows))
 
 
 @dataclass(frozen=True)
 class ConvRow:
-    """One row of the result, at a place that is known when the kernel runs.
+    """A row of the result at a position that is known at run time.
 
     Attributes
     ----------
     at : Coordinates
-        "b", "y0", "y1", ... of all dimensions but the innermost.
+        Coordinates "b", "y0", "y1", ... of all dimensions but the innermost.
     taps : tuple of (PrimExpr, PrimExpr)
-        For each outer spatial dimension the first place of the window that finds data, and how many do.
+        For each outer spatial dimension the first tap that reads data, and the number of such taps.
     """
 
     at: Coordinates
@@ -94,7 +94,7 @@ class ConvRow:
 
 
 def make_conv_row(conv: Convolution, number: Expr) -> ConvRow:
-    """The row of a number."""
+    """The row with a number."""
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 1))]
     at = dict(zip(names, unravel(number, conv.rows, place=materialize), strict=True))
     taps = tuple(
@@ -113,9 +113,9 @@ def _outer_taps(window: Window, extent: Expr, places: Expr, place: Expr) -> tupl
 
 
 def data_position(conv: Convolution, row: ConvRow, taps: Sequence[Expr], channel: Expr, column: Expr) -> Coordinates:
-    """Where the outer places `taps` of the window read, in input channel `channel`.
+    """Coordinates of the data that the outer `taps` read, in input channel `channel`.
 
-    `column` is the position along the innermost dimension; it may lie in the padding as long as nothing is read there.
+    `column` is the position along the innermost dimension; it may lie in the padding if nothing is read there.
     """
     at: dict[str, Expr] = {"b": row.at["b"], "c": channel, f"x{len(conv.windows) - 1}": column}
     for d, tap in enumerate(taps):
@@ -125,7 +125,7 @@ def data_position(conv: Convolution, row: ConvRow, taps: Sequence[Expr], channel
 
 
 def over_taps(row: ConvRow, visit: Callable[[Sequence[Expr]], None], taps: Sequence[Expr] = ()) -> None:
-    """The loops over the outer places of the window; `visit` writes what is done for each of them."""
+    """Write the loops over the outer taps of the window, with `visit` as their body."""
     if len(taps) == len(row.taps):
         visit(taps)
         return
@@ -135,16 +135,16 @@ def over_taps(row: ConvRow, visit: Callable[[Sequence[Expr]], None], taps: Seque
 
 
 def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr | None, ...]:
-    """For each vector of output channels which lanes exist, where only `existing` channels do; None: all."""
+    """The mask of existing lanes of each vector of output channels, if there are `existing` channels; None: all."""
     return tuple(lane_mask(existing - j * conv.lanes, conv.lanes) for j in range(vectors))
 
 
 def result_position(conv: Convolution, row: ConvRow, place: Expr, column: Expr) -> Coordinates:
-    """The place along the innermost spatial dimension, and the output channel, of an element in a row."""
+    """Coordinates of a pixel and an output channel in a row."""
     return {**row.at, f"y{len(conv.windows) - 1}": place, "n": column}
 
 
-def store_places(
+def store_pixels(
     conv: Convolution,
     row: ConvRow,
     place: Expr,
@@ -158,48 +158,47 @@ def store_places(
     Parameters
     ----------
     place, column : PrimExpr
-        The first place along the innermost spatial dimension, the first output channel.
+        First pixel along the innermost spatial dimension, and first output channel.
     size : tuple of int
-        Places and vectors.
+        Pixels and vectors.
     masks : sequence of (PrimExpr or None)
-        Lanes of each vector that exist.
+        Existing lanes of each vector.
     value : callable
-        The accumulator of a place and a vector.
+        Function from a pixel and a vector to its accumulator.
     """
     for t in range(size[0]):
         for j in range(size[1]):
             at = result_position(conv, row, place + t, column + j * conv.lanes)
-
             conv.result.store(at, "n", conv.epilogue.result_at(value(t, j), at, masks[j]), conv.lanes, masks[j])
 
 
-UNKNOWN_PLACES = 64
-"""Along a spatial dimension whose size only a call knows."""
+SYMBOLIC_EXTENT_GUESS = 64
+"""Guess for a symbolic spatial extent."""
 
 
-def split_rows(conv: Convolution, panels: int, macs: int, widest: int | None = None) -> Split:
-    """Cut a convolution into tasks: by rows, or by panels of output channels where weights are what there is to read.
+def split_rows(conv: Convolution, panels: int, macs: int, max_width: int | None = None) -> Split:
+    """Split a convolution into tasks by rows, or by panels of output channels if reading weights dominates.
 
     Parameters
     ----------
     macs : int
-        Multiply-adds of one panel, for one place of the result.
-    widest : int, optional
-        Places of a tile. The places of a result with one row are then cut as rows are else: parts of `Split.batch`.
+        Multiply-adds of a panel for one pixel of the result.
+    max_width : int, optional
+        Pixels of a tile. The pixels of a result with a single row are then split in place of rows, as `Split.batch`.
     """
     batch, images = conv.result.extents[0], conv.result.extents[2:]
-    *outer, places = map(_known, images)
+    *outer, places = map(_extent_or_guess, images)
     rows = prod(_static([batch])) * prod(outer)
     cores = conv.cpu.cores
     is_known = all(isinstance(extent, int) for extent in (batch, *images))
     if tasks_for(cores, "multiply-adds", rows * places * panels * macs if is_known else None) == 1:
         return Split(1, 1, 1, 1)
-    extents = [*_static(conv.data.extents[:2]), *(_known(extent) for extent in conv.data.extents[2:])]
+    extents = [*_static(conv.data.extents[:2]), *(_extent_or_guess(extent) for extent in conv.data.extents[2:])]
     read = conv.problem.data.layout.storage_bytes(extents, conv.data.dtype)
     weights = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
-    # Rows of an image of one dimension are its batch, most often 1.
-    is_one_row = widest is not None and rows == 1
-    shared = ceil_div(places, widest) if is_one_row and widest is not None else rows
+    # A result of one spatial dimension has a row per image, usually one.
+    is_one_row = max_width is not None and rows == 1
+    shared = ceil_div(places, max_width) if is_one_row and max_width is not None else rows
 
     def cost(parts: int) -> tuple[int, int]:
         longest = ceil_div(shared, parts) * ceil_div(panels, cores // parts)
@@ -213,8 +212,8 @@ def split_rows(conv: Convolution, panels: int, macs: int, widest: int | None = N
     return Split(1, parts, columns, parts * columns)
 
 
-def _known(extent: Expr) -> int:
-    return extent if isinstance(extent, int) else UNKNOWN_PLACES
+def _extent_or_guess(extent: Expr) -> int:
+    return extent if isinstance(extent, int) else SYMBOLIC_EXTENT_GUESS
 
 
 def _static(extents: Sequence[Expr]) -> list[int]:

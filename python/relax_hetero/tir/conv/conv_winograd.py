@@ -1,14 +1,14 @@
-"""Convolutions of 3 x 3 windows and stride 1 by Winograd's minimal filtering: fewer multiplications than windows have.
+"""Convolutions of 3 x 3 windows and stride 1 by Winograd's minimal filtering.
 
-The loops, from outside: tasks, groups, blocks of tiles. Of a block, the data are transformed once, into
-``[position, tile, channel]``; then, for each panel of output channels, every position is a small matrix product of
-tiles by the weight, which lies transformed in memory; its sums, ``[position, tile, column]``, are transformed back at
-once, and go through the epilogue into the result. Both are in memory of the task that stays in the second-level cache.
+The loops, outermost first: tasks, groups, blocks of tiles. The data of a block are transformed once, to ``[position,
+tile, channel]``; then, for each panel of output channels, every position is a small matrix product of tiles by the
+transformed weight. Its sums, ``[position, tile, column]``, are transformed back at once, and stored after the epilogue.
+Both buffers belong to a task and stay in the L2 cache.
 
-A tile reads (m + 2) x (m + 2) elements of data; those in the padding, and beyond the image, are zeros.
+A tile reads (m + 2) x (m + 2) elements of data; those in the padding, and outside of the image, are zeros.
 
-Of a volume, the two inner dimensions are transformed. A window's places along the outer one are as many more input
-channels, each of another image: the products add over both, and images in the padding are zeros.
+The two inner dimensions of a volume are transformed. Taps along the outer one act as more input channels, each from
+another image: the products add over both, and images in the padding are zeros.
 """
 
 from __future__ import annotations
@@ -43,25 +43,26 @@ from ..core.builder import (
 )
 from ..core.view import Coordinates
 from ..core.work_split import part, unravel
+from ..matmul.amx import scratch
 from .conv_spec import Convolution, channel_masks
 from .winograd_plan import Plan, Shape, make_plan
 
-UNROLLED = 8
-"""The most input channels of a step of a product."""
-LINE = CACHE_LINE_BYTES // 4
-"""Elements of a cache line."""
+MAX_UNROLLED_CHANNELS = 8
+"""Maximum number of input channels of a step of a product."""
+LINE_ELEMENTS = CACHE_LINE_BYTES // 4
+"""float32 elements of a cache line."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A convolution, its plan, and the memory of the task that is being written.
+    """A convolution, its plan, and the memory of a task.
 
     Attributes
     ----------
     size : int
         Positions along one dimension.
     depth : int
-        Terms of a product: input channels, of each place of the window along outer dimensions.
+        Terms of a product: input channels times taps along outer dimensions.
     distance : int
         Elements from the data of one tile to those of the next.
     data_plane, sums_plane : int
@@ -96,7 +97,7 @@ class _Work:
 
     @property
     def inner(self) -> tuple[int, int]:
-        """The numbers of the two dimensions that are transformed."""
+        """The two transformed dimensions."""
         return len(self.conv.windows) - 2, len(self.conv.windows) - 1
 
     def tile_counts(self) -> list[Expr]:
@@ -109,13 +110,13 @@ def shape_of(conv: Convolution) -> Shape:
     """The sizes of a convolution."""
     images, _, *places = (extent if isinstance(extent, int) else 0 for extent in conv.result.extents)
     layout, groups = conv.weight.layout, conv.problem.groups
-    columns, depth = conv.channels // groups, conv.depth * outer_size(conv)
+    columns, depth = conv.channels // groups, conv.depth * outer_taps(conv)
     images *= prod(places[:-2])
     return Shape(layout.winograd, images, (places[-2], places[-1]), depth, columns, layout.tile(0), groups)
 
 
-def outer_size(conv: Convolution) -> int:
-    """Places of the window along dimensions that are not transformed."""
+def outer_taps(conv: Convolution) -> int:
+    """Number of taps along dimensions that are not transformed."""
     return prod(window.size for window in conv.windows[:-2])
 
 
@@ -125,24 +126,24 @@ def emit_winograd(conv: Convolution) -> None:
     plan = make_plan(shape, conv.cpu)
     m, dtype = shape.m, conv.problem.acc_dtype
     size = positions(m)
-    # The last channels of a place of the window fill a vector.
+    # The last channels of a tap fill a vector.
     distance = _odd_lines(shape.depth - conv.depth + ceil_div(conv.depth, conv.lanes) * conv.lanes)
     planes = _odd_lines(plan.tiles * distance), _odd_lines(plan.tiles * ceil_div(shape.width, conv.lanes) * conv.lanes)
     with loop(plan.tasks, parallel=plan.tasks > 1) as task:
-        data, sums = (_memory(size * size * plane, dtype) for plane in planes)
+        data, sums = (scratch(size * size * plane, dtype) for plane in planes)
         work = _Work(conv, plan, m, size, shape.depth, distance, *planes, data, sums)
         registers = Registers(plan.rows * work.vectors, dtype, conv.lanes)
         counts = work.tile_counts()
         tiles = materialize(prod(counts))
         first_tile, last_tile = part(tiles, plan.tile_parts, task // plan.panel_parts)
         first_panel, last_panel = part(shape.panels, plan.panel_parts, task % plan.panel_parts)
-        own = materialize(last_tile - first_tile)
-        blocks = plan.blocks or materialize(ceil_div(own, plan.tiles))
+        task_tiles = materialize(last_tile - first_tile)
+        blocks = plan.blocks or materialize(ceil_div(task_tiles, plan.tiles))
         with loop(shape.groups) as group:
             with loop(blocks) as block:
                 # The blocks of a task differ by one tile at most.
-                begin = materialize(first_tile + own * block // blocks)
-                count = materialize(first_tile + own * (block + 1) // blocks - begin)
+                begin = materialize(first_tile + task_tiles * block // blocks)
+                count = materialize(first_tile + task_tiles * (block + 1) // blocks - begin)
                 with loop(count) as tile:
                     _transform_data(work, materialize(group * conv.depth), tile, _tile_at(work, counts, begin + tile))
                 with loop(last_panel - first_panel) as number:
@@ -153,31 +154,20 @@ def emit_winograd(conv: Convolution) -> None:
 
 
 def _odd_lines(elements: int) -> int:
-    """At least so many elements, an odd number of cache lines: what lies so far apart meets in no set of a cache."""
-    lines = ceil_div(elements, LINE)
-    return (lines + 1 - lines % 2) * LINE
-
-
-def _memory(elements: int, dtype: str) -> Any:
-    """Memory of a task.
-
-    TVM cuts an allocation down to the elements that it sees touched: its ends are.
-    """
-    memory = T.alloc_buffer((elements,), dtype, scope="global")
-    for end in (0, elements - 1):
-        T.buffer_store(memory, tirx.const(0, dtype), [end])
-    return memory
+    """The elements rounded up to an odd number of cache lines, a stride that avoids conflicts of cache sets."""
+    lines = ceil_div(elements, LINE_ELEMENTS)
+    return (lines + 1 - lines % 2) * LINE_ELEMENTS
 
 
 def _tile_at(work: _Work, counts: Sequence[Expr], number: Expr) -> Coordinates:
-    """The image of a tile and the first place of it in the result."""
+    """The image of a tile and the tile's first pixel in the result."""
     image, *outer, row, column = unravel(number, counts, place=materialize)
     places = [*outer, materialize(row * work.m), materialize(column * work.m)]
     return {"b": image, **{f"y{d}": place for d, place in enumerate(places)}}
 
 
 def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> None:
-    """The transformed data of a tile, all channels of a group."""
+    """Write the transformed data of a tile, all channels of a group."""
     conv = work.conv
     starts = {f"x{d}": materialize(at[f"y{d}"] - conv.windows[d].before) for d in work.inner}
     place = {"b": at["b"], "c": channel, **starts}
@@ -187,33 +177,33 @@ def _transform_data(work: _Work, channel: Expr, tile: Expr, at: Coordinates) -> 
     window, extent = conv.windows[0], conv.data.extents[2]
     with loop(window.size) as tap:
         image = materialize(at["y0"] * window.stride + tap * window.dilation - window.before)
-        to = materialize(tile * work.distance + tap * conv.depth)
+        target = materialize(tile * work.distance + tap * conv.depth)
         either(
             tirx.all(image >= 0, image < extent),
-            lambda: _transform_image(work, {**place, "x0": image}, to),
-            lambda: _clear_data(work, to),
+            lambda: _transform_image(work, {**place, "x0": image}, target),
+            lambda: _clear_data(work, target),
         )
 
 
-def _clear_data(work: _Work, to: Expr) -> None:
-    """Zeros, for all channels of a group."""
+def _clear_data(work: _Work, target: Expr) -> None:
+    """Write zeros for all channels of a group."""
     with loop(work.size**2) as position, loop(ceil_div(work.conv.depth, work.lanes)) as number:
-        index = to + position * work.data_plane + number * work.lanes
+        index = target + position * work.data_plane + number * work.lanes
         T.buffer_store(work.data, zeros(work.conv.data.dtype, work.lanes), [lane_indices(index, work.lanes)])
 
 
-def _transform_image(work: _Work, place: Coordinates, to: Expr) -> None:
-    """The transformed data of a tile of one image, all channels of a group, which are written from `to` on."""
+def _transform_image(work: _Work, origin: Coordinates, target: Expr) -> None:
+    """Write the transformed data of a tile of one image, all channels of a group, from `target` on."""
     conv, size, lanes = work.conv, work.size, work.lanes
-    starts = [place[f"x{d}"] for d in work.inner]
+    starts = [origin[f"x{d}"] for d in work.inner]
     extents = conv.data.extents[-2:]
-    base = materialize(conv.data.address(place))
+    base = materialize(conv.data.address(origin))
     strides = [conv.data.stride(f"x{d}") for d in work.inner]
 
     def all_channels(is_inside: bool) -> None:
-        exists: list[list[Expr]] = []
+        existing: list[list[Expr]] = []
         for start, extent in () if is_inside else zip(starts, extents, strict=True):
-            exists.append([_is_within(start + i, extent) for i in range(size)])
+            existing.append([_is_within(start + i, extent) for i in range(size)])
         whole, left = divmod(conv.depth, lanes)
 
         def vector(first: Expr, count: int) -> None:
@@ -221,14 +211,14 @@ def _transform_image(work: _Work, place: Coordinates, to: Expr) -> None:
                 index = lane_indices(base + i * strides[0] + j * strides[1] + first, lanes)
                 if is_inside and count == lanes:
                     return let(conv.data.data[index])
-                found = tirx.const(count, "int32") if is_inside else count * exists[0][i] * exists[1][j]
-                mask = lane_numbers(lanes) < broadcast(found, lanes)
+                existing_lanes = tirx.const(count, "int32") if is_inside else count * existing[0][i] * existing[1][j]
+                mask = lane_numbers(lanes) < broadcast(existing_lanes, lanes)
                 value = let(T.masked_load(vector_type(conv.data.dtype, lanes), conv.data.data, index, mask))
                 return let(T.Select(mask, value, zeros(conv.data.dtype, lanes)))
 
             square = [[load(i, j) for j in range(size)] for i in range(size)]
-            values = _both_dimensions(square, lambda line: _forward(line, work.m, lanes))
-            begin = materialize(to + first)
+            values = _both_dimensions(square, lambda line: _transform_data_line(line, work.m, lanes))
+            begin = materialize(target + first)
             for i, j in product(range(size), repeat=2):
                 T.buffer_store(work.data, values[i][j], [lane_indices(begin + (i * size + j) * work.data_plane, lanes)])
 
@@ -237,23 +227,23 @@ def _transform_image(work: _Work, place: Coordinates, to: Expr) -> None:
         if left:
             vector(whole * lanes, left)
 
-    last = [start + size <= extent for start, extent in zip(starts, extents, strict=True)]
+    ends_inside = [start + size <= extent for start, extent in zip(starts, extents, strict=True)]
     either(
-        tirx.all(starts[0] >= 0, starts[1] >= 0, *last),
+        tirx.all(starts[0] >= 0, starts[1] >= 0, *ends_inside),
         lambda: all_channels(True),
         lambda: all_channels(False),
     )
 
 
 def _is_within(place: Expr, extent: Expr) -> Expr:
-    """1 where an image has a place, 0 elsewhere."""
+    """1 if a position lies in the image, else 0."""
     slot = T.alloc_buffer((1,), "int32", scope="global")
     T.buffer_store(slot, tirx.Cast("int32", tirx.all(place >= 0, place < extent)), [tirx.const(0, "int64")])
     return slot[tirx.const(0, "int64")]
 
 
 def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, count: Expr) -> None:
-    """The sums of a panel at a position, of all tiles of a block."""
+    """Write the sums of a panel at a position, for all tiles of a block."""
     conv, rows, vectors, lanes = work.conv, work.plan.rows, work.vectors, work.lanes
     weight, tile = conv.weight, conv.weight.layout.tile(0)
     zero = tirx.const(0, "int64")
@@ -263,21 +253,21 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
     start = materialize(weight.address({"n": panel * tile, "k": zero, **taps}))
     plane = materialize(position * work.data_plane)
     line = materialize(position * work.sums_plane)
-    usual = max(1, work.plan.tiles // rows)
-    unrolled = next(u for u in range(min(UNROLLED, work.depth), 0, -1) if work.depth % u == 0)
-    lines = ceil_div(unrolled * tile * 4, CACHE_LINE_BYTES * usual)
+    usual_groups = max(1, work.plan.tiles // rows)
+    unrolled = next(u for u in range(min(MAX_UNROLLED_CHANNELS, work.depth), 0, -1) if work.depth % u == 0)
+    lines = ceil_div(unrolled * tile * 4, CACHE_LINE_BYTES * usual_groups)
     with loop(materialize(ceil_div(count, rows))) as group:
-        # The last rows overlap those before where the block is no multiple of them.
+        # The last rows overlap those before if the block is not a multiple of them.
         first = materialize(T.max(zero, minimum(group * rows, count - rows)))
         data = materialize(plane + first * work.distance)
-        following = materialize(start + work.depth * tile + group * (work.depth // unrolled * lines * LINE))
+        next_panel = materialize(start + work.depth * tile + group * (work.depth // unrolled * lines * LINE_ELEMENTS))
         for number in range(rows * vectors):
             registers[number] = zeros(conv.problem.acc_dtype, lanes)
         with loop(work.depth // unrolled) as step:
-            for ahead in range(lines):
-                prefetch(weight.data, following + (step * lines + ahead) * (LINE))
-            for each in range(unrolled):
-                k = step * unrolled + each
+            for line_number in range(lines):
+                prefetch(weight.data, next_panel + (step * lines + line_number) * (LINE_ELEMENTS))
+            for channel in range(unrolled):
+                k = step * unrolled + channel
                 right = [_weights(work, start + k * tile, j) for j in range(vectors)]
                 for row in range(rows):
                     left = let(broadcast(work.data[data + row * work.distance + k], lanes))
@@ -304,7 +294,7 @@ def _weights(work: _Work, start: Expr, vector: int) -> Expr:
 def _finish_panel(
     work: _Work, shape: Shape, panel: Expr, number: Expr, counts: Sequence[Expr], block: tuple[Expr, Expr]
 ) -> None:
-    """Transform the sums of a panel back, and store what the epilogue makes of them."""
+    """Transform the sums of a panel back, apply the epilogue and store."""
     conv, (begin, count) = work.conv, block
     width = shape.width
     column = materialize(panel * width)
@@ -326,7 +316,7 @@ def _finish_panel(
 
 
 def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, masks: Sequence[Expr | None]) -> None:
-    """The places of a tile from its sums; a tile at the border has fewer."""
+    """Compute and store the pixels of a tile from its sums; a tile at the border has fewer."""
     conv, m, size, lanes = work.conv, work.m, work.size, work.lanes
     extents = conv.result.extents[-2:]
     names = [f"y{d}" for d in work.inner]
@@ -335,7 +325,7 @@ def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, mask
     start = materialize(tile * work.width)
 
     def slot(number: Expr, j: int) -> Expr:
-        """Where a vector of sums of a position lies."""
+        """Index of a vector of sums of a position."""
         return lane_indices(start + (number * work.sums_plane + j * lanes), lanes)
 
     def finish(a: Expr, b: Expr, j: int, value: Expr) -> None:
@@ -344,7 +334,7 @@ def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, mask
 
     def transformed(j: int) -> list[Line]:
         square = [[let(work.sums[slot(a * size + b, j)]) for b in range(size)] for a in range(size)]
-        return _both_dimensions(square, lambda line: _back(line, m, lanes))
+        return _both_dimensions(square, lambda line: _transform_sums_line(line, m, lanes))
 
     def whole() -> None:
         for j in range(len(masks)):
@@ -354,7 +344,7 @@ def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, mask
 
     def border() -> None:
         for j in range(len(masks)):
-            # In the place of the sums: a loop over those that exist is less code than a branch for each.
+            # Stored over the sums: a loop over existing pixels is less code than a branch for each.
             values = transformed(j)
             for a, b in product(range(m), repeat=2):
                 T.buffer_store(work.sums, values[a][b], [slot(a * m + b, j)])
@@ -372,7 +362,7 @@ Line = list[Expr]
 
 
 def _both_dimensions(square: list[Line], along: Callable[[Line], Line]) -> list[Line]:
-    """A square of vectors, transformed along its columns, then along its rows."""
+    """A square of vectors transformed along its columns, then along its rows."""
     columns = [along([line[j] for line in square]) for j in range(len(square))]
     return [along([column[i] for column in columns]) for i in range(len(columns[0]))]
 
@@ -381,7 +371,7 @@ def _times(factor: float, value: Expr, lanes: int) -> Expr:
     return value if abs(factor - 1) < 1e-12 else constant(factor, "float32", lanes) * value
 
 
-def _forward(d: Line, m: int, lanes: int) -> Line:
+def _transform_data_line(d: Line, m: int, lanes: int) -> Line:
     """The data's transform along one dimension."""
 
     def times(factor: float, value: Expr) -> Expr:
@@ -407,8 +397,8 @@ def _forward(d: Line, m: int, lanes: int) -> Line:
     return [ends[0], *inner, ends[1]]
 
 
-def _back(x: Line, m: int, lanes: int) -> Line:
-    """The transform of sums back to places along one dimension."""
+def _transform_sums_line(x: Line, m: int, lanes: int) -> Line:
+    """The transform of sums to pixels along one dimension."""
 
     def times(factor: float, value: Expr) -> Expr:
         return _times(factor, value, lanes)

@@ -1,4 +1,4 @@
-"""Convolutions: which kernel computes a problem."""
+"""Direct convolutions, and the selection of a convolution's kernel."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from ..core.builder import (
 )
 from ..core.ties import tied_to
 from ..core.work_split import part
-from ..matmul.amx import LLVM_TEXT, tiles_or_vectors
-from ..matmul.fp16_partial_sums import Fp16PartialSums, is_out_of_range, marked
-from ..matmul.k_step import add_step, lhs_group, llvm_import, put_rows_in_order, rhs_groups, rows_group, zero
+from ..matmul.amx import LLVM_TEXT, amx_or_vectors
+from ..matmul.fp16_partial_sums import Fp16PartialSums, is_out_of_range, mark_fp16_partial_sums
+from ..matmul.k_step import add_step, deinterleave_rows, lhs_group, llvm_import, rhs_groups, rows_group, zero
 from ..matmul.matmul import matmul_kernel
-from .amx_conv import amx_convolution, emit_tiles
+from .amx_conv import amx_convolution, emit_amx_conv
 from .conv_geometry import Segment, Taps
 from .conv_products import as_product
 from .conv_spec import (
@@ -55,54 +55,53 @@ from .conv_spec import (
     over_taps,
     result_position,
     split_rows,
-    store_places,
+    store_pixels,
 )
 from .conv_winograd import emit_winograd
 from .depthwise_conv import emit_depthwise
-from .dynamic_height import at_place, can_have_dynamic_height, row_segments
+from .dynamic_height import can_have_dynamic_height, resolve_taps, row_segments
 
-# The register tile of a direct convolution: its sums over window and input channels, and their end.
+# The micro-kernel of a direct convolution: a register tile of pixels and output channels.
 #
-# A step takes as many neighbouring input channels as the CPU multiplies at once (`DotInstruction.k0`), the same in
-# every lane, and as many of each output channel of the panel. Where the instruction needs the sign of the data
-# flipped, a tile starts from the compensation in the weight's layout, for the places of the window that it reads:
-# padding is no part of any sum.
+# A k-step multiplies `DotInstruction.k0` neighbouring input channels, the same in every lane, by as many of each output
+# channel of the panel. If the instruction flips the sign bits of the data, a tile starts from the compensation in the
+# weight's layout, for the taps that it reads: padding is not part of any sum.
 
-# Up to so many steps over the input channels, the loop is written out.
-FEW_STEPS = 4
+# Maximum number of steps over the input channels for which the loop is unrolled.
+MAX_UNROLLED_STEPS = 4
 
-# Of so many chains, the sum stays in the operands' type until the tile ends: each row of the window has few of them.
-MAX_HELD_CHAINS = 12
+# Maximum number of fp16 chains of a tile whose sums are converted to float32 only at the end of the tile.
+MAX_FP16_CHAINS = 12
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of output channels, all or the last.
+    """A panel of output channels.
 
     Attributes
     ----------
     column : PrimExpr
-        Its first channel.
+        First output channel.
     vectors : int
-        Number of vectors that hold channels that exist.
+        Number of vectors with existing channels.
     masks : tuple of (PrimExpr or None)
-        Lanes that exist of each vector.
+        Existing lanes of each vector.
     channel : PrimExpr
-        The first input channel of its group.
-    following : PrimExpr or None
-        Address of the panel that is computed next, None where panels are not prefetched.
+        First input channel of its group.
+    next_panel : PrimExpr or None
+        Address of the next panel; None if panels are not prefetched.
     """
 
     column: Expr
     vectors: int
     masks: tuple[Expr | None, ...]
     channel: Expr
-    following: Expr | None
+    next_panel: Expr | None
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Prefetches of the next panel during a tile: a part for each of its steps.
+class PanelPrefetch:
+    """Prefetches of the next panel by the steps of a tile.
 
     Attributes
     ----------
@@ -118,49 +117,49 @@ class Ahead:
 
 @dataclass(frozen=True)
 class ConvTile:
-    """The tile that is being written.
+    """A register tile.
 
     Attributes
     ----------
     first : PrimExpr
-        Its first place along the innermost dimension.
+        First pixel along the innermost dimension.
     """
 
     row: ConvRow
     panel: Panel
     segment: Segment
     first: Expr
-    ahead: Ahead | None
+    ahead: PanelPrefetch | None
 
 
 @dataclass(frozen=True)
-class AmxTiles:
-    """Where a tile adds up.
+class TileRegisters:
+    """Registers of a tile.
 
     Attributes
     ----------
     sums : Registers
-        Sums of the positions, a vector of output channels after the other.
+        Accumulators: for each pixel its vectors of output channels.
     compensation : Registers or None
-        Terms that make up for flipped signs, for each run of the window's taps; None where no sign is flipped.
+        Terms that compensate flipped sign bits, for each run of taps; None without a flip.
     """
 
     sums: Registers
     compensation: Registers | None
 
     @staticmethod
-    def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> AmxTiles:
-        """Registers for the tiles of some segments, of so many vectors."""
+    def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> TileRegisters:
+        """Registers for the tiles of some segments with so many vectors."""
         dtype = conv.problem.acc_dtype
         places = max(conv.dot.whole_rows(segment.width) for segment in segments)
         sums = Registers(places * vectors, dtype, conv.lanes)
         if conv.dot.compensation == 0:
-            return AmxTiles(sums, None)
+            return TileRegisters(sums, None)
         runs = max(len(segment.taps) for segment in segments)
-        return AmxTiles(sums, Registers(runs * vectors, dtype, conv.lanes))
+        return TileRegisters(sums, Registers(runs * vectors, dtype, conv.lanes))
 
 
-def emit_tile(conv: Convolution, tile: ConvTile, registers: AmxTiles) -> None:
+def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> None:
     """Write the code of a tile."""
     panel, width, accs = tile.panel, tile.segment.width, registers.sums
     size = (width, panel.vectors)
@@ -170,42 +169,42 @@ def emit_tile(conv: Convolution, tile: ConvTile, registers: AmxTiles) -> None:
         lambda _, t, j: result_position(conv, tile.row, tile.first + t, panel.column + j * conv.lanes),
     )
     if conv.dot.short:
-        _accumulate_short(conv, tile, accs)
+        _accumulate_fp16(conv, tile, accs)
     else:
         if registers.compensation is None:
             _clear(conv, accs, conv.dot.whole_rows(width) * panel.vectors)
         else:
             _start_compensated(conv, tile, registers.compensation, accs)
         over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs)))
-        put_rows_in_order(conv.dot, accs, conv.dot.whole_rows(width), panel.vectors)
-    store_places(conv, tile.row, tile.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j])
+        deinterleave_rows(conv.dot, accs, conv.dot.whole_rows(width), panel.vectors)
+    store_pixels(conv, tile.row, tile.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j])
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Where products are added: accumulators themselves, or short sums on their way there.
+    """Destination of products: the accumulators, or fp16 partial sums.
 
     Attributes
     ----------
-    is_held : bool
-        Short sums of all the window join the accumulators at once.
+    is_deferred : bool
+        Whether partial sums of the whole window are added to the accumulators only at the end.
     """
 
     accs: Registers
     short: Fp16PartialSums | None = None
-    is_held: bool = False
+    is_deferred: bool = False
 
     @property
     def length(self) -> int:
-        """Steps of a chain of short sums."""
+        """Steps of a chain of fp16 partial sums, else 1."""
         return self.short.length if self.short else 1
 
     def add(self, size: int, length: int, emit: Callable[[Expr, Any, Registers], None]) -> None:
-        """A sum, which `emit` writes from a place on, so far, into registers; `length` is that of a chain."""
+        """Write a sum of `size` in chains of `length`; `emit` takes a start, a length and registers."""
         if self.short is None:
             emit(0, size, self.accs)
         else:
-            (self.short.add_chains if self.is_held else self.short.add)(size, length, emit)
+            (self.short.add_chains if self.is_deferred else self.short.add)(size, length, emit)
 
 
 def _clear(conv: Convolution, accs: Registers, count: int) -> None:
@@ -213,29 +212,30 @@ def _clear(conv: Convolution, accs: Registers, count: int) -> None:
         accs[number] = zero(conv.dot, conv.lanes)
 
 
-def _accumulate_short(conv: Convolution, tile: ConvTile, accs: Registers) -> None:
-    """Accumulate by short sums, and once more without where these left their range."""
+def _accumulate_fp16(conv: Convolution, tile: ConvTile, accs: Registers) -> None:
+    """Accumulate with fp16 partial sums, and again in float32 if these left their range."""
     count = tile.segment.width * tile.panel.vectors
     window = prod(window.size for window in conv.windows)
-    short = Fp16PartialSums(conv.dot, accs, count, conv.lanes)
+    partial_sums = Fp16PartialSums(conv.dot, accs, count, conv.lanes)
     rows = window // conv.windows[-1].size
-    runs = sum(ceil_div(run.count * ceil_div(conv.depth, conv.dot.k0), short.length) for run in tile.segment.taps)
-    is_held = rows * runs <= MAX_HELD_CHAINS
+    steps = ceil_div(conv.depth, conv.dot.k0)
+    chains = sum(ceil_div(run.count * steps, partial_sums.length) for run in tile.segment.taps)
+    is_deferred = rows * chains <= MAX_FP16_CHAINS
     _clear(conv, accs, count)
-    if is_held:
-        short.begin()
-    over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs, short, is_held)))
-    if is_held:
-        short.finish()
+    if is_deferred:
+        partial_sums.begin()
+    over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs, partial_sums, is_deferred)))
+    if is_deferred:
+        partial_sums.finish()
     with when(is_out_of_range([accs[number] for number in range(count)], window * conv.depth, conv.lanes)):
         _clear(conv, accs, count)
         wide = replace(conv, dot=widened_instruction(conv.dot))
-        alone = replace(tile, ahead=None)
-        over_taps(tile.row, lambda taps: _accumulate_row(wide, alone, taps, _Sums(accs)))
+        without_prefetch = replace(tile, ahead=None)
+        over_taps(tile.row, lambda taps: _accumulate_row(wide, without_prefetch, taps, _Sums(accs)))
 
 
 def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Registers, accs: Registers) -> None:
-    """The sums of what the layout holds for every place of the window that reads data."""
+    """Initialize accumulators with the compensation of every tap that reads data."""
     vectors, runs = tile.panel.vectors, tile.segment.taps
     for number in range(len(runs) * vectors):
         compensation[number] = zero(conv.dot, conv.lanes)
@@ -263,19 +263,19 @@ def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Register
 
 
 def _weight_position(conv: Convolution, panel: Panel, taps: Sequence[Expr]) -> dict[str, Expr]:
-    """The first input channel of a panel, for outer places of the window and the first of the innermost dimension."""
+    """The first input channel of a panel, for outer taps and the first innermost one."""
     zero_at = tirx.const(0, "int64")
     at = {f"w{d}": tap for d, tap in enumerate([*taps, zero_at])}
     return {"n": panel.column, "k": zero_at, **at}
 
 
 def _tap_stride(conv: Convolution) -> Expr:
-    """Elements from one place of the window to the next, in the weight."""
+    """Elements of the weight from one tap to the next."""
     return conv.weight.stride(f"w{len(conv.windows) - 1}")
 
 
 def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], sums: _Sums) -> None:
-    """Multiply and add what one row of the data gives."""
+    """Accumulate the products with one row of the data."""
     window = conv.windows[-1]
     at = data_position(conv, tile.row, taps, tile.panel.channel, tile.first * window.stride - window.before)
     data = materialize(conv.data.address(at))
@@ -285,15 +285,20 @@ def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], sum
     if tile.ahead is not None:
         done = conv.weight.address({**weight_at, "n": tirx.const(0, "int64")})
         steps = tirx.floordiv(done, conv.weight.layout.tile(0) * conv.dot.k0)
-        ahead = Ahead(materialize(tile.ahead.start + steps * tile.ahead.step), tile.ahead.step)
+        ahead = PanelPrefetch(materialize(tile.ahead.start + steps * tile.ahead.step), tile.ahead.step)
     for run in tile.segment.taps:
         _accumulate(conv, tile.panel.vectors, run, (data, weight), ahead, sums)
 
 
 def _accumulate(
-    conv: Convolution, vectors: int, run: Taps, start: tuple[Expr, Expr], ahead: Ahead | None, sums: _Sums
+    conv: Convolution,
+    vectors: int,
+    run: Taps,
+    start: tuple[Expr, Expr],
+    ahead: PanelPrefetch | None,
+    sums: _Sums,
 ) -> None:
-    """Multiply and add what a run of the window's places finds in one row of the data."""
+    """Accumulate the products of a run of taps with one row of the data."""
     window, dot = conv.windows[-1], conv.dot
     along, across = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
     size, next_tap = conv.weight.layout.tile(0) * dot.k0, _tap_stride(conv)
@@ -301,9 +306,9 @@ def _accumulate(
     steps, left = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
 
     def group_of(data: Expr, t: int, left: int) -> Expr:
-        # A place that does not read the tap adds nothing where a step takes it with its neighbour.
+        # A pixel without the tap adds zeros if a step multiplies it together with its neighbour.
         existing = left if run.begin <= t < run.end else 0
-        return let(lhs_group(dot, _left(conv, data + t * window.stride * along, existing)))
+        return let(lhs_group(dot, _left_factors(conv, data + t * window.stride * along, existing)))
 
     def step(accs: Registers, tap: Expr, number: Expr, left: int = dot.k0) -> None:
         data, weight = start
@@ -312,7 +317,7 @@ def _accumulate(
         if ahead is not None:
             done = (run.first + tap) * ceil_div(conv.depth, dot.k0) + number
             _prefetch(conv, ahead.start + done * ahead.step, ahead.step)
-        right = [let(_right(conv, weight, j)) for j in range(vectors)]
+        right = [let(_right_factors(conv, weight, j)) for j in range(vectors)]
         for first in range(run.begin // dot.rows * dot.rows, run.end, dot.rows):
             places = range(first, first + dot.rows)
             group = rows_group([group_of(data, t, left) for t in places])
@@ -323,7 +328,7 @@ def _accumulate(
     if left == 0 and (is_one_run or (isinstance(run.count, int) and run.count == 1)):
 
         def steps_of(first: Expr, count: Expr, accs: Registers) -> None:
-            # From the last channels of one place, the same step leads to the first channels of the next.
+            # The channels of neighbouring taps are contiguous.
             with loop(count) as s:
                 step(accs, 0, first + s)
 
@@ -333,7 +338,7 @@ def _accumulate(
     def channels_of(tap: Expr, first: Expr, count: int, accs: Registers) -> None:
         number, rest = divmod(count, dot.k0)
         begin = materialize(first // dot.k0)
-        if number <= FEW_STEPS:
+        if number <= MAX_UNROLLED_STEPS:
             for s in range(number):
                 step(accs, tap, begin + s)
         else:
@@ -347,24 +352,24 @@ def _accumulate(
             channels_of(first + tap, 0, channels, accs)
 
     channels = steps * dot.k0 + left
-    if steps < FEW_STEPS:
+    if steps < MAX_UNROLLED_STEPS:
         sums.add(run.count, max(1, sums.length // (steps + (left > 0))), taps_of)
         return
     with loop(run.count) as tap:
         sums.add(channels, sums.length * dot.k0, lambda first, count, accs: channels_of(tap, first, count, accs))
 
 
-def _left(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
-    """The input channels of a step, zeros for those beyond `existing`."""
+def _left_factors(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
+    """The input channels of a step, with zeros after the `existing` ones."""
     k0, across = conv.dot.k0, conv.data.stride("c")
     if across == 1 and existing == k0:
         return conv.data.data[lane_indices(address, k0)]
-    nothing = zeros(conv.data.dtype, 1)
-    return [conv.data.data[address + i * across] if i < existing else nothing for i in range(k0)]
+    zero_element = zeros(conv.data.dtype, 1)
+    return [conv.data.data[address + i * across] if i < existing else zero_element for i in range(k0)]
 
 
-def _right(conv: Convolution, start: Expr, vector: int) -> Expr:
-    """Vector number `vector` of a panel's factors; lanes beyond the panel are zero."""
+def _right_factors(conv: Convolution, start: Expr, vector: int) -> Expr:
+    """The factors of a vector of a panel; lanes outside of the panel are zero."""
     groups = rhs_groups(conv.dot, _panel_vector(conv, start, vector), conv.lanes)
     mask = lane_mask(conv.weight.layout.tile(0) - vector * conv.lanes, conv.lanes)
     if mask is None:
@@ -373,7 +378,7 @@ def _right(conv: Convolution, start: Expr, vector: int) -> Expr:
 
 
 def _panel_vector(conv: Convolution, start: Expr, vector: int) -> Expr:
-    """Vector number `vector` of the weights of a panel, `DotInstruction.k0` elements for each channel."""
+    """The weights of a vector of a panel, `DotInstruction.k0` elements for each channel."""
     k0, dtype = conv.dot.k0, conv.weight.dtype
     lanes = conv.lanes * k0
     index = lane_indices(start + vector * lanes, lanes)
@@ -384,35 +389,35 @@ def _panel_vector(conv: Convolution, start: Expr, vector: int) -> Expr:
 
 
 def _prefetch(conv: Convolution, start: Expr, count: int) -> None:
-    """Ask for `count` elements of the weight."""
-    for ahead in range(0, count, CACHE_LINE_BYTES // bytes_of(conv.weight.dtype)):
-        prefetch(conv.weight.data, start + ahead)
+    """Prefetch `count` elements of the weight."""
+    for offset in range(0, count, CACHE_LINE_BYTES // bytes_of(conv.weight.dtype)):
+        prefetch(conv.weight.data, start + offset)
 
 
-# The direct convolution: a register tile of neighbouring places and output channels, the whole reduction in registers.
+# The loops of a direct convolution, outermost first: tasks, panels of output channels, rows, tiles; within a tile taps
+# and input channels. The whole reduction is in registers. Data are read in place, a few input channels broadcast to
+# every lane; the weight is packed panel by panel.
 #
-# The loops, from outside: tasks, panels of output channels, rows, tiles; within a tile (`conv_tile`) places of the
-# window and input channels. Data is read where it lies, a few input channels in every lane; the weight as it is packed,
-# panel by panel.
-#
-# CPUs with tile registers multiply some types by them (`tile_register_conv`), from the same weights; the loops here are
-# then for processes that may not use them.
+# CPUs with Intel AMX multiply some types with it (`amx_conv`), from the same weights; the loops here are then for
+# processes that may not use AMX.
 
-# Elements that are a multiple of this apart fall into one set of the first-level cache, of 8 to 12 ways.
+# Elements at multiples of this distance map to one set of the L1 cache, which has 8 to 12 ways.
 CACHE_WAY_BYTES = 4096
-PLACES_IN_ONE_SET = 8
-# Weights of more bytes are prefetched, panel by panel: whoever ran before has most likely put them out of the caches.
+PIXELS_IN_ONE_SET = 8
+# Weights of more bytes are prefetched, panel by panel: other kernels have probably evicted them from the caches.
 PREFETCH_BYTES = 1 << 16
-# Places of a tile in a kernel whose main way is by tile registers: short code, which compiles in half the time.
-FEW_PLACES = 6
+# Pixels of a tile in the fallback of an AMX kernel: short code, which compiles in half the time.
+AMX_FALLBACK_PIXELS = 6
 
 
 @dataclass(frozen=True)
 class PanelTiles:
-    """The tiles that go over one panel.
+    """The tiles that use a panel.
 
     Attributes
     ----------
+    rows : int or PrimExpr
+        Number of rows of a task.
     tiles : int or PrimExpr
         Number of tiles of a row.
     """
@@ -422,39 +427,39 @@ class PanelTiles:
 
 
 def emit_direct(conv: Convolution) -> None:
-    """Write the body of the kernel: by tile registers where they pay and the process may use them, else by vectors."""
+    """Write the body of the kernel: with AMX if it pays and the process may use it, and with vectors."""
     problem = conv.problem
     instruction = amx_instruction_for(conv.cpu, problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
     tiles = amx_convolution(conv, instruction)
     if tiles is None:
-        _emit_by_vectors(conv, MAX_PIXELS)
+        _emit_vectors(conv, MAX_PIXELS)
         return
     with T.attr(0, "pragma_import_llvm", LLVM_TEXT):
-        tiles_or_vectors(lambda: emit_tiles(tiles), lambda: _emit_by_vectors(conv, FEW_PLACES))
+        amx_or_vectors(lambda: emit_amx_conv(tiles), lambda: _emit_vectors(conv, AMX_FALLBACK_PIXELS))
 
 
-def _emit_by_vectors(conv: Convolution, places: int) -> None:
+def _emit_vectors(conv: Convolution, places: int) -> None:
     width = conv.weight.layout.tile(0)
     panels = ceil_div(conv.channels, width)
-    widest = min(places, _max_places(conv, ceil_div(width, conv.lanes)))
-    segments = row_segments(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
+    max_width = min(places, _max_pixels(conv, ceil_div(width, conv.lanes)))
+    segments = row_segments(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], max_width)
     macs = prod(window.size for window in conv.windows) * conv.depth
-    split = split_rows(conv, panels, width * macs, widest)
+    split = split_rows(conv, panels, width * macs, max_width)
     rows = conv.row_count()
     sweep = PanelTiles(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
     vectors = ceil_div(min(width, conv.channels), conv.lanes)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
-        registers = AmxTiles.of(conv, segments, vectors)
-        place_part, row_part, panel_part = split.place(task)
+        registers = TileRegisters.of(conv, segments, vectors)
+        place_part, row_part, panel_part = split.parts_of(task)
         tiles = [part(segment.count, split.batch, place_part) for segment in segments]
         first_row, last_row = part(rows, split.rows, row_part)
         first_panel, last_panel = part(panels, split.columns, panel_part)
         with loop(last_panel - first_panel) as number:
             panel_number = materialize(first_panel + number)
-            following = materialize(minimum(panel_number + 1, last_panel - 1) * _panel_elements(conv))
+            next_panel = materialize(minimum(panel_number + 1, last_panel - 1) * _panel_elements(conv))
 
-            def rows_of(existing: int, number: Expr = panel_number, following: Expr = following) -> None:
-                panel = _make_panel(conv, number, existing, following)
+            def rows_of(existing: int, number: Expr = panel_number, next_panel: Expr = next_panel) -> None:
+                panel = _make_panel(conv, number, existing, next_panel)
                 with loop(last_row - first_row) as r:
                     _emit_row(conv, first_row + r, panel, (segments, tiles), registers, (r, sweep))
 
@@ -466,18 +471,18 @@ def _emit_by_vectors(conv: Convolution, places: int) -> None:
 
 
 def _panel_elements(conv: Convolution) -> int:
-    """Elements of the weight that are stored for one panel of output channels."""
+    """Stored elements of the weight per panel of output channels."""
     return prod(conv.weight.layout.packed_shape(conv.weight.extents)[1:])
 
 
-def _max_places(conv: Convolution, vectors: int) -> int:
-    """The widest tile: as the registers allow, less where places would put one another out of the cache."""
-    most = conv_pixels(conv.cpu, conv.dot, vectors)
-    apart = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
-    return min(most, PLACES_IN_ONE_SET) if apart % CACHE_WAY_BYTES == 0 else most
+def _max_pixels(conv: Convolution, vectors: int) -> int:
+    """Maximum width of a tile: limited by registers, and by cache sets if pixels map to the same one."""
+    pixels = conv_pixels(conv.cpu, conv.dot, vectors)
+    distance = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
+    return min(pixels, PIXELS_IN_ONE_SET) if distance % CACHE_WAY_BYTES == 0 else pixels
 
 
-def _make_panel(conv: Convolution, number: Expr, existing: int, following: Expr) -> Panel:
+def _make_panel(conv: Convolution, number: Expr, existing: int, next_panel: Expr) -> Panel:
     width = conv.weight.layout.tile(0)
     column = materialize(number * width)
     vectors = ceil_div(existing, conv.lanes)
@@ -486,7 +491,7 @@ def _make_panel(conv: Convolution, number: Expr, existing: int, following: Expr)
         channel = materialize(column // (conv.channels // conv.problem.groups) * conv.depth)
     size = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
     return Panel(
-        column, vectors, channel_masks(conv, vectors, existing), channel, following if size > PREFETCH_BYTES else None
+        column, vectors, channel_masks(conv, vectors, existing), channel, next_panel if size > PREFETCH_BYTES else None
     )
 
 
@@ -495,29 +500,29 @@ def _emit_row(
     row_number: Expr,
     panel: Panel,
     tiles: tuple[Sequence[Segment], Sequence[tuple[Expr, Expr]]],
-    registers: AmxTiles,
+    registers: TileRegisters,
     sweep: tuple[Expr, PanelTiles],
 ) -> None:
-    """The tiles of a row: of each segment those from a first to behind a last."""
+    """Write the tiles of a row: a range of tiles of each segment."""
     row = make_conv_row(conv, materialize(row_number))
-    number, whole = sweep
+    number, panel_tiles = sweep
     before: Expr = 0
     for segment, (begin, end) in zip(*tiles, strict=True):
         with loop(end - begin) as tile:
             first = materialize((tile + begin) * segment.width + segment.start)
-            ahead = _make_ahead(conv, panel, number * whole.tiles + before + tile, whole)
-            found = at_place(segment, conv.windows[-1], conv.data.extents[-1], first)
-            emit_tile(conv, ConvTile(row, panel, found, first, ahead), registers)
+            ahead = _make_panel_prefetch(conv, panel, number * panel_tiles.tiles + before + tile, panel_tiles)
+            resolved = resolve_taps(segment, conv.windows[-1], conv.data.extents[-1], first)
+            emit_tile(conv, ConvTile(row, panel, resolved, first, ahead), registers)
         before += segment.count
 
 
-def _make_ahead(conv: Convolution, panel: Panel, number: Expr, sweep: PanelTiles) -> Ahead | None:
-    if panel.following is None or not isinstance(sweep.rows, int) or not isinstance(sweep.tiles, int):
+def _make_panel_prefetch(conv: Convolution, panel: Panel, number: Expr, sweep: PanelTiles) -> PanelPrefetch | None:
+    if panel.next_panel is None or not isinstance(sweep.rows, int) or not isinstance(sweep.tiles, int):
         return None
     tiles = sweep.rows * sweep.tiles
     share = ceil_div(_panel_elements(conv), tiles)
     step = conv.weight.layout.tile(0) * conv.dot.k0
-    return Ahead(materialize(panel.following + number * share), ceil_div(step, tiles))
+    return PanelPrefetch(materialize(panel.next_panel + number * share), ceil_div(step, tiles))
 
 
 def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -526,22 +531,22 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     Parameters
     ----------
     problem : ConvProblem
-        Data and result row-major or permuted (channels last is what kernels are made for), the data perhaps with its
-        channels padded to `DotInstruction.k0`; the weight in tiles of output channels, `conv_columns` of them,
+        Data and result row-major or permuted (channels last is fastest), the data perhaps with channels padded to
+        `DotInstruction.k0`; the weight in panels of `conv_columns` output channels,
         ``[OC/n0, KH, KW, IC/groups/k0, n0, k0]``.
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `ConvProblem` says; it is parallel over the CPU's cores.
+        Kernel with the parameters of `ConvProblem`, parallel over the CPU's cores.
 
     Raises
     ------
     EncodingError
-        If no kernel computes these element types, stores, or symbolic extents (the batch may be symbolic, and where the
-        weight's windows are transformed or `can_have_dynamic_height`, the image).
+        If no kernel supports these element types, layouts, or symbolic extents (the batch may be symbolic, and with
+        transformed windows or `can_have_dynamic_height`, the image).
     """
-    dot = _checked(problem, cpu)
+    dot = _check_problem(problem, cpu)
     matmul = as_product(problem)
     if matmul is not None:
         return matmul_kernel(matmul, cpu)
@@ -561,11 +566,11 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
                 with T.attr(0, "pragma_import_llvm", text):
                     emit_direct(conv)
     tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
-    return tied if _is_depthwise(problem) else marked(tied, dot)
+    return tied if _is_depthwise(problem) else mark_fp16_partial_sums(tied, dot)
 
 
-def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
-    """How the CPU multiplies what the problem, which kernels can compute, multiplies."""
+def _check_problem(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
+    """The instruction that multiplies the problem's types, after checks that a kernel supports the problem."""
     types = (problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
     dot = dot_instruction_for(cpu, *types)
     if dot is None:
@@ -574,16 +579,16 @@ def _checked(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
                 *types, cpu.isa.name
             )
         )
-    takes_images = bool(problem.weight.layout.winograd) or can_have_dynamic_height(dot)
-    last, but = (2, "images") if takes_images else (None, "the batch")
+    has_symbolic_images = bool(problem.weight.layout.winograd) or can_have_dynamic_height(dot)
+    last, exception = (2, "images") if has_symbolic_images else (None, "the batch")
     fixed = (*problem.data.shape[1:last], *problem.weight.shape, *problem.result.shape[1:last])
     if not all(isinstance(extent, int) for extent in fixed):
-        raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but {but}")
+        raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but {exception}")
     for d, window in enumerate(problem.windows):
-        extent, found = problem.data.shape[2 + d], problem.result.shape[2 + d]
-        places = window.output_extent(extent) if isinstance(extent, int) and isinstance(found, int) else found
-        if places != found:
-            raise EncodingError(f"convolution: found {found} places along spatial dimension {d}, expected {places}")
+        extent, actual = problem.data.shape[2 + d], problem.result.shape[2 + d]
+        expected = window.output_extent(extent) if isinstance(extent, int) and isinstance(actual, int) else actual
+        if expected != actual:
+            raise EncodingError(f"convolution: found {actual} pixels along spatial dimension {d}, expected {expected}")
     _check_layouts(problem, dot)
     return dot
 
@@ -599,7 +604,7 @@ def _check_layouts(problem: ConvProblem, dot: DotInstruction) -> None:
         raise EncodingError(f"convolution: found result stored as {result}, expected no tiles")
     if problem.weight.shape[1] == 1 and weight == PackedLayout(last):
         return
-    # Transformed windows lie before what products add over: places along outer dimensions, input channels.
+    # Transformed windows are stored before the reduced dimensions: outer taps, input channels.
     order = (0, *perm[-3:-1], *perm[1:-3], 1) if weight.winograd else perm
     expected = PackedLayout(order, (0,), (weight.tile(0),), winograd=weight.winograd)
     if dot.k0 > 1 and not (weight.inner_dims and _is_depthwise(problem)):
@@ -632,6 +637,6 @@ def _check_winograd(problem: ConvProblem, dot: DotInstruction) -> None:
 
 
 def _is_depthwise(problem: ConvProblem) -> bool:
-    """Return whether a vector of output channels holds several groups."""
+    """Return whether a vector of output channels spans several groups."""
     channels = int(problem.weight.shape[0]) // problem.groups
     return not problem.weight.layout.inner_dims or (problem.groups > 1 and problem.weight.layout.tile(0) > channels)

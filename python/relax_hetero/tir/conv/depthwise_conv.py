@@ -1,8 +1,8 @@
-"""Convolutions of few channels a group, depthwise ones too: the lanes of a vector are channels of several groups.
+"""Convolutions with few channels per group, such as depthwise ones: a vector's lanes are channels of several groups.
 
-The loops, from outside: tasks, rows, tiles of neighbouring places, vectors of channels, outer places of the window.
-Data streams through in the order of storage. Where a group has several input channels, each of them is brought to the
-lanes of its group by a shuffle, once for all places of the window that need it.
+The loops, outermost first: tasks, rows, tiles of neighbouring pixels, vectors of channels, outer taps. Data are read in
+the order of storage. If a group has several input channels, a shuffle moves each to the lanes of its group, once for
+all taps that read it.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from .conv_spec import (
     make_conv_row,
     over_taps,
     split_rows,
-    store_places,
+    store_pixels,
 )
 from .dynamic_height import row_segments, taps_at
 
-# Places of a tile: what neighbours share of the data is read once.
-PLACES = {32: 8, 16: 4}
+# Pixels of a register tile, by the number of registers; data that neighbours share are read once.
+TILE_PIXELS = {32: 8, 16: 4}
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Channels:
     Attributes
     ----------
     column : PrimExpr
-        Its first.
+        First channel.
     existing : int
-        How many there are.
+        Number of channels.
     """
 
     column: Expr
@@ -64,15 +64,15 @@ class Channels:
 def emit_depthwise(conv: Convolution) -> None:
     """Write the body of the kernel."""
     vectors = ceil_div(conv.channels, conv.lanes)
-    widest = PLACES[conv.cpu.isa.registers] if conv.lanes > 1 else 1
-    segments = row_segments(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], widest)
+    max_width = TILE_PIXELS[conv.cpu.isa.registers] if conv.lanes > 1 else 1
+    segments = row_segments(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], max_width)
     macs = conv.depth * conv.lanes * prod(window.size for window in conv.windows)
     split = split_rows(conv, vectors, macs)
     rows = conv.row_count()
     whole = conv.channels // conv.lanes
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(max(segment.width for segment in segments), conv.problem.acc_dtype, conv.lanes)
-        _, row_part, vector_part = split.place(task)
+        _, row_part, vector_part = split.parts_of(task)
         first_row, last_row = part(rows, split.rows, row_part)
         first, last = part(vectors, split.columns, vector_part)
         full = materialize(T.min(last, tirx.const(whole, "int64"))) if split.columns > 1 else whole
@@ -108,7 +108,7 @@ def _emit_tile(
 
     over_taps(row, accumulate)
     masks = channel_masks(conv, 1, channels.existing)
-    store_places(conv, row, place, channels.column, (segment.width, 1), masks, lambda t, _: accs[t])
+    store_pixels(conv, row, place, channels.column, (segment.width, 1), masks, lambda t, _: accs[t])
 
 
 def _accumulate(
@@ -119,7 +119,7 @@ def _accumulate(
     taps: Sequence[Expr],
     accs: Registers,
 ) -> None:
-    """Multiply and add one input channel of every group, in one row of the data."""
+    """Accumulate one input channel of every group from one row of the data."""
     window = conv.windows[-1]
     mask = channel_masks(conv, 1, channels.existing)[0]
     data, k = start
@@ -130,7 +130,7 @@ def _accumulate(
             at = {"n": channels.column, "k": tirx.const(k, "int64")}
             at |= {f"w{d}": place for d, place in enumerate([*taps, tirx.const(tap, "int64")])}
             weight = cast(conv.weight.load(at, "n", conv.lanes, mask), conv.problem.acc_dtype)
-            right[tap] = let(_existing(conv, weight, mask))
+            right[tap] = let(_zero_missing_lanes(conv, weight, mask))
             ranges[tap] = range(run.begin, run.end)
     offsets = sorted({t * window.stride + tap * window.dilation for tap, places in ranges.items() for t in places})
     for offset in offsets:
@@ -144,7 +144,7 @@ def _accumulate(
 def _accumulate_at_end(
     conv: Convolution, place: Expr, channels: Channels, start: tuple[Expr, int], taps: Sequence[Expr], accs: Registers
 ) -> None:
-    """The same for one place at an end of a row, which the run tells how much of its window finds data."""
+    """Accumulate the same for one pixel at an end of a row, whose taps are determined at run time."""
     window, mask = conv.windows[-1], channel_masks(conv, 1, channels.existing)[0]
     data, k = start
     first, count = taps_at(window, conv.data.extents[-1], place)
@@ -153,13 +153,13 @@ def _accumulate_at_end(
         at = {"n": channels.column, "k": tirx.const(k, "int64")}
         at |= {f"w{d}": index for d, index in enumerate([*taps, tap])}
         weight = cast(conv.weight.load(at, "n", conv.lanes, mask), conv.problem.acc_dtype)
-        right = let(_existing(conv, weight, mask))
+        right = let(_zero_missing_lanes(conv, weight, mask))
         along = conv.data.stride(f"x{len(conv.windows) - 1}")
         accs[0] = accs[0] + let(_data_vector(conv, channels, data + tap * window.dilation * along, k)) * right
 
 
-def _existing(conv: Convolution, value: Expr, mask: Expr | None) -> Expr:
-    """Zeros in lanes that were not read."""
+def _zero_missing_lanes(conv: Convolution, value: Expr, mask: Expr | None) -> Expr:
+    """The value with zeros in lanes that do not exist."""
     return (
         value
         if mask is None or conv.lanes == 1
@@ -168,33 +168,33 @@ def _existing(conv: Convolution, value: Expr, mask: Expr | None) -> Expr:
 
 
 def _data_vector(conv: Convolution, channels: Channels, start: Expr, k: int) -> Expr:
-    """For each lane, input channel `k` of its group; `start` is the address of the first group's first channel."""
+    """Input channel `k` of the group of each lane; `start` is the address of the first group's first channel."""
     outputs, depth, lanes = conv.channels // conv.problem.groups, conv.depth, conv.lanes
-    across = conv.data.stride("c")
-    if lanes % outputs == 0 and across == 1 and lanes > 1:
-        wide = lanes // outputs * depth
+    channel_stride = conv.data.stride("c")
+    if lanes % outputs == 0 and channel_stride == 1 and lanes > 1:
+        count = lanes // outputs * depth
         start = start + channels.column // outputs * depth
-        vector = _run(conv, start, wide, ceil_div(channels.existing, outputs) * depth)
-        picks = [lane // outputs * depth + k for lane in range(lanes)]
-        if picks == list(range(wide)):
+        vector = _load_run(conv, start, count, ceil_div(channels.existing, outputs) * depth)
+        source_lanes = [lane // outputs * depth + k for lane in range(lanes)]
+        if source_lanes == list(range(count)):
             return vector
         vector = let(vector)
-        # TVM wants as many lanes as are picked.
-        return T.Shuffle([vector] * ceil_div(lanes, wide), picks)
+        # TVM requires as many input lanes as result lanes.
+        return T.Shuffle([vector] * ceil_div(lanes, count), source_lanes)
     scalars = []
     for lane in range(lanes):
         group = (channels.column + min(lane, channels.existing - 1)) // outputs
-        scalars.append(cast(conv.data.data[start + (group * depth + k) * across], conv.problem.acc_dtype))
+        scalars.append(cast(conv.data.data[start + (group * depth + k) * channel_stride], conv.problem.acc_dtype))
     return scalars[0] if lanes == 1 else T.Shuffle(scalars, list(range(lanes)))
 
 
-def _run(conv: Convolution, start: Expr, wide: int, existing: int) -> Expr:
-    """`wide` neighbouring elements as a vector of the accumulators' type, zeros for those beyond `existing`."""
+def _load_run(conv: Convolution, start: Expr, count: int, existing: int) -> Expr:
+    """`count` contiguous elements as a vector of the accumulators' type, with zeros after `existing` ones."""
     dtype = conv.problem.acc_dtype
-    if wide == 1:
+    if count == 1:
         return cast(conv.data.data[start], dtype)
-    if existing >= wide:
-        return cast(conv.data.data[lane_indices(start, wide)], dtype)
-    mask = lane_mask(existing, wide)
-    vector = T.masked_load(vector_type(conv.data.dtype, wide), conv.data.data, lane_indices(start, wide), mask)
-    return T.Select(mask, let(cast(vector, dtype)), zeros(dtype, wide))
+    if existing >= count:
+        return cast(conv.data.data[lane_indices(start, count)], dtype)
+    mask = lane_mask(existing, count)
+    vector = T.masked_load(vector_type(conv.data.dtype, count), conv.data.data, lane_indices(start, count), mask)
+    return T.Select(mask, let(cast(vector, dtype)), zeros(dtype, count))

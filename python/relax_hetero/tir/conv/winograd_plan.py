@@ -1,8 +1,8 @@
-"""How a convolution by Winograd's transforms is cut: tasks, blocks of tiles, rows of a product in registers.
+"""Plans of Winograd convolutions: tasks, blocks of tiles, rows of a register tile.
 
-A block of tiles is transformed into the second-level cache, and multiplied by one panel of weights after the other, so
-that a panel is read once a block. Measured (AVX-512, float32): 24 tiles a block are best; with 48 and more the
-transformed data leave the cache, and with fewer the weights are read more often than they are worth.
+The transformed data of a block of tiles stay in the L2 cache and meet one panel of weights after the other, so that a
+panel is read once per block. Measured (AVX-512, float32): 24 tiles per block are best; with 48 and more the transformed
+data leave the cache, and with fewer the weights are read too often.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ BLOCK_TILES = 24
 BLOCK_BYTES = 7 << 17
 """Maximum bytes of the transformed data of a block."""
 MAX_ROWS = 14
-UNKNOWN_TILES = 196
-"""A guess where a call says how many there are: an image of 28 x 28 places."""
+SYMBOLIC_TILES_GUESS = 196
+"""Guess for a symbolic number of tiles: an image of 28 x 28 pixels."""
 
-TRANSFORM = {2: 140, 4: 700}
-"""Cost of transforming a vector of a tile, there or back, by m, in multiply-adds of vectors."""
-WEIGHT_ROWS = 12
-"""Cost of reading a panel from L3, in rows of a product, for each block."""
-COLD_BYTE = 0.12
-"""Extra cost of reading a byte of the weights for the first time, in multiply-adds of vectors."""
-DIRECT = 0.93
-"""Which part of the peak of multiply-adds the direct kernel reaches."""
-# Measured on a Zen 4 of AVX-512 with one and two threads, weights not in the caches: the estimates are within 25 % of
-# what 30 shapes of 7 x 7 to 224 x 224 places and 16 to 1,024 channels took.
+TRANSFORM_COST = {2: 140, 4: 700}
+"""Cost of a forward or inverse transform of a vector of a tile, by m, in multiply-adds of vectors."""
+PANEL_READ_ROWS = 12
+"""Cost of reading a panel from L3 for each block, in rows of a product."""
+COLD_BYTE_COST = 0.12
+"""Extra cost of the first read of a byte of the weights, in multiply-adds of vectors."""
+DIRECT_EFFICIENCY = 0.93
+"""Fraction of the peak of multiply-adds that the direct kernel reaches."""
+# Measured on a Zen 4 with AVX-512, one and two threads, weights not in the caches: the estimates are within 25 % of the
+# times of 30 shapes of 7 x 7 to 224 x 224 pixels and 16 to 1,024 channels.
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Shape:
     Attributes
     ----------
     m : int
-        Places of a tile along each dimension of the image.
+        Pixels of a tile along each dimension of the image.
     images, places : int, tuple of int
-        The batch, and the extents of the result; 0 where a call says them.
+        The batch, and the extents of the result; symbolic ones are 0.
     depth, columns, width, groups : int
         Input and output channels of a group, output channels of a panel of weights, groups.
     """
@@ -63,34 +63,34 @@ class Shape:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of all images, 0 where a call says how many."""
+        """Number of tiles of all images, 0 if symbolic."""
         return self.images * prod(ceil_div(extent, self.m) for extent in self.places)
 
     @property
     def usual_tiles(self) -> int:
-        """As `tiles`, a guess where a call says."""
-        return self.tiles or prod(ceil_div(extent, self.m) for extent in self.places) or UNKNOWN_TILES
+        """Number of tiles, a guess if symbolic."""
+        return self.tiles or prod(ceil_div(extent, self.m) for extent in self.places) or SYMBOLIC_TILES_GUESS
 
     @property
     def products(self) -> int:
-        """Small matrix products a tile takes: one for each position."""
+        """Number of small matrix products of a tile: one for each position."""
         return positions(self.m) ** 2
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the work is cut.
+    """Tasks, blocks and register tiles of a Winograd convolution.
 
     Attributes
     ----------
     tile_parts, panel_parts : int
-        Into how many parts tiles, and panels of a group, are cut; a task is one of each.
+        Numbers of parts of the tiles and of the panels of a group; a task is one of each.
     blocks : int
-        Number of blocks of a task; 0 where a call says how many tiles there are.
+        Number of blocks of a task; 0 for a symbolic number of tiles.
     tiles : int
-        The most of a block.
+        Maximum number of tiles of a block.
     rows : int
-        Tiles that a product in registers takes at once.
+        Tiles (rows) of a register tile.
     cost : float
         Cost of the longest task, in multiply-adds of vectors.
     """
@@ -104,54 +104,53 @@ class Plan:
 
     @property
     def tasks(self) -> int:
-        """How many there are."""
+        """Number of tasks."""
         return self.tile_parts * self.panel_parts
 
 
 def make_plan(shape: Shape, cpu: CpuTarget, dtype: str = "float32") -> Plan:
-    """The plan of a convolution for all cores of a CPU, or for one where that is all that the work is worth."""
+    """The plan of a convolution for all cores of a CPU, or for one core if there is little work."""
     vectors = ceil_div(shape.width, cpu.lanes(dtype))
     macs = shape.usual_tiles * shape.products * shape.depth * shape.panels * shape.width * shape.groups
     cores = tasks_for(cpu.cores, "multiply-adds", macs if shape.tiles else None)
-    found = []
+    plans = []
     for parts in range(1, cores + 1):
         if cores % parts == 0 and parts <= shape.usual_tiles:
-            found.append(_plan(shape, cpu, vectors, parts, min(shape.panels, cores // parts)))
-    plan = min(found, key=lambda plan: (plan.cost, -plan.tile_parts))
+            plans.append(_plan(shape, cpu, vectors, parts, min(shape.panels, cores // parts)))
+    plan = min(plans, key=lambda plan: (plan.cost, -plan.tile_parts))
     return plan if shape.tiles else replace(plan, blocks=0, tiles=max(plan.tiles, plan.rows))
 
 
-def gain(shape: Shape, cpu: CpuTarget, dtype: str = "float32") -> float:
-    """How many times as fast as a direct convolution this one is, as estimated."""
+def estimated_speedup(shape: Shape, cpu: CpuTarget, dtype: str = "float32") -> float:
+    """The estimated speedup over a direct convolution."""
     lanes = cpu.lanes(dtype)
     places = prod(shape.places) * (shape.images or 1) or shape.usual_tiles * shape.m**2
     direct = places * WINDOW**2 * shape.depth * shape.panels * ceil_div(shape.width, lanes) * shape.groups
     plan = make_plan(shape, cpu, dtype)
-    return direct / plan.tasks / DIRECT / plan.cost
+    return direct / plan.tasks / DIRECT_EFFICIENCY / plan.cost
 
 
 def _plan(shape: Shape, cpu: CpuTarget, vectors: int, tile_parts: int, panel_parts: int) -> Plan:
     max_rows = max(1, min(MAX_ROWS, (cpu.isa.registers - 1 - vectors) // vectors))
     max_tiles = max(4, min(BLOCK_TILES, BLOCK_BYTES // (shape.products * shape.depth * 4)))
-    known = shape.usual_tiles
-    own, least = ceil_div(known, tile_parts), known // tile_parts
+    max_part, min_part = ceil_div(shape.usual_tiles, tile_parts), shape.usual_tiles // tile_parts
     panels = ceil_div(shape.panels, panel_parts)
 
-    def rows_computed(cut: tuple[int, int]) -> int:
-        blocks, rows = cut
-        # Each product reads its weights, about as much work as a row.
-        return blocks * max(ceil_div(ceil_div(own, blocks), rows) * (rows + 1), WEIGHT_ROWS)
+    def rows_computed(choice: tuple[int, int]) -> int:
+        blocks, rows = choice
+        # Each product reads its weights, which takes about as long as a row.
+        return blocks * max(ceil_div(ceil_div(max_part, blocks), rows) * (rows + 1), PANEL_READ_ROWS)
 
-    near = {max(1, own // max_tiles), ceil_div(own, max_tiles)}
-    cuts = [
+    block_counts = {max(1, max_part // max_tiles), ceil_div(max_part, max_tiles)}
+    choices = [
         (blocks, rows)
-        for blocks in sorted(near)
-        if ceil_div(own, blocks) <= max_tiles + max_tiles // 3
-        for rows in range(1, min(max_rows, max(1, least // blocks)) + 1)
+        for blocks in sorted(block_counts)
+        if ceil_div(max_part, blocks) <= max_tiles + max_tiles // 3
+        for rows in range(1, min(max_rows, max(1, min_part // blocks)) + 1)
     ]
-    blocks, rows = best = min(cuts, key=rows_computed)
+    blocks, rows = best = min(choices, key=rows_computed)
     row = shape.products * shape.depth * vectors
-    transforms = own * TRANSFORM[shape.m] * (ceil_div(shape.depth, cpu.lanes("float32")) + panels * vectors)
+    transforms = max_part * TRANSFORM_COST[shape.m] * (ceil_div(shape.depth, cpu.lanes("float32")) + panels * vectors)
     weights = panels * shape.products * shape.depth * shape.width * 4
-    cost = (panels * rows_computed(best) * row + transforms + weights * COLD_BYTE) * shape.groups
-    return Plan(tile_parts, panel_parts, blocks, ceil_div(own, blocks), rows, cost)
+    cost = (panels * rows_computed(best) * row + transforms + weights * COLD_BYTE_COST) * shape.groups
+    return Plan(tile_parts, panel_parts, blocks, ceil_div(max_part, blocks), rows, cost)

@@ -1,7 +1,7 @@
-"""Indices made safe: the one definition that every kernel uses, and the attribute of kernels that need no more of it.
+"""Bounds of indices, one definition for every kernel, and the attribute of kernels that never access out of bounds.
 
-An index is of any integer type, an extent an int or an expression. Nothing here wraps, be the index ever so far
-outside, and be the axis longer than the index can say.
+An index has any integer type, an extent is an int or an expression. No computation here overflows, even if the index is
+far out of range, or the axis is longer than the index type can represent.
 """
 
 from __future__ import annotations
@@ -11,50 +11,50 @@ from tvm import tirx
 from .builder import Expr
 
 BOUNDED = "relax_hetero.bounded"
-"""On a PrimFunc: whatever numbers it reads, it touches no memory but its tensors."""
+"""On a PrimFunc: it accesses only its tensors, whatever numbers it reads."""
 
 
 def clamped(index: Expr, extent: Expr) -> Expr:
-    """The nearest index of an axis with an element: 0 for those below, the last for those beyond."""
-    index, end = _common(index, extent)
+    """The index clamped to 0 and the last index of an axis."""
+    index, end = _to_common_type(index, extent)
     if end is not None:
         index = tirx.Min(index, end - tirx.const(1, _type(end)))
     return tirx.Max(index, tirx.const(0, _type(index)))
 
 
 def inside(index: Expr, extent: Expr) -> Expr:
-    """Return whether an axis has an index, which is counted from the front."""
-    index, end = _common(index, extent)
+    """Return whether a nonnegative index lies in an axis."""
+    index, end = _to_common_type(index, extent)
     is_positive = index >= tirx.const(0, _type(index))
     return is_positive if end is None else tirx.all(is_positive, index < end)
 
 
 def from_front(index: Expr, extent: Expr) -> Expr:
-    """An index with the negative ones counted from the back, as int64."""
-    wide, end = _common(_as(index, "int64"), extent)
+    """The index as int64, with negative ones counted from the end."""
+    wide, end = _to_common_type(_cast(index, "int64"), extent)
     if _type(index).startswith("uint"):
         return wide
     assert end is not None, "int64 holds every extent"
     return tirx.Select(wide < tirx.const(0, "int64"), wide + end, wide)
 
 
-def _common(index: Expr, extent: Expr) -> tuple[Expr, Expr | None]:
-    """An index and an extent in one signed type; no extent where all that the index can say is below it.
+def _to_common_type(index: Expr, extent: Expr) -> tuple[Expr, Expr | None]:
+    """An index and an extent in one signed type; the extent is None if it exceeds all indices of the type.
 
-    TVM's simplifier fails on unsigned numbers, which it subtracts to compare them. Of those, what no int64 can say is
-    negative, and so outside.
+    TVM's simplifier compares numbers by subtraction, which fails for unsigned ones. A uint64 above the range of int64
+    becomes negative, and so out of bounds.
     """
     dtype = _type(index)
     is_number = isinstance(extent, (int, tirx.IntImm))
     if dtype.startswith("uint") or (not is_number and dtype != _type(extent)):
         dtype = "int64"
     if not is_number:
-        return _as(index, dtype), _as(extent, dtype)
-    is_beyond = int(extent) > int(tirx.max_value(dtype))
-    return _as(index, dtype), None if is_beyond else tirx.const(int(extent), dtype)
+        return _cast(index, dtype), _cast(extent, dtype)
+    exceeds_type = int(extent) > int(tirx.max_value(dtype))
+    return _cast(index, dtype), None if exceeds_type else tirx.const(int(extent), dtype)
 
 
-def _as(value: Expr, dtype: str) -> Expr:
+def _cast(value: Expr, dtype: str) -> Expr:
     return value if _type(value) == dtype else tirx.Cast(dtype, value)
 
 

@@ -1,4 +1,4 @@
-"""Writing PrimFuncs from Python: parameters, vectors and registers over TVM's IRBuilder."""
+"""Construction of PrimFuncs in Python: parameters, vectors and registers on top of TVM's IRBuilder."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import Dim
 
 CACHE_LINE_BYTES = 64
-"""Bytes that one prefetch asks for."""
+"""Bytes that a prefetch fetches."""
 
 Expr = Any
 """A PrimExpr, or a number where TVM takes one."""
 
 
 _register_scope: ContextVar[str] = ContextVar("_register_scope", default="global")
-"""Where a kernel that is being written has its registers: LLVM promotes stack slots, nvcc local arrays."""
+"""Scope of registers in the kernel under construction: LLVM promotes stack slots to registers, nvcc local arrays."""
 
 
 class Function:
-    """A PrimFunc under construction; a context manager, `result` stands after it.
+    """A PrimFunc under construction, as a context manager.
 
     Parameters
     ----------
     name : str
     registers : str
-        The scope of `Registers` and of all else that is held: "local" in kernels of GPUs, one for each thread.
+        Scope of `Registers` and of materialized values: "local" in GPU kernels, one for each thread.
 
     Attributes
     ----------
     result : tirx.PrimFunc
-        Function that was built.
+        The function, after the context.
     """
 
     def __init__(self, name: str, registers: str = "global") -> None:
@@ -76,16 +76,16 @@ class Function:
 
     @contextmanager
     def body(self) -> Iterator[None]:
-        """The context of the statements: Relax passes want a block at the root of a PrimFunc."""
+        """The context of the statements: Relax passes require a block at the root of a PrimFunc."""
         with T.sblock("root"):
-            # Said, so that TVM does not set out to find them: that can take ten seconds.
+            # Declared empty, because TVM's detection of them can take ten seconds.
             T.reads()
             T.writes()
             yield
 
 
 def flat(buffer: Any, extents: Sequence[Expr], dtype: str | None = None) -> Any:
-    """The elements of a parameter as one dimension, perhaps read as another `dtype` of the same width or wider."""
+    """The elements of a parameter as one dimension, optionally reinterpreted as `dtype` of at least the same width."""
     count: Expr = prod(extents, start=tirx.IntImm("int64", 1))
     own, other = tvm.DataType(buffer.dtype), tvm.DataType(dtype or buffer.dtype)
     if own.bits != other.bits:
@@ -94,7 +94,7 @@ def flat(buffer: Any, extents: Sequence[Expr], dtype: str | None = None) -> Any:
 
 
 def vector_type(dtype: str, lanes: int) -> str:
-    """Name of the vector type, the scalar's for one lane."""
+    """Name of the vector type, or of the scalar type for one lane."""
     return dtype if lanes == 1 else f"{dtype}x{lanes}"
 
 
@@ -124,7 +124,7 @@ def lane_numbers(lanes: int) -> Expr:
 
 
 def lane_mask(left: Expr, lanes: int) -> Expr | None:
-    """Which lanes of a vector exist where `left` elements are left for it; None: all of them, and known to be."""
+    """The mask of a vector's existing lanes if `left` elements remain; None if all lanes statically exist."""
     if isinstance(left, int) and left >= lanes:
         return None
     if lanes == 1:
@@ -134,10 +134,10 @@ def lane_mask(left: Expr, lanes: int) -> Expr | None:
 
 
 class Registers:
-    """Vector registers that a kernel may write: accumulators.
+    """Writable vector registers, such as accumulators.
 
-    Each is a buffer of its own. On CPUs, only allocations of the scope "global" under 1,024 bytes become stack slots,
-    which LLVM promotes to registers; a "local" one becomes a call to the runtime's workspace allocator.
+    Each is a separate buffer. On CPUs, only allocations of scope "global" under 1,024 bytes become stack slots, which
+    LLVM promotes to registers; "local" ones become calls to the runtime's workspace allocator.
     """
 
     def __init__(self, count: int, dtype: str, lanes: int) -> None:
@@ -155,10 +155,10 @@ class Registers:
 
 
 def materialize(value: Expr) -> Expr:
-    """An int64 whose making later passes do not look into.
+    """An int64 that is computed once, and opaque to later passes.
 
-    TVM's simplifier substitutes bound integers wherever they are used, and takes minutes over the nested minima of a
-    kernel with symbolic extents; it does not look into memory, and LLVM makes a register of this memory again.
+    TVM's simplifier substitutes bound integers wherever they are used, and takes minutes for the nested minima of a
+    kernel with symbolic extents. It does not look into memory; LLVM promotes this memory to a register.
     """
     if isinstance(value, int) or not isinstance(value, tirx.Expr) or isinstance(value, (tirx.IntImm, tirx.Var)):
         return value
@@ -170,8 +170,8 @@ def materialize(value: Expr) -> Expr:
 def let(value: Expr) -> Expr:
     """A vector or scalar that is computed once.
 
-    Only floats are bound. Integers are held in memory, which LLVM makes a register: the analyses of `opaque` look
-    into variables that are bound to them, be they data. (And TVM's legalization of bfloat16 fails on such variables.)
+    Only floats are bound. Integers are stored in memory that LLVM promotes to a register, for the reason given in
+    `materialize`. (TVM's legalization of bfloat16 also fails on bound integers.)
     """
     dtype = value.ty.dtype
     if str(dtype).startswith(("float32", "float64")):
@@ -182,11 +182,11 @@ def let(value: Expr) -> Expr:
 
 
 def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """Write a branch; none where the condition is a bool."""
+    """Write a branch, or one of its bodies if the condition is a bool."""
     if isinstance(condition, bool):
         (then if condition else otherwise)()
         return
-    with T.If(_opaque_condition(condition)):
+    with T.If(_materialize_condition(condition)):
         with T.Then():
             then()
         with T.Else():
@@ -195,39 +195,39 @@ def either(condition: Expr, then: Callable[[], None], otherwise: Callable[[], No
 
 @contextmanager
 def when(condition: Expr) -> Iterator[None]:
-    """Statements for where `condition` holds; no branch where it is known to."""
+    """The context of statements under `condition`, without a branch if it is True."""
     if isinstance(condition, bool):
-        assert condition, "a branch that is never taken is not written"
+        assert condition, "a condition that is statically false needs no branch"
         yield
         return
-    with T.If(_opaque_condition(condition)), T.Then():
+    with T.If(_materialize_condition(condition)), T.Then():
         yield
 
 
-def _opaque_condition(condition: Expr) -> Expr:
-    # As in `opaque`: TVM would intersect the condition with every region that the branch accesses, a millisecond each.
+def _materialize_condition(condition: Expr) -> Expr:
+    # TVM would intersect the condition with every region that the branch accesses, which takes a millisecond each.
     slot = T.alloc_buffer((1,), "bool", scope=_register_scope.get())
     T.buffer_store(slot, condition, [tirx.const(0, "int64")])
     return slot[tirx.const(0, "int64")]
 
 
 def loop(extent: Expr, parallel: bool = False) -> Any:
-    """A loop from 0, whose context gives the int64 variable."""
+    """A loop from 0; its context gives the int64 variable."""
     return T.parallel(int64(extent)) if parallel else T.serial(int64(extent))
 
 
 def int64(value: Expr) -> Expr:
-    """An int as an int64 expression; expressions as they are."""
+    """An int as an int64 expression; expressions are returned unchanged."""
     return tirx.IntImm("int64", value) if isinstance(value, int) else value
 
 
 def plain_extent(extent: Expr) -> Any:
-    """An int for a number, the expression itself for any other."""
+    """An int for a constant, other expressions unchanged."""
     return int(extent) if isinstance(extent, tirx.IntImm) else extent
 
 
 def ceil_div(value: Expr, by: int) -> Expr:
-    """``ceil(value / by)`` of ints or expressions that are not negative."""
+    """``ceil(value / by)`` of nonnegative ints or expressions."""
     if by == 1:
         return value
     return (value + (by - 1)) // by if isinstance(value, int) else tirx.floordiv(value + (by - 1), by)
@@ -244,7 +244,7 @@ def lane_of(vector: Expr, lane: int) -> Expr:
 
 
 def over_lanes(vector: Expr, apply: Callable[[Expr, Expr], Expr], lanes: int) -> Expr:
-    """All lanes of a vector combined."""
+    """A vector reduced over its lanes."""
     while lanes > 1:
         lanes //= 2
         low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
@@ -254,10 +254,10 @@ def over_lanes(vector: Expr, apply: Callable[[Expr, Expr], Expr], lanes: int) ->
 
 
 def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
-    """Write the lanes of `value` that a mask, true up to some lane, holds for.
+    """Write the masked lanes of `value`; the mask is true up to some lane.
 
-    A single lane of a narrow type is written as a scalar: LLVM 22 makes a truncating store of one lane, where it knows
-    the mask, a store of the type before truncation, which overwrites the neighbours.
+    A single lane of a narrow type is written as a scalar: LLVM 22 turns a truncating store of one lane with a known
+    mask into a store of the type before truncation, which overwrites the neighbours.
     """
     if tvm.DataType(buffer.dtype).bits >= 32:
         T.evaluate(T.masked_store(buffer, value, index, mask))
@@ -270,6 +270,6 @@ def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
 
 
 def prefetch(buffer: Any, index: Expr) -> None:
-    """Ask for the cache line of an element; beyond the end of storage this asks for nothing."""
+    """Prefetch the cache line of an element; an address after the end of storage is harmless."""
     read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
     T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buffer[index]), read, keep, data))

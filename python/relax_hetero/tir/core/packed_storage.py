@@ -1,8 +1,9 @@
-"""A parameter whose elements are found by tile and position in the tile, and its vectors: masked or gathered."""
+"""Parameters addressed by tile and position in the tile, and loads of their vectors: contiguous, masked or gathered."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -23,14 +24,14 @@ EMPTY = tirx.const(False, "bool")
 class PackedStorage(View):
     """A tensor of logical `shape` stored under `layout`; see `View`.
 
-    All parameters of a kernel are made with one set `bound`, of the symbols that parameters so far show.
+    All parameters of a kernel share one set `bound`, the symbols that the shapes of earlier parameters bind.
 
     Attributes
     ----------
     extents : list of (int or PrimExpr or None)
-        Logical extents; None where the parameter shows how many tiles there are, but not where the last one ends.
+        Logical extents; None if the shape gives only the number of tiles.
     tiles : list of (int or PrimExpr)
-        Tiles along every logical dimension: its extent where it is not tiled.
+        Number of tiles along every logical dimension; the extent of an untiled one.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class PackedStorage(View):
                 self.tiles.append(ceil_div(function.symbol(dim), tile))
                 blocks[d] = self.tiles[d] + extra
             else:
-                # The shape shows this variable, the extent itself it cannot.
+                # The shape binds the number of tiles, not the extent.
                 blocks[d] = function.symbol(f"{name}_blocks_{d}")
                 self.extents.append(None)
                 self.tiles.append(blocks[d] - extra if extra else blocks[d])
@@ -69,7 +70,7 @@ class PackedStorage(View):
         super().__init__(function, name, physical, dtype)
 
     def offset(self, outer: Mapping[int, Expr], inner: Mapping[int, Expr]) -> Expr:
-        """Where an element lies, by tile and position in the tile along every dimension (0 where not given)."""
+        """Offset of an element, by tile and position in the tile along every dimension (0 if missing)."""
         shift = self.layout.inner_dims[-1] if self.layout.compensation else -1
         positions = [outer.get(d, 0) + (1 if d == shift else 0) for d in self.layout.outer_perm]
         positions += [inner.get(d, 0) for d in self.layout.inner_dims]
@@ -82,7 +83,7 @@ class PackedStorage(View):
         return int64(offset)
 
     def bytes(self) -> Expr:
-        """Bytes of the parameter: an int if its shape is static."""
+        """Bytes of the parameter, an int for a static shape."""
         return prod(map(plain_extent, self.physical), start=bytes_of(self.nominal))
 
     def outer_stride(self, dim: int) -> Expr:
@@ -94,29 +95,23 @@ class PackedStorage(View):
 
 
 def extents_of(storages: Sequence[PackedStorage]) -> list[Expr]:
-    """Logical extents that storages of one tensor show together; whole tiles where none knows better."""
-    found: list[Expr] = []
+    """Logical extents of a tensor with several storages; whole tiles if no shape binds the extent."""
+    extents: list[Expr] = []
     for d in range(len(storages[0].extents)):
-        known = [storage.extents[d] for storage in storages if storage.extents[d] is not None]
-        if known:
-            found.append(known[0])
-            continue
+        exact = [storage.extents[d] for storage in storages if storage.extents[d] is not None]
         stored = [storage.tiles[d] * storage.layout.tile(d) for storage in storages]
-        smallest = stored[0]
-        for other in stored[1:]:
-            smallest = T.min(smallest, other)
-        found.append(smallest)
-    return found
+        extents.append(exact[0] if exact else reduce(T.min, stored))
+    return extents
 
 
-def whole(extent: Expr, tile: int) -> bool:
-    """Return whether an extent is known to be a multiple of a tile."""
+def is_multiple(extent: Expr, tile: int) -> bool:
+    """Return whether an extent is statically a multiple of a tile."""
     return tile == 1 or (isinstance(extent, int) and extent % tile == 0)
 
 
-def by_wholeness(extent: Expr, tile: int, number: Expr, visit: Callable[[bool], None]) -> None:
-    """Write what is done for tile `number` along a dimension; `visit` hears whether the tile is whole."""
-    if whole(extent, tile):
+def split_tail(extent: Expr, tile: int, number: Expr, visit: Callable[[bool], None]) -> None:
+    """Write code for a whole tile `number` and for a partial last one; `visit` takes whether the tile is whole."""
+    if is_multiple(extent, tile):
         visit(True)
         return
     with T.If(number * tile + tile <= extent):
@@ -132,18 +127,18 @@ def _times(left: Expr, right: Expr) -> Expr:
 
 def split_run(length: int, lanes: int) -> list[tuple[int, int]]:
     """Starts and widths (powers of two) of the vectors that cover a run."""
-    found, start = [], 0
+    vectors, start = [], 0
     while start < length:
         width = min(lanes, 1 << ((length - start).bit_length() - 1))
-        found.append((start, width))
+        vectors.append((start, width))
         start += width
-    return found
+    return vectors
 
 
 def tail_mask(extent: Expr, tile: int, column: Expr, start: int, width: int) -> Expr | None:
-    """Which lanes of a vector in the last, partial tile exist; `EMPTY` and None where it is known that none, all do.
+    """The mask of existing lanes of a vector in the last, partial tile; `EMPTY` for statically none, None for all.
 
-    Known cases are told apart here: TVM drops a store of a masked load whose mask it can prove empty.
+    Static cases need no mask: TVM drops a store of a masked load whose mask it can prove empty.
     """
     if not isinstance(extent, int):
         return T.ramp(column + start, 1, width) < T.broadcast(extent, width) if width > 1 else column + start < extent
@@ -156,7 +151,7 @@ def tail_mask(extent: Expr, tile: int, column: Expr, start: int, width: int) -> 
 
 
 def masked_vector(storage: PackedStorage, index: Expr, width: int, mask: Expr | None) -> Expr:
-    """Elements of a storage, zeros where the mask does not hold."""
+    """Elements of a storage, masked ones zero."""
     raw = str(storage.data.dtype)
     if mask is None:
         return storage.data[index]
@@ -164,23 +159,23 @@ def masked_vector(storage: PackedStorage, index: Expr, width: int, mask: Expr | 
         return zeros(raw, width)
     if width == 1:
         return T.if_then_else(mask, storage.data[index], tirx.const(0, raw))
-    # LLVM is told that the lanes left out are poison; the selection becomes part of the load. Bound, because TVM takes
-    # the inner mask for true where the outer one is.
+    # Masked lanes are poison in LLVM; the selection is merged into the load. Bound, because TVM would replace the inner
+    # mask by true where the outer one holds.
     vector = T.bind(T.masked_load(vector_type(raw, width), storage.data, index, mask))
     return T.Select(mask, vector, zeros(raw, width))
 
 
-def loaded(storage: PackedStorage, where: Expr, mask: Expr | None, width: int) -> tirx.Expr:
-    """Elements of a storage as its own type, zeros where the mask does not hold."""
-    return storage.typed(masked_vector(storage, where, width, mask))
+def load_vector(storage: PackedStorage, index: Expr, mask: Expr | None, width: int) -> tirx.Expr:
+    """Elements of a storage in its own type, masked ones zero."""
+    return storage.typed(masked_vector(storage, index, width, mask))
 
 
-def gathered(storage: PackedStorage, offset: Expr, step: Expr, mask: Expr | None, width: int) -> tirx.Expr:
-    """As `loaded`, of elements that are `step` apart."""
+def gather_vector(storage: PackedStorage, offset: Expr, step: Expr, mask: Expr | None, width: int) -> tirx.Expr:
+    """Elements with stride `step` of a storage in its own type, masked ones zero."""
     if width == 1:
-        return loaded(storage, offset, mask, 1)
+        return load_vector(storage, offset, mask, 1)
     lanes = []
     for lane in range(width):
-        inside = mask if mask is None or mask is EMPTY else lane_of(mask, lane)
-        lanes.append(loaded(storage, offset + lane * step, inside, 1))
+        lane_mask = mask if mask is None or mask is EMPTY else lane_of(mask, lane)
+        lanes.append(load_vector(storage, offset + lane * step, lane_mask, 1))
     return T.Shuffle(lanes, list(range(width)))

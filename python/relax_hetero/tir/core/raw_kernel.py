@@ -1,4 +1,4 @@
-"""Kernels that other PrimFuncs call: plain functions of pointers and numbers, which say whether they failed.
+"""Raw kernels, which other PrimFuncs call: plain functions of pointers and numbers that return a status.
 
 Before::
 
@@ -12,8 +12,8 @@ After::
         ...
         return 0
 
-TVM's own calling convention passes each tensor as a description, which the callee takes apart and checks: tens of
-nanoseconds. Here the caller has checked, once for all its calls.
+TVM's own calling convention passes each tensor as a DLTensor, which the callee unpacks and checks in tens of
+nanoseconds. Here the caller has checked all tensors once.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ from tvm_ffi import VisitInterrupt, structural_map, structural_walk
 from .builder import Expr, plain_extent
 
 LAUNCH_BOUNDS = "tirx.launch_bounds_min_blocks_per_sm"
-"""On a statement around a kernel's code, and on a function that is one: blocks that share a multiprocessor at least."""
+"""On a statement around a kernel's code, or on a raw kernel: minimum number of blocks per multiprocessor."""
 
 
 @dataclass(frozen=True)
 class RawSignature:
-    """How a kernel is called raw: its buffer parameters, then its scalars.
+    """Signature of a raw kernel: its buffer parameters, then its scalars.
 
     Attributes
     ----------
     buffers : tuple of tirx.Var
-        The parameters that are tensors, in order.
+        Tensor parameters, in order.
     scalars : tuple of tirx.Var
-        The variables of the tensors' extents that are no parameters, in order of appearance; then the parameters that
-        are numbers.
+        Variables in extents of tensors that are not parameters, in order of appearance, then `numbers`.
     numbers : tuple of tirx.Var
-        The parameters that are numbers, in order.
+        Number parameters, in order.
     extents : tuple of tuple
         Extents of each tensor: ints, or expressions over the scalars.
     dtypes : tuple of str
@@ -60,15 +59,15 @@ class RawSignature:
 
 
 def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
-    """How a kernel is called raw.
+    """The raw signature of a kernel.
 
-    None for one that cannot be: it takes strided tensors, parts of some or something else, or the extents of its
-    tensors do not say what the variables in them are.
+    None if a parameter is a strided tensor, a part of a tensor or something else, or if the extents of tensors do not
+    determine the variables in them.
     """
     buffers = tuple(param for param in kernel.params if is_buffer_var(param))
-    given = [param for param in kernel.params if not is_buffer_var(param)]
-    found: dict[tirx.Var, None] = {}
-    plain: set[tirx.Var] = set(given)
+    numbers = [param for param in kernel.params if not is_buffer_var(param)]
+    variables: dict[tirx.Var, None] = {}
+    bound: set[tirx.Var] = set(numbers)
     extents = tuple(tuple(map(plain_extent, buffer.ty.shape)) for buffer in buffers)
     for buffer, shape in zip(buffers, extents, strict=True):
         ty = buffer.ty
@@ -76,12 +75,12 @@ def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:
             return None
         for extent in shape:
             if not isinstance(extent, int):
-                structural_walk(extent, (tvm.ir.Var, lambda var: found.setdefault(var)))
-        plain.update(extent for extent in shape if isinstance(extent, tirx.Var))
-    if not all(map(_can_be_passed, given)) or not plain.issuperset(found):
+                structural_walk(extent, (tvm.ir.Var, lambda var: variables.setdefault(var)))
+        bound.update(extent for extent in shape if isinstance(extent, tirx.Var))
+    if not all(map(_can_be_passed, numbers)) or not bound.issuperset(variables):
         return None
-    scalars = (*(var for var in found if var not in given), *given)
-    return RawSignature(buffers, scalars, tuple(given), extents, tuple(str(buffer.ty.dtype) for buffer in buffers))
+    scalars = (*(var for var in variables if var not in numbers), *numbers)
+    return RawSignature(buffers, scalars, tuple(numbers), extents, tuple(str(buffer.ty.dtype) for buffer in buffers))
 
 
 def _can_be_passed(param: tirx.Var) -> bool:
@@ -90,24 +89,24 @@ def _can_be_passed(param: tirx.Var) -> bool:
 
 
 def raw_kernel(kernel: tirx.PrimFunc, signature: RawSignature) -> tirx.PrimFunc:
-    """The kernel as a private function of `signature`: pointers and numbers in, an int32 out, 0 unless it failed."""
+    """The kernel as a private function with `signature`; it returns an int32 status, 0 for success."""
     pointers = [tirx.Var(f"{b.name}_data", _pointer_type(b)) for b in signature.buffers]
     declared = [tirx.DeclBuffer(b, data=p) for b, p in zip(signature.buffers, pointers, strict=True)]
     body = in_root_block(kernel.body, lambda inner: tirx.SeqStmt([*declared, inner, tirx.stmt.Return(_ZERO)]))
     params = [*pointers, *signature.scalars]
     empty = tirx.PrimFunc(params, tirx.Evaluate(_ZERO), tvm.ir.PrimType("int32"), kernel.attrs, kernel.span)
-    # Put in afterwards: the constructor searches a body for effects, which takes longer than all else here, and of
-    # functions that only PrimFuncs call nobody asks.
+    # The body is inserted afterwards: the constructor searches it for effects, which takes longer than everything else
+    # here and is useless for functions that only PrimFuncs call.
     raw = structural_map(empty, (tirx.Evaluate, lambda _: body))
     raw = raw.without_attr("global_symbol").with_attr("tirx.noalias", kernel.attrs.get("tirx.noalias", False))
     return _with_launch_bounds(raw)
 
 
 def _with_launch_bounds(raw: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The kernel with its least number of blocks on a multiprocessor as an attribute.
+    """The kernel with its minimum number of blocks per multiprocessor as an attribute.
 
-    TVM takes it from the statement where it cuts the code of a device out of a host function. A raw kernel is not cut
-    out of anything; without the attribute its threads get other registers, and do not give them to each other.
+    TVM reads it from the statement when it splits device code from a host function. A raw kernel is not split; without
+    the attribute its threads get a different number of registers, and cannot exchange them.
     """
     target = raw.attrs.get("target")
     if target is None or "gpu" not in target.keys:
@@ -116,12 +115,12 @@ def _with_launch_bounds(raw: tirx.PrimFunc) -> tirx.PrimFunc:
     def on_attr(statement: tirx.AttrStmt) -> VisitInterrupt | None:
         return VisitInterrupt(statement.value) if statement.attr_key == LAUNCH_BOUNDS else None
 
-    found = structural_walk(raw.body, (tirx.AttrStmt, on_attr))
-    return raw if found is None else raw.with_attr(LAUNCH_BOUNDS, int(found.value))
+    launch_bounds = structural_walk(raw.body, (tirx.AttrStmt, on_attr))
+    return raw if launch_bounds is None else raw.with_attr(LAUNCH_BOUNDS, int(launch_bounds.value))
 
 
 def in_root_block(body: tirx.Stmt, change: Callable[[tirx.Stmt], tirx.Stmt]) -> tirx.Stmt:
-    """`body` with the statements of its root block replaced by what `change` makes of them; it gets one if needed."""
+    """`body` with `change` applied to the statements of its root block, which is added if missing."""
     if isinstance(body, s_tir.SBlockRealize):
         root = body.block
         inner = change(root.body)
@@ -145,7 +144,7 @@ def _is_zero(value: Expr) -> bool:
 
 
 def has_temporaries(kernel: tirx.PrimFunc) -> bool:
-    """Return whether a kernel may have temporaries that TVM takes from a workspace: those of a kilobyte and more."""
+    """Return whether a kernel may have temporaries in TVM's workspace, which are those of at least a kilobyte."""
 
     def large(buffer: tirx.Var) -> bool:
         ty = buffer.ty
@@ -154,7 +153,7 @@ def has_temporaries(kernel: tirx.PrimFunc) -> bool:
             if not isinstance(extent, tirx.IntImm):
                 return True
             bits *= int(extent)
-        return ty.storage_scope in ("", "global") and bits >= 8 * _ON_STACK
+        return ty.storage_scope in ("", "global") and bits >= 8 * _MIN_WORKSPACE_BYTES
 
     def in_block(block: s_tir.SBlock) -> VisitInterrupt | None:
         return VisitInterrupt(block) if any(map(large, block.alloc_buffers)) else None
@@ -165,5 +164,5 @@ def has_temporaries(kernel: tirx.PrimFunc) -> bool:
     return structural_walk(kernel.body, [(s_tir.SBlock, in_block), (tirx.AllocBuffer, at_statement)]) is not None
 
 
-# Bytes from which on a temporary is not on the stack (TVM's kMaxStackAlloca).
-_ON_STACK = 1024
+# Minimum bytes of a temporary in the workspace; smaller ones are on the stack (TVM's kMaxStackAlloca).
+_MIN_WORKSPACE_BYTES = 1024

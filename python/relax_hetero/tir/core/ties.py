@@ -1,10 +1,10 @@
-"""Kernels that may write a result over an operand: which they are, and how they look when they do.
+"""Tied parameters, which let a kernel write a result over an operand, and the in-place form of kernels.
 
-An operand and a result of a kernel are *tied* if they may be the same memory: they have one element type and one
-shape, and each element of the operand is read only where the same element of the result is about to be stored, for
-that element alone. Nothing reads it later, no element is computed twice, and nothing else waits in the result before.
+An operand and a result of a kernel are *tied* if they may be the same memory: they have the same element type and
+shape, and each element of the operand is read only to compute the same element of the result, just before its store.
+Nothing reads it later, no element is computed twice, and the result holds no intermediates before.
 
-Before, where the attribute says that the first parameter and the last are tied::
+Before, with an attribute that ties the first parameter and the last::
 
     def scale(A: T.Buffer((n, 16), "float32"), B: T.Buffer((n, 16), "float32")):
         T.func_attr({"relax_hetero.tied": [[0, 1]], "tirx.noalias": True})
@@ -15,8 +15,8 @@ In place::
     def scale_in_place(A: T.Buffer((n, 16), "float32")):
         for i, j in T.grid(n, 16): A[i, j] = A[i, j] * 2
 
-TVM tells LLVM that accesses through two variables are of different memory, parameters or not, unless the function says
-that they may be the same (``tirx.noalias``). A function in place says so: its views of one parameter are several.
+TVM tells LLVM that accesses through two variables do not alias, unless the attribute ``tirx.noalias`` is false. It is
+false for an in-place function, which has several views of one parameter.
 """
 
 from __future__ import annotations
@@ -39,40 +39,42 @@ Tie = tuple[int, int]
 
 
 def with_ties(func: tirx.PrimFunc, ties: Iterable[Tie]) -> tirx.PrimFunc:
-    """A kernel with what is tied noted on it: of `ties`, those whose types show that they have equal bytes."""
-    found = [[operand, result] for operand, result in ties if _alike(func.params[operand], func.params[result])]
-    return func.with_attr(TIED, found) if found else _without(func, TIED)
+    """A kernel with the attribute for those of `ties` whose parameters have equal types and shapes."""
+    pairs = [[operand, result] for operand, result in ties if _same_type(func.params[operand], func.params[result])]
+    return func.with_attr(TIED, pairs) if pairs else _without(func, TIED)
 
 
 def tied_to(func: tirx.PrimFunc, operands: Sequence[Operand], first: int, result: Operand) -> tirx.PrimFunc:
-    """A kernel whose last parameter may be any of some parameters, from number `first` on, that are stored alike."""
+    """A kernel whose last parameter is tied to those of `operands`, numbered from `first` on, that equal `result`."""
     last = len(func.params) - 1
     return with_ties(func, [(first + i, last) for i, operand in enumerate(operands) if operand == result])
 
 
 def ties_of(func: tirx.PrimFunc) -> list[Tie]:
-    """Ties that are noted on a kernel."""
+    """The ties in a kernel's attribute."""
     return [(int(operand), int(result)) for operand, result in func.attrs.get(TIED, ())]
 
 
-def _alike(operand: tirx.Var, result: tirx.Var) -> bool:
+def _same_type(operand: tirx.Var, result: tirx.Var) -> bool:
     if not (is_buffer_var(operand) and is_buffer_var(result)):
         return False
-    mine, its = operand.ty, result.ty
-    return mine.dtype == its.dtype and bool(structural_equal(list(mine.shape), list(its.shape)))
+    operand_type, result_type = operand.ty, result.ty
+    return operand_type.dtype == result_type.dtype and bool(
+        structural_equal(list(operand_type.shape), list(result_type.shape))
+    )
 
 
 def in_place(func: tirx.PrimFunc, tie: Tie) -> tirx.PrimFunc:
     """The kernel without the parameter of a tied result, which it writes over the operand.
 
-    What only copied the operand to the result is left out.
+    Copies of operand elements to the result are removed.
     """
     operand, result = (func.params[number] for number in tie)
 
     def on_store(store: tirx.BufferStore) -> tirx.Stmt:
         value = store.value
-        same = isinstance(value, TensorLoad) and value.source.same_as(store.buffer)
-        return tirx.Evaluate(0) if same and structural_equal(value.indices, store.indices) else store
+        is_copy_of_source = isinstance(value, TensorLoad) and value.source.same_as(store.buffer)
+        return tirx.Evaluate(0) if is_copy_of_source and structural_equal(value.indices, store.indices) else store
 
     def on_loop(loop: tirx.For) -> tirx.Stmt:
         return loop.body if _is_nothing(loop.body) else loop
@@ -82,7 +84,7 @@ def in_place(func: tirx.PrimFunc, tie: Tie) -> tirx.PrimFunc:
     body = structural_map(plain, (tirx.For, on_loop))
     params = [param for param in func.params if not param.same_as(result)]
     empty = tirx.PrimFunc(params, tirx.Evaluate(0), func.ret_type, func.attrs, func.span)
-    # As in `raw_kernel`: the constructor would search the body for effects.
+    # Inserted afterwards, as in `raw_kernel`: the constructor would search the body for effects.
     written = structural_map(empty, (tirx.Evaluate, lambda _: body))
     return _without(_without(written, "global_symbol"), TIED).with_attr("tirx.noalias", False)
 
@@ -92,7 +94,7 @@ def _without(func: tirx.PrimFunc, attribute: str) -> tirx.PrimFunc:
 
 
 def _with_one_view(body: tirx.Stmt, param: tirx.Var) -> tirx.Stmt:
-    """`body` with views of a parameter that are alike made one, the first."""
+    """`body` with equal views of a parameter replaced by the first of them."""
     views: list[tirx.Var] = []
     first: dict[tirx.Var, tirx.Var] = {}
 
@@ -104,10 +106,10 @@ def _with_one_view(body: tirx.Stmt, param: tirx.Var) -> tirx.Stmt:
             views.append(view.buffer)
 
     structural_walk(body, (tirx.DeclBuffer, on_view))
-    again = {view for view, other in first.items() if not view.same_as(other)}
+    duplicates = {view for view, original in first.items() if not view.same_as(original)}
 
     def on_declaration(view: tirx.DeclBuffer) -> tirx.Stmt:
-        return tirx.Evaluate(0) if view.buffer in again else view
+        return tirx.Evaluate(0) if view.buffer in duplicates else view
 
     bare = structural_map(body, (tirx.DeclBuffer, on_declaration))
     return structural_map(bare, (tvm.ir.Var, lambda var: first.get(var, var)))

@@ -1,7 +1,7 @@
-"""A parameter of a kernel: its buffer, its elements in one dimension, and how far apart neighbours lie.
+"""Views of a kernel's parameters: the buffer, its elements in one dimension, and strides.
 
-What finds an element differs: coordinates of the iteration space (`OperandView`), a tile and a position in it
-(`packed_storage`), heads of an attention (`tir.attention.attention_spec`).
+Elements are addressed by coordinates of the iteration space (`OperandView`), by a tile and a position in it
+(`packed_storage`), or by heads of an attention (`tir.attention.attention_spec`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .builder import (
 
 
 class View:
-    """A parameter; make one for each in order, then call `open` inside the function's body.
+    """A parameter. Create views in the order of parameters, then call `open` inside of the function's body.
 
     Attributes
     ----------
@@ -64,35 +64,35 @@ class View:
         return flat(self._buffer, self.physical, dtype)
 
     def typed(self, value: Expr) -> Expr:
-        """Value of a load in its type; conditions stay bytes, because TVM's analyzer fails on vectors of bool."""
+        """A loaded value in the element type; bool stays bytes, because TVM's analyzer fails on vectors of bool."""
         if self.nominal in (self.dtype, "bool"):
             return value
         return T.reinterpret(vector_type(self.nominal, value.ty.dtype.lanes), value)
 
     def bits(self, value: Expr) -> Expr:
-        """A value of the element type, as what is stored."""
+        """A value of the element type in the stored type."""
         if self.nominal == self.dtype:
             return value
         return T.reinterpret(vector_type(self.dtype, value.ty.dtype.lanes), value)
 
 
 def raw_type(dtype: str) -> str:
-    """The unsigned integer of as many bits: what moves bytes without looking at them."""
+    """The unsigned integer type of the same width, for moves of bits."""
     return f"uint{max(8, tvm.DataType(dtype).bits)}"
 
 
 def split_position(layout: PackedLayout, position: Sequence[Expr]) -> tuple[dict[int, Expr], dict[int, Expr]]:
     """A position in a tensor as tiles and positions in them, by dimension."""
     outer, inner = {}, {}
-    for d, at in enumerate(position):
+    for d, index in enumerate(position):
         tile = layout.tile(d)
-        outer[d] = at if tile == 1 else tirx.floordiv(at, tile)
-        inner[d] = tirx.const(0, "int64") if tile == 1 else tirx.floormod(at, tile)
+        outer[d] = index if tile == 1 else tirx.floordiv(index, tile)
+        inner[d] = tirx.const(0, "int64") if tile == 1 else tirx.floormod(index, tile)
     return outer, inner
 
 
 def row_major(extents: Sequence[Expr], product: Callable[[Expr, Expr], Expr]) -> list[Expr]:
-    """How far apart neighbours along each of some dimensions lie, the last of which is contiguous."""
+    """Row-major strides of some dimensions."""
     strides: list[Expr] = []
     distance: Expr = 1
     for extent in reversed(extents):
@@ -106,7 +106,7 @@ Coordinates = Mapping[str, Expr]
 
 
 class OperandView(View):
-    """A parameter, its elements found by coordinates; see `View`.
+    """A parameter whose elements are addressed by iteration coordinates; see `View`.
 
     Attributes
     ----------
@@ -128,7 +128,7 @@ class OperandView(View):
             elif tile == 1:
                 self.extents.append(function.symbol(dim))
             else:
-                # A parameter of this shape cannot say what the extent is, only how many tiles there are.
+                # The shape binds the number of tiles, not the extent.
                 blocks = function.symbol(f"{name}_tiles_{d}")
                 compensated = operand.layout.compensation and d == operand.layout.inner_dims[-1]
                 self.extents.append((blocks - 1 if compensated else blocks) * tile)
@@ -137,7 +137,7 @@ class OperandView(View):
         super().__init__(function, name, physical, operand.dtype)
 
     def open_as(self, dtype: str) -> None:
-        """As of any view; after merging."""
+        """Declare the elements as those of another type of the same width; called after all merges."""
         super().open_as(dtype)
         self._strides = row_major(self.layout.packed_shape(self.extents), lambda a, b: materialize(a * b))
 
@@ -146,17 +146,17 @@ class OperandView(View):
         return name in self.index_map
 
     def exact_extent(self, name: str) -> Expr | None:
-        """The extent of an iteration dimension, None where only the number of its tiles is known."""
+        """The extent of an iteration dimension, None if only the number of its tiles is known."""
         d = self.index_map.index(name)
-        known = isinstance(self.extents[d], (int, tirx.Var)) or self.layout.tile(d) == 1
-        return self.extents[d] if known else None
+        is_exact = isinstance(self.extents[d], (int, tirx.Var)) or self.layout.tile(d) == 1
+        return self.extents[d] if is_exact else None
 
     def is_padded(self, name: str, unit: int) -> bool:
-        """Return whether storage goes on to the next multiple of `unit` along an iteration dimension."""
+        """Return whether storage is padded to a multiple of `unit` along an iteration dimension."""
         return self.runs_along(name) and self.layout.tile(self.index_map.index(name)) % unit == 0
 
     def merge(self, first: str, second: str) -> None:
-        """Make dimensions `first` and `second`, neighbours in row-major storage, one that is called `second`."""
+        """Merge dimensions `first` and `second`, neighbours in row-major storage, into one named `second`."""
         if not self.runs_along(second):
             return
         d = self.index_map.index(first)
@@ -165,7 +165,7 @@ class OperandView(View):
         self.layout = PackedLayout.identity(len(self.extents))
 
     def split(self, name: str, outer: str, count: int) -> None:
-        """Cut a dimension of row-major storage into `count` parts, a new dimension `outer`; where there is one."""
+        """Split a dimension of row-major storage, if there is one, into `count` parts, a new dimension `outer`."""
         if not self.runs_along(name):
             return
         d = self.index_map.index(name)
@@ -174,7 +174,7 @@ class OperandView(View):
         self.layout = PackedLayout.identity(len(self.extents))
 
     def restate(self, extents: Sequence[Expr], index_map: Sequence[str], layout: PackedLayout) -> None:
-        """Find the elements by other coordinates, under which the very same bytes are stored; before `open`."""
+        """Replace coordinates and layout by others that store the same bytes; called before `open`."""
         self.extents, self.index_map, self.layout = list(extents), list(index_map), layout
 
     def address(self, at: Coordinates, skip_compensation: bool = True) -> Expr:
@@ -190,21 +190,21 @@ class OperandView(View):
         return _simplify(offset)
 
     def stride(self, name: str) -> Expr:
-        """Distance of neighbours along an iteration dimension, within a tile where it is tiled."""
+        """Stride along an iteration dimension, within a tile if it is tiled."""
         d = self.index_map.index(name)
         if d in self.layout.inner_dims:
             return self._strides[len(self.extents) + self.layout.inner_dims.index(d)]
         return self._strides[self.layout.outer_perm.index(d)]
 
     def load(self, at: Coordinates, along: str, lanes: int, mask: Expr | None = None) -> Expr:
-        """`lanes` elements from a position along an iteration dimension, all the same where the operand lacks it.
+        """`lanes` elements from a position along an iteration dimension, broadcast if the operand lacks it.
 
         Parameters
         ----------
         at : Coordinates
-            Coordinates of the first element. Where the dimension is tiled, the lanes do not leave the tile.
+            Coordinates of the first element. The lanes must not leave a tile.
         mask : PrimExpr, optional
-            Which lanes may be read (the others are zero), a vector of bool.
+            Vector of bool: lanes to read; the others are zero.
         """
         if not self.runs_along(along):
             return broadcast(self.data[self.address(at)], lanes)
@@ -222,16 +222,16 @@ class OperandView(View):
         )
 
     def load_run(self, at: Coordinates, count: int) -> Expr:
-        """`count` elements that lie one after the other in storage, from a position on."""
+        """`count` contiguous elements from a position on."""
         return self.data[lane_indices(self.address(at), count)]
 
     def load_compensation(self, at: Coordinates, lanes: int) -> Expr:
-        """The layout's compensation of `lanes` columns from a position on, whose k is 0; as int32."""
+        """The layout's compensation of `lanes` columns from a position with k = 0 on, as int32."""
         start = self.address(at, skip_compensation=False)
         return tirx.reinterpret(vector_type("int32", lanes), self.data[lane_indices(start, 4 * lanes)])
 
     def store(self, at: Coordinates, along: str, value: Expr, lanes: int, mask: Expr | None = None) -> None:
-        """Write `lanes` elements from a position along an iteration dimension, those of the mask where there is one."""
+        """Write `lanes` elements from a position along an iteration dimension, masked if `mask` is given."""
         stride = self.stride(along)
         index = lane_indices(self.address(at), lanes, stride)
         if mask is None:
@@ -242,17 +242,17 @@ class OperandView(View):
         elif isinstance(stride, int) and stride == 1:
             masked_store(self.data, index, value, mask)
         else:
-            kept = T.bind(value)
+            vector = T.bind(value)
             for lane in range(lanes):
                 with T.If(lane_of(mask, lane)), T.Then():
-                    T.buffer_store(self.data, lane_of(kept, lane), [self.address(_moved(at, along, lane))])
+                    T.buffer_store(self.data, lane_of(vector, lane), [self.address(_moved(at, along, lane))])
 
 
 def _guarded(scalar: Expr, mask: Expr, dtype: str) -> Expr:
-    """A load that happens only where the mask holds, zero elsewhere."""
+    """A load under a condition, else zero."""
     if dtype != "bfloat16":
         return T.if_then_else(mask, scalar, tirx.const(0, dtype))
-    # As bits: TVM's legalization makes a choice between bfloat16 values one between float32 ones.
+    # Selected as bits: TVM's legalization would select between float32 values.
     bits = T.if_then_else(mask, tirx.reinterpret("uint16", scalar), tirx.const(0, "uint16"))
     return tirx.reinterpret("bfloat16", bits)
 
@@ -266,10 +266,10 @@ def _simplify(expression: Expr) -> Expr:
 
 
 def extent_of(views: Sequence[OperandView], name: str) -> Expr:
-    """The extent of an iteration dimension: exact where a view knows it, else rounded up to whole tiles."""
-    fitting = [view for view in views if view.runs_along(name)]
-    for view in fitting:
+    """The extent of an iteration dimension: exact if a view's shape gives it, else rounded up to whole tiles."""
+    along = [view for view in views if view.runs_along(name)]
+    for view in along:
         exact = view.exact_extent(name)
         if exact is not None:
             return exact
-    return fitting[0].extents[fitting[0].index_map.index(name)]
+    return along[0].extents[along[0].index_map.index(name)]

@@ -1,8 +1,7 @@
-"""How work is shared among cores: when that is worth it, and into which parts a kernel's loops are cut.
+"""Sharing of work among cores: the work from which on it is worth it, and the parts of a kernel's loops.
 
-A kernel that one core is done with soon is compiled for one thread. It then costs what its work costs, 0.3 us of the
-virtual machine included, however many threads there are. `LEAST` says what "soon" is, for each kind of kernel in the
-unit that its work is counted in.
+A kernel with little work is compiled for one thread: waking another core would take longer. `MIN_WORK` has the limit
+for each kind of kernel, in the unit that its work is counted in.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .builder import Expr, ceil_div, int64, loop, materialize
 Unit = Literal["nanoseconds", "multiply-adds", "bytes", "vector instructions a task", "elements"]
 """Unit in which the work of a kernel is counted."""
 
-LEAST: dict[Unit, int] = {
+MIN_WORK: dict[Unit, int] = {
     # Loops of stock kernels. In a chain of kernels on two cores of a Zen 5, a kernel of 1.8 us took as long on one as
     # on two, one of 0.3 us 0.7 us longer on two, and one of 7.7 us less than half as long.
     "nanoseconds": 4_000,
@@ -29,17 +28,17 @@ LEAST: dict[Unit, int] = {
     "multiply-adds": 250_000,
     # Copies and elementwise work: waking another core takes about as long as copying a quarter of a MiB.
     "bytes": (1 << 18) + 1,
-    # Rows: what takes as long as handing work to another core and waiting for it (about 2 us).
+    # Rows: as long as handing work to another core and waiting for it (about 2 us).
     "vector instructions a task": 10_001,
-    # Scatter: a task copies as many; these are 128 KiB of float32.
+    # Scatter: elements that a task copies, 128 KiB of float32.
     "elements": 1 << 15,
 }
-"""The least work that is shared among cores."""
+"""Minimum work that is shared among cores."""
 
 
 def is_worth_tasks(unit: Unit, work: Any) -> bool:
-    """Return whether to share work among cores; work that only the run knows (a PrimExpr, None) is shared."""
-    return not isinstance(work, (int, float)) or work >= LEAST[unit]
+    """Return whether to share work among cores; work that is known only at run time (a PrimExpr, None) is shared."""
+    return not isinstance(work, (int, float)) or work >= MIN_WORK[unit]
 
 
 def tasks_for(cores: int, unit: Unit, work: Any) -> int:
@@ -48,17 +47,17 @@ def tasks_for(cores: int, unit: Unit, work: Any) -> int:
 
 
 FEW_ROWS = 128
-"""Up to so many rows, the right operand is what there is to read: cores then share its columns, else the rows."""
+"""Maximum number of rows for which reading the right operand dominates: cores then share its columns, else the rows."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Into how many parts each dimension is cut; a task is one part of each.
+    """Number of parts of each dimension; a task is one part of each.
 
     Attributes
     ----------
     tasks : int
-        At least their product.
+        At least the product of the three numbers.
     """
 
     batch: Expr
@@ -66,13 +65,13 @@ class Split:
     columns: Expr
     tasks: int
 
-    def place(self, task: Expr) -> tuple[Expr, Expr, Expr]:
-        """Which part of batch, rows and columns a task does."""
+    def parts_of(self, task: Expr) -> tuple[Expr, Expr, Expr]:
+        """A task's part of batch, rows and columns."""
         return task // (self.rows * self.columns), task // self.columns % self.rows, task % self.columns
 
 
 def part(units: Expr, parts: Expr, number: Expr) -> tuple[Expr, Expr]:
-    """Begin and end of one of `parts` parts, of sizes that differ by one at most."""
+    """Begin and end of part `number` of `parts`, whose sizes differ by one at most."""
     if isinstance(parts, int) and parts == 1:
         return 0, units
     return materialize(number * units // parts), materialize((number + 1) * units // parts)
@@ -84,34 +83,34 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
     Parameters
     ----------
     batch, rows, columns : PrimExpr or int
-        How many products, tiles of rows and panels of columns there are.
+        Numbers of products, tiles of rows and panels of columns.
     tile : tuple of int
         Rows and columns of a tile.
     """
-    known = [size for size in (batch, rows, columns, k) if isinstance(size, int)]
-    work = prod(known) * tile[0] * tile[1] if len(known) == 4 else None
+    sizes = [size for size in (batch, rows, columns, k) if isinstance(size, int)]
+    work = prod(sizes) * tile[0] * tile[1] if len(sizes) == 4 else None
     if tasks_for(cores, "multiply-adds", work) == 1:
         return Split(1, 1, 1, 1)
     if not isinstance(rows, int) and not isinstance(columns, int):
         wide = columns * tile[1] >= rows * tile[0]
-        return Split(1, materialize(_either(wide, 1, cores)), materialize(_either(wide, cores, 1)), cores)
-    # Unknown: batches may be one, rows may be few, columns are many.
-    guess = [size if isinstance(size, int) else unknown for size, unknown in ((batch, 1), (rows, 2), (columns, 256))]
-    few = guess[1] * tile[0] <= FEW_ROWS
+        return Split(1, materialize(_select(wide, 1, cores)), materialize(_select(wide, cores, 1)), cores)
+    # Symbolic: batches may be one, rows may be few, columns are many.
+    estimate = [size if isinstance(size, int) else unknown for size, unknown in ((batch, 1), (rows, 2), (columns, 256))]
+    few = estimate[1] * tile[0] <= FEW_ROWS
 
     def cost(parts: tuple[int, int, int]) -> tuple[Any, ...]:
-        longest = prod([ceil_div(size, count) for size, count in zip(guess, parts, strict=True)])
+        longest = prod([ceil_div(size, count) for size, count in zip(estimate, parts, strict=True)])
         return longest, -parts[0], -parts[2] if few else -parts[1]
 
     best = min(
         ((b, r, cores // (b * r)) for b in range(1, cores + 1) for r in range(1, cores // b + 1)),
         key=cost,
     )
-    used = [
+    parts_used = [
         min(size, count) if isinstance(size, int) else count
         for size, count in zip((batch, rows, columns), best, strict=True)
     ]
-    return Split(used[0], used[1], used[2], prod(used))
+    return Split(parts_used[0], parts_used[1], parts_used[2], prod(parts_used))
 
 
 def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable[[list[Expr]], None]) -> None:
@@ -122,14 +121,14 @@ def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable
     counts : sequence of int or PrimExpr
         Extents of the loops, outermost first.
     size : int or PrimExpr
-        Bytes that all of it touches; little work stays on one core.
+        Bytes that the whole nest touches; little work stays on one core.
     body : Callable
-        Gets the positions.
+        Function of the positions.
     """
     total: Expr = prod(counts)
-    if any(isinstance(count, int) and count == 0 for count in counts):  # whatever the symbolic ones are
+    if any(isinstance(count, int) and count == 0 for count in counts):
         return
-    # The analyzer must not find a division by zero, not even where nothing runs.
+    # TVM's analyzer refuses a division by zero even in code that never runs.
     extents = [int64(count) if isinstance(count, int) else T.max(count, int64(1)) for count in counts]
     parts = tasks_for(cpu.cores, "bytes", size)
     if parts == 1 or (isinstance(total, int) and total < 2):
@@ -159,8 +158,8 @@ def nest_loops(counts: Sequence[Expr], body: Callable[[list[Expr]], None]) -> No
 def ravel(position: Sequence[Expr], extents: Sequence[Expr]) -> Expr:
     """The number of a position in row-major order."""
     number: Expr = 0
-    for place, extent in zip(position, extents, strict=True):
-        number = number * extent + place
+    for coordinate, extent in zip(position, extents, strict=True):
+        number = number * extent + coordinate
     return number
 
 
@@ -175,17 +174,17 @@ def unravel(
     Parameters
     ----------
     extents : sequence of int or PrimExpr
-        The first is not needed: whatever is left is the place along it.
+        The first is not used: the last quotient is the coordinate along it.
     place, rest : callable
-        Functions that are applied to each coordinate, and to the rest for the dimensions before it: `opaque` where they
-        are used more than once.
+        Functions that are applied to each coordinate, and to each quotient: `materialize` where they are used more than
+        once.
     """
-    found: list[Expr] = []
+    inner: list[Expr] = []
     for extent in reversed(extents[1:]):
-        found.append(place(tirx.floormod(number, extent)))
+        inner.append(place(tirx.floormod(number, extent)))
         number = rest(tirx.floordiv(number, extent))
-    return [place(number), *reversed(found)] if extents else []
+    return [place(number), *reversed(inner)] if extents else []
 
 
-def _either(condition: Expr, then: int, otherwise: int) -> Expr:
+def _select(condition: Expr, then: int, otherwise: int) -> Expr:
     return tirx.Select(condition, tirx.const(then, "int64"), tirx.const(otherwise, "int64"))

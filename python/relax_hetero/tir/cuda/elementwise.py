@@ -15,7 +15,7 @@ from ...encoding.problem import ElementwiseProblem
 from ...target.element_types import bytes_of
 from ...target.gpu_target import VECTOR_BYTES, GpuTarget
 from ..core.builder import Expr, Function, ceil_div, int64, materialize, plain_extent
-from ..core.packed_storage import whole
+from ..core.packed_storage import is_multiple
 from ..core.ties import tied_to
 from ..elementwise.elementwise import ElementwiseStorages
 from .core.expression import emit
@@ -148,7 +148,7 @@ class _Kernel:
             d = self.names.index(name)
             layout = self.result.layout
             here = place[d] + lane if d == innermost(layout, self.problem.result.shape) else place[d]
-            at[own] = here if whole(self.extents[d], layout.tile(d)) else T.min(here, int64(self.extents[d]) - 1)
+            at[own] = here if is_multiple(self.extents[d], layout.tile(d)) else T.min(here, int64(self.extents[d]) - 1)
         return self.operands[index].offset(at, {})
 
     def _single(self, index: int, number: Expr) -> Expr:

@@ -1,13 +1,13 @@
-"""Elementwise expressions as vector code: in the epilogue of a product (`EpilogueCode`), and alone (`elementwise`).
+"""Vector code of elementwise expressions, in the epilogue of a product (`EpilogueCode`) or in a kernel (`elementwise`).
 
 Rules of arithmetic
 -------------------
-- An op means what the Relax op of its name means, and NaN goes through `maximum`, `minimum`, `relu` and `clip` as it
-  does in numpy. `round` rounds halves to even. Integer `divide` truncates.
+- An op has the meaning of the Relax op of the same name, and NaN passes through `maximum`, `minimum`, `relu` and `clip`
+  as in numpy. `round` rounds halves to even. Integer `divide` truncates.
 - 16-bit floats are computed in float32, from loads to the store, and rounded where the expression casts and where the
   result is stored: more exact than op by op, and cheaper.
-- A cast of a float to an integer truncates; what does not fit becomes what `tir.math.casts.truncated` says.
-- An integer division never traps, whatever padding holds: by zero, the result is the dividend.
+- A cast of a float to an integer truncates; for values out of range see `tir.math.casts.truncated`.
+- An integer division never traps, not even on padding: division by zero gives the dividend.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .expression_ops import FLOAT64_OPS, FLOAT_OPS, INT_OPS, QUANTIZE, quantize,
 
 @dataclass(frozen=True)
 class _Value:
-    """An operand or intermediate: its nominal type, and its value in the type that it is computed in."""
+    """An operand or intermediate: its nominal type, and its value in the type of its arithmetic."""
 
     dtype: str
     value: tirx.Expr
@@ -62,16 +62,16 @@ def emit(
     Parameters
     ----------
     values : sequence of PrimExpr
-        The operands, of `lanes` lanes each (scalars where `lanes` is 1; a scalar operand is broadcast otherwise).
+        Operands of `lanes` lanes; scalars are broadcast.
     dtypes : sequence of str
-        Element types of the operands. A value may be in the type itself or in the one of `computed_in`.
+        Element types of the operands. A value may have the type itself or that of `computed_in`.
     ops : callable
         The device's ops for an element type.
 
     Returns
     -------
     PrimExpr
-        Value of `expression.dtype(dtypes)`, and `lanes` lanes.
+        Value of type `expression.dtype(dtypes)` with `lanes` lanes.
 
     Raises
     ------
@@ -89,18 +89,18 @@ def emit(
         if op == "number":
             return params[0]
         if op == QUANTIZE:
-            return _Value(params[-1], vector_math.once(quantize(_known(expression, args[0]).value, *params)))
+            return _Value(params[-1], vector_math.once(quantize(_require_typed(expression, args[0]).value, *params)))
         if op == "cast":
-            return _cast(_known(expression, args[0]), params[0])
+            return _cast(_require_typed(expression, args[0]), params[0])
         if op == "where":
             return _where(expression, *args)
-        known = [arg for arg in args if isinstance(arg, _Value)]
-        if not known:
+        typed = [arg for arg in args if isinstance(arg, _Value)]
+        if not typed:
             raise EncodingError(f"{op} in expression {expression} has numbers only; their type is unknown")
-        if any(arg.dtype != known[0].dtype for arg in known):
-            found = sorted({arg.dtype for arg in known})
-            raise EncodingError(f"{op} in expression {expression} meets element types {found}; expected one")
-        like = known[0]
+        types = sorted({arg.dtype for arg in typed})
+        if len(types) != 1:
+            raise EncodingError(f"{op} in expression {expression} meets element types {types}; expected one")
+        like = typed[0]
         terms = [arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in args]
         function = ops(like.dtype).get(op)
         if function is None and _is_float(like.dtype) and FUNCTIONS[op].formula:
@@ -109,34 +109,34 @@ def emit(
             raise EncodingError(f"{op} in expression {expression} does not exist for {like.dtype}")
         return _Value(like.dtype, vector_math.once(function(*terms, *params)))
 
-    whole = with_quantize(expression, dtypes)
-    if whole.term.op == "cast" and whole.term.params[0] in HALF_TYPES:
-        # Rounded once, to what is stored, not to a float32 first.
-        inner = _known(expression, Expression(whole.term.args[0]).fold(operands, apply))
-        return cast(inner.value, whole.term.params[0])
-    result = _known(expression, whole.fold(operands, apply))
+    quantized = with_quantize(expression, dtypes)
+    if quantized.term.op == "cast" and quantized.term.params[0] in HALF_TYPES:
+        # Rounded once, from the stored type's wider one, not to float32 first.
+        unrounded = _require_typed(expression, Expression(quantized.term.args[0]).fold(operands, apply))
+        return cast(unrounded.value, quantized.term.params[0])
+    result = _require_typed(expression, quantized.fold(operands, apply))
     return cast(result.value, result.dtype)
 
 
-def _known(expression: Expression, value: Any) -> _Value:
+def _require_typed(expression: Expression, value: Any) -> _Value:
     if not isinstance(value, _Value):
         raise EncodingError(f"expression {expression} is a number; its type is unknown")
     return value
 
 
 def _where(expression: Expression, condition: Any, then: Any, otherwise: Any) -> _Value:
-    """The choice between two values, of which one may be a number; a condition of integers holds where not zero."""
-    known = [arg for arg in (then, otherwise) if isinstance(arg, _Value)]
-    if not known or not isinstance(condition, _Value) or any(arg.dtype != known[0].dtype for arg in known):
+    """Selection between two values, one of which may be a number; an integer condition holds where it is not zero."""
+    typed = [arg for arg in (then, otherwise) if isinstance(arg, _Value)]
+    if not typed or not isinstance(condition, _Value) or any(arg.dtype != typed[0].dtype for arg in typed):
         raise EncodingError(f"where in expression {expression}: expected a condition and values of one type")
-    like = known[0]
-    chosen = [
+    like = typed[0]
+    choices = [
         arg.value if isinstance(arg, _Value) else vector_math.constant(like.value, arg) for arg in (then, otherwise)
     ]
     holds = condition.value
     if condition.dtype != "bool":
         holds = tirx.NE(holds, vector_math.constant(holds, 0))
-    return _Value(like.dtype, vector_math.once(T.Select(holds, *chosen)))
+    return _Value(like.dtype, vector_math.once(T.Select(holds, *choices)))
 
 
 def _is_float(dtype: str) -> bool:
@@ -156,7 +156,7 @@ def _cast(value: _Value, dtype: str) -> _Value:
 
 @dataclass(frozen=True)
 class EpilogueCode:
-    """Epilogue of the accumulators of a product before they are stored; its operands are parameters of a kernel.
+    """Epilogue that a product's kernel applies to its accumulators before it stores them.
 
     Attributes
     ----------
@@ -178,22 +178,22 @@ class EpilogueCode:
 
     @staticmethod
     def of(function: Function, epilogue: Epilogue | None, acc_dtype: str, dtype: str, lanes: int) -> EpilogueCode:
-        """Declares the operands, the next parameters of `function`; without an epilogue there are none."""
+        """Declare the epilogue's operands, if any, as the next parameters of `function`."""
         operands = epilogue.operands if epilogue else ()
         views = tuple(OperandView(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
         return EpilogueCode(epilogue.expression if epilogue else Expression.operand(0), views, acc_dtype, dtype, lanes)
 
     def prefetch(self, along: str, size: tuple[int, int], at: Callable[[OperandView, int, int], Coordinates]) -> None:
-        """Ask for what is read of every element of a tile, so that it has come when the sums are done.
+        """Prefetch the operands of a tile, so that they have arrived when the sums are complete.
 
         Parameters
         ----------
         along : str
-            The tile's iteration dimension beside "n".
+            The tile's iteration dimension besides "n".
         size : tuple of int
-            How much of it the tile has, and its vectors.
+            The tile's extent along it, and its number of vectors.
         at : callable
-            Where an element of that dimension and a vector begin in an operand.
+            Function of an operand, an index along that dimension and a vector that returns coordinates.
         """
         for view in self.views:
             if self.lanes > 1 and view.runs_along(along) and view.runs_along("n"):
@@ -202,7 +202,7 @@ class EpilogueCode:
                         prefetch(view.data, view.address(at(view, i, j)))
 
     def result(self, acc: Expr, load: Callable[[OperandView], Expr]) -> Expr:
-        """Value to store for a vector of accumulators; `load` reads an operand where the vector lies."""
+        """Value to store for a vector of accumulators; `load` reads an operand at its position."""
         dtypes = [self.acc_dtype, *(view.dtype for view in self.views)]
         value = emit(self.expression, [acc, *map(load, self.views)], dtypes, self.lanes)
         if self.expression.dtype(dtypes) == self.dtype:
@@ -210,5 +210,5 @@ class EpilogueCode:
         return tirx.Cast(vector_type(self.dtype, self.lanes), value)
 
     def result_at(self, acc: Expr, at: Coordinates, mask: Expr | None) -> Expr:
-        """Value to store for a vector of accumulators along "n"; `mask` says which of its lanes exist (None: all)."""
+        """Value to store for a vector of accumulators along "n"; `mask` has its existing lanes (None: all)."""
         return self.result(acc, lambda view: view.load(at, "n", self.lanes, mask if view.runs_along("n") else None))

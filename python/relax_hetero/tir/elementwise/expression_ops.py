@@ -1,9 +1,8 @@
-"""Every op of an elementwise expression as vector arithmetic, and the end of a requantization as few instructions.
+"""Vector arithmetic of every op of an elementwise expression, and the end of a requantization in few instructions.
 
-A requantization ends ``cast(clip(add(round(x), zero), low, high), "uint8")``. A float32 between the bounds is rounded
-by adding a number so large that its last place is one: the integer, halves to even, is then in the low bits, and a byte
-is left when the others are cut off. That takes an addition where rounding, adding the zero point and converting to an
-integer take an instruction each.
+A requantization ends ``cast(clip(add(round(x), zero), low, high), "uint8")``. A clipped float32 is rounded by adding a
+number so large that its last bit is worth 1: the integer, halves to even, is then in the low bits, and a truncation
+gives the byte. That takes one addition in place of a rounding, an addition of the zero point and a conversion.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def _divide_int(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
     zero, one = vector_math.constant(b, 0), vector_math.constant(b, 1)
     if str(b.ty.dtype).startswith("uint"):
         return T.truncdiv(a, T.Select(tirx.EQ(b, zero), one, b))
-    # The least integer by -1 traps like a division by zero.
+    # The minimum integer divided by -1 traps like a division by zero.
     by_minus_one = tirx.EQ(b, vector_math.constant(b, -1))
     safe = T.Select(tirx.Or(by_minus_one, tirx.EQ(b, zero)), one, b)
     return T.Select(by_minus_one, zero - a, T.truncdiv(a, safe))
@@ -94,29 +93,29 @@ INT_OPS: dict[str, Callable[..., tirx.Expr]] = {
 
 
 QUANTIZE = "quantize"
-"""No op of an expression's text: its parameters are the zero point, the bounds and the type, of a float32 argument."""
+"""An internal op of a float32 argument with the parameters zero point, bounds and type; texts cannot name it."""
 
 
 def with_quantize(expression: Expression, dtypes: Sequence[str]) -> Expression:
-    """The expression with `QUANTIZE` in place of the ops it stands for.
+    """The expression with `QUANTIZE` in place of the ops that end a requantization.
 
     Parameters
     ----------
     dtypes : sequence of str
-        Element types of its operands.
+        Element types of the operands.
     """
     if not any(term.op == "round" for term in expression.terms()):
         return expression
     done: dict[Term, Term] = {}
     for term in expression.terms():
-        found = _quantize(term, dtypes)
-        args, op, params = (term.args, term.op, term.params) if found is None else ((found[0],), QUANTIZE, found[1])
+        match = _match_quantize(term, dtypes)
+        args, op, params = (term.args, term.op, term.params) if match is None else ((match[0],), QUANTIZE, match[1])
         done[term] = Term(op, tuple(done[arg] for arg in args), params)
     return Expression(done[expression.term])
 
 
-def _quantize(term: Term, dtypes: Sequence[str]) -> tuple[Term, tuple[Any, ...]] | None:
-    """Operand and parameters of a term that quantizes; None for a term that is not a requantization to bytes."""
+def _match_quantize(term: Term, dtypes: Sequence[str]) -> tuple[Term, tuple[Any, ...]] | None:
+    """Operand and parameters of a requantization to bytes; None for other terms."""
     if term.op != "cast" or term.params[0] not in ("int8", "uint8") or term.args[0].op != "clip":
         return None
     dtype, bounds = str(term.params[0]), term.args[0].params
@@ -130,9 +129,9 @@ def _quantize(term: Term, dtypes: Sequence[str]) -> tuple[Term, tuple[Any, ...]]
 
 
 def quantize(x: tirx.Expr, zero: int, low: int, high: int, dtype: str) -> tirx.Expr:
-    """round(x) + zero, halves to even, between `low` and `high`, of a float32 expression; for NaN any byte."""
+    """round(x) + zero of a float32 expression, halves to even, clipped to `low` and `high`; for NaN any byte."""
     x = vector_math.clamp(x, float(low - zero), float(high - zero))
     raw = vector_math.once(vector_math.bits(x + vector_math.constant(x, vector_math.ROUNDER)))
     # The rounder's own bits end in a byte of zeros.
-    moved = raw + vector_math.constant(raw, zero) if zero else raw
-    return T.cast(moved, vector_math.dtype_of(raw).replace("int32", dtype))
+    shifted = raw + vector_math.constant(raw, zero) if zero else raw
+    return T.cast(shifted, vector_math.dtype_of(raw).replace("int32", dtype))

@@ -1,10 +1,10 @@
-"""Schedules for kernels of CPUs that no generator wrote: vectors inside, threads outside.
+"""Schedules of stock CPU kernels: vectors inside, threads outside.
 
-A PrimFunc is read as *stages*: what is stored at every point (`stages`). Stages that compute at the same places become
-one *nest*, cheap ones are computed where they are read (`nests`). A nest's domain is cut into *boxes* where conditions
-on positions change (`boxes`), and in each box neighbouring loops that advance every access alike become one (`flat`).
-Then a box is written: maps (`map_box`) in vectors along the results, reductions (`reduce_box`) with accumulators in
-registers, along the results or along what is reduced; loops that take long are shared among the cores (`loop_code`).
+A PrimFunc is read as *stages*, the values stored at every point (`stages`). Stages over the same domain are fused into
+one *nest*, and cheap ones are inlined (`nests`). A nest's iteration domain is split into *boxes* where conditions on
+positions change (`boxes`), and in each box neighbouring loops are collapsed if every access allows it (`flat`). A box
+becomes code: maps (`write`) in vectors along the results, reductions (`reduce_box`) with accumulators in registers,
+along the results or along the reduced axis. Long loops are shared among the cores (`loop_code`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def schedule(func: tirx.PrimFunc, cpu: CpuTarget) -> tirx.PrimFunc:
     Parameters
     ----------
     func : PrimFunc
-        PrimFunc of te.compute form, as legalization and FuseTIR make them.
+        PrimFunc in te.compute form, as from legalization and FuseTIR.
 
     Raises
     ------
     NotStages
-        The function is of another form, and stays as it is.
+        If the function has another form.
     """
     return write_function(func, form_nests(read_stages(func), list(func.params)), cpu)

@@ -1,6 +1,6 @@
-"""Domains made simple: axes split where positions are taken apart, then boxes cut where conditions change.
+"""Iteration-domain splitting: axes that are divided by constants, then boxes at the breakpoints of conditions.
 
-`split_axes` makes every access linear again. Before, what a reshape and a transpose leave behind::
+`split_axes` makes every access linear. Before, the result of a reshape and a transpose::
 
     for c in 24: y[c] = x[c % 3 * 8 + c // 3]
 
@@ -8,7 +8,7 @@ After::
 
     for a in 8: for b in 3: y[a * 3 + b] = x[b * 8 + a]
 
-`cut` leaves no condition on positions inside a loop. Before::
+`cut` removes conditions on positions from loops. Before::
 
     for i in 30: y[i] = if_then_else(1 <= i and i < 29, x[i - 1], 0)
 
@@ -16,7 +16,7 @@ After::
 
     for i in 0..1: y[i] = 0;   for i in 1..29: y[i] = x[i - 1];   for i in 29..30: y[i] = 0
 
-Conditions that remain, of several variables or of unknown extents, stay as they are.
+Conditions on several variables, or with unknown extents, stay.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ from ..core.builder import Expr
 from .nests import Nest
 from .stages import Axis, replaced, variables
 
-# More pieces of code than this cost more to compile than they save; those of reductions are larger.
-_MAX_BOXES, _MAX_REDUCTIONS = 40, 9
+# More boxes cost more to compile than they save; code of reductions is larger.
+_MAX_BOXES, _MAX_REDUCTION_BOXES = 40, 9
 
-# So many rows are a border.
-_THIN = 2
+_MAX_BORDER_ROWS = 2
 
 Bounds = tuple[Expr, Expr]
 
-# Comparisons with zero, and the numbers of which they tell whether they are reached.
+# Comparisons with zero, and the values of the other side from which on their result changes.
 _EDGES: dict[Any, tuple[int, ...]] = {
     tirx.LT: (0,),
     tirx.GE: (0,),
@@ -53,64 +52,61 @@ _EDGES: dict[Any, tuple[int, ...]] = {
     tirx.NE: (0, 1),
 }
 
-_APART = (tirx.FloorDiv, tirx.FloorMod)
+_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod)
 
 
 def split_axes(nest: Nest) -> Nest:
-    """The nest with axes split that are divided by a constant.
-
-    Axes that are divided by several constants stay as they are, and so do the axes of reductions.
-    """
+    """The nest with each axis split that is divided by one constant; nests of reductions stay as they are."""
     if nest.sums:
         return nest
-    nest = _rewritten(nest, nest.axes, {})
-    found: dict[tirx.Var, set[int]] = {}
+    nest = _substitute(nest, nest.axes, {})
+    divisors: dict[tirx.Var, set[int]] = {}
     for value in nest.expressions():
-        for node in _taken_apart(value):
+        for node in _divisions_in(value):
             if isinstance(node.a, tvm.ir.Var) and isinstance(node.b, tirx.IntImm):
-                found.setdefault(node.a, set()).add(int(node.b))
+                divisors.setdefault(node.a, set()).add(int(node.b))
     axes: list[Axis] = []
     split: dict[tirx.Var, Expr] = {}
     for axis in nest.axes:
-        by = next(iter(found.get(axis.var, ())), 1)
-        fits = isinstance(axis.extent, int) and 1 < by < axis.extent and axis.extent % by == 0
-        if not fits or len(found[axis.var]) != 1:
+        divisor = next(iter(divisors.get(axis.var, ())), 1)
+        fits = isinstance(axis.extent, int) and 1 < divisor < axis.extent and axis.extent % divisor == 0
+        if not fits or len(divisors[axis.var]) != 1:
             axes.append(axis)
             continue
         outer, inner = tirx.Var(f"{axis.var.name}_o", "int64"), tirx.Var(f"{axis.var.name}_i", "int64")
-        axes += [Axis(outer, axis.extent // by), Axis(inner, by)]
-        split[axis.var] = outer * by + inner
-    return replace(_rewritten(nest, axes, split), axes=tuple(axes), split=split) if split else nest
+        axes += [Axis(outer, axis.extent // divisor), Axis(inner, divisor)]
+        split[axis.var] = outer * divisor + inner
+    return replace(_substitute(nest, axes, split), axes=tuple(axes), split=split) if split else nest
 
 
-def _rewritten(nest: Nest, axes: Sequence[Axis], values: dict[tirx.Var, Expr]) -> Nest:
+def _substitute(nest: Nest, axes: Sequence[Axis], values: dict[tirx.Var, Expr]) -> Nest:
     """The nest with variables replaced, and quotients and remainders simplified."""
-    if not any(_taken_apart(value) for value in nest.expressions()):
+    if not any(_divisions_in(value) for value in nest.expressions()):
         return nest
     analyzer = Analyzer()
     for axis in axes:
         analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
 
-    def rewritten(value: Expr) -> Expr:
-        return structural_map(replaced(value, values), [(kind, analyzer.simplify) for kind in _APART])
+    def substituted(value: Expr) -> Expr:
+        return structural_map(replaced(value, values), [(kind, analyzer.simplify) for kind in _DIVISIONS])
 
-    return replace(nest, steps=[(buffer, rewritten(value)) for buffer, value in nest.steps])
+    return replace(nest, steps=[(buffer, substituted(value)) for buffer, value in nest.steps])
 
 
-def _taken_apart(value: Expr) -> list[Expr]:
-    found: list[Expr] = []
-    structural_walk(value, [(kind, found.append) for kind in _APART])
-    return found
+def _divisions_in(value: Expr) -> list[Expr]:
+    divisions: list[Expr] = []
+    structural_walk(value, [(kind, divisions.append) for kind in _DIVISIONS])
+    return divisions
 
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a nest's domain.
+    """A rectangular part of a nest's domain.
 
     Attributes
     ----------
     nest : Nest
-        Its expressions as they are inside.
+        The nest with its expressions simplified inside of the bounds.
     bounds : tuple of (begin, end)
         Bounds of each axis.
     """
@@ -120,57 +116,59 @@ class Box:
 
 
 def is_choice(node: Expr) -> bool:
-    """Return whether a call evaluates one of two values only."""
+    """Return whether a call is an if_then_else, which evaluates only one of its values."""
     return isinstance(node, tvm.ir.Call) and node.op.name == "prim.if_then_else"
 
 
 def cut(nest: Nest) -> list[Box]:
-    """The boxes of a nest: one where it has no conditions."""
-    whole = tuple((0, axis.extent) for axis in nest.axes)
+    """The boxes of a nest; a single one without conditions."""
+    domain = tuple((0, axis.extent) for axis in nest.axes)
     conditions = [c for value in nest.expressions() for c in conditions_of(value)]
     if not conditions:
-        return [Box(nest, whole)]
+        return [Box(nest, domain)]
     points: list[set[int]] = [set() for _ in nest.axes]
     for condition in conditions:
         for atom in _atoms(condition):
-            for d, point in _turning_points(atom, nest.axes, nest.reduced):
+            for d, point in _breakpoints(atom, nest.axes, nest.reduced):
                 extent = nest.axes[d].extent
                 if isinstance(extent, int) and 0 < point < extent:
                     points[d].add(point)
-    for d in range(len(points)):  # the innermost is what vectors need
-        count = prod(len(found) + 1 for found in points)
-        if count > (_MAX_REDUCTIONS if nest.sums else _MAX_BOXES):
+    for d in range(len(points)):  # outermost first: vectors need the innermost axis split
+        count = prod(len(axis_points) + 1 for axis_points in points)
+        if count > (_MAX_REDUCTION_BOXES if nest.sums else _MAX_BOXES):
             points[d] = set()
-    pieces = []
-    for axis, found in zip(nest.axes, points, strict=True):
-        edges = [0, *sorted(found), axis.extent]
-        pieces.append(list(zip(edges[:-1], edges[1:], strict=True)))
-    return [Box(_inside(nest, bounds), bounds) for bounds in _bounds(pieces, whole)]
+    intervals = []
+    for axis, axis_points in zip(nest.axes, points, strict=True):
+        edges = [0, *sorted(axis_points), axis.extent]
+        intervals.append(list(zip(edges[:-1], edges[1:], strict=True)))
+    return [Box(_inside(nest, bounds), bounds) for bounds in _bounds(intervals, domain)]
 
 
-def _bounds(pieces: list[list[Bounds]], whole: Sequence[Bounds], border: bool = False) -> Iterable[tuple[Bounds, ...]]:
-    """The bounds of all boxes. Few rows along a border are not cut further, but where vectors need it."""
-    if not pieces:
+def _bounds(
+    intervals: list[list[Bounds]], whole: Sequence[Bounds], border: bool = False
+) -> Iterable[tuple[Bounds, ...]]:
+    """The bounds of all boxes. A thin border is not split further, except along the innermost axis."""
+    if not intervals:
         yield ()
         return
-    for piece in pieces[0] if len(pieces) == 1 or not border else [whole[0]]:
-        thin = len(pieces[0]) > 1 and piece[1] - piece[0] <= _THIN
-        for rest in _bounds(pieces[1:], whole[1:], border or thin):
-            yield (piece, *rest)
+    for interval in intervals[0] if len(intervals) == 1 or not border else [whole[0]]:
+        thin = len(intervals[0]) > 1 and interval[1] - interval[0] <= _MAX_BORDER_ROWS
+        for inner in _bounds(intervals[1:], whole[1:], border or thin):
+            yield (interval, *inner)
 
 
 def conditions_of(expr: Expr) -> list[Expr]:
     """Conditions on positions in an expression."""
-    found: list[Expr] = []
-    structural_walk(expr, (tirx.Select, lambda select: found.append(select.condition)))
-    return [*choices_of(expr), *found]
+    select_conditions: list[Expr] = []
+    structural_walk(expr, (tirx.Select, lambda select: select_conditions.append(select.condition)))
+    return [*choices_of(expr), *select_conditions]
 
 
 def choices_of(expr: Expr) -> list[Expr]:
-    """The conditions of the choices in an expression that evaluate one of two values only."""
-    found: list[Expr] = []
-    structural_walk(expr, (tvm.ir.Call, found.append))
-    return [call.args[0] for call in found if is_choice(call)]
+    """Conditions of the if_then_else calls in an expression."""
+    calls: list[Expr] = []
+    structural_walk(expr, (tvm.ir.Call, calls.append))
+    return [call.args[0] for call in calls if is_choice(call)]
 
 
 def _atoms(condition: Any) -> Iterable[Any]:
@@ -185,15 +183,15 @@ def _atoms(condition: Any) -> Iterable[Any]:
         yield condition
 
 
-def _turning_points(atom: Expr, axes: Sequence[Axis], reduced: Sequence[Axis]) -> list[tuple[int, int]]:
-    """Where, along which axis, a comparison may change for some value of the reduced axes: (axis, position)."""
-    both = [*axes, *reduced]
-    terms = detect_linear_equation(atom.a - atom.b, [axis.var for axis in both])
+def _breakpoints(atom: Expr, axes: Sequence[Axis], reduced: Sequence[Axis]) -> list[tuple[int, int]]:
+    """Positions (axis, index) where a comparison may change for some value of the reduced axes."""
+    all_axes = [*axes, *reduced]
+    terms = detect_linear_equation(atom.a - atom.b, [axis.var for axis in all_axes])
     if not terms or not all(isinstance(term, tirx.IntImm) for term in terms):
         return []
     numbers = [int(term) for term in terms]
-    own = [d for d in range(len(axes)) if numbers[d]]
-    if len(own) != 1:
+    dependent = [d for d in range(len(axes)) if numbers[d]]
+    if len(dependent) != 1:
         return []
     low = high = numbers[-1]
     for axis, number in zip(reduced, numbers[len(axes) : -1], strict=True):
@@ -201,17 +199,17 @@ def _turning_points(atom: Expr, axes: Sequence[Axis], reduced: Sequence[Axis]) -
             return []
         span = number * (axis.extent - 1) if number else 0
         low, high = low + min(span, 0), high + max(span, 0)
-    step = numbers[own[0]]
-    found = []
+    step = numbers[dependent[0]]
+    points = []
     for offset in {low, high}:
         # step * v + offset passes zero: the first v where it is at least zero, or more than zero.
         for edge in _EDGES[type(atom)]:
-            found.append(-((offset - edge) // step) if step > 0 else (offset - edge) // -step + 1)
-    return [(own[0], point) for point in found]
+            points.append(-((offset - edge) // step) if step > 0 else (offset - edge) // -step + 1)
+    return [(dependent[0], point) for point in points]
 
 
 def analyzer_of(nest: Nest, bounds: Sequence[Bounds]) -> Analyzer:
-    """It knows the bounds of every axis of a nest, the reduced ones included."""
+    """An analyzer with the bounds of every axis of a nest, the reduced ones included."""
     analyzer = Analyzer()
     for axis, (begin, end) in zip(nest.axes, bounds, strict=True):
         analyzer.bind(axis.var, tvm.ir.Range(begin, end))
@@ -221,10 +219,10 @@ def analyzer_of(nest: Nest, bounds: Sequence[Bounds]) -> Analyzer:
 
 
 def _inside(nest: Nest, bounds: Sequence[Bounds]) -> Nest:
-    """The nest as it is inside a box: its choices are made where the bounds decide them."""
+    """The nest inside of a box, without the selections that the bounds decide."""
     analyzer = analyzer_of(nest, bounds)
 
-    def decided(expr: Expr) -> Expr:
+    def simplified(expr: Expr) -> Expr:
         return structural_map(expr, [(tvm.ir.Call, call), (tirx.Select, select)])
 
     def call(node: Expr) -> Expr:
@@ -237,13 +235,13 @@ def _inside(nest: Nest, bounds: Sequence[Bounds]) -> Nest:
         axes = {axis.var for axis in (*nest.axes, *nest.reduced)}
         if not variables(condition) & axes:
             return node
-        known = analyzer.simplify(condition)
-        if isinstance(known, tirx.IntImm):
-            return then if int(known) else otherwise
+        decision = analyzer.simplify(condition)
+        if isinstance(decision, tirx.IntImm):
+            return then if int(decision) else otherwise
         return node
 
     return replace(
         nest,
-        sums=[replace(s, value=decided(s.value)) for s in nest.sums],
-        steps=[(buffer, decided(value)) for buffer, value in nest.steps],
+        sums=[replace(s, value=simplified(s.value)) for s in nest.sums],
+        steps=[(buffer, simplified(value)) for buffer, value in nest.steps],
     )

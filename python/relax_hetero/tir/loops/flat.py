@@ -1,4 +1,4 @@
-"""A box in flat form: reads and writes by offset, and neighbouring loops that advance every offset alike made one."""
+"""Boxes with collapsed loops: accesses by offset, and neighbouring loops fused where every offset allows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .stages import Load, loads, replaced, variables, with_loads
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop; its bounds are ints where they are known, and its count is a multiple of `multiple`."""
+    """A loop; static bounds are ints, and its count is a multiple of `multiple`."""
 
     var: tirx.Var
     begin: Expr
@@ -26,22 +26,22 @@ class Loop:
 
     @property
     def count(self) -> Expr:
-        """How many iterations it has."""
+        """Number of iterations."""
         return self.end if isinstance(self.begin, int) and self.begin == 0 else self.end - self.begin
 
 
 @dataclass(frozen=True)
 class FlatBox:
-    """Work of a box, over loops.
+    """A box as loops over buffers of one dimension.
 
     Attributes
     ----------
     nest : Nest
-        Its expressions read buffers of one dimension, and have the variables of the loops.
+        Expressions over the variables of the loops.
     spatial, reduced : tuple of Loop
-        Outermost first. Results are contiguous along the last spatial one.
+        Loops, outermost first. Results are contiguous along the last spatial one.
     places : dict of Buffer to PrimExpr
-        The offset that each stored buffer is written at.
+        Offset at which each stored buffer is written.
     """
 
     nest: Nest
@@ -63,16 +63,13 @@ class FlatBox:
         return replace(self, nest=nest, places={b: replaced(place, values) for b, place in self.places.items()})
 
     def strides(self, expr: Expr, var: tirx.Var) -> list[Expr | None]:
-        """Stride in a variable of each read in `expr` that is not of the nest's own values.
-
-        None where that is not constant.
-        """
-        made = self.nest.made
-        return [stride(load.indices[0], var) for load in loads(expr) if load.source not in made]
+        """Stride in a variable of each read in `expr` of another nest's buffer; None where it varies."""
+        computed = self.nest.computed
+        return [stride(load.indices[0], var) for load in loads(expr) if load.source not in computed]
 
 
 def stride(offset: Expr, var: tirx.Var) -> Expr | None:
-    """Stride of an offset in a variable: an int where it is known, None where that is not constant."""
+    """Stride of an offset in a variable, an int if static; None where it varies."""
     terms = detect_linear_equation(offset, [var])
     if not terms or var in variables(terms[1]):
         return None
@@ -80,7 +77,7 @@ def stride(offset: Expr, var: tirx.Var) -> Expr | None:
 
 
 def is_step(step: Expr | None, number: int) -> bool:
-    """Return whether a stride is known to be a number."""
+    """Return whether a stride is statically `number`."""
     return isinstance(step, int) and step == number
 
 
@@ -90,9 +87,9 @@ def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tir
     Parameters
     ----------
     shared : (axis, begin, end) or None
-        An axis of which only a part is computed, which stays a loop of its own.
+        Axis of which only a part is computed; it stays a separate loop.
     view : callable
-        A buffer's elements as one dimension.
+        Function from a buffer to its view of one dimension.
     """
     nest = box.nest
     analyzer = analyzer_of(nest, box.bounds)
@@ -100,7 +97,7 @@ def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tir
     def flat_load(load: Load) -> Expr:
         return tirx.BufferLoad(view(load.source), [_offset(load.source, load.indices, analyzer)])
 
-    flat = replace(
+    flat_nest = replace(
         nest,
         sums=[replace(s, buffer=view(s.buffer), value=with_loads(s.value, flat_load)) for s in nest.sums],
         steps=[(view(buffer), with_loads(value, flat_load)) for buffer, value in nest.steps],
@@ -108,26 +105,26 @@ def flatten(box: Box, shared: tuple[int, Expr, Expr] | None, view: Callable[[tir
     )
     position = nest.position()
     places = {view(buffer): _offset(buffer, position, analyzer) for buffer in nest.stored}
-    made = flat.made
+    computed = flat_nest.computed
     offsets = [*places.values()]
-    fixed: set[tirx.Var] = set()
-    for value in flat.expressions():
-        offsets += [load.indices[0] for load in loads(value) if load.source not in made]
-        fixed |= variables(with_loads(value, lambda load: tirx.const(0, load.ty.dtype)))
+    uncollapsible: set[tirx.Var] = set()
+    for value in flat_nest.expressions():
+        offsets += [load.indices[0] for load in loads(value) if load.source not in computed]
+        uncollapsible |= variables(with_loads(value, lambda load: tirx.const(0, load.ty.dtype)))
     spatial, reduced = [], [Loop(axis.var, 0, axis.extent) for axis in nest.reduced]
     for d, (axis, (begin, end)) in enumerate(zip(nest.axes, box.bounds, strict=True)):
         if shared is not None and d == shared[0]:
             spatial.append(Loop(axis.var, shared[1], shared[2]))
-            fixed.add(axis.var)
+            uncollapsible.add(axis.var)
         else:
             spatial.append(Loop(axis.var, begin, end))
     values: dict[tirx.Var, Expr] = {}
     terms = [_terms(offset, [loop.var for loop in (*spatial, *reduced)]) for offset in offsets]
-    for _, pinned in terms:
-        fixed |= pinned
-    merged_spatial = _merged(spatial, [numbers for numbers, _ in terms], fixed, values)
-    merged_reduced = _merged(reduced, [numbers for numbers, _ in terms], fixed, values)
-    return FlatBox(flat, tuple(merged_spatial), tuple(merged_reduced), places).at(values)
+    for _, nonlinear in terms:
+        uncollapsible |= nonlinear
+    collapsed_spatial = _collapse(spatial, [numbers for numbers, _ in terms], uncollapsible, values)
+    collapsed_reduced = _collapse(reduced, [numbers for numbers, _ in terms], uncollapsible, values)
+    return FlatBox(flat_nest, tuple(collapsed_spatial), tuple(collapsed_reduced), places).at(values)
 
 
 def _offset(buffer: tirx.Buffer, indices: Sequence[Expr], analyzer: Analyzer) -> Expr:
@@ -135,7 +132,7 @@ def _offset(buffer: tirx.Buffer, indices: Sequence[Expr], analyzer: Analyzer) ->
 
 
 def _terms(offset: Expr, variables_: list[tirx.Var]) -> tuple[dict[tirx.Var, Expr], set[tirx.Var]]:
-    """How an offset advances with each variable, and the variables that it is not linear in."""
+    """Strides of an offset in each variable, and the variables in which it is not linear."""
     terms = detect_linear_equation(offset, variables_)
     linear = variables_
     if not terms:
@@ -147,35 +144,35 @@ def _terms(offset: Expr, variables_: list[tirx.Var]) -> tuple[dict[tirx.Var, Exp
     return numbers, variables(terms[-1]) & set(variables_)
 
 
-def _merged(
-    loops: list[Loop], terms: list[dict[tirx.Var, Expr]], fixed: set[tirx.Var], values: dict[tirx.Var, Expr]
+def _collapse(
+    loops: list[Loop], terms: list[dict[tirx.Var, Expr]], uncollapsible: set[tirx.Var], values: dict[tirx.Var, Expr]
 ) -> list[Loop]:
-    """Loops with neighbours joined; what becomes of their variables is noted in `values`."""
-    done: list[Loop] = []
-    inner: tirx.Var | None = None  # of the last loop done, the variable that advances by one
+    """The loops with neighbours collapsed where possible; `values` gets expressions of their variables."""
+    collapsed: list[Loop] = []
+    inner: tirx.Var | None = None  # the variable of the innermost loop that was collapsed into the last one
     for loop in reversed(loops):
         count = loop.count
         if isinstance(count, int) and count == 1:
             values[loop.var] = loop.begin if isinstance(loop.begin, tirx.Expr) else tirx.IntImm("int64", loop.begin)
             continue
-        last = done[-1] if done else None
-        if last is not None and inner is not None and loop.var not in fixed and inner not in fixed:
-            if all(_follows(numbers, loop.var, inner, last.count) for numbers in terms):
+        last = collapsed[-1] if collapsed else None
+        if last is not None and inner is not None and loop.var not in uncollapsible and inner not in uncollapsible:
+            if all(_is_contiguous(numbers, loop.var, inner, last.count) for numbers in terms):
                 values[loop.var] = tirx.IntImm("int64", 0) + loop.begin
-                done[-1] = Loop(last.var, 0, last.count * count)
+                collapsed[-1] = Loop(last.var, 0, last.count * count)
                 continue
-        if loop.var in fixed and not isinstance(loop.begin, int):
-            done.append(loop)  # the part of a shared axis: as it is
+        if loop.var in uncollapsible and not isinstance(loop.begin, int):
+            collapsed.append(loop)  # the part of a shared axis
             inner = None
             continue
         var = tirx.Var(loop.var.name, "int64")
         values[loop.var] = var + loop.begin if not is_step(loop.begin, 0) else var
-        done.append(Loop(var, 0, count))
+        collapsed.append(Loop(var, 0, count))
         inner = loop.var
-    return done[::-1]
+    return collapsed[::-1]
 
 
-def _follows(numbers: dict[tirx.Var, Expr], outer: tirx.Var, inner: tirx.Var, count: Expr) -> bool:
+def _is_contiguous(numbers: dict[tirx.Var, Expr], outer: tirx.Var, inner: tirx.Var, count: Expr) -> bool:
     wide, narrow = numbers.get(outer, 0), numbers.get(inner, 0)
     if isinstance(wide, int) and isinstance(narrow, int) and isinstance(count, int):
         return wide == narrow * count

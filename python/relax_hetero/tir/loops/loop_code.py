@@ -1,4 +1,4 @@
-"""Loops as code: shared among tasks, and cut into vectors with a tail."""
+"""Code of loops: shared among tasks, and cut into vectors with a tail."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..core.work_split import part
 from .flat import FlatBox, Loop
 
 Visit = Callable[[Expr, int, int], None]
-"""Writes the code for some vectors of a run: where the first starts, its lanes, how many there are."""
+"""Function of a start, lanes and a count that writes the code for so many vectors from the start on."""
 
 
 @contextmanager
 def nested(loops: Sequence[Loop]) -> Iterator[dict[tirx.Var, Expr]]:
-    """The context of the innermost of serial loops, which gives what stands for their variables inside."""
+    """The context of the innermost of serial loops; it gives the value of each loop's variable."""
     with ExitStack() as stack:
         yield {loop.var: stack.enter_context(T.serial(int64(loop.begin), int64(loop.end))) for loop in loops}
 
 
-def most_even(sizes: Sequence[Expr], tasks: int) -> int | None:
-    """Which of several loops is shared among tasks: the outermost that is long enough, else the longest."""
+def loop_to_share(sizes: Sequence[Expr], tasks: int) -> int | None:
+    """The loop to share among tasks: the outermost that is long enough for even parts, else the longest."""
     counts = [size if isinstance(size, int) else 1 << 20 for size in sizes]
     if not counts:
         return None
@@ -33,28 +33,28 @@ def most_even(sizes: Sequence[Expr], tasks: int) -> int | None:
     return long[0] if long else max(range(len(counts)), key=lambda d: counts[d])
 
 
-def spread(box: FlatBox, tasks: int, unit: int, write: Callable[[FlatBox], None]) -> None:
-    """Have a box computed by parallel tasks.
+def share_among_tasks(box: FlatBox, tasks: int, unit: int, write: Callable[[FlatBox], None]) -> None:
+    """Write a box as parallel tasks.
 
     Parameters
     ----------
     tasks : int
-        Number of tasks; for one, no parallel loop is written.
+        Number of tasks; a single task needs no parallel loop.
     unit : int
-        Elements of the innermost loop that stay together where it is that loop which is shared.
+        Number of elements that a task's part is a multiple of, if the innermost loop is shared.
     write : callable
-        Writes the code of a part.
+        Function that writes the code of a part.
     """
     loops = list(box.spatial)
-    chosen = most_even([loop.count for loop in loops[:-1]], tasks)
-    if tasks == 1 or not loops or (chosen is None and not isinstance(loops[-1].count, int)):
+    shared = loop_to_share([loop.count for loop in loops[:-1]], tasks)
+    if tasks == 1 or not loops or (shared is None and not isinstance(loops[-1].count, int)):
         write(box)
         return
-    if chosen is not None:
-        loop = loops[chosen]
+    if shared is not None:
+        loop = loops[shared]
         with T.parallel(int64(tasks)) as task:
             begin, end = part(loop.count, tasks, task)
-            loops[chosen] = Loop(loop.var, begin, end)
+            loops[shared] = Loop(loop.var, begin, end)
             write(replace(box, spatial=tuple(loops)))
         return
     last = loops[-1]
@@ -68,49 +68,49 @@ def spread(box: FlatBox, tasks: int, unit: int, write: Callable[[FlatBox], None]
         write(replace(box, spatial=(rest,)))
 
 
-def run(loop: Loop, lanes: int, together: int, overlap: bool, visit: Visit) -> None:
+def vectorize_loop(loop: Loop, lanes: int, unrolled: int, overlap: bool, visit: Visit) -> None:
     """Cut a loop into vectors.
 
     Parameters
     ----------
-    together : int
-        How many vectors are visited at once.
+    unrolled : int
+        Number of vectors of a visit.
     overlap : bool
-        Whether elements may be computed twice, which makes a whole vector of the last ones.
+        Whether elements may be computed twice, so that the tail is a whole vector.
     """
-    unit = lanes * together
+    unit = lanes * unrolled
     count = loop.count
     if not isinstance(count, int):
-        _unknown_run(loop, lanes, unit, together, visit)
+        _vectorize_symbolic_loop(loop, lanes, unit, unrolled, visit)
         return
     begin, end = loop.begin, loop.end
     if count >= unit:
         with T.serial(int64(count // unit)) as i:
-            visit(i * unit + begin, lanes, together)
-    at = begin + count // unit * unit
-    vectors = (end - at) // lanes
+            visit(i * unit + begin, lanes, unrolled)
+    position = begin + count // unit * unit
+    vectors = (end - position) // lanes
     if vectors:
-        visit(int64(at), lanes, vectors)
-        at += vectors * lanes
-    if at < end and overlap and end - begin >= lanes:
+        visit(int64(position), lanes, vectors)
+        position += vectors * lanes
+    if position < end and overlap and end - begin >= lanes:
         visit(int64(end - lanes), lanes, 1)
         return
-    while at < end:
-        piece = 1 << ((end - at).bit_length() - 1)
-        visit(int64(at), piece, 1)
-        at += piece
+    while position < end:
+        width = 1 << ((end - position).bit_length() - 1)
+        visit(int64(position), width, 1)
+        position += width
 
 
-def _unknown_run(loop: Loop, lanes: int, unit: int, together: int, visit: Visit) -> None:
+def _vectorize_symbolic_loop(loop: Loop, lanes: int, unit: int, unrolled: int, visit: Visit) -> None:
     if loop.multiple % unit == 0:
         with T.serial(tirx.floordiv(loop.count, unit)) as i:
-            visit(i * unit + loop.begin, lanes, together)
+            visit(i * unit + loop.begin, lanes, unrolled)
         return
     units = materialize(tirx.floordiv(loop.count, unit)) if unit > 1 else loop.count
     with T.serial(units) as i:
-        visit(i * unit + loop.begin, lanes, together)
+        visit(i * unit + loop.begin, lanes, unrolled)
     done = units * unit
-    if together > 1 and lanes > 1:
+    if unrolled > 1 and lanes > 1:
         vectors = materialize(tirx.floordiv(loop.count - done, lanes))
         with T.serial(vectors) as i:
             visit(done + i * lanes + loop.begin, lanes, 1)

@@ -1,6 +1,6 @@
-"""Stages joined into nests of loops: what stands at one place is computed in one go, cheap values where they are read.
+"""Fusion of stages into nests of loops: stages over one domain are computed together, and cheap values are inlined.
 
-Before, a stage a line::
+Before, one stage per line::
 
     padded[i]  = 0 if i < 1 else x[i - 1]
     sum[i]    += padded[i + r]
@@ -24,20 +24,20 @@ from tvm_ffi import WalkResult, structural_equal, structural_walk
 from ..core.builder import Expr, plain_extent
 from .stages import Axis, Load, Stage, loads, node_count, replaced, sources, with_loads
 
-# Up to so many operations are repeated wherever their value is read rather than stored once.
-_CHEAP = 8
-# A value read in another order is stored once its expression has grown beyond this.
-_LARGE = 96
-# Nor is a value repeated whose expression has so many nodes, indices and casts included: a chain of values that each
-# read the one before twice would double with each of them.
-_TOO_LARGE = 512
+# A value of at most so many operations is computed again wherever it is read.
+_MAX_CHEAP_OPS = 8
+# A larger value is not inlined.
+_MAX_INLINED_OPS = 96
+# A value with more nodes, indices and casts included, is not inlined: a chain of values that each read the one before
+# twice would double with each of them.
+_MAX_INLINED_NODES = 512
 # Calls that cost no more than an addition.
 _LIGHT_CALLS = frozenset(("prim.if_then_else", "prim.likely", "tirx.reinterpret", "tirx.fabs"))
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A reduction: `value` reads what is in `buffer` so far."""
+    """A reduction: `value` reads the previous value of `buffer`."""
 
     buffer: tirx.Buffer
     initial: Expr
@@ -51,17 +51,17 @@ class Nest:
     Attributes
     ----------
     indices : tuple of Var
-        Indices of the stores: the variables of the axes, before any was split.
+        Indices of the stores: the variables of the axes before any was split.
     sums : list of Sum
-        Computed together, first.
+        Reductions, computed together before the steps.
     steps : list of (Buffer, PrimExpr)
-        Computed in order at every point; they read sums and earlier steps where they stand, at the same point.
+        Values computed in order at every point; they read sums and earlier steps at the same point.
     stored : list of Buffer
         Buffers of sums and steps that other nests or the caller read.
     in_place : bool
-        A stored buffer is read too, or what is stored may lie over what is read, so no element may be computed twice.
+        Whether stores may overwrite memory that the nest reads, so that no element may be computed twice.
     split : dict of Var to PrimExpr
-        Axes that were split in two, in terms of their parts, which stand in `axes` instead.
+        Variables of axes that were split in two, as expressions of the new ones in `axes`.
     """
 
     axes: tuple[Axis, ...]
@@ -74,35 +74,35 @@ class Nest:
     split: dict[tirx.Var, Expr] = field(default_factory=dict)
 
     @property
-    def made(self) -> list[tirx.Buffer]:
+    def computed(self) -> list[tirx.Buffer]:
         """Buffers whose values this nest computes."""
         return [s.buffer for s in self.sums] + [buffer for buffer, _ in self.steps]
 
     def position(self) -> list[Expr]:
-        """The indices that are stored at."""
+        """The indices of the stores."""
         return [self.split.get(var, var) for var in self.indices]
 
     def expressions(self) -> list[Expr]:
-        """Everything computed at a point."""
+        """All expressions computed at a point."""
         return [s.value for s in self.sums] + [value for _, value in self.steps]
 
 
 def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer], shares_storage: bool = True) -> list[Nest]:
-    """Join stages.
+    """Fuse stages into nests.
 
     Parameters
     ----------
     results : sequence of Buffer
-        Parameters of the function; everything else is read by later stages only.
+        Parameters of the function; only later stages read other buffers.
     shares_storage : bool
-        Whether a value may be kept where a result is stored later, so that a nest reads what it overwrites.
+        Whether an intermediate may use the memory of a result that is stored later.
     """
-    stages = _inlined(_live(list(stages), results), results)
+    stages = _inline(_remove_dead(list(stages), results), results)
     if shares_storage:
         stages = _share_storage(stages, results)
     nests: list[Nest] = []
     for stage in stages:
-        nest = _home(nests, stage)
+        nest = _fusible_nest(nests, stage)
         if nest is None:
             nest = Nest(stage.spatial, tuple(axis.var for axis in stage.spatial), stage.reduced)
             nests.append(nest)
@@ -113,9 +113,9 @@ def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer], shares_s
         else:
             for buffer, value in zip(stage.buffers, stage.values, strict=True):
                 nest.steps.append((buffer, replaced(value, vars_)))
-    read: set[tirx.Buffer] = set()  # by later nests
+    read: set[tirx.Buffer] = set()
     for nest in reversed(nests):
-        final = {buffer: n for n, buffer in enumerate(nest.made)}  # of two steps that store, the last
+        final = {buffer: n for n, buffer in enumerate(nest.computed)}  # the last step that stores each buffer
         nest.stored = [b for b in final if b in results or b in read]
         nest.in_place = any(
             source in nest.stored and final[source] >= n
@@ -123,20 +123,20 @@ def form_nests(stages: Sequence[Stage], results: Sequence[tirx.Buffer], shares_s
             for source in sources(value)
         )
         read.update(source for value in nest.expressions() for source in sources(value))
-    _note_shared_memory(nests, results)
+    _mark_shared_memory(nests, results)
     return nests
 
 
-def _note_shared_memory(nests: Sequence[Nest], results: Sequence[tirx.Buffer]) -> None:
-    """Nests from memory of the kernel to as much other memory of the kernel are in place.
+def _mark_shared_memory(nests: Sequence[Nest], results: Sequence[tirx.Buffer]) -> None:
+    """Mark nests as in place that compute one intermediate buffer from another of the same size.
 
-    TVM's StorageRewrite gives the two one memory where each element of one is computed from that element of the other,
-    which nobody reads later; it does not see elements that are computed twice.
+    TVM's StorageRewrite merges the two if the first is not read later and each element is computed from the same
+    element; it does not see that elements are computed twice.
     """
-    inner = [buffer for nest in nests for buffer in nest.stored if buffer not in results]
+    intermediates = [buffer for nest in nests for buffer in nest.stored if buffer not in results]
     for nest in nests:
-        stored = [buffer for buffer in nest.stored if buffer in inner]
-        read = {source for value in nest.expressions() for source in sources(value) if source in inner}
+        stored = [buffer for buffer in nest.stored if buffer in intermediates]
+        read = {source for value in nest.expressions() for source in sources(value) if source in intermediates}
         if any(_may_be_as_large(source, buffer) for source in read for buffer in stored):
             nest.in_place = True
 
@@ -146,32 +146,32 @@ def _may_be_as_large(one: tirx.Buffer, other: tirx.Buffer) -> bool:
     return not all(isinstance(size, int) for size in sizes) or sizes[0] == sizes[1]
 
 
-def _live(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
-    """Without stages whose values nobody reads."""
+def _remove_dead(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
+    """The stages without those whose values are never read."""
     read = set(results)
-    kept = []
+    live = []
     for stage in reversed(stages):
         if any(buffer in read for buffer in stage.buffers):
-            kept.append(stage)
+            live.append(stage)
             read.update(source for value in stage.values for source in sources(value))
-    return kept[::-1]
+    return live[::-1]
 
 
-def _inlined(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
-    """With values that are read elsewhere than at their own place computed where they are read, where that is cheap."""
-    done: list[Stage] = []
+def _inline(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
+    """The stages with cheap values inlined that are read at other points than their own."""
+    remaining: list[Stage] = []
     inline: dict[tirx.Buffer, Stage] = {}
     reads = _readers(stages)
     for stage in stages:
-        stage = _with_values(stage, inline)
+        stage = _with_inlined(stage, inline)
         buffer = stage.buffers[0]
         if not stage.initial and len(stage.buffers) == 1 and buffer not in results:
             uses = [(stages[later], load) for later, load in reads.get(buffer, ())]
-            if _is_inlined(stage, uses):
+            if _should_inline(stage, uses):
                 inline[buffer] = stage
                 continue
-        done.append(stage)
-    return _live(done, results)
+        remaining.append(stage)
+    return _remove_dead(remaining, results)
 
 
 def _reads(computed: Stage | Nest, buffer: tirx.Buffer) -> list[Load]:
@@ -181,42 +181,42 @@ def _reads(computed: Stage | Nest, buffer: tirx.Buffer) -> list[Load]:
 
 def _readers(stages: Sequence[Stage]) -> dict[tirx.Buffer, list[tuple[int, Load]]]:
     """Readers of each buffer and their loads, in order; a reduction's reads of its own result are left out."""
-    found: dict[tirx.Buffer, list[tuple[int, Load]]] = {}
+    readers: dict[tirx.Buffer, list[tuple[int, Load]]] = {}
     for number, stage in enumerate(stages):
         for value in stage.values:
             for load in loads(value):
                 if load.source not in stage.buffers:
-                    found.setdefault(load.source, []).append((number, load))
-    return found
+                    readers.setdefault(load.source, []).append((number, load))
+    return readers
 
 
-def _with_values(stage: Stage, inline: dict[tirx.Buffer, Stage]) -> Stage:
+def _with_inlined(stage: Stage, inline: dict[tirx.Buffer, Stage]) -> Stage:
     def change(load: Load) -> Expr:
-        maker = inline.get(load.source)
-        if maker is None:
+        producer = inline.get(load.source)
+        if producer is None:
             return load
-        vars_ = {axis.var: index for axis, index in zip(maker.spatial, load.indices, strict=True)}
-        return replaced(maker.values[0], vars_)
+        vars_ = {axis.var: index for axis, index in zip(producer.spatial, load.indices, strict=True)}
+        return replaced(producer.values[0], vars_)
 
     if not any(source in inline for value in stage.values for source in sources(value)):
         return stage
     return replace(stage, values=tuple(with_loads(value, change) for value in stage.values))
 
 
-def _is_inlined(stage: Stage, uses: list[tuple[Stage, Load]]) -> bool:
+def _should_inline(stage: Stage, uses: list[tuple[Stage, Load]]) -> bool:
     weight, heavy = _weight(stage.values[0])
-    if weight > _LARGE or node_count(stage.values[0]) > _TOO_LARGE:
+    if weight > _MAX_INLINED_OPS or node_count(stage.values[0]) > _MAX_INLINED_NODES:
         return False
-    in_place = [is_at(load, later) and not later.initial and _alike(stage, later) for later, load in uses]
+    in_place = [is_at(load, later) and not later.initial and _same_domain(stage, later) for later, load in uses]
     if all(in_place):
-        return False  # it joins the nest of whoever reads it
-    if weight <= _CHEAP and not heavy:
+        return False  # it is fused into the nest of its readers
+    if weight <= _MAX_CHEAP_OPS and not heavy:
         return True
     return len(uses) == 1 and _size(uses[0][0]) <= _size(stage)
 
 
 def _weight(expr: Expr) -> tuple[int, bool]:
-    """How many operations an expression has beside those on indices, and whether one costs more than an addition."""
+    """Number of operations without those on indices, and whether one costs more than an addition."""
     count, heavy = 0, False
 
     def on_node(node: Expr) -> WalkResult | None:
@@ -235,13 +235,13 @@ def _weight(expr: Expr) -> tuple[int, bool]:
 
 
 def _size(stage: Stage) -> float:
-    """How many points it computes; very many where extents are unknown."""
+    """Number of points of a stage; symbolic extents count as 1e9."""
     extents = [axis.extent for axis in (*stage.spatial, *stage.reduced)]
     return prod(extent if isinstance(extent, int) else 1e9 for extent in extents)
 
 
 def is_at(load: Load, computed: Stage | Nest) -> bool:
-    """Return whether a stage or nest reads at the place that it computes."""
+    """Return whether a load of a stage or nest reads at the point that is computed."""
     axes = _axes(computed)
     return len(load.indices) == len(axes) and all(
         axis.extent == 1 or index.same_as(axis.var) for index, axis in zip(load.indices, axes, strict=True)
@@ -252,42 +252,48 @@ def _axes(computed: Stage | Nest) -> tuple[Axis, ...]:
     return computed.spatial if isinstance(computed, Stage) else computed.axes
 
 
-def _alike(one: Stage | Nest, other: Stage | Nest) -> bool:
-    mine, its = _axes(one), _axes(other)
-    return len(mine) == len(its) and all(_same(a.extent, b.extent) for a, b in zip(mine, its, strict=True))
+def _same_domain(one: Stage | Nest, other: Stage | Nest) -> bool:
+    axes, other_axes = _axes(one), _axes(other)
+    return len(axes) == len(other_axes) and all(
+        _same_extent(a.extent, b.extent) for a, b in zip(axes, other_axes, strict=True)
+    )
 
 
-def _same(left: Expr, right: Expr) -> bool:
+def _same_extent(left: Expr, right: Expr) -> bool:
     return left == right if isinstance(left, int) or isinstance(right, int) else structural_equal(left, right)
 
 
-def _home(nests: list[Nest], stage: Stage) -> Nest | None:
-    """The last nest that a stage can be part of: after it, nothing that the stage reads is made."""
+def _fusible_nest(nests: list[Nest], stage: Stage) -> Nest | None:
+    """The last nest that a stage can be fused into: no later nest computes a value that the stage reads."""
     read = {source for value in stage.values for source in sources(value)}
     if stage.initial or any(buffer in read for buffer in stage.buffers):
         return None
     for nest in reversed(nests):
-        needs = [load for value in stage.values for load in loads(value) if load.source in nest.made]
-        if _alike(nest, stage) and all(is_at(load, stage) for load in needs):
+        needs = [load for value in stage.values for load in loads(value) if load.source in nest.computed]
+        if _same_domain(nest, stage) and all(is_at(load, stage) for load in needs):
             return nest
-        if needs or any(buffer in read for buffer in nest.made):
+        if needs or any(buffer in read for buffer in nest.computed):
             return None
     return None
 
 
 def _share_storage(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
-    """With what is read only where a result of the same form is computed, kept in that result's storage."""
+    """The stages with an intermediate in the memory of a result, if only stages up to the result's read it in place."""
     renamed: dict[tirx.Buffer, tirx.Buffer] = {}
     reads = _readers(stages)
     for stage in stages:
         readers = sorted({j for b in stage.buffers for j, _ in reads.get(b, ())})
         if stage.initial or len(stage.buffers) != 1 or len(readers) < 2 or stage.buffers[0] in results:
             continue
-        mine, last = stage.buffers[0], stages[readers[-1]]
+        intermediate, last = stage.buffers[0], stages[readers[-1]]
         for buffer in last.buffers if not last.initial else ():
-            alike = buffer in results and buffer.dtype == mine.dtype and _alike(stage, last)
-            if alike and all(is_at(load, last) for load in _reads(last, mine)) and buffer not in renamed.values():
-                renamed[mine] = buffer
+            fits = buffer in results and buffer.dtype == intermediate.dtype and _same_domain(stage, last)
+            if (
+                fits
+                and all(is_at(load, last) for load in _reads(last, intermediate))
+                and buffer not in renamed.values()
+            ):
+                renamed[intermediate] = buffer
                 break
     if not renamed:
         return stages
@@ -306,29 +312,28 @@ def _share_storage(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[
 
 
 def tied_in(nests: Sequence[Nest], params: Sequence[tirx.Buffer]) -> list[tuple[tuple[tirx.Buffer, tirx.Buffer], Nest]]:
-    """Pairs of an operand and a result of one form, with the nest that reads the one and stores the other.
+    """Pairs of an operand and a result of one shape, with the nest that reads the one and stores the other.
 
-    They are candidates to be one memory. Whether they may be is up to the code: it must compute no element twice, nor
-    read for one what it stores for another. The result is the last that its nest computes at a point, and no other
-    nest touches either.
+    They are candidates for sharing memory: the result is the last value that its nest computes at a point, and no other
+    nest touches either. The code must also compute every element once, and read no element after storing it.
 
     Parameters
     ----------
     nests : sequence of Nest
-        As `form_nests` gives them.
+        Result of `form_nests`.
     params : sequence of Buffer
         Buffers of the function's parameters.
     """
-    made = [buffer for nest in nests for buffer in nest.made]
+    computed = [buffer for nest in nests for buffer in nest.computed]
     # In order of appearance, so that a kernel's attributes are the same in every process.
     read = [dict.fromkeys(source for value in nest.expressions() for source in sources(value)) for nest in nests]
-    found = []
+    pairs = []
     for n, nest in enumerate(nests):
         result = nest.steps[-1][0] if nest.steps and not nest.sums else None
-        if result not in params or made.count(result) != 1 or any(result in others for others in read):
+        if result not in params or computed.count(result) != 1 or any(result in nest_reads for nest_reads in read):
             continue
         for operand in read[n]:
-            elsewhere = operand in made or any(operand in others for m, others in enumerate(read) if m != n)
+            elsewhere = operand in computed or any(operand in nest_reads for m, nest_reads in enumerate(read) if m != n)
             if operand in params and not elsewhere and all(is_at(load, nest) for load in _reads(nest, operand)):
-                found.append(((operand, result), nest))
-    return found
+                pairs.append(((operand, result), nest))
+    return pairs

@@ -1,6 +1,6 @@
-"""Boxes with reductions: accumulators in registers, vectors along the results or along what is reduced.
+"""Boxes with reductions: accumulators in registers, vectors along the results or along the reduced axis.
 
-Along the results, every lane accumulates a result of its own (`AlongResults`); along what is reduced, every lane
+Along the results, every lane accumulates a result of its own (`AlongResults`); along the reduced axis, every lane
 accumulates a part of one result, and the parts are combined at the end (`AlongReduced`).
 """
 
@@ -18,7 +18,7 @@ from ..core.builder import Expr, either, int64, when
 from ..math.extremes import is_maximum, maximum, minimum, operands
 from .boxes import is_choice
 from .flat import FlatBox, Loop, is_step
-from .loop_code import nested, run, spread
+from .loop_code import nested, share_among_tasks, vectorize_loop
 from .nests import Sum
 from .stages import Load, loads, replaced, variables
 from .vector_code import LANE, chooses, lanes_of, reading, slot, store, varies_inside, write_point
@@ -34,7 +34,7 @@ def write_reduction(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
 
 
 def _reduced_vector(box: FlatBox, cpu: CpuTarget) -> int | None:
-    """The reduced loop to cut into vectors, None where vectors lie along the results."""
+    """The reduced loop to vectorize; None for vectors along the results."""
     if any(combined(s) is None or s.buffer.dtype == "bool" for s in box.nest.sums):
         return None
     values = [s.value for s in box.nest.sums]
@@ -54,7 +54,7 @@ def _reduced_vector(box: FlatBox, cpu: CpuTarget) -> int | None:
 _COMBINERS: dict[type, Callable[[Expr, Expr], Expr]] = {
     tirx.Add: lambda a, b: a + b,
     tirx.Mul: lambda a, b: a * b,
-    # A comparison and a choice of the second where it fails: NaN among the terms is left out, wherever it stands.
+    # A comparison and a selection of the second where it fails: NaN among the terms is ignored.
     tirx.Max: lambda a, b: tirx.max(b, a),
     tirx.Min: lambda a, b: tirx.min(b, a),
 }
@@ -62,7 +62,7 @@ _COMBINERS: dict[type, Callable[[Expr, Expr], Expr]] = {
 
 @dataclass(frozen=True)
 class Combined:
-    """``buffer = combine(own, term)``, which may be done in any order; `own` reads the buffer."""
+    """``buffer = combine(own, term)``, in any order of terms; `own` reads the buffer."""
 
     sum: Sum
     combine: Callable[[Expr, Expr], Expr]
@@ -72,13 +72,13 @@ class Combined:
 
 
 def combined(s: Sum) -> Combined | None:
-    """Combination of a reduction, if it joins one value with the result so far."""
+    """The combination of a reduction, if it combines one term with the accumulator, or None."""
     kind = type(s.value)
-    of_floats = is_maximum(s.value)
-    if kind not in _COMBINERS and of_floats is None:
+    is_float_max = is_maximum(s.value)
+    if kind not in _COMBINERS and is_float_max is None:
         return None
-    one, other = (s.value.a, s.value.b) if of_floats is None else operands(s.value)
-    combine = _COMBINERS[kind] if of_floats is None else maximum if of_floats else minimum
+    one, other = (s.value.a, s.value.b) if is_float_max is None else operands(s.value)
+    combine = _COMBINERS[kind] if is_float_max is None else maximum if is_float_max else minimum
     for own, term in ((one, other), (other, one)):
         if isinstance(own, Load) and own.source.same_as(s.buffer):
             if any(load.source.same_as(s.buffer) for load in loads(term)):
@@ -90,24 +90,24 @@ def combined(s: Sum) -> Combined | None:
 
 
 def value_of(s: Sum) -> Expr:
-    """Value that a reduction stores, the operands of max and min in the order that leaves NaN out."""
+    """The value that a reduction stores, with the operands of max and min in the order that ignores NaN."""
     parts = combined(s) if isinstance(s.value, (tirx.Max, tirx.Min)) else None
     return s.value if parts is None else parts.combine(parts.own, parts.term)
 
 
 def parts_of(box: FlatBox) -> list[Combined]:
-    """Combination of each reduction of a box, if all have one."""
+    """The combinations of a box's reductions."""
     return [c for c in (combined(s) for s in box.nest.sums) if c is not None]
 
 
 def is_number(value: Expr, number: Expr) -> bool:
-    """Return whether an expression is a certain constant."""
+    """Return whether an expression is the constant `number`."""
     numbers = (tirx.IntImm, tirx.FloatImm)
     return isinstance(value, numbers) and isinstance(number, numbers) and float(value) == float(number)
 
 
-# Vectors that accumulate parts of one result at once: an addition takes about so many cycles.
-_PARTS = 4
+# Independent accumulators of one result; the latency of an addition in cycles.
+_CHAINS = 4
 
 
 class AlongReduced:
@@ -120,7 +120,7 @@ class AlongReduced:
         count = self.along.count
         while isinstance(count, int) and self.lanes > 1 and self.lanes > count:
             self.lanes //= 2
-        self.together = _PARTS if not isinstance(count, int) else max(1, min(_PARTS, count // self.lanes))
+        self.together = _CHAINS if not isinstance(count, int) else max(1, min(_CHAINS, count // self.lanes))
 
     def write(self, tasks: int) -> None:
         """Write the loops over all rows, in `tasks` parallel parts."""
@@ -129,7 +129,7 @@ class AlongReduced:
             with nested(part.spatial) as position:
                 self._row(part.at(position))
 
-        spread(self.box, tasks, 1, write)
+        share_among_tasks(self.box, tasks, 1, write)
 
     def _row(self, box: FlatBox) -> None:
         parts = parts_of(box)
@@ -149,9 +149,9 @@ class AlongReduced:
                     if lanes == self.lanes:
                         self._accumulate(inner, start + i * lanes, lanes, wide[i])
                     else:
-                        self._few(inner, start, lanes, narrow)
+                        self._accumulate_tail(inner, start, lanes, narrow)
 
-            run(self.along, self.lanes, self.together, False, visit)
+            vectorize_loop(self.along, self.lanes, self.together, False, visit)
         for n, (p, single) in enumerate(zip(parts, narrow, strict=True)):
             self._combine(p, [registers[n] for registers in wide], single)
         write_point(box, None, zero, 1, {p.sum.buffer: s for p, s in zip(parts, narrow, strict=True)})
@@ -161,8 +161,8 @@ class AlongReduced:
             term = replaced(p.term, {self.along.var: start + LANE})
             store(register, p.combine(tirx.BufferLoad(register, [LANE]), term), LANE, lanes)
 
-    def _few(self, parts: list[Combined], start: Expr, lanes: int, narrow: list[tirx.Buffer]) -> None:
-        """Fewer terms than a vector holds, combined one after another."""
+    def _accumulate_tail(self, parts: list[Combined], start: Expr, lanes: int, narrow: list[tirx.Buffer]) -> None:
+        """Combine the terms of a tail, in sequence."""
         terms = [slot(p.sum.buffer.dtype, lanes) for p in parts]
         for p, term in zip(parts, terms, strict=True):
             store(term, replaced(p.term, {self.along.var: start + LANE}), LANE, lanes)
@@ -187,21 +187,21 @@ class AlongReduced:
         T.buffer_store(single, p.combine(tirx.BufferLoad(single, [zero]), tirx.BufferLoad(register, [zero])), [zero])
 
 
-# Vectors of results that are accumulated at once.
-_VECTORS = 4
-# Reductions of up to so many terms are written out.
-_WRITTEN_OUT = 32
-# Rows that are computed together where they read the same vectors, from so many terms on.
-_ROWS, _WORTH_ROWS = 4, 8
+# Vectors of results of a register tile.
+_TILE_VECTORS = 4
+# Reductions of at most so many terms are unrolled.
+_MAX_UNROLLED_TERMS = 32
+# Rows of a register tile where they read the same vectors, and the minimum number of terms for it.
+_TILE_ROWS, _MIN_TILE_TERMS = 4, 8
 
 ResultRow = tuple[FlatBox, list[dict[tirx.Buffer, tirx.Buffer]]]
-"""A row of results: what is computed, and for each of its vectors the slots of the sums."""
+"""A row of results: its computation, and the accumulators of each of its vectors."""
 
 
 class AlongResults:
     """Every lane accumulates a result of its own.
 
-    Where rows share what they read, as those of a matrix product do, several are computed together.
+    Rows that read the same vectors, as in a matrix product, are computed together as a register tile.
     """
 
     def __init__(self, box: FlatBox, cpu: CpuTarget) -> None:
@@ -210,12 +210,12 @@ class AlongResults:
         scalar = self.var is None or varies_inside(box, self.var)
         self.lanes = 1 if scalar else lanes_of(box.nest, cpu)
         self.rows = self._shared_rows()
-        self.together = _VECTORS if self.rows is None or cpu.isa.registers >= 32 else _VECTORS // 2
+        self.together = _TILE_VECTORS if self.rows is None or cpu.isa.registers >= 32 else _TILE_VECTORS // 2
 
     def _shared_rows(self) -> tirx.Var | None:
-        """The variable of rows that read the same vectors and are long enough to gain from it."""
+        """The variable of rows that read the same vectors, if they have enough terms."""
         values = [s.value for s in self.box.nest.sums]
-        if self.lanes == 1 or any(map(chooses, values)) or _terms(self.box) < _WORTH_ROWS:
+        if self.lanes == 1 or any(map(chooses, values)) or _terms(self.box) < _MIN_TILE_TERMS:
             return None
         for loop in reversed(self.box.spatial[:-1]):
             by_row = [step for value in values for step in self.box.strides(value, loop.var)]
@@ -238,19 +238,19 @@ class AlongResults:
                 if rows is None:
                     self._row_of_vectors([here])
                 else:
-                    self._several_rows(here, rows)
+                    self._row_tiles(here, rows)
 
-        spread(self.box, tasks, self.lanes * self.together, write)
+        share_among_tasks(self.box, tasks, self.lanes * self.together, write)
 
-    def _several_rows(self, box: FlatBox, rows: Loop) -> None:
+    def _row_tiles(self, box: FlatBox, rows: Loop) -> None:
         def at(first: Expr, count: int) -> None:
             self._row_of_vectors([box.at({rows.var: first + i}) for i in range(count)])
 
-        run(rows, 1, _ROWS, False, lambda first, _lanes, count: at(first, count))
+        vectorize_loop(rows, 1, _TILE_ROWS, False, lambda first, _lanes, count: at(first, count))
 
     def _row_of_vectors(self, rows: list[FlatBox]) -> None:
         overlap = not self.box.nest.in_place
-        run(rows[0].spatial[-1], self.lanes, self.together, overlap, lambda *at: self._visit(rows, *at))
+        vectorize_loop(rows[0].spatial[-1], self.lanes, self.together, overlap, lambda *at: self._visit(rows, *at))
 
     def _visit(self, rows: list[FlatBox], start: Expr, lanes: int, count: int) -> None:
         sums = self.box.nest.sums
@@ -258,36 +258,40 @@ class AlongResults:
             (row, [{s.buffer: slot(s.buffer.dtype, lanes) for s in sums} for _ in range(count)]) for row in rows
         ]
         for row, slots in group:
-            for held in slots:
+            for accumulators in slots:
                 for s in row.nest.sums:
-                    store(held[s.buffer], s.initial, LANE, lanes)
-        # The borders of an image, where terms are left out, are not worth code of their own for every term.
-        few = _terms(self.box) * count * len(rows) <= 2 * _WRITTEN_OUT and not any(chooses(s.value) for s in sums)
-        self._reduce(group, list(self.box.reduced), few, start, lanes)
+                    store(accumulators[s.buffer], s.initial, LANE, lanes)
+        # Borders of an image, which leave terms out, are not worth unrolled code.
+        is_short = _terms(self.box) * count * len(rows) <= 2 * _MAX_UNROLLED_TERMS and not any(
+            chooses(s.value) for s in sums
+        )
+        self._reduce(group, list(self.box.reduced), is_short, start, lanes)
         for row, slots in group:
-            for i, held in enumerate(slots):
-                write_point(row, self.var, start + i * lanes, lanes, held)
+            for i, accumulators in enumerate(slots):
+                write_point(row, self.var, start + i * lanes, lanes, accumulators)
 
-    def _reduce(self, group: list[ResultRow], loops: list[Loop], written_out: bool, start: Expr, lanes: int) -> None:
+    def _reduce(self, group: list[ResultRow], loops: list[Loop], unrolled: bool, start: Expr, lanes: int) -> None:
         if loops:
-            if written_out and _is_known(loops[0]):
+            if unrolled and _is_static(loops[0]):
                 for i in range(loops[0].begin, loops[0].end):
                     inner = [(row.at({loops[0].var: int64(i)}), slots) for row, slots in group]
-                    self._reduce(inner, loops[1:], written_out, start, lanes)
+                    self._reduce(inner, loops[1:], unrolled, start, lanes)
             else:
                 with nested(loops[:1]) as position:
                     inner = [(row.at(position), slots) for row, slots in group]
-                    self._reduce(inner, loops[1:], written_out, start, lanes)
+                    self._reduce(inner, loops[1:], unrolled, start, lanes)
             return
         for row, slots in group:
             sums = row.nest.sums
-            if len(sums) == 1 and self._by_choice(sums[0], start, lanes, slots):
+            if len(sums) == 1 and self._accumulate_selected(sums[0], start, lanes, slots):
                 continue
-            for i, held in enumerate(slots):
-                self._accumulate([value_of(s) for s in sums], sums, start + i * lanes, lanes, held)
+            for i, accumulators in enumerate(slots):
+                self._accumulate([value_of(s) for s in sums], sums, start + i * lanes, lanes, accumulators)
 
-    def _by_choice(self, s: Sum, start: Expr, lanes: int, slots: list[dict[tirx.Buffer, tirx.Buffer]]) -> bool:
-        """Have all vectors choose at once where a term is one of two."""
+    def _accumulate_selected(
+        self, s: Sum, start: Expr, lanes: int, slots: list[dict[tirx.Buffer, tirx.Buffer]]
+    ) -> bool:
+        """Branch once for all vectors if the term is an if_then_else; return whether it is."""
         parts = combined(s)
         if parts is None or not is_choice(parts.term) or (self.var in variables(parts.term.args[0])):
             return False
@@ -295,8 +299,8 @@ class AlongResults:
         own = tirx.BufferLoad(s.buffer, [int64(0)])
 
         def accumulate(term: Expr) -> None:
-            for i, held in enumerate(slots):
-                self._accumulate([parts.combine(own, term)], [s], start + i * lanes, lanes, held)
+            for i, accumulators in enumerate(slots):
+                self._accumulate([parts.combine(own, term)], [s], start + i * lanes, lanes, accumulators)
 
         if is_number(otherwise, parts.neutral):
             with when(condition):
@@ -306,20 +310,20 @@ class AlongResults:
         return True
 
     def _accumulate(
-        self, values: list[Expr], sums: list[Sum], start: Expr, lanes: int, held: dict[tirx.Buffer, tirx.Buffer]
+        self, values: list[Expr], sums: list[Sum], start: Expr, lanes: int, accumulators: dict[tirx.Buffer, tirx.Buffer]
     ) -> None:
         new = [slot(s.buffer.dtype, lanes) for s in sums] if len(sums) > 1 else []
         for i, (s, value) in enumerate(zip(sums, values, strict=True)):
-            at = replaced(value, {self.var: start + LANE}) if self.var is not None else value
-            store(new[i] if new else held[s.buffer], reading(at, held, {}), LANE, lanes)
-        for s, fresh in zip(sums, new, strict=False):
-            store(held[s.buffer], tirx.BufferLoad(fresh, [LANE]), LANE, lanes)
+            term = replaced(value, {self.var: start + LANE}) if self.var is not None else value
+            store(new[i] if new else accumulators[s.buffer], reading(term, accumulators, {}), LANE, lanes)
+        for s, new_value in zip(sums, new, strict=False):
+            store(accumulators[s.buffer], tirx.BufferLoad(new_value, [LANE]), LANE, lanes)
 
 
 def _terms(box: FlatBox) -> int:
-    """How many terms a result has; many where that is unknown."""
-    return prod(loop.count if isinstance(loop.count, int) else _WRITTEN_OUT for loop in box.reduced)
+    """Number of terms of a result; a symbolic extent counts as many."""
+    return prod(loop.count if isinstance(loop.count, int) else _MAX_UNROLLED_TERMS for loop in box.reduced)
 
 
-def _is_known(loop: Loop) -> bool:
+def _is_static(loop: Loop) -> bool:
     return isinstance(loop.begin, int) and isinstance(loop.end, int)

@@ -1,4 +1,4 @@
-"""A PrimFunc of te.compute form as a list of stages: what is computed, without the loops that compute it."""
+"""A PrimFunc in te.compute form as a list of stages: the computed values, without the loops around them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REDUCED = 2  # IterVar.CommReduce
 
 @dataclass(frozen=True)
 class Axis:
-    """A variable that runs from zero to its extent, an int where it is known."""
+    """A variable that runs from zero to its extent, an int if static."""
 
     var: tirx.Var
     extent: Expr
@@ -27,16 +27,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Stage:
-    """For every point of `spatial`, what is stored there.
+    """The values stored at every point of `spatial`.
 
     Attributes
     ----------
     buffers : tuple of Buffer
-        Stored to at the variables of `spatial`, one index each.
+        Buffers with the variables of `spatial` as indices.
     values : tuple of PrimExpr
-        One for each buffer. Those of a reduction read the buffers at the same place: what is there so far.
+        Value of each buffer. A reduction reads the buffers at the same point: the accumulators.
     initial : tuple of PrimExpr
-        Values that a reduction starts from, one for each buffer; empty where nothing is reduced.
+        Initial value of each accumulator; empty without a reduction.
     """
 
     buffers: tuple[tirx.Buffer, ...]
@@ -47,14 +47,14 @@ class Stage:
 
 
 class NotStages(Exception):
-    """Why a PrimFunc cannot be read as stages."""
+    """A PrimFunc cannot be read as stages; the message is the reason."""
 
 
 def has_schedule(func: tirx.PrimFunc) -> bool:
-    """True if a PrimFunc has no blocks but the one around everything: a generator wrote its loops, or this package."""
-    found: list[SBlockRealize] = []
-    structural_walk(func.body, (SBlockRealize, found.append))
-    return len(found) < 2
+    """True if a PrimFunc lacks blocks inside of its root block: its loops are scheduled already."""
+    blocks: list[SBlockRealize] = []
+    structural_walk(func.body, (SBlockRealize, blocks.append))
+    return len(blocks) < 2
 
 
 def read_stages(func: tirx.PrimFunc) -> list[Stage]:
@@ -65,20 +65,20 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage]:
     """
     root = func.body
     if not isinstance(root, SBlockRealize) or root.iter_values:
-        raise NotStages("its body is no block")
+        raise NotStages("its body is not a block")
     for buffer in (*func.params, *root.block.alloc_buffers):
         if not isinstance(buffer.ty, tirx.BufferType):
-            raise NotStages(f"parameter {buffer} is no buffer")
+            raise NotStages(f"parameter {buffer} is not a buffer")
         offset = buffer.ty.elem_offset
         if buffer.ty.strides or not (isinstance(offset, tirx.IntImm) and int(offset) == 0):
             raise NotStages(f"buffer {buffer} has strides or an offset")
     body = root.block.body
     stages = [_read_nest(nest) for nest in (body.seq if isinstance(body, tirx.SeqStmt) else [body])]
-    given: set[tirx.Buffer] = set()
+    read: set[tirx.Buffer] = set()
     for stage in stages:
-        given.update(source for value in stage.values for source in sources(value) if source not in stage.buffers)
+        read.update(source for value in stage.values for source in sources(value) if source not in stage.buffers)
         for buffer in stage.buffers:
-            if buffer in given:
+            if buffer in read:
                 raise NotStages(f"{buffer} is overwritten after it was read")
     return stages
 
@@ -86,19 +86,19 @@ def read_stages(func: tirx.PrimFunc) -> list[Stage]:
 def _read_nest(statement: tirx.Stmt) -> Stage:
     loops: dict[tirx.Var, Expr] = {}
     while isinstance(statement, tirx.For):
-        if statement.kind != tirx.ForKind.SERIAL or not _is(statement.min, 0) or statement.step is not None:
-            raise NotStages(f"loop {statement.loop_var} is no plain loop")
+        if statement.kind != tirx.ForKind.SERIAL or not _is_constant(statement.min, 0) or statement.step is not None:
+            raise NotStages(f"loop {statement.loop_var} is not a serial loop from 0")
         loops[statement.loop_var] = plain_extent(statement.extent)
         statement = statement.body
-    if not isinstance(statement, SBlockRealize) or not _is(statement.predicate, 1):
-        raise NotStages("a loop has more inside than one block")
+    if not isinstance(statement, SBlockRealize) or not _is_constant(statement.predicate, 1):
+        raise NotStages("a loop contains more than one block")
     block = statement.block
     if block.match_buffers or block.alloc_buffers or any(v.iter_type not in (0, _REDUCED) for v in block.iter_vars):
         raise NotStages(f"block {block.name_hint} is opaque")
     spatial: list[Axis] = []
     reduced: list[Axis] = []
     for iter_var, value in zip(block.iter_vars, statement.iter_values, strict=True):
-        if value not in loops and not _is(value, 0):
+        if value not in loops and not _is_constant(value, 0):
             raise NotStages(f"block {block.name_hint} is bound to {value}")
         axis = Axis(iter_var.var, loops.pop(value, 1))
         (reduced if iter_var.iter_type == _REDUCED else spatial).append(axis)
@@ -107,8 +107,8 @@ def _read_nest(statement: tirx.Stmt) -> Stage:
     buffers, values = _stores(block, block.body, spatial)
     initial: tuple[Expr, ...] = ()
     if block.init is not None:
-        same, initial = _stores(block, block.init, spatial)
-        if list(same) != list(buffers):
+        init_buffers, initial = _stores(block, block.init, spatial)
+        if list(init_buffers) != list(buffers):
             raise NotStages(f"block {block.name_hint} initializes other buffers")
     elif reduced or any(any(source.same_as(b) for b in buffers) for v in values for source in sources(v)):
         raise NotStages(f"block {block.name_hint} reads what it writes")
@@ -116,27 +116,27 @@ def _read_nest(statement: tirx.Stmt) -> Stage:
 
 
 def _stores(block: SBlock, body: tirx.Stmt, spatial: list[Axis]) -> tuple[tuple[tirx.Buffer, ...], tuple[Expr, ...]]:
-    bound: dict[tirx.Var, Expr] = {}
+    bindings: dict[tirx.Var, Expr] = {}
     buffers, values = [], []
     for statement in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
         if isinstance(statement, tirx.Bind):
-            bound[statement.var] = replaced(statement.value, bound)
+            bindings[statement.var] = replaced(statement.value, bindings)
             continue
         if not isinstance(statement, tirx.BufferStore):
             raise NotStages(f"block {block.name_hint} does more than store")
         if not statement.indices and all(axis.extent == 1 for axis in spatial):
             spatial.clear()
         if len(statement.indices) != len(spatial) or not all(
-            index.same_as(axis.var) or (axis.extent == 1 and _is(index, 0))
+            index.same_as(axis.var) or (axis.extent == 1 and _is_constant(index, 0))
             for index, axis in zip(statement.indices, spatial, strict=True)
         ):
             raise NotStages(f"block {block.name_hint} stores to {list(statement.indices)}")
         buffers.append(statement.buffer)
-        values.append(replaced(statement.value, bound))
+        values.append(replaced(statement.value, bindings))
     return tuple(buffers), tuple(values)
 
 
-def _is(value: Expr, number: int) -> bool:
+def _is_constant(value: Expr, number: int) -> bool:
     return isinstance(value, tirx.IntImm) and int(value) == number
 
 
@@ -154,9 +154,9 @@ def with_loads(expr: Expr, change: Callable[[Any], Expr]) -> Expr:
 
 def loads(expr: Expr) -> list[Any]:
     """Every read in `expr`."""
-    found: list[Any] = []
-    structural_walk(expr, (Load, found.append))
-    return found
+    reads: list[Any] = []
+    structural_walk(expr, (Load, reads.append))
+    return reads
 
 
 def sources(expr: Expr) -> list[tirx.Buffer]:
@@ -165,14 +165,14 @@ def sources(expr: Expr) -> list[tirx.Buffer]:
 
 
 def node_count(expr: Expr) -> int:
-    """How many nodes an expression has, written out as a tree."""
-    found: list[None] = []
-    structural_walk(expr, (tvm.ir.Expr, lambda _: found.append(None)))
-    return len(found)
+    """Number of nodes of an expression as a tree."""
+    nodes: list[None] = []
+    structural_walk(expr, (tvm.ir.Expr, lambda _: nodes.append(None)))
+    return len(nodes)
 
 
 def variables(expr: Expr) -> set[tirx.Var]:
     """Every variable in `expr`, buffers included."""
-    found: list[tirx.Var] = []
-    structural_walk(expr, (tvm.ir.Var, found.append))
-    return set(found)
+    found_variables: list[tirx.Var] = []
+    structural_walk(expr, (tvm.ir.Var, found_variables.append))
+    return set(found_variables)

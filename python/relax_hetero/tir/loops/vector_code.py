@@ -1,4 +1,4 @@
-"""The code of one point, or of a vector of neighbouring points: how wide it is, and how it is computed and stored."""
+"""Code of a point or a vector of neighbouring points: its width, its computation and its stores."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .nests import Nest
 from .stages import Load, loads, node_count, replaced, sources, variables, with_loads
 
 Slots = Mapping[tirx.Buffer, tirx.Buffer]
-"""Memory by the buffer that it holds values of: an element for each lane, which becomes a register."""
+"""Registers by the buffer whose values they have: memory with an element for each lane."""
 
 LANE = tirx.Var("lane", "int64")
-"""Stands in expressions for the number of a lane."""
+"""The variable of the lane number in expressions."""
 
-# Functions that TVM's vectorizer takes apart lane by lane, but whose vectors the build lowers.
-_OF_VECTORS = frozenset(f"tirx.{name}" for name in "erf log1p asin acos atan asinh acosh atanh nearbyint".split())
-# An expression of more nodes is computed before it is used. TVM's simplifier takes time that doubles with each maximum
-# of a minimum inside of another, and its walks recurse.
+# Functions that TVM's vectorizer scalarizes, but whose vectors the build lowers.
+_VECTOR_FUNCTIONS = frozenset(f"tirx.{name}" for name in "erf log1p asin acos atan asinh acosh atanh nearbyint".split())
+# An expression of more nodes is computed before its use. The time of TVM's simplifier doubles with each maximum of a
+# minimum inside of another, and its walks recurse.
 _MAX_NODES = 64
-# Reads of every second, third or fourth element are contiguous reads and a shuffle.
-_FURTHEST = 4
+# Reads with a stride up to this are contiguous reads and a shuffle.
+_MAX_SHUFFLED_STRIDE = 4
 
 
 def slot(dtype: str, lanes: int) -> tirx.Buffer:
@@ -39,16 +39,16 @@ def slot(dtype: str, lanes: int) -> tirx.Buffer:
 def store(buffer: tirx.Buffer, value: Expr, index: Expr, lanes: int) -> None:
     """Write a vector; `value` and `index` are expressions of `LANE`."""
     if lanes == 1:
-        none = {LANE: tirx.IntImm("int64", 0)}
-        T.buffer_store(buffer, replaced(value, none), [replaced(index, none)])
+        lane_zero = {LANE: tirx.IntImm("int64", 0)}
+        T.buffer_store(buffer, replaced(value, lane_zero), [replaced(index, lane_zero)])
         return
-    value = _by_vectors(value, lanes)
+    value = _compute_vectors(value, lanes)
     with T.vectorized(tirx.IntImm("int64", lanes)) as lane:
         T.buffer_store(buffer, replaced(value, {LANE: lane}), [replaced(index, {LANE: lane})])
 
 
-def _by_vectors(value: Expr, lanes: int) -> Expr:
-    """`value` with what the vectorizer would take apart computed before, as whole vectors."""
+def _compute_vectors(value: Expr, lanes: int) -> Expr:
+    """`value` with the parts that the vectorizer would scalarize computed before, as whole vectors."""
     chooses = False
 
     def on_call(call: tvm.ir.Call) -> Expr:
@@ -60,10 +60,10 @@ def _by_vectors(value: Expr, lanes: int) -> Expr:
 
     value = structural_map(value, (tvm.ir.Call, on_call))
     if chooses:
-        return value  # what is not chosen must not be read
+        return value  # the value that is not selected must not be read
 
-    def whole(call: tvm.ir.Call) -> Expr:
-        if call.op.name not in _OF_VECTORS or call.ty.dtype not in ("float32", "float16"):
+    def compute_vector(call: tvm.ir.Call) -> Expr:
+        if call.op.name not in _VECTOR_FUNCTIONS or call.ty.dtype not in ("float32", "float16"):
             return call
         before, after = slot(call.ty.dtype, lanes), slot(call.ty.dtype, lanes)
         store(before, call.args[0], LANE, lanes)
@@ -72,16 +72,16 @@ def _by_vectors(value: Expr, lanes: int) -> Expr:
         T.buffer_store(after, tvm.ir.Call(call.op, [vector], ret_ty=vector.ty), [every])
         return tirx.BufferLoad(after, [LANE])
 
-    return structural_map(with_loads(value, lambda load: _shuffled(load, lanes)), (tvm.ir.Call, whole))
+    return structural_map(with_loads(value, lambda load: _shuffle_reads(load, lanes)), (tvm.ir.Call, compute_vector))
 
 
-def _shuffled(load: Load, lanes: int) -> Expr:
-    """A read of every n-th element, or of neighbours in reverse, made of reads of neighbours."""
+def _shuffle_reads(load: Load, lanes: int) -> Expr:
+    """A strided or reversed read as contiguous reads and a shuffle."""
     step = stride(load.indices[0], LANE)
-    if step is None or not isinstance(step, int) or not (step == -1 or 2 <= step <= _FURTHEST) or lanes < 4:
+    if step is None or not isinstance(step, int) or not (step == -1 or 2 <= step <= _MAX_SHUFFLED_STRIDE) or lanes < 4:
         return load
     first = replaced(load.indices[0], {LANE: tirx.IntImm("int64", lanes - 1 if step < 0 else 0)})
-    last = abs(step) * (lanes - 1)  # what is read is never beyond this
+    last = abs(step) * (lanes - 1)  # offset of the last element that is read
     starts = [min(number * lanes, last - lanes + 1) for number in range(abs(step))]
     order = []
     for lane in range(lanes):
@@ -94,21 +94,21 @@ def _shuffled(load: Load, lanes: int) -> Expr:
     return tirx.BufferLoad(result, [LANE])
 
 
-def reading(expr: Expr, held: Slots, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
-    """`expr` with what the nest itself made taken from slots, or computed where it is read."""
-    if not held and not inline:
+def reading(expr: Expr, registers: Slots, inline: Mapping[tirx.Buffer, Expr]) -> Expr:
+    """`expr` with reads of the nest's own values from registers, or inlined."""
+    if not registers and not inline:
         return expr
 
     def change(load: Load) -> Expr:
         if load.source in inline:
             return inline[load.source]
-        return _value_in(load.source, held[load.source]) if load.source in held else load
+        return _load_register(load.source, registers[load.source]) if load.source in registers else load
 
     return with_loads(expr, change)
 
 
-def _value_in(buffer: tirx.Buffer, register: tirx.Buffer) -> Expr:
-    """A buffer's value from the slot that holds it: memory has bytes for truth values."""
+def _load_register(buffer: tirx.Buffer, register: tirx.Buffer) -> Expr:
+    """A buffer's value from its register, in which truth values are bytes."""
     value = tirx.BufferLoad(register, [LANE])
     return value != tirx.const(0, register.dtype) if register.dtype != buffer.dtype else value
 
@@ -119,31 +119,31 @@ def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sum
     Parameters
     ----------
     var : Var, optional
-        The variable along which the points lie; none for a single point.
+        Variable along which the points lie; None for a single point.
     start : PrimExpr
-        Where the first is.
+        Its value at the first point.
     sums : mapping of Buffer to Buffer
-        Slots of the reduced values.
+        Registers of the reduced values.
     """
     steps = box.nest.steps
     here = box.at({var: start + LANE}) if var is not None else box
-    held: dict[tirx.Buffer, tirx.Buffer] = dict(sums)
+    registers: dict[tirx.Buffer, tirx.Buffer] = dict(sums)
     inline: dict[tirx.Buffer, Expr] = {}
     last = {buffer: n for n, (buffer, _) in enumerate(steps)}
     for buffer, register in sums.items():
         if buffer in here.places and buffer not in last:
             store(buffer, tirx.BufferLoad(register, [LANE]), here.places[buffer], lanes)
     for n, (buffer, value) in enumerate(here.nest.steps):
-        value = reading(value, held, inline)
-        held.pop(buffer, None)
+        value = reading(value, registers, inline)
+        registers.pop(buffer, None)
         inline.pop(buffer, None)
         uses = sum(source.same_as(buffer) for _, later in steps[n + 1 :] for source in sources(later))
         is_stored = buffer in here.places and last[buffer] == n
         is_large = uses > 0 and node_count(value) > _MAX_NODES
         if is_large or (uses + is_stored > 1 and buffer.dtype != "bool"):
-            held[buffer] = slot("uint8" if buffer.dtype == "bool" else buffer.dtype, lanes)
-            store(held[buffer], value.astype(held[buffer].dtype), LANE, lanes)
-            value = _value_in(buffer, held[buffer])
+            registers[buffer] = slot("uint8" if buffer.dtype == "bool" else buffer.dtype, lanes)
+            store(registers[buffer], value.astype(registers[buffer].dtype), LANE, lanes)
+            value = _load_register(buffer, registers[buffer])
         else:
             inline[buffer] = value
         if is_stored:
@@ -151,18 +151,18 @@ def write_point(box: FlatBox, var: tirx.Var | None, start: Expr, lanes: int, sum
 
 
 def lanes_of(nest: Nest, cpu: CpuTarget) -> int:
-    """Elements of a vector register of the widest type that is read, computed with or stored."""
+    """Lanes of a vector register of the widest type that is read, computed or stored."""
     types = {str(load.ty.dtype) for value in nest.expressions() for load in loads(value)}
-    types |= {buffer.dtype for buffer in nest.made}
+    types |= {buffer.dtype for buffer in nest.computed}
     types -= {"bool"}
     return min((cpu.lanes(dtype) for dtype in types), default=cpu.lanes("int8"))
 
 
 def varies_inside(box: FlatBox, var: tirx.Var) -> bool:
-    """Return whether a choice of one of two values hangs on a variable: the lanes of a vector cannot choose alone."""
+    """Return whether the condition of an if_then_else depends on a variable, so that vectors cannot lie along it."""
     return any(var in variables(c) for value in box.nest.expressions() for c in choices_of(value))
 
 
 def chooses(value: tirx.Expr) -> bool:
-    """Return whether an expression has choices."""
+    """Return whether an expression contains an if_then_else."""
     return bool(choices_of(value))

@@ -1,4 +1,4 @@
-"""Nests become code: vectors inside, threads outside where a nest takes long enough."""
+"""Code of nests: vectors inside, threads outside where a nest takes long enough; boxes without reductions."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from ..core.work_split import part
 from ..pack.tile_transpose import riffle
 from .boxes import cut, split_axes
 from .flat import FlatBox, Loop, flatten, is_step, stride
-from .loop_code import most_even, nested, run, spread
+from .loop_code import loop_to_share, nested, share_among_tasks, vectorize_loop
 from .nests import Nest, tied_in
 from .reduce_box import write_reduction
 from .stages import Load, loads, replaced, sources, variables, with_loads
 from .vector_code import chooses, lanes_of, slot, varies_inside, write_point
 
-# Boxes in which nothing is reduced: the innermost loop in vectors, the others around it.
+# Boxes without reductions: the innermost loop is vectorized.
 #
-# Reads that are no vectors along the innermost loop are made of vectors where they form one of two patterns. Elements
-# from a few places in turn (`Interleaved`), as a shuffle of channels takes them::
+# Reads that are not contiguous along the innermost loop become vectors if they form one of two patterns. Interleaved
+# reads of a few streams (`Interleaved`), as in a channel shuffle::
 #
 #     for a, b in 34, 4: y[a * 4 + b] = x[b * 34 + a]
 #
-# are read as 16 elements from each of the 4 places, which shuffles put in turn. Reads across the direction of writing
-# (`TransposedReads`), as of a transpose::
+# become reads of 16 elements of each of the 4 streams, and shuffles. Transposed reads (`TransposedReads`)::
 #
 #     for q, v: y[q, v] = x[v, q]
 #
 # become square tiles, read by rows, transposed by a network of shuffles, and written by rows.
 
-# Vectors that are computed in one iteration.
-_TOGETHER = 2
-# Tiles are no larger: sixteen vectors and their successors are what registers hold.
-_LARGEST = 16
-# Shuffles of more vectors cost more than the reads that they save.
-_MAX_PLACES = 8
+# Vectors of an iteration.
+_UNROLLED_VECTORS = 2
+# Side of the largest tile: registers hold 16 vectors before and after a stage of shuffles.
+_MAX_TILE = 16
+# Shuffles of more streams cost more than the reads that they save.
+_MAX_STREAMS = 8
 
 
 def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
@@ -55,11 +54,11 @@ def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
         write_point(box, None, tirx.IntImm("int64", 0), 1, {})
         return
     var, lanes = box.spatial[-1].var, _lanes(box, cpu)
-    merge = interleaved(box, lanes, tasks) if _is_free(box, lanes) else None
+    merge = interleaved(box, lanes, tasks) if _lacks_branches(box, lanes) else None
     if merge is not None:
         write_interleaved(merge, tasks)
         return
-    tiles = transposed_reads(box, lanes, tasks) if _is_free(box, lanes) else None
+    tiles = transposed_reads(box, lanes, tasks) if _lacks_branches(box, lanes) else None
     if tiles is not None:
         write_transposed(tiles, tasks)
         return
@@ -72,17 +71,17 @@ def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
                 for i in range(count):
                     write_point(here, var, start + i * width, width, {})
 
-            run(part.spatial[-1], lanes, _TOGETHER, not box.nest.in_place, visit)
+            vectorize_loop(part.spatial[-1], lanes, _UNROLLED_VECTORS, not box.nest.in_place, visit)
 
-    spread(box, tasks, lanes * _TOGETHER, write)
+    share_among_tasks(box, tasks, lanes * _UNROLLED_VECTORS, write)
 
 
 def computes_once(box: FlatBox, cpu: CpuTarget, tasks: int) -> bool:
-    """Return whether computing every element once, and by itself, takes no more than `write_map` does otherwise."""
+    """Return whether `write_map` loses nothing by computing every element exactly once."""
     if len(box.spatial) < 2:
-        return True  # what is left of one loop is little, even element by element
+        return True  # the tail of a single loop is short
     lanes, count = _lanes(box, cpu), box.spatial[-1].count
-    if _is_free(box, lanes) and (interleaved(box, lanes, tasks) or transposed_reads(box, lanes, tasks)):
+    if _lacks_branches(box, lanes) and (interleaved(box, lanes, tasks) or transposed_reads(box, lanes, tasks)):
         return False
     return not isinstance(count, int) or count < lanes or count % lanes == 0
 
@@ -91,13 +90,13 @@ def _lanes(box: FlatBox, cpu: CpuTarget) -> int:
     return 1 if varies_inside(box, box.spatial[-1].var) else lanes_of(box.nest, cpu)
 
 
-def _is_free(box: FlatBox, lanes: int) -> bool:
-    """Return whether vectors of reads may be taken together: no value is one of two."""
+def _lacks_branches(box: FlatBox, lanes: int) -> bool:
+    """Return whether values lack if_then_else, so that reads may be combined into vectors."""
     return lanes > 1 and not any(map(chooses, box.nest.expressions()))
 
 
-def _stand_in(load: Load, reads: dict[tirx.Buffer, Load]) -> Load:
-    """A read of the first element of a new buffer, which is noted to stand for `load`."""
+def _replace_read(load: Load, reads: dict[tirx.Buffer, Load]) -> Load:
+    """A read of the first element of a new buffer in place of `load`, which `reads` gets."""
     buffer = tirx.decl_buffer((1,), str(load.ty.dtype))
     reads[buffer] = load
     return tirx.BufferLoad(buffer, [int64(0)])
@@ -105,14 +104,14 @@ def _stand_in(load: Load, reads: dict[tirx.Buffer, Load]) -> Load:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """A box whose two innermost loops write one run.
+    """A box whose two innermost loops write contiguously, and read streams along the outer of the two.
 
     Attributes
     ----------
     box : FlatBox
-        It reads the first element of a buffer of `reads` instead.
+        Box with reads of the buffers of `reads` in place of these.
     reads : dict of Buffer to TensorLoad
-        Neighbours along the outer of the two loops.
+        Reads that are contiguous along the outer of the two loops.
     """
 
     box: FlatBox
@@ -121,11 +120,11 @@ class Interleaved:
 
 
 def interleaved(box: FlatBox, lanes: int, tasks: int) -> Interleaved | None:
-    """How to merge a box's reads, None where it reads otherwise."""
+    """The interleaved reads of a box, or None."""
     if len(box.spatial) < 2 or box.nest.in_place:
         return None
     outer, last = box.spatial[-2:]
-    if not isinstance(last.count, int) or not isinstance(outer.count, int) or last.count > _MAX_PLACES:
+    if not isinstance(last.count, int) or not isinstance(outer.count, int) or last.count > _MAX_STREAMS:
         return None
     while lanes > outer.count // tasks:  # a task's part of this loop holds a whole vector
         lanes //= 2
@@ -135,14 +134,14 @@ def interleaved(box: FlatBox, lanes: int, tasks: int) -> Interleaved | None:
         along, step = stride(load.indices[0], outer.var), stride(load.indices[0], last.var)
         if not is_step(along, 1) or step is None or load.ty.dtype == "bool":
             return load
-        return _stand_in(load, reads)
+        return _replace_read(load, reads)
 
     steps = [(buffer, with_loads(value, change)) for buffer, value in box.nest.steps]
-    inside = {outer.var, last.var}
+    inner_variables = {outer.var, last.var}
     offsets = list(box.places.values())
     for _, value in steps:
-        offsets += [load.indices[0] for load in loads(value) if load.source not in box.nest.made]
-        if variables(with_loads(value, lambda load: tirx.const(0, load.ty.dtype))) & inside:
+        offsets += [load.indices[0] for load in loads(value) if load.source not in box.nest.computed]
+        if variables(with_loads(value, lambda load: tirx.const(0, load.ty.dtype))) & inner_variables:
             return None
     if lanes < 4 or not reads or not all(_is_run(offset, outer, last) for offset in offsets):
         return None
@@ -150,7 +149,7 @@ def interleaved(box: FlatBox, lanes: int, tasks: int) -> Interleaved | None:
 
 
 def _is_run(offset: Expr, outer: Loop, last: Loop) -> bool:
-    """Return whether an offset advances alike through both loops, as if they were one."""
+    """Return whether an offset advances through both loops as through a single one."""
     wide, narrow = stride(offset, outer.var), stride(offset, last.var)
     return isinstance(wide, int) and isinstance(narrow, int) and wide == narrow * last.count
 
@@ -165,33 +164,33 @@ def write_interleaved(merge: Interleaved, tasks: int) -> None:
             first = _start(outer, i, lanes)
             merged: list[dict[tirx.Buffer, tirx.Buffer]] = [{} for _ in range(last.count)]
             for stand_in, load in merge.reads.items():
-                places = []
+                streams = []
                 for b in range(last.count):
-                    here = replaced(load.indices[0], {**position, outer.var: first, last.var: int64(b)})
-                    places.append(tirx.BufferLoad(load.source, [lane_indices(here, lanes)]))
-                for n, held in enumerate(merged):
+                    offset = replaced(load.indices[0], {**position, outer.var: first, last.var: int64(b)})
+                    streams.append(tirx.BufferLoad(load.source, [lane_indices(offset, lanes)]))
+                for n, registers in enumerate(merged):
                     numbers = range(n * lanes, (n + 1) * lanes)
                     order = [number % last.count * lanes + number // last.count for number in numbers]
-                    held[stand_in] = slot(stand_in.dtype, lanes)
-                    T.buffer_store(held[stand_in], tirx.Shuffle(places, order), [lane_indices(int64(0), lanes)])
-            for n, held in enumerate(merged):
-                write_point(part.at({**position, outer.var: first}), last.var, int64(n * lanes), lanes, held)
+                    registers[stand_in] = slot(stand_in.dtype, lanes)
+                    T.buffer_store(registers[stand_in], tirx.Shuffle(streams, order), [lane_indices(int64(0), lanes)])
+            for n, registers in enumerate(merged):
+                write_point(part.at({**position, outer.var: first}), last.var, int64(n * lanes), lanes, registers)
 
-    spread(merge.box, tasks, lanes, write)
+    share_among_tasks(merge.box, tasks, lanes, write)
 
 
 @dataclass(frozen=True)
 class TransposedReads:
-    """A box whose reads, some of them, lie along another loop.
+    """A box with reads that are contiguous along another loop than the innermost.
 
     Attributes
     ----------
     box : FlatBox
-        It reads the first element of a buffer of `reads` instead.
+        Box with reads of the buffers of `reads` in place of these.
     across : Var
-        The loop that these reads lie along.
+        Variable of the loop along which these reads are contiguous.
     size : int
-        Elements of a tile's side.
+        Side of a tile in elements.
     """
 
     box: FlatBox
@@ -201,7 +200,7 @@ class TransposedReads:
 
 
 def transposed_reads(box: FlatBox, lanes: int, tasks: int) -> TransposedReads | None:
-    """How to tile a box, None where nothing in it reads across."""
+    """The transposed reads of a box, or None."""
     *outer, last = box.spatial
     if not outer or not isinstance(last.count, int):
         return None
@@ -211,19 +210,19 @@ def transposed_reads(box: FlatBox, lanes: int, tasks: int) -> TransposedReads | 
     def change(load: Load) -> Load:
         nonlocal across
         step = stride(load.indices[0], last.var)
-        if load.source in box.nest.made or not isinstance(step, int) or abs(step) <= 4 or load.ty.dtype == "bool":
+        if load.source in box.nest.computed or not isinstance(step, int) or abs(step) <= 4 or load.ty.dtype == "bool":
             return load
         steps = [(loop, stride(load.indices[0], loop.var)) for loop in outer]
-        found = [loop for loop, along in steps if isinstance(along, int) and along == 1]
-        if not found or (across is not None and found[-1] is not across):
+        contiguous = [loop for loop, along in steps if isinstance(along, int) and along == 1]
+        if not contiguous or (across is not None and contiguous[-1] is not across):
             return load
-        across = found[-1]
-        return _stand_in(load, reads)
+        across = contiguous[-1]
+        return _replace_read(load, reads)
 
     steps = [(buffer, with_loads(value, change)) for buffer, value in box.nest.steps]
     if across is None or not isinstance(across.count, int) or box.nest.in_place:
         return None
-    size = min(lanes, _LARGEST)
+    size = min(lanes, _MAX_TILE)
     while size > last.count or size > across.count // tasks:
         size //= 2
     if size < 4:
@@ -236,18 +235,18 @@ def write_transposed(tiles: TransposedReads, tasks: int) -> None:
 
     def write(part: FlatBox) -> None:
         across = next(loop for loop in part.spatial if loop.var.same_as(tiles.across))
-        others = [loop for loop in part.spatial[:-1] if loop is not across]
-        with nested(others) as position:
+        outer_loops = [loop for loop in part.spatial[:-1] if loop is not across]
+        with nested(outer_loops) as position:
             with T.serial(int64(ceil_div(across.count, tiles.size))) as i:
                 first = _start(across, i, tiles.size)
                 with T.serial(int64(ceil_div(part.spatial[-1].count, tiles.size))) as j:
                     _tile(tiles, part, position, first, _start(part.spatial[-1], j, tiles.size))
 
-    spread(tiles.box, tasks, tiles.size, write)
+    share_among_tasks(tiles.box, tasks, tiles.size, write)
 
 
 def _start(loop: Loop, number: Expr, size: int) -> Expr:
-    """Where a run or tile starts: the last ends with the loop, and does again what it shares with the one before."""
+    """Start of a run or tile; the last ends with the loop, and computes elements of the one before again."""
     if isinstance(loop.count, int) and loop.count % size == 0:
         return number * size + loop.begin
     return materialize(T.min(number * size + loop.begin, int64(loop.end) - size))
@@ -259,19 +258,19 @@ def _tile(tiles: TransposedReads, part: FlatBox, position: dict[tirx.Var, Expr],
     for stand_in, load in tiles.reads.items():
         rows = []
         for i in range(size):
-            here = {**position, tiles.across: first, last: start + i}
-            rows.append(tirx.BufferLoad(load.source, [lane_indices(replaced(load.indices[0], here), size)]))
+            values = {**position, tiles.across: first, last: start + i}
+            rows.append(tirx.BufferLoad(load.source, [lane_indices(replaced(load.indices[0], values), size)]))
         columns[stand_in] = []
         for column in riffle(rows, size):
             columns[stand_in].append(slot(stand_in.dtype, size))
             T.buffer_store(columns[stand_in][-1], column, [lane_indices(int64(0), size)])
     for i in range(size):
         row = part.at({**position, tiles.across: first + i})
-        write_point(row, last, start, size, {stand_in: held[i] for stand_in, held in columns.items()})
+        write_point(row, last, start, size, {stand_in: registers[i] for stand_in, registers in columns.items()})
 
 
 def write_function(func: tirx.PrimFunc, nests: Sequence[Nest], cpu: CpuTarget) -> tirx.PrimFunc:
-    """A PrimFunc that computes nests in order, with the parameters and attributes of `func`, and its ties noted."""
+    """A PrimFunc that computes nests in order, with the parameters and attributes of `func`, and with its ties."""
     params = list(func.params)
     candidates, ties = tied_in(nests, params), []
     with IRBuilder() as builder, T.prim_func(s_tir=True):
@@ -291,7 +290,7 @@ def _views(func: tirx.PrimFunc, nests: Sequence[Nest]) -> dict[tirx.Buffer, tirx
     used = {buffer for nest in nests for value in nest.expressions() for buffer in sources(value)}
     stored = {buffer for nest in nests for buffer in nest.stored}
     views = {p: flat(p, p.shape) for p in func.params if p in used or p in stored}
-    for buffer in [buffer for nest in nests for buffer in nest.made]:
+    for buffer in [buffer for nest in nests for buffer in nest.computed]:
         if buffer not in views:
             count = prod(buffer.shape, start=tirx.IntImm("int64", 1))
             make = T.alloc_buffer if buffer in stored else tirx.decl_buffer
@@ -300,7 +299,7 @@ def _views(func: tirx.PrimFunc, nests: Sequence[Nest]) -> dict[tirx.Buffer, tirx
 
 
 def _write_nest(nest: Nest, cpu: CpuTarget, views: dict[tirx.Buffer, tirx.Buffer], may_tie: bool) -> bool:
-    """Write a nest; whether every element is computed once and by itself, which is asked if it `may_tie` operands."""
+    """Write a nest; return whether every element is computed exactly once, which holds only if it `may_tie`."""
     view = views.__getitem__
     boxes, tasks = cut(nest), tasks_for(nest, cpu)
     if len(boxes) == 1:
@@ -311,7 +310,7 @@ def _write_nest(nest: Nest, cpu: CpuTarget, views: dict[tirx.Buffer, tirx.Buffer
         _write_box(only, cpu, tasks)
         return ties
     wide = [d for d, axis in enumerate(nest.axes[:-1]) if plain_extent(axis.extent) != 1]
-    shared = most_even([nest.axes[d].extent for d in wide], tasks)
+    shared = loop_to_share([nest.axes[d].extent for d in wide], tasks)
     if shared is None or tasks == 1:
         for box in boxes:
             _write_box(flatten(box, None, view), cpu, tasks)
@@ -322,7 +321,7 @@ def _write_nest(nest: Nest, cpu: CpuTarget, views: dict[tirx.Buffer, tirx.Buffer
         for box in boxes:
             low, high = box.bounds[d]
             low = materialize(T.max(begin, low)) if low != 0 else begin
-            # A task whose part lies outside of the box has nothing to do there: no loop runs backwards.
+            # The loop is empty for a task whose part lies outside of the box.
             high = materialize(T.max(T.min(end, high), low))
             _write_box(flatten(box, (d, low, high), view), cpu, 1)
     return False
@@ -333,27 +332,27 @@ def _write_box(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
     write(box, cpu, tasks)
 
 
-# One core: bytes read or written in a nanosecond, and vectors of simple operations.
-_BYTES, _VECTORS = 20.0, 2.0
-# Nanoseconds that a call of a transcendental function takes for a vector.
-_CALL = 2.0
+# Throughput of one core.
+_BYTES_PER_NS, _VECTOR_OPS_PER_NS = 20.0, 2.0
+# Time of a transcendental function of a vector.
+_NS_PER_CALL = 2.0
 
 
 def tasks_for(nest: Nest, cpu: CpuTarget) -> int:
-    """Into how many tasks a nest is cut: one for each core, or one if it is done soon."""
+    """Number of tasks of a nest: one for each core, or one if it is short."""
     return work_split.tasks_for(cpu.cores, "nanoseconds", nanoseconds(nest, cpu))
 
 
 def nanoseconds(nest: Nest, cpu: CpuTarget) -> float | None:
-    """An estimate of a nest's time on one core; None where extents are unknown."""
+    """An estimate of a nest's time on one core; None for symbolic extents."""
     if not all(isinstance(axis.extent, int) for axis in (*nest.axes, *nest.reduced)):
         return None
     points, terms = prod(axis.extent for axis in nest.axes), prod(axis.extent for axis in nest.reduced)
-    of_sums = sum(points * terms * _point(s.value, cpu) for s in nest.sums)
-    return of_sums + sum(points * _point(value, cpu) for _, value in nest.steps)
+    sum_time = sum(points * terms * _point_nanoseconds(s.value, cpu) for s in nest.sums)
+    return sum_time + sum(points * _point_nanoseconds(value, cpu) for _, value in nest.steps)
 
 
-def _point(value: tvm.ir.Expr, cpu: CpuTarget) -> float:
+def _point_nanoseconds(value: tvm.ir.Expr, cpu: CpuTarget) -> float:
     lanes = cpu.lanes("float32")
     nodes = calls = 0
 
@@ -365,4 +364,4 @@ def _point(value: tvm.ir.Expr, cpu: CpuTarget) -> float:
 
     structural_walk(value, (tvm.ir.Expr, on_node))
     read = sum(bytes_of(str(load.ty.dtype)) for load in loads(value))
-    return read / _BYTES + (nodes / _VECTORS / 4 + calls * _CALL) / lanes
+    return read / _BYTES_PER_NS + (nodes / _VECTOR_OPS_PER_NS / 4 + calls * _NS_PER_CALL) / lanes

@@ -1,9 +1,9 @@
-"""The greater and the lesser of two numbers, NaN included: one definition for every kernel and every fusion of it.
+"""Maximum and minimum with NaN: one definition for every kernel and every fusion of it.
 
-``tirx.max`` is a comparison and a choice, which take the second operand where one is NaN, so that a NaN would be seen
-or not as the operands happen to stand; and TVM's simplifier swaps and drops operands as if numbers were total. Here the
-result is NaN where an operand is, as in numpy. Beside a constant that takes no instruction more, on two variables it
-takes a comparison and a choice more.
+``tirx.max`` is a comparison and a selection, which takes the second operand where one is NaN, so that the result would
+depend on the order of operands; and TVM's simplifier swaps and drops operands as if numbers were totally ordered. Here
+the result is NaN where an operand is, as in numpy. With a constant operand that takes no further instruction, with two
+variables a further comparison and selection.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..core.builder import Expr, vector_type
 
 
 def maximum(a: Expr, b: Expr) -> Expr:
-    """The greater of two expressions of one type; NaN where one of them is."""
+    """The maximum of two expressions of one type; NaN where one of them is."""
     return _extreme(a, b, tirx.max, tirx.GT)
 
 
 def minimum(a: Expr, b: Expr) -> Expr:
-    """The lesser of two expressions of one type; NaN where one of them is."""
+    """The minimum of two expressions of one type; NaN where one of them is."""
     return _extreme(a, b, tirx.min, tirx.LT)
 
 
 def is_nan(x: Expr) -> Expr:
     """Return whether a floating-point expression is NaN, by its bits.
 
-    TVM would simplify ``x != x`` to false, and generates a call for each lane of ``isnan`` of a vector.
+    TVM simplifies ``x != x`` to false, and generates one call per lane for ``isnan`` of a vector.
     """
     dtype, lanes = str(x.ty.dtype).partition("x")[0], x.ty.dtype.lanes
     integer, infinity = _BITS[dtype]
@@ -46,26 +46,26 @@ _BITS = {
     "float32": ("int32", 0x7F800000),
     "float64": ("int64", 0x7FF0000000000000),
 }
-"""Bits of an element type: the integer of its size, and the bits of infinity."""
+"""The integer type of an element type's size, and the bits of infinity."""
 
 
 def index_wins(one: Sequence[Expr], other: Sequence[Expr], largest: bool, last: bool) -> Expr:
-    """True if the first of two pairs of index and value is the one that is looked for; NaN comes before all numbers."""
+    """True if the first of two pairs of index and value wins an argmax or argmin; NaN wins against all numbers."""
     is_more = one[1] > other[1] if largest else one[1] < other[1]
     is_before = one[0] > other[0] if last else one[0] < other[0]
-    of_numbers = tirx.any(is_more, tirx.all(tirx.EQ(one[1], other[1]), is_before))
+    wins_as_number = tirx.any(is_more, tirx.all(tirx.EQ(one[1], other[1]), is_before))
     if "float" not in str(one[1].ty.dtype):
-        return of_numbers
-    return tirx.Select(is_nan(one[1]), tirx.any(tirx.Not(is_nan(other[1])), is_before), of_numbers)
+        return wins_as_number
+    return tirx.Select(is_nan(one[1]), tirx.any(tirx.Not(is_nan(other[1])), is_before), wins_as_number)
 
 
-def _extreme(a: Expr, b: Expr, of_total: type, is_ahead: type) -> Expr:
+def _extreme(a: Expr, b: Expr, plain_op: type, is_ahead: type) -> Expr:
     if "float" not in str(a.ty.dtype):
-        return of_total(a, b)
+        return plain_op(a, b)
     for one, other in ((a, b), (b, a)):
-        if _is_number(other):  # a NaN loses every comparison, and is what is left
+        if _is_number(other):  # comparisons with NaN are false, which selects NaN
             return tirx.Select(is_ahead(other, one), other, one)
-    # Nested comparisons alone would be simplified as if numbers were total.
+    # TVM would simplify nested comparisons alone as if numbers were totally ordered.
     return tirx.Select(is_nan(a), a, tirx.Select(is_ahead(a, b), a, b))
 
 
@@ -75,14 +75,14 @@ def _is_number(x: Expr) -> bool:
 
 
 def is_maximum(value: Expr) -> bool | None:
-    """True for what `maximum` makes of two variables, False for `minimum`; None of other expressions."""
+    """True for a `maximum` of two variables, False for a `minimum`, None for other expressions."""
     inner = value.false_value if isinstance(value, tirx.Select) else None
     if not isinstance(inner, tirx.Select) or not isinstance(inner.condition, (tirx.GT, tirx.LT)):
         return None
-    wanted = (maximum if isinstance(inner.condition, tirx.GT) else minimum)(inner.true_value, inner.false_value)
-    return isinstance(inner.condition, tirx.GT) if tvm_ffi.structural_equal(value, wanted) else None
+    expected = (maximum if isinstance(inner.condition, tirx.GT) else minimum)(inner.true_value, inner.false_value)
+    return isinstance(inner.condition, tirx.GT) if tvm_ffi.structural_equal(value, expected) else None
 
 
 def operands(value: Expr) -> tuple[Expr, Expr]:
-    """The two expressions of which `maximum` or `minimum` made one."""
+    """The operands of a `maximum` or `minimum` of two variables."""
     return value.false_value.true_value, value.false_value.false_value

@@ -1,8 +1,8 @@
-"""A vector expression of TIR as a function in LLVM's language.
+"""Translation of a vector expression of TIR into a function in LLVM IR.
 
-TVM's code generator for LLVM has no functions that return vectors, and its simplifier substitutes whatever an
-expression binds wherever it is used. A function in LLVM's own language, imported into a module and inlined by LLVM,
-is written once, however often it is called, and neither sees the other.
+TVM's LLVM code generator lacks functions that return vectors, and its simplifier substitutes bound values wherever they
+are used. A function in LLVM IR, imported into a module and inlined by LLVM, is written once, however often it is
+called, and the simplifier does not see it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> s
     Parameters
     ----------
     params : sequence of tirx.Var
-        Vectors, which `result` is an expression of.
+        Vectors in `result`.
     result : tirx.Expr
-        Expression of arithmetic, comparisons, choices, conversions, ``Let``, sqrt, the C library's sin, cos and tan,
+        Expression of arithmetic, comparisons, selections, conversions, ``Let``, sqrt, the C library's sin, cos and tan,
         and `vector_math.rarely`.
 
     Returns
     -------
     str
-        A module in LLVM's language with the function alone and what it declares.
+        Module in LLVM IR with the function and its declarations.
 
     Raises
     ------
     TypeError
-        The expression holds what has no translation here.
+        If a part of the expression cannot be translated.
     """
     writer = _Writer(params)
     value = writer.value(result)
@@ -53,7 +53,7 @@ def llvm_function(name: str, params: Sequence[tirx.Var], result: tirx.Expr) -> s
 
 
 class _Writer:
-    """Instructions in the order of the values they give; a variable's value is written once."""
+    """Instructions in order; the value of a variable is computed once."""
 
     def __init__(self, params: Sequence[tirx.Var]) -> None:
         self.lines: list[str] = []
@@ -62,7 +62,7 @@ class _Writer:
         self._variables = {param: f"%x{i}" for i, param in enumerate(params)}
 
     def value(self, e: tirx.Expr) -> str:
-        """Operand that stands for an expression."""
+        """The LLVM IR operand for an expression."""
         while isinstance(e, tirx.Let):
             self._variables[e.var] = self.value(e.value)
             e = e.body
@@ -80,7 +80,7 @@ class _Writer:
     def _instruction(self, e: tirx.Expr) -> str:
         kind = type(e)
         if kind in _ARITHMETIC:
-            # As in code of TVM's own, a product and a sum may become one instruction.
+            # A product and a sum may become one instruction, as in TVM's own code.
             prefix = "f" if _is_float(e) else "s" if kind is tirx.Div else ""
             flag = " contract" if prefix == "f" else ""
             return f"{prefix}{_ARITHMETIC[kind]}{flag} {self._pair(e.a, e.b)}"
@@ -91,13 +91,13 @@ class _Writer:
         if kind is tirx.Not:
             return f"xor {_type(e)} {self.value(e.a)}, splat (i1 true)"
         if kind is tirx.Select:
-            chosen = [f"{_type(v)} {self.value(v)}" for v in (e.condition, e.true_value, e.false_value)]
-            return f"select {', '.join(chosen)}"
+            selection = [f"{_type(v)} {self.value(v)}" for v in (e.condition, e.true_value, e.false_value)]
+            return f"select {', '.join(selection)}"
         if kind is tirx.Cast:
             return f"{_conversion(e.value, e)} {_type(e.value)} {self.value(e.value)} to {_type(e)}"
         if kind is tvm.ir.Call:
             return self._call(e)
-        raise TypeError(f"no translation of {kind.__name__} into LLVM's language: {e}")
+        raise TypeError(f"no translation of {kind.__name__} into LLVM IR: {e}")
 
     def _pair(self, a: tirx.Expr, b: tirx.Expr) -> str:
         return f"{_type(a)} {self.value(a)}, {self.value(b)}"
@@ -115,7 +115,7 @@ class _Writer:
             return self._intrinsic(f"{_INTRINSICS[name]}.v{call.ty.dtype.lanes}f{call.ty.dtype.bits}", call)
         if name == "prim.if_then_else":
             return self._branch(*call.args)
-        raise TypeError(f"no translation of {name} into LLVM's language")
+        raise TypeError(f"no translation of {name} into LLVM IR")
 
     def _intrinsic(self, name: str, call: tvm.ir.Call) -> str:
         ty = _type(call)
@@ -123,18 +123,18 @@ class _Writer:
         return f"call {ty} @llvm.{name}({ty} {self.value(call.args[0])})"
 
     def _branch(self, condition: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> str:
-        """A choice per lane, whose first value is computed only where it is chosen by any."""
+        """A selection per lane, whose first value is computed only if some lane selects it."""
         common, mask = self.value(otherwise), self.value(condition)
         ty, lanes = _type(otherwise), otherwise.ty.dtype.lanes
         self.declarations.add(f"declare i1 @llvm.vector.reduce.or.v{lanes}i1(<{lanes} x i1>)")
-        some = self._emit(f"call i1 @llvm.vector.reduce.or.v{lanes}i1(<{lanes} x i1> {mask})")
+        any_lane = self._emit(f"call i1 @llvm.vector.reduce.or.v{lanes}i1(<{lanes} x i1> {mask})")
         before, rare, after = self._block, f"rare{len(self.lines)}", f"common{len(self.lines)}"
-        self.lines += [f"br i1 {some}, label %{rare}, label %{after}", f"{rare}:"]
+        self.lines += [f"br i1 {any_lane}, label %{rare}, label %{after}", f"{rare}:"]
         self._block = rare
-        chosen = self._emit(f"select <{lanes} x i1> {mask}, {ty} {self.value(value)}, {ty} {common}")
+        selection = self._emit(f"select <{lanes} x i1> {mask}, {ty} {self.value(value)}, {ty} {common}")
         self.lines += [f"br label %{after}", f"{after}:"]
         last, self._block = self._block, after
-        return f"phi {ty} [ {common}, %{before} ], [ {chosen}, %{last} ]"
+        return f"phi {ty} [ {common}, %{before} ], [ {selection}, %{last} ]"
 
 
 def _is_float(e: tirx.Expr) -> bool:
@@ -154,11 +154,11 @@ def _constant(e: tirx.Expr) -> str:
 
 def _number(scalar: tirx.Expr) -> str:
     if not isinstance(scalar, (tirx.IntImm, tirx.FloatImm)):
-        raise TypeError(f"no translation of a broadcast of {type(scalar).__name__} into LLVM's language")
+        raise TypeError(f"no translation of a broadcast of {type(scalar).__name__} into LLVM IR")
     if isinstance(scalar, tirx.IntImm):
         return str(int(scalar.value))
     value = float(scalar.value)
-    if str(scalar.ty.dtype) == "float32":  # written as the double that it equals
+    if str(scalar.ty.dtype) == "float32":  # LLVM IR writes a float as the equal double
         (value,) = struct.unpack("f", struct.pack("f", value))
     return f"0x{struct.unpack('Q', struct.pack('d', value))[0]:016X}"
 

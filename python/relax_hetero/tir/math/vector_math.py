@@ -1,16 +1,15 @@
 """Functions of float32 vectors as arithmetic, because ``T.exp`` of a vector becomes one libm call per lane.
 
-Every function takes and returns a float32 expression of any number of lanes and is called while a PrimFunc is being
-built (it binds intermediates). Only arithmetic, comparison and reinterpretation are used, so the same formulas serve
-LLVM and the ``c`` target; the one exception, sqrt, is an instruction on both.
+Every function takes and returns a float32 expression of any number of lanes, and is called inside of a PrimFunc's body
+(it binds intermediates). Only arithmetic, comparison and reinterpretation are used, so the same formulas serve the LLVM
+and ``c`` targets; the one exception, sqrt, is an instruction on both.
 
 Against float64 the results are within 4 units in the last place over all of float32, with infinities, NaN, denormals
 and signed zeros as IEEE 754 has them; gelu, see its coefficients, is within 4 units of its argument's last place.
 
-The coefficients are minimax fits (iteratively reweighted least squares in float64), given with the error of the fit
-itself.
+The coefficients are minimax fits (iteratively reweighted least squares in float64), with the error of the fit itself.
 
-Infinite and NaN constants are not written: TVM's C code generator has no way to. They are made of the operand's bits.
+Infinity and NaN are made from the operand's bits: TVM's C code generator cannot write such constants.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _ERF_LARGE = (
 )  # fmt: skip
 _ERF_LIMIT = 3.93  # beyond, erf is 1 in float32
 
-# Ratios of polynomials for gelu, whose positive coefficients cancel nothing. gelu is within 4 units in the last place
-# *of x*: what is left of x far below zero is next to nothing, and rounded so.
+# Ratios of polynomials for gelu, whose positive coefficients avoid cancellation. gelu is within 4 units in the last
+# place *of x*: far below zero it is almost zero, with a larger relative error.
 # tanh(x) = x P(x^2) / Q(x^2) for |x| <= 9.02, relative error 2.1e-8; beyond, tanh is 1 in float32.
 _TANH_RATIONAL_LIMIT = 9.02
 _TANH_P = (1.0, 0.133797199, 0.00349403615, 2.0583504e-05, 1.33190987e-08)
@@ -58,35 +57,35 @@ _LOG_P = (
     0.0674664378,
 )  # fmt: skip
 
-_LEAST = -87.0
-"""Between this and 0 the power of two of `exp_nonpositive` is a normal number."""
+_MIN_EXPONENT_ARGUMENT = -87.0
+"""Minimum argument of `exp_nonpositive` for which the power of two is a normal number."""
 
 LOG2_E = 1.44269504088896341
 # log(2) in two parts: the first has 9 significant bits, so that its product with an exponent is exact.
 LN2_HI, LN2_LO = 0.693359375, -2.12194440e-4
-ROUNDER, _ROUNDER_BITS = 12582912.0, 0x4B400000
+ROUNDER, ROUNDER_BITS = 12582912.0, 0x4B400000
 """1.5 * 2^23: adding it leaves a float32 rounded to an integer, in two's complement in the low bits."""
 _MAX = 3.4028234663852886e38
 _MIN_NORMAL = 1.1754943508222875e-38
 _SQRT_HALF_BITS = 0x3F3504F3
 
 
-# The values that `once` has named in the expression that is being written, innermost first; None among statements.
-_named: ContextVar[list[tuple[tirx.Var, tirx.Expr]] | None] = ContextVar("_named", default=None)
+# Variables that `once` has bound in the expression that is being written, outermost first; None among statements.
+_let_bindings: ContextVar[list[tuple[tirx.Var, tirx.Expr]] | None] = ContextVar("_let_bindings", default=None)
 
 
 def as_expression(function: Callable[..., tirx.Expr], *operands: tirx.Expr) -> tirx.Expr:
-    """Value of a function of this module as one expression, for where no statements can be written.
+    """Value of a function of this module as one expression, where statements cannot be written.
 
-    Values used more than once are bound by ``Let``, which TVM's simplifier must not see: it substitutes them.
+    Values used more than once are bound by ``Let``; TVM's simplifier would substitute them, so it must not see it.
     """
-    named: list[tuple[tirx.Var, tirx.Expr]] = []
-    token = _named.set(named)
+    bindings: list[tuple[tirx.Var, tirx.Expr]] = []
+    token = _let_bindings.set(bindings)
     try:
         result = function(*operands)
     finally:
-        _named.reset(token)
-    for var, value in reversed(named):
+        _let_bindings.reset(token)
+    for var, value in reversed(bindings):
         result = tirx.Let(var, value, result)
     return result
 
@@ -94,14 +93,14 @@ def as_expression(function: Callable[..., tirx.Expr], *operands: tirx.Expr) -> t
 def once(value: tirx.Expr) -> tirx.Expr:
     """A value that is computed once, however often it is used.
 
-    It goes through memory of its own, which LLVM makes a register. TVM's simplifier substitutes variables that are
-    bound to expressions wherever they are used, so that code with a chain of choices doubles at every one of them: an
-    epilogue with gelu took half a minute to compile. It does not look into memory.
+    It is stored in memory that LLVM makes a register. TVM's simplifier substitutes bound variables wherever they are
+    used, so that code with a chain of selections doubles at each of them: an epilogue with gelu took half a minute to
+    compile. It does not look into memory.
     """
-    named = _named.get()
-    if named is not None:
-        var = tirx.Var(f"v{len(named)}", value.ty)
-        named.append((var, value))
+    bindings = _let_bindings.get()
+    if bindings is not None:
+        var = tirx.Var(f"v{len(bindings)}", value.ty)
+        bindings.append((var, value))
         return var
     dtype = value.ty.dtype
     register = Registers(1, str(dtype).partition("x")[0], dtype.lanes)
@@ -110,8 +109,8 @@ def once(value: tirx.Expr) -> tirx.Expr:
 
 
 def rarely(condition: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> tirx.Expr:
-    """A choice per lane; inside `as_expression`, `value` is computed only where the condition holds for some lane."""
-    if _named.get() is None:
+    """A selection per lane; inside `as_expression`, `value` is computed only if the condition holds for some lane."""
+    if _let_bindings.get() is None:
         return T.Select(condition, value, otherwise)
     return tvm.ir.Call("prim.if_then_else", [condition, value, otherwise], ret_ty=otherwise.ty)
 
@@ -124,22 +123,22 @@ def dtype_of(x: tirx.Expr) -> str:
 def constant(x: tirx.Expr, value: float) -> tirx.Expr:
     """`value` in the type of `x`, lanes included."""
     dtype = dtype_of(x)
-    if dtype == "float32" and not (math.isfinite(value) and float(f"{value:e}") == _single(value)):
-        return _exact(value)
+    if dtype == "float32" and not (math.isfinite(value) and float(f"{value:e}") == _round_to_float32(value)):
+        return _from_literal_bits(value)
     return tirx.const(value, dtype)
 
 
-def _exact(value: float) -> tirx.Expr:
-    """A float32 number by its bits: TVM's C code generator prints 7 digits of a float, and no more.
+def _from_literal_bits(value: float) -> tirx.Expr:
+    """A float32 number by its bits: TVM's C code generator prints only 7 digits of a float.
 
-    The bits are split in two because a literal has no address to reinterpret, and xor is not folded.
+    The bits are the xor of two numbers, which is not folded: a literal lacks an address to reinterpret.
     """
     (raw,) = struct.unpack("i", struct.pack("f", value))
     halves = tirx.IntImm("int32", raw & ~0xFFFF), tirx.IntImm("int32", raw & 0xFFFF)
     return tirx.call_intrin("float32", "tirx.reinterpret", T.BitwiseXor(*halves))
 
 
-def _single(value: float) -> float:
+def _round_to_float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
@@ -166,13 +165,13 @@ def clamp(x: tirx.Expr, low: float, high: float) -> tirx.Expr:
 
 
 def at_least(x: tirx.Expr, low: float) -> tirx.Expr:
-    """The greater of `x` and a number; NaN stays."""
+    """The maximum of `x` and a number; NaN stays."""
     x = once(x)
     return once(T.Select(x < constant(x, low), constant(x, low), x))
 
 
 def at_most(x: tirx.Expr, high: float) -> tirx.Expr:
-    """The lesser of `x` and a number; NaN stays."""
+    """The minimum of `x` and a number; NaN stays."""
     x = once(x)
     return once(T.Select(x > constant(x, high), constant(x, high), x))
 
@@ -194,8 +193,8 @@ def exp(x: tirx.Expr) -> tirx.Expr:
 def exp_nonpositive(x: tirx.Expr) -> tirx.Expr:
     """e^x of a float32 expression that is not above zero, within 2 units in the last place; NaN stays.
 
-    It takes two thirds of the instructions of `exp`. Results below 2^-125 are zero: those of -inf, and those that
-    vanish in the sum of a softmax beside the 1 that the greatest gives.
+    It takes two thirds of the instructions of `exp`. Results below 2^-125 are zero; in the sum of a softmax they vanish
+    next to the 1 of the maximum.
     """
     x = once(x)
     shifted = once(x * constant(x, LOG2_E) + constant(x, ROUNDER))
@@ -204,7 +203,7 @@ def exp_nonpositive(x: tirx.Expr) -> tirx.Expr:
     mantissa = once(polynomial(r, EXP_P) * (r * r) + r + constant(x, 1.0))
     raw = once(bits(shifted))  # n in two's complement in the low bits
     scale = once(from_bits(T.shift_left(raw, constant(raw, 23)) + constant(raw, 0x3F800000)))
-    return once(T.Select(x < constant(x, _LEAST), constant(x, 0.0), mantissa * scale))
+    return once(T.Select(x < constant(x, _MIN_EXPONENT_ARGUMENT), constant(x, 0.0), mantissa * scale))
 
 
 def log(x: tirx.Expr) -> tirx.Expr:
@@ -236,7 +235,7 @@ def of_positive(x: tirx.Expr, logarithm: tirx.Expr) -> tirx.Expr:
     not_positive = from_bits(
         T.bitwise_or(own, T.Select(x < constant(x, 0.0), constant(own, 0x7FC00000), constant(own, -0x00800000)))
     )
-    # Of what is left, infinity and NaN are their own logarithms.
+    # Infinity and NaN are their own logarithms.
     finite = T.Select(x <= constant(x, _MAX), logarithm, x)
     return once(T.Select(x <= constant(x, 0.0), not_positive, finite))
 
@@ -289,14 +288,14 @@ def with_sign(magnitude: tirx.Expr, x: tirx.Expr) -> tirx.Expr:
 
 
 def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
-    """factor / (1 + e^-x), factor 1 where there is none; of e^-|x|, which cannot overflow."""
+    """factor / (1 + e^-x), by e^-|x|, which cannot overflow; the default factor is 1."""
     x = once(x)
     # Below -112 the result is 0 in float32.
     mantissa, scale = exp_parts(constant(x, 0.0) - absolute(x), -112.0, 0.0)
     one = constant(x, 1.0)
     denominator = one + mantissa * scale
     negative = x < constant(x, 0.0)
-    # The scale comes last: the mantissa times the factor is rounded as a normal number even where the result is none.
+    # The scale comes last: the mantissa times the factor is a normal number even if the result is denormal.
     numerator = T.Select(negative, mantissa, one)
     if factor is not None:
         numerator = numerator * factor
@@ -305,7 +304,7 @@ def _times_sigmoid(x: tirx.Expr, factor: tirx.Expr | None) -> tirx.Expr:
 
 
 def exp_parts(x: tirx.Expr, low: float, high: float) -> tuple[tirx.Expr, tirx.Expr]:
-    """e^x as a product of two numbers, of which neither overflows nor is denormal; x clamped to -125 <= low, high."""
+    """e^x as a product of two normal numbers; x is clamped to `low`, at least -125, and `high`."""
     x = clamp(x, low, high)
     exponent, n = rounded(x * constant(x, LOG2_E))
     r = once(x - n * constant(x, LN2_HI) - n * constant(x, LN2_LO))
@@ -315,12 +314,12 @@ def exp_parts(x: tirx.Expr, low: float, high: float) -> tuple[tirx.Expr, tirx.Ex
 def rounded(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
     """The integer next to a float32 of magnitude below 2^22, as int32 and as float32."""
     raw = once(bits(x + constant(x, ROUNDER)))
-    exponent = once(raw - constant(raw, _ROUNDER_BITS))
+    exponent = once(raw - constant(raw, ROUNDER_BITS))
     return exponent, once(T.cast(exponent, dtype_of(x)))  # the sum minus ROUNDER would be simplified to x
 
 
 def scaled(mantissa: tirx.Expr, exponent: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-    """Two numbers whose product is ``mantissa * 2^exponent`` and of which neither overflows, up to 2^250."""
+    """Two finite numbers whose product is ``mantissa * 2^exponent``, up to 2^250."""
     half = once(T.shift_right(exponent, constant(exponent, 1)))
     return once(mantissa * power_of_two(half)), once(power_of_two(exponent - half))
 
@@ -346,18 +345,18 @@ def gelu_tanh(x: tirx.Expr) -> tirx.Expr:
 
 
 def _odd_rational(x: tirx.Expr, limit: float, p: tuple[float, ...], q: tuple[float, ...]) -> tirx.Expr:
-    """x P(x^2) / Q(x^2), and exactly 1 or -1 from the limit on: what is left of gelu far below zero is zero."""
+    """x P(x^2) / Q(x^2), and exactly 1 or -1 from the limit on, so that gelu far below zero is zero."""
     x = clamp(x, -limit, limit)
     square = once(x * x)
     fourth = once(square * square)
-    ratio = x * _paired(square, fourth, p) / _paired(square, fourth, q)
+    ratio = x * _paired_polynomial(square, fourth, p) / _paired_polynomial(square, fourth, q)
     one, edge = constant(x, 1.0), constant(x, limit)
     below = T.Select(x <= constant(x, -limit), constant(x, -1.0), ratio)
     return once(T.Select(x >= edge, one, below))
 
 
-def _paired(x: tirx.Expr, square: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
-    """A polynomial as one in x^2 whose coefficients are linear in x: half the roundings one after the other."""
+def _paired_polynomial(x: tirx.Expr, square: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:
+    """A polynomial as one in x^2 with coefficients linear in x, which halves the chain of roundings."""
     pairs = [
         constant(x, low) if high is None else constant(x, high) * x + constant(x, low)
         for low, high in zip_longest(coefficients[::2], coefficients[1::2])

@@ -1,7 +1,7 @@
 """Powers, logarithms to other bases and hyperbolic functions of float32 vectors; see `vector_math`.
 
-They are within 4 units in the last place of float64 over all of float32, `power` too: it computes in float64 what
-rounding would otherwise be multiplied by the exponent.
+They are within 4 units in the last place of float64 over all of float32. `power` computes the logarithm in float64,
+whose rounding error the exponent multiplies.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def log1p(x: tirx.Expr) -> tirx.Expr:
     x = once(x)
     one = constant(x, 1.0)
     u = once(x + one)
-    # What rounding took from u, as a part of the logarithm.
-    lost = (x - once(u - one)) / u
-    whole = once(log(u))
-    result = T.Select(tirx.And(u > constant(x, 0.0), u <= constant(x, _MAX)), whole + lost, whole)
+    # The logarithm's share of the rounding error of u.
+    correction = (x - once(u - one)) / u
+    log_u = once(log(u))
+    result = T.Select(tirx.And(u > constant(x, 0.0), u <= constant(x, _MAX)), log_u + correction, log_u)
     return once(T.Select(tirx.EQ(u, one), x, result))
 
 
@@ -145,7 +145,7 @@ def cube(x: tirx.Expr) -> tirx.Expr:
 
 
 def power(x: tirx.Expr, y: tirx.Expr) -> tirx.Expr:
-    """x^y as C's pow has it: 1 where x is 1 or y is 0, NaN of negative x where y is no integer."""
+    """x^y like C's pow: 1 where x is 1 or y is 0, NaN for negative x where y is not an integer."""
     x, y = once(x), once(y)
     one, zero = constant(x, 1.0), constant(x, 0.0)
     magnitude, exponent = once(absolute(x)), once(absolute(y))
@@ -164,7 +164,7 @@ def power(x: tirx.Expr, y: tirx.Expr) -> tirx.Expr:
 
 
 def _wide_log2(x: tirx.Expr) -> tirx.Expr:
-    """The logarithm to base 2 in float64 of a float32 that is not negative; of 0 and infinity, beyond all others."""
+    """The logarithm to base 2 in float64 of a nonnegative float32; for 0 and infinity, -1e300 and 1e300."""
     wide = dtype_of(x).replace("float32", "float64")
     value = once(T.cast(x, wide))
     raw = once(T.reinterpret(wide.replace("float", "int"), value))
@@ -191,13 +191,13 @@ def _wide_exp2(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
 
 
 def _half_exp(x: tirx.Expr) -> tirx.Expr:
-    """e^x / 2 of x >= 0, which is finite a little longer than e^x."""
+    """e^x / 2 for x >= 0, which overflows later than e^x."""
     mantissa, scale = exp_parts(x, 0.0, 91.0)
     return once(mantissa * (scale * constant(x, 0.5)))
 
 
 def _log1p_or_twice(x: tirx.Expr, near: tirx.Expr) -> tirx.Expr:
-    """log(1 + near), or log(2 x) where x is so large that squares of it might not be finite."""
+    """log(1 + near), or log(2 x) where x is so large that its square might overflow."""
     large = x >= constant(x, 268435456.0)
     return log1p(T.Select(large, x, near)) + T.Select(large, constant(x, _LN2), constant(x, 0.0))
 

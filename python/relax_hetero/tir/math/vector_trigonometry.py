@@ -1,7 +1,7 @@
 """Trigonometric functions of float32 vectors; see `vector_math`.
 
-Arguments up to 2^20 are reduced in float64, with pi/2 in two parts of which the first has 33 bits, so that its
-multiples are exact. For vectors that hold a greater one, the C library is asked.
+Arguments up to 2^20 are reduced in float64, with pi/2 in two parts; the first has 33 bits, so that its multiples are
+exact. Vectors with a larger argument use the C library.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TWO_OVER_PI = 0.63661977236758134
 _HALF_PI_HI, _HALF_PI_LO = 1.5707963267341256, 6.0771005065061922e-11
 _TAN_EIGHTH_PI, _TAN_THREE_EIGHTHS_PI = 0.41421356237309505, 2.41421356237309505
 _ROUNDER = 6755399441055744.0  # as in `vector_powers`
-_REDUCED = 1048576.0
+_MAX_REDUCED = 1048576.0
 
 
 def sin(x: tirx.Expr) -> tirx.Expr:
     """The sine."""
     x = once(x)
-    return _odd(x, _reduced(x, _sine, T.sin))
+    return _odd(x, _reduce(x, _sine, T.sin))
 
 
 def cos(x: tirx.Expr) -> tirx.Expr:
@@ -41,7 +41,7 @@ def cos(x: tirx.Expr) -> tirx.Expr:
     def cosine(quadrant: tirx.Expr, r: tirx.Expr) -> tirx.Expr:
         return _sine(once(quadrant + constant(quadrant, 1)), r)
 
-    return _reduced(once(x), cosine, T.cos)
+    return _reduce(once(x), cosine, T.cos)
 
 
 def tan(x: tirx.Expr) -> tirx.Expr:
@@ -52,7 +52,7 @@ def tan(x: tirx.Expr) -> tirx.Expr:
         return T.Select(odd, constant(r, 0.0) - cosine, sine) / T.Select(odd, sine, cosine)
 
     x = once(x)
-    return _odd(x, _reduced(x, tangent, T.tan))
+    return _odd(x, _reduce(x, tangent, T.tan))
 
 
 def atan(x: tirx.Expr) -> tirx.Expr:
@@ -87,7 +87,7 @@ def acos(x: tirx.Expr) -> tirx.Expr:
 
 
 def _asin_parts(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-    """Return whether |x| > 1/2, and asin(sqrt((1 - |x|) / 2)) where it is, asin(|x|) where it is not."""
+    """Return whether |x| > 1/2, and asin(sqrt((1 - |x|) / 2)) if so, else asin(|x|)."""
     a = once(absolute(x))
     near_one = a > constant(x, 0.5)
     z = once(T.Select(near_one, (constant(x, 1.0) - a) * constant(x, 0.5), a * a))
@@ -95,7 +95,7 @@ def _asin_parts(x: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
     return near_one, once(s * (z * polynomial(z, _ASIN_P)) + s)
 
 
-def _reduced(
+def _reduce(
     x: tirx.Expr, of_quadrant: Callable[[tirx.Expr, tirx.Expr], tirx.Expr], library: Callable[[tirx.Expr], tirx.Expr]
 ) -> tirx.Expr:
     wide = dtype_of(x).replace("float32", "float64")
@@ -105,7 +105,7 @@ def _reduced(
     n = once(T.cast(quadrant, wide))
     r = value - n * constant(value, _HALF_PI_HI) - n * constant(value, _HALF_PI_LO)
     result = once(of_quadrant(quadrant, once(T.cast(r, dtype_of(x)))))
-    return once(rarely(once(absolute(x)) > constant(x, _REDUCED), library(x), result))
+    return once(rarely(once(absolute(x)) > constant(x, _MAX_REDUCED), library(x), result))
 
 
 def _odd(x: tirx.Expr, value: tirx.Expr) -> tirx.Expr:

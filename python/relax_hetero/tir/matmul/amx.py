@@ -1,11 +1,11 @@
-"""Tile registers (Intel AMX) in TIR: permission, configuration, loads, products, stores.
+"""Intel AMX in TIR: permission, configuration, tile loads, products and stores.
 
-Linux gives tile registers to a process that asks for them, once and for all of its threads; their first use without
-permission kills the process. So compiled code asks by itself (`may_use_tiles`), wherever its library is loaded, and
-has another way where the answer is no: the CPU has no tiles, or a container forbids the question. The shapes of tiles
-are a thread's: every task configures them, and releases them at its end.
+Linux grants the tile registers to a process that requests them, once for all of its threads; using them without
+permission kills the process. Compiled code therefore requests them itself (`may_use_amx`), and falls back to vectors
+where the CPU lacks them or a container forbids the request. Tile shapes are per thread: every task configures the
+tiles, and releases them at its end.
 
-The body of a kernel that uses any of this stands under ``T.attr(0, "pragma_import_llvm", LLVM_TEXT)``.
+The body of a kernel that uses AMX stands under ``T.attr(0, "pragma_import_llvm", LLVM_TEXT)``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from tvm.script.ir_builder import tirx as T
 from ...target.amx_instructions import TILE_BYTES, AmxInstruction
 from ..core.builder import Expr, either, int64, loop, materialize
 
-_ASK, _COPY = "relax_hetero_may_use_tiles", "relax_hetero_copy_64"
+LANES = 16
+"""Columns of a tile of accumulators."""
 
-# The system call is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of Linux on x86-64, which returns zero where it
-# grants; the answer is 1 or 2 after the first question.
+LEFT_TILES, RIGHT_TILES = (4, 5), (6, 7)
+"""Tiles of factors; tiles 0 to 3 are accumulators, two for each of the left factors."""
+
+_REQUEST, _COPY = "relax_hetero_may_use_tiles", "relax_hetero_copy_64"
+
+# The system call is arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of Linux on x86-64, which returns zero if
+# granted. The answer is cached: 1 if granted, 2 if refused.
 LLVM_TEXT = f"""
 @relax_hetero_tiles_answer = internal global i32 0
-define i32 @{_ASK}() {{
+define i32 @{_REQUEST}() {{
 entry:
   %known = load atomic i32, ptr @relax_hetero_tiles_answer monotonic, align 4
   %is_known = icmp ne i32 %known, 0
@@ -53,15 +59,15 @@ define void @{_COPY}(ptr %source, ptr %target, i64 %mask) {{
 """
 
 
-def may_use_tiles() -> Expr:
-    """Return whether the operating system lets the process use tiles; asks at first."""
-    return tirx.EQ(tirx.call_extern("int32", _ASK), tirx.const(1, "int32"))
+def may_use_amx() -> Expr:
+    """Return whether the operating system lets the process use AMX; the first call requests it."""
+    return tirx.EQ(tirx.call_extern("int32", _REQUEST), tirx.const(1, "int32"))
 
 
-def tiles_or_vectors(by_tiles: Callable[[], None], by_vectors: Callable[[], None], enough: Expr = True) -> None:
-    """Write both ways of a kernel; a run goes by tiles if `enough` holds and the process may use them."""
-    allowed = may_use_tiles()
-    either(allowed if enough is True else tirx.And(enough, allowed), by_tiles, by_vectors)
+def amx_or_vectors(with_amx: Callable[[], None], with_vectors: Callable[[], None], enough_rows: Expr = True) -> None:
+    """Write a kernel with AMX and with vectors; a call uses AMX if `enough_rows` holds and the process may."""
+    allowed = may_use_amx()
+    either(allowed if enough_rows is True else tirx.And(enough_rows, allowed), with_amx, with_vectors)
 
 
 def _emit(name: str, *args: Expr) -> None:
@@ -69,7 +75,7 @@ def _emit(name: str, *args: Expr) -> None:
 
 
 def configure(rows: list[Expr], widths: list[int] | None = None) -> None:
-    """Give each of the eight tiles its rows, and the bytes of a row (None: 64); Intel SDM, LDTILECFG, palette 1."""
+    """Configure the rows and the bytes per row (None: 64) of the eight tiles; Intel SDM, LDTILECFG, palette 1."""
     words = T.alloc_buffer((16,), "int32", scope="global")
     counts = [tirx.Cast("int32", r) if isinstance(r, tirx.Expr) else tirx.const(r, "int32") for r in rows]
 
@@ -88,7 +94,7 @@ def configure(rows: list[Expr], widths: list[int] | None = None) -> None:
 
 
 def release() -> None:
-    """Give the tiles back: what is switched between threads becomes less."""
+    """Release the tiles, which makes context switches cheaper."""
     _emit("llvm.x86.tilerelease")
 
 
@@ -98,13 +104,13 @@ def clear(tile: int) -> None:
 
 
 def load(tile: int, address: Expr, stride: Expr, streamed: bool = False) -> None:
-    """Fill a tile with rows `stride` bytes apart; `streamed` ones do not drive others out of the first-level cache."""
+    """Load a tile from rows `stride` bytes apart; `streamed` loads do not evict others from the L1 cache."""
     name = "llvm.x86.tileloaddt164" if streamed else "llvm.x86.tileloadd64"
     _emit(name, T.int8(tile), address, int64(stride))
 
 
 def store(tile: int, address: Expr, stride: Expr) -> None:
-    """Write a tile's rows `stride` bytes apart."""
+    """Store a tile's rows `stride` bytes apart."""
     _emit("llvm.x86.tilestored64", T.int8(tile), address, int64(stride))
 
 
@@ -113,8 +119,8 @@ def multiply(instruction: AmxInstruction, sums: int, left: int, right: int) -> N
     _emit(instruction.instruction, T.int8(sums), T.int8(left), T.int8(right))
 
 
-def fetch(address: Expr) -> None:
-    """Ask for a cache line, into the second-level cache."""
+def prefetch(address: Expr) -> None:
+    """Prefetch a cache line into the L2 cache."""
     read, level, data = tirx.const(0, "int32"), tirx.const(2, "int32"), tirx.const(1, "int32")
     _emit("llvm.prefetch", address, read, level, data)
 
@@ -122,16 +128,16 @@ def fetch(address: Expr) -> None:
 def copy_line(source: Expr, target: Expr, count: int = TILE_BYTES) -> None:
     """Copy `count` bytes between addresses.
 
-    The others of the target's 64 become zero, those of the source are not touched.
+    The rest of the target's 64 bytes becomes zero; the rest of the source is not read.
     """
     mask = -1 if count >= TILE_BYTES else (1 << count) - 1
     T.evaluate(tirx.call_extern("void", _COPY, source, target, T.int64(mask)))
 
 
 def scratch(size: int, dtype: str) -> Any:
-    """Memory of a task that tiles are loaded from and stored to.
+    """Memory of a task for loads and stores that TVM does not see.
 
-    TVM cuts an allocation down to the elements that it sees touched, which the rows of a tile are not: its ends are.
+    TVM shrinks an allocation to the elements whose accesses it sees, so both ends are written.
     """
     memory = T.alloc_buffer((size,), dtype, scope="global")
     for end in (0, size - 1):
@@ -144,13 +150,13 @@ def address(memory: Any, at: Expr) -> Expr:
     return T.address_of(memory[at])
 
 
-class WaitingRows:
-    """Rows of sums that wait in memory of a task, to be finished between the steps of the products behind them.
+class PendingRows:
+    """Rows of accumulators in memory of a task whose epilogue is interleaved with the steps of the next products.
 
     Attributes
     ----------
     place : Buffer
-        Where the rows are to go, as the kernel's own numbers.
+        Destination of the rows, in numbers of the kernel.
     """
 
     def __init__(self, numbers: int) -> None:
@@ -160,16 +166,16 @@ class WaitingRows:
             T.buffer_store(self._range, tirx.const(0, "int64"), [slot])
 
     def put(self, begin: Expr, end: Expr, place: Sequence[Expr]) -> None:
-        """Let rows wait; those before are finished."""
+        """Add rows; all earlier ones must be finished."""
         for buffer, numbers in ((self._range, (begin, end)), (self.place, place)):
             for slot, number in enumerate(numbers):
                 T.buffer_store(buffer, int64(number), [slot])
 
-    def finish(self, finish_row: Callable[[Expr], None], most: int | None = None) -> None:
-        """Finish rows, each by code that `finish_row` writes, at most so many (None: all)."""
+    def finish(self, finish_row: Callable[[Expr], None], max_rows: int | None = None) -> None:
+        """Finish at most `max_rows` rows (None: all), each with code that `finish_row` writes."""
         next_row = materialize(self._range[0])
         left = self._range[1] - next_row
-        count = materialize(left if most is None else T.min(left, int64(most)))
+        count = materialize(left if max_rows is None else T.min(left, int64(max_rows)))
         with loop(count) as r:
             finish_row(materialize(next_row + r))
         T.buffer_store(self._range, next_row + count, [0])

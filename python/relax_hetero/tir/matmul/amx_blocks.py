@@ -1,13 +1,13 @@
-"""Products with weights in blocks by tile registers, for many rows: as exact as those of float32, or of bfloat16.
+"""Products of many rows with block-quantized weights by AMX, as exact as in float32 or in bfloat16.
 
-Codes of weights are integers that bfloat16 holds, and a weight of float16 is the sum of two numbers of bfloat16. A
-number of float32 is the sum of three; each of the three multiplies the weights in tiles, which add up in float32. Where
-bytes may stand for numbers, the first of the three does: it is off by one in 512 at most, and costs a third. The
-sums of weights that share a scale are stored, scaled and added by vectors, which is why the weights of a scale are
-whole steps of 32, or of 16 in tiles of half the size.
+Quants are integers that bfloat16 represents, and a float16 weight is the sum of two bfloat16 terms. A float32 factor is
+the sum of three terms; each multiplies the weights in tiles, which accumulate in float32. If activations may have 8
+bits, the first term is enough: its error is at most one in 512, at a third of the work. Sums of the weights of one
+scale are stored, scaled and added with vectors, so that the block of a scale has to be whole k-steps of 32, or of 16 in
+tiles of half the size.
 
-The loops, from outside: tasks, blocks of rows, whose terms are copied to scratch, panels of columns, which are
-unpacked once for a block of rows, pairs of tiles of rows, weights that share a scale, steps.
+The loops, outermost first: tasks, blocks of rows, whose terms are copied to scratch, panels of columns, which are
+unpacked once per block of rows, pairs of tiles of rows, blocks of one scale, k-steps.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ from ..core.builder import Expr, ceil_div, constant, lane_indices, lane_mask, le
 from ..core.work_split import part, split_work
 from ..math.casts import bfloat16_bits
 from . import amx
+from .amx import LANES, LEFT_TILES, RIGHT_TILES
 from .block_spec import BlockSpec, emit_row_sums, for_columns, store_row
 
 MIN_ROWS = 16
-"""For fewer rows of no known kind, weights are unpacked for each of them in registers."""
+"""Minimum number of rows for AMX, unless the problem says that rows are prefill."""
 
-# Of the terms of a block of rows: most of the second-level cache.
+# Bytes of the terms of a block of rows: most of the L2 cache.
 ROW_BLOCK_BYTES = 3 << 19
 
 _TERMS = {8: 1, 16: 3}
-"""Numbers of bfloat16 that stand for one of float32, by `activation_bits`."""
+"""Number of bfloat16 terms of a float32 factor, by `activation_bits`."""
 
-_PLAIN_CHAIN = 1024
-"""Weights without a scale that are added up in a tile before their sum is stored, which takes as long as some steps."""
+_UNSCALED_CHAIN = 1024
+"""Weights without a scale that accumulate in a tile before it is stored, which takes as long as several steps."""
 
-_LANES = 16
 _STEP = 2 * TILE_ROWS  # k of a step, or half of it
-_LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
 
 
-def block_tiles(spec: BlockSpec, cpu: CpuTarget) -> AmxInstruction | None:
-    """The product of tiles for weights in panels; None where tiles cannot multiply them, or vectors are to."""
+def amx_for_blocks(spec: BlockSpec, cpu: CpuTarget) -> AmxInstruction | None:
+    """The AMX instruction for a block-quantized product; None if it is unsupported, or vectors are better."""
     problem = spec.problem
     is_whole = spec.chain % TILE_ROWS == 0 or spec.chains == 1
     is_few = isinstance(spec.m, int) and spec.m < MIN_ROWS
-    by_vectors = problem.rows == "decode" or (is_few and not problem.rows)
-    if not is_whole or by_vectors or problem.panel != 2 * _LANES or 0 in (problem.depth, problem.columns):
+    prefers_vectors = problem.rows == "decode" or (is_few and not problem.rows)
+    if not is_whole or prefers_vectors or problem.panel != 2 * LANES or 0 in (problem.depth, problem.columns):
         return None
     return amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
 
 
-def emit_block_tiles(spec: BlockSpec, cpu: CpuTarget, instruction: AmxInstruction) -> None:
-    """Write the loops, where the process may use tiles and rows are not few."""
+def emit_amx_blocks(spec: BlockSpec, cpu: CpuTarget, instruction: AmxInstruction) -> None:
+    """Write the loops of a product with enough rows, in a process that may use AMX."""
     _Loops(spec, instruction).write(cpu)
 
 
@@ -67,9 +66,9 @@ class _Loops:
         depth, columns = spec.problem.depth, spec.problem.panel
         self.step = _STEP if spec.chain % _STEP == 0 or spec.chains == 1 else TILE_ROWS
         self.steps = ceil_div(depth, self.step)
-        chain = _PLAIN_CHAIN if spec.plan.form.is_plain else spec.chain
+        chain = _UNSCALED_CHAIN if spec.plan.form.is_plain else spec.chain
         self.chain = self.steps if spec.chains == 1 else chain // self.step
-        """Steps whose sums are added up in tiles."""
+        """Steps whose products accumulate in tiles."""
         self.weight_terms = 2 if spec.plan.form.name == "f16" else 1
         self.panel_words = self.steps * self.step // 2 * columns
         self.row_bytes = (ceil_div(self.terms * self.steps * self.step * 2, TILE_BYTES) | 1) * TILE_BYTES
@@ -91,7 +90,7 @@ class _Loops:
         with loop(split.tasks, parallel=split.tasks > 1) as task:
             self.rows = amx.scratch(self.pairs_of_block * self.height * self.row_bytes // 2, "uint16")
             self.weights = amx.scratch(self.weight_terms * self.panel_words, "int32")
-            self._make_scratch_of_blocks()
+            self._allocate_scales()
             self.products = amx.scratch(self.height * problem.panel, "float32")
             self.totals = amx.scratch(self.height * problem.panel, "float32")
             low, high = self.heights
@@ -99,7 +98,7 @@ class _Loops:
             factor = [self.step // 2] * 2
             widths = [TILE_BYTES] * 4 + [2 * self.step] * 2 + [TILE_BYTES] * 2
             amx.configure([low, low, second, second, low, second, *factor], widths)
-            _, row_part, column_part = split.place(task)
+            _, row_part, column_part = split.parts_of(task)
             first_m, last_m = part(pairs, split.rows, row_part)
             first_n, last_n = part(panels, split.columns, column_part)
             with loop(materialize(ceil_div(last_m - first_m, self.pairs_of_block))) as block:
@@ -110,9 +109,9 @@ class _Loops:
                     self._copy_row(materialize(first_row + r), materialize(r * (self.row_bytes // 2)))
                     if self.row_sums is not None:
                         place = (self.row_sums, materialize(r * spec.chains))
-                        rounded = _rounded if self.terms == 1 else let
+                        rounded = _round_to_bfloat16 if self.terms == 1 else let
                         row = materialize(first_row + r)
-                        emit_row_sums(spec.lhs, row, problem.depth, spec.chain, _LANES, place, rounded)
+                        emit_row_sums(spec.lhs, row, problem.depth, spec.chain, LANES, place, rounded)
                 with loop(last_n - first_n) as n:
                     panel = materialize(first_n + n)
                     self._unpack(panel)
@@ -120,8 +119,8 @@ class _Loops:
                         self._multiply(materialize(begin + pair), materialize(pair * self.height), panel)
             amx.release()
 
-    def _make_scratch_of_blocks(self) -> None:
-        """Make scratch for factors of a panel's blocks, for terms that are added, and for factors of the latter."""
+    def _allocate_scales(self) -> None:
+        """Allocate a panel's scales and minimums, and the sums of rows that multiply the minimums."""
         spec, form = self.spec, self.spec.plan.form
         count = spec.chains * spec.problem.panel
         self.scales = T.alloc_buffer((count,), "float32", scope="global") if form.scale else None
@@ -130,58 +129,58 @@ class _Loops:
         self.row_sums: Any = T.alloc_buffer((rows * spec.chains,), "float32", scope="global") if form.minimum else None
 
     def _copy_row(self, row: Expr, target: Expr) -> None:
-        """The terms of a row of the left operand, zeros behind the end of each."""
+        """The terms of a row of the left operand, with zeros after the end of each."""
         lhs, depth = self.spec.lhs, self.spec.problem.depth
         length = self.steps * self.step
 
         def store(column: Expr, terms: list[Expr]) -> None:
             for number, bits in enumerate(terms):
-                index = lane_indices(target + number * length + column, _LANES)
+                index = lane_indices(target + number * length + column, LANES)
                 T.buffer_store(self.rows, bits, [index])
 
         def copy(column: Expr, mask: Expr | None) -> None:
-            store(column, _terms(self.terms, let(lhs.load({"m": row, "k": column}, "k", _LANES, mask))))
+            store(column, _terms(self.terms, let(lhs.load({"m": row, "k": column}, "k", LANES, mask))))
 
-        whole, left = divmod(depth, _LANES)
+        whole, left = divmod(depth, LANES)
         with loop(whole) as vector:
-            copy(materialize(vector * _LANES), None)
+            copy(materialize(vector * LANES), None)
         if left:
-            copy(tirx.const(whole * _LANES, "int64"), lane_mask(left, _LANES))
-        for column in range(ceil_div(depth, _LANES) * _LANES, length, _LANES):
-            store(tirx.const(column, "int64"), [zeros("uint16", _LANES)] * self.terms)
+            copy(tirx.const(whole * LANES, "int64"), lane_mask(left, LANES))
+        for column in range(ceil_div(depth, LANES) * LANES, length, LANES):
+            store(tirx.const(column, "int64"), [zeros("uint16", LANES)] * self.terms)
 
     def _unpack(self, panel: Expr) -> None:
-        """The codes of a panel as pairs of bfloat16, ``[k / 2, column]``, and what its blocks are scaled by."""
+        """Unpack a panel to pairs of bfloat16, ``[k / 2, column]``, and the scales of its blocks."""
         plan, reader = self.spec.plan, self.spec.reader
         columns, groups = plan.columns, ceil_div(plan.depth, plan.group)
         with loop(groups) as group:
             first = materialize(group * plan.group)
-            record = materialize(reader.record(panel, first // plan.span))
-            place = materialize(first % plan.span // plan.group)
+            superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+            place = materialize(first % plan.superblock_size // plan.group)
             for j in (0, 1):
-                number = reader.group(record, place, j)
+                number = reader.group(superblock, place, j)
                 for pair in range(plan.group // 2):
-                    start = first // 2 * columns + pair * columns + j * _LANES
+                    start = first // 2 * columns + pair * columns + j * LANES
                     self._store_pair([let(number(2 * pair + i)) for i in (0, 1)], start)
         written = groups * (plan.group // 2) * columns
         if self.panel_words > written:
             for term in range(self.weight_terms):
-                with loop((self.panel_words - written) // _LANES) as vector:
-                    index = lane_indices(term * self.panel_words + written + vector * _LANES, _LANES)
-                    T.buffer_store(self.weights, zeros("int32", _LANES), [index])
+                with loop((self.panel_words - written) // LANES) as vector:
+                    index = lane_indices(term * self.panel_words + written + vector * LANES, LANES)
+                    T.buffer_store(self.weights, zeros("int32", LANES), [index])
         if self.scales is not None:
             self._unpack_scales(panel)
 
     def _store_pair(self, numbers: list[Expr], start: Expr) -> None:
-        """Two vectors of neighbours along k, whose lower halves are zero, or are a second term."""
+        """Store two vectors of neighbours along k as bfloat16; the remainders are the second term, if any."""
         for term in range(self.weight_terms):
             low, high = (T.reinterpret("uint32x16", number) for number in numbers)
-            high = let(tirx.bitwise_and(high, constant(0xFFFF0000, "uint32", _LANES)))
-            index = lane_indices(term * self.panel_words + start, _LANES)
-            both = tirx.bitwise_or(tirx.shift_right(low, constant(16, "uint32", _LANES)), high)
-            T.buffer_store(self.weights, T.reinterpret("int32x16", both), [index])
+            high = let(tirx.bitwise_and(high, constant(0xFFFF0000, "uint32", LANES)))
+            index = lane_indices(term * self.panel_words + start, LANES)
+            word = tirx.bitwise_or(tirx.shift_right(low, constant(16, "uint32", LANES)), high)
+            T.buffer_store(self.weights, T.reinterpret("int32x16", word), [index])
             if term + 1 < self.weight_terms:
-                first = let(tirx.bitwise_and(low, constant(0xFFFF0000, "uint32", _LANES)))
+                first = let(tirx.bitwise_and(low, constant(0xFFFF0000, "uint32", LANES)))
                 numbers = [
                     let(number - T.reinterpret("float32x16", upper))
                     for number, upper in zip(numbers, (first, high), strict=True)
@@ -191,17 +190,17 @@ class _Loops:
         spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
         with loop(spec.chains) as chain:
             first = materialize(chain * spec.chain)
-            record = materialize(reader.record(panel, first // plan.span))
-            block = materialize(first % plan.span // plan.block)
+            superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+            block = materialize(first % plan.superblock_size // plan.block)
             for j in (0, 1):
-                outer = reader.outer(record, j)
-                index = lane_indices(materialize(chain * plan.columns + j * _LANES), _LANES)
-                T.buffer_store(self.scales, reader.scale(record, block, outer, j), [index])
+                outer = reader.outer(superblock, j)
+                index = lane_indices(materialize(chain * plan.columns + j * LANES), LANES)
+                T.buffer_store(self.scales, reader.scale(superblock, block, outer, j), [index])
                 if self.minimums is not None:
-                    T.buffer_store(self.minimums, reader.minimum(record, block, outer, j), [index])
+                    T.buffer_store(self.minimums, reader.minimum(superblock, block, outer, j), [index])
 
     def _multiply(self, pair: Expr, within: Expr, panel: Expr) -> None:
-        """A pair of tiles of rows, those from `within` on in their block, by a panel; stored."""
+        """Multiply a pair of tiles of rows, from `within` on in their block, by a panel, and store the result."""
         spec, columns = self.spec, self.spec.problem.panel
         row = materialize(pair * self.height)
         count = materialize(minimum(spec.m - row, self.height))
@@ -213,71 +212,71 @@ class _Loops:
             with loop(materialize(minimum(self.steps - first, self.chain)) if chains > 1 else self.steps) as s:
                 self._step(within, materialize(first + s))
             for tile, i, j in self.sums:
-                start = (self.heights[0] if i else 0) * columns + j * _LANES
+                start = (self.heights[0] if i else 0) * columns + j * LANES
                 amx.store(tile, amx.address(self.products, start), columns * 4)
-            self._add(count, within, chain)
+            self._add_scaled(count, within, chain)
 
         def store(masks: list[Expr]) -> None:
             with loop(count) as r:
-                index = [lane_indices(r * columns + j * _LANES, _LANES) for j in range(len(masks))]
+                index = [lane_indices(r * columns + j * LANES, LANES) for j in range(len(masks))]
                 store_row(spec, materialize(row + r), panel, masks, lambda j: let(self.totals[index[j]]))
 
         for_columns(spec, panel, store)
 
     def _step(self, within: Expr, step: Expr) -> None:
-        """Add the products of a step's weights of a column and the terms of what they meet."""
+        """Add the products of a k-step's terms of weights and of rows."""
         columns, depth = self.spec.problem.panel, self.step
         for weight_term in range(self.weight_terms):
             for j in (0, 1):
-                start = weight_term * self.panel_words + step * (depth // 2 * columns) + j * _LANES
-                amx.load(_RIGHT[j], amx.address(self.weights, start), columns * 4)
-            # The products of the smallest terms are beyond the last bit of the sum.
+                start = weight_term * self.panel_words + step * (depth // 2 * columns) + j * LANES
+                amx.load(RIGHT_TILES[j], amx.address(self.weights, start), columns * 4)
+            # Products of the smallest terms are below the last bit of the sum.
             for term in range(max(1, self.terms - weight_term)):
                 for i in self.lefts:
                     start = (within + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
                         term * self.steps + step
                     ) * depth
-                    amx.load(_LEFT[i], amx.address(self.rows, start), self.row_bytes, streamed=True)
+                    amx.load(LEFT_TILES[i], amx.address(self.rows, start), self.row_bytes, streamed=True)
                 for tile, i, j in self.sums:
-                    amx.multiply(self.instruction, tile, _LEFT[i], _RIGHT[j])
+                    amx.multiply(self.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
 
-    def _add(self, count: Expr, within: Expr, chain: Expr) -> None:
-        """Add the scaled sums of a chain to what was added up before."""
+    def _add_scaled(self, count: Expr, within: Expr, chain: Expr) -> None:
+        """Add the scaled sums of a chain to the totals."""
         columns, chains = self.spec.problem.panel, self.spec.chains
-        places = [lane_indices(materialize(chain * columns + j * _LANES), _LANES) for j in (0, 1)]
-        scales = [None if self.scales is None else let(self.scales[place]) for place in places]
-        least = [None if self.minimums is None else let(self.minimums[place]) for place in places]
-        is_first = T.broadcast(chain < 1, _LANES)
+        indices = [lane_indices(materialize(chain * columns + j * LANES), LANES) for j in (0, 1)]
+        scales = [None if self.scales is None else let(self.scales[place]) for place in indices]
+        minimums = [None if self.minimums is None else let(self.minimums[place]) for place in indices]
+        is_first = T.broadcast(chain < 1, LANES)
         with loop(count) as r:
             for j in (0, 1):
-                index = lane_indices(r * columns + j * _LANES, _LANES)
-                total = T.Select(is_first, zeros("float32", _LANES), let(self.totals[index]))
+                index = lane_indices(r * columns + j * LANES, LANES)
+                total = T.Select(is_first, zeros("float32", LANES), let(self.totals[index]))
                 product = let(self.products[index])
                 total = total + (product if scales[j] is None else product * scales[j])
-                if least[j] is not None:
-                    of_row = self.row_sums[materialize((within + r) * chains + chain)]
-                    total = total + least[j] * T.broadcast(of_row, _LANES)
+                if minimums[j] is not None:
+                    row_sum = self.row_sums[materialize((within + r) * chains + chain)]
+                    total = total + minimums[j] * T.broadcast(row_sum, LANES)
                 T.buffer_store(self.totals, total, [index])
 
 
 def _terms(count: int, x: Expr) -> list[Expr]:
-    """Vectors of bfloat16, as bits, of which three add up to one of float32; of what is not finite, the first alone."""
-    lowest = constant(-3.4028234663852886e38, "float32", _LANES)
-    found = []
+    """Vectors of bfloat16, as bits, three of which add up to float32; only the first is nonzero if x is not finite."""
+    lowest = constant(-3.4028234663852886e38, "float32", LANES)
+    terms = []
     for _ in range(count):
         bits = let(bfloat16_bits(x))
-        found.append(bits)
-        rest = let(x - _wide(bits))
-        # An infinity less itself is no number, and no comparison holds for that.
-        x = let(T.Select(rest >= lowest, rest, zeros("float32", _LANES)))
-    return found
+        terms.append(bits)
+        rest = let(x - _widen_bfloat16(bits))
+        # Infinity minus itself is NaN, for which comparisons are false.
+        x = let(T.Select(rest >= lowest, rest, zeros("float32", LANES)))
+    return terms
 
 
-def _rounded(x: Expr) -> Expr:
-    return _wide(let(bfloat16_bits(let(x))))
+def _round_to_bfloat16(x: Expr) -> Expr:
+    return _widen_bfloat16(let(bfloat16_bits(let(x))))
 
 
-def _wide(bits: Expr) -> Expr:
-    """Numbers of bfloat16 as float32."""
-    wide = tirx.shift_left(tirx.Cast("uint32x16", bits), constant(16, "uint32", _LANES))
+def _widen_bfloat16(bits: Expr) -> Expr:
+    """Vectors of bfloat16 bits as float32."""
+    wide = tirx.shift_left(tirx.Cast("uint32x16", bits), constant(16, "uint32", LANES))
     return T.reinterpret("float32x16", wide)

@@ -1,15 +1,15 @@
-"""Matrix products by tile registers: the loops, blocks and stores of `matmul` for CPUs with Intel AMX.
+"""Matrix products by Intel AMX: the loops, blocks and stores of `matmul`.
 
-The loops, from outside: tasks, batches, blocks of rows, panels of columns, blocks of k, pairs of tiles of rows, steps
-of 64 bytes along k. A step multiplies two tiles of rows by two of columns: four products for four loads. Measured on a
-Xeon (Sapphire Rapids, 2 MiB of second-level cache), where such a step takes 20 ns at best:
+The loops, outermost first: tasks, batches, blocks of rows, panels of columns, blocks of k, pairs of tiles of rows,
+k-steps of 64 bytes. A step multiplies two tiles of rows by two of columns: four products for four loads. Measured on a
+Xeon (Sapphire Rapids, 2 MiB of L2), where such a step takes 20 ns at best:
 
-- All tiles are of equal height, the last ones overlap those before: configuring tiles anew costs more.
-- Rows an even number of cache lines apart drive each other out of the first-level cache (26 ns a step). The rows of a
-  block are copied to an odd distance, with zeros behind the end of k, where enough columns go over them.
-- Rows are loaded past the first-level cache, where the panel of columns stays; so a block of k is a kilobyte of a row.
-  Between blocks, sums wait as they are in tiles.
-- Sums of a pair are finished, row by row, between the steps of the next: processors wait for tiles, vectors do not.
+- All tiles have the same height, and the last ones overlap those before: reconfiguring tiles costs more.
+- Rows an even number of cache lines apart conflict in the L1 cache (26 ns a step). If enough panels meet a block of
+  rows, it is copied with an odd stride in lines, and zeros after the end of k.
+- Loads of rows bypass the L1 cache, where the panel of columns stays; so a block of k is a kilobyte of a row. Between
+  blocks, the accumulators are stored as tiles.
+- The epilogue of a pair is interleaved, row by row, with the steps of the next: tile instructions have a long latency.
 """
 
 from __future__ import annotations
@@ -43,46 +43,41 @@ from ..core.work_split import Split, part, split_work, unravel
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows
 from . import amx
+from .amx import LANES, LEFT_TILES, RIGHT_TILES
 from .matmul_spec import MatmulSpec
 
-# A right operand that lies row-major, packed for tile registers panel by panel, where a product is about to read it.
-#
-# An activation is packed once for all rows that meet it. Its panels stay in the second-level cache, which a kernel that
-# packs all of it for a second one leaves to memory.
+# A row-major right operand, such as an activation, is packed for AMX panel by panel, just before the product reads it.
+# Its panels then stay in the L2 cache; a separate packing kernel would write all of it to memory.
 
-LANES = 16
-"""Columns of a tile."""
-
-# Panels that are packed at once, so that whole stretches of a row are read: as many as fit so many bytes.
+# Panels that are packed together, so that longer runs of a row are read: their maximum number and size.
 MAX_PANELS = 4
 PANEL_BYTES = 1 << 19
 
 
 def is_row_major(rhs: OperandView) -> bool:
-    """Return whether the right operand lies as rows of n, which tiles cannot read."""
+    """Return whether the right operand is row-major ``(k, n)``, which tile loads cannot read."""
     return rhs.layout.is_identity and tuple(rhs.index_map[-2:]) == ("k", "n")
 
 
 def panel_columns(spec: MatmulSpec) -> int:
-    """Columns of a panel: those of packed storage, else two tiles, one where n is no wider."""
-    packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n"))
+    """Columns of a panel: those of packed storage, else two tiles, or one if n is not wider."""
     if not is_row_major(spec.rhs):
-        return packed
+        return spec.rhs.layout.tile(spec.rhs.index_map.index("n"))
     return LANES if spec.n <= LANES else 2 * LANES
 
 
 @dataclass(frozen=True)
 class RightPanels:
-    """Where panels are packed: ``[panel, k / k0, column, k0]``.
+    """Memory of packed panels, ``[panel, k / k0, column, k0]``.
 
     Attributes
     ----------
     k0 : int
-        Neighbouring k of a column that lie together; zeros stand for those behind the end of k.
+        Neighbouring k of a column that are stored together, padded with zeros after the end of k.
     columns : int
         Number of columns of a panel.
     count : int
-        Panels that are packed at once.
+        Panels that are packed together.
     """
 
     spec: MatmulSpec
@@ -93,12 +88,11 @@ class RightPanels:
 
     @staticmethod
     def of(spec: MatmulSpec, k0: int) -> RightPanels:
-        """Room for some panels; called inside a task."""
+        """Memory for some panels; called inside of a task."""
         columns = panel_columns(spec)
         elements = ceil_div(spec.k, k0) * k0 * columns
         panels = ceil_div(spec.n, columns)
-        fitting = PANEL_BYTES // (elements * bytes_of(spec.rhs.dtype))
-        count = max(1, min(MAX_PANELS, panels, fitting))
+        count = max(1, min(MAX_PANELS, panels, PANEL_BYTES // (elements * bytes_of(spec.rhs.dtype))))
         return RightPanels(spec, k0, columns, count, amx.scratch(count * elements, raw_type(spec.rhs.nominal)))
 
     @property
@@ -107,7 +101,7 @@ class RightPanels:
         return ceil_div(self.spec.k, self.k0) * self.k0 * self.columns
 
     def pack(self, at: Coordinates, begin: Expr, end: Expr) -> None:
-        """Pack the panels from `begin` to before `end`."""
+        """Pack the panels from `begin` up to `end`."""
         whole, left = divmod(self.spec.k, self.k0)
         if whole:
             with loop(whole) as group:
@@ -116,7 +110,7 @@ class RightPanels:
             self._pack_group(at, (begin, end), tirx.const(whole, "int64"), left)
 
     def _pack_group(self, at: Coordinates, panels: tuple[Expr, Expr], group: Expr, rows: int) -> None:
-        """`rows` neighbouring k of every column, zeros after them."""
+        """Pack `rows` neighbouring k of every column, and zeros after them."""
         begin, end = panels
         left = self.spec.n % self.columns
         with loop(materialize(end - begin)) as number:
@@ -139,7 +133,7 @@ class RightPanels:
                 either(column + self.columns <= self.spec.n, lambda: pack(whole), lambda: pack(last))
 
     def _pack_tile(self, at: Coordinates, place: tuple[Expr, Expr], rows: int, mask: Expr | None, target: Expr) -> None:
-        """A group of k, of which `rows` exist, of as many columns as a tile has."""
+        """Pack a group of k, `rows` of which exist, of the columns of a tile."""
         rhs, (group, column) = self.spec.rhs, place
         dtype = raw_type(rhs.nominal)
         vectors = []
@@ -154,32 +148,28 @@ class RightPanels:
         T.buffer_store(self.memory, T.Shuffle(vectors, order), [index])
 
 
-# Bytes of rows of the left operand that a panel meets before the next one: they stay in the second-level cache, and
-# not more than so many pairs of tiles. Up to so many rows are one block.
+# A block of rows (mc) stays in the L2 cache: its maximum bytes and pairs of tiles. At most so many rows are one block.
 ROW_BLOCK_BYTES = 1 << 20
 ROW_BLOCK_PAIRS = 16
 ONE_BLOCK_ROWS = 128
 
-# Steps along k of a block at most: 128x768x3072 in bfloat16 is 6 % faster in two blocks of 12 than in one of 24.
+# Maximum k-steps of a block (kc): 128x768x3072 in bfloat16 is 6 % faster in two blocks of 12 than in one of 24.
 BLOCK_STEPS = 16
 
-# Rows are copied where so many panels or more meet them.
+# Minimum number of panels for which a block of rows is copied.
 COPY_PANELS = 4
 
-# Larger results of whole tiles are finished between steps as all others are: tiles of sums that are stored as they are
-# wait for memory at once (1024x1024 sums of bytes: 2,369 Gop/s, woven 2,824; 128x768: 3,295, woven 2,955).
+# Maximum bytes of a result of whole tiles that is stored by tile stores: larger ones wait for memory, which interleaved
+# stores of rows do not (1024x1024 sums of bytes: 2,369 Gop/s, interleaved 2,824; 128x768: 3,295, interleaved 2,955).
 DIRECT_BYTES = 1 << 21
 
 # Right operands of more bytes are prefetched, for more rows than this: smaller ones are in the cache.
 PREFETCH_BYTES = 1 << 20
 PREFETCH_ROWS = 8
 
-_LANES = 16  # columns of a tile
-_LEFT, _RIGHT = (4, 5), (6, 7)  # tiles of factors; those of sums are 0 to 3, two for each of the left ones
 
-
-def takes_tiles(spec: MatmulSpec, instruction: AmxInstruction) -> bool:
-    """Return whether tiles can read the operands as they are stored, and there are rows enough."""
+def supports_amx(spec: MatmulSpec, instruction: AmxInstruction) -> bool:
+    """Return whether tile loads can read the operands as stored, and m is large enough."""
     lhs, rhs = spec.lhs, spec.rhs
     if not isinstance(spec.k, int) or not isinstance(spec.n, int) or 0 in (spec.k, spec.n):
         return False
@@ -191,9 +181,9 @@ def takes_tiles(spec: MatmulSpec, instruction: AmxInstruction) -> bool:
     k, n = rhs.index_map.index("k"), rhs.index_map.index("n")
     panel = rhs.layout.tile(n)
     is_packed = rhs.layout.inner_dims == (n, k) and rhs.layout.inner_tiles == (panel, instruction.k0)
-    # The window of a convolution that is a product stands between them.
+    # In a convolution that is a product, the dimensions of its window stand between the two.
     is_packed = is_packed and [d for d in rhs.layout.outer_perm if rhs.index_map[d] != "1"][-2:] == [n, k]
-    return rows_are_plain and is_packed and panel in (_LANES, 2 * _LANES)
+    return rows_are_plain and is_packed and panel in (LANES, 2 * LANES)
 
 
 @dataclass(frozen=True)
@@ -203,20 +193,20 @@ class _Product:
     Attributes
     ----------
     heights : tuple of (PrimExpr or int)
-        Rows of the two tiles of a pair; the second is 0 where there is but one.
+        Rows of the two tiles of a pair; the second is 0 for a single tile.
     vectors : int
         Tiles of columns in a panel.
     size : int
         Bytes of an element of the factors.
     steps, tail : int
-        Whole steps along k, and bytes of a row behind them.
+        Whole k-steps, and the remaining bytes of a row.
     pairs : int
-        Pairs of tiles of rows in a block, at most.
+        Maximum number of pairs of tiles in a block of rows.
     distance : int
-        Bytes between rows where they are copied, 0 where they are not.
+        Bytes between copied rows; 0 if rows are not copied.
     blocks, block : int
-        Blocks of k, and the steps of one.
-    fetched : int
+        Blocks of k, and the steps of a block.
+    prefetched_lines : int
         Cache lines of the next panel that a step prefetches.
     """
 
@@ -232,7 +222,7 @@ class _Product:
     distance: int
     blocks: int
     block: int
-    fetched: int
+    prefetched_lines: int
 
     @property
     def height(self) -> Expr:
@@ -241,17 +231,17 @@ class _Product:
 
     @property
     def max_rows(self) -> int:
-        """Rows of a pair, at most."""
+        """Maximum number of rows of a pair."""
         return self.height if isinstance(self.height, int) else 2 * TILE_ROWS
 
     @property
     def lefts(self) -> tuple[int, ...]:
-        """Which tiles of a pair there are."""
+        """The tiles of a pair that exist."""
         return (0,) if isinstance(self.heights[1], int) and self.heights[1] == 0 else (0, 1)
 
     @property
     def sums(self) -> list[tuple[int, int, int]]:
-        """Tiles of sums: their number, which left one and which right one they are of."""
+        """Accumulator tiles: the number of each, of its left and of its right tile."""
         return [(2 * i + j, i, j) for j in range(self.vectors) for i in self.lefts]
 
     @property
@@ -261,21 +251,21 @@ class _Product:
 
 
 class _Task:
-    """Buffers of a task: copies, sums, and where the sums that wait are to go."""
+    """Buffers of a task: copied rows, accumulators, and pending rows."""
 
     def __init__(self, product: _Product) -> None:
         self.product = product
         spec = product.spec
         acc = spec.dot.types[2]
         rows = product.pairs * product.max_rows
-        self.sums = amx.scratch(2 * TILE_ROWS * 2 * _LANES, acc)
+        self.sums = amx.scratch(2 * TILE_ROWS * 2 * LANES, acc)
         self.rows = amx.scratch(rows * product.distance, "int8") if product.distance else None
         self.last_groups = amx.scratch(product.step_bytes, "int8") if product.tail else None
-        self.partial = amx.scratch(product.pairs * 4 * TILE_ROWS * _LANES, acc) if product.blocks > 1 else None
+        self.partial = amx.scratch(product.pairs * 4 * TILE_ROWS * LANES, acc) if product.blocks > 1 else None
         self.panels = RightPanels.of(spec, product.instruction.k0) if is_row_major(spec.rhs) else None
         self.right = spec.rhs.data if self.panels is None else self.panels.memory
-        # Their place: the first row, the column, batch coordinates.
-        self.waiting = amx.WaitingRows(2 + len(product.batch))
+        # Destination: the first row, the column, batch coordinates.
+        self.pending = amx.PendingRows(2 + len(product.batch))
         if self.last_groups is not None:
             with loop(product.step_bytes // TILE_BYTES) as line:
                 empty = T.broadcast(T.int8(0), TILE_BYTES)
@@ -285,10 +275,10 @@ class _Task:
         amx.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
 
 
-def emit_tile_products(
+def emit_amx_product(
     spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: RowSpec | None, instruction: AmxInstruction
 ) -> None:
-    """Write the loops of a product that `takes_tiles`, where the process may use them and `m` is not too small."""
+    """Write the loops of a product that `supports_amx`, in a process that may use it and for a large enough `m`."""
     height, heights = _heights(spec.m)
     pairs = materialize(ceil_div(spec.m, height) if isinstance(height, int) else (spec.m + (height - 1)) // height)
     panel = panel_columns(spec)
@@ -298,13 +288,13 @@ def emit_tile_products(
     for extent in extents.values():
         count = count * extent
     count = materialize(count)
-    most = height if isinstance(height, int) else 2 * TILE_ROWS
-    split = split_work(cpu.cores, count, pairs, panels, (most, panel), ceil_div(spec.k, instruction.rate))
+    max_height = height if isinstance(height, int) else 2 * TILE_ROWS
+    split = split_work(cpu.cores, count, pairs, panels, (max_height, panel), ceil_div(spec.k, instruction.rate))
     product = _product(spec, instruction, tuple(batch), heights, panel, pairs, split)
     in_task = isinstance(split.columns, int) and split.columns == 1
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(product)
-        place = split.place(number)
+        place = split.parts_of(number)
         first_b, last_b = part(count, split.batch, place[0])
         first_m, last_m = part(pairs, split.rows, place[1])
         first_n, last_n = part(panels, split.columns, place[2])
@@ -317,23 +307,23 @@ def emit_tile_products(
                 _copy_rows(task, at, begin, end)
             _sweep_panels(task, at, (begin, end), (first_n, last_n))
             if row is not None:
-                _finish_waiting(task)
+                _finish_pending(task)
                 first_row = materialize(begin * height)
                 with loop(materialize(minimum(end * height, spec.m)) - first_row) as r:
                     row.emit({**at, "m": materialize(first_row + r)})
-        _finish_waiting(task)
+        _finish_pending(task)
         amx.release()
     if rows_code is not None and not in_task:
         emit_rows(rows_code, [*batch, "m"], cpu)
 
 
 def _heights(m: Expr) -> tuple[Expr, tuple[Expr, Expr]]:
-    """Rows of a pair of tiles, and of each of them: as many as fill all pairs evenly."""
-    most = 2 * TILE_ROWS
+    """Rows of a pair of tiles, and of each tile, such that all pairs are evenly filled."""
+    max_height = 2 * TILE_ROWS
     if isinstance(m, int):
-        height = ceil_div(m, ceil_div(m, most))
+        height = ceil_div(m, ceil_div(m, max_height))
         return height, ((ceil_div(height, 2), height // 2) if height > TILE_ROWS else (height, 0))
-    count = materialize(ceil_div(m, most))
+    count = materialize(ceil_div(m, max_height))
     height = materialize(tirx.floordiv(m + (count - 1), count))
     low = materialize(ceil_div(height, 2))
     return height, (low, materialize(height - low))
@@ -353,21 +343,21 @@ def _product(
     steps, tail = divmod(row, TILE_BYTES)
     panels = ceil_div(spec.n, panel)
     is_packed = not is_row_major(spec.rhs)
-    own_panels = ceil_div(panels, split.columns) if isinstance(split.columns, int) else panels
+    task_panels = ceil_div(panels, split.columns) if isinstance(split.columns, int) else panels
     in_block = max(2, min(ROW_BLOCK_PAIRS, ROW_BLOCK_BYTES // (2 * TILE_ROWS * row)))
     if isinstance(pairs, int) and isinstance(split.rows, int):
-        own = ceil_div(pairs, split.rows)
-        in_block = own if spec.m <= ONE_BLOCK_ROWS else ceil_div(own, ceil_div(own, in_block))
+        task_pairs = ceil_div(pairs, split.rows)
+        in_block = task_pairs if spec.m <= ONE_BLOCK_ROWS else ceil_div(task_pairs, ceil_div(task_pairs, in_block))
     many_rows = not isinstance(spec.m, int) or spec.m > PREFETCH_ROWS
-    conflicts = row % (2 * TILE_BYTES) != TILE_BYTES and own_panels >= COPY_PANELS and many_rows
+    conflicts = row % (2 * TILE_BYTES) != TILE_BYTES and task_panels >= COPY_PANELS and many_rows
     distance = ((ceil_div(row, TILE_BYTES) | 1) * TILE_BYTES) if tail or conflicts else 0
     blocks = ceil_div(steps, BLOCK_STEPS) if steps > BLOCK_STEPS and in_block > 1 else 1
-    is_fetched = is_packed and many_rows and panels * panel * row > PREFETCH_BYTES
-    vectors = panel // _LANES
-    fetched = ceil_div(TILE_ROWS * vectors, in_block) if is_fetched else 0
+    is_prefetched = is_packed and many_rows and panels * panel * row > PREFETCH_BYTES
+    vectors = panel // LANES
+    prefetched_lines = ceil_div(TILE_ROWS * vectors, in_block) if is_prefetched else 0
     return _Product(
         spec, instruction, batch, heights, vectors, size, steps, tail, in_block, distance,
-        blocks, ceil_div(steps, blocks), fetched,
+        blocks, ceil_div(steps, blocks), prefetched_lines,
     )  # fmt: skip
 
 
@@ -377,7 +367,7 @@ def _first_row(product: _Product, pair: Expr) -> Expr:
 
 
 def _copy_rows(task: _Task, at: Coordinates, begin: Expr, end: Expr) -> None:
-    """Copy the rows of a block, zeros behind their end."""
+    """Copy the rows of a block, with zeros after their end."""
     product = task.product
     lhs, line = product.spec.lhs, TILE_BYTES // product.size
     with loop(end - begin) as pair:
@@ -398,7 +388,7 @@ def _copy_rows(task: _Task, at: Coordinates, begin: Expr, end: Expr) -> None:
 
 
 def _sweep_panels(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], panels: tuple[Expr, Expr]) -> None:
-    """Multiply the rows of a block by some panels, which are packed before where they are not."""
+    """Multiply a block of rows by some panels, which are packed first if needed."""
     columns = panel_columns(task.product.spec)
     first, last = panels
     if task.panels is None:
@@ -418,7 +408,7 @@ def _sweep_panels(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], panels
 
 
 def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column: Expr, start: Expr) -> None:
-    """Multiply the rows of a block by a panel, whose storage begins at `start`."""
+    """Multiply a block of rows by a panel, whose storage begins at `start`."""
     product = task.product
     begin, end = pairs
     if product.tail:
@@ -439,9 +429,9 @@ class _Pair:
     Parameters
     ----------
     pair, number : PrimExpr
-        In the matrix, and in the block of rows.
+        Number of the pair in the matrix and in the block of rows.
     column, start : PrimExpr
-        Column of the panel, and where its storage begins.
+        First column of the panel, and the offset of its storage.
     """
 
     def __init__(self, task: _Task, at: Coordinates, pair: Expr, number: Expr, column: Expr, start: Expr) -> None:
@@ -450,27 +440,27 @@ class _Pair:
         self.row = _first_row(task.product, pair)
 
     def multiply(self, kb: Expr) -> None:
-        """Add the products of a block of k, and leave the sums where they wait."""
+        """Accumulate a block of k; store the accumulators, or make the rows pending after the last block."""
         product = self.product
-        several = product.blocks > 1
-        either(kb == 0 if several else True, self._clear, self._resume)
-        first = materialize(kb * product.block) if several else 0
+        has_blocks = product.blocks > 1
+        either(kb == 0 if has_blocks else True, self._clear, self._resume)
+        first = materialize(kb * product.block) if has_blocks else 0
         if product.steps:
             with loop(
-                materialize(minimum(first + product.block, product.steps)) - first if several else product.steps
+                materialize(minimum(first + product.block, product.steps)) - first if has_blocks else product.steps
             ) as s:
                 self._step(materialize(first + s))
                 self._prefetch(first, s)
-                fewest = product.steps - (product.blocks - 1) * product.block
-                _finish_waiting(self.task, ceil_div(product.max_rows, fewest))
-        either(kb == product.blocks - 1 if several else True, self._end, self._suspend)
+                min_steps = product.steps - (product.blocks - 1) * product.block
+                _finish_pending(self.task, ceil_div(product.max_rows, min_steps))
+        either(kb == product.blocks - 1 if has_blocks else True, self._end, self._suspend)
 
     def _clear(self) -> None:
         for tile, _, _ in self.product.sums:
             amx.clear(tile)
 
     def _partial(self, tile: int) -> Expr:
-        return amx.address(self.task.partial, (self.number * 4 + tile) * (TILE_ROWS * _LANES))
+        return amx.address(self.task.partial, (self.number * 4 + tile) * (TILE_ROWS * LANES))
 
     def _resume(self) -> None:
         for tile, _, _ in self.product.sums:
@@ -481,13 +471,13 @@ class _Pair:
             amx.store(tile, self._partial(tile), TILE_BYTES)
 
     def _left(self, i: int, step: Expr) -> tuple[Expr, Expr]:
-        """Where a tile of rows lies, and how far its rows are apart."""
+        """Address and stride of a tile of rows."""
         product, lhs = self.product, self.product.spec.lhs
-        skipped = product.heights[0] if i else 0
+        first = product.heights[0] if i else 0
         if product.distance:
-            row = self.number * product.height + skipped
+            row = self.number * product.height + first
             return amx.address(self.task.rows, row * product.distance + step * TILE_BYTES), product.distance
-        at = {**self.at, "m": self.row + skipped, "k": int64(step * (TILE_BYTES // product.size))}
+        at = {**self.at, "m": self.row + first, "k": int64(step * (TILE_BYTES // product.size))}
         return amx.address(lhs.data, lhs.address(at)), lhs.stride("m") * product.size
 
     def _right(self, j: int, step: Expr) -> Expr:
@@ -496,32 +486,32 @@ class _Pair:
         return amx.address(self.task.right, position)
 
     def _products(self, rights: list[Expr], step: Expr) -> None:
-        """One step: all loads, then all products."""
+        """Write a k-step: all loads, then all products."""
         product = self.product
         for j, right in enumerate(rights):
-            amx.load(_RIGHT[j], right, product.vectors * TILE_BYTES)
+            amx.load(RIGHT_TILES[j], right, product.vectors * TILE_BYTES)
             for i in product.lefts if j == 0 else ():
-                amx.load(_LEFT[i], *self._left(i, step), streamed=True)
+                amx.load(LEFT_TILES[i], *self._left(i, step), streamed=True)
         for tile, i, j in product.sums:
-            amx.multiply(product.instruction, tile, _LEFT[i], _RIGHT[j])
+            amx.multiply(product.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
 
     def _step(self, step: Expr) -> None:
         self._products([self._right(j, step) for j in range(self.product.vectors)], step)
 
     def _prefetch(self, first: Expr, s: Expr) -> None:
-        """Ask for the part of the next panel that is this step's share."""
+        """Prefetch this step's share of the next panel."""
         product = self.product
-        if not product.fetched:
+        if not product.prefetched_lines:
             return
         pairs = materialize(first * product.pairs)
-        line = materialize((pairs + self.number * product.block + s) * product.fetched)
+        line = materialize((pairs + self.number * product.block + s) * product.prefetched_lines)
         panel = product.steps * product.step_bytes
-        for i in range(product.fetched):
+        for i in range(product.prefetched_lines):
             position = self.start + (panel + (line + i) * TILE_BYTES) // product.size
-            amx.fetch(amx.address(product.spec.rhs.data, position))
+            amx.prefetch(amx.address(product.spec.rhs.data, position))
 
     def _end(self) -> None:
-        """The last bytes of k; then the sums wait to be finished, or go where they belong."""
+        """Multiply the tail of k, then store the accumulators, or make their rows pending."""
         product, task, spec = self.product, self.task, self.product.spec
         if product.tail:
             groups = [amx.address(task.last_groups, j * TILE_BYTES) for j in range(product.vectors)]
@@ -529,58 +519,58 @@ class _Pair:
         if _is_direct(product):
             distance = spec.result.stride("m") * bytes_of(spec.result.dtype)
             for tile, i, j in product.sums:
-                at = {**self.at, "m": self.row + (product.heights[0] if i else 0), "n": self.column + j * _LANES}
+                at = {**self.at, "m": self.row + (product.heights[0] if i else 0), "n": self.column + j * LANES}
                 amx.store(tile, amx.address(spec.result.data, spec.result.address(at)), distance)
             return
         for tile, i, j in product.sums:
-            begin = (product.heights[0] if i else 0) * (2 * _LANES) + j * _LANES
+            begin = (product.heights[0] if i else 0) * (2 * LANES) + j * LANES
             amx.store(tile, amx.address(task.sums, begin), 2 * TILE_BYTES)
-        # Rows that the pair before has as well are its own.
+        # Rows in common with the pair before are finished by that pair.
         nominal = self.pair * product.height
         place = [self.row, self.column, *(self.at[name] for name in product.batch)]
-        task.waiting.put(nominal - self.row, product.height, place)
+        task.pending.put(nominal - self.row, product.height, place)
         if not product.steps:
-            _finish_waiting(task)
+            _finish_pending(task)
 
 
 def _is_direct(product: _Product) -> bool:
-    """Return whether tiles of sums are stored to the result as they are."""
+    """Return whether accumulator tiles are stored directly to the result."""
     spec = product.spec
     is_plain = spec.epilogue.expression == Expression.operand(0) and spec.result.dtype == spec.dot.types[2]
-    is_whole = isinstance(spec.m, int) and spec.m % product.height == 0 and spec.n % (product.vectors * _LANES) == 0
+    is_whole = isinstance(spec.m, int) and spec.m % product.height == 0 and spec.n % (product.vectors * LANES) == 0
     is_row_major = spec.result.layout.is_identity and spec.result.index_map[-1] == "n"
     is_cached = is_whole and spec.m * spec.n * bytes_of(spec.result.dtype) <= DIRECT_BYTES
     return is_plain and spec.init is None and is_cached and is_row_major
 
 
-def _finish_waiting(task: _Task, most: int | None = None) -> None:
-    """Finish rows of the sums that wait, at most so many (None: all)."""
+def _finish_pending(task: _Task, max_rows: int | None = None) -> None:
+    """Finish at most `max_rows` pending rows (None: all)."""
     if not _is_direct(task.product):
-        task.waiting.finish(lambda r: _finish_row(task, r), most)
+        task.pending.finish(lambda r: _finish_row(task, r), max_rows)
 
 
 def _finish_row(task: _Task, r: Expr) -> None:
-    """Apply the epilogue to a row of the sums that wait, and store it."""
+    """Apply the epilogue to a pending row, and store it."""
     product, spec = task.product, task.product.spec
-    columns = product.vectors * _LANES
-    place = task.waiting.place
+    columns = product.vectors * LANES
+    place = task.pending.place
     row, column = materialize(place[0] + r), materialize(place[1])
     at = {name: materialize(place[2 + i]) for i, name in enumerate(product.batch)}
 
     def store(masks: list[Expr | None]) -> None:
         for j, mask in enumerate(masks):
-            here = {**at, "m": row, "n": column + j * _LANES}
-            value = task.sums[lane_indices(r * (2 * _LANES) + j * _LANES, _LANES)]
+            coordinates = {**at, "m": row, "n": column + j * LANES}
+            value = task.sums[lane_indices(r * (2 * LANES) + j * LANES, LANES)]
 
-            def load(view: OperandView, here: Coordinates = here, mask: Expr | None = mask) -> Any:
-                return view.load(here, "n", _LANES, mask if view.runs_along("n") else None)
+            def load(view: OperandView, coordinates: Coordinates = coordinates, mask: Expr | None = mask) -> Any:
+                return view.load(coordinates, "n", LANES, mask if view.runs_along("n") else None)
 
             if spec.init is not None:
                 value = value + load(spec.init)
-            spec.result.store(here, "n", spec.epilogue.result(let(value), load), _LANES, mask)
+            spec.result.store(coordinates, "n", spec.epilogue.result(let(value), load), LANES, mask)
 
     left = spec.n % columns
-    last = [lane_mask(left - j * _LANES, _LANES) for j in range(ceil_div(left, _LANES))]
+    last = [lane_mask(left - j * LANES, LANES) for j in range(ceil_div(left, LANES))]
     whole: list[Expr | None] = [None] * product.vectors
     if left == 0:
         store(whole)

@@ -1,15 +1,14 @@
-"""Products with weights in blocks by dot products of bytes.
+"""Products with block-quantized weights by dot products of bytes (VNNI).
 
-Fields of weights are small integers, which need no conversion: four of a column make a lane, and one instruction
-multiplies them by four bytes of a row and adds up. Numbers of the left operand are one or two bytes each
-(`block_codes`), so four weights of a column take one or two instructions, where numbers take four besides those that
-convert. The sums of a chain are integers, exact, and are scaled once. (Measured on a Zen 4 against products of numbers,
-numbers of two bytes: 512 rows 1.75 to 2.0 times as fast, 4 rows 1.4 to 2.0 times, one row of 4 to 6 bits 1.15 to 1.45
-times.)
+Quants are small integers, which need no conversion: a lane holds four of a column, and one instruction multiplies them
+by four bytes of a row and accumulates. Activations are quantized to one or two bytes (`Codes`), so four weights of a
+column take one or two instructions, where floats take four and the conversions. The sums of a chain are exact integers,
+and are scaled once. (Measured on a Zen 4 against float products, with two bytes: 512 rows 1.75 to 2.0 times as fast, 4
+rows 1.4 to 2.0 times, one row of 4 to 6 bits 1.15 to 1.45 times.)
 
-The loops, from outside: tasks, blocks of rows, whose bytes are written first, panels of columns, which many rows have
-unpacked first (`unpacked_panel`), tiles of rows; within a tile the chains of weights that share a scale, groups, four
-weights of each column.
+The loops, outermost first: tasks, blocks of rows, which are quantized first, panels of columns, which are unpacked
+first if there are many rows (`UnpackedPanel`), tiles of rows; within a tile the chains of weights of one scale, groups,
+four weights of each column.
 """
 
 from __future__ import annotations
@@ -46,23 +45,21 @@ from ..core.builder import (
 )
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import part, split_work
-from .block_spec import BlockSpec, for_columns, store_row
+from ..math.vector_math import ROUNDER, ROUNDER_BITS
+from .block_spec import BlockSpec, BlockTile, for_columns, store_row
 from .k_step import emit_step
-from .matmul_spec import choose, row_cases
+from .matmul_spec import emit_cases, row_cases
 from .matmul_tile import IN_FLIGHT
 from .weight_bytes import ByteReader, byte_order
 
-# A panel of weights in scratch as bytes and scales of float32: unpacked once for all rows of a block.
-#
-# A tile then reads what it multiplies by, instead of unpacking it once more. A vector's columns are one stretch, in
-# the order in which a tile goes over it. (Measured on a Zen 5, prefill of 512 tokens of Gemma 3 270M: 1.18 times as
-# fast with activations of 8 bits, 1.10 times with those of 16, of which a part comes from epilogues that are fetched
-# ahead.)
+# A panel of weights is unpacked to scratch once for all rows of a block, as bytes and float32 scales, in the order in
+# which a tile reads it. (Measured on a Zen 5, prefill of 512 tokens of Gemma 3 270M, prefetch of epilogues included:
+# 1.18 times as fast with 8-bit activations, 1.10 times with 16 bits.)
 
 
 @dataclass(frozen=True)
 class UnpackedPanel:
-    """Where the parts of a panel lie.
+    """Buffers of an unpacked panel.
 
     Attributes
     ----------
@@ -70,9 +67,9 @@ class UnpackedPanel:
     chain : int
         Weights that are added up as integers.
     words : Buffer
-        int32: of a vector, of a chain, lanes of four bytes, as `ByteReader.group` gives them.
+        int32 ``[vector, chain, ...]``: lanes of four bytes, as from `ByteReader.group`.
     scales, minimums : Buffer or None
-        float32: of a vector, of a block, what sums are multiplied by, and what those of left factors are.
+        float32 ``[vector, block, lane]``: factors of the sums of quants and of the sums of rows.
     """
 
     reader: ByteReader
@@ -101,88 +98,84 @@ class UnpackedPanel:
         with loop(plan.columns // reader.lanes) as vector:
             with loop(ceil_div(plan.depth, plan.block)) as block:
                 first = materialize(block * plan.block)
-                record = materialize(reader.record(panel, first // plan.span))
-                self._fill_scales(record, vector, block, materialize(first % plan.span // plan.block))
+                superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+                self._fill_scales(superblock, vector, block, materialize(first % plan.superblock_size // plan.block))
             with loop(ceil_div(plan.depth, self.chain)) as chain:
                 first = materialize(chain * self.chain)
-                record = materialize(reader.record(panel, first // plan.span))
-                group = materialize(first % plan.span // plan.group)
-                place, quad = self.word(vector, chain), 0
+                superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+                group = materialize(first % plan.superblock_size // plan.group)
+                start, quad = self.word(vector, chain), 0
                 for number in range(self.chain // plan.group):
-                    for four in self.reader.group(record, group + number, vector):
-                        at = lane_indices(place + quad * reader.lanes, reader.lanes)
-                        T.buffer_store(self.words, four, [at])
+                    for quad_lanes in self.reader.group(superblock, group + number, vector):
+                        index = lane_indices(start + quad * reader.lanes, reader.lanes)
+                        T.buffer_store(self.words, quad_lanes, [index])
                         quad += 1
 
-    def _fill_scales(self, record: Expr, vector: Expr, block: Expr, number: Expr) -> None:
+    def _fill_scales(self, superblock: Expr, vector: Expr, block: Expr, number: Expr) -> None:
         reader = self.reader.panel
-        outer = reader.outer(record, vector)
+        outer = reader.outer(superblock, vector)
         for buffer, read in ((self.scales, reader.scale), (self.minimums, reader.minimum)):
-            value = read(record, number, outer, vector)
+            value = read(superblock, number, outer, vector)
             if value is not None:
-                T.buffer_store(buffer, value, [self._of_block(vector, block)])
+                T.buffer_store(buffer, value, [self._block_lanes(vector, block)])
 
-    def fours(self, words: Sequence[Expr], first: Expr, count: int) -> Iterator[Sequence[Expr]]:
-        """So many weights of a chain from a place on, four of each column after four; `words` says where chains lie."""
+    def quads(self, words: Sequence[Expr], first: Expr, count: int) -> Iterator[Sequence[Expr]]:
+        """`count` weights of chains from `first` on, four of each column at a time; `words` has the chains' offsets."""
         lanes = self.reader.panel.lanes
         starts = [word + first * (lanes // 4) for word in words]
         for number in range(count // 4):
             yield [self.words[lane_indices(start + number * lanes, lanes)] for start in starts]
 
     def scale_and_minimum(self, vector: Expr, first: Expr) -> tuple[Expr | None, Expr | None]:
-        """Those of the block of the chain that begins at some k; None for what the format lacks."""
-        at = self._of_block(vector, materialize(first // self.reader.panel.plan.block))
+        """Scale and minimum of the block at k = `first`; None if the format lacks them."""
+        at = self._block_lanes(vector, materialize(first // self.reader.panel.plan.block))
         return (
             None if self.scales is None else self.scales[at],
             None if self.minimums is None else self.minimums[at],
         )
 
     def word(self, vector: Expr, chain: Expr) -> Expr:
-        """Where the weights of a vector of columns and a chain begin."""
+        """Offset of the weights of a vector of columns and a chain."""
         plan, lanes = self.reader.panel.plan, self.reader.panel.lanes
         return materialize((vector * ceil_div(plan.depth, self.chain) + chain) * (self.chain // 4 * lanes))
 
-    def _of_block(self, vector: Expr, block: Expr) -> Expr:
+    def _block_lanes(self, vector: Expr, block: Expr) -> Expr:
         plan, lanes = self.reader.panel.plan, self.reader.panel.lanes
         return lane_indices((vector * ceil_div(plan.depth, plan.block) + block) * lanes, lanes)
 
 
-# Rows of a left operand as bytes with a scale for each chain: what dot products of integers multiply weights by.
+# Rows of the left operand are quantized to bytes with a scale for each chain.
 #
-# A number is ``scale * (256 * high + low)``: two signed bytes, of which each makes a product of its own; or ``scale *
-# high``, half of the work. The scale is that of its chain, so the error is at most one in 65,024 of the largest
-# number of the chain, or one in 254.
+# A number is ``scale * (256 * high + low)``, two signed bytes with a product each, or ``scale * high``, half of the
+# work. The error is at most 1/65,024 of the largest number of the chain, or 1/254.
 
-_LARGEST = {1: 127, 2: 127 * 256}
-"""The largest integer, by the bytes of a number."""
+_MAX_INTEGER = {1: 127, 2: 127 * 256}
+"""Largest integer, by the bytes of a number."""
 
-_LEAST = 1e-30
-"""Chains whose numbers are all smaller are zeros: what their scale is divided by is no number of float32."""
-
-_ROUND = 1.5 * 2.0**23
-"""Added to a float32 of small magnitude, it leaves the nearest integer in the fraction's last bits."""
+_MIN_MAGNITUDE = 1e-30
+"""A chain whose numbers are all smaller becomes zeros: the reciprocal of its scale would overflow float32."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """Where the bytes of a block of rows lie.
+    """Buffers of a quantized block of rows.
 
     Attributes
     ----------
     terms : int
         Bytes of a number: 1 or 2.
     words : Buffer
-        int32: of a row, of a chain the high bytes, then the low ones.
+        int32 ``[row, chain, ...]``: the high bytes of a chain, then the low ones.
     scales : Buffer
-        float32, by row and chain.
+        float32 ``[row, chain]``.
     sums : Buffer or None
-        Sums of the row's integers by row and chain, times `low` as int32, or times their scale as float32.
+        Sums of integers ``[row, chain]``: times `low` as int32, or times the scale as float32 if `low` is 0.
     chain, chains : int
         Numbers of a chain, and chains of a row.
     low : int
-        Factor of the sums of integers; 0 where that is their scale.
+        Smallest weight of the format, the factor of the sums of integers; 0 if the sums are scaled instead.
     order : sequence of int
-        Positions of numbers in a run of them, in the order of their bytes.
+        Positions of the numbers of a group in the order of their bytes.
     """
 
     terms: int
@@ -210,13 +203,13 @@ class Codes:
         Parameters
         ----------
         lhs : OperandView
-            float32.
+            Operand of float32.
         row, at : PrimExpr
-            The row, and its number among those of the block.
+            Number of the row in the operand and in the block.
         number : PrimExpr
             Number of the chain.
         size : int
-            How many of its numbers exist.
+            Number of its elements that exist.
         lanes : int
             Lanes of a vector.
         """
@@ -227,54 +220,56 @@ class Codes:
         ]
         while len(values) * lanes < self.chain:
             values.append(constant(0.0, "float32", lanes))
-        place = materialize(at * self.chains + number)
+        index = materialize(at * self.chains + number)
         scale, factor = self._scale(values, lanes)
-        T.buffer_store(self.scales, scale, [place])
-        integers = [let(_nearest(value * broadcast(factor, lanes), lanes)) for value in self._ordered(values, lanes)]
+        T.buffer_store(self.scales, scale, [index])
+        integers = [
+            let(_nearest(value * broadcast(factor, lanes), lanes)) for value in self._in_byte_order(values, lanes)
+        ]
         if self.sums is not None:
-            # Of the integers, not of the numbers: what rounding loses then meets weights, smaller than fields.
+            # Sums of the rounded integers: rounding errors then multiply weights, which are smaller than quants.
             total = _total(integers, lanes)
             low = tirx.const(self.low, "int32")
-            T.buffer_store(self.sums, total * low if self.low else tirx.Cast("float32", total) * scale, [place])
+            T.buffer_store(self.sums, total * low if self.low else tirx.Cast("float32", total) * scale, [index])
         words = materialize(at * self.row_words + number * self.chain_words)
         eight = constant(8, "int32", lanes)
         for vector, integer in enumerate(integers):
-            parts = [integer]
+            term_bytes = [integer]
             if self.terms == 2:
                 high = let(tirx.shift_right(integer + constant(128, "int32", lanes), eight))
-                parts = [high, integer - tirx.shift_left(high, eight)]
-            for term, byte in enumerate(parts):
+                term_bytes = [high, integer - tirx.shift_left(high, eight)]
+            for term, byte in enumerate(term_bytes):
                 start = words + term * (self.chain // 4) + vector * (lanes // 4)
                 packed = tirx.reinterpret(vector_type("int32", lanes // 4), tirx.Cast(vector_type("int8", lanes), byte))
                 T.buffer_store(self.words, packed, [lane_indices(start, lanes // 4)])
 
     def _scale(self, values: list[Expr], lanes: int) -> tuple[Expr, Expr]:
-        """Factors of integers and of numbers; not a number where one of them is none."""
+        """The scale of a chain and its reciprocal; NaN if a number is NaN."""
         largest = None
         for value in values:
             bits = tirx.bitwise_and(
                 tirx.reinterpret(vector_type("int32", lanes), value), constant(0x7FFFFFFF, "int32", lanes)
             )
-            # As integers: of floats, a number may be larger than what is none.
+            # The maximum of bits, in which NaN is larger than all numbers.
             largest = let(bits) if largest is None else let(T.max(largest, bits))
-        most = T.bind(tirx.reinterpret("float32", over_lanes(largest, T.max, lanes)))
-        is_nothing = most < tirx.const(_LEAST, "float32")
-        zero, top = tirx.const(0, "float32"), _LARGEST[self.terms]
-        scale = T.bind(tirx.Select(is_nothing, zero, most * tirx.const(1 / top, "float32")))
-        return scale, T.bind(tirx.Select(is_nothing, zero, tirx.const(top, "float32") / most))
+        max_magnitude = T.bind(tirx.reinterpret("float32", over_lanes(largest, T.max, lanes)))
+        is_zero = max_magnitude < tirx.const(_MIN_MAGNITUDE, "float32")
+        zero, max_integer = tirx.const(0, "float32"), _MAX_INTEGER[self.terms]
+        scale = T.bind(tirx.Select(is_zero, zero, max_magnitude * tirx.const(1 / max_integer, "float32")))
+        return scale, T.bind(tirx.Select(is_zero, zero, tirx.const(max_integer, "float32") / max_magnitude))
 
-    def _ordered(self, values: list[Expr], lanes: int) -> list[Expr]:
-        """The numbers of a chain in the order of their bytes."""
+    def _in_byte_order(self, values: list[Expr], lanes: int) -> list[Expr]:
+        """The numbers of a chain in byte order."""
         run = max(len(self.order), lanes)
         order = [start + at for start in range(0, run, len(self.order)) for at in self.order]
         if order == list(range(run)):
             return values
-        found = []
+        reordered = []
         for first in range(0, len(values), run // lanes):
-            some = values[first : first + run // lanes]
+            run_values = values[first : first + run // lanes]
             for start in range(0, run, lanes):
-                found.append(let(T.Shuffle(some, order[start : start + lanes])))
-        return found
+                reordered.append(let(T.Shuffle(run_values, order[start : start + lanes])))
+        return reordered
 
 
 def _total(values: list[Expr], lanes: int) -> Expr:
@@ -286,33 +281,33 @@ def _total(values: list[Expr], lanes: int) -> Expr:
 
 def _nearest(value: Expr, lanes: int) -> Expr:
     """The nearest integers."""
-    moved = tirx.reinterpret(vector_type("int32", lanes), value + constant(_ROUND, "float32", lanes))
-    return moved - constant(0x4B400000, "int32", lanes)
+    bits = tirx.reinterpret(vector_type("int32", lanes), value + constant(ROUNDER, "float32", lanes))
+    return bits - constant(ROUNDER_BITS, "int32", lanes)
 
 
-# Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
+# Bytes of a block of rows of the left operand (mc): half of an L2 cache.
 ROW_BLOCK_BYTES = 1 << 19
 
 MAX_CHAIN = {1: 32, 2: 128}
-"""The most weights that are added up as integers, by bytes of a number: what that may lose is a share of the largest
-number beside it. (The formats of files have scales for 16 or 32.)"""
+"""Maximum number of weights that are added up as integers, by bytes of an activation: quantization errors are relative
+to the largest number of the chain. (Formats of files have scales for 16 or 32 weights.)"""
 
 _ROWS = 8
-"""Rows of a tile: two sums each, beside the lanes of a group. (Measured: 6 and 12 are slower by 2 to 15 %.)"""
+"""Rows of a register tile, with two sums each. (Measured: 6 and 12 are slower by 2 to 15 %.)"""
 
-_STRETCH = 32
-"""Weights of a chain whose steps are written out; longer chains are loops."""
+_UNROLLED_WEIGHTS = 32
+"""Weights of a chain whose steps are unrolled; longer chains are loops."""
 
 UNPACKED_ROWS = {1: 24, 2: 8}
-"""From so many rows on, panels are unpacked first, by bytes of a number. (Measured on a Zen 5: with two bytes 8 to 16
-rows are 1.3 to 2.0 times as fast so, with one byte 0.85 to 1.0 times.)"""
+"""Minimum number of rows for which panels are unpacked first, by bytes of an activation. (Measured on a Zen 5: 8 to 16
+rows are then 1.3 to 2.0 times as fast with two bytes, 0.85 to 1.0 times with one.)"""
 
-_FEW = 4
-"""Up to so many rows of a tile, all vectors of a panel are added up at once, so that enough sums are in flight."""
+_FEW_ROWS = 4
+"""Maximum rows of a tile that accumulates all vectors of a panel together, so that enough sums are in flight."""
 
 
-def dot_of_bytes(spec: BlockSpec, cpu: CpuTarget) -> DotInstruction | None:
-    """The instruction that multiplies weights as bytes; None where the CPU or the format has none."""
+def byte_dot_instruction(spec: BlockSpec, cpu: CpuTarget) -> DotInstruction | None:
+    """The instruction that multiplies weights as bytes; None if the CPU or the format lacks it."""
     form, lanes = spec.plan.form, spec.lanes
     if cpu.isa.name != "avx512" or form.is_plain or spec.problem.panel != 2 * lanes:
         return None
@@ -323,8 +318,8 @@ def dot_of_bytes(spec: BlockSpec, cpu: CpuTarget) -> DotInstruction | None:
 
 
 def _chain(spec: BlockSpec) -> int:
-    block, most = spec.plan.block, MAX_CHAIN[_terms(spec)]
-    return block if block <= most else gcd(block, most)
+    block, max_chain = spec.plan.block, MAX_CHAIN[_terms(spec)]
+    return block if block <= max_chain else gcd(block, max_chain)
 
 
 def _terms(spec: BlockSpec) -> int:
@@ -332,23 +327,12 @@ def _terms(spec: BlockSpec) -> int:
 
 
 def emit_block_dots(spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction) -> None:
-    """Write the loops, for many rows and for few where only a call knows how many there are."""
+    """Write the loops for many rows and for few; a symbolic number of rows selects at run time."""
 
     def write(unpacks: bool) -> None:
         _Loops(spec, cpu, dot, unpacks).write()
 
     either(spec.m >= UNPACKED_ROWS[_terms(spec)], lambda: write(True), lambda: write(False))
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """Rows of a panel: `rows` of them from `row` on, those from `end` on (None: none) are not stored."""
-
-    row: Expr
-    rows: int
-    end: Expr
-    panel: Expr
-    first: Expr
 
 
 class _Loops:
@@ -360,7 +344,7 @@ class _Loops:
         self.reader = ByteReader.of(spec.reader, cpu)
         self.chain = _chain(spec)
         self.chains = ceil_div(spec.problem.depth, self.chain)
-        self.stretch = gcd(self.chain, _STRETCH)
+        self.unrolled_weights = gcd(self.chain, _UNROLLED_WEIGHTS)
         self.rows = min(_ROWS, spec.m) if isinstance(spec.m, int) else _ROWS
 
     def write(self) -> None:
@@ -381,16 +365,16 @@ class _Loops:
                 self._sums(count),
                 self.chain,
                 self.chains,
-                0 if form.minimum else form.low,
+                0 if form.minimum else form.min_code,
                 byte_order(form.bits),
             )
-            at_once = spec.vectors if self.rows <= _FEW else 1
-            banks = max(1, IN_FLIGHT // (self.rows * at_once * self.terms))
-            self.sums = Registers(self.rows * at_once * self.terms * banks, "int32", spec.lanes)
-            self.sums_of_chains = Registers(self.rows * at_once, "float32", spec.lanes)
+            tile_vectors = spec.vectors if self.rows <= _FEW_ROWS else 1
+            banks = max(1, IN_FLIGHT // (self.rows * tile_vectors * self.terms))
+            self.sums = Registers(self.rows * tile_vectors * self.terms * banks, "int32", spec.lanes)
+            self.chain_totals = Registers(self.rows * tile_vectors, "float32", spec.lanes)
             self.totals = T.alloc_buffer((self.rows * spec.vectors * spec.lanes,), "float32", scope="global")
             self.unpacked = UnpackedPanel.allocate(self.reader, self.chain) if self.unpacks else None
-            _, row_part, column_part = split.place(task)
+            _, row_part, column_part = split.parts_of(task)
             first_m, last_m = part(tiles, split.rows, row_part)
             first_n, last_n = part(panels, split.columns, column_part)
             with loop(materialize(ceil_div(last_m - first_m, tiles_per_block))) as block:
@@ -404,16 +388,16 @@ class _Loops:
                         self.unpacked.fill(panel)
                     with loop(end - begin) as tile:
                         row = materialize(materialize(begin + tile) * self.rows)
-                        self._write_rows(_Tile(row, self.rows, None, panel, first_row))
+                        self._write_rows(BlockTile(row, self.rows, None, panel, first_row))
 
     def _sums(self, count: int) -> Expr:
         form = self.spec.plan.form
         if form.minimum:
             return T.alloc_buffer((count,), "float32", scope="global")
-        return T.alloc_buffer((count,), "int32", scope="global") if form.low else None
+        return T.alloc_buffer((count,), "int32", scope="global") if form.min_code else None
 
     def _write_codes(self, begin: Expr, end: Expr) -> None:
-        """The bytes of some rows."""
+        """Quantize some rows."""
         whole, rest = divmod(self.spec.problem.depth, self.chain)
 
         with loop(end - begin) as r:
@@ -428,38 +412,38 @@ class _Loops:
             if rest:
                 chain(tirx.const(whole, "int64"), rest)
 
-    def _write_rows(self, tile: _Tile) -> None:
-        """A tile in the form that its place needs: whole, or of what rows are left."""
-        choose(
+    def _write_rows(self, tile: BlockTile) -> None:
+        """Write a tile: whole, or for the remaining rows."""
+        emit_cases(
             row_cases(self.spec.m, tile.row, tile.rows),
-            lambda count, end: self._write_tile(_Tile(tile.row, count, end, tile.panel, tile.first)),
+            lambda count, end: self._write_tile(BlockTile(tile.row, count, end, tile.panel, tile.first)),
         )
 
-    def _write_tile(self, tile: _Tile) -> None:
+    def _write_tile(self, tile: BlockTile) -> None:
         spec = self.spec
         if self.unpacked is not None:
-            self._fetch_epilogue(tile)
-        if tile.rows <= _FEW:
+            self._prefetch_epilogue(tile)
+        if tile.rows <= _FEW_ROWS:
             self._write_vectors(tile, list(range(spec.vectors)))
         else:
-            # Bytes of the left operand are then read where they are multiplied. Written out for all vectors, LLVM
-            # reads them once, and has no registers for them.
+            # A loop makes LLVM load bytes of the left operand where they are multiplied. With the vectors unrolled it
+            # loads them once for all, and spills them.
             with loop(spec.vectors) as vector:
                 self._write_vectors(tile, [vector])
 
-        def store_one(i: int, row: Expr, masks: list[Expr]) -> None:
+        def store_tile_row(i: int, row: Expr, masks: list[Expr]) -> None:
             store_row(spec, row, tile.panel, masks, lambda j: self.totals[self._total_at(i, j)])
 
         def store(masks: list[Expr]) -> None:
-            for i, row in enumerate(self._rows_of(tile)):
+            for i, row in enumerate(tile.row_numbers):
                 with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
-                    store_one(i, row, masks)
+                    store_tile_row(i, row, masks)
 
         for_columns(spec, tile.panel, store)
 
-    def _fetch_epilogue(self, tile: _Tile) -> None:
-        """Ask for what the tile's sums meet when they are done, and for where they are stored."""
-        spec, rows = self.spec, self._rows_of(tile)
+    def _prefetch_epilogue(self, tile: BlockTile) -> None:
+        """Prefetch the operands of the tile's epilogue and the lines of its result."""
+        spec, rows = self.spec, tile.row_numbers
 
         def at(_: OperandView, i: int, j: int) -> Coordinates:
             return {"m": rows[i], "n": tile.panel * spec.problem.panel + j * spec.lanes}
@@ -473,115 +457,116 @@ class _Loops:
     def _total_at(self, i: int, vector: Expr) -> list[Expr]:
         return [lane_indices((i * self.spec.vectors + vector) * self.spec.lanes, self.spec.lanes)]
 
-    def _write_vectors(self, tile: _Tile, vectors: list[Expr]) -> None:
-        """The totals of a tile's rows for some vectors of columns."""
+    def _write_vectors(self, tile: BlockTile, vectors: list[Expr]) -> None:
+        """Write the totals of a tile's rows for some vectors of columns."""
         count = tile.rows * len(vectors)
         for number in range(count):
-            self.sums_of_chains[number] = zeros("float32", self.spec.lanes)
+            self.chain_totals[number] = zeros("float32", self.spec.lanes)
         with loop(self.chains) as chain:
             self._write_chain(tile, chain, vectors)
         for number in range(count):
             i, at = divmod(number, len(vectors))
-            T.buffer_store(self.totals, self.sums_of_chains[number], self._total_at(i, vectors[at]))
+            T.buffer_store(self.totals, self.chain_totals[number], self._total_at(i, vectors[at]))
 
-    def _rows_of(self, tile: _Tile) -> list[Expr]:
-        """The tile's rows, those that do not exist replaced by the last that does."""
-        last = tile.end
-        return [tile.row + i if last is None or i == 0 else T.min(tile.row + i, last - 1) for i in range(tile.rows)]
-
-    def _write_chain(self, tile: _Tile, chain: Expr, vectors: list[Expr]) -> None:
+    def _write_chain(self, tile: BlockTile, chain: Expr, vectors: list[Expr]) -> None:
         """Add the products of a chain of weights."""
         first = materialize(chain * self.chain)
-        rows = [materialize(row - tile.first) for row in self._rows_of(tile)]
+        rows = [materialize(row - tile.first) for row in tile.row_numbers]
         codes = [materialize(row * self.codes.row_words + chain * self.codes.chain_words) for row in rows]
-        places = [materialize(row * self.chains + chain) for row in rows]
+        indices = [materialize(row * self.chains + chain) for row in rows]
         if self.unpacked is not None:
             unpacked = self.unpacked
             words = [unpacked.word(j, chain) for j in vectors]
-            self._add_up(tile, len(vectors), lambda first: unpacked.fours(words, first, self.stretch), codes, places)
+            self._add_up(
+                tile, len(vectors), lambda first: unpacked.quads(words, first, self.unrolled_weights), codes, indices
+            )
             for at, j in enumerate(vectors):
-                self._scale(tile, at, len(vectors), *unpacked.scale_and_minimum(j, first), places)
+                self._scale(tile, at, len(vectors), *unpacked.scale_and_minimum(j, first), indices)
             return
         spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
-        in_record = materialize(first % plan.span) if plan.records > 1 else first
-        record = materialize(reader.record(tile.panel, first // plan.span if plan.records > 1 else 0))
-        block = materialize(in_record // plan.block) if plan.blocks > 1 else 0
-        if isinstance(spec.m, int) and spec.m <= _FEW and plan.form.bits < 8:
-            reader.fetch_ahead(tile.panel, first, self.chain)
-        group = materialize(in_record // plan.group)
+        in_superblock = materialize(first % plan.superblock_size) if plan.superblocks > 1 else first
+        superblock = materialize(
+            reader.superblock(tile.panel, first // plan.superblock_size if plan.superblocks > 1 else 0)
+        )
+        block = materialize(in_superblock // plan.block) if plan.blocks > 1 else 0
+        if isinstance(spec.m, int) and spec.m <= _FEW_ROWS and plan.form.bits < 8:
+            reader.prefetch_weights(tile.panel, first, self.chain)
+        group = materialize(in_superblock // plan.group)
 
-        def fours(first: Expr) -> Iterator[Sequence[Expr]]:
-            return self._fours(vectors, record, materialize(group + first // plan.group))
+        def quads(first: Expr) -> Iterator[Sequence[Expr]]:
+            return self._unpack_quads(vectors, superblock, materialize(group + first // plan.group))
 
-        self._add_up(tile, len(vectors), fours, codes, places)
+        self._add_up(tile, len(vectors), quads, codes, indices)
         for at, j in enumerate(vectors):
-            outer = reader.outer(record, j)
-            factors = (reader.scale(record, block, outer, j), reader.minimum(record, block, outer, j))
-            self._scale(tile, at, len(vectors), *factors, places)
+            outer = reader.outer(superblock, j)
+            factors = (reader.scale(superblock, block, outer, j), reader.minimum(superblock, block, outer, j))
+            self._scale(tile, at, len(vectors), *factors, indices)
 
-    def _fours(self, vectors: list[Expr], record: Expr, group: Expr) -> Iterator[Sequence[Expr]]:
-        """A stretch of weights for some vectors of columns, four of each column after four."""
-        for place in range(self.stretch // self.spec.plan.group):
-            yield from zip(*(self.reader.group(record, group + place, j) for j in vectors), strict=True)
+    def _unpack_quads(self, vectors: list[Expr], superblock: Expr, group: Expr) -> Iterator[Sequence[Expr]]:
+        """Weights of an unrolled loop body for some vectors of columns, four of each column at a time."""
+        for place in range(self.unrolled_weights // self.spec.plan.group):
+            yield from zip(*(self.reader.group(superblock, group + place, j) for j in vectors), strict=True)
 
-    def _number(self, bank: int, i: int, at: int, at_once: int, term: int, rows: int) -> int:
-        return ((bank * rows + i) * at_once + at) * self.terms + term
+    def _number(self, bank: int, i: int, at: int, tile_vectors: int, term: int, rows: int) -> int:
+        return ((bank * rows + i) * tile_vectors + at) * self.terms + term
 
-    def _banks(self, rows: int, at_once: int) -> int:
-        return max(1, min(len(self.sums), IN_FLIGHT) // (rows * at_once * self.terms))
+    def _banks(self, rows: int, tile_vectors: int) -> int:
+        return max(1, min(len(self.sums), IN_FLIGHT) // (rows * tile_vectors * self.terms))
 
     def _add_up(
         self,
-        tile: _Tile,
-        at_once: int,
-        fours: Callable[[Expr], Iterable[Sequence[Expr]]],
+        tile: BlockTile,
+        tile_vectors: int,
+        quads: Callable[[Expr], Iterable[Sequence[Expr]]],
         codes: list[Expr],
-        places: list[Expr],
+        indices: list[Expr],
     ) -> None:
-        """The sums of a chain's integers, for some vectors of columns; `fours` gives the weights from a place on."""
-        lanes, count = self.spec.lanes, self.chain // self.stretch
-        banks, last = self._banks(tile.rows, at_once), self.terms - 1
+        """Write the sums of a chain's integers for some vectors; `quads` returns the weights from an offset on."""
+        lanes, count = self.spec.lanes, self.chain // self.unrolled_weights
+        banks, last_term = self._banks(tile.rows, tile_vectors), self.terms - 1
         for i in range(tile.rows):
-            for bank, at, term in product(range(banks), range(at_once), range(self.terms)):
-                begins = self.codes.low and bank == 0 and term == last
-                start = broadcast(self.codes.sums[places[i]], lanes) if begins else zeros("int32", lanes)
-                self.sums[self._number(bank, i, at, at_once, term, tile.rows)] = start
+            for bank, at, term in product(range(banks), range(tile_vectors), range(self.terms)):
+                starts_with_sum = self.codes.low and bank == 0 and term == last_term
+                start = broadcast(self.codes.sums[indices[i]], lanes) if starts_with_sum else zeros("int32", lanes)
+                self.sums[self._number(bank, i, at, tile_vectors, term, tile.rows)] = start
 
-        def add_stretch(first: Expr, codes: list[Expr]) -> None:
-            for quad, four in enumerate(fours(first)):
+        def add_unrolled(first: Expr, codes: list[Expr]) -> None:
+            for quad, quad_lanes in enumerate(quads(first)):
                 for i in range(tile.rows):
                     for term in range(self.terms):
                         left = self.codes.words[codes[i] + (term * self.chain // 4 + quad)]
-                        for at, right in enumerate(four):
-                            number = self._number(quad % banks, i, at, at_once, term, tile.rows)
+                        for at, right in enumerate(quad_lanes):
+                            number = self._number(quad % banks, i, at, tile_vectors, term, tile.rows)
                             self.sums[number] = emit_step(self.dot, self.sums[number], left, right, lanes)
 
         if count == 1:
-            add_stretch(0, codes)
+            add_unrolled(0, codes)
             return
-        with loop(count) as part_of_chain:
-            first = materialize(part_of_chain * self.stretch)
-            add_stretch(first, [materialize(code + first // 4) for code in codes])
+        with loop(count) as iteration:
+            first = materialize(iteration * self.unrolled_weights)
+            add_unrolled(first, [materialize(code + first // 4) for code in codes])
 
     def _scale(
-        self, tile: _Tile, at: int, at_once: int, scale: Expr | None, least: Expr | None, places: list[Expr]
+        self, tile: BlockTile, at: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, indices: list[Expr]
     ) -> None:
         """Scale the sums of a vector of columns, and add them to the totals."""
-        lanes, codes, low = self.spec.lanes, self.codes, self.spec.plan.form.low
-        if least is not None and low:
-            least = let(least + scale * constant(float(low), "float32", lanes))
-        banks = self._banks(tile.rows, at_once)
+        lanes, codes, low = self.spec.lanes, self.codes, self.spec.plan.form.min_code
+        if minimum is not None and low:
+            minimum = let(minimum + scale * constant(float(low), "float32", lanes))
+        banks = self._banks(tile.rows, tile_vectors)
         for i in range(tile.rows):
             terms = []
             for term in range(self.terms):
-                total = self.sums[self._number(0, i, at, at_once, term, tile.rows)]
+                total = self.sums[self._number(0, i, at, tile_vectors, term, tile.rows)]
                 for bank in range(1, banks):
-                    total = total + self.sums[self._number(bank, i, at, at_once, term, tile.rows)]
+                    total = total + self.sums[self._number(bank, i, at, tile_vectors, term, tile.rows)]
                 terms.append(total)
-            whole = terms[0] if self.terms == 1 else tirx.shift_left(terms[0], constant(8, "int32", lanes)) + terms[1]
-            factor = broadcast(codes.scales[places[i]], lanes)
+            integer_sum = (
+                terms[0] if self.terms == 1 else tirx.shift_left(terms[0], constant(8, "int32", lanes)) + terms[1]
+            )
+            factor = broadcast(codes.scales[indices[i]], lanes)
             factor = factor if scale is None else scale * factor
-            total = self.sums_of_chains[i * at_once + at] + tirx.Cast(f"float32x{lanes}", let(whole)) * factor
-            if least is not None:
-                total = total + least * broadcast(codes.sums[places[i]], lanes)
-            self.sums_of_chains[i * at_once + at] = total
+            total = self.chain_totals[i * tile_vectors + at] + tirx.Cast(f"float32x{lanes}", let(integer_sum)) * factor
+            if minimum is not None:
+                total = total + minimum * broadcast(codes.sums[indices[i]], lanes)
+            self.chain_totals[i * tile_vectors + at] = total

@@ -1,4 +1,4 @@
-"""Rows of weights in panels as numbers: what a language model's tokens are, from the table of its last product."""
+"""Dequantized rows of packed weights, such as token embeddings from the table of a language model's last product."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from .weight_unpacking import PanelReader
 
 
 def block_rows_kernel(problem: BlockRowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel that unpacks the rows of some indices, parallel over the CPU's cores.
-
-    Its parameters are those that `BlockRowsProblem` says.
-    """
+    """The kernel that dequantizes the rows of some indices, parallel over the CPU's cores; see `BlockRowsProblem`."""
     function = Function("block_rows")
     with function:
         weight = OperandView(function, "weight", problem.weight)
@@ -41,32 +38,32 @@ def _emit_row(
     problem: BlockRowsProblem, reader: PanelReader, index: OperandView, result: OperandView, number: Expr
 ) -> None:
     plan = problem.plan
-    asked = tirx.Cast("int64", index.data[number])
-    row = materialize(T.max(T.min(asked, int64(problem.rows - 1)), int64(0)))
+    index_value = tirx.Cast("int64", index.data[number])
+    row = materialize(T.max(T.min(index_value, int64(problem.rows - 1)), int64(0)))
     panel, column = materialize(row // plan.columns), materialize(row % plan.columns)
     start = materialize(number * plan.depth)
 
     def block(chain: Expr, size: int) -> None:
         first = materialize(chain * plan.block)
-        in_record = materialize(first % plan.span)
-        record = materialize(reader.record(panel, first // plan.span))
-        outer = reader.outer(record, column)
-        inner = materialize(in_record // plan.block)
-        scale = reader.scale(record, inner, outer, column)
-        least = reader.minimum(record, inner, outer, column)
+        in_superblock = materialize(first % plan.superblock_size)
+        superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+        outer = reader.outer(superblock, column)
+        inner = materialize(in_superblock // plan.block)
+        scale = reader.scale(superblock, inner, outer, column)
+        minimum = reader.minimum(superblock, inner, outer, column)
 
-        def group(place: Expr, steps: int) -> None:
-            numbers = reader.group(record, materialize(in_record // plan.group + place), column)
+        def group(group_index: Expr, steps: int) -> None:
+            numbers = reader.group(superblock, materialize(in_superblock // plan.group + group_index), column)
             for step in range(steps):
                 value = let(numbers(step))
                 value = value if scale is None else value * scale
-                value = value if least is None else value + least
-                T.buffer_store(result.data, value, [start + first + place * plan.group + step])
+                value = value if minimum is None else value + minimum
+                T.buffer_store(result.data, value, [start + first + group_index * plan.group + step])
 
         whole, rest = divmod(size, plan.group)
         if whole:
-            with loop(whole) as place:
-                group(place, plan.group)
+            with loop(whole) as group_index:
+                group(group_index, plan.group)
         if rest:
             group(tirx.const(whole, "int64"), rest)
 

@@ -1,4 +1,4 @@
-"""Facts that the code of a product with weights in blocks shares, and stores of its results."""
+"""Facts shared by the kernels of products with block-quantized weights, stores of their results, and sums of rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.block_panels import RecordPlan
+from ...encoding.block_panels import PanelPlan
 from ...encoding.problem import QuantizedMatmulProblem
 from ..core.builder import Expr, ceil_div, either, lane_mask, let, loop, materialize, over_lanes
 from ..core.view import OperandView
 from ..elementwise.expression_code import EpilogueCode
 from .weight_unpacking import PanelReader
 
-# Weights without a scale that are added up in one accumulator: the error of a sum of random numbers grows with their
-# count, that of shorter sums added up with its square root. Few rows add up several such sums at once.
+# Weights without a scale that one accumulator adds up: the error of a sum of random numbers grows with their count,
+# that of a sum of shorter sums with its square root. Few rows add up several such sums in parallel.
 MAX_CHAIN = 256
 
 
@@ -34,7 +34,7 @@ class BlockSpec:
     lanes, vectors : int
         Lanes and vectors of a panel.
     free : int
-        Registers for accumulators, beside what unpacking takes and what is broadcast.
+        Registers for accumulators, without those for unpacking and the broadcast factor.
     """
 
     problem: QuantizedMatmulProblem
@@ -48,13 +48,13 @@ class BlockSpec:
     m: Expr
 
     @cached_property
-    def plan(self) -> RecordPlan:
-        """Where everything lies in a panel."""
+    def plan(self) -> PanelPlan:
+        """The layout of a panel."""
         return self.problem.plan
 
     @cached_property
     def chain(self) -> int:
-        """Weights of one scale that are added up at once; a long block is several of these."""
+        """Weights of one scale that an accumulator adds up; a long block is several chains."""
         block = self.plan.block
         if block <= MAX_CHAIN:
             return block
@@ -66,8 +66,44 @@ class BlockSpec:
         return ceil_div(self.problem.depth, self.chain)
 
 
+@dataclass(frozen=True)
+class BlockTile:
+    """A register tile: `rows` rows of a panel from `row` on; rows from `end` on (None: no end) are not stored.
+
+    Attributes
+    ----------
+    panel : PrimExpr
+        Panel of the result's columns.
+    first : PrimExpr
+        First row of the left operand whose sums are stored.
+    lefts, results : tuple of PrimExpr
+        For each row its number in the left operand and in the result, if they differ from the tile's.
+    packed : PrimExpr or None
+        Number of the panel in the packed weights, if it differs from `panel`.
+    """
+
+    row: Expr
+    rows: int
+    end: Expr
+    panel: Expr
+    first: Expr
+    lefts: tuple[Expr, ...] = ()
+    results: tuple[Expr, ...] = ()
+    packed: Expr = None
+
+    @property
+    def row_numbers(self) -> list[Expr]:
+        """The tile's rows, clamped to the last one that exists."""
+        return clamped_rows(self.row, self.rows, self.end)
+
+
+def clamped_rows(row: Expr, rows: int, end: Expr) -> list[Expr]:
+    """The numbers of `rows` rows from `row` on, clamped to the last one before `end` (None: no end)."""
+    return [row + i if end is None or i == 0 else T.min(row + i, end - 1) for i in range(rows)]
+
+
 def for_columns(spec: BlockSpec, panel: Expr, body: Callable[[list[Expr]], None]) -> None:
-    """Write code for the columns of a panel; `body` gets a mask for each of its vectors that exist (None: whole)."""
+    """Write code for the columns of a panel; `body` takes a mask for each existing vector (None: whole)."""
     lanes, problem = spec.lanes, spec.problem
     whole: list[Expr] = [None] * spec.vectors
     left = problem.columns % problem.panel
@@ -85,9 +121,6 @@ def store_row(spec: BlockSpec, row: Expr, panel: Expr, masks: list[Expr], total:
         spec.result.store(at, "n", spec.epilogue.result_at(total(j), at, mask), spec.lanes, mask)
 
 
-# Sums of the left factors that meet the weights of a chain: what minimums of weights are multiplied by.
-
-
 def emit_row_sums(
     lhs: OperandView,
     row: Expr,
@@ -97,23 +130,25 @@ def emit_row_sums(
     target: tuple[Any, Expr],
     rounded: Callable[[Expr], Expr] = lambda value: value,
 ) -> None:
-    """Write the sums of each `chain` elements of a row, float32, to a buffer from a place on.
+    """Write the sums of each `chain` elements of a row, which the minimums of weights multiply.
 
     Parameters
     ----------
     lhs : OperandView
     row : PrimExpr
     depth, chain : int
-        Elements of the row, and how many of them are added up.
+        Elements of the row and of a chain.
     lanes : int
         Lanes of a vector.
     target : tuple of Buffer and PrimExpr
+        Buffer of float32 and the offset of the first sum.
     rounded : callable
-        Function that the product applies to a vector of elements: its error then meets weights, smaller than fields.
+        Rounding of elements in the product; with the same rounding here, errors multiply weights, which are smaller
+        than quants.
     """
     buffer, start = target
 
-    def sum_of(first: Expr, size: int) -> Expr:
+    def chain_sum(first: Expr, size: int) -> Expr:
         total = None
         for at in range(0, size, lanes):
             mask = lane_mask(size - at, lanes)
@@ -124,6 +159,6 @@ def emit_row_sums(
     whole, rest = divmod(depth, chain)
     with loop(whole) as number:
         first = materialize(number * chain)
-        T.buffer_store(buffer, sum_of(first, chain), [start + number])
+        T.buffer_store(buffer, chain_sum(first, chain), [start + number])
     if rest:
-        T.buffer_store(buffer, sum_of(tirx.const(whole * chain, "int64"), rest), [start + whole])
+        T.buffer_store(buffer, chain_sum(tirx.const(whole * chain, "int64"), rest), [start + whole])

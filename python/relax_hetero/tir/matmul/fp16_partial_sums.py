@@ -1,14 +1,14 @@
-"""Short sums: products of float16 are added in float16 for a few steps, and their sums in float32.
+"""fp16 partial accumulation: products of float16 are added in float16 for a few steps, and the partial sums in float32.
 
-Instructions that multiply and add float16 do so in float16. A chain of `DotInstruction.short` steps runs in one
-register, sums of `CHAINS` chains in another; then even and odd k meet, and join the accumulators of float32. For terms
-like random numbers the error is 7.5e-4 of the result (root mean squares), however long the sum: as if each operand were
-rounded to float16 twice more. (Operands rounded to bfloat16 make 2.5e-3; a whole sum of 1,024 terms in float16, 3e-3.)
-One register for 64 steps would be as fast and 1.5 times as inexact.
+A chain of `DotInstruction.short` steps accumulates in one float16 register, the sums of `CHAINS` chains in another;
+then the sums of even and odd k are added to the float32 accumulators. For random terms the error is 7.5e-4 of the
+result (root mean square), however long the sum: as if each operand were rounded to float16 twice more. (Operands
+rounded to bfloat16 give 2.5e-3; a sum of 1,024 terms in float16, 3e-3.) One register for 64 steps would be as fast and
+1.5 times as inexact.
 
-float16 ends at 65,504 and keeps fewer digits below 2^-14. Sums have to be right there, too: a short sum that was
-infinite leaves an accumulator that is infinite or NaN, and products that are too small leave small accumulators. A tile
-where either is found is computed once more, with every product in float32 (`is_out_of_range`).
+float16 overflows at 65,504 and loses digits below 2^-14. An overflow leaves an accumulator that is infinite or NaN,
+and products that are too small leave small accumulators. Such a tile is computed again, with every product in float32
+(`is_out_of_range`).
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ CHAINS = 8
 """Chains whose sums are added in the operands' type."""
 
 MIN_SQUARE = 2.0**-29
-"""The least mean square of products that short sums are kept for: these are then 2^-14.5, the least normal number of
-float16 about, and what is lost below is a tenth of what rounding loses."""
+"""Minimum mean square of products: these are then about 2^-14.5, near the smallest normal float16, and the loss below
+is a tenth of the rounding error."""
 
 _INFINITE = 0x7F800000
 
 
-def marked(function: tirx.PrimFunc, dot: DotInstruction) -> tirx.PrimFunc:
-    """A kernel, with a note for reports if it has short sums."""
+def mark_fp16_partial_sums(function: tirx.PrimFunc, dot: DotInstruction) -> tirx.PrimFunc:
+    """The kernel, with an attribute for reports if it has fp16 partial sums."""
     return function.with_attr(FP16_PARTIAL_SUMS, dot.types[0]) if dot.short else function
 
 
 class Fp16PartialSums:
-    """Short sums on their way to accumulators.
+    """Partial sums in float16 registers, which are added to float32 accumulators.
 
     Parameters
     ----------
     sums : Registers
-        The accumulators, the first `count` of them.
+        The accumulators; the first `count` are used.
     lanes : int
         Lanes of an accumulator.
     banks : int
-        Registers of each accumulator, used in turn: where accumulators are too few to keep instructions in flight.
+        Alternating registers of each accumulator, if accumulators are too few to keep instructions in flight.
     """
 
     def __init__(self, dot: DotInstruction, sums: Registers, count: int, lanes: int, banks: int = 1) -> None:
@@ -70,14 +70,14 @@ class Fp16PartialSums:
         self._chains = Registers(count, dot.types[0], lanes * dot.k0)
         self.length = dot.short * banks
         """Steps of a chain."""
-        self._together = max(1, CHAINS // banks)
+        self._chains_per_sum = max(1, CHAINS // banks)
 
     def begin(self) -> None:
-        """Start sums of chains."""
+        """Clear the sums of chains."""
         self._clear(self._chains)
 
     def chain(self, emit: Callable[[Registers], None]) -> None:
-        """One chain; `emit` writes its steps, which add to registers of the operands' type."""
+        """Write a chain; `emit` writes its steps, which add to registers of the operands' type."""
         self._clear(self._steps)
         emit(self._steps)
         for number in range(len(self._steps)):
@@ -91,43 +91,47 @@ class Fp16PartialSums:
             value = let(self._chains[number])
             words = tirx.reinterpret(f"int32x{lanes}", value)
             odd = tirx.shift_right(words, constant(16, "int32", lanes))
-            both = let(value + tirx.reinterpret(str(value.ty.dtype), odd))
-            pairs = cast(T.Shuffle([both], list(range(0, lanes * k0, k0))), self._dot.types[2])
+            even_and_odd = let(value + tirx.reinterpret(str(value.ty.dtype), odd))
+            pairs = cast(T.Shuffle([even_and_odd], list(range(0, lanes * k0, k0))), self._dot.types[2])
             self._sums[number] = self._sums[number] + pairs
 
     def add_chains(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
-        """The chains of a sum, between `begin` and `finish`.
+        """Write the chains of a sum, between `begin` and `finish`.
 
         Parameters
         ----------
         size, length : PrimExpr or int
-            How far the sum goes, and a chain, in the unit of `emit`.
+            Lengths of the sum and of a chain, in the unit of `emit`.
         emit : callable
-            Writes the steps from a place on, so far, into registers.
+            Function of a start, a length and registers that writes the steps.
         """
         whole = materialize(size // length)
         with loop(whole) as number:
             self.chain(lambda steps: emit(materialize(number * length), length, steps))
-        self._add_rest(size, length, emit)
+        self._add_tail(size, length, emit)
 
     def add(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
-        """A sum of any length, from `begin` to `finish`; parameters as of `add_chains`."""
-        whole, together = materialize(size // length), self._together
-        with loop(materialize(ceil_div(whole, together))) as block:
+        """Write a sum of any length, `begin` and `finish` included; for the parameters see `add_chains`."""
+        whole, chains_per_sum = materialize(size // length), self._chains_per_sum
+        with loop(materialize(ceil_div(whole, chains_per_sum))) as block:
             self.begin()
-            first = materialize(block * together)
-            here = together if isinstance(whole, int) and whole % together == 0 else minimum(whole - first, together)
-            with loop(here) as number:
+            first = materialize(block * chains_per_sum)
+            block_chains = (
+                chains_per_sum
+                if isinstance(whole, int) and whole % chains_per_sum == 0
+                else minimum(whole - first, chains_per_sum)
+            )
+            with loop(block_chains) as number:
                 self.chain(lambda steps: emit(materialize((first + number) * length), length, steps))
             self.finish()
         left = size - whole * length
         if isinstance(left, int) and left == 0:
             return
         self.begin()
-        self._add_rest(size, length, emit)
+        self._add_tail(size, length, emit)
         self.finish()
 
-    def _add_rest(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
+    def _add_tail(self, size: Expr, length: int, emit: Callable[[Expr, Expr, Registers], None]) -> None:
         done = materialize(size // length * length)
         left = materialize(size - done)
         if isinstance(left, int):
@@ -143,25 +147,25 @@ class Fp16PartialSums:
 
 
 def is_out_of_range(values: Sequence[Expr], terms: Expr, lanes: int, min_square: float = MIN_SQUARE) -> Expr:
-    """Return whether short sums left the range of their type, by the accumulators that they made.
+    """Return whether partial sums left the range of their type, judged by the accumulators.
 
     Parameters
     ----------
     values : sequence of PrimExpr
         All accumulators of a tile; lanes of columns that do not exist are zero.
     terms : PrimExpr or int
-        Products in each of them.
+        Number of products in each accumulator.
     min_square : float
-        The least mean square of products; 0 where what is lost of small ones does not matter.
+        Minimum mean square of products; 0 if the loss of small products does not matter.
     """
     squares = Registers(1, "float32", lanes)
     squares[0] = zeros("float32", lanes)
     for value in values:
         squares[0] = squares[0] + let(value) * let(value)
-    # As bits, which order positive floats: TVM takes "not at least" for "less", which NaN is not.
+    # Compared as bits, which order positive floats: TVM rewrites "not >=" to "<", which is wrong for NaN.
     total = tirx.reinterpret("int32", let(over_lanes(squares[0], lambda a, b: a + b, lanes)))
     register = Registers(1, "int32", 1)
     register[0] = total
-    least = tirx.const(min_square * len(values) * lanes, "float32")
-    bound = tirx.reinterpret("int32", let(least * tirx.Cast("float32", int64(terms))))
+    min_total = tirx.const(min_square * len(values) * lanes, "float32")
+    bound = tirx.reinterpret("int32", let(min_total * tirx.Cast("float32", int64(terms))))
     return tirx.Or(register[0] < bound, register[0] >= tirx.const(_INFINITE, "int32"))

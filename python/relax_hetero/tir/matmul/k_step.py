@@ -1,24 +1,24 @@
-"""How a k-step of each `DotInstruction` is written in TIR.
+"""TIR of a k-step with each `DotInstruction`.
 
 Operands keep their logical dtype (int8, bfloat16, float16) in buffers and loads; TVM's legalization of bfloat16 turns
-such buffers into uint16 and leaves ``reinterpret`` of a load alone, so nothing has to be aliased. LLVM folds the
+such buffers into uint16 and does not change a ``reinterpret`` of a load, so buffers need no aliases. LLVM folds the
 broadcast of a reinterpreted four-byte load into one ``vpbroadcastd`` from memory, unaligned.
 
 Use, for one row i and one vector j of columns::
 
-    lhs = lhs_group(dot, A[i, T.ramp(k * k0, 1, k0)])         # or a list of k0 scalars, zeros beyond K
+    lhs = lhs_group(dot, A[i, T.ramp(k * k0, 1, k0)])         # or a list of k0 scalars, zeros after K
     rhs = rhs_groups(dot, B[..., T.ramp(j * lanes * k0, 1, lanes * k0)], lanes)
     acc = emit_step(dot, acc, lhs, rhs, lanes)
 
-with the whole body under ``T.attr(0, "pragma_import_llvm", text)`` where `llvm_import` gives a text. A group that
-reaches beyond K must have zeros there, not what memory holds: zero times NaN is NaN.
+with the whole body under ``T.attr(0, "pragma_import_llvm", text)`` if `llvm_import` returns a text. A group that ends
+after K must have zeros there, not the content of memory: zero times NaN is NaN.
 
 Instructions that multiply two rows (`DotInstruction.rows`) take the groups of both as one left factor. Tiles use, for
-these as for all others::
+all instructions::
 
     add_step(dot, accs, numbers, rows_group([lhs_group(dot, ...), lhs_group(dot, ...)]), rhs, lanes)
 
-and `put_rows_in_order` when all steps are done.
+and `deinterleave_rows` when all steps are done.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
     Parameters
     ----------
     values : PrimExpr or sequence of PrimExpr
-        A vector of k0 elements (a contiguous load; a scalar where k0 is 1), or k0 scalars, of the left operand's type.
+        Vector of k0 elements (a contiguous load; a scalar if k0 is 1), or k0 scalars, of the left operand's type.
 
     Returns
     -------
     PrimExpr
-        Where k0 is 1 the element, as the step wants it (float16, or the accumulator's type); else its k0 elements as
-        an int32 or int64, the first in the low bits.
+        If k0 is 1, the element in the type that the step takes (float16, or the accumulator's type); else the k0
+        elements as an int32 or int64, the first in the low bits.
     """
     if dot.k0 == 1:
         value = values if isinstance(values, Expr) else values[0]
-        return value if dot.form == "f16_fma" else _widened(dot, value, 1)
-    word = _word(dot)
+        return value if dot.form == "f16_fma" else _widen(dot, value, 1)
+    word = _group_dtype(dot)
     group: Expr = tirx.const(0, word)
     if isinstance(values, Expr):
         group = tirx.reinterpret(word, values)
@@ -79,20 +79,20 @@ def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
     values : PrimExpr
         ``lanes * k0`` elements of the right operand's type, column after column, the k of a column together.
     lanes : int
-        The CPU's lanes of the accumulator's type.
+        Lanes of the accumulator's type on the CPU.
 
     Returns
     -------
     PrimExpr
-        Where k0 is 1 the elements, in the accumulator's type; else an int32 or int64 for each lane.
+        If k0 is 1, the elements in the accumulator's type; else an int32 or int64 for each lane.
     """
     if dot.k0 == 1:
-        return _widened(dot, values, lanes)
-    return tirx.reinterpret(vector_type(_word(dot), lanes), values)
+        return _widen(dot, values, lanes)
+    return tirx.reinterpret(vector_type(_group_dtype(dot), lanes), values)
 
 
-def _word(dot: DotInstruction) -> str:
-    """The integer of as many bits as a group."""
+def _group_dtype(dot: DotInstruction) -> str:
+    """The integer type with the bits of a group."""
     return f"int{8 * dot.k0 * bytes_of(dot.types[0])}"
 
 
@@ -102,18 +102,18 @@ def emit_step(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) 
     Parameters
     ----------
     acc : PrimExpr
-        `lanes` accumulators: a vector of the accumulator's type, a scalar where lanes is 1. Of an instruction with
-        short sums these: `lanes` groups of k0 in the operands' type.
+        `lanes` accumulators: a vector of the accumulator's type, a scalar if lanes is 1; for an instruction with fp16
+        partial sums, `lanes` groups of k0 in the operands' type.
     lhs, rhs : PrimExpr
-        From `lhs_group` and `rhs_groups`.
+        Results of `lhs_group` and `rhs_groups`.
     lanes : int
-        The CPU's lanes of the accumulator's type.
+        Lanes of the accumulator's type on the CPU.
     """
     return FORMS[dot.form](dot, acc, lhs, rhs, lanes)
 
 
 def rows_group(groups: Sequence[Expr]) -> Expr:
-    """The groups of rows that a step multiplies at once, from `lhs_group`, as one left factor."""
+    """The groups of several rows, from `lhs_group`, as one left factor of a step."""
     return groups[0] if len(groups) == 1 else let(T.Shuffle(list(groups), list(range(len(groups)))))
 
 
@@ -123,9 +123,9 @@ def add_step(dot: DotInstruction, accs: Registers, numbers: Sequence[int], lhs: 
     Parameters
     ----------
     numbers : sequence of int
-        Numbers of the accumulators of `DotInstruction.rows` rows, which meet the same columns.
+        Numbers of the accumulators of `DotInstruction.rows` rows, for the same columns.
     lhs, rhs : PrimExpr
-        From `rows_group` and `rhs_groups`.
+        Results of `rows_group` and `rhs_groups`.
     """
     if dot.rows == 1:
         accs[numbers[0]] = emit_step(dot, accs[numbers[0]], lhs, rhs, lanes)
@@ -136,10 +136,10 @@ def add_step(dot: DotInstruction, accs: Registers, numbers: Sequence[int], lhs: 
         accs[number] = emit_step(dot, accs[number], lhs, columns, lanes)
 
 
-def put_rows_in_order(dot: DotInstruction, accs: Registers, rows: int, vectors: int) -> None:
-    """Make of what steps added up vectors of rows: number ``i * vectors + j`` is vector j of row i.
+def deinterleave_rows(dot: DotInstruction, accs: Registers, rows: int, vectors: int) -> None:
+    """Reorder accumulators to vectors of rows: number ``i * vectors + j`` is vector j of row i.
 
-    A matrix instruction adds to blocks of two rows and two columns, of two rows one after the other along the columns.
+    A matrix instruction accumulates blocks of two rows and two columns.
     """
     if dot.rows == 1:
         return
@@ -163,10 +163,10 @@ def zero(dot: DotInstruction, lanes: int) -> Expr:
 
 
 def llvm_import(dot: DotInstruction, lanes: int) -> str | None:
-    """LLVM IR that a kernel with this product imports, None if it needs none.
+    """LLVM IR that a kernel with this product imports, or None.
 
     The intrinsics of bfloat16 take vectors of LLVM's type ``bfloat``, which TVM's legalization would turn into
-    integers; a function that bit-casts stands between.
+    integers; the imported function casts bits.
     """
     if dot.form not in ("bf16_dot", "bf16_blocks"):
         return None
@@ -183,36 +183,36 @@ define {acc} @{_SHIM}({acc} %c, {ints} %a, {ints} %b) {{
 """
 
 
-def _widened(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
+def _widen(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
     """Elements of an operand in the accumulator's type."""
     return _decode_float16(values, lanes) if dot.form == "f16_bits" else cast(values, dot.types[2])
 
 
 def _decode_float16(values: Expr, lanes: int) -> Expr:
-    """float16 where the CPU cannot convert it: exponent and fraction moved into place, scaled by 2^112."""
+    """float16 to float32 on CPUs without the conversion: exponent and fraction are shifted, and scaled by 2^112."""
     floats = vector_type("float32", lanes)
     bits = tirx.Cast(vector_type("uint32", lanes), tirx.reinterpret(vector_type("uint16", lanes), values))
     magnitude = tirx.bitwise_and(bits, constant(0x7FFF, "uint32", lanes))
     sign = tirx.bitwise_and(bits, constant(0x8000, "uint32", lanes))
-    moved = tirx.shift_left(magnitude, constant(13, "uint32", lanes))
-    scaled = tirx.reinterpret(floats, moved) * constant(2.0**112, "float32", lanes)
-    # infinities and NaNs keep their fraction and get the largest exponent
-    special = tirx.bitwise_or(moved, constant(0x7F800000, "uint32", lanes))
+    shifted = tirx.shift_left(magnitude, constant(13, "uint32", lanes))
+    scaled = tirx.reinterpret(floats, shifted) * constant(2.0**112, "float32", lanes)
+    # Infinity and NaN keep their fraction and get the maximum exponent.
+    special = tirx.bitwise_or(shifted, constant(0x7F800000, "uint32", lanes))
     finite = tirx.reinterpret(vector_type("uint32", lanes), scaled)
-    whole = tirx.Select(magnitude >= constant(0x7C00, "uint32", lanes), special, finite)
-    return tirx.reinterpret(floats, tirx.bitwise_or(whole, tirx.shift_left(sign, constant(16, "uint32", lanes))))
+    float_bits = tirx.Select(magnitude >= constant(0x7C00, "uint32", lanes), special, finite)
+    return tirx.reinterpret(floats, tirx.bitwise_or(float_bits, tirx.shift_left(sign, constant(16, "uint32", lanes))))
 
 
 def _fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-    """One k a step."""
+    """One k per step."""
     return acc + broadcast(lhs, lanes) * rhs
 
 
 def _f16_fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-    """One k a step.
+    """One k per step.
 
-    The left factor is converted in every lane: twice as fast as converting it alone, since the instruction that loads
-    one float16 keeps the rest of its register and so waits for it.
+    The left factor is broadcast before its conversion: twice as fast as converting a scalar, since the load of a single
+    float16 depends on the previous content of its register.
     """
     return acc + cast(tirx.Broadcast(lhs, lanes), dot.types[2]) * rhs
 
@@ -257,7 +257,7 @@ def _bf16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int
 
 
 def _f16_sums(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-    """Two float16 by two; products of even and of odd k are added apart, in float16."""
+    """Two float16 by two; products of even and of odd k accumulate separately, in float16."""
     left, right = (tirx.reinterpret(f"float16x{2 * lanes}", group) for group in (tirx.Broadcast(lhs, lanes), rhs))
     return acc + left * right
 
@@ -267,8 +267,8 @@ def _f16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
     for shift in (0, 16):
 
         def half(bits: Expr, count: int, shift: int = shift) -> Expr:
-            moved = tirx.shift_right(bits, constant(shift, "int32", count)) if shift else bits
-            short = tirx.Cast(vector_type("uint16", count), moved)
+            shifted_bits = tirx.shift_right(bits, constant(shift, "int32", count)) if shift else bits
+            short = tirx.Cast(vector_type("uint16", count), shifted_bits)
             return cast(tirx.reinterpret(vector_type("float16", count), short), dot.types[2])
 
         acc = acc + broadcast(half(lhs, 1), lanes) * half(rhs, lanes)
@@ -303,14 +303,14 @@ def _odd_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
 
 
 def _i32_bytes(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-    """The four bytes of a group one after the other, each widened to int32."""
+    """The four bytes of a group in sequence, each widened to int32."""
 
     def byte(position: int, bits: Expr, dtype: str, count: int) -> Expr:
         if dtype == "uint8":
-            moved = tirx.shift_right(bits, constant(8 * position, "int32", count))
-            return tirx.bitwise_and(moved, constant(0xFF, "int32", count))
-        moved = tirx.shift_left(bits, constant(24 - 8 * position, "int32", count))
-        return tirx.shift_right(moved, constant(24, "int32", count))
+            shifted_bits = tirx.shift_right(bits, constant(8 * position, "int32", count))
+            return tirx.bitwise_and(shifted_bits, constant(0xFF, "int32", count))
+        shifted_bits = tirx.shift_left(bits, constant(24 - 8 * position, "int32", count))
+        return tirx.shift_right(shifted_bits, constant(24, "int32", count))
 
     for position in range(4):
         left = tirx.Broadcast(byte(position, lhs, dot.types[0], 1), lanes)
@@ -332,4 +332,4 @@ FORMS: dict[str, Callable[[DotInstruction, Expr, Expr, Expr, int], Expr]] = {
     "i16_pairs": _i16_pairs,
     "i32_bytes": _i32_bytes,
 }
-"""How each value of `DotInstruction.form` is emitted."""
+"""Emitters of k-steps by `DotInstruction.form`."""

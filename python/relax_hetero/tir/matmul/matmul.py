@@ -1,10 +1,10 @@
 """Matrix products: one definition for every type, layout, tail and epilogue.
 
-The loops, from outside: tasks, batches, blocks of rows, blocks of k, panels of columns, tiles. A panel of the right
-operand stays in the second-level cache while the tiles of a block of rows go over it.
+The loops, outermost first: tasks, batches, blocks of rows (mc), blocks of k (kc), panels of columns, register tiles. A
+panel of the right operand stays in the L2 cache while the tiles of a block of rows use it.
 
-CPUs with tile registers multiply some types by them (`tile_register_product`), from the same packed weights; the loops
-here are then for few rows, and for processes that may not use them.
+CPUs with Intel AMX multiply some types with it (`amx_matmul`), from the same packed weights; the loops here are then
+for few rows, and for processes that may not use AMX.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from ..core.work_split import Split, part, split_work, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
-from .amx import LLVM_TEXT, tiles_or_vectors
-from .amx_matmul import emit_tile_products, takes_tiles
-from .fp16_partial_sums import marked
+from .amx import LLVM_TEXT, amx_or_vectors
+from .amx_matmul import emit_amx_product, supports_amx
+from .fp16_partial_sums import mark_fp16_partial_sums
 from .k_step import llvm_import
-from .matmul_spec import Case, KRange, MatmulSpec, Sweep, choose, make_tile, row_cases
-from .matmul_tile import IN_FLIGHT, accumulators, emit_tile, k_blocks
+from .matmul_spec import Case, KRange, MatmulSpec, Sweep, emit_cases, make_tile, row_cases
+from .matmul_tile import IN_FLIGHT, accumulator_count, emit_tile, k_blocks
 
-# Rows of a block, about: of one block of k, they fill half of the second-level cache. Blocks are of equal size, because
-# each reads the right operand anew (measured for 128 rows of weights that come from memory: one block is 3 % faster
-# than 96 rows and 32).
+# Approximate rows of a block (mc): with one block of k, they fill half of the L2 cache. Blocks have equal sizes,
+# because each reads the right operand again (measured for 128 rows and weights in memory: one block is 3 % faster than
+# blocks of 96 and 32 rows).
 ROWS_PER_BLOCK = 96
 
 # Right operands of more bytes are prefetched, panel by panel: measured 20 % faster for 8 rows, 30 % for 32, 8 % for
-# 128, 2 % for 2,048; slower for one or two rows, which only read. A model's weights come from memory or the last-level
+# 128, 2 % for 2,048; slower for one or two rows, which are bound by reads. A model's weights come from memory or the L3
 # cache, however small: 12 % for 128x384 times 384x384.
 PREFETCH_BYTES = 1 << 16
 PREFETCH_ROWS = 3
 
 
 def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a matrix product, parallel over the CPU's cores; `MatmulProblem` says what its parameters are.
+    """The kernel of a matrix product, parallel over the CPU's cores, with the parameters of `MatmulProblem`.
 
-    Raises EncodingError if the CPU has no product of these element types, or an operand is stored in a way the product
-    cannot read.
+    Raises EncodingError if the CPU lacks a product of these element types, or the product cannot read an operand's
+    layout.
     """
     types = (problem.lhs.dtype, problem.rhs.dtype, problem.acc_dtype)
     dot = dot_instruction_for(cpu, *types)
@@ -66,56 +66,59 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
         init = OperandView(function, "init", problem.init) if problem.init else None
         lanes = cpu.lanes(problem.acc_dtype)
         epilogue = EpilogueCode.of(function, problem.epilogue, problem.acc_dtype, problem.result.dtype, lanes)
-        in_rows = [
+        phase_operands = [
             OperandView(function, f"y{i}", o) for i, o in enumerate(problem.rows.operands if problem.rows else ())
         ]
         result = OperandView(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *epilogue.views, *in_rows, result]
+        views = [lhs, rhs, *([init] if init else []), *epilogue.views, *phase_operands, result]
         batch = merge_batches(views, lhs, rhs, result)
-        # One register holds what is broadcast of the left operand.
+        # One register holds the broadcast left factor.
         free = cpu.isa.registers - 1 - dot.temporaries
         m, n, k = (extent_of(views, name) for name in "mnk")
         spec = MatmulSpec(lhs, rhs, result, init, epilogue, dot, lanes, free, m, n, k)
         with function.body():
             for view in views:
                 view.open()
-            rows = phase_code(problem.rows, in_rows, result, cpu, n) if problem.rows else None
+            rows = phase_code(problem.rows, phase_operands, result, cpu, n) if problem.rows else None
             tiles = amx_instruction_for(cpu, *types)
-            if tiles is not None and not takes_tiles(spec, tiles):
+            if tiles is not None and not supports_amx(spec, tiles):
                 tiles = None
             texts = [text for text in (llvm_import(dot, lanes), LLVM_TEXT if tiles else None) if text is not None]
             with T.attr(0, "pragma_import_llvm", "".join(texts)) if texts else nullcontext():
-                _emit_ways(spec, cpu, batch, rows, tiles)
-    return marked(_tied(function.result, problem, spec), dot)
+                _emit_product(spec, cpu, batch, rows, tiles)
+    return mark_fp16_partial_sums(_with_ties(function.result, problem, spec), dot)
 
 
-def _emit_ways(
+def _emit_product(
     spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows: RowSpec | None, tiles: AmxInstruction | None
 ) -> None:
-    """Emit tile registers where the CPU has them, the process may use them, and rows are not few; else vectors."""
+    """Write the product with AMX, if the CPU and the process may use it and m is large enough, and with vectors."""
     if tiles is None:
         _emit_loops(spec, cpu, batch, rows)
         return
-    tiles_or_vectors(
-        lambda: emit_tile_products(spec, cpu, batch, rows, tiles),
+    amx_or_vectors(
+        lambda: emit_amx_product(spec, cpu, batch, rows, tiles),
         lambda: _emit_loops(spec, cpu, batch, rows),
         True if isinstance(spec.m, int) else spec.m >= tiles.min_rows,
     )
 
 
-def _tied(func: tirx.PrimFunc, problem: MatmulProblem, spec: MatmulSpec) -> tirx.PrimFunc:
-    """Tie the result to tensors that a tile starts from or its epilogue reads, unless partial sums wait there.
+def _with_ties(func: tirx.PrimFunc, problem: MatmulProblem, spec: MatmulSpec) -> tirx.PrimFunc:
+    """Tie the result to the initial accumulators and the epilogue's operands, unless partial sums are stored in it.
 
-    Operands of work on rows may not: the rows of the product are there by then.
+    Operands of a row phase cannot be tied: they are read after the product's rows are stored.
     """
     blocks, _ = _k_blocks(spec)
-    is_whole = isinstance(blocks, int) and blocks == 1
-    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return tied_to(func, in_tile if is_whole else [], 2, problem.result)
+    has_one_block = isinstance(blocks, int) and blocks == 1
+    tile_operands = [
+        *([problem.init] if problem.init else []),
+        *(problem.epilogue.operands if problem.epilogue else ()),
+    ]
+    return tied_to(func, tile_operands if has_one_block else [], 2, problem.result)
 
 
 def merge_batches(views: list[OperandView], lhs: OperandView, rhs: OperandView, result: OperandView) -> list[str]:
-    """Make batch dimensions that the right operand lacks part of m, where storage allows; the names of the others."""
+    """Merge batch dimensions that the right operand lacks into m, where storage allows; return the remaining ones."""
     batch = [name for name in result.index_map if name.startswith("b")]
     while (
         batch
@@ -147,14 +150,14 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
     blocks_k, block_k = _k_blocks(spec)
     count, tiles, panels, blocks_k = (materialize(value) for value in (count, tiles, panels, blocks_k))
     split = split_work(cpu.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
-    prefetches = _is_prefetched(spec, cpu, split)
-    in_task = isinstance(split.columns, int) and split.columns == 1  # a task makes whole rows
+    prefetches = _prefetches_panels(spec, cpu, split)
+    in_task = isinstance(split.columns, int) and split.columns == 1  # a task computes whole rows
     with loop(split.tasks, parallel=split.tasks > 1) as task:
-        accs = Registers(accumulators(spec.dot, rows, vectors), spec.dot.types[2], spec.lanes)
-        place = split.place(task)
-        first_b, last_b = part(count, split.batch, place[0])
-        first_m, last_m = part(tiles, split.rows, place[1])
-        first_n, last_n = part(panels, split.columns, place[2])
+        accs = Registers(accumulator_count(spec.dot, rows, vectors), spec.dot.types[2], spec.lanes)
+        parts = split.parts_of(task)
+        first_b, last_b = part(count, split.batch, parts[0])
+        first_m, last_m = part(tiles, split.rows, parts[1])
+        first_n, last_n = part(panels, split.columns, parts[2])
         block_m = _tiles_per_block(tiles, split, rows)
         row = RowWriter(rows_code) if rows_code is not None and in_task else None
         with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_m))) as block:
@@ -169,7 +172,7 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
                     materialize(first_n + panel) * (vectors * spec.lanes),
                 )
                 sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
-                _emit_tile_at(spec, at, (first_row, column), (rows, vectors), step, accs, sweep)
+                _emit_tile_cases(spec, at, (first_row, column), (rows, vectors), step, accs, sweep)
             if row is not None:
                 first_row = materialize(begin_m * rows)
                 with loop(materialize(minimum(end_m * rows, spec.m)) - first_row) as number:
@@ -179,56 +182,55 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
 
 
 def _tile_size(spec: MatmulSpec, cpu: CpuTarget) -> tuple[int, int]:
-    """Rows and vectors of a tile: as wide as the right operand is packed, as high as registers allow."""
+    """Rows and vectors of a register tile: as wide as a packed panel, as high as registers allow."""
     sizes = tile_sizes(cpu)
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
     vectors = packed if 0 < packed <= sizes.vectors * 2 else sizes.vectors
     if packed == 0 and isinstance(spec.m, int) and 0 < spec.m <= sizes.rows and spec.lanes > 1:
-        # Rows of a row-major operand lie far apart: the fewer rows of the left one share it, the more of each is read.
-        # A single row takes its factors straight from memory, others hold them.
+        # Rows of a row-major right operand are far apart: tiles of fewer rows read longer runs of each. A single row
+        # takes right factors from memory, several hold them in registers.
         wide = spec.registers // (spec.m + 1 if spec.m > 1 else 1)
         vectors = max(vectors, min(wide, 16))
     rows = max(1, min(sizes.rows, (spec.registers - vectors) // vectors))
     if not isinstance(spec.m, int):
         return rows, vectors
     rows = max(1, min(rows, spec.m))
-    return rows, vectors * (_panels_of_a_tile(spec, cpu, rows, vectors) if packed and spec.lanes > 1 else 1)
+    return rows, vectors * (_panels_per_tile(spec, cpu, rows, vectors) if packed and spec.lanes > 1 else 1)
 
 
-def _panels_of_a_tile(spec: MatmulSpec, cpu: CpuTarget, rows: int, vectors: int) -> int:
-    """How many panels a tile of few rows goes over at once, so that enough sums are in flight.
+def _panels_per_tile(spec: MatmulSpec, cpu: CpuTarget, rows: int, vectors: int) -> int:
+    """Number of panels of a tile of few rows, such that enough multiply-adds are in flight.
 
-    A task takes as many tiles one after the other as it has, and each takes as long as its sums, or as the latency of
-    the instructions where these are fewer.
+    The number minimizes the tiles of a task, whose time is bound by the latency of the instructions.
     """
-    wanted = min(IN_FLIGHT, spec.registers // (rows + 1)) // (rows * vectors)
-    if wanted < 2 or not isinstance(spec.n, int):
+    max_panels = min(IN_FLIGHT, spec.registers // (rows + 1)) // (rows * vectors)
+    if max_panels < 2 or not isinstance(spec.n, int):
         return 1
     panels = ceil_div(spec.n, vectors * spec.lanes)
     tasks = tasks_for(cpu.cores, "multiply-adds", spec.m * spec.n * spec.k if isinstance(spec.k, int) else None)
-    return min(range(1, min(wanted, panels) + 1), key=lambda count: ceil_div(ceil_div(panels, count), tasks))
+    return min(range(1, min(max_panels, panels) + 1), key=lambda count: ceil_div(ceil_div(panels, count), tasks))
 
 
 def _tiles_per_block(tiles: Expr, split: Split, rows: int) -> int:
-    """How many tiles of rows go over a panel before the next one."""
-    most = max(1, ROWS_PER_BLOCK // rows)
+    """Number of tiles of rows that use a panel before the next one."""
+    per_block = max(1, ROWS_PER_BLOCK // rows)
     if not isinstance(tiles, int) or not isinstance(split.rows, int):
-        return most
-    own = ceil_div(tiles, split.rows)
-    return ceil_div(own, max(1, (2 * own + most) // (2 * most)))
+        return per_block
+    task_tiles = ceil_div(tiles, split.rows)
+    return ceil_div(task_tiles, max(1, (2 * task_tiles + per_block) // (2 * per_block)))
 
 
-def _is_prefetched(spec: MatmulSpec, cpu: CpuTarget, split: Split) -> bool:
-    """Return whether the tiles that go over a panel prefetch the next one.
+def _prefetches_panels(spec: MatmulSpec, cpu: CpuTarget, split: Split) -> bool:
+    """Return whether the tiles of a panel prefetch the next one.
 
-    Worth it where a packed right operand comes from memory or the last-level cache, unless hardly a row goes over it.
+    It pays if a packed right operand comes from memory or the L3 cache, except for one or two rows.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) > 1
     if cpu.kind != "llvm" or spec.lanes == 1 or not packed or not isinstance(split.rows, int):
         return False
     if not isinstance(spec.n, int) or not isinstance(spec.k, int):
         return False
-    # Where a product needs registers besides, the addresses of what is fetched would drive accumulators out of theirs.
+    # If a product needs temporaries, the addresses of prefetches would make LLVM spill accumulators.
     if spec.dot.temporaries:
         return False
     is_read_only = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
@@ -236,13 +238,13 @@ def _is_prefetched(spec: MatmulSpec, cpu: CpuTarget, split: Split) -> bool:
 
 
 def _k_blocks(spec: MatmulSpec) -> tuple[Expr, Expr]:
-    """How many blocks of k the loops go over, and the k of one; one, where a tile goes over all of k."""
+    """Number of blocks of k in the loops, and the k of a block; (1, 0) if a tile sums over all of k."""
     few = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
     return (1, 0) if spec.result.dtype != spec.dot.types[2] or few else k_blocks(spec)
 
 
 def _row_cases(spec: MatmulSpec, row: Expr, rows: int) -> list[Case]:
-    """The forms of a tile along m: whole, and what is left at the end."""
+    """The cases of a tile along m: whole, and the tail."""
     views = (spec.lhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     if all(view.is_padded("m", rows) for view in views if view.runs_along("m")):
         return [(None, rows, None)]
@@ -250,7 +252,7 @@ def _row_cases(spec: MatmulSpec, row: Expr, rows: int) -> list[Case]:
 
 
 def _column_cases(spec: MatmulSpec, column: Expr, vectors: int) -> list[Case]:
-    """The forms of a tile along n."""
+    """The cases of a tile along n."""
     views = (spec.rhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     columns = vectors * spec.lanes
     if all(view.is_padded("n", columns) for view in views if view.runs_along("n")):
@@ -268,22 +270,24 @@ def _column_cases(spec: MatmulSpec, column: Expr, vectors: int) -> list[Case]:
     return [last] if spec.n < columns else [(column + columns <= spec.n, vectors, None), last]
 
 
-def _emit_tile_at(
+def _emit_tile_cases(
     spec: MatmulSpec,
     at: Coordinates,
-    place: tuple[Expr, Expr],
+    origin: tuple[Expr, Expr],
     size: tuple[int, int],
-    step: KRange,
+    k_range: KRange,
     accs: Registers,
     sweep: Sweep | None,
 ) -> None:
-    """The tile at a place, in the form that the place needs."""
+    """Write the cases of the tile at (row, column)."""
 
     def columns_of(rows: int, rows_end: Expr) -> None:
         def tile_of(vectors: int, columns_end: Expr) -> None:
-            over = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
-            emit_tile(spec, make_tile(spec, at, place, (rows, vectors), (rows_end, columns_end), over), step, accs)
+            tile_sweep = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
+            emit_tile(
+                spec, make_tile(spec, at, origin, (rows, vectors), (rows_end, columns_end), tile_sweep), k_range, accs
+            )
 
-        choose(_column_cases(spec, place[1], size[1]), tile_of)
+        emit_cases(_column_cases(spec, origin[1], size[1]), tile_of)
 
-    choose(_row_cases(spec, place[0], size[0]), columns_of)
+    emit_cases(_row_cases(spec, origin[0], size[0]), columns_of)

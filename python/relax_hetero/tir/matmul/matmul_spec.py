@@ -1,4 +1,4 @@
-"""Facts that the tiles of a matrix product share, and those of one tile: its rows and columns, its range of k."""
+"""Facts shared by the register tiles of a matrix product, and those of one tile: rows, columns, range of k, tails."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..core.builder import Expr, either, lane_mask, materialize, minimum, plain_
 from ..core.view import Coordinates, OperandView
 from ..elementwise.expression_code import EpilogueCode
 
-# Steps along k between prefetches: at most, and where only the run knows how many tiles share them.
-MAX_TURN = 8
-MAX_CHAIN_TURN = 4  # with more, LLVM loads factors of later steps first and runs out of registers
-RUN_TIME_TURN = 2
+# K-steps between prefetches: maximum, maximum in fp16 chains, and the number for a symbolic number of tiles.
+MAX_PREFETCH_STEPS = 8
+MAX_CHAIN_PREFETCH_STEPS = 4  # with more, LLVM loads factors of later steps first and runs out of registers
+SYMBOLIC_PREFETCH_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class MatmulSpec:
     registers : int
         Number of registers that are left for accumulators and the right operand's vectors.
     m, n, k : PrimExpr or int
-        Iteration sizes; m and n rounded up where no operand needs them exact.
+        Iteration sizes; m and n are rounded up to tiles if every operand is padded.
     """
 
     lhs: OperandView
@@ -48,56 +48,56 @@ class MatmulSpec:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The tiles that go over one panel of the right operand, and between them prefetch the next panel.
+    """The tiles that use a panel of the right operand, and together prefetch the next panel.
 
     Attributes
     ----------
     number : PrimExpr
         Number of the tile.
     tiles : PrimExpr or int
-        How many there are.
+        Number of tiles.
     panel : PrimExpr
-        The first column of the next panel.
+        First column of the next panel.
     """
 
     number: Expr
     tiles: Expr
     panel: Expr
 
-    def turn(self, unroll: int, vectors: int, in_chains: bool) -> int:
-        """Steps along k from one prefetch of a tile to the next; `in_chains`, a divisor of a chain of short sums."""
-        wanted = self.tiles // vectors if isinstance(self.tiles, int) else RUN_TIME_TURN
+    def prefetch_steps(self, unroll: int, vectors: int, in_chains: bool) -> int:
+        """K-steps from one prefetch of a tile to the next; `in_chains`, a divisor of the steps of an fp16 chain."""
+        shared = self.tiles // vectors if isinstance(self.tiles, int) else SYMBOLIC_PREFETCH_STEPS
         if in_chains:
-            return max(unroll, next(turn for turn in (MAX_CHAIN_TURN, 2, 1) if turn <= max(1, wanted)))
-        return max(unroll, min(MAX_TURN, wanted))
+            return max(unroll, next(steps for steps in (MAX_CHAIN_PREFETCH_STEPS, 2, 1) if steps <= max(1, shared)))
+        return max(unroll, min(MAX_PREFETCH_STEPS, shared))
 
-    def lines(self, turn: int, vectors: int) -> Expr:
-        """Cache lines that a tile prefetches at once, so that all tiles do the panel's."""
+    def lines(self, steps: int, vectors: int) -> Expr:
+        """Cache lines of a prefetch, such that the tiles together fetch the whole panel."""
         if isinstance(self.tiles, int):
-            return max(1, turn * vectors // self.tiles)
-        return materialize(tirx.floordiv(self.tiles + (turn * vectors - 1), self.tiles))
+            return max(1, steps * vectors // self.tiles)
+        return materialize(tirx.floordiv(self.tiles + (steps * vectors - 1), self.tiles))
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One tile, at a place that is known when the kernel runs.
+    """A register tile at a position that is known at run time.
 
     Attributes
     ----------
     batch : Coordinates
         Coordinates of the batch dimensions.
     row, column : PrimExpr
-        Coordinates of its first element.
+        Coordinates of the first element.
     rows, vectors : int
-        Its size.
+        Size.
     existing_rows : tuple of PrimExpr or None
-        Row i, or the last one that exists where it does not; None: all exist.
+        Rows, clamped to the last existing one; None: all exist.
     masks : tuple of (PrimExpr or None)
-        Which lanes of vector j exist; None: all.
+        Existing lanes of each vector; None: all.
     rows_end : PrimExpr or None
-        Rows from here on do not exist.
+        First row that does not exist.
     sweep : Sweep or None
-        Where prefetching pays.
+        Prefetching of the next panel, if any.
     """
 
     batch: Coordinates
@@ -119,10 +119,10 @@ def make_tile(
     ends: tuple[Expr, Expr],
     sweep: Sweep | None,
 ) -> Tile:
-    """The tile of some rows and vectors at a place (row, column).
+    """The tile of `size` (rows, vectors) at `place` (row, column).
 
-    `ends` are the row from which on none exist, and the column: a PrimExpr, or an int that counts from the tile's own
-    first column; None where all of the tile exists.
+    `ends` are the first row and the first column that do not exist: None if the whole tile exists; an int counts
+    columns from the tile's first one.
     """
     row, column = place
     rows_end, columns_end = ends
@@ -139,14 +139,14 @@ def make_tile(
 
 @dataclass(frozen=True)
 class KRange:
-    """A range of k. Between ranges, partial sums wait in the result, which then has the accumulator's type.
+    """A range of k. Between ranges, partial sums are stored in the result, which then has the accumulator's type.
 
     Attributes
     ----------
     begin, end : PrimExpr or int
-        `begin` is a multiple of the product's k0, and `end` too unless it is the end of k.
+        Bounds; multiples of the product's k0, except for the end of k.
     first, last : bool or PrimExpr
-        Whether it is the first, and the last range.
+        Whether it is the first or the last range.
     """
 
     begin: Expr
@@ -161,13 +161,13 @@ class KRange:
 
     @property
     def size(self) -> Expr:
-        """How much of k it is, a number where that is known."""
+        """Length of the range, an int if static."""
         size = self.end - self.begin
         return size if isinstance(size, int) else plain_extent(sym.Analyzer().simplify(size))
 
     @staticmethod
     def of(k: Expr, count: Expr, block: int, number: Expr) -> KRange:
-        """Range `number` of `count`, each of `block` but the last."""
+        """Range `number` of `count` ranges of length `block`; the last may be shorter."""
         if isinstance(count, int) and count == 1:
             return KRange(0, k, True, True)
         begin = materialize(number) * block
@@ -175,39 +175,41 @@ class KRange:
 
 
 def row_in(tile: Tile, view: OperandView, i: int) -> Expr:
-    """Row i of the tile, one that exists in the view."""
+    """Row i of the tile, clamped to an existing row of the view."""
     if tile.existing_rows is None or view.is_padded("m", tile.rows):
         return tile.row + i
     return tile.existing_rows[i]
 
 
 def position_in(spec: MatmulSpec, tile: Tile, view: OperandView, i: int, j: int) -> Coordinates:
-    """Where row i of vector j begins in the view; a row that does not exist is the last that does."""
+    """Coordinates of vector j of row i in the view, with the row clamped to an existing one."""
     return {**tile.batch, "m": row_in(tile, view, i), "n": tile.column + j * spec.lanes}
 
 
 def mask_in(spec: MatmulSpec, tile: Tile, view: OperandView, j: int) -> Expr | None:
-    """Which lanes of vector j may be read or written in the view; None: all of them."""
+    """Accessible lanes of vector j in the view; None: all."""
     if not view.runs_along("n") or view.is_padded("n", tile.vectors * spec.lanes):
         return None
     return tile.masks[j]
 
 
 Case = tuple[Expr, int, Expr]
-"""When a form of the tile is used (None: otherwise), its rows or vectors, where existing ones end (None: no end)."""
+"""A variant of a tile: its condition (None: else), its rows or vectors, and where existing ones end (None: no end)."""
 
 
 def row_cases(m: Expr, row: Expr, rows: int) -> list[Case]:
-    """The forms of a tile of `rows` rows from `row` on: whole, and for what is left at the end of `m`."""
+    """The cases of a tile of `rows` rows from `row` on: whole, and the tail of `m`."""
     if isinstance(m, int):
         left = m % rows
         return [(None, rows, None)] if left == 0 else [(row + rows <= m, rows, None), (None, left, None)]
-    forms = [form for form in (4, 2, 1) if form < rows]
-    cases: list[Case] = [(row + fewer < m, form, m) for form, fewer in zip([rows, *forms], forms, strict=False)]
+    tail_sizes = [size for size in (4, 2, 1) if size < rows]
+    cases: list[Case] = [
+        (row + fewer < m, size, m) for size, fewer in zip([rows, *tail_sizes], tail_sizes, strict=False)
+    ]
     return [*cases, (None, 1, None)]
 
 
-def choose(cases: Sequence[Case], emit: Callable[[int, Expr], None]) -> None:
-    """Write the code of every form; `emit` gets its rows or vectors, and where existing ones end."""
+def emit_cases(cases: Sequence[Case], emit: Callable[[int, Expr], None]) -> None:
+    """Write branches for all cases; `emit` takes the rows or vectors of a case, and where existing ones end."""
     condition, size, end = cases[0]
-    either(True if condition is None else condition, lambda: emit(size, end), lambda: choose(cases[1:], emit))
+    either(True if condition is None else condition, lambda: emit(size, end), lambda: emit_cases(cases[1:], emit))

@@ -1,4 +1,4 @@
-"""The register tile of a matrix product: accumulators start, run along k, get their epilogue and are stored."""
+"""The micro-kernel of a matrix product: a register tile of accumulators from its start to its stores."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from ..core.builder import (
 )
 from ..core.view import Coordinates, OperandView
 from .fp16_partial_sums import Fp16PartialSums, is_out_of_range
-from .k_step import add_step, lhs_group, put_rows_in_order, rhs_groups, rows_group, zero
+from .k_step import add_step, deinterleave_rows, lhs_group, rhs_groups, rows_group, zero
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
 
-# Multiply-adds that must be in flight: 4 cycles of latency times 2 a cycle on every core of the table.
+# Multiply-adds that must be in flight: 4 cycles of latency times 2 per cycle on all supported cores.
 IN_FLIGHT = 8
 
-# Bytes of a row of the left operand in one block of k: a panel of 32 such columns is a fraction of the second-level
-# cache. The error of a sum of random numbers grows with their count, that of blocks' sums with its square root.
+# Bytes of a row of the left operand in a block of k (kc): a panel of 32 such columns is a fraction of the L2 cache. The
+# error of a sum of random numbers grows with their count, that of a sum of block sums with its square root.
 K_BLOCK_BYTES = 4096
 
 
 def k_blocks(spec: MatmulSpec) -> tuple[Expr, Expr]:
-    """How many blocks k is cut into whose sums are added up, and the k of one: the same for every number of rows."""
+    """Number of blocks of k with separate sums, and the k of a block; independent of the number of rows."""
     block = K_BLOCK_BYTES // bytes_of(spec.lhs.dtype)
     if not isinstance(spec.k, int):
         return T.max(ceil_div(spec.k, block), tirx.const(1, "int64")), block
@@ -50,13 +50,13 @@ def k_blocks(spec: MatmulSpec) -> tuple[Expr, Expr]:
     return count, ceil_div(ceil_div(spec.k, count), spec.dot.k0) * spec.dot.k0
 
 
-def accumulators(dot: DotInstruction, rows: int, vectors: int) -> int:
-    """How many registers a tile of at most so many rows and vectors accumulates in."""
+def accumulator_count(dot: DotInstruction, rows: int, vectors: int) -> int:
+    """Number of accumulators of a tile with at most so many rows and vectors."""
     return max(dot.whole_rows(rows) * vectors, IN_FLIGHT)
 
 
 def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
-    """Write the code of a tile for a range of k; `accs` are at least those of `accumulators`."""
+    """Write the code of a tile for a range of k; `accs` has at least `accumulator_count` registers."""
     rows = spec.dot.whole_rows(tile.rows)
     count = rows * tile.vectors
     unroll = _unroll(spec, tile, rows)
@@ -67,10 +67,10 @@ def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
         _clear(spec, accs, range(count))
     else:
         either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
-    add = _accumulate_short if spec.dot.short else _accumulate_banks
+    add = _accumulate_fp16 if spec.dot.short else _accumulate_banks
     _accumulate_blocks(spec, k, accs, count, lambda block: add(spec, tile, accs, block, unroll))
     if not spec.dot.short:
-        put_rows_in_order(spec.dot, accs, rows, tile.vectors)
+        deinterleave_rows(spec.dot, accs, rows, tile.vectors)
     if starts_at_zero and spec.init is not None:
         with when(k.first):
             _add_operand(spec, tile, spec.init, accs)
@@ -86,21 +86,20 @@ def _clear(spec: MatmulSpec, accs: Registers, numbers: range) -> None:
 
 
 def _unroll(spec: MatmulSpec, tile: Tile, rows: int) -> int:
-    """Banks of accumulators that steps take in turn, so that enough of them are in flight.
+    """Number of banks of accumulators that alternate between steps, so that enough multiply-adds are in flight.
 
-    One where the rows that are multiplied are known: the order in which k is added up would depend on them. Wide tiles
-    have as much in flight then.
+    A single bank if m is static, else the order of additions would depend on it; wide tiles then fill the pipeline.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
     if spec.lanes == 1 or (packed and isinstance(spec.m, int)):
         return 1
-    # As in a whole panel, whatever the width: equal columns have equal sums, to the last bit.
+    # The banks of a whole panel, whatever the width: equal columns have bitwise equal sums.
     panel = max(tile.vectors, packed)
     return max(1, min(IN_FLIGHT, spec.registers - panel) // (rows * panel))
 
 
 def _accumulate_blocks(spec: MatmulSpec, k: KRange, accs: Registers, count: int, add: Callable[[KRange], None]) -> None:
-    """Accumulate a range of k by `add`; all of k in its blocks, so that rounding errors do not pile up."""
+    """Accumulate a range of k with `add`; all of k in blocks with separate sums, which limits rounding errors."""
     blocks, block = k_blocks(spec)
     if "float" not in spec.dot.types[2] or not k.whole or (isinstance(blocks, int) and blocks == 1):
         add(k)
@@ -119,7 +118,7 @@ def _accumulate_blocks(spec: MatmulSpec, k: KRange, accs: Registers, count: int,
 
 
 def _accumulate_banks(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
-    """Accumulate a range of k in `unroll` banks, which are added up."""
+    """Accumulate a range of k in `unroll` banks, and add them up."""
     count = spec.dot.whole_rows(tile.rows) * tile.vectors
     spares = range(count, count * unroll)
     _clear(spec, accs, spares)
@@ -128,16 +127,16 @@ def _accumulate_banks(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, 
         accs[spare % count] = accs[spare % count] + accs[spare]
 
 
-def _accumulate_short(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
-    """Accumulate a range of k by short sums, and once more without where these left their range."""
+def _accumulate_fp16(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
+    """Accumulate a range of k with fp16 partial sums, and again in float32 if these left their range."""
     count = tile.rows * tile.vectors
 
     def steps(first: Expr, size: Expr, registers: Registers) -> None:
         begin = k.begin + first
         _accumulate(spec, tile, registers, KRange(begin, begin + size, True, True), unroll)
 
-    short = Fp16PartialSums(spec.dot, accs, count, spec.lanes, unroll)
-    short.add(k.size, short.length * spec.dot.k0, steps)
+    partial_sums = Fp16PartialSums(spec.dot, accs, count, spec.lanes, unroll)
+    partial_sums.add(k.size, partial_sums.length * spec.dot.k0, steps)
 
     def existing(number: int) -> Expr:
         mask = mask_in(spec, tile, spec.rhs, number % tile.vectors)
@@ -167,12 +166,12 @@ def _add_operand(spec: MatmulSpec, tile: Tile, view: OperandView, accs: Register
 
 
 def _load(spec: MatmulSpec, tile: Tile, view: OperandView, i: int, j: int) -> Expr:
-    """The elements of a view that meet vector j of row i."""
+    """The elements of a view at vector j of row i."""
     return view.load(position_in(spec, tile, view, i, j), "n", spec.lanes, mask_in(spec, tile, view, j))
 
 
 def _compensation(spec: MatmulSpec, tile: Tile, j: int) -> Expr | None:
-    """Term that makes up for the flipped sign of the left operand in vector j, None where nothing was flipped."""
+    """Term that compensates the flipped sign bits of the left operand in vector j; None without a flip."""
     sign = spec.dot.compensation
     if sign == 0:
         return None
@@ -187,10 +186,12 @@ def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll
 
     def group_of(i: int, at_k: Expr, left: Expr | None) -> Expr:
         at = {**tile.batch, "m": row_in(tile, spec.lhs, min(i, tile.rows - 1)), "k": at_k}
-        return let(lhs_group(dot, _left(spec, at, left)))
+        return let(lhs_group(dot, _left_factors(spec, at, left)))
 
     def step(at_k: Expr, bank: int, left: Expr | None = None) -> None:
-        right = [let(rhs_groups(dot, _right(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)]
+        right = [
+            let(rhs_groups(dot, _right_factors(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)
+        ]
         for first in range(0, rows, dot.rows):
             group = rows_group([group_of(first + i, at_k, left) for i in range(dot.rows)])
             for j in range(tile.vectors):
@@ -199,16 +200,16 @@ def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll
 
     size = k.size
     steps = materialize(size // k0)
-    turn = unroll if tile.sweep is None else tile.sweep.turn(unroll, tile.vectors, spec.dot.short > 0)
-    turns = materialize(steps // turn)
-    with loop(turns) as s:
+    unrolled = unroll if tile.sweep is None else tile.sweep.prefetch_steps(unroll, tile.vectors, spec.dot.short > 0)
+    iterations = materialize(steps // unrolled)
+    with loop(iterations) as s:
         if tile.sweep is not None:
-            _prefetch_panel(spec, tile, tile.sweep, k, turns, s, turn)
-        for number in range(turn):
-            step(k.begin + s * (k0 * turn) + number * k0, number % unroll)
-    if turn > 1 and not (isinstance(steps, int) and steps % turn == 0):
-        with loop(materialize(steps % turn)) as s:
-            step(k.begin + (turns * turn + s) * k0, 0)
+            _prefetch_panel(spec, tile, tile.sweep, k, iterations, s, unrolled)
+        for number in range(unrolled):
+            step(k.begin + s * (k0 * unrolled) + number * k0, number % unroll)
+    if unrolled > 1 and not (isinstance(steps, int) and steps % unrolled == 0):
+        with loop(materialize(steps % unrolled)) as s:
+            step(k.begin + (iterations * unrolled + s) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
         left = materialize(size % k0)
         with when(True if isinstance(left, int) else left > 0):
@@ -216,13 +217,13 @@ def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll
 
 
 def _prefetch_panel(
-    spec: MatmulSpec, tile: Tile, sweep: Sweep, k: KRange, turns: Expr, number: Expr, turn: int
+    spec: MatmulSpec, tile: Tile, sweep: Sweep, k: KRange, iterations: Expr, number: Expr, unrolled: int
 ) -> None:
-    """Ask for the part of the next panel that one turn of `turn` steps of the loop over k has to."""
-    lines = sweep.lines(turn, tile.vectors)
+    """Prefetch the share of the next panel of iteration `number` of the loop over k."""
+    lines = sweep.lines(unrolled, tile.vectors)
     start = spec.rhs.address({**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": sweep.panel})
-    share = sweep.number if isinstance(sweep.tiles, int) else materialize(sweep.number % (turn * tile.vectors))
-    first = materialize(share * turns + number) * lines
+    share = sweep.number if isinstance(sweep.tiles, int) else materialize(sweep.number % (unrolled * tile.vectors))
+    first = materialize(share * iterations + number) * lines
 
     def line(position: Expr) -> None:
         prefetch(spec.rhs.data, start + (first + position) * (CACHE_LINE_BYTES // bytes_of(spec.rhs.dtype)))
@@ -235,34 +236,34 @@ def _prefetch_panel(
             line(position)
 
 
-def _left(spec: MatmulSpec, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:
-    """The k0 left factors from a place; where only `left` of them exist, zeros for the others."""
+def _left_factors(spec: MatmulSpec, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:
+    """The k0 left factors from a position on; zeros after the first `left` ones, if given."""
     k0 = spec.dot.k0
     if left is None and spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0):
         return spec.lhs.load(at, "k", k0)
-    return [_one_of(spec.lhs, at, i, left, 1) for i in range(k0)]
+    return [_element_or_zero(spec.lhs, at, i, left, 1) for i in range(k0)]
 
 
-def _one_of(
+def _element_or_zero(
     view: OperandView, at: Coordinates, i: int, left: Expr | None, lanes: int, mask: Expr | None = None
 ) -> Expr:
-    """The element at k + i (of every lane), zero where that is not one of the `left` that exist."""
+    """The element at k + i of every lane, or zero unless i is less than `left`."""
     if left is None or i == 0:
         return view.load({**at, "k": at["k"] + i}, "n", lanes, mask)
     if isinstance(left, int):
         return view.load({**at, "k": at["k"] + i}, "n", lanes, mask) if i < left else zeros(view.dtype, lanes)
-    # No branch: the last that exists is read in the place of one that does not.
+    # Without a branch: the last existing element is read in place of a missing one.
     value = view.load({**at, "k": at["k"] + T.min(left - 1, i)}, "n", lanes, mask)
     if view.dtype != "bfloat16":
         return tirx.Select(broadcast(left > i, lanes), let(value), zeros(view.dtype, lanes))
-    # As bits: TVM's legalization makes a choice between bfloat16 values one between float32 ones.
+    # Selected as bits: TVM's legalization would select between float32 values.
     bits = let(tirx.reinterpret(vector_type("uint16", lanes), value))
-    chosen = tirx.Select(broadcast(left > i, lanes), bits, zeros("uint16", lanes))
-    return tirx.reinterpret(vector_type(view.dtype, lanes), chosen)
+    selected = tirx.Select(broadcast(left > i, lanes), bits, zeros("uint16", lanes))
+    return tirx.reinterpret(vector_type(view.dtype, lanes), selected)
 
 
-def _right(spec: MatmulSpec, tile: Tile, k: Expr, j: int, left: Expr | None) -> Expr:
-    """The right factors of vector j, k0 of a column together; `left` as for the left ones."""
+def _right_factors(spec: MatmulSpec, tile: Tile, k: Expr, j: int, left: Expr | None) -> Expr:
+    """The right factors of vector j, k0 of a column together; for `left` see `_left_factors`."""
     k0, lanes = spec.dot.k0, spec.lanes
     at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
     mask = mask_in(spec, tile, spec.rhs, j)
@@ -270,8 +271,8 @@ def _right(spec: MatmulSpec, tile: Tile, k: Expr, j: int, left: Expr | None) -> 
         return spec.rhs.load(at, "n", lanes, mask)
     if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
         return spec.rhs.load_run(at, lanes * k0)
-    rows = [_one_of(spec.rhs, at, i, left, lanes, mask) for i in range(k0)]
-    if spec.rhs.dtype == "bfloat16":  # as bits: TVM's legalization widens what is shuffled
+    rows = [_element_or_zero(spec.rhs, at, i, left, lanes, mask) for i in range(k0)]
+    if spec.rhs.dtype == "bfloat16":  # as bits: TVM's legalization would widen shuffled values
         rows = [tirx.reinterpret(vector_type("uint16", lanes), row) for row in rows]
     return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])
 

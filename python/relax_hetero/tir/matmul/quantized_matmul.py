@@ -1,13 +1,13 @@
-"""Products with weights in blocks of few bits, which are unpacked in registers where they are multiplied.
+"""Products with block-quantized weights, which are dequantized in registers where they are multiplied.
 
-A panel of columns is one stretch of memory (see `relax_hetero.encoding.block_panels`). Turning a field of a lane into a
-number takes two or three instructions, a share of the work that falls with the rows of a tile; scales are applied to
-the sums of a block, and minimums to the sums of the left factors that meet it. Nothing is unpacked into memory: what is
-read for one row is the file's bits, and many rows are nearly as fast as a product of float32.
+A panel of columns is contiguous in memory (see `relax_hetero.encoding.block_panels`). Turning a quant into a number
+takes two or three instructions, a share of the work that falls with the rows of a tile; scales are applied to the sums
+of a block, and minimums to the sums of the left factors of the block. Nothing is unpacked to memory: a single row reads
+only the bits of the file, and many rows are nearly as fast as a product of float32.
 
-The loops, from outside: tasks, blocks of rows, panels of columns, tiles of rows; within a tile the chains of weights
-that share a scale, groups, the weights of a group. CPUs with tile registers multiply many rows by them
-(`amx_blocks`). Where each row has a matrix of its own, rows are sorted by these first (`block_experts`).
+The loops, outermost first: tasks, blocks of rows, panels of columns, tiles of rows; within a tile the chains of weights
+of one scale, groups, the weights of a group. CPUs multiply many rows by AMX (`amx_blocks`), or by dot products of bytes
+(`block_dots`), where they can. If each row selects a matrix (mixture of experts), rows are sorted by expert first.
 """
 
 from __future__ import annotations
@@ -40,128 +40,98 @@ from ..core.view import OperandView, extent_of
 from ..core.work_split import part, split_work, tasks_for
 from ..elementwise.expression_code import EpilogueCode
 from . import amx
-from .amx_blocks import MIN_ROWS, block_tiles, emit_block_tiles
-from .block_dots import dot_of_bytes, emit_block_dots
-from .block_spec import BlockSpec, emit_row_sums, for_columns, store_row
-from .matmul_spec import choose, row_cases
+from .amx_blocks import MIN_ROWS, amx_for_blocks, emit_amx_blocks
+from .block_dots import byte_dot_instruction, emit_block_dots
+from .block_spec import BlockSpec, BlockTile, clamped_rows, emit_row_sums, for_columns, store_row
+from .matmul_spec import emit_cases, row_cases
 from .matmul_tile import IN_FLIGHT
 from .weight_unpacking import PanelReader
 
-# A tile of rows by a panel of weights in blocks, which are unpacked in registers where they are multiplied.
+PREFETCH_ROWS = 16
+"""Maximum number of rows for which weights are prefetched: reading them takes most of the time."""
 
-FETCHING_ROWS = 16
-"""Up to so many rows, weights are asked for ahead of their use: reading them is what takes time."""
-
-FETCHED_CHAIN = 64
-"""The longest chain whose lines are asked for at once."""
-
-
-@dataclass(frozen=True)
-class BlockTile:
-    """Rows of a panel: `rows` of them from `row` on, those from `end` on (None: none) are not stored.
-
-    Attributes
-    ----------
-    panel : PrimExpr
-        Panel of the result's columns.
-    first : PrimExpr
-        The first row of the left operand whose sums are known.
-    lefts, results : tuple of PrimExpr
-        For each row its number in the left operand and in the result, where these are not the tile's own.
-    packed : PrimExpr or None
-        The panel's number among the packed weights, where that is another.
-    """
-
-    row: Expr
-    rows: int
-    end: Expr
-    panel: Expr
-    first: Expr
-    lefts: tuple[Expr, ...] = ()
-    results: tuple[Expr, ...] = ()
-    packed: Expr = None
+PREFETCHED_CHAIN = 64
+"""Maximum length of a chain that is prefetched as a whole."""
 
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Sums of a task: of a chain, of a tile, and of the left factors (None where nobody asks for them)."""
+    """Sums of a task: of a chain, of a tile, and of the rows of the left operand (None without minimums)."""
 
     accs: Registers
     totals: Registers
     rows: Expr
 
 
-def rows_of_a_tile(kernel: BlockSpec, cpu: CpuTarget) -> int:
-    """How many rows are multiplied at once, at most."""
-    return max(1, min(tile_sizes(cpu).rows, kernel.free // kernel.vectors))
+def max_tile_rows(spec: BlockSpec, cpu: CpuTarget) -> int:
+    """Maximum number of rows of a register tile."""
+    return max(1, min(tile_sizes(cpu).rows, spec.free // spec.vectors))
 
 
-def emit_tile(kernel: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
+def emit_tile(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
     """Multiply the rows of a tile by a panel, and store what exists.
 
-    The sums of a chain are added up weight by weight, and those of chains one after the other, however many rows a
-    tile has. Few rows go over several chains at once, so that enough sums are in flight.
+    The order of additions does not depend on the rows of a tile: weights within a chain, then chains in order. Few rows
+    accumulate several chains in parallel, so that enough additions are in flight.
     """
-    count = tile.rows * kernel.vectors
-    whole, rest = divmod(kernel.problem.depth, kernel.chain)
-    together = max(1, min(min(IN_FLIGHT, kernel.free) // count, whole))
+    count = tile.rows * spec.vectors
+    whole, rest = divmod(spec.problem.depth, spec.chain)
+    parallel_chains = max(1, min(min(IN_FLIGHT, spec.free) // count, whole))
     for number in range(count):
-        sums.totals[number] = zeros("float32", kernel.lanes)
+        sums.totals[number] = zeros("float32", spec.lanes)
 
-    def chains(first: Expr, together: int, size: int) -> None:
-        _emit_chains(kernel, tile, sums, [materialize(first + number) for number in range(together)], size)
+    def chains(first: Expr, parallel_chains: int, size: int) -> None:
+        _emit_chains(spec, tile, sums, [materialize(first + number) for number in range(parallel_chains)], size)
 
-    if whole >= together:
-        with loop(whole // together) as number:
-            chains(materialize(number * together), together, kernel.chain)
-    if whole % together:
-        chains(tirx.const(whole // together * together, "int64"), whole % together, kernel.chain)
+    if whole >= parallel_chains:
+        with loop(whole // parallel_chains) as number:
+            chains(materialize(number * parallel_chains), parallel_chains, spec.chain)
+    if whole % parallel_chains:
+        chains(tirx.const(whole // parallel_chains * parallel_chains, "int64"), whole % parallel_chains, spec.chain)
     if rest:
         chains(tirx.const(whole, "int64"), 1, rest)
-    _finish(kernel, tile, sums.totals)
+    _finish(spec, tile, sums.totals)
 
 
-def row_numbers(tile: BlockTile) -> list[Expr]:
-    """The tile's rows, those that do not exist replaced by the last that does."""
-    return [tile.row + i if tile.end is None or i == 0 else T.min(tile.row + i, tile.end - 1) for i in range(tile.rows)]
-
-
-def _emit_chains(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list[Expr], size: int) -> None:
-    """Add the products of the `size` weights of every column in each of some chains, which share a scale."""
-    lanes, plan, reader, accs = kernel.lanes, kernel.plan, kernel.reader, sums.accs
-    count = tile.rows * kernel.vectors
-    lefts, packed = tile.lefts or row_numbers(tile), tile.panel if tile.packed is None else tile.packed
-    firsts = [materialize(chain * kernel.chain) for chain in chains]
-    in_records = [materialize(first % plan.span) if plan.records > 1 else first for first in firsts]
-    records = [materialize(reader.record(packed, first // plan.span if plan.records > 1 else 0)) for first in firsts]
-    rows = [[materialize(kernel.lhs.address({"m": row, "k": first})) for row in lefts] for first in firsts]
-    # Vectors are of LLVM, as prefetching is: portable C has neither. Bytes are unpacked faster than they arrive, and
-    # asking for them takes the CPU's line buffers from its own prefetching: a table of 178 MB was read in 15.8 ms
-    # without, in 18.5 with it (Xeon), while 4 to 6 bits took two thirds of the time with it.
-    few = isinstance(kernel.m, int) and kernel.m // max(1, kernel.problem.experts) <= FETCHING_ROWS
-    fetches = kernel.lanes > 1 and few and plan.form.bits < 8
-    fetches_by_chain = fetches and kernel.chain <= FETCHED_CHAIN
+def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list[Expr], size: int) -> None:
+    """Add the products of `size` weights of every column in each of some chains of one scale."""
+    lanes, plan, reader, accs = spec.lanes, spec.plan, spec.reader, sums.accs
+    count = tile.rows * spec.vectors
+    lefts, packed = tile.lefts or tile.row_numbers, tile.panel if tile.packed is None else tile.packed
+    firsts = [materialize(chain * spec.chain) for chain in chains]
+    in_superblocks = [materialize(first % plan.superblock_size) if plan.superblocks > 1 else first for first in firsts]
+    superblocks = [
+        materialize(reader.superblock(packed, first // plan.superblock_size if plan.superblocks > 1 else 0))
+        for first in firsts
+    ]
+    rows = [[materialize(spec.lhs.address({"m": row, "k": first})) for row in lefts] for first in firsts]
+    # The C target lacks prefetching (and vectors). 8-bit quants are unpacked faster than they arrive, and prefetching
+    # takes line buffers from the CPU's own: a table of 178 MB was read in 15.8 ms without it, in 18.5 ms with it
+    # (Xeon), while 4 to 6 bits took two thirds of the time with it.
+    has_few_rows = isinstance(spec.m, int) and spec.m // max(1, spec.problem.experts) <= PREFETCH_ROWS
+    prefetches = spec.lanes > 1 and has_few_rows and plan.form.bits < 8
+    prefetches_chain = prefetches and spec.chain <= PREFETCHED_CHAIN
     for number in range(count * len(chains)):
         accs[number] = zeros("float32", lanes)
 
-    if fetches_by_chain:
+    if prefetches_chain:
         for first in firsts:
-            reader.fetch_ahead(packed, first, kernel.chain)
+            reader.prefetch_weights(packed, first, spec.chain)
 
     def group(number: Expr, steps: int) -> None:
         numbers = []
-        for first, in_record, record in zip(firsts, in_records, records, strict=True):
-            place = materialize(in_record // plan.group + number)
-            if fetches and not fetches_by_chain:
-                reader.fetch_ahead(packed, first + number * plan.group, plan.group)
-            numbers.append([reader.group(record, place, j) for j in range(kernel.vectors)])
+        for first, in_superblock, superblock in zip(firsts, in_superblocks, superblocks, strict=True):
+            group_index = materialize(in_superblock // plan.group + number)
+            if prefetches and not prefetches_chain:
+                reader.prefetch_weights(packed, first + number * plan.group, plan.group)
+            numbers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
         for step in range(steps):
             for c in range(len(chains)):
                 right = [let(number_at(step)) for number_at in numbers[c]]
                 for i in range(tile.rows):
-                    left = broadcast(kernel.lhs.data[rows[c][i] + number * plan.group + step], lanes)
-                    for j in range(kernel.vectors):
-                        acc = c * count + i * kernel.vectors + j
+                    left = broadcast(spec.lhs.data[rows[c][i] + number * plan.group + step], lanes)
+                    for j in range(spec.vectors):
+                        acc = c * count + i * spec.vectors + j
                         accs[acc] = accs[acc] + left * right[j]
 
     whole, rest = divmod(size, plan.group)
@@ -171,187 +141,181 @@ def _emit_chains(kernel: BlockSpec, tile: BlockTile, sums: BlockSums, chains: li
     if rest:
         group(tirx.const(whole, "int64"), rest)
     for c, chain in enumerate(chains):
-        block = materialize(in_records[c] // plan.block) if plan.blocks > 1 else 0
-        for j in range(kernel.vectors):
-            outer = reader.outer(records[c], j)
-            scale, least = reader.scale(records[c], block, outer, j), reader.minimum(records[c], block, outer, j)
+        block = materialize(in_superblocks[c] // plan.block) if plan.blocks > 1 else 0
+        for j in range(spec.vectors):
+            outer = reader.outer(superblocks[c], j)
+            scale = reader.scale(superblocks[c], block, outer, j)
+            minimum = reader.minimum(superblocks[c], block, outer, j)
             for i, row in enumerate(lefts):
-                number = i * kernel.vectors + j
+                number = i * spec.vectors + j
                 total = accs[c * count + number]
-                added = total if scale is None else total * scale
-                sums.totals[number] = sums.totals[number] + added
-                if least is not None:
-                    of_row = sums.rows[materialize((row - tile.first) * kernel.chains + chain)]
-                    sums.totals[number] = sums.totals[number] + least * broadcast(of_row, lanes)
+                scaled = total if scale is None else total * scale
+                sums.totals[number] = sums.totals[number] + scaled
+                if minimum is not None:
+                    row_sum = sums.rows[materialize((row - tile.first) * spec.chains + chain)]
+                    sums.totals[number] = sums.totals[number] + minimum * broadcast(row_sum, lanes)
 
 
-def _finish(kernel: BlockSpec, tile: BlockTile, totals: Registers) -> None:
-    """Apply the epilogue and store what exists."""
-    rows = tile.results or row_numbers(tile)
+def _finish(spec: BlockSpec, tile: BlockTile, totals: Registers) -> None:
+    """Apply the epilogue and store the existing rows."""
+    rows = tile.results or tile.row_numbers
 
-    def store_one(i: int, masks: list[Expr]) -> None:
-        store_row(kernel, rows[i], tile.panel, masks, lambda j: totals[i * kernel.vectors + j])
+    def store_tile_row(i: int, masks: list[Expr]) -> None:
+        store_row(spec, rows[i], tile.panel, masks, lambda j: totals[i * spec.vectors + j])
 
     def store(masks: list[Expr]) -> None:
         for i in range(tile.rows):
             with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
-                store_one(i, masks)
+                store_tile_row(i, masks)
 
-    for_columns(kernel, tile.panel, store)
+    for_columns(spec, tile.panel, store)
 
 
-# Products of rows by one of many matrices each: the experts that the tokens of a language model choose.
+# Mixture of experts: each row is multiplied by the matrix of one of many experts.
 #
-# A row of the result is a pair of a token and one of its experts. Every task sorts the pairs by expert, which takes a
-# few microseconds and spares tasks from waiting for each other; then the rows of an expert go over its panels in
-# tiles, as the rows of any product do. A panel is read once for all rows of its expert, and the panels of experts
-# that nobody chose are not read.
+# A row of the result is a pair of a token and one of its experts. Every task sorts all pairs by expert, which takes a
+# few microseconds and saves a barrier; then the rows of an expert meet its panels in tiles, as in any product. A panel
+# is read once for all rows of its expert, and panels of unused experts are not read.
 #
-# The loops, from outside: tasks, blocks of tokens, panels of columns, experts that were chosen, tiles of rows. A task
-# has an equal share of pairs of panel and expert, panels outermost, so that experts of many rows are shared among
-# tasks.
+# The loops, outermost first: tasks, blocks of tokens, panels of columns, used experts, tiles of rows. A task has an
+# equal share of pairs of panel and expert, panels outermost, so that an expert of many rows is shared among tasks.
 
-TOKENS_OF_A_BLOCK = 512
-"""Number of tokens that are sorted at once: more find more rows of each expert, and take more memory."""
+TOKEN_BLOCK = 512
+"""Number of tokens that are sorted together: more give more rows of each expert, and take more memory."""
 
 
-def emit_expert_loops(kernel: BlockSpec, cpu: CpuTarget, index: OperandView) -> None:
-    """Write the loops; the index says the expert of each row of the result."""
+def emit_expert_loops(spec: BlockSpec, cpu: CpuTarget, index: OperandView) -> None:
+    """Write the loops; `index` has the expert of each row of the result."""
     tokens, used = index.extents
-    if 0 in (tokens, used, kernel.problem.columns):
+    if 0 in (tokens, used, spec.problem.columns):
         T.evaluate(0)
         return
-    _Loops(kernel, cpu, index, tokens, used).write()
+    _Loops(spec, cpu, index, tokens, used).write()
 
 
 @dataclass(frozen=True)
 class _Sorted:
-    """The pairs of a block of tokens by expert.
+    """The pairs of a block of tokens, sorted by expert.
 
     Attributes
     ----------
     order : Buffer
-        Numbers of pairs within the block, those of one expert together.
+        Numbers of pairs within the block, grouped by expert.
     ends : Buffer
-        Where an expert's begin, and those of the next.
-    chosen : Buffer
-        The experts that have any.
+        Start of each expert's pairs, and the end of the last.
+    used_experts : Buffer
+        The experts with pairs.
     count : PrimExpr
-        How many these are.
+        Number of experts with pairs.
     """
 
     order: Any
     ends: Any
-    chosen: Any
+    used_experts: Any
     count: Expr
 
 
 class _Loops:
     """Sizes, and the code of each loop."""
 
-    def __init__(self, kernel: BlockSpec, cpu: CpuTarget, index: OperandView, tokens: Expr, used: int) -> None:
-        self.kernel, self.index, self.tokens, self.used = kernel, index, tokens, used
-        self.experts, self.panels = kernel.problem.experts, ceil_div(kernel.problem.columns, kernel.problem.panel)
-        self.block = minimum(tokens, TOKENS_OF_A_BLOCK) if isinstance(tokens, int) else TOKENS_OF_A_BLOCK
-        self.rows = min(rows_of_a_tile(kernel, cpu), self.block)
-        self.lefts = used if kernel.problem.has_row_per_expert else 1
-        """Rows of the left operand for a token."""
-        work = tokens * used * kernel.problem.columns * kernel.problem.depth if isinstance(tokens, int) else None
+    def __init__(self, spec: BlockSpec, cpu: CpuTarget, index: OperandView, tokens: Expr, used: int) -> None:
+        self.spec, self.index, self.tokens, self.used = spec, index, tokens, used
+        self.experts, self.panels = spec.problem.experts, ceil_div(spec.problem.columns, spec.problem.panel)
+        self.block = minimum(tokens, TOKEN_BLOCK) if isinstance(tokens, int) else TOKEN_BLOCK
+        self.rows = min(max_tile_rows(spec, cpu), self.block)
+        self.lefts = used if spec.problem.has_row_per_expert else 1
+        """Rows of the left operand per token."""
+        work = tokens * used * spec.problem.columns * spec.problem.depth if isinstance(tokens, int) else None
         self.tasks = tasks_for(cpu.cores, "multiply-adds", work)
 
     def write(self) -> None:
-        kernel = self.kernel
+        spec = self.spec
         with loop(self.tasks, parallel=self.tasks > 1) as task:
-            accs = Registers(max(self.rows * kernel.vectors, IN_FLIGHT), "float32", kernel.lanes)
-            totals = Registers(self.rows * kernel.vectors, "float32", kernel.lanes)
+            accs = Registers(max(self.rows * spec.vectors, IN_FLIGHT), "float32", spec.lanes)
+            totals = Registers(self.rows * spec.vectors, "float32", spec.lanes)
             row_sums = None
-            if kernel.plan.form.minimum:
-                size = self.block * self.lefts * kernel.chains
+            if spec.plan.form.minimum:
+                size = self.block * self.lefts * spec.chains
                 row_sums = T.alloc_buffer((size,), "float32", scope="global")
             order = T.alloc_buffer((self.block * self.used,), "int32", scope="global")
             ends = T.alloc_buffer((self.experts + 1,), "int32", scope="global")
-            chosen = T.alloc_buffer((self.experts,), "int32", scope="global")
+            used_experts = T.alloc_buffer((self.experts,), "int32", scope="global")
             with loop(ceil_div(self.tokens, self.block)) as block:
                 begin = materialize(block * self.block)
                 end = materialize(minimum(begin + self.block, self.tokens))
                 if row_sums is not None:
-                    self._emit_sums(row_sums, materialize(begin * self.lefts), materialize(end * self.lefts))
+                    _emit_sums(spec, row_sums, materialize(begin * self.lefts), materialize(end * self.lefts))
                 first_pair = materialize(begin * self.used)
-                count = self._emit_sort(order, ends, chosen, first_pair, materialize(end * self.used - first_pair))
-                pairs = _Sorted(order, ends, chosen, count)
+                count = self._emit_sort(
+                    order, ends, used_experts, first_pair, materialize(end * self.used - first_pair)
+                )
+                pairs = _Sorted(order, ends, used_experts, count)
                 first, last = part(materialize(count * self.panels), self.tasks, task)
                 with loop(last - first) as number:
                     self._emit_panel(pairs, materialize(first + number), begin, BlockSums(accs, totals, row_sums))
 
-    def _emit_sums(self, target: Any, begin: Expr, end: Expr) -> None:
-        """The sums of the left factors of some rows."""
-        kernel = self.kernel
-        with loop(end - begin) as r:
-            place = (target, materialize(r * kernel.chains))
-            emit_row_sums(kernel.lhs, materialize(begin + r), kernel.problem.depth, kernel.chain, kernel.lanes, place)
-
-    def _emit_sort(self, order: Any, ends: Any, chosen: Any, first: Expr, count: Expr) -> Expr:
-        """Sort `count` pairs from one on by counting; how many experts they have."""
+    def _emit_sort(self, order: Any, ends: Any, used_experts: Any, first: Expr, count: Expr) -> Expr:
+        """Sort `count` pairs from `first` on by counting, and return the number of their experts."""
         one, zero = tirx.const(1, "int32"), tirx.const(0, "int32")
-        found = T.alloc_buffer((2,), "int32", scope="global")
+        counters = T.alloc_buffer((2,), "int32", scope="global")
         experts, begin = int64(0), int64(1)
-        for place in (experts, begin):
-            T.buffer_store(found, zero, [place])
+        for counter in (experts, begin):
+            T.buffer_store(counters, zero, [counter])
         with loop(self.experts + 1) as e:
             T.buffer_store(ends, zero, [e])
         with loop(count) as p:
             e = self._expert(materialize(first + p))
             T.buffer_store(ends, ends[e + 1] + one, [e + 1])
         with loop(self.experts) as e:
-            # Written past the last one that was found, and kept where the expert has pairs.
-            T.buffer_store(chosen, tirx.Cast("int32", e), [tirx.Cast("int64", found[experts])])
+            # Written after the last used expert, and overwritten by the next unless the expert has pairs.
+            T.buffer_store(used_experts, tirx.Cast("int32", e), [tirx.Cast("int64", counters[experts])])
             size = materialize(tirx.Cast("int64", ends[e + 1]))
-            T.buffer_store(ends, found[begin], [e + 1])
-            T.buffer_store(found, found[begin] + tirx.Cast("int32", size), [begin])
-            T.buffer_store(found, found[experts] + tirx.Cast("int32", T.min(size, int64(1))), [experts])
+            T.buffer_store(ends, counters[begin], [e + 1])
+            T.buffer_store(counters, counters[begin] + tirx.Cast("int32", size), [begin])
+            T.buffer_store(counters, counters[experts] + tirx.Cast("int32", T.min(size, int64(1))), [experts])
         with loop(count) as p:
             e = self._expert(materialize(first + p))
             T.buffer_store(order, tirx.Cast("int32", p), [tirx.Cast("int64", ends[e + 1])])
             T.buffer_store(ends, ends[e + 1] + one, [e + 1])
-        return materialize(tirx.Cast("int64", found[experts]))
+        return materialize(tirx.Cast("int64", counters[experts]))
 
     def _expert(self, pair: Expr) -> Expr:
-        """Expert of a pair; the nearest that there is."""
-        asked = tirx.Cast("int64", self.index.data[pair])
-        return materialize(T.max(T.min(asked, int64(self.experts - 1)), int64(0)))
+        """Expert of a pair, clamped to the existing ones."""
+        expert = tirx.Cast("int64", self.index.data[pair])
+        return materialize(T.max(T.min(expert, int64(self.experts - 1)), int64(0)))
 
     def _emit_panel(self, pairs: _Sorted, number: Expr, begin: Expr, sums: BlockSums) -> None:
-        """All rows of an expert by one of its panels."""
+        """Multiply all rows of an expert by one of its panels."""
         panel = materialize(number // pairs.count)
-        expert = materialize(tirx.Cast("int64", pairs.chosen[number % pairs.count]))
+        expert = materialize(tirx.Cast("int64", pairs.used_experts[number % pairs.count]))
         first, end = (materialize(tirx.Cast("int64", pairs.ends[expert + i])) for i in (0, 1))
         packed = materialize(expert * self.panels + panel)
         with loop(ceil_div(end - first, self.rows)) as tile:
             row = materialize(first + tile * self.rows)
 
-            def emit(count: int, stop: Expr, row: Expr = row) -> None:
-                places = [row + i if stop is None or i == 0 else T.min(row + i, stop - 1) for i in range(count)]
-                within = [materialize(tirx.Cast("int64", pairs.order[place])) for place in places]
-                results = [materialize(begin * self.used + pair) for pair in within]
+            def emit(count: int, tile_end: Expr, row: Expr = row) -> None:
+                positions = clamped_rows(row, count, tile_end)
+                numbers = [materialize(tirx.Cast("int64", pairs.order[position])) for position in positions]
+                results = [materialize(begin * self.used + pair) for pair in numbers]
                 lefts = results if self.lefts == self.used else [materialize(pair // self.used) for pair in results]
                 first_left = materialize(begin * self.lefts)
                 emit_tile(
-                    self.kernel,
-                    BlockTile(row, count, stop, panel, first_left, tuple(lefts), tuple(results), packed),
+                    self.spec,
+                    BlockTile(row, count, tile_end, panel, first_left, tuple(lefts), tuple(results), packed),
                     sums,
                 )
 
-            choose(row_cases(end, row, self.rows), emit)
+            emit_cases(row_cases(end, row, self.rows), emit)
 
 
-# Bytes of the left operand that all panels go over before the next rows: half of a second-level cache.
+# Bytes of a block of rows of the left operand (mc): half of an L2 cache.
 ROW_BLOCK_BYTES = 1 << 19
 
 
 def quantized_matmul_kernel(problem: QuantizedMatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a product with weights in blocks, parallel over the CPU's cores.
+    """The kernel of a product with block-quantized weights, parallel over the CPU's cores.
 
-    Its parameters are those that `QuantizedMatmulProblem` says.
+    For its parameters see `QuantizedMatmulProblem`.
     """
     function = Function("block_product")
     with function:
@@ -370,54 +334,54 @@ def quantized_matmul_kernel(problem: QuantizedMatmulProblem, cpu: CpuTarget) -> 
                 view.open()
             vectors = problem.panel // lanes
             reader = PanelReader.of(cpu, packed, problem.plan)
-            of_a_vector, of_all = reader.shape
-            free = cpu.isa.registers - of_a_vector * vectors - of_all - 1
+            vector_registers, kernel_registers = reader.shape
+            free = cpu.isa.registers - vector_registers * vectors - kernel_registers - 1
             m = extent_of([result], "m")
-            kernel = BlockSpec(problem, lhs, result, epilogue, reader, lanes, vectors, free, m)
-            tiles = block_tiles(kernel, cpu) if index is None else None
+            spec = BlockSpec(problem, lhs, result, epilogue, reader, lanes, vectors, free, m)
+            tiles = amx_for_blocks(spec, cpu) if index is None else None
             if index is not None:
-                emit_expert_loops(kernel, cpu, index)
+                emit_expert_loops(spec, cpu, index)
             elif tiles is None:
-                _emit_vectors(kernel, cpu)
+                _emit_vectors(spec, cpu)
             else:
                 with T.attr(0, "pragma_import_llvm", amx.LLVM_TEXT):
-                    allowed = amx.may_use_tiles()
-                    if not isinstance(kernel.m, int) and not problem.rows:
-                        allowed = tirx.And(kernel.m >= MIN_ROWS, allowed)
-                    either(allowed, lambda: emit_block_tiles(kernel, cpu, tiles), lambda: _emit_vectors(kernel, cpu))
+                    may_use_amx = amx.may_use_amx()
+                    if not isinstance(spec.m, int) and not problem.rows:
+                        may_use_amx = tirx.And(spec.m >= MIN_ROWS, may_use_amx)
+                    either(may_use_amx, lambda: emit_amx_blocks(spec, cpu, tiles), lambda: _emit_vectors(spec, cpu))
     return function.result
 
 
-def _emit_vectors(kernel: BlockSpec, cpu: CpuTarget) -> None:
-    """Write the product by dot products of bytes where the CPU has them, else by numbers."""
-    dot = dot_of_bytes(kernel, cpu)
+def _emit_vectors(spec: BlockSpec, cpu: CpuTarget) -> None:
+    """Write the product with dot products of bytes if the CPU has them, else with floats."""
+    dot = byte_dot_instruction(spec, cpu)
     if dot is None:
-        _emit_loops(kernel, cpu)
+        _emit_loops(spec, cpu)
     else:
-        emit_block_dots(kernel, cpu, dot)
+        emit_block_dots(spec, cpu, dot)
 
 
-def _emit_loops(kernel: BlockSpec, cpu: CpuTarget) -> None:
-    problem = kernel.problem
-    if 0 in (kernel.m, problem.columns):
+def _emit_loops(spec: BlockSpec, cpu: CpuTarget) -> None:
+    problem = spec.problem
+    if 0 in (spec.m, problem.columns):
         T.evaluate(0)
         return
-    rows = rows_of_a_tile(kernel, cpu)
-    if isinstance(kernel.m, int):
-        rows = min(rows, kernel.m)
-    tiles, panels = materialize(ceil_div(kernel.m, rows)), ceil_div(problem.columns, problem.panel)
+    rows = max_tile_rows(spec, cpu)
+    if isinstance(spec.m, int):
+        rows = min(rows, spec.m)
+    tiles, panels = materialize(ceil_div(spec.m, rows)), ceil_div(problem.columns, problem.panel)
     split = split_work(cpu.cores, 1, tiles, panels, (rows, problem.panel), problem.depth)
     tiles_per_block = max(1, ROW_BLOCK_BYTES // (4 * problem.depth * rows))
     if isinstance(tiles, int):
         tiles_per_block = min(tiles_per_block, tiles)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
-        accs = Registers(max(rows * kernel.vectors, IN_FLIGHT), "float32", kernel.lanes)
-        totals = Registers(rows * kernel.vectors, "float32", kernel.lanes)
+        accs = Registers(max(rows * spec.vectors, IN_FLIGHT), "float32", spec.lanes)
+        totals = Registers(rows * spec.vectors, "float32", spec.lanes)
         row_sums = None
-        if kernel.plan.form.minimum:
-            row_sums = T.alloc_buffer((tiles_per_block * rows * kernel.chains,), "float32", scope="global")
+        if spec.plan.form.minimum:
+            row_sums = T.alloc_buffer((tiles_per_block * rows * spec.chains,), "float32", scope="global")
         sums = BlockSums(accs, totals, row_sums)
-        _, row_part, column_part = split.place(task)
+        _, row_part, column_part = split.parts_of(task)
         first_m, last_m = part(tiles, split.rows, row_part)
         first_n, last_n = part(panels, split.columns, column_part)
         with loop(materialize(ceil_div(last_m - first_m, tiles_per_block))) as block:
@@ -425,22 +389,22 @@ def _emit_loops(kernel: BlockSpec, cpu: CpuTarget) -> None:
             end = materialize(minimum(begin + tiles_per_block, last_m))
             first_row = materialize(begin * rows)
             if row_sums is not None:
-                _emit_sums(kernel, row_sums, first_row, materialize(minimum(end * rows, kernel.m)))
+                _emit_sums(spec, row_sums, first_row, materialize(minimum(end * rows, spec.m)))
             with loop(last_n - first_n) as panel, loop(end - begin) as tile:
                 row = materialize(materialize(begin + tile) * rows)
-                _emit_rows(kernel, BlockTile(row, rows, None, materialize(first_n + panel), first_row), sums)
+                _emit_rows(spec, BlockTile(row, rows, None, materialize(first_n + panel), first_row), sums)
 
 
-def _emit_sums(kernel: BlockSpec, target: Expr, begin: Expr, end: Expr) -> None:
-    """The sums of the left factors of some rows."""
+def _emit_sums(spec: BlockSpec, target: Expr, begin: Expr, end: Expr) -> None:
+    """Write the sums of the elements of some rows to `target`."""
     with loop(end - begin) as r:
-        place = (target, materialize(r * kernel.chains))
-        emit_row_sums(kernel.lhs, materialize(begin + r), kernel.problem.depth, kernel.chain, kernel.lanes, place)
+        sums = (target, materialize(r * spec.chains))
+        emit_row_sums(spec.lhs, materialize(begin + r), spec.problem.depth, spec.chain, spec.lanes, sums)
 
 
-def _emit_rows(kernel: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
-    """A tile in the form that its place needs: whole, or of what rows are left."""
-    choose(
-        row_cases(kernel.m, tile.row, tile.rows),
-        lambda count, end: emit_tile(kernel, replace(tile, rows=count, end=end), sums),
+def _emit_rows(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
+    """Write a tile: whole, or for the remaining rows."""
+    emit_cases(
+        row_cases(spec.m, tile.row, tile.rows),
+        lambda count, end: emit_tile(spec, replace(tile, rows=count, end=end), sums),
     )

@@ -1,8 +1,8 @@
-"""Weights in panels as bytes: four neighbours along k of a column in each lane of 32 bits, as dot products take them.
+"""Packed weights as bytes: four neighbours along k of a column in each lane of 32 bits, as byte dot products need.
 
-Four fields of a lane, or of several, are moved to its bytes. Which four is chosen so that few instructions do it:
-fields of 2 and 4 bits lie right already but for a shift, and one instruction moves four fields of one lane where the
-CPU has it. The left operand's bytes are put in the same order once (`byte_order`).
+Four quants of one or several lanes are moved to the bytes of a lane. Their order minimizes instructions: 2- and 4-bit
+quants need only a shift, and VPMULTISHIFTQB moves four quants of a lane. The left operand's bytes are stored in the
+same order (`byte_order`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _PICK = "llvm.x86.avx512.pmultishift.qb.512"
 """Eight bytes from any bits of every 64 (Intel SDM: VPMULTISHIFTQB)."""
 
 _OFFSET = 128
-"""Codes of 8 bits are stored as signed bytes, and multiplied as unsigned ones."""
+"""8-bit quants are stored as signed bytes, and multiplied as unsigned bytes."""
 
-_LEFT_OVER = {
+_TAIL_MOVES = {
     5: [(0, 30, 2, 16), (1, 30, 2, 18), (2, 30, 1, 20), (2, 31, 1, 24), (3, 30, 2, 25), (4, 30, 2, 27)],
     6: [(0, 30, 2, 24), (1, 30, 2, 26), (2, 30, 2, 28)],
 }
-"""The last fields of a group, by bits: from which lane, its bits from which on, how many, and to which bit."""
+"""Moves (lane, from bit, bits, to bit) of the last quants of a group, by bits of a quant."""
 
 
 def byte_order(bits: int) -> list[int]:
-    """Positions in a group of the weights that stand in bytes, four of a lane after four."""
+    """Positions in a group of the weights in byte order, four of each lane at a time."""
     if bits == 8:
         return list(range(GROUPS[8]))
     if bits < 5:
@@ -52,7 +52,7 @@ class ByteReader:
     ----------
     panel : PanelReader
     picks : bool
-        Whether the CPU moves four fields of a lane by one instruction.
+        Whether the CPU moves four quants of a lane with one instruction.
     """
 
     panel: PanelReader
@@ -60,77 +60,82 @@ class ByteReader:
 
     @staticmethod
     def of(panel: PanelReader, cpu: CpuTarget) -> ByteReader:
-        """For a CPU."""
+        """The reader for a CPU."""
         return ByteReader(panel, "avx512vbmi" in cpu.features and panel.lanes == 16)
 
-    def group(self, record: Expr, number: Expr, vector: Expr) -> Iterator[Expr]:
-        """The bytes of a group of a record, for a vector of columns: four of each column after four."""
+    def group(self, superblock: Expr, number: Expr, vector: Expr) -> Iterator[Expr]:
+        """The bytes of a group of a superblock for a vector of columns, four of each column at a time."""
         plan, lanes, columns = self.panel.plan, self.panel.lanes, self.panel.plan.columns
         if plan.form.bits == 8:
-            yield from self._of_rows(record, number * plan.group, vector)
+            yield from self._read_bytes(superblock, number * plan.group, vector)
             return
-        first = record + plan.places["codes"] // 4 + number * (plan.words * columns) + vector * lanes
+        first = superblock + plan.offsets["codes"] // 4 + number * (plan.words * columns) + vector * lanes
         memory = self.panel.elements["int32"]
         words = [let(memory[lane_indices(first + word * columns, lanes)]) for word in range(plan.words)]
-        yield from {2: self._shifted, 4: self._shifted, 5: self._of_5_bits, 6: self._of_6_bits}[plan.form.bits](words)
+        yield from {
+            2: self._unpack_2_or_4_bits,
+            4: self._unpack_2_or_4_bits,
+            5: self._unpack_5_bits,
+            6: self._unpack_6_bits,
+        }[plan.form.bits](words)
 
-    def _shifted(self, words: list[Expr]) -> Iterator[Expr]:
+    def _unpack_2_or_4_bits(self, words: list[Expr]) -> Iterator[Expr]:
         bits = self.panel.plan.form.bits
         for word in words:
             for quad in range(8 // bits):
-                moved = tirx.shift_right(word, self._bits(quad * bits)) if quad else word
-                yield let(tirx.bitwise_and(moved, self._in_bytes((1 << bits) - 1)))
+                shifted = tirx.shift_right(word, self._bits(quad * bits)) if quad else word
+                yield let(tirx.bitwise_and(shifted, self._splat_byte((1 << bits) - 1)))
 
-    def _of_5_bits(self, words: list[Expr]) -> Iterator[Expr]:
+    def _unpack_5_bits(self, words: list[Expr]) -> Iterator[Expr]:
         for word in words:
-            yield self._first_four(word, 5)
+            yield self._low_four(word, 5)
         for first in (0, 2):
             moves = [(word, bit, 5, to) for word, bit, to in ((0, 20, 0), (0, 25, 8), (1, 20, 16), (1, 25, 24))]
-            yield self._moved(words[first : first + 2], moves)
-        yield self._moved(words, [(4, 20, 5, 0), (4, 25, 5, 8), *_LEFT_OVER[5]])
+            yield self._move_bits(words[first : first + 2], moves)
+        yield self._move_bits(words, [(4, 20, 5, 0), (4, 25, 5, 8), *_TAIL_MOVES[5]])
 
-    def _of_6_bits(self, words: list[Expr]) -> Iterator[Expr]:
+    def _unpack_6_bits(self, words: list[Expr]) -> Iterator[Expr]:
         for word in words:
-            yield self._first_four(word, 6)
-        yield self._moved(words, [(0, 24, 6, 0), (1, 24, 6, 8), (2, 24, 6, 16), *_LEFT_OVER[6]])
+            yield self._low_four(word, 6)
+        yield self._move_bits(words, [(0, 24, 6, 0), (1, 24, 6, 8), (2, 24, 6, 16), *_TAIL_MOVES[6]])
 
-    def _first_four(self, word: Expr, bits: int) -> Expr:
-        """The four lowest fields of a lane."""
+    def _low_four(self, word: Expr, bits: int) -> Expr:
+        """The four lowest quants of a lane."""
         if not self.picks:
-            return self._moved([word], [(0, bits * at, bits, 8 * at) for at in range(4)])
+            return self._move_bits([word], [(0, bits * at, bits, 8 * at) for at in range(4)])
         kind = "int8x64"
         from_bits = [32 * half + bits * at for half in range(2) for at in range(4)]
         order = tirx.Broadcast(tirx.const(int.from_bytes(bytes(from_bits), "little"), "int64"), 8)
         picked = tirx.call_llvm_pure_intrin(kind, _PICK, tirx.reinterpret(kind, order), tirx.reinterpret(kind, word))
-        return let(tirx.bitwise_and(tirx.reinterpret("int32x16", picked), self._in_bytes((1 << bits) - 1)))
+        return let(tirx.bitwise_and(tirx.reinterpret("int32x16", picked), self._splat_byte((1 << bits) - 1)))
 
-    def _moved(self, words: list[Expr], moves: list[tuple[int, int, int, int]]) -> Expr:
-        """Bits of some lanes, moved to others of one lane."""
-        found = None
+    def _move_bits(self, words: list[Expr], moves: list[tuple[int, int, int, int]]) -> Expr:
+        """A lane of bits moved from other lanes."""
+        joined = None
         for word, bit, count, to in moves:
             lane = words[word]
             if bit > to:
                 lane = tirx.shift_right(lane, self._bits(bit - to))
             elif to > bit:
                 lane = tirx.shift_left(lane, self._bits(to - bit))
-            part = tirx.bitwise_and(lane, self._bits(((1 << count) - 1) << to))
-            found = part if found is None else tirx.bitwise_or(found, part)
-        return let(found)
+            bits = tirx.bitwise_and(lane, self._bits(((1 << count) - 1) << to))
+            joined = bits if joined is None else tirx.bitwise_or(joined, bits)
+        return let(joined)
 
-    def _of_rows(self, record: Expr, k: Expr, vector: Expr) -> Iterator[Expr]:
-        """Codes of 8 bits: rows of a panel's columns, four of which make one vector of lanes."""
+    def _read_bytes(self, superblock: Expr, k: Expr, vector: Expr) -> Iterator[Expr]:
+        """8-bit quants: four rows of a panel's columns interleaved to a vector of lanes."""
         plan, lanes, columns = self.panel.plan, self.panel.lanes, self.panel.plan.columns
         memory = self.panel.elements["int8"]
-        first = record * 4 + plan.places["codes"] + k * columns + vector * lanes
-        run = columns + lanes  # of one row, what lies between, and of the next one
+        first = superblock * 4 + plan.offsets["codes"] + k * columns + vector * lanes
+        run = columns + lanes  # from the first lane of one row to the last lane of the next
         order = [half * run + row * columns + lane for lane in range(lanes) for half in (0, 1) for row in (0, 1)]
         for quad in range(plan.group // 4):
             halves = [memory[lane_indices(first + (4 * quad + row) * columns, run)] for row in (0, 2)]
             mixed = tirx.reinterpret(vector_type("int32", lanes), tirx.Shuffle(halves, order))
-            yield let(tirx.bitwise_xor(mixed, self._in_bytes(_OFFSET)))
+            yield let(tirx.bitwise_xor(mixed, self._splat_byte(_OFFSET)))
 
-    def _in_bytes(self, value: int) -> Expr:
-        """A number in each byte."""
+    def _splat_byte(self, value: int) -> Expr:
+        """A constant in each byte."""
         return self._bits(int.from_bytes(bytes([value] * 4), "little", signed=True))
 
     def _bits(self, value: int) -> Expr:

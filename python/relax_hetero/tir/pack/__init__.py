@@ -1,1 +1,1 @@
-"""Laying tensors out: pack, unpack, relayout."""
+"""Layout changes of tensors: pack, unpack, relayout."""

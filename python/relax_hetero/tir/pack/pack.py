@@ -1,11 +1,11 @@
-"""Kernels that lay a tensor out, undo it, or change one layout into another. Padding is written as zeros.
+"""Kernels that pack a tensor, unpack it, or change one layout into another. Padding is written as zeros.
 
 Parameters of every kernel: source, destination. Symbolic extents are bound from the buffer that shows them; between two
 layouts that both pad a symbolic dimension, whole tiles are copied, padding included.
 
-Bytes are moved as integers, so every type of a width shares its code and NaN payloads stay. The ways that are tried, in
-order: windows that are transformed (`window_transform`, of floats), transposes in registers (`tile_transpose`), runs
-along the last dimension (`tile_copy`), element by element.
+Bytes are moved as integers, so all types of one width share code and NaN payloads stay. Methods are tried in this
+order: Winograd transforms of windows (`transform_windows`), transposes in registers (`transpose_tiles`), runs along the
+last dimension (`copy_runs`), interleaved rows (`interleave_rows`), single elements.
 """
 
 from __future__ import annotations
@@ -40,60 +40,60 @@ from ..core.builder import (
 from ..core.packed_storage import (
     EMPTY,
     PackedStorage,
-    by_wholeness,
     extents_of,
+    is_multiple,
     masked_vector,
     split_run,
+    split_tail,
     tail_mask,
-    whole,
 )
 from ..core.view import split_position
 from ..core.work_split import for_parts, nest_loops
 from ..math.vector_math import once
 from .tile_transpose import transpose_tiles
 
-# Windows of a convolution's weight that is no constant, transformed in a call; `encoding.winograd` has the numbers.
+# Winograd transforms of a convolution's weight that is not a constant; `encoding.winograd` has the matrices.
 
 
 def transform_windows(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> bool:
-    """Write the kernel where the destination holds transformed windows; whether it does.
-
-    Computed in float64, as at compile time.
-    """
+    """Write transformed windows, computed in float64 as at compile time; return False for other destinations."""
     layout = destination.layout
     if not layout.winograd:
         return False
     matrix = window_matrix(layout.winograd)
-    columns, outer_window, inner_window, *others = layout.outer_perm
+    columns, outer_window, inner_window, *outer_dims = layout.outer_perm
     tile = layout.tile(columns)
     extent = source.extents[columns]
 
     def window(positions: list[Expr]) -> None:
-        column, *places = positions
+        column, *coordinates = positions
 
-        def load(row: int, place: int) -> Expr:
-            position = {columns: column, outer_window: row, inner_window: place}
-            position |= zip(others, places, strict=True)
+        def load(row: int, window_column: int) -> Expr:
+            position = {columns: column, outer_window: row, inner_window: window_column}
+            position |= zip(outer_dims, coordinates, strict=True)
             at = [position[dim] for dim in range(len(position))]
             value = source.data[source.offset(*split_position(source.layout, at))]
-            if not whole(extent, tile):
+            if not is_multiple(extent, tile):
                 value = T.if_then_else(column < extent, value, tirx.const(0, source.nominal))
             return let(tirx.Cast("float64", value))
 
-        half = [_along(matrix, [load(row, place) for row in range(WINDOW)]) for place in range(WINDOW)]
+        half_transformed = [
+            _transform_line(matrix, [load(row, window_column) for row in range(WINDOW)])
+            for window_column in range(WINDOW)
+        ]
         for i in range(len(matrix)):
-            for j, value in enumerate(_along(matrix, [line[i] for line in half])):
-                outer = dict(zip(layout.outer_perm, (column // tile, i, j, *places), strict=True))
-                to = destination.offset(outer, {columns: column % tile})
-                T.buffer_store(destination.data, tirx.Cast(destination.nominal, value), [to])
+            for j, value in enumerate(_transform_line(matrix, [line[i] for line in half_transformed])):
+                outer = dict(zip(layout.outer_perm, (column // tile, i, j, *coordinates), strict=True))
+                offset = destination.offset(outer, {columns: column % tile})
+                T.buffer_store(destination.data, tirx.Cast(destination.nominal, value), [offset])
 
-    extents = [destination.tiles[columns] * tile, *(destination.tiles[dim] for dim in others)]
+    extents = [destination.tiles[columns] * tile, *(destination.tiles[dim] for dim in outer_dims)]
     for_parts(extents, destination.bytes(), cpu, window)
     return True
 
 
-def _along(matrix: np.ndarray, line: Sequence[Expr]) -> list[Expr]:
-    """A line of a window, transformed."""
+def _transform_line(matrix: np.ndarray, line: Sequence[Expr]) -> list[Expr]:
+    """A row or column of a window times the transposed matrix."""
     values = []
     for row in matrix:
         terms = [
@@ -106,10 +106,10 @@ def _along(matrix: np.ndarray, line: Sequence[Expr]) -> list[Expr]:
     return values
 
 
-# Copies between row-major and packed storage whose vectors run along the last logical dimension.
+# Copies between row-major and packed storage by vectors along the last logical dimension.
 
-ROWS = 16
-"""Rows that are copied tile by tile: reads go along rows, writes fill a few kilobytes of each tile column."""
+BLOCK_ROWS = 16
+"""Rows of a block that is copied tile by tile: reads go along rows, writes fill a few kilobytes of each tile column."""
 
 
 def copy_runs(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> bool:
@@ -121,10 +121,10 @@ def copy_runs(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget)
     packed, packing = (destination, True) if source.layout.is_identity else (source, False)
     plain = source if packing else destination
     last = len(packed.shape) - 1
-    inner = _real_inner(packed)
+    inner = _tiled_dims(packed)
     lanes = cpu.lanes(plain.nominal)
     if packed.layout.swizzle:
-        # Chunks stay whole.
+        # Swizzling permutes chunks, so that a vector must not cross one.
         lanes = min(lanes, CHUNK_BYTES // bytes_of(plain.nominal))
     if not plain.layout.is_identity or not inner or inner[-1] != last or lanes == 1:
         return False
@@ -136,29 +136,29 @@ def copy_runs(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget)
         at = {d: outer[d] * packed.layout.tile(d) + within.get(d, 0) for d in outer}
         column = outer[last] * tile
         for start, width in vectors:
-            there = lane_indices(packed.offset(outer, {**within, last: start}), width)
-            here = lane_indices(plain.offset({**at, last: column + start}, {}), width)
+            packed_index = lane_indices(packed.offset(outer, {**within, last: start}), width)
+            plain_index = lane_indices(plain.offset({**at, last: column + start}, {}), width)
             mask = None if full else tail_mask(extents[last], tile, column, start, width)
-            _move(plain, here, packed, there, width, mask, packing)
+            _move(plain, plain_index, packed, packed_index, width, mask, packing)
 
     def clear(outer: dict[int, Expr], within: dict[int, Expr]) -> None:
         for start, width in vectors:
-            there = lane_indices(packed.offset(outer, {**within, last: start}), width)
-            T.buffer_store(packed.data, zeros(str(packed.data.dtype), width), [there])
+            packed_index = lane_indices(packed.offset(outer, {**within, last: start}), width)
+            T.buffer_store(packed.data, zeros(str(packed.data.dtype), width), [packed_index])
 
     def rows(outer: dict[int, Expr], full: bool) -> None:
         tiled = inner[:-1]
 
         def row(positions: list[Expr]) -> None:
             within = dict(zip(tiled, positions, strict=True))
-            ragged = [d for d in tiled if not whole(extents[d], packed.layout.tile(d))]
-            if not ragged:
+            partial = [d for d in tiled if not is_multiple(extents[d], packed.layout.tile(d))]
+            if not partial:
                 run(outer, within, full)
                 return
-            inside: Expr = tirx.const(True, "bool")
-            for d in ragged:
-                inside = tirx.And(inside, outer[d] * packed.layout.tile(d) + within[d] < extents[d])
-            with T.If(inside):
+            exists: Expr = tirx.const(True, "bool")
+            for d in partial:
+                exists = tirx.And(exists, outer[d] * packed.layout.tile(d) + within[d] < extents[d])
+            with T.If(exists):
                 with T.Then():
                     run(outer, within, full)
                 if packing:
@@ -167,7 +167,7 @@ def copy_runs(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget)
 
         nest_loops([packed.layout.tile(d) for d in tiled], row)
 
-    _tiles(packed, extents, cpu, rows)
+    _for_tiles(packed, extents, cpu, rows)
     return True
 
 
@@ -176,7 +176,7 @@ def interleave_rows(source: PackedStorage, destination: PackedStorage, cpu: CpuT
 
     Returns False, with nothing written, for other layouts.
     """
-    rank, inner = len(source.shape), _real_inner(destination)
+    rank, inner = len(source.shape), _tiled_dims(destination)
     layout = destination.layout
     if not source.layout.is_identity or len(inner) != 2 or inner[0] != rank - 1 or layout.swizzle:
         return False
@@ -197,79 +197,87 @@ def interleave_rows(source: PackedStorage, destination: PackedStorage, cpu: CpuT
             loaded = []
             for i in range(group):
                 row = outer[rows] * group + i
-                safe = row if full_rows else T.min(row, extents[rows] - 1)
-                base = source.offset({**outer, rows: safe, columns: column}, {})
+                safe_row = row if full_rows else T.min(row, extents[rows] - 1)
+                base = source.offset({**outer, rows: safe_row, columns: column}, {})
                 value = masked_vector(source, lane_indices(base, width), width, mask)
                 if not full_rows:
                     value = T.Select(T.broadcast(row < extents[rows], width), value, zeros(raw, width))
                 loaded.append(T.bind(value))
-            there = lane_indices(destination.offset(outer, {columns: start}), width * group)
-            T.buffer_store(destination.data, T.Shuffle(loaded, order), [there])
+            index = lane_indices(destination.offset(outer, {columns: start}), width * group)
+            T.buffer_store(destination.data, T.Shuffle(loaded, order), [index])
 
     def body(outer: dict[int, Expr], full: bool) -> None:
-        by_wholeness(extents[rows], group, outer[rows], lambda full_rows: chunk(outer, full, full_rows))
+        split_tail(extents[rows], group, outer[rows], lambda full_rows: chunk(outer, full, full_rows))
 
-    _tiles(destination, extents, cpu, body)
+    _for_tiles(destination, extents, cpu, body)
     return True
 
 
-def _tiles(
+def _for_tiles(
     packed: PackedStorage, extents: list[Expr], cpu: CpuTarget, body: Callable[[dict[int, Expr], bool], None]
 ) -> None:
-    """Visit every tile by its outer position; `body` also hears whether the tile is whole along the last dimension."""
+    """Visit every tile; `body` takes its outer position, and whether it is whole along the last dimension."""
     order, last = packed.layout.outer_perm, len(packed.shape) - 1
     tile = packed.layout.tile(last)
 
     if order[-1] == last:
 
-        def one(positions: list[Expr]) -> None:
+        def tile_body(positions: list[Expr]) -> None:
             outer = dict(zip(order, positions, strict=True))
-            by_wholeness(extents[last], tile, outer[last], lambda full: body(outer, full))
+            split_tail(extents[last], tile, outer[last], lambda full: body(outer, full))
 
-        for_parts([packed.tiles[d] for d in order], packed.bytes(), cpu, one)
+        for_parts([packed.tiles[d] for d in order], packed.bytes(), cpu, tile_body)
         return
     # Tile columns are far apart in storage: a few rows of each at a time.
     rows = order[-1]
-    others = [d for d in order if d not in (rows, last)]
+    outer_dims = [d for d in order if d not in (rows, last)]
     count = packed.tiles[rows]
 
-    def several(positions: list[Expr]) -> None:
-        outer = dict(zip(others, positions[:-2], strict=True))
-        first = positions[-2] * ROWS
+    def block_body(positions: list[Expr]) -> None:
+        outer = dict(zip(outer_dims, positions[:-2], strict=True))
+        first = positions[-2] * BLOCK_ROWS
         outer[last] = positions[-1]
 
-        def inside(full: bool) -> None:
-            with loop(minimum(ROWS, int64(count) - first) if not whole(count, ROWS) else ROWS) as row:
+        def rows_body(full: bool) -> None:
+            with loop(
+                minimum(BLOCK_ROWS, int64(count) - first) if not is_multiple(count, BLOCK_ROWS) else BLOCK_ROWS
+            ) as row:
                 body({**outer, rows: first + row}, full)
 
-        by_wholeness(extents[last], tile, outer[last], inside)
+        split_tail(extents[last], tile, outer[last], rows_body)
 
-    counts = [packed.tiles[d] for d in others] + [ceil_div(count, ROWS), packed.tiles[last]]
-    for_parts(counts, packed.bytes(), cpu, several)
+    counts = [packed.tiles[d] for d in outer_dims] + [ceil_div(count, BLOCK_ROWS), packed.tiles[last]]
+    for_parts(counts, packed.bytes(), cpu, block_body)
 
 
-def _real_inner(storage: PackedStorage) -> list[int]:
+def _tiled_dims(storage: PackedStorage) -> list[int]:
     return [d for d in storage.layout.inner_dims if storage.layout.tile(d) > 1]
 
 
 def _move(
-    plain: PackedStorage, here: Expr, packed: PackedStorage, there: Expr, width: int, mask: Expr | None, packing: bool
+    plain: PackedStorage,
+    plain_index: Expr,
+    packed: PackedStorage,
+    packed_index: Expr,
+    width: int,
+    mask: Expr | None,
+    packing: bool,
 ) -> None:
     if packing:
-        T.buffer_store(packed.data, masked_vector(plain, here, width, mask), [there])
+        T.buffer_store(packed.data, masked_vector(plain, plain_index, width, mask), [packed_index])
     elif mask is None:
-        T.buffer_store(plain.data, packed.data[there], [here])
+        T.buffer_store(plain.data, packed.data[packed_index], [plain_index])
     elif mask is EMPTY:
         return
     elif width == 1:
         with T.If(mask), T.Then():
-            T.buffer_store(plain.data, packed.data[there], [here])
+            T.buffer_store(plain.data, packed.data[packed_index], [plain_index])
     else:
-        masked_store(plain.data, here, packed.data[there], mask)
+        masked_store(plain.data, plain_index, packed.data[packed_index], mask)
 
 
 def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
-    """Row-major to `layout`.
+    """Kernel from row-major to `layout`.
 
     Parameters
     ----------
@@ -281,20 +289,20 @@ def pack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: Cpu
     Raises
     ------
     EncodingError
-        As every function here: if the source holds transformed windows, which only constants do.
+        If the source holds transformed windows, which only constants do. Every function here raises it.
     """
     return _kernel("pack", shape, dtype, PackedLayout.identity(len(shape)), layout, cpu)
 
 
 def unpack_kernel(shape: Sequence[Dim], dtype: str, layout: PackedLayout, cpu: CpuTarget) -> tirx.PrimFunc:
-    """`layout` to row-major; parameters as of `pack_kernel`."""
+    """Kernel from `layout` to row-major; for the parameters see `pack_kernel`."""
     return _kernel("unpack", shape, dtype, layout, PackedLayout.identity(len(shape)), cpu)
 
 
 def relayout_kernel(
     shape: Sequence[Dim], dtype: str, source: PackedLayout, destination: PackedLayout, cpu: CpuTarget
 ) -> tirx.PrimFunc:
-    """One layout to another; parameters as of `pack_kernel`."""
+    """Kernel from one layout to another; for the parameters see `pack_kernel`."""
     return _kernel("relayout", shape, dtype, source, destination, cpu)
 
 
@@ -306,23 +314,23 @@ def _kernel(
     function = Function(name)
     with function:
         bound: set[str] = set()
-        sides = [
-            PackedStorage(function, side, shape, dtype, layout, bound)
-            for side, layout in (("source", source), ("destination", destination))
+        storages = [
+            PackedStorage(function, storage, shape, dtype, layout, bound)
+            for storage, layout in (("source", source), ("destination", destination))
         ]
         with function.body():
-            for side in sides:
-                side.open(raw=not destination.winograd)
-            ways = (transform_windows, transpose_tiles, copy_runs, interleave_rows)
-            if not any(way(sides[0], sides[1], cpu) for way in ways):
-                _copy_elements(sides[0], sides[1], cpu)
+            for storage in storages:
+                storage.open(raw=not destination.winograd)
+            methods = (transform_windows, transpose_tiles, copy_runs, interleave_rows)
+            if not any(method(storages[0], storages[1], cpu) for method in methods):
+                _copy_elements(storages[0], storages[1], cpu)
             if destination.compensation:
-                _compensate(sides[1], cpu)
+                _compensate(storages[1], cpu)
     return function.result
 
 
 def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> None:
-    """Any layout to any other, element by element of the destination."""
+    """Copy between any two layouts, one element of the destination at a time."""
     layout, rank = destination.layout, len(destination.shape)
     extents = extents_of([source, destination])
 
@@ -331,12 +339,12 @@ def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTa
         nest_loops(layout.inner_tiles, lambda within: element(outer, dict(zip(layout.inner_dims, within, strict=True))))
 
     def element(outer: dict[int, Expr], inner: dict[int, Expr]) -> None:
-        at = [outer[d] * layout.tile(d) + inner.get(d, 0) for d in range(rank)]
-        value = source.data[source.offset(*split_position(source.layout, at))]
-        inside = [at[d] < extents[d] for d in range(rank) if not whole(extents[d], layout.tile(d))]
-        if inside:
-            condition = inside[0]
-            for further in inside[1:]:
+        position = [outer[d] * layout.tile(d) + inner.get(d, 0) for d in range(rank)]
+        value = source.data[source.offset(*split_position(source.layout, position))]
+        conditions = [position[d] < extents[d] for d in range(rank) if not is_multiple(extents[d], layout.tile(d))]
+        if conditions:
+            condition = conditions[0]
+            for further in conditions[1:]:
                 condition = tirx.And(condition, further)
             value = T.if_then_else(condition, value, tirx.const(0, str(source.data.dtype)))
         T.buffer_store(destination.data, value, [destination.offset(outer, inner)])
@@ -345,7 +353,7 @@ def _copy_elements(source: PackedStorage, destination: PackedStorage, cpu: CpuTa
 
 
 def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
-    """Fill the blocks of ``-128 * column sum`` from what was packed."""
+    """Fill the blocks of ``-128 * column sum`` from the packed elements."""
     layout = destination.layout
     *columns, last = layout.inner_dims
     words = destination.elements("int32")
@@ -354,9 +362,9 @@ def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
     lanes = math.gcd(width, cpu.lanes("int32"))
 
     def block(positions: list[Expr]) -> None:
-        at = dict(zip(dims, positions, strict=True))
+        outer = dict(zip(dims, positions, strict=True))
         # PackedStorage.offset skips the block that is written here.
-        first = tirx.floordiv(destination.offset(at, {}), 4)
+        first = tirx.floordiv(destination.offset(outer, {}), 4)
         stride = tirx.floordiv(destination.outer_stride(last), 4)
         with loop(width // lanes) as vector:
             column = vector * lanes
@@ -364,12 +372,12 @@ def _compensate(destination: PackedStorage, cpu: CpuTarget) -> None:
             total[0] = zeros("int32", lanes)
             with loop(destination.tiles[last]) as index:
                 word = once(words[lane_indices(first + index * stride + column, lanes)])
-                added = T.shift_right(word, constant(24, "int32", lanes))
-                for left in (8, 16, 24):
-                    high = T.shift_left(word, constant(left, "int32", lanes))
-                    added = added + T.shift_right(high, constant(24, "int32", lanes))
-                total[0] = total[0] + added
-            here = lane_indices(first - stride + column, lanes)
-            T.buffer_store(words, total[0] * constant(-128, "int32", lanes), [here])
+                byte_sum = T.shift_right(word, constant(24, "int32", lanes))
+                for shift in (8, 16, 24):
+                    high = T.shift_left(word, constant(shift, "int32", lanes))
+                    byte_sum = byte_sum + T.shift_right(high, constant(24, "int32", lanes))
+                total[0] = total[0] + byte_sum
+            words_index = lane_indices(first - stride + column, lanes)
+            T.buffer_store(words, total[0] * constant(-128, "int32", lanes), [words_index])
 
     for_parts([destination.tiles[d] for d in dims], destination.bytes(), cpu, block)

@@ -1,8 +1,7 @@
 """Copies between row-major and packed storage that transpose in registers.
 
-``(n, k) -> [n/32, k, 32]``, ``(m, k) -> [m/8, k, 8]``, and with k in groups of a word,
-``(n, k) -> [n/32, k/4, 32, 4]``: blocks of rows are read as vectors along k and go through a network of two-register
-shuffles.
+``(n, k) -> [n/32, k, 32]``, ``(m, k) -> [m/8, k, 8]``, and with k in words, ``(n, k) -> [n/32, k/4, 32, 4]``: blocks of
+rows are read as vectors along k and go through a network of two-register shuffles.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from tvm.script.ir_builder import tirx as T
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core.builder import Expr, ceil_div, int64, lane_indices, loop, minimum, zeros
-from ..core.packed_storage import PackedStorage, by_wholeness, extents_of, whole
+from ..core.packed_storage import PackedStorage, extents_of, is_multiple, split_tail
 from ..core.work_split import for_parts
 from ..math.vector_math import once
 
 
 def transpose_tiles(source: PackedStorage, destination: PackedStorage, cpu: CpuTarget) -> bool:
-    """Pack, or undo it, where the innermost tile lies along another dimension than the last.
+    """Pack or unpack layouts whose innermost tile lies along another dimension than the last.
 
-    Returns False, with nothing written, for other layouts and for machines without vectors.
+    Returns False, with nothing written, for other layouts and for CPUs without vectors.
     """
     packed, packing = (destination, True) if source.layout.is_identity else (source, False)
     plain = source if packing else destination
@@ -36,7 +35,7 @@ def transpose_tiles(source: PackedStorage, destination: PackedStorage, cpu: CpuT
 
 
 class _Transpose:
-    """One transposing copy while it is built: rows along the tiled dimension, columns along the last one, in words."""
+    """Code of a transposing copy: rows along the tiled dimension, columns along the last one, in words."""
 
     def __init__(
         self,
@@ -63,11 +62,11 @@ class _Transpose:
     def of(
         plain: PackedStorage, packed: PackedStorage, packing: bool, extents: list[Expr], cpu: CpuTarget
     ) -> _Transpose | None:
-        """The transpose for a pair of storages, None where there is none."""
+        """The transpose for a pair of storages, or None."""
         layout, last = packed.layout, len(packed.shape) - 1
         inner = [d for d in layout.inner_dims if layout.tile(d) > 1]
         group = 1
-        if len(inner) == 2 and inner[1] == last and whole(extents[last], layout.tile(last)):
+        if len(inner) == 2 and inner[1] == last and is_multiple(extents[last], layout.tile(last)):
             group = layout.tile(inner.pop())
         if len(inner) != 1 or inner[0] == last or layout.swizzle or (group == 1 and layout.tile(last) != 1):
             return None
@@ -85,12 +84,12 @@ class _Transpose:
 
     def write(self, cpu: CpuTarget) -> None:
         """The loops: panels of rows over the cores, blocks of columns inside."""
-        others = [d for d in self.packed.layout.outer_perm if d not in (self.rows, self.last)]
-        counts = [self.packed.tiles[d] for d in others] + [self.packed.tiles[self.rows]]
+        outer_dims = [d for d in self.packed.layout.outer_perm if d not in (self.rows, self.last)]
+        counts = [self.packed.tiles[d] for d in outer_dims] + [self.packed.tiles[self.rows]]
 
         def panel(positions: list[Expr]) -> None:
-            outer = dict(zip([*others, self.rows], positions, strict=True))
-            by_wholeness(self.height, self.tile, outer[self.rows], lambda full: self._panel(outer, full))
+            outer = dict(zip([*outer_dims, self.rows], positions, strict=True))
+            split_tail(self.height, self.tile, outer[self.rows], lambda full: self._panel(outer, full))
 
         for_parts(counts, self.packed.bytes(), cpu, panel)
 
@@ -106,19 +105,19 @@ class _Transpose:
 
     def _columns(self, outer: dict[int, Expr], full: bool) -> None:
         with loop(ceil_div(self.width, self.lanes)) as block:
-            # The last block ends with the row: what it has in common with the one before is copied twice.
+            # The last block ends with the row: columns that it shares with the block before are copied twice.
             start = block * self.lanes
-            if not whole(self.width, self.lanes):
+            if not is_multiple(self.width, self.lanes):
                 start = T.bind(minimum(start, int64(self.width) - self.lanes))
             for first in range(0, self.tile, self.block):
                 (self._pack if self.packing else self._unpack)(outer, start, first, full)
 
-    def _plain(self, outer: dict[int, Expr], row: Expr, column: Expr) -> Expr:
-        at = {**outer, self.rows: row, self.last: column * self.group}
-        offset = self.plain.offset(at, {})
+    def _plain_index(self, outer: dict[int, Expr], row: Expr, column: Expr) -> Expr:
+        outer_position = {**outer, self.rows: row, self.last: column * self.group}
+        offset = self.plain.offset(outer_position, {})
         return offset if self.group == 1 else tirx.floordiv(offset, self.group)
 
-    def _packed(self, outer: dict[int, Expr], column: Expr, within: Expr) -> Expr:
+    def _packed_index(self, outer: dict[int, Expr], column: Expr, within: Expr) -> Expr:
         offset = self.packed.offset({**outer, self.last: column}, {self.rows: within})
         return offset if self.group == 1 else tirx.floordiv(offset, self.group)
 
@@ -126,48 +125,48 @@ class _Transpose:
         loaded = []
         for i in range(self.block):
             row = outer[self.rows] * self.tile + first + i
-            safe = row if full else T.min(row, self.height - 1)
-            value = self.plain_words[lane_indices(self._plain(outer, safe, start), self.lanes)]
+            safe_row = row if full else T.min(row, self.height - 1)
+            value = self.plain_words[lane_indices(self._plain_index(outer, safe_row, start), self.lanes)]
             if not full:
-                inside = T.broadcast(row < self.height, self.lanes)
-                value = T.Select(inside, value, zeros(self.word, self.lanes))
+                exists = T.broadcast(row < self.height, self.lanes)
+                value = T.Select(exists, value, zeros(self.word, self.lanes))
             loaded.append(T.bind(value))
         columns = self.lanes // self.block
         for i, vector in enumerate(riffle(loaded, self.lanes)):
-            there = self._packed(outer, start + i * columns, tirx.const(first, "int64"))
-            T.buffer_store(self.packed_words, vector, [lane_indices(there, self.lanes)])
+            index = self._packed_index(outer, start + i * columns, tirx.const(first, "int64"))
+            T.buffer_store(self.packed_words, vector, [lane_indices(index, self.lanes)])
 
     def _unpack(self, outer: dict[int, Expr], start: Expr, first: int, full: bool) -> None:
         loaded = []
         for i in range(self.lanes):
-            here = self._packed(outer, start + i, tirx.const(first, "int64"))
-            loaded.append(T.bind(self.packed_words[lane_indices(here, self.lanes)]))
+            index = self._packed_index(outer, start + i, tirx.const(first, "int64"))
+            loaded.append(T.bind(self.packed_words[lane_indices(index, self.lanes)]))
         for i, vector in enumerate(riffle(loaded, self.lanes)):
             row = outer[self.rows] * self.tile + first + i
-            there = lane_indices(self._plain(outer, T.min(row, self.height - 1), start), self.lanes)
+            plain_index = lane_indices(self._plain_index(outer, T.min(row, self.height - 1), start), self.lanes)
             if full:
-                T.buffer_store(self.plain_words, vector, [there])
+                T.buffer_store(self.plain_words, vector, [plain_index])
                 continue
             with T.If(row < self.height), T.Then():
-                T.buffer_store(self.plain_words, vector, [there])
+                T.buffer_store(self.plain_words, vector, [plain_index])
 
     def _narrow(self, outer: dict[int, Expr]) -> None:
         """Rows shorter than a vector, word by word."""
         with loop(self.width) as column, loop(self.tile) as within:
             row = outer[self.rows] * self.tile + within
-            here, there = self._plain(outer, row, column), self._packed(outer, column, within)
+            plain_index, packed_index = self._plain_index(outer, row, column), self._packed_index(outer, column, within)
             if self.packing:
-                value = T.if_then_else(row < self.height, self.plain_words[here], tirx.const(0, self.word))
-                T.buffer_store(self.packed_words, value, [there])
+                value = T.if_then_else(row < self.height, self.plain_words[plain_index], tirx.const(0, self.word))
+                T.buffer_store(self.packed_words, value, [packed_index])
             else:
                 with T.If(row < self.height), T.Then():
-                    T.buffer_store(self.plain_words, self.packed_words[there], [here])
+                    T.buffer_store(self.plain_words, self.packed_words[packed_index], [plain_index])
 
 
 def riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
-    """Transpose: rows in, columns out, several short columns to a vector.
+    """The transpose of rows: columns, several short ones to a vector.
 
-    Every stage merges the rows of two halves element by element, as a deck of cards is riffled.
+    Every stage interleaves the rows of two halves, as a deck of cards is riffled.
     """
     low, high = riffle_orders(lanes)
     groups = [[vector] for vector in vectors]
@@ -181,6 +180,6 @@ def riffle(vectors: list[Expr], lanes: int) -> list[Expr]:
 
 
 def riffle_orders(lanes: int) -> tuple[list[int], list[int]]:
-    """Two vectors merged element by element: the numbers of the lanes that make the first and the second result."""
-    both = [index for i in range(lanes) for index in (i, lanes + i)]
-    return both[:lanes], both[lanes:]
+    """Lane numbers of the two results of interleaving two vectors."""
+    order = [index for i in range(lanes) for index in (i, lanes + i)]
+    return order[:lanes], order[lanes:]

@@ -18,10 +18,10 @@ from ..math import vector_math
 from ..math.casts import cast, computed_in
 from .row_plan import RowPass, RowPlan
 
-UNROLLED = 16
-"""Rows of no more vectors than this are written out, without a loop."""
+MAX_UNROLLED_VECTORS = 16
+"""Maximum number of vectors of a row whose loop is unrolled."""
 CHAINS = 4
-"""Accumulators of a reduction: additions that are in flight."""
+"""Independent accumulators of a reduction: additions that are in flight."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RowSpec:
     Attributes
     ----------
     operands : list of OperandView
-        Opened; those of bfloat16 as bits.
+        Open views; those of bfloat16 are opened as bits.
     n : int or PrimExpr
         Elements of a row.
     """
@@ -52,7 +52,7 @@ class RowWriter:
         self.types = value_types(
             code.program, code.plan, [view.nominal for view in code.operands], computed_in(code.result.nominal)
         )
-        # What has one value for all of a row, by operand number: in every lane of a register.
+        # Values that are uniform over a row, by operand number, in every lane of a register.
         self.constant = {
             number: Registers(1, dtype, code.lanes)
             for number, dtype in self.types.items()
@@ -70,102 +70,100 @@ class RowWriter:
             if number in self.constant:
                 value = cast(view.typed(view.load({**at, "n": tirx.const(0, "int64")}, "-", 1)), self.types[number])
                 self.constant[number][0] = broadcast(value, code.lanes)
-        for number, step in enumerate(code.plan.passes):
-            for index, expression in step.per_row:
+        for number, row_pass in enumerate(code.plan.passes):
+            for index, expression in row_pass.per_row:
                 self.constant[index][0] = self._evaluate(expression, at, None, None, {})
-            if step.kind:
-                self._reduce(step, number, at)
+            if row_pass.kind:
+                self._reduce(row_pass, number, at)
             elif code.result.runs_along("n"):
-                self._store(step, at)
+                self._store(row_pass, at)
             else:
-                self._store_one(self._evaluate(step.expression, at, None, None, {}), at)
+                self._store_one(self._evaluate(row_pass.expression, at, None, None, {}), at)
 
     def _is_loaded(self, number: int) -> bool:
         return number < len(self.code.operands) and self.code.operands[number].runs_along("n")
 
-    def _reduce(self, step: RowPass, number: int, at: Coordinates) -> None:
+    def _reduce(self, row_pass: RowPass, number: int, at: Coordinates) -> None:
         accumulators = self.accumulators[number]
         index = self.code.program.num_operands + number
         dtype = self.types[index]
-        combine = _combine(step.kind, dtype, carries_nan(self.code.program, number))
-        neutral = neutral_of(step.kind, dtype, self.code.lanes)
-        used: set[int] = set()
+        combine = _combine(row_pass.kind, dtype, carries_nan(self.code.program, number))
+        neutral = neutral_of(row_pass.kind, dtype, self.code.lanes)
 
-        def one(column: Expr, mask: Expr | None, chain: int) -> None:
-            kept = self._keep(step, at, column, mask)
-            value = self._evaluate(step.expression, at, column, mask, kept)
+        def accumulate(column: Expr, mask: Expr | None, chain: int) -> None:
+            kept = self._keep(row_pass, at, column, mask)
+            value = self._evaluate(row_pass.expression, at, column, mask, kept)
             if mask is not None:
                 value = T.Select(mask, value, neutral)
             accumulators[chain] = combine(accumulators[chain], value)
-            used.add(chain)
 
         chains = min(CHAINS, -(-self.code.n // self.code.lanes)) if isinstance(self.code.n, int) else CHAINS
         for chain in range(chains):
             accumulators[chain] = neutral
-        self._each(one)
-        left = chains
-        while left > 1:
-            for chain in range(left // 2):
-                accumulators[chain] = combine(accumulators[chain], accumulators[chain + (left + 1) // 2])
-            left = (left + 1) // 2
-        whole = self._across(accumulators[0], combine, dtype)
-        if step.kind == "mean":
-            whole = whole / count_of(self.code.n, dtype)
-        self.constant[index][0] = broadcast(whole, self.code.lanes)
+        self._for_vectors(accumulate)
+        while chains > 1:
+            half = (chains + 1) // 2
+            for chain in range(chains // 2):
+                accumulators[chain] = combine(accumulators[chain], accumulators[chain + half])
+            chains = half
+        total = self._reduce_lanes(accumulators[0], combine, dtype)
+        if row_pass.kind == "mean":
+            total = total / count_of(self.code.n, dtype)
+        self.constant[index][0] = broadcast(total, self.code.lanes)
 
-    def _across(self, vector: Expr, combine: Callable[[Expr, Expr], Expr], dtype: str) -> Expr:
+    def _reduce_lanes(self, vector: Expr, combine: Callable[[Expr, Expr], Expr], dtype: str) -> Expr:
         """The lanes of a vector reduced to a scalar."""
         lanes = self.code.lanes
         while lanes > 1:
-            whole = Registers(1, dtype, lanes)
-            whole[0] = vector
+            register = Registers(1, dtype, lanes)
+            register[0] = vector
             lanes //= 2
             halves = Registers(2, dtype, lanes)
             for half in range(2):
                 numbers = list(range(half * lanes, (half + 1) * lanes))
-                halves[half] = lane_of(whole[0], half) if lanes == 1 else T.Shuffle([whole[0]], numbers)
+                halves[half] = lane_of(register[0], half) if lanes == 1 else T.Shuffle([register[0]], numbers)
             vector = combine(halves[0], halves[1])
         return vector
 
-    def _each(self, one: Callable[[Expr, Expr | None, int], None]) -> None:
-        """Code for every vector of a row: its first column, a mask where it is partial, and a chain of accumulators."""
+    def _for_vectors(self, body: Callable[[Expr, Expr | None, int], None]) -> None:
+        """Write `body` for every vector of a row: its first column, a mask if it is partial, and its accumulator."""
         n, lanes = self.code.n, self.code.lanes
         if isinstance(n, int):
             count, tail = n // lanes, n % lanes
-            looped = 0 if -(-n // lanes) <= UNROLLED else count // CHAINS
+            looped = 0 if -(-n // lanes) <= MAX_UNROLLED_VECTORS else count // CHAINS
             if looped:
                 with loop(looped) as group:
                     for chain in range(CHAINS):
-                        one((group * CHAINS + chain) * lanes, None, chain)
+                        body((group * CHAINS + chain) * lanes, None, chain)
             for number in range(looped * CHAINS, count):
-                one(tirx.const(number * lanes, "int64"), None, number % CHAINS)
+                body(tirx.const(number * lanes, "int64"), None, number % CHAINS)
             if tail:
-                one(tirx.const(count * lanes, "int64"), lane_mask(tail, lanes), count % CHAINS)
+                body(tirx.const(count * lanes, "int64"), lane_mask(tail, lanes), count % CHAINS)
             return
         groups = materialize(tirx.floordiv(n, lanes * CHAINS))
         with loop(groups) as group:
             for chain in range(CHAINS):
-                one((group * CHAINS + chain) * lanes, None, chain)
+                body((group * CHAINS + chain) * lanes, None, chain)
         done = materialize(groups * (lanes * CHAINS))
         with loop(materialize(tirx.floordiv(n - done + (lanes - 1), lanes))) as number:
             column = materialize(done + number * lanes)
             left = materialize(minimum(n - column, tirx.const(lanes, "int64")))
-            one(column, lane_mask(left, lanes) if lanes > 1 else None, 0)
+            body(column, lane_mask(left, lanes) if lanes > 1 else None, 0)
 
-    def _keep(self, step: RowPass, at: Coordinates, column: Expr, mask: Expr | None) -> dict[int, Expr]:
-        if step.keep is None:
+    def _keep(self, row_pass: RowPass, at: Coordinates, column: Expr, mask: Expr | None) -> dict[int, Expr]:
+        if row_pass.keep is None:
             return {}
         register = Registers(1, self.types[self.code.plan.keeping], self.code.lanes)
-        register[0] = self._evaluate(step.keep, at, column, mask, {})
+        register[0] = self._evaluate(row_pass.keep, at, column, mask, {})
         _store(self.code.result, {**at, "n": column}, register[0], self.code.lanes, mask)
         return {self.code.plan.keeping: register[0]}
 
-    def _store(self, step: RowPass, at: Coordinates) -> None:
-        def one(column: Expr, mask: Expr | None, _chain: int) -> None:
-            value = cast(self._evaluate(step.expression, at, column, mask, {}), self.code.result.nominal)
+    def _store(self, row_pass: RowPass, at: Coordinates) -> None:
+        def store(column: Expr, mask: Expr | None, _chain: int) -> None:
+            value = cast(self._evaluate(row_pass.expression, at, column, mask, {}), self.code.result.nominal)
             _store(self.code.result, {**at, "n": column}, value, self.code.lanes, mask)
 
-        self._each(one)
+        self._for_vectors(store)
 
     def _store_one(self, value: Expr, at: Coordinates) -> None:
         result = self.code.result
@@ -179,9 +177,9 @@ class RowWriter:
         self, expression: Expression, at: Coordinates, column: Expr | None, mask: Expr | None, kept: dict[int, Expr]
     ) -> Expr:
         """An expression of the plan, for the vector at a column."""
-        used = operands_of(expression)
+        numbers = operands_of(expression)
         values = []
-        for number in used:
+        for number in numbers:
             if number in kept:
                 values.append(kept[number])
             elif number in self.constant:
@@ -190,21 +188,23 @@ class RowWriter:
                 view = self.code.result if number == self.code.plan.kept else self.code.operands[number]
                 loaded = view.load({**at, "n": column}, "n", self.code.lanes, mask)
                 values.append(cast(view.typed(loaded), self.types[number]))
-        places = [Expression.operand(used.index(number) if number in used else 0) for number in range(used[-1] + 1)]
-        types = [self.types[number] for number in used]
-        result = expression_code.emit(expression.substitute(places), values, types, self.code.lanes)
-        return cast(result, computed_in(expression.substitute(places).dtype(types)))
+        operands = [
+            Expression.operand(numbers.index(number) if number in numbers else 0) for number in range(numbers[-1] + 1)
+        ]
+        types = [self.types[number] for number in numbers]
+        result = expression_code.emit(expression.substitute(operands), values, types, self.code.lanes)
+        return cast(result, computed_in(expression.substitute(operands).dtype(types)))
 
 
 def value_types(program: RowProgram, plan: RowPlan, operands: list[str], kept: str) -> dict[int, str]:
-    """The type that every operand of a plan's expressions is computed in, by number.
+    """The type of the arithmetic on every operand of a plan's expressions, by number.
 
     Parameters
     ----------
     operands : list of str
         Element types of the program's operands.
     kept : str
-        Type of the value that waits for later passes.
+        Type of the value that is stored for later passes.
     """
     # Conditions are read as bytes: TVM's analyzer fails on vectors of bool in registers.
     types = {number: "uint8" if dtype == "bool" else computed_in(dtype) for number, dtype in enumerate(operands)}
@@ -213,25 +213,24 @@ def value_types(program: RowProgram, plan: RowPlan, operands: list[str], kept: s
         types[program.num_operands + number] = computed_in(reduction.expression.dtype(plain))
         plain.append(types[program.num_operands + number])
     types[plan.kept] = types[plan.keeping] = kept
-    for step in plan.passes:
-        for number, expression in step.per_row:
-            known = [types.get(index, "") for index in range(number)]
-            types[number] = computed_in(expression.dtype(known))
+    for row_pass in plan.passes:
+        for number, expression in row_pass.per_row:
+            operand_types = [types.get(index, "") for index in range(number)]
+            types[number] = computed_in(expression.dtype(operand_types))
     return types
 
 
 def carries_nan(program: RowProgram, number: int) -> bool:
-    """Return whether the greatest or least number of a row with NaN must be NaN.
+    """Return whether the maximum or minimum of a row with NaN must be NaN.
 
-    Not where it is only subtracted from the very values before they are added up, as a softmax does: the sum is NaN
-    then.
+    It need not be if a later sum contains the difference between the values and it, as in a softmax: the sum is NaN.
     """
-    own = Expression.operand(program.num_operands + number).term
+    reduced = Expression.operand(program.num_operands + number).term
     for later, reduction in enumerate(program.reductions[number + 1 :], number + 1):
         if reduction.kind not in ("sum", "mean"):
             continue
         for term in reduction.expression.terms():
-            if term.op == "subtract" and term.args == (program.reductions[number].expression.term, own):
+            if term.op == "subtract" and term.args == (program.reductions[number].expression.term, reduced):
                 index = program.num_operands + later
                 return index not in operands_of(program.result)
     return True
@@ -260,20 +259,19 @@ def _combine(kind: str, dtype: str, carries_nan: bool) -> Callable[[Expr, Expr],
 
 
 def neutral_of(kind: str, dtype: str, lanes: int) -> Expr:
-    """Result of reducing nothing, in every lane."""
+    """The neutral element of a reduction, in every lane."""
     if kind in ("sum", "mean", "prod"):
         return constant(1 if kind == "prod" else 0, dtype, lanes)
     if "float" in dtype:
-        edge = float("-inf") if kind == "max" else float("inf")
-        return broadcast(_infinity(edge, dtype), lanes)
+        return broadcast(_infinity(float("-inf" if kind == "max" else "inf"), dtype), lanes)
     return broadcast(tirx.min_value(dtype) if kind == "max" else tirx.max_value(dtype), lanes)
 
 
 def _infinity(value: float, dtype: str) -> Expr:
-    """Infinity by its bits: TVM's C code generator has no way to write it."""
+    """Infinity by its bits: TVM's C code generator cannot write it."""
     if dtype == "float32":
         return vector_math.constant(tirx.const(0, dtype), value)
-    # As there: a literal has no address to reinterpret.
+    # The xor gives the literal an address to reinterpret in C.
     raw = tirx.IntImm("int64", -(1 << 52) if value < 0 else 0x7FF << 52)
     return tirx.call_intrin(dtype, "tirx.reinterpret", T.BitwiseXor(raw, tirx.IntImm("int64", 0)))
 

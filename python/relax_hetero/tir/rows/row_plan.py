@@ -1,4 +1,4 @@
-"""How a program of rows is computed: passes over a row, what each keeps for the next, what is computed once a row."""
+"""Plans of row programs: the passes over a row, the value that each stores for later ones, and terms once per row."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ...encoding.expression import Expression, Term
 from ...encoding.functions import FUNCTIONS
 from ...encoding.row_program import RowProgram, operands_of, replaced
 
-# Instructions; a load is one.
-_STORE = 1.5
+_STORE_INSTRUCTIONS = 1.5
+"""Cost of a store; a load costs 1."""
 
 
 @dataclass(frozen=True)
 class RowPass:
     """One pass over a row.
 
-    Operands of its expressions: those of the program, its reductions, the kept value as it was (`RowPlan.kept`), as
-    this pass makes it (`RowPlan.keeping`), and terms that are the same for all of the row.
+    Operands of its expressions: those of the program, its reductions, the kept value from an earlier pass
+    (`RowPlan.kept`), the one that this pass stores (`RowPlan.keeping`), and terms that are uniform over the row.
 
     Attributes
     ----------
@@ -37,14 +37,14 @@ class RowPass:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The passes of a program, and what their operands are numbered from.
+    """The passes of a program, and the numbers of their additional operands.
 
     Attributes
     ----------
     kept, keeping : int
-        The value in the result's row, as loaded and as this pass makes it.
+        The value in the result's row, as loaded and as the pass stores it.
     cost : int
-        Instructions for a vector of a row, roughly.
+        Approximate number of instructions for a vector of a row.
     """
 
     kept: int
@@ -80,13 +80,13 @@ def plan_rows(
 
 
 def is_read_after_keeping(plan: RowPlan, operand: int) -> bool:
-    """Return whether an element of an operand is read once something waits for a later pass in the result's row."""
-    keeps = False
-    for step in plan.passes:
-        if keeps and step.keep is not None and operand in operands_of(step.keep):
+    """Return whether a pass reads an operand after a value was stored in the result's row for later passes."""
+    has_stored = False
+    for row_pass in plan.passes:
+        if has_stored and row_pass.keep is not None and operand in operands_of(row_pass.keep):
             return True
-        keeps = keeps or step.keep is not None
-        if keeps and operand in operands_of(step.expression):
+        has_stored = has_stored or row_pass.keep is not None
+        if has_stored and operand in operands_of(row_pass.expression):
             return True
     return False
 
@@ -105,24 +105,28 @@ class _Planner:
         self.kept = program.num_operands + len(program.reductions)
         self.keeping = self.kept + 1
         self.next = self.kept + 2
-        self.known: dict[Term, Term] = {}  # what is computed once a row already
-        self.terms = [self._cheaper(expression.term) for expression in program.expressions]
+        self.hoisted: dict[Term, Term] = {}
+        self.terms = [self._simplify(expression.term) for expression in program.expressions]
 
     def plan(self) -> RowPlan:
         kinds = [*(reduction.kind for reduction in self.program.reductions), ""]
-        held = None if self.in_place is None else _operand(self.in_place)
+        stored = None if self.in_place is None else _operand(self.in_place)
         passes, cost = [], 0.0
         for number, (kind, term) in enumerate(zip(kinds, self.terms, strict=True)):
-            keep = self._best(term, self.terms[number + 1 :], held) if self.may_keep else None
-            own = {} if held is None else {held: _operand(self.kept)}
-            cost += self._cost(replaced(term, own)) + 1 + (_STORE if keep is not None or not kind else 0)
+            keep = self._best_to_keep(term, self.terms[number + 1 :], stored) if self.may_keep else None
+            substitution = {} if stored is None else {stored: _operand(self.kept)}
+            cost += (
+                self._cost(replaced(term, substitution))
+                + 1
+                + (_STORE_INSTRUCTIONS if keep is not None or not kind else 0)
+            )
             per_row: list[tuple[int, Expression]] = []
-            kept = None if keep is None else self._hoisted(replaced(keep, own), per_row)
+            kept = None if keep is None else self._hoist(replaced(keep, substitution), per_row)
             if keep is not None:
-                own = {**own, keep: _operand(self.keeping)}
-            expression = self._hoisted(replaced(term, own), per_row)
+                substitution = {**substitution, keep: _operand(self.keeping)}
+            expression = self._hoist(replaced(term, substitution), per_row)
             passes.append(RowPass(kind, tuple(per_row), kept, expression))
-            held = keep if keep is not None else held
+            stored = keep if keep is not None else stored
         return RowPlan(self.kept, self.keeping, tuple(passes), round(cost))
 
     def _varies(self, term: Term) -> bool:
@@ -131,23 +135,22 @@ class _Planner:
             return index in self.varying or index in (self.kept, self.keeping)
         return any(map(self._varies, term.args))
 
-    def _cheaper(self, term: Term) -> Term:
+    def _simplify(self, term: Term) -> Term:
         """`term` with ops of fewer instructions where a program allows them.
 
-        A quotient by a root that is the same for all of a row is a product with its reciprocal: a root is far from
-        what has no finite reciprocal, so that the difference is one more rounding. An exponential of what the greatest
-        of the row was subtracted from is not above 1.
+        A quotient by a root that is uniform over a row becomes a product with its reciprocal, which is finite: the
+        difference is one more rounding. An exponential of a difference from the row's maximum is at most 1.
         """
-        args = tuple(map(self._cheaper, term.args))
+        args = tuple(map(self._simplify, term.args))
         if term.op == "divide" and args[1].op == "sqrt" and self._varies(args[0]) and not self._varies(args[1]):
             return Term("multiply", (args[0], Term("rsqrt", args[1].args)))
         if self.reciprocals and term.op == "divide" and self._varies(args[0]) and self._is_softmax_sum(args[1]):
             return Term("multiply", (args[0], Term("divide", (Term("number", (), (1.0,)), args[1]))))
-        if term.op == "exp" and self._is_below_greatest(term.args[0]):
+        if term.op == "exp" and self._is_below_max(term.args[0]):
             return Term("exp_nonpositive", args)
         return Term(term.op, args, term.params)
 
-    def _is_below_greatest(self, term: Term) -> bool:
+    def _is_below_max(self, term: Term) -> bool:
         if term.op != "subtract" or term.args[1].op != "operand":
             return False
         number = term.args[1].params[0] - self.program.num_operands
@@ -162,55 +165,57 @@ class _Planner:
         if not 0 <= number < len(self.program.reductions) or self.program.reductions[number].kind != "sum":
             return False
         summed = self.program.reductions[number].expression.term
-        return summed.op == "exp" and self._is_below_greatest(summed.args[0])
+        return summed.op == "exp" and self._is_below_max(summed.args[0])
 
-    def _best(self, term: Term, later: list[Term], held: Term | None) -> Term | None:
-        """The term that it pays most to keep from this pass on; None: what is held stays, if anything is."""
+    def _best_to_keep(self, term: Term, later: list[Term], stored: Term | None) -> Term | None:
+        """The term whose value saves most if this pass stores it; None: the row keeps what is stored, if anything."""
         mark = _operand(self.kept)
-        own = {} if held is None else {held: mark}
-        rest = [replaced(other, own) for other in later]
+        substitution = {} if stored is None else {stored: mark}
+        later_terms = [replaced(other, substitution) for other in later]
         best, best_gain = None, 0.0
-        for candidate in Expression(replaced(term, own)).terms():
-            uses = sum(_contains(other, candidate) for other in rest)
+        for candidate in Expression(replaced(term, substitution)).terms():
+            uses = sum(_contains(other, candidate) for other in later_terms)
             if not uses or not candidate.args or not self._varies(candidate):
                 continue
-            gain = uses * (self._cost(candidate) - 1) - _STORE
-            if held is not None:
-                left = sum(_contains(replaced(other, {candidate: _operand(self.keeping)}), mark) for other in rest)
-                if left and self.in_place is not None and held == _operand(self.in_place):
+            gain = uses * (self._cost(candidate) - 1) - _STORE_INSTRUCTIONS
+            if stored is not None:
+                remaining = sum(
+                    _contains(replaced(other, {candidate: _operand(self.keeping)}), mark) for other in later_terms
+                )
+                if remaining and self.in_place is not None and stored == _operand(self.in_place):
                     continue  # the operand itself would be overwritten
-                gain -= left * self._cost(held)
+                gain -= remaining * self._cost(stored)
             if gain > best_gain:
                 best, best_gain = candidate, gain
-        return best if best is None or held is None else replaced(best, {mark: held})
+        return best if best is None or stored is None else replaced(best, {mark: stored})
 
     def _cost(self, term: Term) -> float:
         """Instructions for one vector of the distinct terms below `term`."""
-        done: set[Term] = set()
+        visited: set[Term] = set()
 
-        def visit(part: Term) -> float:
-            if part in done or not self._varies(part):
+        def visit(subterm: Term) -> float:
+            if subterm in visited or not self._varies(subterm):
                 return 0
-            done.add(part)
-            if part.op == "operand":
+            visited.add(subterm)
+            if subterm.op == "operand":
                 return 1
-            return FUNCTIONS[part.op].cost + sum(map(visit, part.args))
+            return FUNCTIONS[subterm.op].cost + sum(map(visit, subterm.args))
 
         return visit(term)
 
-    def _hoisted(self, term: Term, per_row: list[tuple[int, Expression]]) -> Expression:
-        """`term` with what is the same for all of a row replaced by operands, which `per_row` gets."""
+    def _hoist(self, term: Term, per_row: list[tuple[int, Expression]]) -> Expression:
+        """`term` with operands in place of subterms that are uniform over a row, which are appended to `per_row`."""
 
-        def visit(part: Term) -> Term:
-            if not part.args:
-                return part
-            if self._varies(part):
-                return Term(part.op, tuple(map(visit, part.args)), part.params)
-            if part not in self.known:
-                self.known[part] = _operand(self.next)
-                per_row.append((self.next, Expression(part)))
+        def visit(subterm: Term) -> Term:
+            if not subterm.args:
+                return subterm
+            if self._varies(subterm):
+                return Term(subterm.op, tuple(map(visit, subterm.args)), subterm.params)
+            if subterm not in self.hoisted:
+                self.hoisted[subterm] = _operand(self.next)
+                per_row.append((self.next, Expression(subterm)))
                 self.next += 1
-            return self.known[part]
+            return self.hoisted[subterm]
 
         return Expression(visit(term))
 

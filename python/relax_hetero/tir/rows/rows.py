@@ -1,7 +1,7 @@
-"""Kernels on rows: softmax, norms, reductions along the last axis and elementwise work around them, row by row.
+"""Kernels on rows: softmax, norms, reductions along the last axis and elementwise work around them.
 
-A row is read from the first-level cache again by every pass, which costs next to nothing; what is expensive is
-computed once and waits in the result's row (`row_plan`). Rows are shared by the cores.
+Every pass reads a row from the L1 cache again, which is cheap; expensive terms are computed once and stored in the
+result's row (`row_plan`). Rows are shared among the cores.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .row_code import RowSpec, RowWriter
 from .row_plan import is_read_after_keeping, plan_rows
 
 _ROW_COST = 20
-"""Instructions of a reduction beside those on vectors: the lanes of one vector are reduced one after another."""
+"""Instructions of a reduction besides those on vectors: the lanes of the last vector are reduced in sequence."""
 
 
 def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
-    """The kernel of a program of rows, parallel over the CPU's cores; its parameters are those that `RowsProblem` says.
+    """The kernel of a row program, parallel over the CPU's cores, with the parameters of `RowsProblem`.
 
     Raises EncodingError if an operand is not row-major, or an op does not exist for its type.
     """
@@ -69,17 +69,19 @@ def rows_kernel(problem: RowsProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     )
 
 
-def phase_code(phase: RowPhase, others: list[OperandView], result: OperandView, cpu: CpuTarget, n: Expr) -> RowSpec:
-    """The code of work on the rows of a product's result, in place.
+def phase_code(
+    phase: RowPhase, phase_operands: list[OperandView], result: OperandView, cpu: CpuTarget, n: Expr
+) -> RowSpec:
+    """The code of a row phase on a product's result, in place.
 
     Parameters
     ----------
-    others, result : OperandView
-        Opened: the phase's operands, and the result with the product's rows.
+    phase_operands, result : OperandView
+        Open views of the phase's operands, and of the result with the product's rows.
     n : int or PrimExpr
         Elements of a row.
     """
-    operands = [*others[: phase.product], result, *others[phase.product :]]
+    operands = [*phase_operands[: phase.product], result, *phase_operands[phase.product :]]
     varying = frozenset(i for i, view in enumerate(operands) if view.runs_along("n"))
     program = in_single(phase.program)
     plan = plan_rows(program, varying, _holds_floats(result.dtype), phase.product)
@@ -92,14 +94,14 @@ def _lanes(views: list[OperandView], cpu: CpuTarget) -> int:
 
 
 def _holds_floats(dtype: str) -> bool:
-    """Return whether rows of a type can hold what is computed, unrounded."""
+    """Return whether rows of a type can store intermediate values without rounding."""
     return dtype in ("float32", "float64")
 
 
 def in_single(program: RowProgram) -> RowProgram:
-    """The program with a cast back behind every cast to half precision, whose operands too are computed in single.
+    """The program with a cast back to float32 after every cast to a 16-bit float, except that the store does the last.
 
-    One at the end is left to the store.
+    Operands of 16-bit floats are computed in float32 too.
     """
 
     def apply(op: str, args: list[Term], params: tuple[Any, ...]) -> Term:
@@ -119,17 +121,17 @@ def in_single(program: RowProgram) -> RowProgram:
 
 
 def merge_rows(views: list[OperandView], names: list[str]) -> list[str]:
-    """Make neighbouring dimensions before the last one wherever every operand has both or neither; those left."""
-    kept = list(names)
+    """Merge neighbouring dimensions wherever every operand has both or neither; return the remaining ones."""
+    remaining = list(names)
     for first, second in zip(names, names[1:], strict=False):
-        if all(_together(view, first, second) for view in views):
+        if all(_can_merge(view, first, second) for view in views):
             for view in views:
                 view.merge(first, second)
-            kept.remove(first)
-    return kept
+            remaining.remove(first)
+    return remaining
 
 
-def _together(view: OperandView, first: str, second: str) -> bool:
+def _can_merge(view: OperandView, first: str, second: str) -> bool:
     if view.runs_along(first) and view.runs_along(second):
         return view.index_map.index(first) + 1 == view.index_map.index(second)
     return not view.runs_along(first) and not view.runs_along(second)
@@ -140,7 +142,7 @@ def emit_rows(code: RowSpec, names: list[str], cpu: CpuTarget) -> None:
     extents = {name: materialize(extent_of([*code.operands, code.result], name)) for name in names}
     total: Expr = prod(extents.values())
     if any(isinstance(extent, int) and extent == 0 for extent in (*extents.values(), code.n)):
-        # Without columns, what a reduction is of none is not worth code of its own: shapes are checked before.
+        # Reductions of empty rows never reach a kernel: shapes are checked before.
         T.evaluate(0)
         return
     total = materialize(total)
@@ -149,8 +151,10 @@ def emit_rows(code: RowSpec, names: list[str], cpu: CpuTarget) -> None:
         row = RowWriter(code)
         first, last = part(total, tasks, task)
         with loop(materialize(last - first)) as number:
-            places = unravel(materialize(first + number), list(extents.values()), place=materialize, rest=materialize)
-            row.emit(dict(zip(extents, places, strict=True)))
+            coordinates = unravel(
+                materialize(first + number), list(extents.values()), place=materialize, rest=materialize
+            )
+            row.emit(dict(zip(extents, coordinates, strict=True)))
 
 
 def _tasks(code: RowSpec, total: Expr, cores: int) -> int:

@@ -1,4 +1,4 @@
-"""``relax-hetero completion``: the script that lets a shell complete commands, options, devices and files."""
+"""``relax-hetero completion``: prints a script for shell completion."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def completion_command(context: click.Context, shell: str) -> None:
     echo 'eval "$(relax-hetero completion zsh)"' >> ~/.zshrc
     relax-hetero completion fish > ~/.config/fish/completions/relax-hetero.fish
     """
-    made = get_completion_class(shell)
-    assert made is not None
-    click.echo(made(context.find_root().command, {}, PROGRAM, _VARIABLE).source())
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None
+    click.echo(completion_class(context.find_root().command, {}, PROGRAM, _VARIABLE).source())

@@ -1,4 +1,4 @@
-"""``relax-hetero doctor``: what is installed, which devices there are, whether they work, and what to do."""
+"""``relax-hetero doctor``: checks packages, devices, tools and the compile cache, and says how to fix problems."""
 
 from __future__ import annotations
 
@@ -15,39 +15,44 @@ from typing import Any
 
 import click
 
-from ...artifact.cache_folder import CacheFolder, folder_of
-from ...artifact.regular_files import why_foreign
+from ...artifact.cache_folder import CacheFolder, resolve_cache_folder
+from ...artifact.regular_files import why_untrusted
 from ...display.console import console, print_json, print_table
 from ...display.text import bytes_text, plural
 from ...errors import HeteroError
 from ..command import command, json_option
-from .packages import Finding, State, broken, extra_findings, package_findings, versions
+from .packages import Finding, State, extra_findings, package_findings, versions
 
-# Description of GPUs by the operating system, without TVM and at once.
+_DRIVER_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
+SELF_TEST_TIMEOUT_SECONDS = 120.0
+"""Timeout of the self-test, which takes about five seconds on an idle machine."""
+_SELF_TEST_MODULE = "relax_hetero.tools.installation.self_test"
+_INSTALL_CUDA = "pip install 'relax-hetero[cuda]'"
+_CACHE_VARIABLE = "RELAX_HETERO_CACHE"
+_SECTIONS = ("packages", "extras", "devices", "tools", "self-test")
+_STATE_TEXTS = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
 
-
-def gpus_of_system() -> int:
-    """How many NVIDIA GPUs the system's driver knows, whatever TVM can do with them."""
+def count_gpus() -> int:
+    """Count the NVIDIA GPUs that the driver lists, without loading TVM."""
     try:
-        return len(list(_GPUS.iterdir()))
+        return len(list(_DRIVER_GPUS_FOLDER.iterdir()))
     except OSError:
         return 0
 
 
-def device_texts(suffix: str = "") -> list[str]:
-    """The devices of this machine as ``--vdevice`` takes them; the CPU's name has `suffix`."""
-    return [f"llvm{suffix}", *(f"cuda:{index}" for index in range(gpus_of_system()))]
+def device_choices(suffix: str = "") -> list[str]:
+    """Values of ``--vdevice`` that shells complete: this machine's devices, with `suffix` after the CPU's ``llvm``."""
+    return [f"llvm{suffix}", *(f"cuda:{index}" for index in range(count_gpus()))]
 
 
-def driver() -> str:
-    """The version of NVIDIA's driver; empty where there is none."""
+def _driver_version() -> str:
+    """The version of NVIDIA's driver; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [program, "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -55,77 +60,74 @@ def driver() -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else ""
+    return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else ""
 
 
-# Description of this machine that a process of its own finds out.
-
-SECONDS = 120.0
-"""How long the process may take, which needs about five seconds; a busy machine needs more."""
-
-_SELF_TEST = "relax_hetero.tools.installation.self_test"
-_CUDA = "pip install 'relax-hetero[cuda]'"
-
-
-def probe_findings(
-    command: list[str] | None = None, seconds: float = SECONDS
+def run_self_test(
+    command: list[str] | None = None, timeout: float = SELF_TEST_TIMEOUT_SECONDS
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Devices, tools and the self-test; and the devices as data.
+    """Run the self-test in a process of its own; return findings about devices and tools, and the devices it lists.
 
     Parameters
     ----------
     command : list of str, optional
-        The process to ask, by default the self-test.
+        Command line of the process, by default of the module `self_test`.
+    timeout : float
+        Time limit of the process in seconds.
     """
-    told, failure = _told(command or [sys.executable, "-m", _SELF_TEST], seconds)
-    devices: list[dict[str, Any]] = told.get("devices") or []
-    findings = [*_devices(devices), *_gpus(told.get("gpus"), devices), *_compiler(told.get("compiler"))]
-    for test in told["tests"]:
-        name, state = test["name"], _state(test["ok"])
-        findings.append(Finding("self-test", name, state, test["about"], "" if test["ok"] else _fix_of_device(name)))
+    output, failure = _run_process(command or [sys.executable, "-m", _SELF_TEST_MODULE], timeout)
+    devices: list[dict[str, Any]] = output.get("devices") or []
+    findings = [
+        *_device_findings(devices),
+        *_gpu_findings(output.get("gpus"), devices),
+        *_compiler_findings(output.get("compiler")),
+    ]
+    for test in output["tests"]:
+        state: State = "ok" if test["ok"] else "error"
+        fix = "" if test["ok"] else _device_fix(test["name"])
+        findings.append(Finding("self-test", test["name"], state, test["about"], fix))
     if failure:
-        where = told.get("trying") if told.get("trying") not in [test["name"] for test in told["tests"]] else None
-        fix = _fix_of_device(where) if where else "pip install --force-reinstall relax-hetero"
-        findings.append(Finding("self-test", where or "import tvm", "error", failure, fix))
+        last_device = output.get("trying")
+        device = None if last_device in [test["name"] for test in output["tests"]] else last_device
+        fix = _device_fix(device) if device else "pip install --force-reinstall relax-hetero"
+        findings.append(Finding("self-test", device or "import tvm", "error", failure, fix))
     return findings, devices
 
 
-def _told(command: list[str], seconds: float) -> tuple[dict[str, Any], str]:
-    """Output of the process, and why it did not come to its end."""
-    told: dict[str, Any] = {"tests": []}
+def _run_process(command: list[str], timeout: float) -> tuple[dict[str, Any], str]:
+    """Run the process; return the values that it prints as lines ``{key: value}``, and the reason of a failure."""
+    output: dict[str, Any] = {"tests": []}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-        output, errors, status = done.stdout, done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        output, errors, status = _text(late.stdout), f"no end within {seconds:.0f} s", 1
+        result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        stdout, stderr, status = result.stdout, result.stderr, result.returncode
+    except subprocess.TimeoutExpired as timeout_error:
+        stdout, stderr, status = _decode(timeout_error.stdout), f"it did not finish within {timeout:.0f} s", 1
     except OSError as error:
-        return told, f"the process cannot be started: {error}"
-    for line in output.splitlines():
-        for kind, what in _objects(line):
-            told["tests"].append(what) if kind == "tested" else told.update({kind: what})
-    if "end" in told:
-        return told, ""
-    last = next((line for line in reversed(errors.splitlines()) if line.strip()), "no message")
-    return told, f"ended by {signal.Signals(-status).name}" if status < 0 else last.strip()
+        return output, f"the process cannot be started: {error}"
+    for line in stdout.splitlines():
+        for key, value in _parse_object(line):
+            output["tests"].append(value) if key == "tested" else output.update({key: value})
+    if "end" in output:
+        return output, ""
+    last_line = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no message")
+    return output, f"ended by {signal.Signals(-status).name}" if status < 0 else last_line.strip()
 
 
-def _objects(line: str) -> Iterator[tuple[str, Any]]:
+def _parse_object(line: str) -> Iterator[tuple[str, Any]]:
     try:
-        found = json.loads(line)
-    except ValueError:  # what a library prints
+        value = json.loads(line)
+    except ValueError:  # printed by a library
         return
-    if isinstance(found, dict):
-        yield from found.items()
+    if isinstance(value, dict):
+        yield from value.items()
 
 
-def _text(output: bytes | str | None) -> str:
+def _decode(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def _devices(devices: list[dict[str, Any]]) -> Iterator[Finding]:
-    from ...display.text import bytes_text, plural
-
-    version = driver() if len(devices) > 1 else ""
+def _device_findings(devices: list[dict[str, Any]]) -> Iterator[Finding]:
+    version = _driver_version() if len(devices) > 1 else ""
     for device in devices:
         parts = [device["model"], plural(device["cores"], "core"), device["instructions"], bytes_text(device["memory"])]
         if device["name"].startswith("llvm"):
@@ -135,88 +137,74 @@ def _devices(devices: list[dict[str, Any]]) -> Iterator[Finding]:
         yield Finding("devices", device["name"], "ok", ", ".join(filter(None, parts)))
 
 
-def _gpus(why: dict[str, str] | None, devices: list[dict[str, Any]]) -> Iterator[Finding]:
-    if why is None:
+def _gpu_findings(gpus: dict[str, str] | None, devices: list[dict[str, Any]]) -> Iterator[Finding]:
+    if gpus is None:
         return
-    usable, there = len(devices) - 1, gpus_of_system()
-    if usable < there:
-        about = f"the driver has {there}, TVM can use {usable}: {why['runtime'] or 'no reason was given'}"
-        yield Finding("devices", "GPUs", "error", about, f"{_CUDA}, and see that nvidia-smi lists them")
+    usable, total = len(devices) - 1, count_gpus()  # the first device is the CPU
+    if usable < total:
+        about = f"the driver lists {total}, TVM can use {usable}: {gpus['runtime'] or 'unknown reason'}"
+        yield Finding("devices", "GPUs", "error", about, f"{_INSTALL_CUDA}, and check that nvidia-smi lists them")
     elif not usable:
         yield Finding("devices", "GPUs", "absent", "no NVIDIA GPU was found")
-    if why["compiler"]:
-        yield Finding("tools", "CUDA compiler", "ok", why["compiler"])
+    if gpus["compiler"]:
+        yield Finding("tools", "CUDA compiler", "ok", gpus["compiler"])
     else:
         state: State = "error" if usable > 0 else "absent"
-        yield Finding("tools", "CUDA compiler", state, "neither NVRTC with its headers nor nvcc", _CUDA)
+        yield Finding("tools", "CUDA compiler", state, "neither NVRTC with its headers nor nvcc", _INSTALL_CUDA)
 
 
-def _compiler(found: dict[str, Any] | None) -> Iterator[Finding]:
-    if found is None:
+def _compiler_findings(compiler: dict[str, Any] | None) -> Iterator[Finding]:
+    if compiler is None:
         return
-    if found["ok"]:
-        yield Finding("tools", "C compiler", "ok", found["about"])
+    if compiler["ok"]:
+        yield Finding("tools", "C compiler", "ok", compiler["about"])
     else:
         fix = "install one, such as apt install g++, or name one with CXX; without it models run but are not exported"
-        yield Finding("tools", "C compiler", "warning", found["about"], fix)
+        yield Finding("tools", "C compiler", "warning", compiler["about"], fix)
 
 
-def _state(works: bool) -> State:
-    return "ok" if works else "error"
-
-
-def _fix_of_device(name: str) -> str:
+def _device_fix(name: str) -> str:
     if name.startswith("llvm"):
         return "pip install --force-reinstall relax-hetero; if that does not help, report this output"
-    return f"see that nvidia-smi works, then {_CUDA}; without it leave {name} out of vdevices"
+    return f"check that nvidia-smi works, then {_INSTALL_CUDA}; to do without this GPU, leave {name} out of vdevices"
 
 
-# The folder of the compile cache: whether it is used, what it holds, and whether it can be written.
-
-_VARIABLE = "RELAX_HETERO_CACHE"
-
-
-def cache_finding() -> Finding:
-    """Finding about the folder that the environment names."""
+def check_cache() -> Finding:
+    """Check that the compile cache is enabled, private and writable."""
     try:
-        folder = folder_of()
+        folder = resolve_cache_folder()
     except HeteroError as error:
-        return _finding("warning", str(error), f"set {_VARIABLE}_SIZE to a size such as 10G")
+        return _cache_finding("warning", str(error), f"set {_CACHE_VARIABLE}_SIZE to a size such as 10G")
     if folder is None:
-        return _finding("absent", "switched off, or there is no home: every model is compiled each time")
+        return _cache_finding("absent", "switched off, or there is no home folder: every model is compiled each time")
     try:
-        return _of_folder(folder)
+        return _check_folder(folder)
     except OSError as error:
-        return _finding("warning", f"{folder.path}: {error.strerror}", f"chmod u+rwx '{folder.path}'")
+        return _cache_finding("warning", f"{folder.path}: {error.strerror}", f"chmod u+rwx '{folder.path}'")
 
 
-def _of_folder(folder: CacheFolder) -> Finding:
+def _check_folder(folder: CacheFolder) -> Finding:
     path = folder.path
     if not os.path.lexists(path):
-        above = next((place for place in path.parents if place.exists()), Path("/"))
-        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-            fix = f"make {above} a folder that you can write, or set {_VARIABLE} to another"
-            return _finding("warning", f"{path} cannot be made", fix)
-        return _finding("ok", f"{path}: empty, at most {bytes_text(folder.limit)}")
-    status = path.stat()
-    foreign = why_foreign(status)
+        parent = next((ancestor for ancestor in path.parents if ancestor.exists()), Path("/"))
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            fix = f"make {parent} a folder that you can write, or set {_CACHE_VARIABLE} to another"
+            return _cache_finding("warning", f"{path} cannot be created", fix)
+        return _cache_finding("ok", f"{path}: empty, at most {bytes_text(folder.limit)}")
+    foreign = why_untrusted(path.stat())
     if foreign:
-        return _finding(
-            "warning", f"{path} is not used: {foreign}", f"chmod go-w '{path}', or set {_VARIABLE} to another"
-        )
+        fix = f"chmod go-w '{path}', or set {_CACHE_VARIABLE} to another"
+        return _cache_finding("warning", f"{path} is not used: {foreign}", fix)
     if not path.is_dir() or not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        return _finding("warning", f"{path} cannot be read and written", f"chmod u+rwx '{path}'")
+        return _cache_finding("warning", f"{path} cannot be read and written", f"chmod u+rwx '{path}'")
     entries = folder.entries()
-    used = bytes_text(sum(entry.bytes for entry in entries))
-    return _finding("ok", f"{path}: {plural(len(entries), 'executable')}, {used} of at most {bytes_text(folder.limit)}")
+    size = bytes_text(sum(entry.bytes for entry in entries))
+    about = f"{path}: {plural(len(entries), 'executable')}, {size} of at most {bytes_text(folder.limit)}"
+    return _cache_finding("ok", about)
 
 
-def _finding(state: State, about: str, fix: str = "") -> Finding:
+def _cache_finding(state: State, about: str, fix: str = "") -> Finding:
     return Finding("tools", "compile cache", state, about, fix)
-
-
-_SECTIONS = ("packages", "extras", "devices", "tools", "self-test")
-_SIGNS = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
 
 
 @command("doctor")
@@ -228,35 +216,35 @@ _SIGNS = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
 )
 @json_option
 def doctor_command(self_test: bool, as_json: bool) -> None:
-    """Say what is installed, which devices there are, whether a model runs on them, and what to mend.
+    """Check packages, devices, tools and the compile cache, and say how to fix problems.
 
-    Exits with 1 if something that is needed is broken. The self-test takes about five seconds.
+    Exits with 1 if something required is broken. The self-test takes about five seconds.
     """
-    findings = [*package_findings(), *extra_findings(), cache_finding()]
+    findings = [*package_findings(), *extra_findings(), check_cache()]
     if self_test:
-        with console(stderr=True).status("Trying the devices"):
-            found, devices = probe_findings()
-        findings += found
+        with console(stderr=True).status("Testing the devices"):
+            self_test_findings, devices = run_self_test()
+        findings += self_test_findings
     else:
         devices = []
-    wrong = broken(findings)
+    errors = [finding for finding in findings if finding.state == "error"]
     if as_json:
-        print_json({"ok": not wrong, "versions": versions(), "devices": devices, "findings": [*map(asdict, findings)]})
+        print_json({"ok": not errors, "versions": versions(), "devices": devices, "findings": [*map(asdict, findings)]})
     else:
-        _show(findings, wrong)
-    if wrong:
+        _print_findings(findings, errors)
+    if errors:
         sys.exit(1)
 
 
-def _show(findings: list[Finding], wrong: list[Finding]) -> None:
+def _print_findings(findings: list[Finding], errors: list[Finding]) -> None:
     for section in _SECTIONS:
-        rows = [[f.name, _SIGNS[f.state], f.about] for f in findings if f.section == section]
+        rows = [[f.name, _STATE_TEXTS[f.state], f.about] for f in findings if f.section == section]
         if rows:
             print_table(section.capitalize(), ["name", "state", "found"], rows)
-    out = console()
-    for title, states in (("To mend", ("error", "warning")), ("To add, if you want it", ("absent",))):
+    stdout = console()
+    for title, states in (("To fix", ("error", "warning")), ("Optional", ("absent",))):
         lines = [f"  {f.name}: {f.fix}" for f in findings if f.state in states and f.fix]
         if lines:
-            out.print("\n".join([f"{title}:", *lines]), markup=False, soft_wrap=True)
-    verdict = f"{plural(len(wrong), 'thing')} that is needed does not work." if wrong else "All that is needed works."
-    out.print(verdict, markup=False)
+            stdout.print("\n".join([f"{title}:", *lines]), markup=False, soft_wrap=True)
+    verdict = f"{plural(len(errors), 'error')}: see above." if errors else "Everything required works."
+    stdout.print(verdict, markup=False)

@@ -1,4 +1,4 @@
-"""The packages of this installation against the versions that relax_hetero asks for; none of them is imported."""
+"""Checks that the required packages are installed in the right versions, without importing them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 
-# Findings of ``relax-hetero doctor``: a line each, with what to do. Nothing here needs a package.
-
 State: TypeAlias = Literal["ok", "absent", "warning", "error"]
-"""Absent: not there, and not needed unless somebody wants what it is for. Error: what is needed is broken."""
+"""State of a check; absent: missing, but optional; error: required, but broken."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """Result of one check.
 
     Attributes
     ----------
@@ -30,10 +28,12 @@ class Finding:
         ``packages``, ``extras``, ``devices``, ``tools`` or ``self-test``.
     name : str
         Subject of the check.
+    state : State
+        State of the subject.
     about : str
         Result of the check.
     fix : str
-        Remedy; empty where nothing has to be done.
+        How to fix it; empty if there is nothing to do.
     """
 
     section: str
@@ -41,11 +41,6 @@ class Finding:
     state: State
     about: str
     fix: str = ""
-
-
-def broken(findings: list[Finding]) -> list[Finding]:
-    """Those that keep the library from working."""
-    return [finding for finding in findings if finding.state == "error"]
 
 
 DISTRIBUTION = "relax-hetero"
@@ -59,84 +54,83 @@ EXTRAS = {
     "nccl": "tensors from GPU to GPU between hosts",
     "demo": "make demo and apps/sentence_similarity",
 }
-"""The extras for users, and what each is for; others are for who develops the library."""
+"""Extras for users, and the purpose of each; other extras are for developers."""
 
 _REINSTALL = f"pip install --force-reinstall {DISTRIBUTION}"
 
 
 @dataclass(frozen=True)
-class Need:
-    """A package that is asked for.
+class Dependency:
+    """A package that this one requires.
 
     Attributes
     ----------
     requirement : str
-        As pip takes it: a name and versions.
+        Name and versions, as for pip.
     version : str or None
-        Version that is installed; None for nothing.
-    fits : bool
-        Whether the version is one that was asked for.
+        Installed version; None if it is missing.
+    is_satisfied : bool
+        Whether the installed version meets the requirement.
     """
 
     requirement: str
     version: str | None
-    fits: bool
+    is_satisfied: bool
 
 
 def versions() -> dict[str, str]:
-    """The versions that a report of a defect needs, by name; ``missing`` for a package that is not installed."""
+    """Versions that belong into a bug report, by name; ``missing`` if a package is not installed."""
     from ... import __version__
 
     names = ("apache-tvm", "apache-tvm-ffi")
     return {
         DISTRIBUTION: __version__,
-        **{name: _version(name) or "missing" for name in names},
+        **{name: _installed_version(name) or "missing" for name in names},
         "Python": platform.python_version(),
     }
 
 
 def package_findings() -> list[Finding]:
-    """Python and the packages that every installation needs."""
+    """Check Python and the required packages."""
     try:
-        needs = needs_of("")
+        dependencies = dependencies_of("")
     except metadata.PackageNotFoundError:
-        about, fix = "a source tree that pip did not install: nothing says what it needs", "pip install --editable ."
+        about, fix = "a source tree that pip did not install, without requirements", "pip install --editable ."
         return [Finding("packages", DISTRIBUTION, "warning", about, fix)]
     except ImportError:
         return [Finding("packages", "packaging", "error", "missing: versions cannot be compared", _REINSTALL)]
-    return [_python(), *(_package(need) for need in needs)]
+    return [_check_python(), *(_check_package(dependency) for dependency in dependencies)]
 
 
 def repairs() -> list[str]:
-    """The commands that bring what every installation needs; that which installs all of it anew if none is amiss."""
-    return [finding.fix for finding in broken(package_findings())] or [_REINSTALL]
+    """Commands that fix the required packages; a reinstallation if none of them is broken."""
+    return [finding.fix for finding in package_findings() if finding.state == "error"] or [_REINSTALL]
 
 
 def extra_findings() -> list[Finding]:
-    """Findings about optional packages: whether each is there, and its use."""
-    found = []
+    """Check the optional packages."""
+    findings = []
     for extra, purpose in EXTRAS.items():
         try:
-            needs = needs_of(extra)
+            dependencies = dependencies_of(extra)
         except (metadata.PackageNotFoundError, ImportError):
             return []
-        if needs:
-            found.append(_extra(extra, purpose, needs))
-    return found
+        if dependencies:
+            findings.append(_check_extra(extra, purpose, dependencies))
+    return findings
 
 
-def needs_of(extra: str) -> list[Need]:
-    """Packages that an extra asks for on this machine; those of every installation for an empty name.
+def dependencies_of(extra: str) -> list[Dependency]:
+    """Packages that an extra requires on this machine; an empty name means the required packages.
 
     Raises
     ------
     PackageNotFoundError
-        relax_hetero was not installed.
+        If relax_hetero is not installed.
     ImportError
-        There is no ``packaging``.
+        If ``packaging`` is missing.
     """
-    requirements = _requirements(extra)
-    return [_need(requirement) for requirement in requirements]
+    return [_dependency(requirement) for requirement in _requirements(extra)]
 
 
 def _requirements(extra: str) -> Iterable[Requirement]:
@@ -144,55 +138,56 @@ def _requirements(extra: str) -> Iterable[Requirement]:
 
     for text in metadata.requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
-        always = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if always if not extra else not always and requirement.marker.evaluate({"extra": extra}):  # type: ignore[union-attr]
+        marker = requirement.marker
+        is_required = marker is None or marker.evaluate({"extra": ""})
+        if is_required if not extra else not is_required and marker and marker.evaluate({"extra": extra}):
             yield requirement
 
 
-def _need(requirement: Requirement) -> Need:
-    version = _version(requirement.name)
-    fits = version is not None and requirement.specifier.contains(version, prereleases=True)
-    return Need(f"{requirement.name}{requirement.specifier}", version, fits)
+def _dependency(requirement: Requirement) -> Dependency:
+    version = _installed_version(requirement.name)
+    is_satisfied = version is not None and requirement.specifier.contains(version, prereleases=True)
+    return Dependency(f"{requirement.name}{requirement.specifier}", version, is_satisfied)
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _python() -> Finding:
+def _check_python() -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    wanted, here = metadata.metadata(DISTRIBUTION)["Requires-Python"], platform.python_version()
-    if SpecifierSet(wanted or "").contains(here, prereleases=True):
-        return Finding("packages", "Python", "ok", here)
+    required, version = metadata.metadata(DISTRIBUTION)["Requires-Python"], platform.python_version()
+    if SpecifierSet(required or "").contains(version, prereleases=True):
+        return Finding("packages", "Python", "ok", version)
     fix = "make an environment with a Python of these versions: python3.12 -m venv .venv"
-    return Finding("packages", "Python", "error", f"{here}, expected {wanted}", fix)
+    return Finding("packages", "Python", "error", f"{version}, expected {required}", fix)
 
 
-def _package(need: Need) -> Finding:
-    name = _name(need)
-    if need.fits:
-        return Finding("packages", name, "ok", need.version or "")
-    about = f"{need.version or 'missing'}, expected {need.requirement.removeprefix(name)}"
-    return Finding("packages", name, "error", about, f"pip install '{need.requirement}'")
+def _check_package(dependency: Dependency) -> Finding:
+    name = _name(dependency)
+    if dependency.is_satisfied:
+        return Finding("packages", name, "ok", dependency.version or "")
+    about = f"{dependency.version or 'missing'}, expected {dependency.requirement.removeprefix(name)}"
+    return Finding("packages", name, "error", about, f"pip install '{dependency.requirement}'")
 
 
-def _extra(extra: str, purpose: str, needs: list[Need]) -> Finding:
+def _check_extra(extra: str, purpose: str, dependencies: list[Dependency]) -> Finding:
     command = f"pip install '{DISTRIBUTION}[{extra}]'"
-    wrong = [need for need in needs if need.version is not None and not need.fits]
-    if wrong:
-        about = ", ".join(f"{_name(need)} {need.version}, expected {need.requirement}" for need in wrong)
+    unsatisfied = [each for each in dependencies if each.version is not None and not each.is_satisfied]
+    if unsatisfied:
+        about = ", ".join(f"{_name(each)} {each.version}, expected {each.requirement}" for each in unsatisfied)
         return Finding("extras", extra, "warning", f"{purpose}: {about}", command)
-    missing = [_name(need) for need in needs if need.version is None]
+    missing = [_name(dependency) for dependency in dependencies if dependency.version is None]
     if missing:
         return Finding("extras", extra, "absent", f"{purpose}: without {', '.join(missing)}", command)
-    return Finding("extras", extra, "ok", f"{purpose}: {', '.join(f'{_name(n)} {n.version}' for n in needs)}")
+    return Finding("extras", extra, "ok", f"{purpose}: {', '.join(f'{_name(n)} {n.version}' for n in dependencies)}")
 
 
-def _name(need: Need) -> str:
+def _name(dependency: Dependency) -> str:
     from packaging.requirements import Requirement
 
-    return Requirement(need.requirement).name
+    return Requirement(dependency.requirement).name

@@ -242,7 +242,7 @@ class _Writer:
             if waits_itself:
                 variant = (kernel.name_hint, entries, "after wait")
                 launch = replace(
-                    launch, kernel=self._once(variant, lambda _: table_kernel(raw, entries, behind_wait=True))
+                    launch, kernel=self._once(variant, lambda _: table_kernel(raw, entries, after_wait=True))
                 )
         func = self.functions[launch.kernel]
         key = (launch.kernel.name_hint, "early", waits_itself, is_after_table)

@@ -23,8 +23,8 @@ from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.bodies import ChatBody, CompletionBody  # noqa: E402
 from relax_hetero.llm.server.guard import Limits  # noqa: E402
-from relax_hetero.llm.server.messages import Message, rendered  # noqa: E402
-from relax_hetero.llm.server.texts import CompletionAnswers, Texts  # noqa: E402
+from relax_hetero.llm.server.messages import Message, render_checked  # noqa: E402
+from relax_hetero.llm.server.responses import Choices, CompletionResponses  # noqa: E402
 
 CODEC = ToyCodec()
 LIMITS = Limits(prompt_tokens=300, max_tokens=400, in_flight=80, choices=6, body_bytes=20_000, seconds=60)
@@ -164,17 +164,17 @@ BAD = [
     (COMPLETIONS, {"prompt": "a", "n": 7}, 400, "found 7 texts"),
     (COMPLETIONS, {"prompt": "a", "n": 0}, 400, "n:"),
     (COMPLETIONS, {"prompt": "a", "n": 10**20}, 400, "n:"),
-    (COMPLETIONS, {"prompt": "half \ud800"}, 400, "no character"),
+    (COMPLETIONS, {"prompt": "half \ud800"}, 400, "not a character"),
     (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, 400, "temperature"),
     (COMPLETIONS, {"prompt": "a", "temperature": 1e9}, 400, "temperature"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "'x'"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"700": 1}}, 400, "700"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"--1": 1}}, 400, "'--1'"),
-    (COMPLETIONS, {"prompt": "a", "logit_bias": {"\u00b2": 1}}, 400, "expected the number of a token"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"\u00b2": 1}}, 400, "expected a token id"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream"),
     (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, 400, "17 strings"),
-    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "of new tokens only"),
+    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "for new tokens only"),
     (COMPLETIONS, {"prompt": "a", "top_k": -2}, 400, "top_k"),
     (COMPLETIONS, {"prompt": "a", "seed": 2**64}, 400, "seed"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
@@ -184,7 +184,7 @@ BAD = [
     (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "no tool speaks"),
     (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, 400, "found role 'nobody', expected one of system"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
-    (CHAT, {"messages": [{"role": "user", "content": "\udc00"}]}, 400, "no character"),
+    (CHAT, {"messages": [{"role": "user", "content": "\udc00"}]}, 400, "not a character"),
     (CHAT, {"messages": USER, "n": 10**9}, 400, "found 1000000000 texts"),
     (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages.0.content.0"),
@@ -239,7 +239,7 @@ def test_null_stands_for_a_default(http):
     "path, body, kind", [(COMPLETIONS, {"prompt": "a"}, CompletionBody), (CHAT, {"messages": USER}, ChatBody)]
 )
 def test_fields_that_would_change_the_answer(http, path, body, kind):
-    rows = {name: values for name, values in kind.changes.items() if name not in kind.model_fields}
+    rows = {name: values for name, values in kind.neutral_values.items() if name not in kind.model_fields}
     for name, values in rows.items():
         for value in (None, *values):
             kind.model_validate({**body, name: value}).refuse_unsupported()
@@ -281,12 +281,12 @@ CALLS = [*USER, {"role": "assistant", "tool_calls": [{"id": 1}]}, {"role": "tool
     ],
 )  # fmt: skip
 def test_messages_that_a_template_omits_are_refused(template, messages, refused):
-    plain = [Message.model_validate(each).plain("messages") for each in messages]
+    plain = [Message.model_validate(each).flatten("messages") for each in messages]
     if refused is None:
-        assert rendered(ChatTemplate(template), plain, {})
+        assert render_checked(ChatTemplate(template), plain, {})
         return
     with pytest.raises(ApiError, match=refused) as error:
-        rendered(ChatTemplate(template), plain, {})
+        render_checked(ChatTemplate(template), plain, {})
     assert error.value.body["error"]["param"] == refused
 
 
@@ -304,9 +304,9 @@ def test_a_caller_that_does_not_read_is_given_up(monkeypatch):
 
     async def answer() -> None:
         with Engine(ToyModel(), CODEC) as engine:
-            texts = Texts([engine.submit("a")], [""], 0.05)
+            texts = Choices([engine.submit("a")], [""], 0.05)
             stream = app.StreamedAnswer(
-                texts, CompletionAnswers(CODEC, "toy", False, 1), False, lambda: ended.append(1)
+                texts, CompletionResponses(CODEC, "toy", False, 1), False, lambda: ended.append(1)
             )
             never = asyncio.Event().wait
             await asyncio.wait_for(stream({"type": "http"}, never, lambda message: never()), 20)
@@ -481,7 +481,7 @@ def test_a_byte_from_time_to_time_keeps_no_connection(short_of_patience, text):
 
 @pytest.mark.parametrize("text", [b"", GET[:-2], POST + b"Content-Length: 9\r\n\r\n{"])
 def test_silent_clients_lock_nobody_out(text):
-    limits = Limits(in_flight=4, address_connections=8, run=8)
+    limits = Limits(in_flight=4, address_connections=8, connections=8)
     with running(Engine(ToyModel(), CODEC), limits=limits) as server:
         clients = [connect(server, text) for _ in range(40)]
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -524,7 +524,7 @@ def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
     ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("2001:db8::1:2:3:4", "2001:db8::/64"), ("", "")
 ])  # fmt: skip
 def test_addresses_that_are_counted_together(client, address):
-    assert run._address((client, 1)) == address
+    assert run._client_address((client, 1)) == address
 
 
 def test_a_context_beyond_the_trained_one_is_reported():

@@ -111,7 +111,7 @@ def test_data_that_json_cannot_hold_is_refused():
     "page", ["", "<html></html>", '<script type="application/gzip" id="report-data">AAAA</script>']
 )
 def test_text_that_is_not_a_page_is_refused(page):
-    with pytest.raises(rh.HeteroError, match="no page of a report|damaged"):
+    with pytest.raises(rh.HeteroError, match="not a page of a report|damaged"):
         data_of(page)
 
 

@@ -44,14 +44,14 @@ def test_sizes_that_only_a_call_gives(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "Memory of main depends on n.\n"
     use = use_with(MemoryPlan(SYMBOLIC), SIGNATURE, {"x": np.zeros((3, 4), "float32")})
     assert use is not None and use.transient == 3072
-    assert memory_line(use) == "Memory: weights 1.0 KiB, transient 3.0 KiB a call."
+    assert memory_line(use) == "Memory: weights 1.0 KiB, transient 3.0 KiB per call."
     unknown = replace(SYMBOLIC, memory=(FunctionMemory("main", (StorageSpec(0, "m", 0, 0, "value", "a"),), ()),))
     assert use_with(MemoryPlan(unknown), SIGNATURE, {"x": np.zeros((3, 4), "float32")}) is None
 
 
 def test_one_line_of_totals():
     line = memory_line(MemoryPlan(ABOUT).at("main"))
-    assert line == "Memory: weights 1.0 KiB, transient 4.0 KiB a call, 1.333 times the least."
+    assert line == "Memory: weights 1.0 KiB, transient 4.0 KiB per call, 1.333 times the lower bound."
 
 
 def test_a_line_for_each_function_where_there_are_several():

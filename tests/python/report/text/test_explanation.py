@@ -112,7 +112,7 @@ def test_expectations_of_the_cost_model_are_printed():
         shown = " ".join(shown_of(replace(EXPLANATION, estimate=estimate)).split())
         assert f"Placed for {objective} by the cost model: {words}; " in shown
         assert "busy for one call: llvm:0 1.2 ms, cuda:0 3.46 ms; figures: measured; " in shown
-        assert "open sizes taken as batch = 64." in shown
+        assert "symbolic sizes assumed as batch = 64." in shown
 
 
 def test_json_holds_every_field():

@@ -100,4 +100,4 @@ def test_every_dispatch_is_printed_with_its_precision(capsys: pytest.CaptureFixt
 def test_libraries_without_precisions_are_printed(capsys: pytest.CaptureFixture[str]):
     old = {key: value for key, value in dispatch("a", "", "matmul").items() if key != "precision"}
     show(fusion_tables({"dispatches": [old], "missed": []}))
-    assert "Products: 1 in what is not known." in capsys.readouterr().out
+    assert "Products: 1 in unknown precision." in capsys.readouterr().out

@@ -130,7 +130,7 @@ def test_blocks_that_share_a_multiprocessor_are_known_to_the_compiler():
     """Without the number threads get other registers, and `setmaxnreg` is dropped."""
     with Function("bounded", registers="local") as function:
         a, c = (function.argument(name, [32], "float32") for name in "AC")
-        with function.body(), launch(1, 32, together=3) as place:
+        with function.body(), launch(1, 32, min_blocks_per_sm=3) as place:
             B.buffer_store(c, a[place.thread], [place.thread])
     kernel = function.result.with_attr("target", CUDA)
     kernel = raw_kernel(kernel, raw_signature(kernel))

@@ -39,7 +39,7 @@ def _compiled(problem: ConvProblem, with_vectors: bool = False) -> tvm.runtime.E
     emulator()
     with pytest.MonkeyPatch.context() as patch:
         if not with_vectors:
-            patch.setattr(convolution, "tiles_or_vectors", lambda by_tiles, _: by_tiles())
+            patch.setattr(convolution, "amx_or_vectors", lambda with_amx, _: with_amx())
         kernel = emulated(conv_kernel(problem, CPU)).with_attr("global_symbol", "kernel")
     return tvm.compile(tvm.IRModule({"kernel": kernel}), target=AVX512)
 
@@ -205,6 +205,6 @@ def test_main_loop_multiplies_all_tiles_that_it_loads(types, shape):
 
 def test_blocks_of_a_row_copy_the_rows_that_the_window_meets(monkeypatch):
     monkeypatch.setattr(amx_conv, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(amx_conv, "BLOCK_PLACES", 1)
+    monkeypatch.setattr(amx_conv, "MIN_BLOCK_PIXELS", 1)
     for outer in (Window(3, 2, 3, 3, 3), Window(2, 1, 1, 1, 0)):
         _check(conv_problem(CPU, (32, 40), (9, 18), (outer, SAME), dtype=U8S8))

@@ -28,13 +28,13 @@ def _reads(window: Window, extent: int, places: int) -> set[tuple[int, int]]:
     }
 
 
-@given(window=windows, extent=st.integers(1, 70), widest=st.integers(1, 14))
-def test_tiles_read_what_exists(window: Window, extent: int, widest: int) -> None:
+@given(window=windows, extent=st.integers(1, 70), max_width=st.integers(1, 14))
+def test_tiles_read_what_exists(window: Window, extent: int, max_width: int) -> None:
     places = max(0, window.output_extent(extent))
     covered: list[int] = []
     reads: list[tuple[int, int]] = []
-    for segment in segments_of(window, extent, places, widest):
-        assert segment.width <= widest
+    for segment in segments_of(window, extent, places, max_width):
+        assert segment.width <= max_width
         for tile in range(segment.count):
             start = segment.start + tile * segment.width
             covered += range(start, start + segment.width)
@@ -50,7 +50,7 @@ def test_tiles_read_what_exists(window: Window, extent: int, widest: int) -> Non
 
 
 def test_few_even_tiles() -> None:
-    widths = [(segment.width, segment.count) for segment in segments_of(Window(1), extent=55, places=55, widest=14)]
+    widths = [(segment.width, segment.count) for segment in segments_of(Window(1), extent=55, places=55, max_width=14)]
     assert widths == [(14, 3), (13, 1)]
 
 

@@ -152,7 +152,7 @@ def _stored(operand, layout: PackedLayout):
     ("change", "message"),
     [
         (lambda p: replace(p, acc_dtype="int32"), "found element types float32 \\* float32 -> int32"),
-        (lambda p: replace(p, windows=(SAME, Window(3))), "found 8 places along spatial dimension 1, expected 6"),
+        (lambda p: replace(p, windows=(SAME, Window(3))), "found 8 pixels along spatial dimension 1, expected 6"),
         (
             lambda p: replace(p, data=_stored(p.data, PackedLayout((0, 1, 2, 3), (1,), (16,)))),
             "found data stored as .*, expected no tiles",

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tvm import tirx
 
-from relax_hetero.tir.core.work_split import LEAST, Unit, part, ravel, split_work, tasks_for, unravel
+from relax_hetero.tir.core.work_split import MIN_WORK, Unit, part, ravel, split_work, tasks_for, unravel
 
 COUNTS = st.integers(1, 60)
 
@@ -21,7 +21,7 @@ def test_tasks_cover_the_work_once(cores: int, batch: int, rows: int, columns: i
         ranges = [
             range(*part(size, parts, number))
             for size, parts, number in zip(
-                (batch, rows, columns), (split.batch, split.rows, split.columns), split.place(task), strict=True
+                (batch, rows, columns), (split.batch, split.rows, split.columns), split.parts_of(task), strict=True
             )
         ]
         done += [(b, r, c) for b in ranges[0] for r in ranges[1] for c in ranges[2]]
@@ -55,9 +55,9 @@ def test_positions_and_their_numbers(extents: list[int], data: st.DataObject) ->
     assert [int(place) for place in unravel(number, extents)] == position
 
 
-@pytest.mark.parametrize("unit", LEAST)
+@pytest.mark.parametrize("unit", MIN_WORK)
 def test_little_work_stays_on_one_core_and_unknown_work_is_shared(unit: Unit) -> None:
-    assert tasks_for(4, unit, LEAST[unit] - 1) == 1
-    assert tasks_for(4, unit, LEAST[unit]) == 4
+    assert tasks_for(4, unit, MIN_WORK[unit] - 1) == 1
+    assert tasks_for(4, unit, MIN_WORK[unit]) == 4
     assert tasks_for(4, unit, None) == tasks_for(4, unit, tirx.Var("n", "int64")) == 4
     assert tasks_for(1, unit, None) == 1

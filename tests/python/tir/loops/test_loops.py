@@ -48,7 +48,7 @@ def test_stages_of_a_pool():
 
 def test_scheduled_kernels_are_not_stages():
     (func,) = kernels(schedule_cpu(formed(op.exp, [f32(20)], VECTOR_NAMES[0])))
-    with pytest.raises(NotStages, match="a loop has more inside than one block"):
+    with pytest.raises(NotStages, match="a loop contains more than one block"):
         read_stages(func)
 
 

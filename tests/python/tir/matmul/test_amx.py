@@ -18,7 +18,7 @@ from relax_hetero.encoding.row_program import RowProgram
 from relax_hetero.target.amx_instructions import AMX_INSTRUCTIONS, amx_instruction_for
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.core.builder import Function
-from relax_hetero.tir.matmul.amx import LLVM_TEXT, may_use_tiles
+from relax_hetero.tir.matmul.amx import LLVM_TEXT, may_use_amx
 from relax_hetero.tir.matmul.matmul import matmul_kernel
 from seeds import fresh_rng
 from tir.kernel_runs import runs_here
@@ -114,7 +114,7 @@ def test_compiled_code_asks_the_operating_system():
     with function:
         answer = function.argument("answer", [tvm.tirx.IntImm("int64", 1)], "int32")
         with function.body(), T.attr(0, "pragma_import_llvm", LLVM_TEXT):
-            T.buffer_store(answer, tvm.tirx.Cast("int32", may_use_tiles()), [0])
+            T.buffer_store(answer, tvm.tirx.Cast("int32", may_use_amx()), [0])
     ask = tvm.compile(tvm.IRModule({"ask": function.result}), target=AVX512)["ask"]
     answer = tvm.runtime.tensor(np.full(1, 7, "int32"))
     grants = ctypes.CDLL(None).syscall(158, 0x1023, 18) == 0

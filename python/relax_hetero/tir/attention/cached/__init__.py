@@ -1,5 +1,4 @@
-"""Attention of CPUs with a paged cache: new keys and values into their pages, scores, softmax and values in one kernel.
+"""Attention with a paged KV cache on CPUs: appending to pages, scores, softmax and values in one kernel.
 
-`spec` has the parts' sizes and tensors, `heads` norms and rotations, `append` writes pages, `tile` is the attention of
-a few rows to a page, `cached_attention` the kernel.
+`spec` has sizes and tensors, `heads` norms and rotary embeddings, `cached_attention` the kernel.
 """

@@ -1,15 +1,15 @@
-"""The kernel of attention with a paged cache, for CPUs.
+"""The CPU kernel of attention with a paged KV cache.
 
-Of one token for each of several sequences ("decode"), a unit of work is a row and a head of keys, or a part of the
-pages that it reads, where there are fewer of these than cores. Of a run of tokens of one sequence ("chunk"), it is a
-head of keys and some queries. New keys and values are written before anything reads them: in the unit itself where
-nothing else reads them, else in a loop of its own.
+For one token of each of several sequences ("decode"), a unit of work is a row and a key head, or a part of its pages
+if there are fewer such pairs than cores. For several tokens of one sequence ("chunk"), it is a key head and some
+queries. New keys and values are appended before they are read: in the unit itself if no other unit reads them, else in
+a separate loop.
 
-The pages of a sequence are cut into blocks by their positions. The sums of a block begin with its first page, and
-blocks are merged from the first to the last, whichever units they are in: a row's numbers depend on its sequence alone,
-not on other rows, on where a chunk begins, or on how many cores there are.
+The pages of a sequence are divided into blocks by position. The sums of a block start at its first page, and blocks are
+merged in order, whichever units compute them: a row's result depends only on its sequence, not on other rows, on the
+start of a chunk, or on the number of cores.
 
-Scores of a chunk's unit are products of many rows: it widens each page once, for all of them.
+A unit of a chunk has many rows, and widens each page to float32 once for all of them.
 """
 
 from __future__ import annotations
@@ -54,36 +54,36 @@ from ...matmul import amx
 from .heads import emit_head
 from .spec import BLOCK_PAGES, MIN_SCORE, Page, Plan, Tensors, Unit, page_of, plan_for, slot_position, table_entry
 
-# Attention of a unit's rows to a page: scores, powers of e, sums of values; softmax runs on from page to page.
+# Attention of a unit's rows to a page: scores, online softmax, sums of values.
 #
-# Rows of a unit are queries times heads of a group, the heads of a query next to each other. Sums so far are rescaled
-# by the maximum that grew (Milakov and Gimelshein, "Online normalizer calculation for softmax"), within a block of
-# pages and from block to block.
+# Rows of a unit are queries times heads of a group, with the heads of a query next to each other. A larger row maximum
+# rescales earlier sums (Milakov and Gimelshein, "Online normalizer calculation for softmax"), within a block of pages
+# and from block to block.
 
-_WRITTEN_OUT = 4
-"""Vectors of a page's scores that are kept in registers; more are read again."""
+_MAX_REGISTER_VECTORS = 4
+"""Maximum number of vectors of a row's scores that stay in registers; more are loaded again."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens of a page that a unit's rows see.
+    """Tokens of a page that are visible to a unit's rows.
 
     Attributes
     ----------
     first : PrimExpr
         Position of the page's first token.
     count : PrimExpr
-        Tokens of the page up to the last that any row sees.
+        Tokens of the page up to the last that is visible to any row.
     tiles : PrimExpr
-        Tiles of rows, the last filled up.
+        Number of tiles of rows, the last one padded.
     queries : PrimExpr
-        How many there are.
+        Number of queries.
     limits : Callable
-        The first and the last position that a query sees, by its number in the unit.
+        Function from a query of the unit to the first and the last position visible to it.
     is_whole : PrimExpr
-        Whether every query sees all of the page.
+        Whether the whole page is visible to every query.
     following : PrimExpr
-        Where the next page's keys begin, in elements; to be fetched ahead.
+        Offset of the next page's keys, in elements, for prefetching.
     """
 
     page: Page
@@ -97,17 +97,17 @@ class Span:
 
 
 def emit_start(unit: Unit, rows: Expr) -> None:
-    """The state of rows that have seen nothing of a block; of the rows that fill the last tile, too."""
-    _emit_empty(unit, "", rows, unit.plan.rows * unit.problem.size // unit.plan.width_lanes)
+    """Initialize the softmax state of rows for a block, including padding rows of the last tile."""
+    _emit_initial_state(unit, "", rows, unit.plan.rows * unit.problem.size // unit.plan.width_lanes)
 
 
 def start_blocks(unit: Unit, rows: Expr) -> None:
-    """The state of rows that have seen no block."""
-    _emit_empty(unit, "all_", rows, materialize(rows * (unit.problem.size // unit.plan.width_lanes)))
+    """Initialize the softmax state of rows over all blocks."""
+    _emit_initial_state(unit, "all_", rows, materialize(rows * (unit.problem.size // unit.plan.width_lanes)))
 
 
-def _emit_empty(unit: Unit, prefix: str, rows: Expr, vectors: Expr) -> None:
-    """The state of rows that have seen nothing, in the parts of the scratch whose names have a prefix."""
+def _emit_initial_state(unit: Unit, prefix: str, rows: Expr, vectors: Expr) -> None:
+    """Initialize the softmax state of rows, in the buffers with a prefix."""
     with loop(rows) as row:
         unit.store(f"{prefix}maxima", row, tirx.const(MIN_SCORE, "float32"))
         unit.store(f"{prefix}totals", row, tirx.const(0.0, "float32"))
@@ -122,12 +122,12 @@ def add_block(
     state: tuple[Expr, Expr],
     each: Callable[[Callable[[Expr, Expr, int], None]], None],
 ) -> None:
-    """Add a block to a row's state of the blocks before: its maximum and total, and the sums that `each` gives."""
-    before, row_max = let(unit.load("all_maxima", row)), let(state[0])
-    now = let(T.Select(before > row_max, before, row_max))
-    old, new = let(exp_nonpositive(before - now)), let(exp_nonpositive(row_max - now))
+    """Merge a block into a row's state over all blocks: its maximum and total, and the sums that `each` visits."""
+    before, block_max = let(unit.load("all_maxima", row)), let(state[0])
+    row_max = let(T.Select(before > block_max, before, block_max))
+    old, new = let(exp_nonpositive(before - row_max)), let(exp_nonpositive(block_max - row_max))
     unit.store("all_totals", row, unit.load("all_totals", row) * old + state[1] * new)
-    unit.store("all_maxima", row, now)
+    unit.store("all_maxima", row, row_max)
 
     def add(column: Expr, value: Expr, lanes: int) -> None:
         index = materialize(row * unit.problem.size + column)
@@ -138,7 +138,7 @@ def add_block(
 
 
 def emit_page(unit: Unit, span: Span) -> None:
-    """The rows' attention to a page, added to their state."""
+    """Write the rows' attention to a page, which updates their state."""
     if unit.plan.is_widened:
         _widen(unit, span)
     _emit_scores(unit, span)
@@ -147,7 +147,7 @@ def emit_page(unit: Unit, span: Span) -> None:
 
 
 def _widen(unit: Unit, span: Span) -> None:
-    """A page's keys and values as floats in scratch, in the panels that many rows read."""
+    """Convert a page's keys and values to floats in scratch, in panels."""
     plan, page, size = unit.plan, span.page, unit.problem.size
     with loop(plan.key_panels) as panel, loop(size) as row:
         for vector in range(plan.tile_vectors):
@@ -160,8 +160,8 @@ def _widen(unit: Unit, span: Span) -> None:
             for vector in range(vectors):
                 column = first + vector * plan.width_lanes
                 value = page.load(materialize(page.values + token * size + column), plan.width_lanes)
-                place = first * PAGE + token * width + vector * plan.width_lanes
-                unit.store("values", place, value, plan.width_lanes)
+                index = first * PAGE + token * width + vector * plan.width_lanes
+                unit.store("values", index, value, plan.width_lanes)
 
 
 def _products(
@@ -171,15 +171,15 @@ def _products(
     steps: Expr,
     left: Callable[..., Expr],
     right: Callable[..., Expr],
-    beside: Callable[[Expr], None] | None = None,
+    prefetch_step: Callable[[Expr], None] | None = None,
 ) -> Registers:
-    """Sums over steps of ``left(k, row) * right(k, vector)``, row by row; `beside` writes what else a step does."""
+    """Sums over steps of ``left(k, row) * right(k, vector)``, row by row; `prefetch_step` adds code to a step."""
     sums = Registers(rows * vectors, "float32", lanes)
     for number in range(rows * vectors):
         sums[number] = zeros("float32", lanes)
     with loop(steps) as k:
-        if beside is not None:
-            beside(k)
+        if prefetch_step is not None:
+            prefetch_step(k)
         factors = [let(right(k, vector)) for vector in range(vectors)]
         for row in range(rows):
             factor = let(broadcast(left(k, row), lanes))
@@ -189,28 +189,28 @@ def _products(
     return sums
 
 
-def _fetching(unit: Unit, page: Page, start: Expr, each: int) -> Callable[[Expr], None] | None:
-    """Function that prefetches `each` elements in each step, from `start` on; None where rows are many.
+def _prefetcher(unit: Unit, page: Page, start: Expr, each: int) -> Callable[[Expr], None] | None:
+    """Function that prefetches `each` elements in each step, from `start` on; None for many rows.
 
-    Few rows compute no longer than memory takes to give them a page.
+    The computation of few rows takes no longer than reading a page from memory.
     """
     line = CACHE_LINE_BYTES // bytes_of(page.dtype)
-    is_few = not unit.plan.is_widened and unit.plan.rows == unit.plan.tile_rows
-    if unit.plan.lanes == 1 or not is_few or each < line:
+    has_few_rows = not unit.plan.is_widened and unit.plan.rows == unit.plan.tile_rows
+    if unit.plan.lanes == 1 or not has_few_rows or each < line:
         return None
     start, data = materialize(start), unit.tensors.data["pages"]
 
-    def fetch(k: Expr) -> None:
+    def prefetch_step(k: Expr) -> None:
         for number in range(each // line):
-            amx.fetch(T.address_of(data[start + k * each + number * line]))
+            amx.prefetch(T.address_of(data[start + k * each + number * line]))
 
-    return fetch
+    return prefetch_step
 
 
 def _emit_scores(unit: Unit, span: Span) -> None:
     plan = unit.plan
     panels = materialize(ceil_div(span.count, plan.columns))
-    # A panel of keys stays in the first-level cache for all tiles.
+    # A panel of keys stays in the L1 cache for all tiles.
     with loop(panels) as panel, loop(span.tiles) as tile:
         _emit_score_tile(unit, span, panel, tile)
 
@@ -223,14 +223,14 @@ def _emit_score_tile(unit: Unit, span: Span, panel: Expr, tile: Expr) -> None:
 
     def key(k: Expr, vector: int) -> Expr:
         if plan.is_widened:
-            return unit.room[_run(keys + k * plan.columns + vector * plan.lanes, plan.lanes)]
+            return unit.scratch[_run(keys + k * plan.columns + vector * plan.lanes, plan.lanes)]
         return page.load(keys + k * PAGE + vector * plan.lanes, plan.lanes)
 
     def query(k: Expr, row: int) -> Expr:
-        return unit.room[rows + row * problem.size + k]
+        return unit.scratch[rows + row * problem.size + k]
 
-    # Keys are read from the first to the last, which the processor sees ahead; values are not, page by page.
-    ahead = _fetching(unit, page, page.values + column * problem.size, plan.columns)
+    # The CPU prefetches keys by itself, because they are read sequentially; values are prefetched here.
+    ahead = _prefetcher(unit, page, page.values + column * problem.size, plan.columns)
     sums = _products(plan.tile_rows, plan.tile_vectors, plan.lanes, problem.size, query, key, ahead)
     for row in range(plan.tile_rows):
         for vector in range(plan.tile_vectors):
@@ -249,7 +249,7 @@ def _run(index: Expr, lanes: int) -> Expr:
 
 
 def _emit_softmax(unit: Unit, span: Span) -> None:
-    """Scores become powers of e; maxima, totals and factors of what was before."""
+    """Replace scores by softmax weights, and update maxima, totals and rescaling factors."""
 
     def rows(hides: bool) -> None:
         with loop(span.queries) as query:
@@ -262,10 +262,10 @@ def _emit_softmax(unit: Unit, span: Span) -> None:
     either(span.is_whole, lambda: rows(False), lambda: rows(True))
 
 
-def _emit_softmax_row(unit: Unit, span: Span, row: Expr, seen: tuple[Expr, Expr] | None) -> None:
-    """A row of scores; `seen` has the first and the last token that it sees, None: all."""
+def _emit_softmax_row(unit: Unit, span: Span, row: Expr, visible: tuple[Expr, Expr] | None) -> None:
+    """Write the softmax of a row; `visible` has its first and last visible token (None: all)."""
     lanes = unit.plan.lanes
-    columns = range(0, PAGE, lanes) if PAGE // lanes <= _WRITTEN_OUT else None
+    columns = range(0, PAGE, lanes) if PAGE // lanes <= _MAX_REGISTER_VECTORS else None
 
     def each(body: Callable[[Expr, int], None]) -> None:
         if columns is not None:
@@ -275,66 +275,66 @@ def _emit_softmax_row(unit: Unit, span: Span, row: Expr, seen: tuple[Expr, Expr]
         with loop(PAGE // lanes) as vector:
             body(materialize(vector * lanes), 0)
 
-    kept: dict[int, Expr] = {}
+    scores: dict[int, Expr] = {}
 
     def score_at(column: Expr, number: int) -> Expr:
-        if number in kept and columns is not None:
-            return kept[number]
+        if number in scores and columns is not None:
+            return scores[number]
         score = unit.load("scores", row * PAGE + column, lanes)
-        kept[number] = let(score) if seen is None else _hidden(score, column, *seen, lanes)
-        return kept[number]
+        scores[number] = let(score) if visible is None else _mask_scores(score, column, *visible, lanes)
+        return scores[number]
 
     before = let(unit.load("maxima", row))
     row_max = Registers(1, "float32", lanes)
     row_max[0] = broadcast(before, lanes)
 
-    def look(column: Expr, number: int) -> None:
+    def update_max(column: Expr, number: int) -> None:
         row_max[0] = T.max(row_max[0], score_at(column, number))
 
-    each(look)
-    now = let(over_lanes(row_max[0], T.max, lanes))
-    factor = let(exp_nonpositive(before - now))
+    each(update_max)
+    new_max = let(over_lanes(row_max[0], T.max, lanes))
+    factor = let(exp_nonpositive(before - new_max))
     total = Registers(1, "float32", lanes)
     total[0] = zeros("float32", lanes)
 
-    def power_of(column: Expr, number: int) -> None:
-        power = let(exp_nonpositive(score_at(column, number) - broadcast(now, lanes)))
-        total[0] = total[0] + power
+    def store_weights(column: Expr, number: int) -> None:
+        token_weights = let(exp_nonpositive(score_at(column, number) - broadcast(new_max, lanes)))
+        total[0] = total[0] + token_weights
         if span.page.dtype == "int8":
-            power = power * span.page.scales(1, column, lanes)
-            if seen is not None:  # what was never written has no scale
-                power = T.Select(_is_seen(column, *seen, lanes), power, zeros("float32", lanes))
-        unit.store("scores", row * PAGE + column, power, lanes)
+            token_weights = token_weights * span.page.scales(1, column, lanes)
+            if visible is not None:  # scales of tokens that were never written are undefined
+                token_weights = T.Select(_is_visible(column, *visible, lanes), token_weights, zeros("float32", lanes))
+        unit.store("scores", row * PAGE + column, token_weights, lanes)
 
-    each(power_of)
-    added = over_lanes(total[0], lambda left, right: left + right, lanes)
-    unit.store("totals", row, unit.load("totals", row) * factor + added)
-    unit.store("maxima", row, now)
+    each(store_weights)
+    page_total = over_lanes(total[0], lambda left, right: left + right, lanes)
+    unit.store("totals", row, unit.load("totals", row) * factor + page_total)
+    unit.store("maxima", row, new_max)
     unit.store("factors", row, factor)
 
 
-def _is_seen(column: Expr, low: Expr, high: Expr, lanes: int) -> Expr:
+def _is_visible(column: Expr, low: Expr, high: Expr, lanes: int) -> Expr:
     numbers = tirx.Cast("int32", column) if lanes == 1 else T.ramp(tirx.Cast("int32", column), 1, lanes)
     bounds = [broadcast(tirx.Cast("int32", bound), lanes) for bound in (low, high)]
     return tirx.And(numbers >= bounds[0], numbers <= bounds[1])
 
 
-def _hidden(score: Expr, column: Expr, low: Expr, high: Expr, lanes: int) -> Expr:
-    """Scores, the least of all where a key is not seen."""
-    least = broadcast(tirx.const(MIN_SCORE, "float32"), lanes)
-    return let(T.Select(_is_seen(column, low, high, lanes), score, least))
+def _mask_scores(score: Expr, column: Expr, low: Expr, high: Expr, lanes: int) -> Expr:
+    """Scores with `MIN_SCORE` for masked keys."""
+    min_score = broadcast(tirx.const(MIN_SCORE, "float32"), lanes)
+    return let(T.Select(_is_visible(column, low, high, lanes), score, min_score))
 
 
 def _emit_values(unit: Unit, span: Span) -> None:
-    """Values weighted by the powers of e, added to what was before; sums lie in panels, row by row."""
+    """Accumulate values with their softmax weights; sums are stored in panels, row by row."""
     plan = unit.plan
-    whole = [(first, vectors) for first, vectors in plan.value_panels if vectors == plan.tile_vectors]
-    if whole:
-        with loop(len(whole)) as panel, loop(span.tiles) as tile:
+    whole_panels = [(first, vectors) for first, vectors in plan.value_panels if vectors == plan.tile_vectors]
+    if whole_panels:
+        with loop(len(whole_panels)) as panel, loop(span.tiles) as tile:
             _emit_value_tile(
                 unit, span, materialize(panel * (plan.tile_vectors * plan.width_lanes)), plan.tile_vectors, tile
             )
-    for first, vectors in plan.value_panels[len(whole) :]:
+    for first, vectors in plan.value_panels[len(whole_panels) :]:
         with loop(span.tiles) as tile:
             _emit_value_tile(unit, span, tirx.const(first, "int64"), vectors, tile)
 
@@ -347,13 +347,13 @@ def _emit_value_tile(unit: Unit, span: Span, column: Expr, vectors: int, tile: E
 
     def value(k: Expr, vector: int) -> Expr:
         if plan.is_widened:
-            return unit.room[_run(values + k * width + vector * lanes, lanes)]
+            return unit.scratch[_run(values + k * width + vector * lanes, lanes)]
         return page.load(values + k * size + vector * lanes, lanes)
 
     def weight(k: Expr, row: int) -> Expr:
-        return unit.room[weights + row * PAGE + k]
+        return unit.scratch[weights + row * PAGE + k]
 
-    ahead = _fetching(unit, page, span.following + column * PAGE, width)
+    ahead = _prefetcher(unit, page, span.following + column * PAGE, width)
     sums = _products(plan.tile_rows, vectors, lanes, span.count, weight, value, ahead)
     for row in range(plan.tile_rows):
         number = tile * plan.tile_rows + row
@@ -364,8 +364,8 @@ def _emit_value_tile(unit: Unit, span: Span, column: Expr, vectors: int, tile: E
             unit.store("sums", index, before * factor + sums[row * vectors + vector], lanes)
 
 
-def each_sum(unit: Unit, row: Expr, body: Callable[[Expr, Expr, int], None]) -> None:
-    """Run `body` with the first column of each vector of a row's sums, the sums, and their number."""
+def for_sums(unit: Unit, row: Expr, body: Callable[[Expr, Expr, int], None]) -> None:
+    """Run `body` with the first column of each vector of a row's sums, the sums, and the number of lanes."""
     plan, lanes = unit.plan, unit.plan.width_lanes
     for first, vectors in plan.value_panels:
         for vector in range(vectors):
@@ -374,19 +374,19 @@ def each_sum(unit: Unit, row: Expr, body: Callable[[Expr, Expr, int], None]) -> 
 
 
 def tiles_of(unit: Unit, queries: Expr) -> Expr:
-    """How many tiles the rows of some queries fill."""
+    """Number of tiles of the rows of some queries."""
     return materialize(ceil_div(queries * unit.problem.group, unit.plan.tile_rows))
 
 
-# New keys and values of a row into the page of its position.
+# Appending a row's new key and value to the page of its position.
 
-_MAX_HALF = 65504.0
+_MAX_FLOAT16 = 65504.0
 
 
 def emit_append(
     problem: CachedAttentionProblem, plan: Plan, tensors: Tensors, row: Expr, head: Expr, slot: Expr, position: Expr
 ) -> None:
-    """Write a row's key and value of one head; nothing where it has no page."""
+    """Write a row's key and value of one head, unless it lacks a page."""
     number = materialize(T.max(position, int64(0)) // PAGE)
     entry = table_entry(tensors, slot, number)
     with when(tirx.all(position >= 0, entry >= 0)):
@@ -401,8 +401,8 @@ def emit_append(
 def _write(
     problem: CachedAttentionProblem, plan: Plan, page: Page, row: Expr, start: Expr, norm: str, token: Expr
 ) -> None:
-    """A key (with a norm's name) or a value (without) into its page."""
-    which = 0 if norm else 1
+    """Write a key (with a norm's name) or a value (without) to its page."""
+    key_or_value = 0 if norm else 1
     first = materialize(page.start + token) if norm else materialize(page.values + token * problem.size)
     step = PAGE if norm and problem.order == "lanes" else 1
     if norm and problem.order != "lanes":
@@ -413,35 +413,31 @@ def _write(
         row_max = Registers(1, "float32", 1)
         row_max[0] = zeros("float32", 1)
 
-        def look(_index: Expr, value: Expr, lanes: int) -> None:
-            most = let(over_lanes(let(T.max(value, zeros("float32", lanes) - value)), T.max, lanes))
-            # No T.max: TVM's C code would take the register's first value for all later ones.
-            row_max[0] = T.Select(row_max[0] > most, row_max[0], most)
+        def update_max(_index: Expr, value: Expr, lanes: int) -> None:
+            vector_max = let(over_lanes(let(T.max(value, zeros("float32", lanes) - value)), T.max, lanes))
+            # Not T.max: TVM's C code would use the register's first value for all later ones.
+            row_max[0] = T.Select(row_max[0] > vector_max, row_max[0], vector_max)
 
-        emit_head(problem, tensors, plan.width_lanes, row, start, norm, look)
+        emit_head(problem, tensors, plan.width_lanes, row, start, norm, update_max)
         scale = let(row_max[0] * tirx.const(1.0 / 127.0, "float32"))
-        T.buffer_store(tensors.data["scales"], scale, [page.scale_at(which, token)])
-        none = tirx.const(0.0, "float32")
-        inverse = let(T.Select(scale > none, tirx.const(127.0, "float32") / T.max(row_max[0], _least()), none))
+        T.buffer_store(tensors.data["scales"], scale, [page.scale_at(key_or_value, token)])
+        zero, min_max = tirx.const(0.0, "float32"), tirx.const(1e-35, "float32")
+        inverse = let(T.Select(scale > zero, tirx.const(127.0, "float32") / T.max(row_max[0], min_max), zero))
 
     def store(index: Expr, value: Expr, lanes: int) -> None:
-        stored = _as_stored(value, page.dtype, lanes, inverse)
-        _store(tensors.data["pages"], materialize(first + index * step), stored, lanes, step)
+        encoded = _encode(value, page.dtype, lanes, inverse)
+        _store(tensors.data["pages"], materialize(first + index * step), encoded, lanes, step)
 
     emit_head(problem, tensors, plan.width_lanes, row, start, norm, store)
 
 
-def _least() -> Expr:
-    return tirx.const(1e-35, "float32")
-
-
-def _as_stored(value: Expr, dtype: str, lanes: int, inverse: Expr | None) -> Expr:
-    """Numbers as a page has them: float16 within its range, int8 rounded to the nearest."""
+def _encode(value: Expr, dtype: str, lanes: int, inverse: Expr | None) -> Expr:
+    """Elements in the type of a page: float16 clamped to its range, int8 rounded to the nearest."""
     if inverse is not None:
-        # The sum is rounded to the nearest integer, which is in the low bits then.
+        # The sum is rounded to the nearest integer, which is then in the low bits.
         shifted = let(value * broadcast(inverse, lanes) + constant(value, ROUNDER))
         return T.cast(T.reinterpret(vector_type("int32", lanes), shifted), vector_type("int8", lanes))
-    return cast(clamp(value, -_MAX_HALF, _MAX_HALF), dtype) if dtype == "float16" else value
+    return cast(clamp(value, -_MAX_FLOAT16, _MAX_FLOAT16), dtype) if dtype == "float16" else value
 
 
 def _store(data: Any, index: Expr, value: Expr, lanes: int, step: int) -> None:
@@ -466,18 +462,18 @@ def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> 
     Parameters
     ----------
     problem : CachedAttentionProblem
-        With activations of float32 or float16, and pages of float16, float32 or int8, whose keys lie in "lanes".
+        Attention with activations of float32 or float16, and pages of float16, float32 or int8 with keys in "lanes".
     cpu : CpuTarget
 
     Returns
     -------
     tirx.PrimFunc
-        Its parameters are those that `CachedAttentionProblem` says, then scratch; pages are written in place.
+        Kernel with the parameters of `CachedAttentionProblem`, then scratch; pages are written in place.
 
     Raises
     ------
     EncodingError
-        If a tensor is of another type, or keys lie in another order.
+        If a tensor has another type, or keys another order.
     """
     types = (problem.out.dtype, problem.page_type, problem.order)
     if types[0] not in _ACTIVATIONS or types[1] not in _PAGES or types[2] != "lanes":
@@ -496,18 +492,18 @@ class _Kernel:
         self.problem, self.cpu, self.function = problem, cpu, function
         self.plan: Plan = plan_for(problem, cpu)
         self.tensors = Tensors(function, problem)
-        # Blocks of pages whose sums are kept, where several units have those of a row.
-        self.kept = self.tensors.rows * problem.heads * self.plan.max_blocks if self.plan.splits > 1 else 0
-        self.room_size = self.plan.tasks * self.plan.offsets["end"]
-        total = self.room_size + self.kept * (problem.size + 2)
+        # Blocks of pages whose sums are stored, if several units share a row.
+        self.stored_blocks = self.tensors.rows * problem.heads * self.plan.max_blocks if self.plan.splits > 1 else 0
+        self.task_scratch_size = self.plan.tasks * self.plan.offsets["end"]
+        total = self.task_scratch_size + self.stored_blocks * (problem.size + 2)
         self._scratch = function.argument("scratch", (int64(total),), "float32")
-        self.room: Any = None
+        self.scratch: Any = None
 
     def emit(self) -> None:
-        """The body."""
+        """Write the body of the kernel."""
         with self.function.body():
             self.tensors.open()
-            self.room = T.decl_buffer(self._scratch.shape, "float32", data=self._scratch.data)
+            self.scratch = T.decl_buffer(self._scratch.shape, "float32", data=self._scratch.data)
             if self.problem.rows == "chunk":
                 self._append_all()
                 self._chunk()
@@ -521,7 +517,7 @@ class _Kernel:
     # -- writing
 
     def _append_all(self) -> None:
-        """New keys and values of all rows, before any are read."""
+        """Append the keys and values of all rows, before any is read."""
         problem, rows = self.problem, self.tensors.rows
         units = rows * problem.kv_heads
         work = units * problem.size * 2 * 4 if isinstance(units, int) else None
@@ -530,19 +526,19 @@ class _Kernel:
         with loop(tasks, parallel=tasks > 1) as task:
             begin, end = part(units, tasks, task)
             with loop(materialize(end - begin)) as number:
-                unit = materialize(begin + number)
-                row, head = materialize(unit // problem.kv_heads), materialize(unit % problem.kv_heads)
-                self._append(row, head, *self._place(row, sequence))
+                pair = materialize(begin + number)
+                row, head = materialize(pair // problem.kv_heads), materialize(pair % problem.kv_heads)
+                self._append(row, head, *self._slot_and_position(row, sequence))
 
     def _append(self, row: Expr, head: Expr, slot: Expr, position: Expr) -> None:
         emit_append(self.problem, self.plan, self.tensors, row, head, slot, position)
 
-    def _place(self, row: Expr, sequence: Expr | None) -> tuple[Expr, Expr]:
-        """Slot and position of a row; no position where it is not of the chunk's sequence."""
-        own = self.tensors.integer("sequences", row)
+    def _slot_and_position(self, row: Expr, sequence: Expr | None) -> tuple[Expr, Expr]:
+        """Slot and position of a row; position -1 if it does not belong to the chunk's sequence."""
+        row_sequence = self.tensors.integer("sequences", row)
         if sequence is not None:
-            own = materialize(tirx.Select(own.equal(sequence), own, int64(-1)))
-        return slot_position(self.tensors, row, own)
+            row_sequence = materialize(tirx.Select(row_sequence.equal(sequence), row_sequence, int64(-1)))
+        return slot_position(self.tensors, row, row_sequence)
 
     # -- one token of each sequence
 
@@ -550,36 +546,36 @@ class _Kernel:
         problem, plan = self.problem, self.plan
         units = materialize(self.tensors.rows * (problem.kv_heads * plan.splits))
         with loop(plan.tasks, parallel=plan.tasks > 1) as task:
-            place = self._unit(task)
+            unit = self._unit(task)
             begin, end = part(units, plan.tasks, task)
             with loop(materialize(end - begin)) as number:
-                self._decode_unit(place, materialize(begin + number))
+                self._decode_unit(unit, materialize(begin + number))
 
-    def _decode_unit(self, place: Unit, number: Expr) -> None:
+    def _decode_unit(self, unit: Unit, number: Expr) -> None:
         problem, plan = self.problem, self.plan
         split = materialize(number % plan.splits)
         pair = materialize(number // plan.splits)
         row, head = materialize(pair // problem.kv_heads), materialize(pair % problem.kv_heads)
-        slot, position = self._place(row, None)
+        slot, position = self._slot_and_position(row, None)
         if plan.splits == 1:
             self._append(row, head, slot, position)
-        self._prepare(place, row, head, int64(1))
-        least = self._least_seen(position)
-        first, end = materialize(least // PAGE), materialize((position + PAGE) // PAGE)
-        bounds = (least, position)
+        self._prepare(unit, row, head, int64(1))
+        first_visible = self._first_visible(position)
+        first, end = materialize(first_visible // PAGE), materialize((position + PAGE) // PAGE)
+        bounds = (first_visible, position)
         pages = _Pages(slot, head, first, end, position, int64(1), lambda _: bounds, bounds)
         first_block, last_block = _blocks(first, end)
         if plan.splits == 1:
-            self._attend(place, pages, (first_block, last_block), lambda _: self._add(place, int64(1)))
-            self._finish(place, row, head, int64(1))
+            self._attend(unit, pages, (first_block, last_block), lambda _: self._add(unit, int64(1)))
+            self._finish(unit, row, head, int64(1))
             return
         begin_part, end_part = part(materialize(last_block - first_block), plan.splits, split)
         first_head = materialize(row * problem.heads + head * problem.group)
         self._attend(
-            place,
+            unit,
             pages,
             (materialize(first_block + begin_part), materialize(first_block + end_part)),
-            lambda block: self._keep(place, first_head, materialize(block - first_block)),
+            lambda block: self._store_block(unit, first_head, materialize(block - first_block)),
         )
 
     # -- a run of tokens of one sequence
@@ -590,53 +586,53 @@ class _Kernel:
         units = materialize(tiles * problem.kv_heads)
         sequence = tensors.integer("sequences", int64(0))
         with loop(plan.tasks, parallel=plan.tasks > 1) as task:
-            place = self._unit(task)
-            # Late queries see more keys: neighbours go to different tasks.
+            unit = self._unit(task)
+            # Later queries see more keys, so that neighbours go to different tasks.
             with loop(materialize((units - task + (plan.tasks - 1)) // plan.tasks)) as number:
-                unit = materialize(task + number * plan.tasks)
-                self._chunk_unit(place, materialize(unit // tiles), materialize(unit % tiles * plan.queries), sequence)
+                pair = materialize(task + number * plan.tasks)
+                self._chunk_unit(unit, materialize(pair // tiles), materialize(pair % tiles * plan.queries), sequence)
 
-    def _chunk_unit(self, place: Unit, head: Expr, first: Expr, sequence: Expr) -> None:
+    def _chunk_unit(self, unit: Unit, head: Expr, first: Expr, sequence: Expr) -> None:
         plan, tensors = self.plan, self.tensors
         count = materialize(minimum(tensors.rows - first, int64(plan.queries)))
-        self._prepare(place, first, head, count)
+        self._prepare(unit, first, head, count)
         slot, _ = slot_position(tensors, int64(0), sequence)
         ends = [T.alloc_buffer((1,), "int64", scope="global") for _ in range(2)]
         zero = tirx.const(0, "int64")
         T.buffer_store(ends[0], tensors.extent("table", 1) * PAGE, [zero])
         T.buffer_store(ends[1], int64(-1), [zero])
         with loop(count) as query:
-            _, position = self._place(materialize(first + query), sequence)
+            _, position = self._slot_and_position(materialize(first + query), sequence)
             with when(position >= 0):
-                T.buffer_store(ends[0], T.min(ends[0][zero], self._least_seen(position)), [zero])
+                T.buffer_store(ends[0], T.min(ends[0][zero], self._first_visible(position)), [zero])
                 T.buffer_store(ends[1], T.max(ends[1][zero], position), [zero])
         last = materialize(ends[1][zero] + 0)
         begin = materialize(ends[0][zero] // PAGE)
         end = materialize((last + PAGE) // PAGE)
 
         def limits(query: Expr) -> tuple[Expr, Expr]:
-            _, position = self._place(materialize(first + query), sequence)
-            return self._least_seen(position), position
+            _, position = self._slot_and_position(materialize(first + query), sequence)
+            return self._first_visible(position), position
 
-        _, earliest = self._place(first, sequence)
-        pages = _Pages(slot, head, begin, end, last, count, limits, (self._least_seen(last), earliest))
-        self._attend(place, pages, _blocks(begin, end), lambda _: self._add(place, count))
-        self._finish(place, first, head, count)
+        _, earliest = self._slot_and_position(first, sequence)
+        pages = _Pages(slot, head, begin, end, last, count, limits, (self._first_visible(last), earliest))
+        self._attend(unit, pages, _blocks(begin, end), lambda _: self._add(unit, count))
+        self._finish(unit, first, head, count)
 
     # -- both
 
     def _unit(self, task: Expr) -> Unit:
         start = materialize(task * self.plan.offsets["end"])
-        return Unit(self.problem, self.plan, self.tensors, self.room, start)
+        return Unit(self.problem, self.plan, self.tensors, self.scratch, start)
 
-    def _least_seen(self, position: Expr) -> Expr:
-        """The first position that a query at a position sees."""
+    def _first_visible(self, position: Expr) -> Expr:
+        """The first position that is visible to a query at a position."""
         if not self.problem.window:
             return int64(0)
         return materialize(T.max(position - (self.problem.window - 1), int64(0)))
 
-    def _prepare(self, place: Unit, first: Expr, head: Expr, count: Expr) -> None:
-        """Queries of a unit, normalized, rotated and scaled, into scratch; nothing seen yet."""
+    def _prepare(self, unit: Unit, first: Expr, head: Expr, count: Expr) -> None:
+        """Write a unit's queries, normalized, rotated and scaled, to scratch, and initialize the state of its rows."""
         problem, plan = self.problem, self.plan
         width = (problem.heads + 2 * problem.kv_heads) * problem.size
         with loop(count) as query, loop(problem.group) as number:
@@ -646,130 +642,132 @@ class _Kernel:
 
             def store(index: Expr, value: Expr, lanes: int, target: Expr = target) -> None:
                 scale = broadcast(tirx.const(problem.scale, "float32"), lanes)
-                place.store("queries", materialize(target + index), value * scale, lanes)
+                unit.store("queries", materialize(target + index), value * scale, lanes)
 
             emit_head(problem, self.tensors, plan.width_lanes, row, start, "q_norm", store)
-        start_blocks(place, materialize(count * problem.group))
+        start_blocks(unit, materialize(count * problem.group))
 
-    def _attend(self, place: Unit, pages: _Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]) -> None:
-        """Attend from the unit's rows to its pages, in the blocks from the first to before the second.
+    def _attend(self, unit: Unit, pages: _Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]) -> None:
+        """Attend from the unit's rows to its pages, in the blocks from the first up to the second.
 
-        `end_block` takes the sums of each block.
+        `end_block` handles the sums of each block.
         """
         rows, (first_block, last_block) = materialize(pages.queries * self.problem.group), blocks
         with loop(materialize(T.max(last_block - first_block, int64(0)))) as number:
             block = materialize(first_block + number)
-            emit_start(place, rows)
+            emit_start(unit, rows)
             begin = materialize(T.max(pages.begin, block * BLOCK_PAGES))
             end = materialize(T.min(pages.end, block * BLOCK_PAGES + BLOCK_PAGES))
             with loop(materialize(end - begin)) as page:
-                self._attend_page(place, pages, materialize(begin + page))
+                self._attend_page(unit, pages, materialize(begin + page))
             end_block(block)
 
-    def _attend_page(self, place: Unit, pages: _Pages, index: Expr) -> None:
+    def _attend_page(self, unit: Unit, pages: _Pages, index: Expr) -> None:
         entry = table_entry(self.tensors, pages.slot, index)
         with when(entry >= 0):
             page = page_of(self.tensors, self.problem, entry, pages.head)
             first = materialize(index * PAGE)
             count = materialize(T.min(pages.last - first + 1, int64(PAGE)))
             is_whole = tirx.all(first >= pages.bounds[0], first + (PAGE - 1) <= pages.bounds[1])
-            # Any where there is none behind it.
+            # The last page prefetches itself.
             number = table_entry(self.tensors, pages.slot, T.min(index + 1, pages.end - 1))
             following = page_of(self.tensors, self.problem, T.max(number, int64(0)), pages.head).start
-            tiles = tiles_of(place, pages.queries)
-            emit_page(place, Span(page, first, count, tiles, pages.queries, pages.limits, is_whole, following))
+            tiles = tiles_of(unit, pages.queries)
+            emit_page(unit, Span(page, first, count, tiles, pages.queries, pages.limits, is_whole, following))
 
-    def _add(self, place: Unit, queries: Expr) -> None:
-        """The sums of a block, added to those of the blocks before."""
+    def _add(self, unit: Unit, queries: Expr) -> None:
+        """Merge the sums of a block into those of the blocks before."""
         with loop(materialize(queries * self.problem.group)) as row:
             add_block(
-                place,
+                unit,
                 materialize(row + 0),
-                (place.load("maxima", row), place.load("totals", row)),
-                lambda body: each_sum(place, row, body),
+                (unit.load("maxima", row), unit.load("totals", row)),
+                lambda body: for_sums(unit, row, body),
             )
 
-    def _finish(self, place: Unit, first: Expr, head: Expr, count: Expr) -> None:
-        """The rows' averages into the result."""
+    def _finish(self, unit: Unit, first: Expr, head: Expr, count: Expr) -> None:
+        """Write the rows' averages to the result."""
         problem = self.problem
         with loop(count) as query, loop(problem.group) as number:
             row = materialize(query * problem.group + number)
-            self._finish_row(place, row, materialize((first + query) * problem.heads + head * problem.group + number))
+            self._finish_row(unit, row, materialize((first + query) * problem.heads + head * problem.group + number))
 
-    def _finish_row(self, place: Unit, row: Expr, number: Expr) -> None:
-        """A row's average into one of the result's."""
+    def _finish_row(self, unit: Unit, row: Expr, number: Expr) -> None:
+        """Write a row's average to a row of the result."""
         size, lanes = self.problem.size, self.plan.width_lanes
-        average = let(tirx.const(1.0, "float32") / T.max(place.load("all_totals", row), tirx.const(1e-30, "float32")))
+        average = let(tirx.const(1.0, "float32") / T.max(unit.load("all_totals", row), tirx.const(1e-30, "float32")))
         with loop(size // lanes) as vector:
             column = materialize(vector * lanes)
-            value = place.load("all_sums", row * size + column, lanes)
+            value = unit.load("all_sums", row * size + column, lanes)
             self._write(materialize(number * size + column), let(value * broadcast(average, lanes)), lanes)
 
     def _write(self, index: Expr, value: Expr, lanes: int) -> None:
-        where = T.ramp(index, tirx.const(1, "int64"), lanes) if lanes > 1 else index
-        T.buffer_store(self.tensors.data["out"], cast(value, self.problem.out.dtype), [where])
+        indices = T.ramp(index, tirx.const(1, "int64"), lanes) if lanes > 1 else index
+        T.buffer_store(self.tensors.data["out"], cast(value, self.problem.out.dtype), [indices])
 
     # -- blocks of a row in several units
 
-    def _kept(self, head: Expr, block: Expr) -> tuple[Expr, Expr]:
-        """Where the sums of a block are kept, and its maximum and total behind all sums."""
+    def _block_offsets(self, head: Expr, block: Expr) -> tuple[Expr, Expr]:
+        """Offsets of a block's stored sums, and of its maximum and total, which are stored after all sums."""
         number = materialize(head * self.plan.max_blocks + block)
         return (
-            materialize(self.room_size + number * self.problem.size),
-            materialize(self.room_size + self.kept * self.problem.size + number * 2),
+            materialize(self.task_scratch_size + number * self.problem.size),
+            materialize(self.task_scratch_size + self.stored_blocks * self.problem.size + number * 2),
         )
 
-    def _keep(self, place: Unit, first_head: Expr, block: Expr) -> None:
+    def _store_block(self, unit: Unit, first_head: Expr, block: Expr) -> None:
         with loop(self.problem.group) as number:
-            sums, state = self._kept(materialize(first_head + number), block)
-            T.buffer_store(self.room, place.load("maxima", number), [state])
-            T.buffer_store(self.room, place.load("totals", number), [state + 1])
+            sums, state = self._block_offsets(materialize(first_head + number), block)
+            T.buffer_store(self.scratch, unit.load("maxima", number), [state])
+            T.buffer_store(self.scratch, unit.load("totals", number), [state + 1])
 
             def keep(column: Expr, value: Expr, lanes: int, sums: Expr = sums) -> None:
-                T.buffer_store(self.room, value, [lane_indices(sums + column, lanes)])
+                T.buffer_store(self.scratch, value, [lane_indices(sums + column, lanes)])
 
-            each_sum(place, number, keep)
+            for_sums(unit, number, keep)
 
     def _merge(self) -> None:
-        """The blocks of each row and head, in their order, into the result."""
+        """Merge the blocks of each row and head, in order, and write the result."""
         plan, units = self.plan, materialize(self.tensors.rows * self.problem.heads)
         with loop(plan.tasks, parallel=plan.tasks > 1) as task:
-            place = self._unit(task)
+            unit = self._unit(task)
             begin, end = part(units, plan.tasks, task)
             with loop(materialize(end - begin)) as number:
-                self._merge_unit(place, materialize(begin + number))
+                self._merge_unit(unit, materialize(begin + number))
 
-    def _merge_unit(self, place: Unit, head: Expr) -> None:
+    def _merge_unit(self, unit: Unit, head: Expr) -> None:
         size, lanes, row = self.problem.size, self.plan.width_lanes, int64(0)
-        start_blocks(place, int64(1))
-        _, position = self._place(materialize(head // self.problem.heads), None)
-        first, last = _blocks(materialize(self._least_seen(position) // PAGE), materialize((position + PAGE) // PAGE))
+        start_blocks(unit, int64(1))
+        _, position = self._slot_and_position(materialize(head // self.problem.heads), None)
+        first, last = _blocks(
+            materialize(self._first_visible(position) // PAGE), materialize((position + PAGE) // PAGE)
+        )
         with loop(materialize(T.max(last - first, int64(0)))) as block:
-            sums, state = self._kept(head, block)
+            sums, state = self._block_offsets(head, block)
 
             def each(body: Callable[[Expr, Expr, int], None], sums: Expr = sums) -> None:
                 with loop(size // lanes) as vector:
                     column = materialize(vector * lanes)
-                    body(column, let(self.room[lane_indices(sums + column, lanes)]), lanes)
+                    body(column, let(self.scratch[lane_indices(sums + column, lanes)]), lanes)
 
-            add_block(place, row, (self.room[state], self.room[state + 1]), each)
-        self._finish_row(place, row, head)
+            add_block(unit, row, (self.scratch[state], self.scratch[state + 1]), each)
+        self._finish_row(unit, row, head)
 
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages that a unit's rows attend to: those from `begin` to before `end` of a slot, of a head of keys.
+    """Pages from `begin` up to `end` of a slot and a key head, which a unit's rows attend to.
 
     Attributes
     ----------
     last : PrimExpr
-        The last position that any row sees.
+        Last position that is visible to any row.
     queries : PrimExpr
-        How many there are.
+        Number of queries.
     limits : Callable
-        The first and the last position that a query sees, by its number in the unit.
+        Function from a query of the unit to the first and the last position visible to it.
     bounds : tuple of PrimExpr
-        The first and the last position that all rows see.
+        First and last position that are visible to all rows.
     """
 
     slot: Expr
@@ -783,5 +781,5 @@ class _Pages:
 
 
 def _blocks(begin: Expr, end: Expr) -> tuple[Expr, Expr]:
-    """The first block of some pages, and the one behind their last."""
+    """The first block of some pages, and the block after their last."""
     return materialize(begin // BLOCK_PAGES), materialize((end + (BLOCK_PAGES - 1)) // BLOCK_PAGES)

@@ -1,4 +1,4 @@
-"""A row's query or key as attention has it: normalized and rotated, vector by vector."""
+"""Query and key heads of a row for attention: normalized and rotated (RoPE), vector by vector."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...core.builder import Expr, Registers, broadcast, lane_of, let, loop, mate
 from .spec import Tensors
 
 Sink = Callable[[Expr, Expr, int], None]
-"""Takes the number of the first element, float32 elements, and how many."""
+"""Function of the index of the first element, float32 elements, and their number."""
 
 
 def emit_head(
     problem: CachedAttentionProblem, tensors: Tensors, lanes: int, row: Expr, start: Expr, norm: str, sink: Sink
 ) -> None:
-    """A head of `qkv` through norm and rotation.
+    """Normalize and rotate a head of `qkv`, and give its vectors to `sink`.
 
     Parameters
     ----------
@@ -28,9 +28,9 @@ def emit_head(
     row : PrimExpr
         Row of the rotation.
     start : PrimExpr
-        Where the head begins in `qkv`, in elements.
+        Offset of the head in `qkv`, in elements.
     norm : str
-        "q_norm" or "k_norm": whose factors there may be; "": neither norm nor rotation.
+        Name of the norm's factors, "q_norm" or "k_norm"; "" for neither norm nor rotation.
     """
     has_norm = bool(norm) and problem.operand_index(norm) is not None
     factor = _norm_factor(problem, tensors, lanes, start) if has_norm else None
@@ -41,20 +41,20 @@ def emit_head(
             return let(value)
         return let(value * broadcast(factor, count) * tensors.number(norm, index, count))
 
-    turned = problem.rotary_size if norm else 0
-    if turned:
-        half = turned // 2
+    rotated = problem.rotary_size if norm else 0
+    if rotated:
+        half = rotated // 2
         emit = _emit_halves if problem.rotary == "halves" else _emit_pairs
-        emit(tensors, gcd(half, lanes), half, materialize(row * turned), element, sink)
-    step = gcd(problem.size - turned, lanes) if turned else lanes
-    if turned < problem.size:
-        with loop((problem.size - turned) // step) as vector:
-            index = materialize(vector * step + turned)
+        emit(tensors, gcd(half, lanes), half, materialize(row * rotated), element, sink)
+    step = gcd(problem.size - rotated, lanes) if rotated else lanes
+    if rotated < problem.size:
+        with loop((problem.size - rotated) // step) as vector:
+            index = materialize(vector * step + rotated)
             sink(index, element(index, step), step)
 
 
 def _norm_factor(problem: CachedAttentionProblem, tensors: Tensors, lanes: int, start: Expr) -> Expr:
-    """One through the root of the mean of a head's squares."""
+    """The reciprocal root mean square of a head."""
     squares = Registers(1, "float32", lanes)
     squares[0] = zeros("float32", lanes)
     with loop(problem.size // lanes) as vector:
@@ -82,15 +82,15 @@ def _emit_pairs(
     with loop(half // lanes) as vector:
         index = materialize(vector * lanes)
         cosine, sine = _angles(tensors, row, index, half, lanes)
-        both = element(materialize(index * 2), 2 * lanes)
-        left = let(_lanes(both, list(range(0, 2 * lanes, 2))))
-        right = let(_lanes(both, list(range(1, 2 * lanes, 2))))
-        turned = [let(left * cosine - right * sine), let(right * cosine + left * sine)]
-        order = [lane + which * lanes for lane in range(lanes) for which in (0, 1)]
-        sink(materialize(index * 2), let(T.Shuffle(turned, order)), 2 * lanes)
+        interleaved = element(materialize(index * 2), 2 * lanes)
+        left = let(_select_lanes(interleaved, list(range(0, 2 * lanes, 2))))
+        right = let(_select_lanes(interleaved, list(range(1, 2 * lanes, 2))))
+        rotated = [let(left * cosine - right * sine), let(right * cosine + left * sine)]
+        order = [lane + half_index * lanes for lane in range(lanes) for half_index in (0, 1)]
+        sink(materialize(index * 2), let(T.Shuffle(rotated, order)), 2 * lanes)
 
 
-def _lanes(vector: Expr, numbers: list[int]) -> Expr:
+def _select_lanes(vector: Expr, numbers: list[int]) -> Expr:
     return lane_of(vector, numbers[0]) if len(numbers) == 1 else T.Shuffle([vector], numbers)
 
 

@@ -30,7 +30,7 @@ class GpuHeads(HeadsView):
         Meaning of "row" in the query.
     """
 
-    _held = staticmethod(lambda value: value)
+    _materialize = staticmethod(lambda value: value)
 
     def __init__(
         self,

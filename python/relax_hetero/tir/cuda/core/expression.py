@@ -25,7 +25,7 @@ from ...elementwise import expression_code
 from ...elementwise.expression_code import Ops
 from ...elementwise.expression_ops import FLOAT_OPS, INT_OPS
 from ...math import vector_math
-from ...math.casts import BITS, by_integers
+from ...math.casts import BITS, lower_to_integers
 from . import ptx
 from .launch import local
 
@@ -144,7 +144,7 @@ def _bits_by_instruction(call: tvm.ir.Call) -> tirx.Expr:
     """`casts.bfloat16_bits` by the GPU's instruction; by integers where vectors are asked for."""
     x = call.args[0]
     if x.ty.dtype.lanes > 1:
-        return by_integers(call)
+        return lower_to_integers(call)
     return tirx.reinterpret("uint16", tirx.Cast("bfloat16", x))
 
 

@@ -11,7 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.packed_layout import CHUNK_BYTES, PackedLayout
 from ....target.element_types import bytes_of
 from ...core.builder import Expr, ceil_div, int64, materialize, plain_extent
-from ...core.packed_storage import PackedStorage, whole
+from ...core.packed_storage import PackedStorage, is_multiple
 from ...core.work_split import unravel
 from .launch import at_least_one
 
@@ -68,7 +68,7 @@ def is_inside(layout: PackedLayout, extents: Sequence[Expr], place: Sequence[Exp
     """Return whether a position in storage of `layout` is no padding; None where there is none."""
     condition: Expr | None = None
     for d, extent in enumerate(extents):
-        if not whole(extent, layout.tile(d)):
+        if not is_multiple(extent, layout.tile(d)):
             holds = place[d] < extent
             condition = holds if condition is None else tirx.And(condition, holds)
     return condition

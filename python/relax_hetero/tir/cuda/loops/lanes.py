@@ -110,7 +110,7 @@ def vectorized(box: FlatBox, loop: Loop, lanes: int, along_results: bool) -> Lan
     """
     if lanes == 1:
         return LaneBox(box, loop.var, 1)
-    guards = Guards(box.nest.made)
+    guards = Guards(box.nest.computed)
     for value in box.nest.expressions():
         guards.visit(value, ())
     found: dict[Any, VectorRead] = {}
@@ -377,6 +377,6 @@ def store_lanes(
 
 def element_types(box: FlatBox) -> list[str]:
     """Element types of everything that a box reads and stores."""
-    made = box.nest.made
+    made = box.nest.computed
     read = [load for value in box.nest.expressions() for load in loads(value) if load.source not in made]
     return sorted({str(load.ty.dtype) for load in read} | {str(buffer.dtype) for buffer in box.places})

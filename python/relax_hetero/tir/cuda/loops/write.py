@@ -96,7 +96,7 @@ def tiles_of(box: FlatBox) -> Tiles | None:
     *outer, last = box.spatial
     if not outer or not isinstance(last.count, int) or last.count < _LEAST or box.nest.in_place:
         return None
-    guards = Guards(box.nest.made)
+    guards = Guards(box.nest.computed)
     for value in box.nest.expressions():
         guards.visit(value, ())
     across: list[Loop] = []

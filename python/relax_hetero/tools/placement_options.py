@@ -1,4 +1,4 @@
-"""Options that say on which devices a model runs and what goes where, shared by all commands."""
+"""Options for devices, placement and shapes, which most commands share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..artifact.cache_folder import parse_size
-from .installation.doctor import device_texts
+from .installation.doctor import device_choices
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,7 +23,7 @@ class VDeviceParam(click.ParamType):
     name = "device"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | dict[str, Any]:
-        """The string itself, or the object that its JSON text holds."""
+        """Return the string, or the object if it is JSON."""
         if not isinstance(value, str) or not value.lstrip().startswith("{"):
             return value  # type: ignore[no-any-return]
         try:
@@ -32,26 +32,26 @@ class VDeviceParam(click.ParamType):
             self.fail(f"{value!r} is not JSON: {error}", param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The devices of this machine."""
-        return [CompletionItem(device) for device in device_texts() if device.startswith(incomplete)]
+        """Complete devices of this machine."""
+        return [CompletionItem(device) for device in device_choices() if device.startswith(incomplete)]
 
 
 class PairParam(click.ParamType):
-    """Two texts with a ``=`` between them, the last one, since a node's name may hold others.
+    """Two texts, split at the last ``=``: names of nodes may contain others.
 
     Attributes
     ----------
     name : str
-        The kinds of both, such as ``device=bytes``.
+        Kinds of both texts, such as ``device=bytes``.
     example : str
-        For the message.
+        Example for the error message.
     """
 
     def __init__(self, name: str, example: str) -> None:
         self.name, self.example = name, example
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        """Both texts."""
+        """Return both texts."""
         if isinstance(value, tuple):
             return value
         first, divider, second = value.rpartition("=")
@@ -60,11 +60,11 @@ class PairParam(click.ParamType):
         return first, second
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """The devices of this machine, where the second text is a device."""
+        """Complete devices of this machine, if the second text is a device."""
         first, divider, second = incomplete.rpartition("=")
         if not divider or not self.name.endswith("=device"):
             return []
-        return [CompletionItem(f"{first}={device}") for device in device_texts(":0") if device.startswith(second)]
+        return [CompletionItem(f"{first}={device}") for device in device_choices(":0") if device.startswith(second)]
 
 
 class ShapeParam(click.ParamType):
@@ -73,7 +73,7 @@ class ShapeParam(click.ParamType):
     name = "name=shape"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, list[int]]:
-        """The input's name and its extents."""
+        """Return the name and the extents."""
         if isinstance(value, tuple):
             return value
         name, divider, extents = value.rpartition("=")
@@ -87,40 +87,40 @@ class ShapeParam(click.ParamType):
 
 
 class BytesParam(click.ParamType):
-    """A number of bytes, or one such as ``500M`` or ``4G``."""
+    """A number of bytes, such as ``500M`` or ``4G``."""
 
     name = "bytes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number of bytes."""
+        """Return the number of bytes."""
         size = value if isinstance(value, int) else parse_size(value)
         if size is None:
-            self.fail(f"{value!r} is no number of bytes, nor one such as 500M or 4G", param, ctx)
+            self.fail(f"{value!r} is not a number of bytes, such as 500M or 4G", param, ctx)
         return size
 
 
 @dataclass(frozen=True)
-class Placing:
-    """The devices, rules and shapes that the options gave.
+class PlacementOptions:
+    """Values of the options for devices, placement and shapes.
 
     Attributes
     ----------
     vdevices : tuple of str or dict of str to object
-        One entry per ``--vdevice``; empty for the native CPU alone.
+        Values of ``--vdevice``; empty for the native CPU.
     rules : tuple of (str, str)
-        ``--place`` in order: pattern over node names or op types, and device.
+        Values of ``--place``: pattern of node names or op types, and device.
     auto : bool
         Whether the cost model places the nodes.
     objective : str or None
-        ``--objective``: latency or throughput; None where it was not given.
+        ``--objective``: latency or throughput; None for the default.
     shapes : tuple of (str, list of int)
-        ``--shape``: name of an input, or of a symbolic dimension, to extents.
+        Values of ``--shape``: name of an input or of a symbolic dimension, and extents.
     memory_limit : tuple of (str, str)
-        ``--memory-limit``: devices and the most bytes that ``--place-auto`` may put there.
+        Values of ``--memory-limit``: device, and maximum number of bytes for ``--place-auto``.
     optional : tuple of str
-        ``--optional``: devices of the model that a machine may lack.
+        Values of ``--optional``: devices of the model that a machine may lack.
     max_nodes, max_computed : int or None
-        ``--max-nodes`` and ``--max-computed``, limits of the import; None for its own.
+        ``--max-nodes`` and ``--max-computed``, limits of the import; None for the defaults.
     """
 
     vdevices: tuple[str | dict[str, Any], ...]
@@ -134,12 +134,12 @@ class Placing:
     max_computed: int | None = None
 
     @property
-    def given(self) -> bool:
-        """True if any option was used that only an ONNX file can take."""
+    def is_given(self) -> bool:
+        """True if any option was used that does not apply to a compiled library."""
         return bool(self.vdevices or self.rules or self.auto or self.optional)
 
     def import_options(self, inputs: Collection[str] = ()) -> dict[str, Any]:
-        """The keyword arguments of ``rh.from_onnx``; `inputs` are the model's, other names are dimensions."""
+        """Keyword arguments for ``rh.from_onnx``; names of shapes that are not in `inputs` are dimensions."""
         placement = "auto" if self.auto else dict(self.rules) or None
         shapes: dict[str, list[int] | int] = {}
         for name, extents in self.shapes:
@@ -151,11 +151,11 @@ class Placing:
             "shapes": shapes or None,
         }
         limits = {"nodes": self.max_nodes, "computed_bytes": self.max_computed}
-        given = {name: value for name, value in limits.items() if value is not None}
-        if given:
+        limit_values = {name: value for name, value in limits.items() if value is not None}
+        if limit_values:
             from ..frontend import ImportLimits
 
-            options["limits"] = ImportLimits(**given)
+            options["limits"] = ImportLimits(**limit_values)
         if self.memory_limit:
             options["memory_limit"] = dict(self.memory_limit)
         return options if self.objective is None else {**options, "objective": self.objective}
@@ -191,8 +191,8 @@ _OPTIONS = (
     click.option(
         "--objective",
         type=click.Choice(["latency", "throughput"]),
-        help="Have --place-auto look for the least time for one call (latency, the default), or between calls of which "
-        "several are in flight (throughput).",
+        help="Minimize, with --place-auto, the time of one call (latency, the default), or the time between several "
+        "calls in flight (throughput).",
     ),
     click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
     click.option(
@@ -219,17 +219,14 @@ _OPTIONS = (
         "the default is llvm.",
     ),
 )
-"""The last is the first that ``--help`` shows."""
+"""In reverse order of ``--help``."""
 
 
-def placing_options(work: F) -> F:
-    """Add ``--vdevice``, ``--optional``, ``--place``, ``--place-auto``, ``--objective``, ``--shape`` and limits.
+def placement_options(function: F) -> F:
+    """Add ``--vdevice``, ``--place``, ``--shape`` and others to a command, which gets one `PlacementOptions`."""
 
-    The command gets one `Placing`.
-    """
-
-    @functools.wraps(work)
-    def gathered(
+    @functools.wraps(function)
+    def collect(
         vdevice: tuple[Any, ...],
         place: tuple[Any, ...],
         place_auto: bool,
@@ -244,21 +241,23 @@ def placing_options(work: F) -> F:
         if place and place_auto:
             raise click.UsageError("--place and --place-auto exclude each other")
         if objective is not None and not place_auto:
-            raise click.UsageError("--objective says what --place-auto goes for, which is not given")
-        _once("--place", [pattern for pattern, _ in place])
-        _once("--shape", [name for name, _ in shape])
+            raise click.UsageError("--objective needs --place-auto")
+        _check_unique("--place", [pattern for pattern, _ in place])
+        _check_unique("--shape", [name for name, _ in shape])
         if memory_limit and not place_auto:
-            raise click.UsageError("--memory-limit says what --place-auto keeps to, which is not given")
-        _once("--memory-limit", [device for device, _ in memory_limit])
-        placing = Placing(vdevice, place, place_auto, objective, shape, memory_limit, optional, max_nodes, max_computed)
-        work(placing=placing, **options)
+            raise click.UsageError("--memory-limit needs --place-auto")
+        _check_unique("--memory-limit", [device for device, _ in memory_limit])
+        placing = PlacementOptions(
+            vdevice, place, place_auto, objective, shape, memory_limit, optional, max_nodes, max_computed
+        )
+        function(placing=placing, **options)
 
     for option in _OPTIONS:
-        option(gathered)
-    return gathered  # type: ignore[return-value]
+        option(collect)
+    return collect  # type: ignore[return-value]
 
 
-def _once(option: str, keys: list[str]) -> None:
+def _check_unique(option: str, keys: list[str]) -> None:
     for key in keys:
         if keys.count(key) > 1:
             raise click.UsageError(f"{option} names {key!r} twice")

@@ -6,15 +6,15 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from relax_hetero.tools.placing import Placing, placing_options
+from relax_hetero.tools.placement_options import PlacementOptions, placement_options
 
 
-def parse(*arguments: str) -> Placing:
-    placings: list[Placing] = []
+def parse(*arguments: str) -> PlacementOptions:
+    placings: list[PlacementOptions] = []
 
     @click.command()
-    @placing_options
-    def command(placing: Placing) -> None:
+    @placement_options
+    def command(placing: PlacementOptions) -> None:
         placings.append(placing)
 
     result = CliRunner().invoke(command, arguments)
@@ -25,7 +25,7 @@ def parse(*arguments: str) -> Placing:
 
 def test_nothing_given_is_the_native_cpu():
     assert parse().import_options() == {"vdevices": ["llvm"], "placement": None, "shapes": None}
-    assert not parse().given
+    assert not parse().is_given
 
 
 def test_devices_keep_their_order_and_json_is_a_target():
@@ -69,7 +69,7 @@ def test_a_single_extent_of_a_name_that_is_not_an_input_sizes_a_dimension():
         (["--place", "=cuda"], "PATTERN=DEVICE"),
         (["--place", "a=llvm", "--place", "a=cuda"], "names 'a' twice"),
         (["--place", "a=llvm", "--place-auto"], "exclude each other"),
-        (["--objective", "throughput"], "--place-auto goes for"),
+        (["--objective", "throughput"], "--objective needs --place-auto"),
         (["--place-auto", "--objective", "speed"], "'latency', 'throughput'"),
         (["--shape", "x=1xn"], "NAME=SHAPE"),
         (["--shape", "1x2"], "NAME=SHAPE"),

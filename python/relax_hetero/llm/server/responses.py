@@ -1,4 +1,4 @@
-"""The texts of one call: as many requests to the engine, which end when the caller goes away."""
+"""Choices of a call, each a request to the engine, and their JSON in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -19,141 +19,138 @@ from .api_errors import ApiError
 
 
 @dataclass(frozen=True)
-class TextDelta:
-    """Growth of one of the texts; without a `delta` it has ended."""
+class ChoiceDelta:
+    """Growth of a choice's text; its end if `delta` is None."""
 
     index: int
     delta: Delta | None
 
 
-class Texts:
-    """The requests of one call.
+class Choices:
+    """Choices of one call, with a time limit for all of them.
 
     Parameters
     ----------
     requests : sequence of Request
-        One for each choice.
-    begins : sequence of str
-        Begin of each text, before the model's.
+        Request of each choice.
+    prefixes : sequence of str
+        Text before that of the model, for each choice (``echo``).
     seconds : float
-        Maximum time of all of them.
+        Time limit.
 
     Attributes
     ----------
-    requests, begins, seconds
-        As given.
+    requests, prefixes, seconds
+        As above.
     """
 
-    def __init__(self, requests: Sequence[Request], begins: Sequence[str], seconds: float) -> None:
-        self.requests, self.begins = list(requests), list(begins)
+    def __init__(self, requests: Sequence[Request], prefixes: Sequence[str], seconds: float) -> None:
+        self.requests, self.prefixes = list(requests), list(prefixes)
         self.seconds, self._expired = seconds, False
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     @property
     def usage(self) -> Usage:
-        """Usage of all texts; prompts of several choices count once each."""
-        each = [request.usage for request in self.requests]
+        """Sum of the usage of all choices."""
+        usages = [request.usage for request in self.requests]
         return Usage(
-            sum(usage.prompt_tokens for usage in each),
-            sum(usage.completion_tokens for usage in each),
-            sum(usage.cached_tokens for usage in each),
+            sum(usage.prompt_tokens for usage in usages),
+            sum(usage.completion_tokens for usage in usages),
+            sum(usage.cached_tokens for usage in usages),
         )
 
     def close(self) -> None:
-        """End all that have not ended."""
+        """Cancel all requests."""
         self._timer.cancel()
         for request in self.requests:
             request.cancel()
 
-    async def grow(self) -> AsyncIterator[TextDelta]:
-        """Iterate over growth of texts, in the order in which it comes.
+    async def stream(self) -> AsyncIterator[ChoiceDelta]:
+        """Iterate over growth of all choices, as it comes.
 
         Raises
         ------
         HeteroError
             If a request ends with an error.
         ApiError
-            If they take too long.
+            If the time limit is exceeded.
         """
         if len(self.requests) == 1:
             async for delta in self.requests[0]:
-                yield TextDelta(0, delta)
-            self._check()
-            yield TextDelta(0, None)
+                yield ChoiceDelta(0, delta)
+            self._check_time()
+            yield ChoiceDelta(0, None)
             return
-        async for grown in self._together():
-            if grown.delta is None:
-                self._check()
-            yield grown
+        async for growth in self._merge():
+            if growth.delta is None:
+                self._check_time()
+            yield growth
 
     def _expire(self) -> None:
         self._expired = True
         for request in self.requests:
             request.cancel()
-            request.end("cancelled")  # now, even if the model hangs
+            request.finish("cancelled")  # now, even if the model hangs
 
-    def _check(self) -> None:
+    def _check_time(self) -> None:
         if self._expired:
             raise ApiError(504, f"the request took more than {self.seconds:g} s")
 
-    async def _together(self) -> AsyncIterator[TextDelta]:
-        news: asyncio.Queue[TextDelta | Exception] = asyncio.Queue()
+    async def _merge(self) -> AsyncIterator[ChoiceDelta]:
+        queue: asyncio.Queue[ChoiceDelta | Exception] = asyncio.Queue()
 
         async def read(index: int, request: Request) -> None:
             try:
                 async for delta in request:
-                    news.put_nowait(TextDelta(index, delta))
+                    queue.put_nowait(ChoiceDelta(index, delta))
             except Exception as error:
-                news.put_nowait(error)
+                queue.put_nowait(error)
             else:
-                news.put_nowait(TextDelta(index, None))
+                queue.put_nowait(ChoiceDelta(index, None))
 
         readers = [asyncio.ensure_future(read(index, request)) for index, request in enumerate(self.requests)]
-        left = len(readers)
+        running = len(readers)
         try:
-            while left:
-                grown = await news.get()
-                if isinstance(grown, Exception):
-                    raise grown
-                left -= grown.delta is None
-                yield grown
+            while running:
+                growth = await queue.get()
+                if isinstance(growth, Exception):
+                    raise growth
+                running -= growth.delta is None
+                yield growth
         finally:
             for reader in readers:
                 reader.cancel()
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Wait until the caller has gone away; its request must have been read."""
+    """Wait until the client disconnects; its request must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-# Answers in the form of the two endpoints, whole or in parts.
-
-
 class ResponseFormat(Protocol):
-    """How an endpoint's answers look."""
+    """JSON of an endpoint's answers."""
 
     def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
-        """An answer of texts with their log-probabilities and the reasons of their ends."""
+        """Complete answer; each choice is a text, its log-probabilities and its finish reason."""
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
-        """The first part of a stream's text, which begins with `text`; None if there is none."""
+        """First chunk of a choice, with a first text; None if there is none."""
 
     def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        """A part of a stream."""
+        """Chunk of a choice; the last one has a finish reason."""
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """The last part of a stream."""
+        """Last chunk of a stream, with the usage."""
 
 
-class _Answers:
-    def __init__(self, codec: TokenizerProtocol, model: str, kind: str, prefix: str, logprobs: bool) -> None:
-        self._codec, self._model, self._kind, self._logprobs = codec, model, kind, logprobs
+class _Responses:
+    def __init__(self, tokenizer: TokenizerProtocol, model: str, kind: str, prefix: str, logprobs: bool) -> None:
+        self._tokenizer, self._model, self._kind, self._logprobs = tokenizer, model, kind, logprobs
         self._id, self._created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
 
-    def _answer(self, choices: list[dict[str, Any]], part: bool = False) -> dict[str, Any]:
-        kind = f"{self._kind}.chunk" if part and self._kind.startswith("chat") else self._kind
+    def _response(self, choices: list[dict[str, Any]], is_chunk: bool = False) -> dict[str, Any]:
+        kind = f"{self._kind}.chunk" if is_chunk and self._kind.startswith("chat") else self._kind
         return {
             "id": self._id,
             "object": kind,
@@ -163,36 +160,36 @@ class _Answers:
         }
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """The last event, with the number of tokens."""
-        return {**self._answer([], True), "usage": usage_json(usage)}
+        """See `ResponseFormat`."""
+        return {**self._response([], True), "usage": usage_json(usage)}
 
     def _text(self, token: int) -> str:
-        return self._codec.piece(token).decode("utf-8", "replace")
+        return self._tokenizer.piece(token).decode("utf-8", "replace")
 
 
-class CompletionAnswers(_Answers):
-    """Answers of ``/v1/completions``."""
+class CompletionResponses(_Responses):
+    """JSON of ``/v1/completions``."""
 
-    def __init__(self, codec: TokenizerProtocol, model: str, logprobs: bool, choices: int) -> None:
-        super().__init__(codec, model, "text_completion", "cmpl", logprobs)
+    def __init__(self, tokenizer: TokenizerProtocol, model: str, logprobs: bool, choices: int) -> None:
+        super().__init__(tokenizer, model, "text_completion", "cmpl", logprobs)
         self._offsets = [0] * choices
 
     def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """See `ResponseFormat`."""
         choices = [self._choice(index, *text) for index, text in enumerate(texts)]
-        return {**self._answer(choices), "usage": usage_json(usage)}
+        return {**self._response(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
-        """The first event of a choice; None where there is nothing to say."""
+        """See `ResponseFormat`."""
         return self.chunk(index, text, (), None) if text else None
 
     def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        """One event of a choice; the last one has a reason."""
-        return self._answer([self._choice(index, text, logprobs, reason)], True)
+        """See `ResponseFormat`."""
+        return self._response([self._choice(index, text, logprobs, reason)], True)
 
     def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        told = self._logprobs_json(index, logprobs) if self._logprobs and logprobs else None
-        return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
+        logprobs_json = self._logprobs_json(index, logprobs) if self._logprobs and logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs_json, "finish_reason": reason}
 
     def _logprobs_json(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         tokens = [self._text(entry.token) for entry in logprobs]
@@ -208,14 +205,14 @@ class CompletionAnswers(_Answers):
         }
 
 
-class ChatAnswers(_Answers):
-    """Answers of ``/v1/chat/completions``."""
+class ChatResponses(_Responses):
+    """JSON of ``/v1/chat/completions``."""
 
-    def __init__(self, codec: TokenizerProtocol, model: str, logprobs: bool) -> None:
-        super().__init__(codec, model, "chat.completion", "chatcmpl", logprobs)
+    def __init__(self, tokenizer: TokenizerProtocol, model: str, logprobs: bool) -> None:
+        super().__init__(tokenizer, model, "chat.completion", "chatcmpl", logprobs)
 
     def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """See `ResponseFormat`."""
         choices = [
             {
                 "index": index,
@@ -225,18 +222,20 @@ class ChatAnswers(_Answers):
             }
             for index, (text, logprobs, reason) in enumerate(texts)
         ]
-        return {**self._answer(choices), "usage": usage_json(usage)}
+        return {**self._response(choices), "usage": usage_json(usage)}
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
-        """The first event of a choice; None where there is nothing to say."""
+        """See `ResponseFormat`."""
         delta = {"role": "assistant", "content": text}
-        return self._answer([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], True)
+        return self._response([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], True)
 
     def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        """One event of a choice; the last one has a reason."""
+        """See `ResponseFormat`."""
         delta = {"content": text} if text else {}
-        told = self._logprobs_json(logprobs) if logprobs else None
-        return self._answer([{"index": index, "delta": delta, "logprobs": told, "finish_reason": reason}], True)
+        logprobs_json = self._logprobs_json(logprobs) if logprobs else None
+        return self._response(
+            [{"index": index, "delta": delta, "logprobs": logprobs_json, "finish_reason": reason}], True
+        )
 
     def _logprobs_json(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -251,11 +250,11 @@ class ChatAnswers(_Answers):
         return {"content": content}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._text(token), "logprob": finite(logprob), "bytes": list(self._codec.piece(token))}
+        return {"token": self._text(token), "logprob": finite(logprob), "bytes": list(self._tokenizer.piece(token))}
 
 
 def usage_json(usage: Usage) -> dict[str, Any]:
-    """The tokens of a call."""
+    """JSON of the usage of a call."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -265,5 +264,5 @@ def usage_json(usage: Usage) -> dict[str, Any]:
 
 
 def finite(logprob: float) -> float:
-    """A logarithm that JSON can tell; OpenAI's smallest is -9999, too."""
+    """Replace -inf, which JSON lacks, by OpenAI's smallest log-probability."""
     return max(logprob, -9999.0)

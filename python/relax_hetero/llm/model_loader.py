@@ -1,4 +1,4 @@
-"""`rh.llm.load_onnx`: from an ONNX decoder, as onnxruntime-genai writes them, to a model that an engine runs."""
+"""`rh.llm.load`, `save` and `load_onnx`: compiled models from GGUF files, saved folders and ONNX decoders."""
 
 from __future__ import annotations
 
@@ -29,25 +29,18 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from ..frontend.auto.auto_placement import MemoryLimit
-    from ..frontend.onnx.placement_rules import PlacementRules
-    from ..target.make_vdevice import VDeviceEntry
-if TYPE_CHECKING:
     from ..frontend.onnx.model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
-
-
-# `rh.llm.load`: from a GGUF file, or from a folder that was saved, to a model that runs and its tokenizer.
-
 BATCHES = (1, 2, 4, 8)
 CHUNKS = (32, 256)
 CONTEXT = 4096
-"""Positions of a sequence where nothing else is said, or as many as the model was trained for."""
+"""Default of the maximum number of tokens of a sequence, if the model was trained for as many."""
 
 _log = logging.getLogger("relax_hetero")
 
 _LIBRARY, _DESCRIPTION, _TOKENIZER, _FILES = "model.so", "model.json", "tokenizer.gguf", "files"
-# The end of a library holds checksums of all its parts.
+# Bytes at the end of each file that are hashed (None: all); the end of a library holds checksums of its sections.
 _DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
 _DEFAULTS = {
     "batches": BATCHES,
@@ -59,7 +52,7 @@ _DEFAULTS = {
     "activation_bits": 8,
     "activations": None,
 }
-"""Options of a GGUF file that a caller of `load` may leave out."""
+"""Default options of GGUF files in `load`."""
 
 
 def load(
@@ -78,21 +71,21 @@ def load(
     batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
-    """A language model that runs, and its tokenizer.
+    """Load a language model and its tokenizer.
 
     Parameters
     ----------
     path : str or path
-        A GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
+        GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
     vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
         As for `rh.from_gguf`; not for a folder.
     context : int, optional
-        Maximum number of positions of a sequence; by default 4,096, or as many as the model was trained for. More than
-        these are a warning in the log. Not for a folder.
+        Maximum number of tokens of a sequence; by default 4,096, or the context of training if that is less. A longer
+        one than that of training logs a warning. Not for a folder.
     batch_invariant : bool
-        Whether a text's logits must have the same bits however many others are decoded with it, and however its prompt
-        is cut into chunks. On CPUs they always have. With other devices, every call then has the rows of the largest
-        batch or chunk, so that one text takes as long as a whole batch. Not for a folder.
+        Whether a sequence's logits must have the same bits for any batch size and any chunks of its prompt. On CPUs
+        they always have. On other devices, every call then computes the largest batch or chunk, so that one sequence
+        takes as long as a full batch. Not for a folder.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -117,11 +110,11 @@ def load(
         "activations": activations,
     }
     if not Path(path).is_dir():
-        return _warned(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))
+        return _warn_of_long_context(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))
     if (vdevices, placement, batch_invariant, options) != (None, None, False, _DEFAULTS):
-        given = "vdevices, placement, context, slots and other options"
-        raise BuildError(f"{Path(path)}: is compiled and so placed already; {given} go with a GGUF file")
-    return _warned(*_load_folder(Path(path)))
+        names = "vdevices, placement, context, slots and other options"
+        raise BuildError(f"{Path(path)}: is compiled and so placed already; {names} go with a GGUF file")
+    return _warn_of_long_context(*_load_folder(Path(path)))
 
 
 def _load_file(
@@ -132,7 +125,7 @@ def _load_file(
     batch_invariant: bool,
     progress: Callable[[str, int, int], None] | None,
 ) -> tuple[CompiledModel, Tokenizer]:
-    """A GGUF file, imported with `options` of `rh.from_gguf` and compiled."""
+    """Import a GGUF file with `options` of `rh.from_gguf`, and compile it."""
     from ..driver import compile as compile_module
     from ..frontend import PagedCache
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
@@ -143,9 +136,9 @@ def _load_file(
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     batches, chunks, page_type = options["batches"], options["chunks"], options["page_type"]
     context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
-    # Numbers that make no sense are refused here, by name.
+    # Checks the options, too.
     slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
-    if batch_invariant and not all(map(is_cpu, devices)):  # on CPUs, functions of all rows add up alike
+    if batch_invariant and not all(map(is_cpu, devices)):  # CPU functions sum in the same order for any number of rows
         batches, chunks = (max(batches),), (max(chunks),)
     options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": context}
     mod = from_gguf(file, devices, placement, **options)
@@ -172,9 +165,9 @@ def _load_file(
 
 
 def is_batch_invariant(target: Target) -> bool:
-    """Return whether a device's kernels sum a row's products in one order for any number of rows.
+    """Return whether kernels for a target sum each row in the same order for any number of rows.
 
-    CPUs do, except those with AMX, which multiply many rows by tiles and few by vectors.
+    CPUs do, except those with AMX, which use tiles for many rows and vectors for few.
     """
     if int(target.get_target_device_type()) != CPU:
         return False
@@ -182,16 +175,16 @@ def is_batch_invariant(target: Target) -> bool:
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Write a compiled model into a folder, from which `load` needs neither the compiler nor the GGUF file.
+    """Save a compiled model as a folder that `load` reads without a compiler and without the GGUF file.
 
     Parameters
     ----------
     model : CompiledModel
         Model as `load` returns it for a GGUF file.
     source : str or path
-        The GGUF file that it was made from: its tokenizer goes along.
+        GGUF file of the model, whose tokenizer is copied.
     folder : str or path
-        Made where it is not there.
+        Folder; created if it does not exist.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -201,7 +194,7 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     (target / _DESCRIPTION).write_text(json.dumps(facts, indent=1))
 
 
-def _warned(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, Tokenizer]:
+def _warn_of_long_context(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, Tokenizer]:
     warning = context_warning(model.context, model.trained_context)
     if warning is not None:
         _log.warning(warning)
@@ -209,8 +202,8 @@ def _warned(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, 
 
 
 def _release_memory() -> None:
-    """Have glibc give the system what compiling has freed: it keeps some 100 MB, for a process that runs for long."""
-    with suppress(OSError, AttributeError):  # of another C library
+    """Return freed memory to the system: glibc keeps some 100 MB after compiling, which a server would hold forever."""
+    with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
@@ -236,7 +229,7 @@ def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
 
 
 def _digest(path: Path) -> str:
-    """A hash of a file of a saved model."""
+    """Hash of a file of a saved model."""
     try:
         file, status = open_regular(path)
         with file:
@@ -249,7 +242,7 @@ def _digest(path: Path) -> str:
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
-    """A GGUF file of the tokenizer's metadata alone."""
+    """Write a GGUF file with only the tokenizer's metadata."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     reader = GGUFReader(source)
@@ -257,8 +250,8 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     writer = GGUFWriter(target, architecture)
     for name, field in reader.fields.items():
         if name.startswith("tokenizer."):
-            inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)
+            element_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type=element_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -277,16 +270,16 @@ def load_onnx(
     batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> CompiledModel:
-    """A decoder that runs, its ``past_key_values`` in a cache of pages.
+    """Load an ONNX decoder, with its ``past_key_values`` in a paged cache.
 
     Parameters
     ----------
     source : str, path, bytes or onnx.ModelProto
-        A model with nodes of GroupQueryAttention, or the folder of one, whose ``genai_config.json`` names its file.
+        Model with GroupQueryAttention nodes as onnxruntime-genai writes it, or its folder with ``genai_config.json``.
     vdevices, placement
-        As `rh.from_onnx` takes them.
+        As for `rh.from_onnx`.
     batches, chunks, slots, context, page_type
-        As `rh.PagedCache` takes them.
+        As for `rh.PagedCache`.
     batch_invariant : bool
         As for `load`.
     progress : callable, optional
@@ -295,19 +288,19 @@ def load_onnx(
     Returns
     -------
     CompiledModel
-        Tokens in, logits out; an `Engine` wants a tokenizer besides, such as ``JsonTokenizer(folder)``.
+        Compiled model; an `Engine` also needs a tokenizer, such as ``JsonTokenizer(folder)``.
 
     Raises
     ------
     HeteroError
-        If the model cannot be read, has no such cache, or cannot be placed or compiled.
+        If the model cannot be read, lacks such a cache, or cannot be placed or compiled.
     """
     from ..driver import compile as compile_module
     from ..frontend import PagedCache
     from ..frontend.from_onnx import from_onnx
 
     if isinstance(source, (str, os.PathLike)) and Path(source).is_dir():
-        source = _file_in(Path(source))
+        source = _find_decoder(Path(source))
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     slots = PagedCache(tuple(batches), tuple(chunks), slots, context, page_type).sequences
     if batch_invariant and not all(is_batch_invariant(device.target) for device in devices):
@@ -317,7 +310,7 @@ def load_onnx(
     facts: dict[str, Any] = mod[f"decode_{cache.batches[0]}"].attrs["decoder"]
     kv_heads = sorted({int(heads) for heads in facts["kv_heads"]})
     if len(kv_heads) != 1:
-        raise BuildError(f"found layers of {kv_heads} heads of keys and values, expected one number of all layers")
+        raise BuildError(f"found layers of {kv_heads} heads of keys and values, expected the same number in all layers")
     pages = [f"pages_{layer}" for layer in range(len(facts["windows"]))]
     names = [f"decode_{rows}" for rows in cache.batches] + [f"prefill_{rows}" for rows in cache.chunks]
     executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
@@ -336,8 +329,8 @@ def load_onnx(
     return CompiledModel(executable, description)
 
 
-def _file_in(folder: Path) -> Path:
-    """The model in a folder that onnxruntime-genai wrote."""
+def _find_decoder(folder: Path) -> Path:
+    """ONNX file in a folder of onnxruntime-genai."""
     config = folder / "genai_config.json"
     if not config.is_file():
         return folder / "model.onnx"

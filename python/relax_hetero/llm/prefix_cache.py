@@ -1,0 +1,153 @@
+"""Prefix cache: sequences of finished requests, which requests with the same first tokens continue."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import CacheError
+from .model import Cache
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """A sequence whose request has finished.
+
+    Attributes
+    ----------
+    slot : int
+        Slot in the cache.
+    tokens : array of int32, (length,)
+        Tokens of the sequence.
+    """
+
+    slot: int
+    tokens: np.ndarray
+
+
+class PrefixCache:
+    """Sequences of finished requests, evicted in least-recently-used order.
+
+    Parameters
+    ----------
+    cache : Cache
+        Cache with their keys and values.
+    max_prefixes : int
+        Maximum number of sequences.
+    min_tokens : int
+        Minimum number of equal tokens; fewer are not worth copying a page.
+    """
+
+    def __init__(self, cache: Cache, max_prefixes: int, min_tokens: int = 16) -> None:
+        self._cache, self._max_prefixes, self._min_tokens = cache, max_prefixes, min_tokens
+        self._entries: deque[Prefix] = deque()  # in order of use, most recent last
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(prefix.tokens.size for prefix in self._entries)
+
+    def store(self, slot: int, tokens: Sequence[int]) -> None:
+        """Store the first `tokens` of a sequence, or free it if they are too few; free sequences that it continues."""
+        stored = np.asarray(tokens, np.int32)
+        if self._max_prefixes == 0 or stored.size < self._min_tokens or not self._truncate(slot, stored.size):
+            self._cache.free(slot)
+            return
+        for prefix in [old for old in self._entries if common_length(old.tokens, stored) == old.tokens.size]:
+            self._evict(prefix)
+        while len(self._entries) >= self._max_prefixes:
+            self.evict_oldest()
+        self._entries.append(Prefix(slot, stored))
+
+    def evict_oldest(self, excluded: Prefix | None = None) -> bool:
+        """Free the least recently used sequence other than `excluded`; False if there is none."""
+        oldest = next((prefix for prefix in self._entries if prefix is not excluded), None)
+        if oldest is None:
+            return False
+        self._evict(oldest)
+        return True
+
+    def find_longest(self, tokens: np.ndarray, candidates: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
+        """Find the sequence with the longest common prefix, and its length; None if all are shorter than `min_tokens`.
+
+        Parameters
+        ----------
+        tokens : array of int32, (length,)
+            Tokens of a request.
+        others : iterable of Prefix
+            Further candidates, such as running requests.
+        """
+        best = max(
+            ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *candidates)),
+            key=lambda match: match[1],
+            default=None,
+        )
+        if best is None or best[1] < self._min_tokens:
+            return None
+        return best
+
+    def begin(self, prefix: Prefix, length: int) -> int | None:
+        """Begin a sequence with the first `length` tokens of a prefix, and return its slot.
+
+        Other stored sequences are evicted if the cache is full; if there are none, the new sequence replaces the
+        prefix.
+
+        Returns
+        -------
+        int or None
+            None if the prefix cannot be truncated to that length, since pages have left its window.
+
+        Raises
+        ------
+        CacheError
+            If the cache is full.
+        """
+        while True:
+            try:
+                slot = self._cache.fork(prefix.slot)
+                break
+            except CacheError:
+                if self.evict_oldest(excluded=prefix):
+                    continue
+                if prefix not in self._entries:
+                    raise
+                return self._replace(prefix, length)
+        if not self._truncate(slot, length):
+            self._cache.free(slot)
+            return None
+        if prefix in self._entries:
+            self._entries.remove(prefix)
+            self._entries.append(prefix)
+        return slot
+
+    def _replace(self, prefix: Prefix, length: int) -> int | None:
+        if not self._truncate(prefix.slot, length):
+            return None
+        self._entries.remove(prefix)
+        return prefix.slot
+
+    def _truncate(self, slot: int, length: int) -> bool:
+        """Remove a slot's tokens after the first `length`; False if that is not possible."""
+        try:
+            if length < self._cache.length(slot):
+                self._cache.truncate(slot, length)
+        except CacheError:
+            return False
+        return True
+
+    def _evict(self, prefix: Prefix) -> None:
+        self._entries.remove(prefix)
+        self._cache.free(prefix.slot)
+
+
+def common_length(first: np.ndarray, second: np.ndarray) -> int:
+    """Length of the common prefix of two sequences."""
+    length = min(first.size, second.size)
+    different = first[:length] != second[:length]
+    return int(np.argmax(different)) if different.any() else length
