@@ -478,7 +478,7 @@ def _is_permuted(block: Block, tensor: relax.Expr, order: tuple[int, ...], depth
     if op_name(value) == PERMUTE:
         return tuple(permutation(value)) == order
     if op_name(value) == op.UNSET:
-        is_convolution = Encoding.parse(value.attrs.encoding).moves is not None
+        is_convolution = Encoding.parse(value.attrs.encoding).conv is not None
         return is_convolution and order == (0, len(order) - 1, *range(1, len(order) - 1))
     parsed = to_expression(value) if depth else None
     return parsed is not None and any(_is_permuted(block, operand, order, depth - 1) for operand in parsed[1])
