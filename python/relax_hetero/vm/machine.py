@@ -19,7 +19,7 @@ from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.argument_copies import decode_strings, encode_strings
 from .args.call_cache import CachedCall, CallCache
 from .args.donated_arguments import argument_memory, arguments_for_run, memory_in_flight, retained_ranges
-from .args.results import check_out, fill, to_python
+from .args.results import check_out_buffers, fill_out_buffers, to_python
 from .device.builtins import current_machine
 from .device.devices import bind_devices, host_device
 from .device.error_records import register_checks
@@ -421,7 +421,7 @@ class VirtualMachine:
             Name of the function.
         """
         signature = self.executable.signature(name)
-        with self._submitter.without_queues():
+        with self._submitter.plain_call():
             bound = self._stateful.inputs_of_run(signature)
             self._stateful.set_outputs(name, self._run(signature, bound, None))
 
@@ -508,7 +508,7 @@ class VirtualMachine:
             if fingerprint in call.outs:
                 buffer = tensor
             else:
-                check_out(out, signature, call.dims.copy())
+                check_out_buffers(out, signature, call.dims.copy())
                 if fingerprint is not None and call.determines_output_shape(signature):
                     call.outs.add(fingerprint)
         values = call.values(tensors)
@@ -533,20 +533,20 @@ class VirtualMachine:
                     return result
             return to_python(result, ranges, call.borrowed(tensors))
         if buffer is None:
-            return fill(out, result)
+            return fill_out_buffers(out, result)
         copy_into(result, buffer)
         return out
 
     def _run(self, signature: FunctionSignature, bound: BoundArguments, out: Any) -> Any:
         values, dims, borrowed = bound
         if out is not None:
-            check_out(out, signature, dims.copy())
+            check_out_buffers(out, signature, dims.copy())
         self._check_memory_in_flight(signature.name, values)
         result = self._invoke(signature.name, values)
         if dims.values:
             self._pool_watch.note((signature.name, *dims.values.values()), (values, result))
         if out is not None:
-            return fill(out, result)
+            return fill_out_buffers(out, result)
         return to_python(result, self._constants.ranges, borrowed)
 
     def _check_memory_in_flight(self, name: str, values: Sequence[Any]) -> None:

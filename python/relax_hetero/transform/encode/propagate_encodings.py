@@ -65,7 +65,7 @@ from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.relax_expressions import scalar_of, to_expression
 from ..ir.rewriting import is_on_gpu, op_name
-from ..quantize.quantized_operands import dequantized, is_part_of_quantized
+from ..quantize.quantized_operands import is_absorbable, match_dequantize
 from .absorb_permutes import absorb_permutes
 from .encoded_products import ONE
 
@@ -303,7 +303,7 @@ class _RegionBuilder:
         """
         if best is None or str(binding.var.ty.dtype) in ("int8", "uint8"):
             return False
-        match = dequantized(binding.var, self.block)
+        match = match_dequantize(binding.var, self.block)
         return match is not None and match[1].same_as(self.block.bindings[best.end].var)
 
     def _is_cast_of_16_bits(self, best: Region, binding: relax.Binding) -> bool:
@@ -400,7 +400,7 @@ class _RegionBuilder:
         if tensor in self.expressions:
             is_aligned = same_shape(self.shapes[tensor], shape) and self.orders[tensor] == order
             return self.expressions[tensor] if is_aligned else None
-        match = dequantized(tensor, self.block)
+        match = match_dequantize(tensor, self.block)
         if match is not None and match[1] not in self.expressions:
             dequantization, data = match[0], self._argument(match[1], shape, order)
             return None if data is None else dequantization.substitute([data])
@@ -529,7 +529,7 @@ def drop_unused(block: Block) -> list[relax.Binding] | None:
 
 
 def _is_droppable(value: relax.Expr) -> bool:
-    return op_name(value) in (op.SET, op.UNSET) or is_part_of_quantized(value)
+    return op_name(value) in (op.SET, op.UNSET) or is_absorbable(value)
 
 
 def unset_below_transfers(block: Block) -> list[relax.Binding] | None:
