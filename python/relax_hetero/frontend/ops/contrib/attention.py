@@ -12,8 +12,8 @@ from ..elementwise import cast
 from ..node import Dim, Node, Position, const, dtype_of
 from ..products import matmul
 from ..required_sizes import as_expr, require_broadcast, require_shape, shown
-from ..run_time.numbers import numbers_of
-from ..slicing import cut
+from ..run_time.numbers import dims_of_vector
+from ..slicing import slice_axes
 from ..table import MICROSOFT, convert_node, converts
 
 
@@ -88,7 +88,7 @@ def _is_in_sequence(node: Node, bounds: relax.Expr, batch: int, keys: Dim, has_s
     bounds = cast(node, bounds, "int64")
 
     def bounds_from(first: int) -> relax.Expr:
-        return node.emit(relax.op.reshape(cut(node, bounds, {0: (first, batch, 1)}), [batch, 1, 1, 1]))
+        return node.emit(relax.op.reshape(slice_axes(node, bounds, {0: (first, batch, 1)}), [batch, 1, 1, 1]))
 
     is_visible = node.emit(relax.op.less(positions, bounds_from(0)))
     if has_starts:
@@ -101,7 +101,7 @@ def _causal_mask(node: Node, queries: Dim, keys: Dim, dtype: str) -> relax.Expr:
     """Additive causal mask, with the last query at the last key."""
     masked_score = float(np.finfo("float32" if dtype == "bfloat16" else dtype).min)
     if isinstance(queries, int) and isinstance(keys, int):
-        node.check_table(queries, keys)
+        node.check_constant_size(queries, keys)
         last_visible_keys = np.arange(queries)[:, None] + (keys - queries)
         return const(np.where(np.arange(keys) <= last_visible_keys, 0.0, masked_score), dtype)
     query_positions = node.emit(relax.op.arange(keys - queries, keys, 1, "int64"))
@@ -121,7 +121,9 @@ def _refuse_in_place_cache(node: Node, *cache_inputs: int) -> None:
 
 def _append_to_past(node: Node, past: relax.Expr, qkv: QueryKeyValue) -> QueryKeyValue:
     """Append keys and values to the past, [2, batch, heads, positions, size]."""
-    past_key_value = [node.emit(relax.op.squeeze(cut(node, past, {0: (index, 1, 1)}), [0])) for index in range(2)]
+    past_key_value = [
+        node.emit(relax.op.squeeze(slice_axes(node, past, {0: (index, 1, 1)}), [0])) for index in range(2)
+    ]
     pairs = zip(past_key_value, (qkv.key, qkv.value), strict=True)
     return QueryKeyValue(qkv.query, *(node.emit(relax.op.concat([old, new], axis=2)) for old, new in pairs))
 
@@ -136,7 +138,9 @@ def _attend_packed(node: Node, projection: relax.Expr, mask_input: int, past_inp
     if len(sizes) != 3 or sum(sizes) != width or sizes[0] != sizes[1]:
         raise node.refusal(f"found qkv_hidden_sizes {sizes} for weights of {width} columns")
     starts = np.cumsum([0, *sizes])[:3]
-    operands = [cut(node, projection, {2: (int(start), size, 1)}) for start, size in zip(starts, sizes, strict=True)]
+    operands = [
+        slice_axes(node, projection, {2: (int(start), size, 1)}) for start, size in zip(starts, sizes, strict=True)
+    ]
     qkv = QueryKeyValue(*(_split_heads(node, operand, num_heads) for operand in operands))
     if node.has(past_input):
         batch, _, _, size = node.shape(qkv.key)
@@ -201,7 +205,7 @@ def _attend_preallocated(node: Node, qkv: QueryKeyValue) -> relax.Expr:
     past_length = cast(node, node.emit(relax.op.reshape(node.tensor(8), [1])), "int64")
     new_length = node.emit(relax.op.shape_to_tensor(relax.ShapeExpr([as_expr(num_new)])))
     # The sum gets a symbol of its own: TVM's analyzer does not simplify quotients of sums.
-    (num_keys,) = numbers_of(node, node.emit(relax.op.add(past_length, new_length)), "positions")
+    (num_keys,) = dims_of_vector(node, node.emit(relax.op.add(past_length, new_length)), "positions")
     total, num_past = as_expr(num_keys), as_expr(num_keys) - as_expr(num_new)
     caches = []
     for index, new in ((6, qkv.key), (7, qkv.value)):
@@ -216,7 +220,7 @@ def _attend_preallocated(node: Node, qkv: QueryKeyValue) -> relax.Expr:
 
         positions = node.kernel("places", position_of, new, [num_past])
         caches.append(node.emit(relax.op.scatter_elements(old, positions, new, 2)))
-    filled = [cut(node, cache, {2: (0, num_keys, 1)}) for cache in caches]
+    filled = [slice_axes(node, cache, {2: (0, num_keys, 1)}) for cache in caches]
     return node.outputs([_attend(node, QueryKeyValue(qkv.query, *filled), 4, 5), *caches])
 
 
@@ -235,7 +239,7 @@ def decoder_masked_attention(node: Node) -> relax.Expr:
         if not isinstance(width, int) or width % 3:
             raise node.refusal(f"found packed operands of width {width}, expected a known multiple of 3")
         for index in range(3):
-            inputs[index] = cut(node, query, {2: (index * width // 3, width // 3, 1)})
+            inputs[index] = slice_axes(node, query, {2: (index * width // 3, width // 3, 1)})
     # Indices of the inputs in MultiHeadAttention's order.
     order = (0, 1, 2, 10, 3, 4, 5, 6, 7 if is_preallocated else -1, 9)
     attributes = {
@@ -265,7 +269,7 @@ def _split_operands(node: Node, num_heads: int) -> QueryKeyValue:
             if not isinstance(width, int):
                 raise node.refusal("found projections of unknown width; give it with shapes=")
             if node.rank(operand) == 3:
-                bias = cut(node, node.tensor(3), {0: (start, width, 1)})
+                bias = slice_axes(node, node.tensor(3), {0: (start, width, 1)})
                 operands[index] = node.emit(relax.op.add(operand, bias))
             start += width
     return QueryKeyValue(*(x if node.rank(x) == 4 else _split_heads(node, x, num_heads) for x in operands))
@@ -275,5 +279,5 @@ def _unpack(node: Node, packed: relax.Expr, index: int, count: int) -> relax.Exp
     """Operand `index` of `count` in [batch, positions, heads, count, size], as [batch, heads, positions, size]."""
     if node.shape(packed)[3] != count:
         raise node.refusal(f"found packed operands of shape {shown(node.shape(packed))}, expected {count} on axis 3")
-    operand = node.emit(relax.op.squeeze(cut(node, packed, {3: (index, 1, 1)}), [3]))
+    operand = node.emit(relax.op.squeeze(slice_axes(node, packed, {3: (index, 1, 1)}), [3]))
     return node.emit(relax.op.permute_dims(operand, [0, 2, 1, 3]))
