@@ -236,11 +236,11 @@ def _copy_queues(keys: Sequence[tuple[int, int]]) -> list[Any]:
     return [queues for queues in copy_queues if queues is not None]
 
 
-def overlapping(metadata: Metadata) -> set[str]:
-    """The functions whose synchronous calls go through queues, too.
+def functions_to_queue(metadata: Metadata) -> set[str]:
+    """The functions whose plain calls (not only submitted ones) go through queues.
 
     These are functions with large work to overlap on devices that share no cores. If a device is bound to a NUMA node,
-    they are all functions: queues have threads there, and the calling thread is not moved.
+    all functions go through queues, which have threads on that node: a plain call would run on the caller's node.
     """
     if any(spec.numa_node is not None for spec in metadata.devices):
         return set(metadata.signatures)
