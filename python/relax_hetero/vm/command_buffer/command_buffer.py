@@ -223,7 +223,7 @@ class CommandBuffer:
         Raises
         ------
         BindingError
-            An operand does not fit the kernel. Sizes that depend on parameters are checked at submission.
+            An operand does not fit the kernel. Conditions on bindings and parameters are checked at submission.
         """
         self._dispatch(self._load_kernel(kernel), as_grid(grid), None, operands, scalars, when, unless)
 
@@ -299,8 +299,8 @@ class CommandBuffer:
         ------
         BindingError
             Too few bytes, another element type (unless kernels differ in it, or the memory is ``uint8``), a misaligned
-            address, another device, read-only memory that commands write, or overlapping slots of which commands write
-            one. The message names the slot and its requirement (`SlotSpec`).
+            address, another device, read-only memory that commands write, or overlapping bindings, one of which
+            commands write. The message names the slot and its requirement (`SlotSpec`).
         """
         return bind(self._require_recording("bound"), bindings, self.device, self.device_name)
 

@@ -82,9 +82,7 @@ class CudaCommands:
         self._device, self._recording, self._library = device, recording, library
         self._names = [parameter_name(index) for index in range(len(recording.parameters))]
         self._directs = [buffer.address for buffer in recording.directs]
-        self._driver = (
-            driver if isinstance(driver, CudaDriver) and not _reads_device_memory(recording.commands) else None
-        )
+        self._driver = driver if isinstance(driver, CudaDriver) and not _reads_memory(recording.commands) else None
         self.runs = "stream" if self._driver is None else GRAPH
         self._lock = threading.Lock()
         # Graphs contain addresses, so each keeps its table alive; no graph (None) before the second submission.
@@ -154,7 +152,7 @@ class CudaCommands:
                 launcher.fill(command)
 
 
-def _reads_device_memory(commands: Sequence[Command]) -> bool:
+def _reads_memory(commands: Sequence[Command]) -> bool:
     """Return whether a submission reads indirect counts or predicates back from the device."""
     dispatches = [command for command in commands if isinstance(command, Dispatch)]
     return any(d.count is not None or d.when is not None or d.unless is not None for d in dispatches)

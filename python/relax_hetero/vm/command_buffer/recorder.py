@@ -237,7 +237,7 @@ class Recorder:
     device : int
         Manifest index.
     slots, parameters : int
-        Numbers of slots and of parameters.
+        Number of slots, and number of parameters.
     may_overlap : frozenset of (int, int)
         Pairs of slots whose bindings may overlap.
     """
@@ -335,7 +335,7 @@ class Recorder:
         return Recording(
             self._device,
             tuple(self._commands),
-            tuple(needs.slot(index, self._device) for index, needs in enumerate(self._slot_requirements)),
+            tuple(required.slot(index, self._device) for index, required in enumerate(self._slot_requirements)),
             tuple("int64" if name in self._integer_parameters else "float64" for name in parameters),
             tuple(self._directs),
             frozenset(written),

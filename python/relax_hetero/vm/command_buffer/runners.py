@@ -91,8 +91,8 @@ def check_device_kind(machine: VirtualMachine, device: int) -> None:
     """Require a kind of device with a runner; BindingError otherwise."""
     spec = machine.executable.devices[device]
     if not spec.backend.records_by_hand:
-        kinds = ", ".join(repr(backend.kind) for backend in backends() if backend.records_by_hand)
-        raise BindingError(f"a command buffer needs a device of a kind of {kinds}, found {spec.kind!r}")
+        kinds = " or ".join(repr(backend.kind) for backend in backends() if backend.records_by_hand)
+        raise BindingError(f"a command buffer needs a device of the kind {kinds}, found {spec.kind!r}")
 
 
 class HostRunner:

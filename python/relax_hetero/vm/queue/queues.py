@@ -50,7 +50,7 @@ class Queues:
 
     Parameters
     ----------
-    devices, scopes
+    devices, scopes : sequence of Device, sequence of str
         Devices and memory scopes by manifest index; the last is the host.
     constants : object
         Constants, as functions take them.
@@ -107,7 +107,7 @@ class Queues:
         self._copy_queues = _copy_queues(keys)
         self.by_entry = [queues[key] for key in keys]
         self.all = list(queues.values())
-        # TVM's virtual machine of each queue's thread, and the functions found in it.
+        # TVM's virtual machine of each queue's thread, with its functions by name.
         self._modules: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}
         _open_queues.add(self)
 
@@ -144,7 +144,7 @@ class Queues:
         follow_callers_streams(queue for queue in (*self.all, *self._stream_copies()) if isinstance(queue, StreamQueue))
 
     def run(self, step: Step, queue: DeviceQueue | None, is_result: bool, call: CallState) -> tuple[Any, Point | None]:
-        """Run a step in this thread, its queue's.
+        """Run a step in this thread, which is its queue's.
 
         Parameters
         ----------

@@ -7,7 +7,7 @@ it: then CPUs and the caller may read the result, and its memory is released. A 
 Kernels of a GPU use one stream for all virtual machines of the process, because TVM's memory pool reuses freed memory
 at once, which is safe only in the order of one stream. Copies have streams of their own, one for each ordered pair of
 devices, so that they overlap with kernels; they never write to memory from TVM's pool (`CopyQueues`). All these streams
-synchronize with CUDA's default stream, which synchronous calls and other libraries use by default.
+synchronize with CUDA's default stream, which plain calls and other libraries use by default.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StreamQueue(DeviceQueue):
         super().__init__(name, threads=Threads(1, True))
         self.stream = stream
         self.ends = DeviceQueue(f"ends of {name}")
-        self._num_ends = itertools.count()
+        self._end_numbers = itertools.count()
 
     def issue(self, work: Callable[[], Any], after: Iterable[Point]) -> tuple[Any, Point]:
         """Issue work, in the queue's thread.
@@ -87,7 +87,7 @@ class StreamQueue(DeviceQueue):
 
     def at_end(self, work: Work) -> None:
         """Run `work` in a second thread, where it may wait for the end of the last issued work."""
-        self.ends.push((next(self._num_ends), 0), work)
+        self.ends.push((next(self._end_numbers), 0), work)
 
     def close(self, timeout: float = 0) -> None:
         """End both threads; see `DeviceQueue.close`."""

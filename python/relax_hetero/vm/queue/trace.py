@@ -128,7 +128,7 @@ def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event
 
 
 def serialize_tracks(calls: Sequence[TracedCall]) -> list[TracedCall]:
-    """Delay the recorded begins of steps so that steps of one track do not overlap.
+    """Delay the begin times of steps so that steps of one track do not overlap.
 
     GPU work is recorded from its issue to its end. It cannot have begun before the previous work of its queue had
     ended, nor before its inputs were made.
