@@ -64,7 +64,7 @@ from .commands.command_metadata import (
     regions_as_linked,
     with_public_kernels,
 )
-from .compile_cache import through_cache
+from .compile_cache import load_or_build
 from .link.address_table import by_address
 from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
@@ -397,7 +397,7 @@ def compile(  # noqa: A001 (the contract's name)
     indices = optional_indices(mod, optional)
 
     def compile_version(version: tvm.IRModule) -> Executable:
-        return through_cache(
+        return load_or_build(
             version, cache, command_buffers, lambda folder: _compile(version, command_buffers, progress, folder)
         )
 

@@ -131,7 +131,7 @@ class CudaCommands:
                 self._launch(table, numbers, Stream(self._library, self._device.index, handle))
 
         try:
-            return self._driver.record(launch)
+            return self._driver.capture(launch)
         except Exception as error:  # a kernel may do something that cannot be captured
             _destroy_all(self._driver, self._device, self._graphs)
             self._driver, self.runs = None, "stream"

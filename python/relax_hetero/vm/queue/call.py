@@ -22,7 +22,7 @@ from .stream_queue import Point, StreamQueue
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """A call whose arguments were checked and placed.
 
     Attributes
@@ -43,7 +43,7 @@ class Prepared:
     memory: ArgumentMemory | None = None
 
 
-Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
+Prepare = Callable[[Sequence[Any], Mapping[str, Any]], PreparedCall]
 """Function that checks and places a caller's arguments, by position and by name."""
 
 
@@ -71,7 +71,7 @@ class QueuedCall:
         The values of symbolic dimensions.
     """
 
-    def __init__(self, plan: QueuePlan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:
+    def __init__(self, plan: QueuePlan, number: int, prepared: PreparedCall, fence: Fence, owner: object) -> None:
         self.sizes = prepared.sizes
         self.values: list[Any] = [*prepared.values, *(None,) * (plan.values - len(prepared.values))]
         self.points: dict[int, Point] = {}

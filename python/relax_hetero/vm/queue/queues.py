@@ -228,11 +228,11 @@ def _copy_queues(keys: Sequence[tuple[int, int]]) -> list[Any]:
     return copy_queues
 
 
-def overlapping(metadata: Metadata) -> set[str]:
+def functions_to_queue(metadata: Metadata) -> set[str]:
     """The functions whose plain calls go through queues.
 
     These are functions with large work to overlap on devices that share no cores. If a device is bound to a NUMA node,
-    they are all functions: queues have threads there, and the calling thread is not moved.
+    all functions go through queues, which have threads on that node: a plain call would run on the caller's node.
     """
     if any(spec.numa_node is not None for spec in metadata.devices):
         return set(metadata.signatures)

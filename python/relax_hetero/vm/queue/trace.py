@@ -24,7 +24,7 @@ from ...artifact.schedule import Step
 from ...display.html import Column, Markup, bar, colour, escaped, paragraph, table, view
 from ...errors import BindingError
 from ..device.tensors import nbytes_of
-from .call import Prepare, Prepared
+from .call import Prepare, PreparedCall
 from .fence import Fence
 from .plan import QueuePlan
 from .queues import CallState, Queues
@@ -422,7 +422,7 @@ class Trace:
             call.plan = plan(queues)
             return _TracedPlan(call.plan, call)
 
-        def traced_prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+        def traced_prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedCall:
             prepared = prepare(args, kwargs)
             return replace(prepared, finish=_recorded_finish(prepared.finish, call))
 
