@@ -54,7 +54,7 @@ class Record:
     written : sequence of int
         Operands that the op may write to; later uses on other devices need new transfers.
     host_read : bool
-        Whether the host reads the operands.
+        True if the host reads the operands.
     """
 
     binding: relax.Binding
@@ -92,7 +92,7 @@ class Scope:
     parent, parent_index
         Enclosing scope and record; None for the body of a module's function.
     is_function : bool
-        Whether it is the body of a local function.
+        True for the body of a local function.
     """
 
     seq: relax.SeqExpr
@@ -169,7 +169,7 @@ class Program:
     host : int
         Index of the last CPU of the host that runs the VM; ANY without one.
     writes_in_place : bool
-        Whether an op of the module writes into an operand.
+        True if an op of the module writes into an operand.
     units : dict
         Relax functions by name.
 
@@ -187,9 +187,9 @@ class Program:
         host = host_vdevice(self.vdevices)
         self.host = ANY if host is None else vdevice_index(host, self.vdevices)
         self._reading_cpus = [host_vdevice(self.vdevices, vdevice) for vdevice in self.vdevices]
-        # By identity: equal entries of the list are different devices.
+        # Keyed by handle: equal entries of the list are different devices.
         self._index = {handle(vdevice): index for index, vdevice in reversed(list(enumerate(self.vdevices)))}
-        self._other_vdevices: list[relax.VDevice] = []  # keys of `_index` too: kept alive so that no handle is reused
+        self._other_vdevices: list[relax.VDevice] = []  # kept alive, since `_index` has their handles
         self.writes_in_place = any(
             op_name(binding.value) in IN_PLACE for _, func in relax_functions(mod) for binding in walk_bindings(func)
         )

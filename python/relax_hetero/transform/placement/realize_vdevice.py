@@ -168,7 +168,7 @@ def _realized(mod: tvm.IRModule, insert_copies: bool = False) -> tvm.IRModule:
     ----------
     mod : tvm.IRModule
     insert_copies : bool
-        Whether to insert a transfer between values that are fixed to different devices, instead of raising an error.
+        Insert a transfer between connected values that are fixed to different devices, instead of raising an error.
 
     Raises
     ------
@@ -205,8 +205,8 @@ def _write_module(program: Program, clones: list[list[Clone]], report: Placement
     if not changed:
         return mod
     for gvar, base_func in mod.functions.items():
-        first, *others = placed.get(str(gvar.name_hint), [(gvar, base_func)])
-        functions.update([first, *((clone_gvar, copy_with_new_vars(func)) for clone_gvar, func in others)])
+        first, *other_clones = placed.get(str(gvar.name_hint), [(gvar, base_func)])
+        functions.update([first, *((clone_gvar, copy_with_new_vars(func)) for clone_gvar, func in other_clones)])
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 

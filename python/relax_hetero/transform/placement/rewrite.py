@@ -88,7 +88,7 @@ class CallWriter(Operands):
             self.notes.append(PlacementNote("op", var.name, var.ty, record.op, self.devices[site], site, ""))
 
     def _production_tree(self, record: Record) -> Tree:
-        """Tree of nodes on whose devices a call produces its result: that of the variable unless a transfer follows."""
+        """Nodes on whose devices a call produces its result: those of the variable unless a transfer follows."""
         result = record.result_device
         if record.produced == HOST:
             return result if self.all_on(result, self.program.host) else _filled(result, HOST)
