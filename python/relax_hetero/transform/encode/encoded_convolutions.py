@@ -62,7 +62,7 @@ def emit_convolution(
     binding : relax.VarBinding
         Any binding.
     function : str
-        Name of the function, for remarks on declined convolutions.
+        Name of the function, for missed-optimization remarks.
     tf32 : bool
         Whether operands of float32 may be rounded to 10 bits of fraction.
     accuracy : str
