@@ -358,7 +358,7 @@ class CompiledModel:
                 logits, *new_pages = self.machine[name](*arguments, *pages)
                 if [page.data_ptr() for page in new_pages] == [page.data_ptr() for page in pages]:
                     # Pages were written in place: later calls have the same arguments.
-                    self._prepared_calls[name] = self.machine.prepare(name, [*arguments, *pages], only=0)
+                    self._prepared_calls[name] = self.machine.prepare(name, [*arguments, *pages], result_index=0)
                 else:
                     self._prepared_calls.clear()
                     pages = new_pages

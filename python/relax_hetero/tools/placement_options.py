@@ -118,7 +118,7 @@ class PlacementOptions:
     memory_limit : tuple of (str, str)
         Values of ``--memory-limit``: device, and maximum number of bytes for ``--place-auto``.
     optional : tuple of str
-        Values of ``--optional``: devices of the model that a machine may lack.
+        Values of ``--optional``: devices of the model that a computer may lack.
     max_nodes, max_computed : int or None
         ``--max-nodes`` and ``--max-computed``, limits of the import; None for the defaults.
     """

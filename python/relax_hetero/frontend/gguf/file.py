@@ -276,7 +276,7 @@ def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileT
         raise reader.error(f"general.alignment is {alignment}, expected a power of two")
     types = {int(kind): (str(kind.name), *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     entries: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
-    previous, end = "the data's start", 0
+    previous, end = "the data's beginning", 0
     for _ in range(count):
         name = reader.text("the name of a tensor")
         if name in entries or len(name.encode()) > _MAX_NAME_BYTES:
