@@ -18,7 +18,7 @@ from .signature import Dim
 PAGE = 4096
 """Bytes to a multiple of which TVM's pool rounds buffers; it reuses only freed buffers of exactly that size."""
 
-# Time: the step of a call, the step of a nested call, ..., the command. Tuples compare lexicographically, so the beginning
+# Time: the step of a call, of a nested call, ..., the command. Tuples compare lexicographically, so the beginning
 # of a step precedes everything within it, and its end, which has infinity appended, follows everything.
 _When: TypeAlias = tuple[float, ...]
 
