@@ -224,7 +224,7 @@ class Tokenizer:
             Whether names of control tokens in the text become these tokens; in a `Prompt`, only those that the template
             wrote do.
         begin : bool
-            Whether to add the tokens for the beginning and the end of a text that the model expects, unless the text has
+            Whether to add the tokens for the start and the end of a text that the model expects, unless the text has
             them already.
         """
         tokens: list[int] = []
