@@ -48,9 +48,12 @@ Call = Callable[[], object]
 class Ours:
     """A loaded model with as many sequences as the largest batch."""
 
-    def __init__(self, path: Path, vdevice: str, batches: tuple[int, ...], chunk: int, context: int) -> None:
+    def __init__(
+        self, path: Path, vdevice: str, batches: tuple[int, ...], chunk: int, context: int, batch_invariant: bool
+    ) -> None:
         begin = time.perf_counter()
-        self.model, _ = rh.llm.load(path, [vdevice], batches=batches, chunks=(chunk,), context=max(context, chunk) + 64)
+        sizes = {"batches": batches, "chunks": (chunk,), "context": max(context, chunk) + 64}
+        self.model, _ = rh.llm.load(path, [vdevice], **sizes, batch_invariant=batch_invariant)
         self.seconds = time.perf_counter() - begin
         self.tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, context).astype("int32")
         self.slots = [self.model.cache.add() for _ in range(max(batches))]
@@ -112,6 +115,7 @@ def bytes_read(path: Path, sizes: Sizes, batch: int, context: int) -> float:
 @click.option("--batches", default="1,8,32", show_default=True, help="Numbers of sequences of decode steps, a list.")
 @click.option("--chunk", default=2048, show_default=True, help="Tokens of a prefill.")
 @click.option("--context", default=512, show_default=True, help="Tokens of a sequence in a decode step.")
+@click.option("--batch-invariant", is_flag=True, help="Load the model with the same bits in every batch.")
 @click.option("--rounds", default=11, show_default=True)
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append JSON lines to this file.")
 @smoke(vdevice="llvm", layers=0, types="Q4_0", batches="1,2", chunk=70, context=100, rounds=1)
@@ -122,6 +126,7 @@ def main(
     batches: str,
     chunk: int,
     context: int,
+    batch_invariant: bool,
     rounds: int,
     json_file: Path | None,
 ) -> None:
@@ -133,7 +138,7 @@ def main(
     for kind in types.split(","):
         with tempfile.TemporaryDirectory() as folder:
             path = write_gguf(Path(folder, "model.gguf"), sizes, kind, 0)
-            ours = Ours(path, vdevice, counts, chunk, context)
+            ours = Ours(path, vdevice, counts, chunk, context, batch_invariant)
             for batch in counts:
                 read[f"decode {batch}", kind] = bytes_read(path, sizes, batch, context)
         console.print(f"{kind}: loaded in {ours.seconds:.1f} s")

@@ -37,7 +37,7 @@ class JsonTokenizer:
     stop_ids
         Tokens that end a text or a turn.
     begin_id
-        Token for the begin of a text, if there is one.
+        Token for the beginning of a text, if there is one.
     chat_template
         Chat template in jinja2, if there is one.
 
@@ -105,7 +105,7 @@ class JsonTokenizer:
             Whether names of control tokens in the text become these tokens; in a `Prompt`, only those that the template
             wrote do.
         begin : bool
-            Whether to add the tokens for the begin and the end of a text that the model expects; a begin is not added
+            Whether to add the tokens for the start and the end of a text that the model expects; a start is not added
             twice.
         """
         with package_errors("the package tokenizers fails on a text"):

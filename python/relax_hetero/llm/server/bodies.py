@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from ..params import SamplingParams
 from .api_errors import ApiError
@@ -30,28 +30,28 @@ class StreamOptions(BaseModel):
     include_usage: _Switch = False
 
 
-class Body(BaseModel):
+_SCALARS = {name: kind for name, kind in get_type_hints(SamplingParams).items() if kind in (bool, int, float)}
+"""Types of sampling parameters that are fields of bodies by the same name, those of OpenAI and of vLLM."""
+
+_SamplingFields: Any = create_model(
+    "_SamplingFields",
+    __config__=ConfigDict(strict=True, extra="allow"),
+    **{name: (kind | None, None) for name, kind in _SCALARS.items()},  # type: ignore[call-overload]
+)
+
+
+class Body(_SamplingFields):  # type: ignore[misc]
     """Fields of both endpoints. Others are refused if they would change the answer (`fields`), else ignored."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
     neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_VALUES
     model: str | None = None
     stream: _Switch = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, _or(1), Field(ge=1)] = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
-    # Extensions, named as in vLLM.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
+    seed: int | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -61,7 +61,7 @@ class Body(BaseModel):
         return {**body, "extra_body": None, **extra} if isinstance(extra, dict) else body
 
     def refuse_unsupported(self) -> None:
-        """ApiError for what would be ignored, and neutral_values the answer."""
+        """Raise ApiError for unsupported fields that would change the answer."""
         refuse_unsupported_fields(self.model_extra or {}, self.neutral_values)
         if self.stream_options is not None:
             refuse_unsupported_fields(self.stream_options.model_extra or {}, NEUTRAL_STREAM_VALUES, "stream_options.")
@@ -79,18 +79,8 @@ class Body(BaseModel):
         RequestError
             If a value is out of range.
         """
-        names = (
-            "temperature",
-            "top_p",
-            "frequency_penalty",
-            "presence_penalty",
-            "top_k",
-            "min_p",
-            "repetition_penalty",
-            "ignore_eos",
-        )
-        values = {name: getattr(self, name) for name in names}
-        if self.top_k == -1:  # vLLM's value for all tokens
+        values = {name: getattr(self, name) for name in _SCALARS}
+        if values["top_k"] == -1:  # vLLM's value for all tokens
             values["top_k"] = 0
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
@@ -124,7 +114,7 @@ class CompletionBody(Body):
         return list(self.prompt)  # type: ignore[arg-type]
 
     def refuse_unsupported(self) -> None:
-        """ApiError for what would be ignored, and neutral_values the answer."""
+        """Raise ApiError for unsupported fields that would change the answer."""
         super().refuse_unsupported()
         if self.echo and self.logprobs is not None:
             message = "echo: found it with logprobs, which are given for new tokens only; expected one of them"
@@ -171,7 +161,7 @@ class ChatBody(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def refuse_unsupported(self) -> None:
-        """ApiError for what would be ignored, and neutral_values the answer."""
+        """Raise ApiError for unsupported fields that would change the answer."""
         super().refuse_unsupported()
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: found it without logprobs, expected logprobs: true", "top_logprobs")

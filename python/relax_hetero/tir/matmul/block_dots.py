@@ -98,24 +98,24 @@ class UnpackedPanel:
         with loop(plan.columns // reader.lanes) as vector:
             with loop(ceil_div(plan.depth, plan.block)) as block:
                 first = materialize(block * plan.block)
-                record = materialize(reader.record(panel, first // plan.span))
-                self._fill_scales(record, vector, block, materialize(first % plan.span // plan.block))
+                superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+                self._fill_scales(superblock, vector, block, materialize(first % plan.superblock_size // plan.block))
             with loop(ceil_div(plan.depth, self.chain)) as chain:
                 first = materialize(chain * self.chain)
-                record = materialize(reader.record(panel, first // plan.span))
-                group = materialize(first % plan.span // plan.group)
+                superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+                group = materialize(first % plan.superblock_size // plan.group)
                 start, quad = self.word(vector, chain), 0
                 for number in range(self.chain // plan.group):
-                    for quad_lanes in self.reader.group(record, group + number, vector):
+                    for quad_lanes in self.reader.group(superblock, group + number, vector):
                         index = lane_indices(start + quad * reader.lanes, reader.lanes)
                         T.buffer_store(self.words, quad_lanes, [index])
                         quad += 1
 
-    def _fill_scales(self, record: Expr, vector: Expr, block: Expr, number: Expr) -> None:
+    def _fill_scales(self, superblock: Expr, vector: Expr, block: Expr, number: Expr) -> None:
         reader = self.reader.panel
-        outer = reader.outer(record, vector)
+        outer = reader.outer(superblock, vector)
         for buffer, read in ((self.scales, reader.scale), (self.minimums, reader.minimum)):
-            value = read(record, number, outer, vector)
+            value = read(superblock, number, outer, vector)
             if value is not None:
                 T.buffer_store(buffer, value, [self._block_lanes(vector, block)])
 
@@ -365,7 +365,7 @@ class _Loops:
                 self._sums(count),
                 self.chain,
                 self.chains,
-                0 if form.minimum else form.low,
+                0 if form.minimum else form.min_code,
                 byte_order(form.bits),
             )
             tile_vectors = spec.vectors if self.rows <= _FEW_ROWS else 1
@@ -394,7 +394,7 @@ class _Loops:
         form = self.spec.plan.form
         if form.minimum:
             return T.alloc_buffer((count,), "float32", scope="global")
-        return T.alloc_buffer((count,), "int32", scope="global") if form.low else None
+        return T.alloc_buffer((count,), "int32", scope="global") if form.min_code else None
 
     def _write_codes(self, begin: Expr, end: Expr) -> None:
         """Quantize some rows."""
@@ -484,26 +484,28 @@ class _Loops:
                 self._scale(tile, at, len(vectors), *unpacked.scale_and_minimum(j, first), indices)
             return
         spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
-        in_record = materialize(first % plan.span) if plan.records > 1 else first
-        record = materialize(reader.record(tile.panel, first // plan.span if plan.records > 1 else 0))
-        block = materialize(in_record // plan.block) if plan.blocks > 1 else 0
+        in_superblock = materialize(first % plan.superblock_size) if plan.superblocks > 1 else first
+        superblock = materialize(
+            reader.superblock(tile.panel, first // plan.superblock_size if plan.superblocks > 1 else 0)
+        )
+        block = materialize(in_superblock // plan.block) if plan.blocks > 1 else 0
         if isinstance(spec.m, int) and spec.m <= _FEW_ROWS and plan.form.bits < 8:
             reader.prefetch_weights(tile.panel, first, self.chain)
-        group = materialize(in_record // plan.group)
+        group = materialize(in_superblock // plan.group)
 
         def quads(first: Expr) -> Iterator[Sequence[Expr]]:
-            return self._unpack_quads(vectors, record, materialize(group + first // plan.group))
+            return self._unpack_quads(vectors, superblock, materialize(group + first // plan.group))
 
         self._add_up(tile, len(vectors), quads, codes, indices)
         for at, j in enumerate(vectors):
-            outer = reader.outer(record, j)
-            factors = (reader.scale(record, block, outer, j), reader.minimum(record, block, outer, j))
+            outer = reader.outer(superblock, j)
+            factors = (reader.scale(superblock, block, outer, j), reader.minimum(superblock, block, outer, j))
             self._scale(tile, at, len(vectors), *factors, indices)
 
-    def _unpack_quads(self, vectors: list[Expr], record: Expr, group: Expr) -> Iterator[Sequence[Expr]]:
+    def _unpack_quads(self, vectors: list[Expr], superblock: Expr, group: Expr) -> Iterator[Sequence[Expr]]:
         """Weights of an unrolled loop body for some vectors of columns, four of each column at a time."""
         for place in range(self.unrolled_weights // self.spec.plan.group):
-            yield from zip(*(self.reader.group(record, group + place, j) for j in vectors), strict=True)
+            yield from zip(*(self.reader.group(superblock, group + place, j) for j in vectors), strict=True)
 
     def _number(self, bank: int, i: int, at: int, tile_vectors: int, term: int, rows: int) -> int:
         return ((bank * rows + i) * tile_vectors + at) * self.terms + term
@@ -548,7 +550,7 @@ class _Loops:
         self, tile: BlockTile, at: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, indices: list[Expr]
     ) -> None:
         """Scale the sums of a vector of columns, and add them to the totals."""
-        lanes, codes, low = self.spec.lanes, self.codes, self.spec.plan.form.low
+        lanes, codes, low = self.spec.lanes, self.codes, self.spec.plan.form.min_code
         if minimum is not None and low:
             minimum = let(minimum + scale * constant(float(low), "float32", lanes))
         banks = self._banks(tile.rows, tile_vectors)

@@ -99,8 +99,11 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
     count = tile.rows * spec.vectors
     lefts, packed = tile.lefts or tile.row_numbers, tile.panel if tile.packed is None else tile.packed
     firsts = [materialize(chain * spec.chain) for chain in chains]
-    in_records = [materialize(first % plan.span) if plan.records > 1 else first for first in firsts]
-    records = [materialize(reader.record(packed, first // plan.span if plan.records > 1 else 0)) for first in firsts]
+    in_superblocks = [materialize(first % plan.superblock_size) if plan.superblocks > 1 else first for first in firsts]
+    superblocks = [
+        materialize(reader.superblock(packed, first // plan.superblock_size if plan.superblocks > 1 else 0))
+        for first in firsts
+    ]
     rows = [[materialize(spec.lhs.address({"m": row, "k": first})) for row in lefts] for first in firsts]
     # The C target lacks prefetching (and vectors). 8-bit quants are unpacked faster than they arrive, and prefetching
     # takes line buffers from the CPU's own: a table of 178 MB was read in 15.8 ms without it, in 18.5 ms with it
@@ -117,11 +120,11 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
 
     def group(number: Expr, steps: int) -> None:
         numbers = []
-        for first, in_record, record in zip(firsts, in_records, records, strict=True):
-            group_index = materialize(in_record // plan.group + number)
+        for first, in_superblock, superblock in zip(firsts, in_superblocks, superblocks, strict=True):
+            group_index = materialize(in_superblock // plan.group + number)
             if prefetches and not prefetches_chain:
                 reader.prefetch_weights(packed, first + number * plan.group, plan.group)
-            numbers.append([reader.group(record, group_index, j) for j in range(spec.vectors)])
+            numbers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
         for step in range(steps):
             for c in range(len(chains)):
                 right = [let(number_at(step)) for number_at in numbers[c]]
@@ -138,10 +141,11 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
     if rest:
         group(tirx.const(whole, "int64"), rest)
     for c, chain in enumerate(chains):
-        block = materialize(in_records[c] // plan.block) if plan.blocks > 1 else 0
+        block = materialize(in_superblocks[c] // plan.block) if plan.blocks > 1 else 0
         for j in range(spec.vectors):
-            outer = reader.outer(records[c], j)
-            scale, minimum = reader.scale(records[c], block, outer, j), reader.minimum(records[c], block, outer, j)
+            outer = reader.outer(superblocks[c], j)
+            scale = reader.scale(superblocks[c], block, outer, j)
+            minimum = reader.minimum(superblocks[c], block, outer, j)
             for i, row in enumerate(lefts):
                 number = i * spec.vectors + j
                 total = accs[c * count + number]

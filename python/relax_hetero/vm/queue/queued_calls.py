@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError, HeteroError
-from ..args.donated_arguments import exclusive_calls
+from ..args.donated_arguments import memory_in_flight
 from ..device.machine_lock import MachineLock
 from .call import Prepare, QueuedCall
 from .fence import Fence, check_may_wait, thread_state, when_all_done
@@ -90,7 +90,7 @@ class CallsInFlight:
             self._waiting.pop(fence, None)
             self._freed.notify()
             self._changed.notify_all()
-        exclusive_calls.drop(fence)
+        memory_in_flight.drop(fence)
         if self._waiting:
             self._admit()
 
@@ -116,10 +116,10 @@ class CallsInFlight:
                 check_may_wait("calls")
             return self._changed.wait_for(lambda: earlier.isdisjoint({*self.fences, *self._waiting}), timeout)
 
-    def lose(self, error: HeteroError) -> None:
+    def fail_after_fork(self, error: HeteroError) -> None:
         """Fail all calls in a forked process, where the threads that would run them do not exist."""
         for fence in {*self.fences, *self._waiting}:
-            fence.lose(error)
+            fence.fail_after_fork(error)
         self._waiting.clear()
 
 
@@ -174,9 +174,9 @@ class QueuedCalls:
             calls = self._calls
         return calls.wait(timeout)
 
-    def lose(self, error: HeteroError) -> None:
+    def fail_after_fork(self, error: HeteroError) -> None:
         """Fail all calls in a forked process."""
-        self._calls.lose(error)
+        self._calls.fail_after_fork(error)
 
     @contextmanager
     def traced(self, trace: Trace) -> Iterator[Trace]:
@@ -294,7 +294,7 @@ class QueuedCalls:
             prepared = prepare(args, kwargs)
             call = QueuedCall(plan(queues), number, prepared, fence, owner)
             if prepared.memory is not None:
-                exclusive_calls.add(fence, prepared.memory, call.live_values)
+                memory_in_flight.add(fence, prepared.memory, call.live_values)
             queues.follow_caller()
         call.begin()
 
