@@ -314,15 +314,15 @@ class _Kernel:
                 "n": at["n"],
                 "k": k,
             }
-            held = VectorRegisters(self.weight, self._element_offset(self.weight, place), plan.lanes, vectors)
+            weights = VectorRegisters(self.weight, self._element_offset(self.weight, place), plan.lanes, vectors)
             for vector in range(vectors):
-                held.load(vector, int64(vector * (self.outs // plan.lanes)), None)
-            return held
+                weights.load(vector, int64(vector * (self.outs // plan.lanes)), None)
+            return weights
 
         if window.size * vectors * plan.lanes > _MAX_WEIGHT_REGISTERS:
             return read
-        held = [read(tap) for tap in range(window.size)]
-        return lambda tap: held[tap]
+        weights = [read(tap) for tap in range(window.size)]
+        return lambda tap: weights[tap]
 
     def _multiply(self, sums: Any, pixel: int, read: VectorRegisters, weights: VectorRegisters) -> None:
         lanes = self.plan.lanes

@@ -1,7 +1,7 @@
 """Addresses of the pixels that the filter taps of a convolution read (im2col without a copy).
 
 The offset between the elements that a tap and the first tap read is the same for all output pixels. So an address is
-the sum of an offset of the output pixel, computed once, and one of the tap. Whether a tap reads padding is told by a
+the sum of an offset of the output pixel, computed once, and one of the tap. Whether a tap is in bounds is a bit of a
 mask of the output pixel, also computed once, with a bit for each tap along each padded dimension.
 """
 

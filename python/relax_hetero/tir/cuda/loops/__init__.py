@@ -24,17 +24,12 @@ __all__ = ["Launch", "launches_of", "schedule"]
 
 
 def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
-    """Bind the loops of a function to blocks and threads.
+    """Bind the loops of a function to blocks and threads; its root block allocates buffers between launches.
 
     Parameters
     ----------
     func : PrimFunc
         A function without thread bindings.
-
-    Returns
-    -------
-    PrimFunc
-        Its root block allocates the buffers that launches pass on to each other.
     """
     if NMS in func.attrs:
         return nms_kernel(func)

@@ -72,7 +72,7 @@ class _Kernel:
         """Write the launch that selects the boxes of each class, best first, and counts them."""
         m = self._memory
         with launch(m.groups, _THREADS) as (group, thread):
-            box, score, max_selected, overlap, min_score, alive, taken, counts, *maxima = self._open(
+            box, score, max_selected, overlap, min_score, alive, boxes, counts, *maxima = self._open(
                 "box", "score", "most", "overlap", "least", "alive", "taken", "counts", "scores", "places"
             )
             last, count, is_running = register("int32", 1), register("int32", 1), register("int32", 1)
@@ -93,7 +93,7 @@ class _Kernel:
                 with T.If(last[_ZERO] >= 0), T.Then():
                     with T.If(tirx.EQ(thread, _ZERO)), T.Then():
                         index = group * m.limit + tirx.Cast("int64", count[_ZERO])
-                        T.buffer_store(taken, last[_ZERO], [index])
+                        T.buffer_store(boxes, last[_ZERO], [index])
                     T.buffer_store(count, count[_ZERO] + 1, [_ZERO])
                 is_more = tirx.all(last[_ZERO] >= 0, tirx.Cast("int64", count[_ZERO]) < limit)
                 T.buffer_store(is_running, tirx.Cast("int32", is_more), [_ZERO])
@@ -177,7 +177,7 @@ class _Kernel:
         """Write the launch that stores the indices of selected boxes, class by class, and their number."""
         m = self._memory
         with launch(m.groups, _THREADS) as (group, thread):
-            taken, counts, selected, number = self._open("taken", "counts", "selected", "number")
+            boxes, counts, selected, number = self._open("taken", "counts", "selected", "number")
             offset = register("int64", 1)
             T.buffer_store(offset, _ZERO, [_ZERO])
             with T.serial(group) as earlier:
@@ -189,7 +189,7 @@ class _Kernel:
                     values = (
                         self._image(group),
                         group - self._image(group) * m.classes,
-                        tirx.Cast("int64", taken[group * m.limit + k]),
+                        tirx.Cast("int64", boxes[group * m.limit + k]),
                     )
                     for d, value in enumerate(values):
                         T.buffer_store(selected, value, [(offset[_ZERO] + k) * 3 + d])

@@ -357,7 +357,7 @@ class _BlockReduction:
                 if units:
                     self._accumulate(position, rank, partials)
             else:
-                with T.If(int64(units) > 0), T.Then():  # where there is no result, there is nothing to read
+                with T.If(int64(units) > 0), T.Then():  # without results, inputs may be empty
                     self._accumulate(position, rank, partials)
             if plan.terms > 1:
                 self._merge_lanes(partials)

@@ -268,7 +268,7 @@ def split_reduction_of(box: FlatBox, gpu: GpuTarget) -> SplitReduction | None:
     if merge is None or not isinstance(results, int) or not isinstance(terms, int) or results == 0:
         return None
     target_blocks = gpu.multiprocessors * _TARGET_BLOCKS_PER_SM
-    # As in `reduction.plan_of`: a block per result, or per 32 vectors of neighbouring results.
+    # Like `reduction.plan_of`: a block per result, or per 32 vectors of neighbouring results.
     blocks = results if terms >= _MIN_SPLIT_TERMS else 0
     limit = terms // _MIN_SPLIT_TERMS
     if blocks == 0 or blocks * 4 > target_blocks or limit < _MIN_SPLITS:

@@ -45,12 +45,12 @@ class WeightFragments:
         self.type, self.is_bytes = work.type, work.problem.bits == 8
         self.weight, self.scales = packed[0].data, packed[1].data
         self.zeros = packed[2].data if len(packed) > 2 else None
-        held = work.plan.ahead * work.plan.fragments
-        self.bits = local(held * 4, "uint32")
-        self.scale_bits = local(held * work.scaled * 2, str(self.scales.dtype))
+        num_fragments = work.plan.ahead * work.plan.fragments
+        self.bits = local(num_fragments * 4, "uint32")
+        self.scale_bits = local(num_fragments * work.scaled * 2, str(self.scales.dtype))
         self.point_bits: Any = None
         if self.zeros is not None:
-            self.point_bits = local(held * work.scaled * 2, str(self.zeros.dtype))
+            self.point_bits = local(num_fragments * work.scaled * 2, str(self.zeros.dtype))
         self.fragment, self.points, self.wide = local(4, "uint32"), local(4, "uint32"), local(2, "float32")
 
     @property

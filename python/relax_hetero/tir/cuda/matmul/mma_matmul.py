@@ -106,10 +106,8 @@ class MmaProduct:
         row, column = T.bind(row_tile * tiling.rows), T.bind(column_tile * tiling.columns)
         warp, lane = T.bind(self.thread // WARP), T.bind(self.thread % WARP)
         warps_n = tiling.columns // tiling.warp_columns
-        warp_row, warp_column = (
-            T.bind(warp // warps_n * tiling.warp_rows),
-            T.bind(warp % warps_n * tiling.warp_columns),
-        )
+        warp_row = T.bind(warp // warps_n * tiling.warp_rows)
+        warp_column = T.bind(warp % warps_n * tiling.warp_columns)
         sums = [local(tiling.warp_columns // 2, self.kind) for _ in range(tiling.warp_rows // 16)]
         for accumulators in sums:
             with unrolled(tiling.warp_columns // 2) as i:

@@ -35,9 +35,9 @@ from ..core.launch import SharedMemory, at_least_one, launch
 from ..core.storage_position import empty_launch
 from ..core.vectors import Vectors
 from .row_shape import (
+    IN_FLIGHT,
     LATE_FRACTION,
     MAX_REGISTERS,
-    IN_FLIGHT,
     RowShape,
     is_idle,
     lanes_for,
@@ -105,14 +105,14 @@ class RowWriter:
         self.types = value_types(program, plan, [view.nominal for view in operands], kept)
         self.row_values: dict[int, Registers] = {}
         self.memory = SharedMemory()
-        held = shape.vectors
+        vectors = shape.vectors
         self.vectors = {
-            number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else held or IN_FLIGHT)
+            number: Vectors(view, {**at, "n": _ZERO}, shape.lanes, 1 if number in self.late else vectors or IN_FLIGHT)
             for number, view in enumerate(operands)
             if view.runs_along("n")
         }
         keeps = any(step.keep is not None for step in plan.passes)
-        self.kept: Any = T.alloc_buffer((held * shape.lanes,), kept, scope="local") if keeps else None
+        self.kept: Any = T.alloc_buffer((vectors * shape.lanes,), kept, scope="local") if keeps else None
         self.output = Vectors(result, {**at, "n": _ZERO}, shape.lanes, 1) if result.runs_along("n") else None
 
     def emit(self) -> None:
@@ -352,15 +352,15 @@ class RowWriter:
 
 def kept_type(plan: RowPlan, program: RowProgram, operands: list[str]) -> str | None:
     """Type of the value kept for later passes; None if there are several types."""
-    found: set[str] = set()
+    dtypes: set[str] = set()
     kept = "float32"
     for step in plan.passes:
         if step.keep is None:
             continue
         types = value_types(program, plan, operands, kept)
         kept = computed_in(step.keep.dtype([types.get(number, "") for number in range(step.keep.num_operands)]))
-        found.add(kept)
-    return None if len(found) > 1 else next(iter(found), "float32")
+        dtypes.add(kept)
+    return None if len(dtypes) > 1 else next(iter(dtypes), "float32")
 
 
 def _reduce_lanes(accumulator: Registers, combine: Callable[[Expr, Expr], Expr], lanes: int) -> None:
