@@ -327,10 +327,8 @@ def _accumulate(
             for j in range(vectors):
                 add_step(dot, accs, [t * vectors + j for t in pixels], group, right[j], conv.lanes)
 
-    is_contiguous = (
-        pixel_stride * window.dilation == steps * dot.k0 * channel_stride and tap_stride == steps * step_size
-    )
-    if tail == 0 and (is_contiguous or (isinstance(run.count, int) and run.count == 1)):
+    is_dense = pixel_stride * window.dilation == steps * dot.k0 * channel_stride and tap_stride == steps * step_size
+    if tail == 0 and (is_dense or (isinstance(run.count, int) and run.count == 1)):
 
         def emit_steps(first: Expr, count: Expr, accs: Registers) -> None:
             # The channels of neighbouring taps are contiguous.

@@ -15,6 +15,7 @@ Measured on a Xeon (Sapphire Rapids, 2 MiB of L2), where such a step takes 20 ns
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from tvm import tirx
@@ -68,7 +69,7 @@ def panel_columns(spec: MatmulSpec) -> int:
 
 @dataclass(frozen=True)
 class RightPanels:
-    """Scratch with packed panels, ``[panel, k / k0, column, k0]``.
+    """Scratch for packed panels, ``[panel, k / k0, column, k0]``.
 
     Attributes
     ----------
@@ -109,8 +110,8 @@ class RightPanels:
         if k_left:
             self._pack_group(at, (begin, end), tirx.const(groups, "int64"), k_left)
 
-    def _pack_group(self, at: Coordinates, panels: tuple[Expr, Expr], group: Expr, depth: int) -> None:
-        """Pack a group of k, `depth` of which exist, of every column, with zeros after them."""
+    def _pack_group(self, at: Coordinates, panels: tuple[Expr, Expr], group: Expr, size: int) -> None:
+        """Pack a group of k, `size` of which exist, of every column, with zeros after them."""
         begin, end = panels
         tail = self.spec.n % self.columns
         with loop(materialize(end - begin)) as number:
@@ -120,7 +121,7 @@ class RightPanels:
             def pack(masks: list[Expr | None], column: Expr = column, target: Expr = target) -> None:
                 for j, mask in enumerate(masks):
                     self._pack_tile(
-                        at, (group, materialize(column + j * LANES)), depth, mask, target + j * (LANES * self.k0)
+                        at, (group, materialize(column + j * LANES)), size, mask, target + j * (LANES * self.k0)
                     )
 
             no_masks: list[Expr | None] = [None] * (self.columns // LANES)
@@ -132,15 +133,13 @@ class RightPanels:
             else:
                 either(column + self.columns <= self.spec.n, lambda: pack(no_masks), lambda: pack(tail_masks))
 
-    def _pack_tile(
-        self, at: Coordinates, start: tuple[Expr, Expr], depth: int, mask: Expr | None, target: Expr
-    ) -> None:
+    def _pack_tile(self, at: Coordinates, start: tuple[Expr, Expr], size: int, mask: Expr | None, target: Expr) -> None:
         """Pack a group of k of the columns of a tile; `start` is the group and the first column."""
         rhs, (group, column) = self.spec.rhs, start
         dtype = raw_type(rhs.nominal)
         vectors = []
         for i in range(self.k0):
-            if i < depth:
+            if i < size:
                 value = rhs.load({**at, "k": group * self.k0 + i, "n": column}, "n", LANES, mask)
                 vectors.append(let(T.reinterpret(vector_type(dtype, LANES), value)))
             else:
@@ -179,15 +178,15 @@ def supports_amx(spec: MatmulSpec, instruction: AmxInstruction) -> bool:
         return False
     if isinstance(spec.m, int) and spec.m < instruction.min_rows:
         return False
-    rows_are_plain = lhs.layout.is_identity and lhs.runs_along("m") and lhs.index_map[-1] == "k"
-    if not rows_are_plain or is_row_major(rhs):
-        return rows_are_plain
+    lhs_is_row_major = lhs.layout.is_identity and lhs.runs_along("m") and lhs.index_map[-1] == "k"
+    if not lhs_is_row_major or is_row_major(rhs):
+        return lhs_is_row_major
     k, n = rhs.index_map.index("k"), rhs.index_map.index("n")
     panel = rhs.layout.tile(n)
     is_packed = rhs.layout.inner_dims == (n, k) and rhs.layout.inner_tiles == (panel, instruction.k0)
     # The weight of a convolution that is a product has window dimensions of extent 1 between n and k.
     is_packed = is_packed and [d for d in rhs.layout.outer_perm if rhs.index_map[d] != "1"][-2:] == [n, k]
-    return rows_are_plain and is_packed and panel in (LANES, 2 * LANES)
+    return lhs_is_row_major and is_packed and panel in (LANES, 2 * LANES)
 
 
 @dataclass(frozen=True)
@@ -289,10 +288,7 @@ def emit_amx_product(
     panel = panel_columns(spec)
     panels = ceil_div(spec.n, panel)
     extents = {name: extent_of([spec.result], name) for name in batch}
-    batch_count: Expr = 1
-    for extent in extents.values():
-        batch_count = batch_count * extent
-    batch_count = materialize(batch_count)
+    batch_count = materialize(prod(extents.values()))
     max_height = height if isinstance(height, int) else 2 * TILE_ROWS
     split = split_work(cpu.cores, batch_count, pairs, panels, (max_height, panel), ceil_div(spec.k, instruction.rate))
     product = _plan_product(spec, instruction, tuple(batch), heights, panel, pairs, split)
@@ -420,10 +416,7 @@ def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column:
     if product.tail_bytes:
         with loop(ceil_div(product.tail_bytes, TILE_BYTES // TILE_ROWS) * product.column_tiles) as line:
             position = start + (product.steps * product.step_bytes + line * TILE_BYTES) // product.element_bytes
-            amx.copy_line(
-                amx.address(task.right_data, position),
-                amx.address(task.tail_groups, line * TILE_BYTES),
-            )
+            amx.copy_line(amx.address(task.right_data, position), amx.address(task.tail_groups, line * TILE_BYTES))
     with loop(product.k_blocks) as k_block, loop(end - begin) as number:
         pair = _Pair(task, at, materialize(begin + number), number, column, start)
         pair.multiply(k_block)
@@ -445,7 +438,7 @@ class _Pair:
     ) -> None:
         self.task, self.product, self.at = task, task.product, at
         self.pair, self.pair_in_block, self.column, self.panel_start = pair, pair_in_block, column, panel_start
-        self.row = _first_row(task.product, pair)
+        self.first_row = _first_row(task.product, pair)
 
     def multiply(self, k_block: Expr) -> None:
         """Accumulate a block of k; store the accumulators, or make the rows pending after the last block."""
@@ -485,7 +478,7 @@ class _Pair:
             row = self.pair_in_block * product.pair_height + first
             start = row * product.copy_stride + step * TILE_BYTES
             return amx.address(self.task.copied_rows, start), product.copy_stride
-        at = {**self.at, "m": self.row + first, "k": int64(step * (TILE_BYTES // product.element_bytes))}
+        at = {**self.at, "m": self.first_row + first, "k": int64(step * (TILE_BYTES // product.element_bytes))}
         return amx.address(lhs.data, lhs.address(at)), lhs.stride("m") * product.element_bytes
 
     def _right_tile(self, j: int, step: Expr) -> Expr:
@@ -528,15 +521,15 @@ class _Pair:
         if _stores_directly(product):
             distance = spec.result.stride("m") * bytes_of(spec.result.dtype)
             for tile, i, j in product.accumulators:
-                at = {**self.at, "m": self.row + (product.heights[0] if i else 0), "n": self.column + j * LANES}
+                at = {**self.at, "m": self.first_row + (product.heights[0] if i else 0), "n": self.column + j * LANES}
                 amx.store(tile, amx.address(spec.result.data, spec.result.address(at)), distance)
             return
         for tile, i, j in product.accumulators:
             begin = (product.heights[0] if i else 0) * (2 * LANES) + j * LANES
             amx.store(tile, amx.address(task.sums, begin), 2 * TILE_BYTES)
         # Rows that overlap the pair before are finished with that pair.
-        overlap = self.pair * product.pair_height - self.row
-        destination = [self.row, self.column, *(self.at[name] for name in product.batch)]
+        overlap = self.pair * product.pair_height - self.first_row
+        destination = [self.first_row, self.column, *(self.at[name] for name in product.batch)]
         task.pending.put(overlap, product.pair_height, destination)
         if not product.steps:
             _finish_pending(task)
@@ -546,9 +539,8 @@ def _stores_directly(product: _ProductPlan) -> bool:
     """Return whether accumulator tiles are stored directly to the result."""
     spec = product.spec
     has_no_epilogue = spec.epilogue.expression == Expression.operand(0) and spec.result.dtype == spec.dot.types[2]
-    is_whole = (
-        isinstance(spec.m, int) and spec.m % product.pair_height == 0 and spec.n % (product.column_tiles * LANES) == 0
-    )
+    columns = product.column_tiles * LANES
+    is_whole = isinstance(spec.m, int) and spec.m % product.pair_height == 0 and spec.n % columns == 0
     is_row_major = spec.result.layout.is_identity and spec.result.index_map[-1] == "n"
     is_cached = is_whole and spec.m * spec.n * bytes_of(spec.result.dtype) <= MAX_DIRECT_STORE_BYTES
     return has_no_epilogue and spec.init is None and is_cached and is_row_major

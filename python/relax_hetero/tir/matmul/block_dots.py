@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import gcd
 from typing import Any
@@ -299,7 +300,7 @@ _ROWS = 8
 _UNROLLED_WEIGHTS = 32
 """Maximum number of weights of a chain whose steps are unrolled; longer chains are loops."""
 
-UNPACKED_ROWS = {1: 24, 2: 8}
+MIN_UNPACKED_ROWS = {1: 24, 2: 8}
 """Minimum number of rows for which panels are unpacked first, by bytes of an activation. (Measured on a Zen 5: 8 to 16
 rows are then 1.3 to 2.0 times as fast with two bytes, 0.85 to 1.0 times with one.)"""
 
@@ -333,7 +334,7 @@ def emit_block_dots(spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction) -> Non
     def write(unpacks: bool) -> None:
         _Loops(spec, cpu, dot, unpacks).write()
 
-    either(spec.m >= UNPACKED_ROWS[_activation_bytes(spec)], lambda: write(True), lambda: write(False))
+    either(spec.m >= MIN_UNPACKED_ROWS[_activation_bytes(spec)], lambda: write(True), lambda: write(False))
 
 
 class _Loops:
@@ -477,14 +478,9 @@ class _Loops:
         scale_at = [materialize(row * self.chains + chain) for row in rows]
         if self.unpacked is not None:
             unpacked = self.unpacked
-            word_offsets = [unpacked.chain_offset(j, chain) for j in vectors]
-            self._add_products(
-                tile,
-                len(vectors),
-                lambda first: unpacked.quads(word_offsets, first, self.unrolled_weights),
-                code_at,
-                scale_at,
-            )
+            starts = [unpacked.chain_offset(j, chain) for j in vectors]
+            read_quads = partial(unpacked.quads, starts, count=self.unrolled_weights)
+            self._add_products(tile, len(vectors), read_quads, code_at, scale_at)
             for number, j in enumerate(vectors):
                 self._scale(tile, number, len(vectors), *unpacked.scale_and_minimum(j, first), scale_at)
             return
@@ -524,15 +520,7 @@ class _Loops:
         code_at: list[Expr],
         scale_at: list[Expr],
     ) -> None:
-        """Add the products of a chain for some vectors of columns.
-
-        Parameters
-        ----------
-        quads : callable
-            Weights from a k of the chain on, four of each column at a time.
-        code_at, scale_at : list of PrimExpr
-            For each row, the index of the chain in `Codes.words`, and in `Codes.scales` and `Codes.sums`.
-        """
+        """Add the products of a chain; `quads` gives its weights from a k on, the lists have its index for each row."""
         lanes, iterations = self.spec.lanes, self.chain // self.unrolled_weights
         banks, last_term = self._banks(tile.rows, tile_vectors), self.terms - 1
         for i in range(tile.rows):
@@ -558,32 +546,26 @@ class _Loops:
             add_unrolled(first, [materialize(offset + first // 4) for offset in code_at])
 
     def _scale(
-        self,
-        tile: BlockTile,
-        vector: int,
-        tile_vectors: int,
-        scale: Expr | None,
-        minimum: Expr | None,
-        scale_at: list[Expr],
+        self, tile: BlockTile, j: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, scale_at: list[Expr]
     ) -> None:
-        """Scale the sums of a vector of columns, and add them to the totals."""
-        lanes, codes, low = self.spec.lanes, self.codes, self.spec.plan.form.low
-        if minimum is not None and low:
-            minimum = let(minimum + scale * constant(float(low), "float32", lanes))
+        """Scale the sums of vector j of the tile, and add them to its totals."""
+        lanes, codes, min_quant = self.spec.lanes, self.codes, self.spec.plan.form.low
+        if minimum is not None and min_quant:
+            minimum = let(minimum + scale * constant(float(min_quant), "float32", lanes))
         banks = self._banks(tile.rows, tile_vectors)
         for i in range(tile.rows):
             terms = []
             for term in range(self.terms):
-                total = self.sums[self._sum_index(0, i, vector, tile_vectors, term, tile.rows)]
+                total = self.sums[self._sum_index(0, i, j, tile_vectors, term, tile.rows)]
                 for bank in range(1, banks):
-                    total = total + self.sums[self._sum_index(bank, i, vector, tile_vectors, term, tile.rows)]
+                    total = total + self.sums[self._sum_index(bank, i, j, tile_vectors, term, tile.rows)]
                 terms.append(total)
             integer_sum = (
                 terms[0] if self.terms == 1 else tirx.shift_left(terms[0], constant(8, "int32", lanes)) + terms[1]
             )
             factor = broadcast(codes.scales[scale_at[i]], lanes)
             factor = factor if scale is None else scale * factor
-            number = i * tile_vectors + vector
+            number = i * tile_vectors + j
             total = self.chain_totals[number] + tirx.Cast(f"float32x{lanes}", let(integer_sum)) * factor
             if minimum is not None:
                 total = total + minimum * broadcast(codes.sums[scale_at[i]], lanes)

@@ -10,6 +10,7 @@ for few rows, and for processes that may not use AMX.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -144,11 +145,11 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
     rows, vectors = _tile_size(spec, cpu)
     tiles, panels = ceil_div(spec.m, rows), ceil_div(spec.n, vectors * spec.lanes)
     extents = {name: extent_of([spec.result], name) for name in batch}
-    batch_count: Expr = 1
-    for extent in extents.values():
-        batch_count = batch_count * extent
-    blocks_k, block_k = _loop_k_blocks(spec)
-    batch_count, tiles, panels, blocks_k = (materialize(value) for value in (batch_count, tiles, panels, blocks_k))
+    batch_count = prod(extents.values())
+    k_block_count, k_block_size = _loop_k_blocks(spec)
+    batch_count, tiles, panels, k_block_count = (
+        materialize(value) for value in (batch_count, tiles, panels, k_block_count)
+    )
     split = split_work(cpu.cores, batch_count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
     prefetches = _prefetches_panels(spec, cpu, split)
     tasks_have_whole_rows = isinstance(split.columns, int) and split.columns == 1
@@ -158,19 +159,17 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
         first_b, last_b = part(batch_count, split.batch, batch_part)
         first_m, last_m = part(tiles, split.rows, row_part)
         first_n, last_n = part(panels, split.columns, column_part)
-        block_m = _tiles_per_block(tiles, split, rows)
+        block_tiles = _tiles_per_block(tiles, split, rows)
         row_writer = RowWriter(rows_code) if rows_code is not None and tasks_have_whole_rows else None
-        with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_m))) as block:
+        with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_tiles))) as block:
             batch_at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=materialize), strict=True))
-            begin_m = materialize(first_m + block * block_m)
-            end_m = materialize(minimum(begin_m + block_m, last_m))
-            sweep_tiles = min(ceil_div(tiles, split.rows), block_m) if isinstance(tiles, int) else end_m - begin_m
-            with loop(blocks_k) as k_block, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
-                k_range = KRange.of(spec.k, blocks_k, block_k, k_block)
-                first_row, column = (
-                    materialize(begin_m + tile) * rows,
-                    materialize(first_n + panel) * (vectors * spec.lanes),
-                )
+            begin_m = materialize(first_m + block * block_tiles)
+            end_m = materialize(minimum(begin_m + block_tiles, last_m))
+            sweep_tiles = min(ceil_div(tiles, split.rows), block_tiles) if isinstance(tiles, int) else end_m - begin_m
+            with loop(k_block_count) as k_block, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
+                k_range = KRange.of(spec.k, k_block_count, k_block_size, k_block)
+                first_row = materialize(begin_m + tile) * rows
+                column = materialize(first_n + panel) * (vectors * spec.lanes)
                 sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
                 _emit_tile_cases(spec, batch_at, (first_row, column), (rows, vectors), k_range, accs, sweep)
             if row_writer is not None:
@@ -284,12 +283,8 @@ def _emit_tile_cases(
     def emit_columns(rows: int, rows_end: Expr) -> None:
         def emit_one_tile(vectors: int, columns_end: Expr) -> None:
             tile_sweep = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
-            emit_tile(
-                spec,
-                make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep),
-                k_range,
-                accs,
-            )
+            tile = make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep)
+            emit_tile(spec, tile, k_range, accs)
 
         emit_cases(_cases_along_n(spec, origin[1], size[1]), emit_one_tile)
 

@@ -88,8 +88,7 @@ def _clear(spec: MatmulSpec, accs: Registers, numbers: range) -> None:
 def _bank_count(spec: MatmulSpec, tile: Tile, rows: int) -> int:
     """Number of banks of accumulators that alternate between steps, so that enough multiply-adds are in flight.
 
-    A single bank for packed columns and static m: more would make the order of additions depend on m, and the tiles
-    are wide enough.
+    Packed columns and static m have one bank, else the order of additions would depend on m; their tiles are wide.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
     if spec.lanes == 1 or (packed and isinstance(spec.m, int)):
@@ -201,16 +200,16 @@ def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, banks:
 
     size = k.size
     steps = materialize(size // k0)
-    unrolled_steps = banks if tile.sweep is None else tile.sweep.prefetch_steps(banks, tile.vectors, spec.dot.short > 0)
-    iterations = materialize(steps // unrolled_steps)
+    unroll = banks if tile.sweep is None else tile.sweep.prefetch_steps(banks, tile.vectors, spec.dot.short > 0)
+    iterations = materialize(steps // unroll)
     with loop(iterations) as iteration:
         if tile.sweep is not None:
-            _prefetch_panel(spec, tile, tile.sweep, k, iterations, iteration, unrolled_steps)
-        for number in range(unrolled_steps):
-            emit_step(k.begin + iteration * (k0 * unrolled_steps) + number * k0, number % banks)
-    if unrolled_steps > 1 and not (isinstance(steps, int) and steps % unrolled_steps == 0):
-        with loop(materialize(steps % unrolled_steps)) as iteration:
-            emit_step(k.begin + (iterations * unrolled_steps + iteration) * k0, 0)
+            _prefetch_panel(spec, tile, tile.sweep, k, iterations, iteration, unroll)
+        for number in range(unroll):
+            emit_step(k.begin + iteration * (k0 * unroll) + number * k0, number % banks)
+    if unroll > 1 and not (isinstance(steps, int) and steps % unroll == 0):
+        with loop(materialize(steps % unroll)) as iteration:
+            emit_step(k.begin + (iterations * unroll + iteration) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
         k_left = materialize(size % k0)
         with when(True if isinstance(k_left, int) else k_left > 0):
@@ -218,14 +217,12 @@ def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, banks:
 
 
 def _prefetch_panel(
-    spec: MatmulSpec, tile: Tile, sweep: Sweep, k: KRange, iterations: Expr, iteration: Expr, unrolled_steps: int
+    spec: MatmulSpec, tile: Tile, sweep: Sweep, k: KRange, iterations: Expr, iteration: Expr, unroll: int
 ) -> None:
     """Prefetch the share of the next panel that belongs to an iteration of the loop over k."""
-    lines = sweep.lines(unrolled_steps, tile.vectors)
+    lines = sweep.lines(unroll, tile.vectors)
     start = spec.rhs.address({**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": sweep.panel})
-    number = (
-        sweep.number if isinstance(sweep.tiles, int) else materialize(sweep.number % (unrolled_steps * tile.vectors))
-    )
+    number = sweep.number if isinstance(sweep.tiles, int) else materialize(sweep.number % (unroll * tile.vectors))
     first = materialize(number * iterations + iteration) * lines
 
     def prefetch_line(line: Expr) -> None:

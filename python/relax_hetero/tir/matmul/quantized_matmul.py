@@ -243,15 +243,12 @@ class _Loops:
                 begin = materialize(block * self.block_tokens)
                 end = materialize(minimum(begin + self.block_tokens, self.tokens))
                 if row_sums is not None:
-                    first_row, end_row = (
-                        materialize(begin * self.rows_per_token),
-                        materialize(end * self.rows_per_token),
-                    )
+                    first_row = materialize(begin * self.rows_per_token)
+                    end_row = materialize(end * self.rows_per_token)
                     _emit_block_row_sums(spec, row_sums, first_row, end_row)
                 first_pair = materialize(begin * self.top_k)
-                used_count = self._sort_pairs(
-                    order, offsets, used_experts, first_pair, materialize(end * self.top_k - first_pair)
-                )
+                pair_count = materialize(end * self.top_k - first_pair)
+                used_count = self._sort_pairs(order, offsets, used_experts, first_pair, pair_count)
                 pairs = _SortedPairs(order, offsets, used_experts, used_count)
                 first, last = part(materialize(used_count * self.panels), self.tasks, task)
                 with loop(last - first) as number:
