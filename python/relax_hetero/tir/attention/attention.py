@@ -78,11 +78,11 @@ def begin_amx_task(spec: AttentionSpec) -> None:
     # Rows of four accumulators, two left tiles and two right tiles.
     amx.configure([first, first, second, second, first, second, TILE_ROWS, TILE_ROWS])
     blocks = spec.blocks
-    depth, width = blocks.width // 2, spec.sizes["d"] // 2
-    if depth == width:
+    padded_pairs, pairs = blocks.width // 2, spec.sizes["d"] // 2
+    if padded_pairs == pairs:
         return
-    with loop(blocks.keys // blocks.columns) as panel, loop((depth - width) * blocks.vectors) as vector:
-        start = spec.at("keys") + (panel * depth + width) * blocks.columns + vector * blocks.lanes
+    with loop(blocks.keys // blocks.columns) as panel, loop((padded_pairs - pairs) * blocks.vectors) as vector:
+        start = spec.at("keys") + (panel * padded_pairs + pairs) * blocks.columns + vector * blocks.lanes
         T.buffer_store(spec.scratch, zeros("float32", blocks.lanes), [lane_indices(start, blocks.lanes)])
 
 

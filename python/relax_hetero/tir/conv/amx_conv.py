@@ -249,7 +249,7 @@ def _plan_steps(problem: ConvProblem, k0: int, may_join: bool, may_share: bool) 
     separate_steps, joined_steps = even_steps(groups), even_steps(groups * window.size)
     if may_share:
         separate_steps = ceil_div(groups, TILE_ROWS)
-    # Compensation is stored between the taps of a weight; the groups then have a uniform stride only if a tap has one.
+    # Compensation is stored between the taps of a weight; groups have a uniform stride then only if a tap is one group.
     has_uniform_stride = not problem.weight.layout.compensation or groups == 1
     if may_join and has_uniform_stride and window.dilation == 1 and joined_steps < separate_steps * window.size:
         return RunSteps(1, joined_steps, groups * window.size // joined_steps)
@@ -275,9 +275,9 @@ def _plan_copy(problem: ConvProblem, run: RunSteps, k0: int) -> Copy:
     pixel_bytes = _groups(problem, k0) * GROUP_BYTES
     lines = ceil_div(run.steps * run.step_bytes, TILE_BYTES)
     # An odd number of cache lines: rows of a tile then map to different sets of the L1 cache.
-    distance = (lines | 1) * TILE_BYTES if run.runs == window.size else pixel_bytes
+    pixel_stride = (lines | 1) * TILE_BYTES if run.runs == window.size else pixel_bytes
     width = (_static(problem.result.shape[2:])[-1] - 1) * window.stride + window.dilated_extent
-    return Copy(distance, width, gcd(outer.stride, outer.dilation))
+    return Copy(pixel_stride, width, gcd(outer.stride, outer.dilation))
 
 
 def _copy_bytes(problem: ConvProblem, copy: Copy, rows: int) -> int:
@@ -328,7 +328,7 @@ class AmxConvolution:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of `TilePlan.columns` output channels of a group."""
+        """Number of chunks of `TilePlan.chunk_channels` output channels of a group."""
         return ceil_div(self.conv.channels // self.groups, self.plan.chunk_channels)
 
     @property

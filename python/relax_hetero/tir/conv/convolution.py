@@ -308,12 +308,12 @@ def _accumulate(
     is_padded = conv.data.layout.tile(1) > 1
     steps, tail = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
 
-    def load_group(data: Expr, t: int, tail: int) -> Expr:
+    def load_group(data: Expr, t: int, existing: int) -> Expr:
         # A pixel without the tap adds zeros if a step multiplies it together with its neighbour.
-        existing = tail if run.begin <= t < run.end else 0
+        existing = existing if run.begin <= t < run.end else 0
         return let(lhs_group(dot, _left_factors(conv, data + t * window.stride * pixel_stride, existing)))
 
-    def emit_step(accs: Registers, tap: Expr, number: Expr, tail: int = dot.k0) -> None:
+    def emit_step(accs: Registers, tap: Expr, number: Expr, existing: int = dot.k0) -> None:
         data, weight = start
         data = data + (run.first + tap) * (window.dilation * pixel_stride) + number * (dot.k0 * channel_stride)
         weight = weight + (run.first + tap) * tap_stride + number * step_size
@@ -323,7 +323,7 @@ def _accumulate(
         right = [let(_right_factors(conv, weight, j)) for j in range(vectors)]
         for first in range(run.begin // dot.rows * dot.rows, run.end, dot.rows):
             pixels = range(first, first + dot.rows)
-            group = rows_group([load_group(data, t, tail) for t in pixels])
+            group = rows_group([load_group(data, t, existing) for t in pixels])
             for j in range(vectors):
                 add_step(dot, accs, [t * vectors + j for t in pixels], group, right[j], conv.lanes)
 

@@ -89,13 +89,13 @@ class _Loops:
         work = ceil_div(problem.depth * self.terms, self.instruction.rate)
         split = split_work(cpu.cores, 1, pairs, panels, (self.height, problem.panel), work)
         with loop(split.tasks, parallel=split.tasks > 1) as task:
-            self.rows = amx.scratch(self.block_pairs * self.height * self.row_bytes // 2, "uint16")
+            self.row_terms = amx.scratch(self.block_pairs * self.height * self.row_bytes // 2, "uint16")
             self.weights = amx.scratch(self.weight_terms * self.panel_words, "int32")
             self._allocate_scales()
             self.products = amx.scratch(self.height * problem.panel, "float32")
             self.totals = amx.scratch(self.height * problem.panel, "float32")
             first, second = self.heights[0], self.heights[1] or 1
-            # Rows and bytes of a row of four accumulators, two left tiles and two right tiles.
+            # Rows, and bytes of a row, of four accumulators, two left tiles and two right tiles.
             right_rows = [self.step_k // 2] * 2
             widths = [TILE_BYTES] * 4 + [2 * self.step_k] * 2 + [TILE_BYTES] * 2
             amx.configure([first, first, second, second, first, second, *right_rows], widths)
@@ -109,10 +109,10 @@ class _Loops:
                 with loop(materialize(minimum(end * self.height, spec.m)) - first_row) as r:
                     self._copy_row(materialize(first_row + r), materialize(r * (self.row_bytes // 2)))
                     if self.row_sums is not None:
-                        row_sums_start = (self.row_sums, materialize(r * spec.chains))
+                        target = (self.row_sums, materialize(r * spec.chains))
                         rounding = _round_to_bfloat16 if self.terms == 1 else let
                         row = materialize(first_row + r)
-                        emit_row_sums(spec.lhs, row, problem.depth, spec.chain, LANES, row_sums_start, rounding)
+                        emit_row_sums(spec.lhs, row, problem.depth, spec.chain, LANES, target, rounding)
                 with loop(last_n - first_n) as n:
                     panel = materialize(first_n + n)
                     self._unpack(panel)
@@ -137,16 +137,16 @@ class _Loops:
         def store(column: Expr, terms: list[Expr]) -> None:
             for number, bits in enumerate(terms):
                 index = lane_indices(target + number * length + column, LANES)
-                T.buffer_store(self.rows, bits, [index])
+                T.buffer_store(self.row_terms, bits, [index])
 
         def copy(column: Expr, mask: Expr | None) -> None:
             store(column, _split_float32(self.terms, let(lhs.load({"m": row, "k": column}, "k", LANES, mask))))
 
-        whole, left = divmod(depth, LANES)
-        with loop(whole) as vector:
+        vectors, tail = divmod(depth, LANES)
+        with loop(vectors) as vector:
             copy(materialize(vector * LANES), None)
-        if left:
-            copy(tirx.const(whole * LANES, "int64"), lane_mask(left, LANES))
+        if tail:
+            copy(tirx.const(vectors * LANES, "int64"), lane_mask(tail, LANES))
         for column in range(ceil_div(depth, LANES) * LANES, length, LANES):
             store(tirx.const(column, "int64"), [zeros("uint16", LANES)] * self.terms)
 
@@ -237,7 +237,7 @@ class _Loops:
                     start = (row_in_block + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
                         term * self.steps + step
                     ) * step_k
-                    amx.load(LEFT_TILES[i], amx.address(self.rows, start), self.row_bytes, streamed=True)
+                    amx.load(LEFT_TILES[i], amx.address(self.row_terms, start), self.row_bytes, streamed=True)
                 for tile, i, j in self.accumulators:
                     amx.multiply(self.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
 

@@ -190,12 +190,12 @@ class Codes:
 
     @property
     def row_words(self) -> int:
-        """Lanes of a row."""
+        """Number of words of a row."""
         return self.chains * self.chain_words
 
     @property
     def chain_words(self) -> int:
-        """Lanes of a chain."""
+        """Number of words of a chain."""
         return self.terms * self.chain // 4
 
     def write_chain(self, lhs: OperandView, row: Expr, row_in_block: Expr, number: Expr, size: int, lanes: int) -> None:
@@ -222,10 +222,11 @@ class Codes:
         while len(values) * lanes < self.chain:
             values.append(constant(0.0, "float32", lanes))
         index = materialize(row_in_block * self.chains + number)
-        scale, factor = self._scale(values, lanes)
+        scale, inverse_scale = self._scale(values, lanes)
         T.buffer_store(self.scales, scale, [index])
         integers = [
-            let(_nearest(value * broadcast(factor, lanes), lanes)) for value in self._in_byte_order(values, lanes)
+            let(_nearest(value * broadcast(inverse_scale, lanes), lanes))
+            for value in self._in_byte_order(values, lanes)
         ]
         if self.sums is not None:
             # Sums of the rounded integers: a rounding error is then multiplied by a weight, not by its larger quant.
@@ -247,14 +248,14 @@ class Codes:
 
     def _scale(self, values: list[Expr], lanes: int) -> tuple[Expr, Expr]:
         """The scale of a chain and its reciprocal; NaN if a number is NaN."""
-        largest = None
+        max_bits = None
         for value in values:
             bits = tirx.bitwise_and(
                 tirx.reinterpret(vector_type("int32", lanes), value), constant(0x7FFFFFFF, "int32", lanes)
             )
-            # The maximum of bits, in which NaN is larger than all numbers.
-            largest = let(bits) if largest is None else let(T.max(largest, bits))
-        max_magnitude = T.bind(tirx.reinterpret("float32", over_lanes(largest, T.max, lanes)))
+            # As bits, NaN is larger than all numbers.
+            max_bits = let(bits) if max_bits is None else let(T.max(max_bits, bits))
+        max_magnitude = T.bind(tirx.reinterpret("float32", over_lanes(max_bits, T.max, lanes)))
         is_zero = max_magnitude < tirx.const(_MIN_MAGNITUDE, "float32")
         zero, max_integer = tirx.const(0, "float32"), _MAX_INTEGER[self.terms]
         scale = T.bind(tirx.Select(is_zero, zero, max_magnitude * tirx.const(1 / max_integer, "float32")))

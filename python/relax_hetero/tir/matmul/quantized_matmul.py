@@ -70,7 +70,7 @@ def max_tile_rows(spec: BlockSpec, cpu: CpuTarget) -> int:
 
 
 def emit_tile(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
-    """Multiply the rows of a tile by a panel, and store what exists.
+    """Multiply the rows of a tile by a panel, and store those that exist.
 
     The order of additions does not depend on the rows of a tile: weights within a chain, then chains in order. Few rows
     accumulate several chains in parallel, so that enough additions are in flight.
@@ -96,7 +96,7 @@ def emit_tile(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
 
 
 def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list[Expr], size: int) -> None:
-    """Add the products of `size` weights of every column in each of some chains of one scale."""
+    """Add the products of the first `size` weights of every column in each of `chains`."""
     lanes, plan, reader, accs = spec.lanes, spec.plan, spec.reader, sums.accs
     count = tile.rows * spec.vectors
     left_rows, panel = tile.lefts or tile.row_numbers, tile.panel if tile.packed is None else tile.packed
@@ -142,9 +142,9 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
     for c, chain in enumerate(chains):
         block = materialize(starts_in_record[c] // plan.block) if plan.blocks > 1 else 0
         for j in range(spec.vectors):
-            outer_scale = reader.outer(records[c], j)
-            scale = reader.scale(records[c], block, outer_scale, j)
-            minimum = reader.minimum(records[c], block, outer_scale, j)
+            outer_scales = reader.outer(records[c], j)
+            scale = reader.scale(records[c], block, outer_scales, j)
+            minimum = reader.minimum(records[c], block, outer_scales, j)
             for i, row in enumerate(left_rows):
                 number = i * spec.vectors + j
                 total = accs[c * count + number]
@@ -176,8 +176,8 @@ def _finish(spec: BlockSpec, tile: BlockTile, totals: Registers) -> None:
 # few microseconds and saves a barrier; then tiles of an expert's rows are multiplied by its panels, as in any product.
 # A panel is read once for all rows of its expert, and panels of unused experts are not read.
 #
-# The loops, outermost first: tasks, blocks of tokens, panels of columns, used experts, tiles of rows. Tasks
-# have equal shares of the used experts' panels, panels outermost, so that they share an expert with many rows.
+# The loops, outermost first: tasks, blocks of tokens, panels of columns, used experts, tiles of rows. Tasks have
+# equal shares of the used experts' panels, panels outermost, so that they share an expert with many rows.
 
 TOKEN_BLOCK = 512
 """Number of tokens that are sorted together: more give more rows of each expert, and take more memory."""
