@@ -20,7 +20,7 @@ import tvm
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.encoding.block_formats import FILE_FORMATS, numbers_of_rows
+from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from smoke import smoke  # noqa: E402
@@ -38,7 +38,7 @@ _ROWS_OF_MEMORY = 16
 def random_rows(name: str, rows: int, depth: int) -> np.ndarray:
     """Random rows in a file's format, with small scales."""
     form, rng = FILE_FORMATS[name], np.random.default_rng(3)
-    raw = rng.integers(0, 256, (rows, depth // form.span, form.record_bytes), dtype=np.uint8)
+    raw = rng.integers(0, 256, (rows, depth // form.superblock_size, form.superblock_bytes), dtype=np.uint8)
     places = [208] if name == "q6_k" else [0, 2] if form.minimum else [0]
     for offset in places:
         small = rng.uniform(0.01, 0.02, raw.shape[:2])
@@ -68,7 +68,7 @@ def measure(name: str, rows: int, activation_bits: int, columns: int, depth: int
     machine = product(name, [raw.copy() for _ in range(count)], rows, depth, activation_bits)
     data = np.random.default_rng(0).standard_normal((rows, depth), "float32")
     x = tvm.runtime.tensor(data)
-    numbers = numbers_of_rows(raw, FILE_FORMATS[name], depth).astype("float64")
+    numbers = dequantize_rows(raw, FILE_FORMATS[name], depth).astype("float64")
     error = np.abs(machine["f0"](x).numpy() - data @ numbers.T)
     if not (error <= _ROUNDING[activation_bits] * (np.abs(data) @ np.abs(numbers).T)).all():
         raise SystemExit(f"{name}: the error is {error.max()}")

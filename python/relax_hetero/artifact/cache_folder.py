@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError, printable
-from .regular_files import open_regular, why_foreign
+from .regular_files import open_regular, why_untrusted
 from .typed_data import read_json
 
 _log = logging.getLogger("relax_hetero")
@@ -110,7 +110,7 @@ class CacheFolder:
             A folder that cannot be made or written.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             if folder is None:
                 raise OSError(errno.EPERM, "it is not used", str(self.path))
             write(self.file(key))
@@ -121,7 +121,7 @@ class CacheFolder:
         self.trim()
 
     @contextmanager
-    def opened(self) -> Iterator[int | None]:
+    def open_descriptor(self) -> Iterator[int | None]:
         """Context with the descriptor of the folder; None if it is absent or not trusted, which is logged once.
 
         A folder that other users can write is not trusted, because they could store code there that this user runs.
@@ -132,7 +132,7 @@ class CacheFolder:
             yield None
             return
         try:
-            why = why_foreign(os.fstat(folder))
+            why = why_untrusted(os.fstat(folder))
             if why and self.path not in _refused:
                 _refused.add(self.path)
                 _log.warning("the compile cache %s is not used: %s", printable(str(self.path)), why)
@@ -143,7 +143,7 @@ class CacheFolder:
     def note_hit(self, key: str) -> None:
         """Count a use, if the folder is writable."""
         try:
-            with self.opened() as folder:
+            with self.open_descriptor() as folder:
                 if folder is not None:
                     with open(f"{key}.hits", "ab", opener=partial(private_opener, folder)) as file:
                         file.write(b"\n")
@@ -152,19 +152,19 @@ class CacheFolder:
 
     def drop(self, key: str) -> None:
         """Remove an executable, if possible."""
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             for suffix in _SUFFIXES:
                 unlink_in(folder, f"{key}.{suffix}")
 
     def entries(self) -> list[Entry]:
         """The entries of the folder, the most recently used first."""
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             entries = [_entry(folder, name.removesuffix(".so")) for name in files_in(folder, _KEY.pattern + r"\.so")]
         return sorted((entry for entry in entries if entry is not None), key=lambda entry: -entry.used)
 
     def entry(self, key: str) -> Entry | None:
         """The entry of a key."""
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             return _entry(folder, key)
 
     def trim(self) -> None:
@@ -176,7 +176,7 @@ class CacheFolder:
             else:
                 total += entry.bytes
         before = time.time() - _STALE_SECONDS
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             for draft in files_in(folder, _DRAFT):
                 status = status_of(folder, draft)
                 if status is not None and status.st_mtime < before:
@@ -184,7 +184,7 @@ class CacheFolder:
 
     def clear(self) -> None:
         """Remove every executable and the code of single kernels; other files in the folder stay."""
-        with self.opened() as folder:
+        with self.open_descriptor() as folder:
             for name in files_in(folder, rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin', 'figures'))})"):
                 unlink_in(folder, name)
 
@@ -200,7 +200,7 @@ def private_opener(folder: int, name: str, flags: int) -> int:
 
 def _entry(folder: int | None, key: str) -> Entry | None:
     status = status_of(folder, f"{key}.so")
-    if folder is None or status is None or why_foreign(status):  # for example, removed by another process meanwhile
+    if folder is None or status is None or why_untrusted(status):  # for example, removed by another process meanwhile
         return None
     uses = status_of(folder, f"{key}.hits")
     hits, used = (uses.st_size, uses.st_mtime) if uses is not None else (0, status.st_mtime)
@@ -228,8 +228,8 @@ def _description(folder: int, key: str) -> dict[str, Any]:
     return description
 
 
-def folder_of(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder | None:
-    """The folder of an argument ``rh.compile(cache=...)``; None for no cache.
+def resolve_cache_folder(cache: bool | str | os.PathLike[str] | None = None) -> CacheFolder | None:
+    """The compile cache's folder that an argument ``rh.compile(cache=...)`` selects; None without a cache.
 
     Parameters
     ----------

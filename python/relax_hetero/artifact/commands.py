@@ -30,7 +30,7 @@ class Reference:
     index : int
         Index of the slot or constant; 0 for the arena.
     offset : Dim
-        First byte, relative to the begin of the binding, the constant or the arena.
+        First byte, relative to the beginning of the binding, the constant or the arena.
     length : Dim
         Bytes.
     """

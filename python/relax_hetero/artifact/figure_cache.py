@@ -24,7 +24,7 @@ _MAX_BYTES = 1 << 20
 
 def load_figures(folder: CacheFolder, key: str) -> Any:
     """Data that `store_figures` wrote under a key; None if absent, damaged or of another user."""
-    with folder.opened() as descriptor:
+    with folder.open_descriptor() as descriptor:
         if descriptor is None:
             return None
         try:
@@ -43,7 +43,7 @@ def store_figures(folder: CacheFolder, key: str, data: Any) -> None:
     """Store JSON data, if the folder is writable."""
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with folder.opened() as descriptor:
+        with folder.open_descriptor() as descriptor:
             if descriptor is None:
                 return
             draft = f".{key}.json.{uuid.uuid4().hex}"  # `CacheFolder.trim` removes drafts of dead writers

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS, REPORT_INTERVAL = 16, 4
-"""Number of rows of bindings, and the interval at which the device reports progress, because each report takes a
-microsecond. A row is free once the device has begun a later submission; without a free row a submission waits."""
+RING_ROWS, REPORT_INTERVAL = 16, 4
+"""Number of rows of the ring of bindings, and number of submissions between two reports of the device's progress; a
+report takes a microsecond. A row is free once the device has begun a later submission; without a free row a submission
+waits."""
 
-WAYS = 8
-"""Number of graphs in the table that submission code searches for the call's parameters; other graphs need the
+CACHED_GRAPHS = 8
+"""Number of graphs in the cache that submission code searches for the call's parameters; other graphs need the
 machine's slow path."""
 
 # Words of the state. The device writes only CONSUMED, which has a cache line of its own.
@@ -24,7 +25,7 @@ _STAGED = 16
 TICKET, ENTRIES = 0, 1
 
 # Words of the plan.
-RING, TABLE, CONSUMED_AT, BINDINGS = 0, 1, 2, 3
+RING, TABLE, CONSUMED_ADDRESS, BINDINGS = 0, 1, 2, 3
 
 FILLED_AT_ONCE = 32
 """Number of table entries that one kernel takes as arguments and writes."""
@@ -32,7 +33,7 @@ FILLED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions of the words of a command buffer, by its numbers of slots and parameters.
+    """Positions and numbers of words of a command buffer, by its numbers of slots and parameters.
 
     A graph contains its parameters as constants, so each set of parameter values has a graph of its own.
     """
@@ -41,41 +42,41 @@ class Layout:
     parameters: int = 0
 
     @property
-    def staged(self) -> int:
+    def slow_bindings(self) -> int:
         """Position in the state of the bindings of a submission on the slow path."""
         return _STAGED
 
     @property
-    def values(self) -> int:
+    def slow_parameters(self) -> int:
         """Position in the state of the parameters of a submission on the slow path."""
         return _STAGED + self.slots
 
     @property
-    def ways(self) -> int:
-        """Position in the state of the table of `WAYS` graphs, each followed by its parameter values."""
-        return self.values + self.parameters
+    def graph_cache(self) -> int:
+        """Position in the state of the `CACHED_GRAPHS` entries, each a graph and its parameter values."""
+        return self.slow_parameters + self.parameters
 
     @property
-    def way(self) -> int:
-        """Words of an entry of that table; 0 without parameters, when the only graph is at `GRAPH`."""
+    def cache_entry_words(self) -> int:
+        """Number of words of an entry of the cache; 0 without parameters, when the only graph is at `GRAPH`."""
         return 1 + self.parameters if self.parameters else 0
 
     @property
     def ring(self) -> int:
-        """Position in the state of the `ROWS` rows of bindings."""
-        return self.ways + WAYS * self.way
+        """Position in the state of the `RING_ROWS` rows of bindings."""
+        return self.graph_cache + CACHED_GRAPHS * self.cache_entry_words
 
     @property
-    def state(self) -> int:
+    def state_words(self) -> int:
         """Number of words of the state."""
-        return self.ring + ROWS * self.slots
+        return self.ring + RING_ROWS * self.slots
 
     @property
-    def table(self) -> int:
+    def table_words(self) -> int:
         """Number of words of the table."""
         return ENTRIES + -(-self.slots // FILLED_AT_ONCE) * FILLED_AT_ONCE
 
     @property
-    def directs(self) -> int:
+    def constants(self) -> int:
         """Position in the plan of the addresses of constants, which the arena's address follows."""
         return BINDINGS + self.slots

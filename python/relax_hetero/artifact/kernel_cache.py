@@ -26,7 +26,7 @@ _LIMIT_DIVISOR = 8
 
 def load_code(folder: CacheFolder, key: str) -> bytes | None:
     """The code of a key; None if absent, damaged or of another user."""
-    with folder.opened() as descriptor:
+    with folder.open_descriptor() as descriptor:
         if descriptor is None:
             return None
         name = key + _SUFFIX
@@ -48,7 +48,7 @@ def store_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
     """Store code by key, if the folder is writable."""
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with folder.opened() as descriptor:
+        with folder.open_descriptor() as descriptor:
             if descriptor is None:
                 return
             for key, code in codes.items():
@@ -63,7 +63,7 @@ def store_code(folder: CacheFolder, codes: Mapping[str, bytes]) -> None:
 
 def cached_code(folder: CacheFolder) -> list[int]:
     """Sizes in bytes of the kernels' files in the folder."""
-    with folder.opened() as descriptor:
+    with folder.open_descriptor() as descriptor:
         statuses = [status_of(descriptor, name) for name in files_in(descriptor, _FILES)]
     return [status.st_size for status in statuses if status is not None]
 

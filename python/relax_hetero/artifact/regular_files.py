@@ -54,7 +54,7 @@ def open_regular(
     try:
         status = os.fstat(descriptor)
         _refuse_special(path, status)
-        why = why_foreign(status) if is_private else ""
+        why = why_untrusted(status) if is_private else ""
         if why:
             raise OSError(errno.EPERM, why, os.fspath(path))
         return os.fdopen(descriptor, "rb"), status
@@ -63,7 +63,7 @@ def open_regular(
         raise
 
 
-def why_foreign(status: os.stat_result) -> str:
+def why_untrusted(status: os.stat_result) -> str:
     """The reason not to trust code in a file or folder, because others can write it; empty if it is trusted."""
     if status.st_uid != os.geteuid():
         return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"

@@ -1,9 +1,10 @@
 """`rh.compile` and `rh.get_pipeline`: checks of modules, the passes, linking, and versions for optional devices.
 
 `compile` checks its arguments and asks the cache. `_compile` runs the passes, which `transform.pipeline` lists, and
-then links. Three of the passes make kernels: MaterializeEncodings asks the device's resolver for kernels of products,
-convolutions, rows and attention, FormDispatches has TVM legalize and fuse all other ops, and FormCommandBuffers writes
-functions that call runs of both. `memory_plan_of` plans memory for `explain`, without linking.
+then links. Three of the passes make functions: MaterializeEncodings asks the device's resolver for kernels of matrix
+products, convolutions, row-wise ops and attention, FormDispatches has TVM legalize and fuse all other ops, and
+FormCommandBuffers writes functions that call consecutive kernels. `memory_plan_of` plans memory for `explain`, without
+linking.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from .commands.command_metadata import (
     regions_as_linked,
     with_public_kernels,
 )
-from .compile_cache import through_cache
+from .compile_cache import load_or_build
 from .link.address_table import by_address
 from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
@@ -72,7 +73,7 @@ from .link.parallel_codegen import Progress
 from .link.repeated_calls import with_repeated_calls
 from .signatures import function_signatures
 
-# Versions of a module for machines that lack optional devices.
+# Versions of a module for computers that lack optional devices.
 #
 # Optional devices are listed by importance; each version omits one more of them, starting with the least important. The
 # work of an omitted device moves to the module's host, its last CPU device, or to this CPU if the module lacks one.
@@ -115,8 +116,8 @@ def without_devices(mod: tvm.IRModule, omitted: Sequence[int]) -> tvm.IRModule:
 
     Parameters
     ----------
-    left_out : sequence of int
-        Indices in the module's list.
+    omitted : sequence of int
+        Indices of these devices in the module's list.
     """
     vdevices = vdevices_of(mod)
     remaining = [vdevice for index, vdevice in enumerate(vdevices) if index not in omitted]
@@ -209,7 +210,7 @@ class _FunctionChecker:
             ty = self._infer(binding, value)
         name = op_name(value)
         if isinstance(ty, relax.TensorType) and ty.dtype is None and name is not None and not is_kept(name):
-            raise self._error(binding, "has no known element type; expected R.match_cast to one before")
+            raise self._error(binding, "lacks a known element type; expected R.match_cast to one before")
         if ty is not None and self._is_incompatible(binding.var.ty, ty):
             raise self._error(binding, f"is declared as {type_text(binding.var.ty)}, and its value is {type_text(ty)}")
 
@@ -219,7 +220,7 @@ class _FunctionChecker:
             return None
         try:
             return infer(call, self._builder)
-        except Exception:  # perhaps a conflict of devices, which placement reports better: try again without devices
+        except Exception:  # perhaps a conflict of devices, which placement reports better: infer without devices
             args = [_without_devices(arg) for arg in call.args]
         try:
             return infer(relax.Call(call.op, args, call.attrs, call.ty_args, call.span), self._builder)
@@ -264,24 +265,24 @@ class _FunctionChecker:
         kernel = self._mod[call.args[0]] if isinstance(call.args[0], tvm.ir.GlobalVar) else None
         name = operand_text(call.args[0])
         if isinstance(kernel, relax.Function):
-            raise self._error(binding, f"calls {name} by call_tir, which is a Relax function; expected a PrimFunc")
+            raise self._error(binding, f"calls {name} with call_tir, but it is a Relax function; expected a PrimFunc")
         if not isinstance(kernel, tirx.PrimFunc) or not isinstance(call.args[1], relax.Tuple):
             return
-        fields = list(call.args[1].fields)
+        operands = list(call.args[1].fields)
         results = list(tensor_types(call.ty_args[0]))
         if op_name(call) == CALL_TIR_INPLACE:
             results = [ty for ty, i in zip(results, call.attrs.inplace_indices, strict=False) if int(i) < 0]
-        arguments = [(operand_text(arg), arg.ty) for arg in fields]
+        arguments = [(operand_text(arg), arg.ty) for arg in operands]
         arguments += [(f"result {number}: {type_text(ty)}", ty) for number, ty in enumerate(results)]
-        scalars = len(call.args[2].values) if len(call.args) > 2 and isinstance(call.args[2], relax.ShapeExpr) else 0
-        if len(arguments) + scalars != len(kernel.params):
+        num_sizes = len(call.args[2].values) if len(call.args) > 2 and isinstance(call.args[2], relax.ShapeExpr) else 0
+        if len(arguments) + num_sizes != len(kernel.params):
             raise self._error(
                 binding,
-                f"gives kernel {name} {len(fields)} operands, {len(results)} results and {scalars} sizes, and it takes "
-                f"{len(kernel.params)} parameters",
+                f"gives kernel {name} {len(operands)} operands, {len(results)} results and {num_sizes} sizes, and it "
+                f"takes {len(kernel.params)} parameters",
             )
         for (text, ty), buffer in zip(arguments, kernel.params, strict=False):
-            if isinstance(buffer, tirx.Buffer) and isinstance(ty, relax.TensorType) and not _fits(ty, buffer):
+            if isinstance(buffer, tirx.Buffer) and isinstance(ty, relax.TensorType) and not _matches_buffer(ty, buffer):
                 extents = ", ".join(map(text_of, buffer.shape))
                 raise self._error(
                     binding, f"gives kernel {name} {text} for its buffer {buffer.name!r}, {buffer.dtype}[{extents}]"
@@ -303,7 +304,7 @@ class _FunctionChecker:
         return BuildError(f"function {self._name!r}: {op} {binding.var.name!r}{operands} {what}")
 
 
-def _fits(ty: relax.TensorType, buffer: tirx.Buffer) -> bool:
+def _matches_buffer(ty: relax.TensorType, buffer: tirx.Buffer) -> bool:
     """Return whether a tensor has the element type, rank and known extents of a buffer."""
     if ty.dtype is not None and str(ty.dtype) != str(buffer.dtype):
         return False
@@ -317,7 +318,7 @@ def _fits(ty: relax.TensorType, buffer: tirx.Buffer) -> bool:
 
 
 def _without_devices(arg: relax.Expr) -> relax.Expr:
-    """A variable with the type of an operand, without its device."""
+    """A variable with the type of an operand except for the device; other expressions as they are."""
     if isinstance(arg, relax.Tuple):
         return relax.Tuple([_without_devices(field) for field in arg.fields])
     if isinstance(arg, (relax.Var, tvm.ir.GenericConst)) and isinstance(arg.ty, relax.TensorType):
@@ -370,15 +371,15 @@ def compile(  # noqa: A001 (the contract's name)
         and a quotient by 0 is 0. ``"strict"``: they are errors on every device; a GPU's errors are raised by a fence's
         ``result``, or when the host next reads a tensor from that GPU.
     optional : str, VDevice, or sequence of them, optional
-        Devices that a machine may lack, the most important first (``"cuda:0"``). If one is absent when the machine is
-        made, its work and that of later ones runs on the module's last CPU device, or on this CPU if it lacks one, in
-        that device's layouts. The executable contains a version for each case.
+        Devices that a computer may lack, the most important first (``"cuda:0"``). If one is absent when the virtual
+        machine is made, its work and the work of the devices after it runs on the module's last CPU device, or on this
+        CPU if the module lacks one. The executable contains a version for each case, with layouts for its devices.
     accuracy : str, or mapping from names to str, optional
         Accuracy of float32 convolutions on CPUs. ``"default"``: 3x3 convolutions of stride 1 may use Winograd's
         F(2x2, 3x3) if that is faster, with errors no larger than the direct method's, and weights of 16/9 of the size.
         ``"exact"``: no Winograd. ``"fast"``: also F(4x4, 3x3), with about twice the error, and weights of four times
-        the size. A mapping has patterns of the convolutions' variables, as ``explain`` shows them, of which the last
-        match counts: ``{"*": "fast", "head_*": "exact"}``.
+        the size. A mapping has patterns of the convolutions' variables, as ``explain`` shows them; the last match
+        counts: ``{"*": "fast", "head_*": "exact"}``.
 
     Returns
     -------
@@ -388,16 +389,16 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks` or `accuracy`, or a pattern in it without a match; `optional` devices that are CPUs
-        or not in the module; placement conflicts, ops without kernels, kernels that do not compile, unknown parameter
-        names, inputs that cannot be donated; constant indices and divisors that are invalid.
+        An unknown value of `checks` or `accuracy`, or a pattern of `accuracy` without a match; `optional` devices that
+        are CPUs or not in the module; placement conflicts, ops without kernels, kernels that do not compile, unknown
+        parameter names, inputs that cannot be donated; constant indices and divisors that are invalid.
     """
     mod = prepare_module(mod, params, donate, checks, accuracy, "rh.compile")
     _check_one_host(mod)
     indices = optional_indices(mod, optional)
 
     def compile_version(version: tvm.IRModule) -> Executable:
-        return through_cache(
+        return load_or_build(
             version, cache, command_buffers, lambda folder: _compile(version, command_buffers, progress, folder)
         )
 
@@ -447,8 +448,8 @@ def _check_one_host(mod: tvm.IRModule) -> None:
     hosts = hosts_of(vdevices_of(mod))
     if hosts:
         raise BuildError(
-            f"rh.compile: the module's vdevices are on hosts ({', '.join(map(repr, hosts))}), expected none: a module "
-            "over hosts is run by rh.cluster.Cluster, and rh.transform.UpdateVDevice takes its vdevices off them"
+            f"rh.compile: the module's vdevices are on hosts ({', '.join(map(repr, hosts))}), expected none: "
+            "run the module with rh.cluster.Cluster, or replace these vdevices with rh.transform.UpdateVDevice"
         )
 
 
@@ -462,18 +463,18 @@ def _compile(
     remarks = remarks_of(mod)
     reports = remarks.to_data()
     devices = tuple(device_spec(vdevice, default=i == 0) for i, vdevice in enumerate(vdevices))
-    # Public kernels can be called by address, by command buffers recorded by hand.
+    # Command buffers recorded by hand can call public kernels, by address.
     mod, kernels = with_public_kernels(mod, devices)
-    # Constants of CUDA graphs leave their functions: the machine passes them when it captures a graph.
+    # Constants of CUDA graphs leave their functions: the virtual machine passes them when it captures a graph.
     mod, graphs = graph_tables(mod)
-    # Command buffers on CPUs read the addresses of constants and kernels from a table that the machine fills.
+    # Command buffers on CPUs read addresses of constants and kernels from a table that the virtual machine fills.
     mod, tables = by_address(mod)
     # Other constants leave the code: a tuple of tensors on the devices that use them.
     lifted = lift_constants(mod, [*tables, *graphs])
     # Repeated calls with the same shapes get an entry point that skips checks.
     signatures = function_signatures(mod, lifted.takers, lifted.defaults)
     linkable, repeated = with_repeated_calls(lifted.mod, signatures)
-    # Metadata that machines, profiles and `explain` use without the compiler.
+    # Metadata that virtual machines, profiles and `explain` use without the compiler.
     host = host_vdevice(vdevices)
     metadata = Metadata(
         devices=devices,
@@ -532,7 +533,7 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
     if generic:
         _log.warning(
             "%s: the target names no CPU, so code is for the oldest of its architecture, several times slower than for "
-            "this CPU, which is rh.native('llvm'); with an mcpu (\"generic\" for the oldest) it is meant",
+            "this CPU, which is rh.native('llvm'); name an mcpu (\"generic\" for the oldest) to avoid this warning",
             ", ".join(generic),
         )
 
@@ -575,8 +576,8 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
                 continue
             kernel = mod.functions[gv]
             device = _device_of(call, kernel, allocated, vdevices)
-            work = (operations_of(kernel), bytes_of(kernel), precision_of(kernel))
-            dispatch = dispatches.setdefault(gv.name_hint, DispatchSpec(device, ops_of(kernel), *work))
+            spec = DispatchSpec(device, ops_of(kernel), operations_of(kernel), bytes_of(kernel), precision_of(kernel))
+            dispatch = dispatches.setdefault(gv.name_hint, spec)
             if device not in dispatch.devices:
                 dispatches[gv.name_hint] = replace(dispatch, other_devices=(*dispatch.other_devices, device))
     return dispatches
@@ -585,9 +586,9 @@ def _dispatches(mod: tvm.IRModule, vdevices: list[relax.VDevice]) -> dict[str, D
 def _device_of(
     call: relax.Call, kernel: tirx.PrimFunc, allocated: Mapping[relax.Var, int], vdevices: list[relax.VDevice]
 ) -> int:
-    """The manifest index of the device that runs a lowered call; -1 for kernels on shapes that TVM adds.
+    """The manifest index of the device that runs a lowered call; -1 for kernels that TVM adds to compute shapes.
 
-    Types of intermediate tensors lack a device, so their allocation tells it.
+    Types of intermediate tensors lack a device, so it is read from their allocation.
     """
     vdevice = call_vdevice(call)
     if vdevice is not None:
@@ -595,7 +596,7 @@ def _device_of(
     if not ops_of(kernel):
         return -1
     device = next((allocated[arg] for arg in call.args if arg in allocated), -1)
-    if device < 0:  # allocated in another way: the first device of the kernel's target
+    if device < 0:  # not allocated by this function: the first device of the kernel's target
         targets = [str(vdevice.target) for vdevice in vdevices]
         target = str(kernel.attrs.get("target"))
         return targets.index(target) if target in targets else -1

@@ -19,7 +19,7 @@ from tvm import relax, runtime, tirx
 from tvm.target import Target, codegen
 from tvm_ffi import structural_map
 
-from ..artifact.cache_folder import CacheFolder, folder_of
+from ..artifact.cache_folder import CacheFolder, resolve_cache_folder
 from ..artifact.container import Container, open_container
 from ..artifact.metadata import HIT, MISS, UNUSED, CacheUse
 from ..artifact.typed_data import read_json
@@ -46,8 +46,9 @@ from .link.link import external_calls, external_modules
 # new version.
 
 _CHUNK_BYTES = 8 << 20
-"""Bytes that one task hashes."""
+"""Bytes of constants that one thread hashes at a time."""
 _IMPORT_TIME = time.time()
+_SWITCHED_OFF = "switched off"
 
 
 def why_uncached(mod: tvm.IRModule) -> str:
@@ -67,16 +68,17 @@ def why_uncached(mod: tvm.IRModule) -> str:
         return "the PassContext has instruments, which see passes only where they run"
     if is_collecting():
         return "a report of the passes is being collected"
-    if _sources()[1] > _IMPORT_TIME:
+    _, sources_changed = _hash_sources()
+    if sources_changed > _IMPORT_TIME:
         return "the sources of this library were changed while it was in use"
     if external_modules(mod):
-        return "the module brings compiled code along"
+        return "the module contains compiled code (external modules)"
     for name, symbols in external_calls(mod).items():
         if symbols:
             return f"kernel {name!r} calls the external function {symbols[0]!r}"
     for target in _targets(mod):
         if resolver_key(target) is None:
-            return f"the resolver of {target.kind.name} devices is not ours and has no attribute 'cache_key'"
+            return f"the resolver of {target.kind.name} devices is a third party's and lacks an attribute 'cache_key'"
         if reason := backend_of(target).why_uncached():
             return reason
     return ""
@@ -102,7 +104,7 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
     Exception
         TVM's exception if the module, or a setting of the PassContext, cannot be written as JSON.
     """
-    text, constants = _without_constants(mod)
+    text, constants = _split_constants(mod)
     context = tvm.transform.PassContext.current()
     settings = [context.opt_level, context.required_pass, context.disabled_pass, context.config]
     current_target = Target.current(allow_none=True)
@@ -115,21 +117,21 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
         text,
     ]
     digest = hashlib.blake2b(digest_size=20)
-    for part in [*(part.encode() for part in parts), *_digests(constants)]:
+    for part in [*(part.encode() for part in parts), *_tensor_digests(constants)]:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
 def _targets(mod: tvm.IRModule) -> list[Target]:
-    """The possible targets of code: those of the devices, and this CPU as the implicit host."""
+    """The targets that code may be compiled for: those of the devices, and this CPU as the implicit host."""
     return [*(vdevice.target for vdevice in vdevices_of(mod)), native("llvm")]
 
 
-def _without_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
-    """A module as text with variables in place of tensors, and the tensors in the order of the text."""
+def _split_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
+    """A module as JSON, with variables in place of constants and default inputs, and these tensors in its order."""
     constants: list[runtime.Tensor] = []
 
-    def on_constant(constant: tvm.ir.GenericConst) -> relax.Expr:
+    def replace_constant(constant: tvm.ir.GenericConst) -> relax.Expr:
         if not is_tensor_constant(constant):
             return constant
         constants.append(constant.value)
@@ -141,115 +143,119 @@ def _without_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
             if DEFAULTS in func.attrs:
                 constants += func.attrs[DEFAULTS].values()
                 func = func.with_attr(DEFAULTS, list(func.attrs[DEFAULTS]))
-            func = structural_map(func, (tvm.ir.GenericConst, on_constant))
+            func = structural_map(func, (tvm.ir.GenericConst, replace_constant))
         functions.append([gv, func])
     attributes = sorted(mod.attrs.items()) if mod.attrs else []
-    infos = sorted(mod.global_infos.items())
-    text: str = tvm.ir.save_json([functions, [list(pair) for pair in attributes], [list(pair) for pair in infos]])
+    global_infos = sorted(mod.global_infos.items())
+    text: str = tvm.ir.save_json(
+        [functions, [list(pair) for pair in attributes], [list(pair) for pair in global_infos]]
+    )
     return text, constants
 
 
-def _digests(tensors: Sequence[runtime.Tensor]) -> list[bytes]:
-    """A hash of every tensor's bytes, computed in chunks on all cores."""
+def _tensor_digests(tensors: Sequence[runtime.Tensor]) -> list[bytes]:
+    """The joined hashes of each tensor's chunks, computed on all cores."""
     arrays = [bytes_of(tensor) for tensor in tensors]
     chunks = [array[begin : begin + _CHUNK_BYTES] for array in arrays for begin in range(0, array.nbytes, _CHUNK_BYTES)]
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="relax_hetero.key") as threads:
-        digests = iter(list(threads.map(_digest, chunks)))
+        digests = iter(list(threads.map(_chunk_digest, chunks)))
     return [b"".join(next(digests) for _ in range(0, array.nbytes, _CHUNK_BYTES)) for array in arrays]
 
 
-def _digest(chunk: np.ndarray) -> bytes:
+def _chunk_digest(chunk: np.ndarray) -> bytes:
     return hashlib.blake2b(chunk.data, digest_size=20).digest()
 
 
 @functools.cache
 def _versions() -> str:
-    """Versions of TVM, LLVM, and this library by its sources."""
+    """Versions of TVM and LLVM, and a hash of this library's sources."""
     llvm = codegen.llvm_version_major(allow_none=True)
-    return f"{_sources()[0]} tvm {tvm.__version__} {_tvm_libraries()} tvm_ffi {tvm_ffi.__version__} llvm {llvm}"
+    return f"{_hash_sources()[0]} tvm {tvm.__version__} {_tvm_libraries()} tvm_ffi {tvm_ffi.__version__} llvm {llvm}"
 
 
 @functools.cache
-def _sources() -> tuple[str, float]:
-    """A hash of this library's sources, and the time of their last change."""
-    digest, changed = hashlib.blake2b(digest_size=20), 0.0
+def _hash_sources() -> tuple[str, float]:
+    """The hash of this library's sources, and the time of their last change in seconds since 1970."""
+    digest, last_change = hashlib.blake2b(digest_size=20), 0.0
     package = Path(__file__).parents[1]
     for file in sorted([*package.rglob("*.py"), *package.rglob("*.ll")]):
         code = file.read_bytes()
         digest.update(f"{file.relative_to(package)} {len(code)}\n".encode() + code)
-        changed = max(changed, file.stat().st_mtime)
-    return digest.hexdigest(), changed
+        last_change = max(last_change, file.stat().st_mtime)
+    return digest.hexdigest(), last_change
 
 
 def _tvm_libraries() -> str:
-    """Sizes and times of TVM's libraries, because builds from source share a version."""
+    """Sizes and modification times of TVM's libraries, because all builds from source have the same version."""
     libraries = sorted(Path(tvm.__file__).parent.rglob("libtvm*"))
     return " ".join(f"{status.st_size}:{status.st_mtime_ns}" for status in (file.stat() for file in libraries))
 
 
 _log = logging.getLogger("relax_hetero")
-_unwritable: set[Path] = set()
+# Folders for which a failed write was logged.
+_unwritable_folders: set[Path] = set()
 
-MIN_SECONDS = 1.0
-"""Minimum compile time of modules that are cached by default."""
+MIN_COMPILE_SECONDS = 1.0
+"""Minimum compile time of modules that are stored by default."""
 
 
-def through_cache(
+def load_or_build(
     mod: tvm.IRModule,
     cache: bool | str | os.PathLike[str] | None,
     command_buffers: bool,
     build: Callable[[CacheFolder | None], Executable],
 ) -> Executable:
-    """Find the executable of a module in the cache, or build and store it.
+    """Load the executable of a module from the cache, or build and store it.
 
     Parameters
     ----------
     mod : tvm.IRModule
         Module with vdevices and bound weights.
     cache : bool or str or PathLike of str or None
-        Argument of `folder_of`; None stores only modules that took `MIN_SECONDS`.
+        Argument of `resolve_cache_folder`; None stores only modules whose compilation took `MIN_COMPILE_SECONDS`.
     command_buffers : bool
-        Option of `build`, for the key.
+        Option of ``rh.compile``, part of the key.
     build : callable
-        Compiles the module; takes the folder, for its own cache of kernels.
+        Function that compiles the module; its argument is the folder, in which it caches kernels.
 
     Returns
     -------
     Executable
-        Executable, loaded from the cache's file if possible; ``metadata.cache`` tells where it came from.
+        Executable, loaded from the cache's file if possible; ``metadata.cache`` says whether it was.
 
     Raises
     ------
     HeteroError
         An error of `build`, or an invalid `cache`. Other errors of the cache do not prevent compiling.
     """
-    folder = folder_of(cache)
-    key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers)
+    folder = resolve_cache_folder(cache)
+    key, why = ("", _SWITCHED_OFF) if folder is None else _key(mod, command_buffers)
     if folder is None or not key:
-        return _with_use(build(folder), CacheUse(UNUSED, why=why))
-    cached = _find(folder, key)
+        return _set_cache_use(build(folder), CacheUse(UNUSED, why=why))
+    cached = _load_hit(folder, key)
     if cached is not None:
         folder.note_hit(key)
         return cached
     start = time.perf_counter()
     executable = build(folder)
     use = CacheUse(MISS, key, round(time.perf_counter() - start, 3))
-    executable = _with_use(executable, use)
-    if cache is None and use.seconds < MIN_SECONDS:
-        return _with_use(executable, replace(use, why=f"not kept, as compiling took less than {MIN_SECONDS:g} s"))
+    executable = _set_cache_use(executable, use)
+    if cache is None and use.seconds < MIN_COMPILE_SECONDS:
+        why = f"not stored, as compiling took less than {MIN_COMPILE_SECONDS:g} s"
+        return _set_cache_use(executable, replace(use, why=why))
     return _store(folder, executable, use)
 
 
-def find_cached(mod: tvm.IRModule) -> CacheUse:
-    """Look up whether ``rh.compile(mod, cache=True)`` would find the module (with vdevices), without using it."""
-    folder = folder_of()
-    key, why = ("", "it is switched off") if folder is None else _key(mod, command_buffers=True)
+def predict_cache_use(mod: tvm.IRModule) -> CacheUse:
+    """Predict the ``metadata.cache`` of ``rh.compile(mod, cache=True)``, for a module with vdevices."""
+    folder = resolve_cache_folder()
+    key, why = ("", _SWITCHED_OFF) if folder is None else _key(mod, command_buffers=True)
     if folder is None or not key:
         return CacheUse(UNUSED, why=why)
     try:
-        with folder.opened() as descriptor:
+        with folder.open_descriptor() as descriptor:
             if descriptor is not None:
-                return replace(_use_of(_open(folder, key, descriptor)), state=HIT)
+                return replace(_stored_use(_open(folder, key, descriptor)), state=HIT)
     except BuildError as error:
         _log.debug("the compile cache lacks this module: %s", error)
     return CacheUse(MISS, key)
@@ -266,40 +272,42 @@ def _key(mod: tvm.IRModule, command_buffers: bool) -> tuple[str, str]:
         return "", f"the module cannot be written as JSON: {error}"
 
 
-def _with_use(executable: Executable, use: CacheUse) -> Executable:
+def _set_cache_use(executable: Executable, use: CacheUse) -> Executable:
     executable.metadata = replace(executable.metadata, cache=use)
     return executable
 
 
-def _find(folder: CacheFolder, key: str) -> Executable | None:
+def _load_hit(folder: CacheFolder, key: str) -> Executable | None:
     try:
         executable = _load(folder, key, verify=True)
     except BuildError as error:
         if not isinstance(error.__cause__, FileNotFoundError):
-            _log.warning("the compile cache is made anew: %s", error)
+            _log.warning("the module is compiled and cached again: %s", error)
             folder.drop(key)
         return None
-    return None if executable is None else _with_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
+    if executable is not None:
+        _set_cache_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
+    return executable
 
 
 def _load(folder: CacheFolder, key: str, verify: bool) -> Executable | None:
     """Load an executable from the folder; None if the folder may not be used."""
-    with folder.opened() as descriptor:
+    with folder.open_descriptor() as descriptor:
         if descriptor is None:
             return None
         return load_container(_open(folder, key, descriptor), verify)
 
 
 def _open(folder: CacheFolder, key: str, descriptor: int) -> Container:
-    """Open the file of a key without loading code; BuildError if it is damaged, or the entry of another key."""
+    """Open the file of a key without loading code; BuildError if it is damaged or belongs to another key."""
     container = open_container(folder.file(key), folder=descriptor)
-    stored_key = _use_of(container).key
+    stored_key = _stored_use(container).key
     if stored_key != key:
-        raise BuildError(f"{container.path}: found the entry of key {stored_key!r}, expected the key that is its name")
+        raise BuildError(f"{container.path}: found the entry of key {stored_key!r}, expected the key in its name")
     return container
 
 
-def _use_of(container: Container) -> CacheUse:
+def _stored_use(container: Container) -> CacheUse:
     """Key, state and duration of the compilation that wrote a file."""
     try:
         return CacheUse(**read_json(container.header["metadata"])["cache"])
@@ -309,10 +317,10 @@ def _use_of(container: Container) -> CacheUse:
 
 def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:
     """Store an executable, and return the stored one, so that first and later compilations behave alike."""
-    why = _why_not_linked()
-    nbytes = sum(map(nbytes_of, executable.constants))
-    if nbytes > folder.limit:
-        why = f"its constants take {nbytes:,} bytes, and the cache {folder.limit:,}"
+    why = _why_linking_fails()
+    constant_bytes = sum(map(nbytes_of, executable.constants))
+    if constant_bytes > folder.limit:
+        why = f"its constants have {constant_bytes:,} bytes, and the cache holds at most {folder.limit:,}"
     if not why:
         why = _write(folder, executable, use)
     if not why:
@@ -323,11 +331,11 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
             why = f"{folder.path} was removed"
         except BuildError as error:  # evicted or removed by another process
             why = str(error)
-    return _with_use(executable, replace(use, why=f"not kept: {why}"))
+    return _set_cache_use(executable, replace(use, why=f"not stored: {why}"))
 
 
-def _why_not_linked() -> str:
-    """The reason why this process cannot link, or an empty text."""
+def _why_linking_fails() -> str:
+    """The reason why this process cannot link a library, or an empty text."""
     try:
         check_linking("the compile cache")
     except (BuildError, OSError) as error:
@@ -336,12 +344,12 @@ def _why_not_linked() -> str:
 
 
 def _write(folder: CacheFolder, executable: Executable, use: CacheUse) -> str:
-    """Write an executable's file; returns the reason of a failure, and logs it once per folder."""
+    """Write an executable's file; return the reason of a failure, which is logged once per folder."""
     try:
         folder.add(use.key, executable.export_private, _description(executable, use))
     except (BuildError, OSError) as error:
-        if folder.path not in _unwritable:
-            _unwritable.add(folder.path)
+        if folder.path not in _unwritable_folders:
+            _unwritable_folders.add(folder.path)
             _log.warning("the compile cache cannot be written: %s", error)
         return str(error)
     return ""

@@ -58,7 +58,7 @@ def precision(problem: Any) -> str:
         return _product(problem.data.dtype, problem.weight.dtype, problem.acc_dtype)
     if isinstance(problem, QuantizedMatmulProblem):
         form = problem.form
-        weight = form.name if form is not None and form.record_bytes else f"int{problem.bits}"
+        weight = form.name if form is not None and form.superblock_bytes else f"int{problem.bits}"
         return f"{weight}*{short_name(problem.lhs.dtype)}"
     if isinstance(problem, AttentionProblem):
         return _product(problem.query.dtype, problem.key.dtype, "float32")

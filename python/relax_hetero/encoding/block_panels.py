@@ -1,10 +1,10 @@
 """Block-quantized weights in the form that kernels of CPUs read: panels of columns, with the file's quants.
 
-A panel is one stretch of bytes, which a kernel reads sequentially: superblocks ("records") along k, each with the
-scales and minimums of all columns of the panel, then the codes. Codes of 2, 4, 5 and 6 bits are fields of 32-bit lanes:
-a vector of lanes holds neighbours along k, one lane for each column. A lane holds as many fields as fit; for 5 and 6
-bits two bits are left over, and those of a group's lanes together are the group's last fields. Codes of 8 bits and
-plain numbers are stored as rows over the panel's columns.
+A panel is one stretch of bytes, which a kernel reads sequentially: superblocks along k, each with the scales and
+minimums of all columns of the panel, then the codes. Codes of 2, 4, 5 and 6 bits are fields of 32-bit lanes: a vector
+of lanes holds neighbours along k, one lane for each column. A lane holds as many fields as fit; for 5 and 6 bits two
+bits are left over, and those of a group's lanes together are the group's last fields. Codes of 8 bits and plain numbers
+are stored as rows over the panel's columns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import accumulate
 import numpy as np
 
 from ..target.element_types import bytes_of
-from .block_formats import BlockFormat, Parts, block_format, of_integers, read_rows
+from .block_formats import BlockFormat, QuantizedRows, block_format, integer_format, split_numpy_rows
 
 GROUPS = {2: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
 """Number of weights whose fields share a group of lanes, by the bits of a weight."""
@@ -27,7 +27,7 @@ _CHUNK_WEIGHTS = 1 << 22
 
 
 @dataclass(frozen=True)
-class RecordPlan:
+class PanelPlan:
     """Layout of a panel in bytes, for a format, a depth and a number of columns."""
 
     form: BlockFormat
@@ -46,37 +46,37 @@ class RecordPlan:
         return padded_depth if self.form.is_plain else min(self.form.block, padded_depth)
 
     @cached_property
-    def span(self) -> int:
+    def superblock_size(self) -> int:
         """Weights of a superblock."""
-        return self.form.span if self.form.scale == "int8" else self.block
+        return self.form.superblock_size if self.form.scale == "int8" else self.block
 
     @property
     def blocks(self) -> int:
         """Number of blocks of a superblock."""
-        return self.span // self.block
+        return self.superblock_size // self.block
 
     @property
-    def records(self) -> int:
+    def superblocks(self) -> int:
         """Number of superblocks of a panel."""
-        return -(-self.depth // self.span)
+        return -(-self.depth // self.superblock_size)
 
     @cached_property
-    def places(self) -> dict[str, int]:
+    def offsets(self) -> dict[str, int]:
         """Offset of each part of a superblock, and its ``end``; parts that the format lacks are empty."""
         form, columns = self.form, self.columns
         sizes = {
-            "outer_scales": 2 * columns if form.scale == "int8" else 0,
-            "outer_minimums": 2 * columns if form.minimum == "int8" else 0,
+            "superblock_scales": 2 * columns if form.scale == "int8" else 0,
+            "superblock_minimums": 2 * columns if form.minimum == "int8" else 0,
             "scales": self.blocks * columns * _size(form.scale),
             "minimums": self.blocks * columns * _size(form.minimum),
-            "codes": self.span * form.bits // 8 * columns,
+            "codes": self.superblock_size * form.bits // 8 * columns,
         }
         return dict(zip([*sizes, "end"], accumulate(sizes.values(), initial=0), strict=True))
 
     @property
     def panel_bytes(self) -> int:
         """Number of bytes of a panel."""
-        return self.records * self.places["end"]
+        return self.superblocks * self.offsets["end"]
 
     @property
     def words(self) -> int:
@@ -118,30 +118,30 @@ class BlockSource:
         """Number of rows."""
         return int(self.arrays[0].shape[0])
 
-    def parts(self, begin: int, end: int) -> Parts:
+    def quantized_rows(self, begin: int, end: int) -> QuantizedRows:
         """Quants, scales and minimums of some of the rows."""
         arrays = [array[begin:end] for array in self.arrays]
-        if self.form.record_bytes:
-            return read_rows(arrays[0], self.form, self.depth)
-        return _parts_of_integers(arrays, self.form, self.depth)
+        if self.form.superblock_bytes:
+            return split_numpy_rows(arrays[0], self.form, self.depth)
+        return _integer_rows(arrays, self.form, self.depth)
 
 
 def source_form(format_name: str, bits: int, block: int, has_zeros: bool) -> BlockFormat:
     """The format of the operands of a call to dequantize_blocks."""
-    return block_format(format_name) if format_name else of_integers(bits, block, has_zeros)
+    return block_format(format_name) if format_name else integer_format(bits, block, has_zeros)
 
 
-def _parts_of_integers(arrays: list[np.ndarray], form: BlockFormat, depth: int) -> Parts:
+def _integer_rows(arrays: list[np.ndarray], form: BlockFormat, depth: int) -> QuantizedRows:
     """Weights of 2, 4 or 8 bits, their scales, and zero points as minimums."""
     data, scales, bits = arrays[0], arrays[1], form.bits
-    fields = data
+    quants = data
     if bits < 8:
         mask = np.uint8((1 << bits) - 1)
-        fields = np.stack([data >> np.uint8(bit) & mask for bit in range(0, 8, bits)], -1).reshape(len(data), -1)
+        quants = np.stack([data >> np.uint8(bit) & mask for bit in range(0, 8, bits)], -1).reshape(len(data), -1)
     minimums = None
     if len(arrays) > 2:
-        minimums = ((-form.low - arrays[2].astype(np.float64)) * scales).astype(np.float32)
-    return Parts(fields[:, :depth], scales, minimums)
+        minimums = ((-form.min_code - arrays[2].astype(np.float64)) * scales).astype(np.float32)
+    return QuantizedRows(quants[:, :depth], scales, minimums)
 
 
 @dataclass(frozen=True)
@@ -163,26 +163,26 @@ class Panels:
 
     def fits(self, form: BlockFormat, depth: int) -> bool:
         """Return whether kernels multiply weights of a format."""
-        return RecordPlan(form, depth, self.columns).fits()
+        return PanelPlan(form, depth, self.columns).fits()
 
     def shapes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> list[list[int]]:
         """Shape of the only operand, for `matrices` matrices with n columns each."""
-        return [[matrices * -(-n // self.columns), RecordPlan(form, depth, self.columns).panel_bytes]]
+        return [[matrices * -(-n // self.columns), PanelPlan(form, depth, self.columns).panel_bytes]]
 
     def pack(self, source: BlockSource, matrices: int = 1) -> list[np.ndarray]:
         """Pack weights of a model as kernels read them, in chunks, so that temporaries stay small.
 
         Each of `matrices` matrices of equal rows begins with a panel of its own.
         """
-        plan = RecordPlan(source.form, source.depth, self.columns)
+        plan = PanelPlan(source.form, source.depth, self.columns)
         rows = source.rows // matrices
         panels = -(-rows // self.columns)
-        packed = np.zeros((matrices, panels, plan.records, plan.places["end"]), np.uint8)
+        packed = np.zeros((matrices, panels, plan.superblocks, plan.offsets["end"]), np.uint8)
         for index, matrix in enumerate(packed):
             for begin, end in _chunks(panels, max(1, _CHUNK_WEIGHTS // (self.columns * source.depth))):
                 first = index * rows
-                parts = source.parts(first + begin * self.columns, first + min(end * self.columns, rows))
-                _pack_parts(parts, plan, matrix[begin:end])
+                chunk = source.quantized_rows(first + begin * self.columns, first + min(end * self.columns, rows))
+                _pack_rows(chunk, plan, matrix[begin:end])
         return [packed.reshape(matrices * panels, plan.panel_bytes)]
 
 
@@ -190,31 +190,31 @@ def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + size, count)) for begin in range(0, count, size))
 
 
-def _pack_parts(parts: Parts, plan: RecordPlan, target: np.ndarray) -> None:
+def _pack_rows(rows: QuantizedRows, plan: PanelPlan, target: np.ndarray) -> None:
     """Write rows to their panels: ``(panels, superblocks, bytes of a superblock)``."""
-    form, offsets = plan.form, plan.places
+    form, offsets = plan.form, plan.offsets
     ends = dict(zip(offsets, [*list(offsets.values())[1:], 0], strict=True))
 
     def write(name: str, values: np.ndarray | None, dtype: str, count: int) -> None:
         """Write the numbers of each row, `count` for each superblock."""
         if values is not None and dtype:
-            rows = _padded(values, target.shape[0] * plan.columns, plan.records * count, dtype)
-            lanes = rows.reshape(target.shape[0], plan.columns, plan.records, count).transpose(0, 2, 3, 1)
+            padded = _padded(values, target.shape[0] * plan.columns, plan.superblocks * count, dtype)
+            lanes = padded.reshape(target.shape[0], plan.columns, plan.superblocks, count).transpose(0, 2, 3, 1)
             target[:, :, offsets[name] : ends[name]] = _bytes(lanes, target.shape[:2])
 
-    write("outer_scales", parts.superblock_scales, "float16", 1)
-    write("outer_minimums", parts.outer_minimums, "float16", 1)
-    write("scales", parts.scales, "uint8" if form.scale == "int8" else form.scale, plan.blocks)
-    write("minimums", parts.minimums, "uint8" if form.minimum == "int8" else form.minimum, plan.blocks)
+    write("superblock_scales", rows.superblock_scales, "float16", 1)
+    write("superblock_minimums", rows.superblock_minimums, "float16", 1)
+    write("scales", rows.scales, "uint8" if form.scale == "int8" else form.scale, plan.blocks)
+    write("minimums", rows.minimums, "uint8" if form.minimum == "int8" else form.minimum, plan.blocks)
     if form.is_plain:
-        fields = parts.fields
+        fields = rows.quants
         if form.name == "bf16":
             fields = (np.ascontiguousarray(fields).view(np.uint32) >> 16).astype(np.uint16)
-        write("codes", fields, "uint16" if form.name == "bf16" else "float16", plan.span)
+        write("codes", fields, "uint16" if form.name == "bf16" else "float16", plan.superblock_size)
     elif form.bits == 8:
-        write("codes", parts.fields + np.uint8(form.low & 255), "uint8", plan.span)
+        write("codes", rows.quants + np.uint8(form.min_code & 255), "uint8", plan.superblock_size)
     else:
-        target[:, :, offsets["codes"] :] = _bytes(_lanes(parts.fields, plan, target.shape[0]), target.shape[:2])
+        target[:, :, offsets["codes"] :] = _bytes(_lanes(rows.quants, plan, target.shape[0]), target.shape[:2])
 
 
 def _padded(values: np.ndarray, rows: int, columns: int, dtype: str) -> np.ndarray:
@@ -232,10 +232,10 @@ def _bytes(lanes: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
     return little.reshape(*lead, -1).view(np.uint8)
 
 
-def _lanes(fields: np.ndarray, plan: RecordPlan, panels: int) -> np.ndarray:
+def _lanes(fields: np.ndarray, plan: PanelPlan, panels: int) -> np.ndarray:
     """Fields as lanes of 32 bits, ``(panels, superblocks, groups * words, columns)``."""
     bits, words, lane_fields = plan.form.bits, plan.words, plan.fields
-    columns, groups = plan.columns, plan.records * plan.span // plan.group
+    columns, groups = plan.columns, plan.superblocks * plan.superblock_size // plan.group
     padded = _padded(fields, panels * columns, groups * plan.group, "uint8").reshape(panels, columns, groups, -1)
     lanes = np.zeros((panels, columns, groups, words), np.uint32)
     complete = padded[..., : words * lane_fields].reshape(panels, columns, groups, words, lane_fields)
@@ -247,4 +247,4 @@ def _lanes(fields: np.ndarray, plan: RecordPlan, panels: int) -> np.ndarray:
     if plan.group > words * lane_fields:
         for word in range(words):
             lanes[..., word] |= (left_over >> np.uint32(2 * word) & np.uint32(3)) << np.uint32(30)
-    return lanes.reshape(panels, columns, plan.records, -1).transpose(0, 2, 3, 1)
+    return lanes.reshape(panels, columns, plan.superblocks, -1).transpose(0, 2, 3, 1)

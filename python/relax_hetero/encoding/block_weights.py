@@ -15,8 +15,8 @@ import numpy as np
 
 from ..target.cpu_target import CpuTarget
 from ..target.tiles import tile_columns
-from .block_formats import BlockFormat, weights_of_rows
-from .block_panels import BlockSource, Panels, RecordPlan
+from .block_formats import BlockFormat, read_block_weights
+from .block_panels import BlockSource, PanelPlan, Panels
 
 GROUP = 8
 """Weights that the size of a block is a multiple of."""
@@ -111,12 +111,12 @@ class Fragments:
 
     def fits(self, form: BlockFormat, depth: int) -> bool:
         """Return whether kernels multiply weights of a format."""
-        bits = (4, 5, 6, 8) if form.record_bytes else (4, 8)
+        bits = (4, 5, 6, 8) if form.superblock_bytes else (4, 8)
         return form.bits in bits and form.block % 16 == 0
 
     def pack(self, source: BlockSource) -> list[np.ndarray]:
         """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold."""
-        if source.form.record_bytes:
+        if source.form.superblock_bytes:
             return _pack_superblocks(source)
         data, scales, *zeros = source.arrays
         is_high = source.form.bits == 4 and any(points.max(initial=0) > _MAX_ZERO_POINT for points in zeros)
@@ -139,10 +139,10 @@ def stored_bits(form: BlockFormat) -> int:
 def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
     """Pack rows of a file's bytes as fragments, scales, and minimums where the format has them."""
     form, depth = source.form, source.depth
-    weights = weights_of_rows(source.arrays[0], form, depth)
+    weights = read_block_weights(source.arrays[0], form, depth)
     assert weights.scales is not None, "plain numbers cannot be stored in fragments"
     if form.bits == 4:
-        quants = (weights.codes - np.int8(form.low)).view(np.uint8)
+        quants = (weights.codes - np.int8(form.min_code)).view(np.uint8)
         data = quants[:, 0::2] | quants[:, 1::2] << np.uint8(4)
     else:
         data = weights.codes.view(np.uint8) ^ np.uint8(128)
@@ -167,7 +167,7 @@ def layout_of(weight: Sequence[Any], form: BlockFormat, depth: int) -> BlockLayo
     if len(weight) == len(Fragments.index_map):
         return Fragments()
     # Bytes that are not whole columns get any layout: their shape then differs from the expected one.
-    return Panels(max(1, int(weight[-1]) // RecordPlan(form, depth, 1).panel_bytes))
+    return Panels(max(1, int(weight[-1]) // PanelPlan(form, depth, 1).panel_bytes))
 
 
 def panel_columns(cpu: CpuTarget) -> int:

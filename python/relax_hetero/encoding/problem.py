@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .block_formats import BlockFormat
-from .block_panels import RecordPlan
+from .block_panels import PanelPlan
 from .encoding import IndexMap
 from .expression import Expression
 from .packed_layout import PackedLayout
@@ -352,7 +352,7 @@ class QuantizedMatmulProblem:
         return self.lhs.shape[1] != 1
 
     @cached_property
-    def plan(self) -> RecordPlan:
+    def plan(self) -> PanelPlan:
         """Layout of a panel."""
         assert self.form is not None, "weights in fragments are not in panels"
         return _panel_plan(self.form, self.depth, self.weights[0])
@@ -497,13 +497,13 @@ class BlockRowsProblem:
         return [self.weight, self.index, self.result]
 
     @cached_property
-    def plan(self) -> RecordPlan:
+    def plan(self) -> PanelPlan:
         """Layout of a panel."""
         return _panel_plan(self.form, _static(self.result.shape[-1]), self.weight)
 
 
-def _panel_plan(form: BlockFormat, depth: int, weight: Operand) -> RecordPlan:
-    return RecordPlan(form, depth, _static(weight.shape[-1]) // RecordPlan(form, depth, 1).panel_bytes)
+def _panel_plan(form: BlockFormat, depth: int, weight: Operand) -> PanelPlan:
+    return PanelPlan(form, depth, _static(weight.shape[-1]) // PanelPlan(form, depth, 1).panel_bytes)
 
 
 def _static(dim: Dim) -> int:

@@ -37,7 +37,7 @@ class JsonTokenizer:
     stop_ids
         Tokens that end a text or a turn.
     begin_id
-        Token for the begin of a text, if there is one.
+        Token for the beginning of a text, if there is one.
     chat_template
         Chat template in jinja2, if there is one.
 

@@ -183,7 +183,7 @@ class TokenizerProtocol(Protocol):
         special : bool
             Whether names of control tokens in the text become these tokens.
         begin : bool
-            Whether to add the token for the begin of a text that the model expects.
+            Whether to add the token for the beginning of a text that the model expects.
         """
 
     def piece(self, token: int) -> bytes:

@@ -153,7 +153,7 @@ def _load_file(
         context=context,
         slots=slots,
         kv_heads=model.kv_heads,
-        size=model.size,
+        size=model.head_size,
         windows=tuple(model.window_of(layer) for layer in range(model.layers)),
         page_type=page_type,
         experts=model.experts,

@@ -149,7 +149,7 @@ class Tokenizer:
     stop_ids
         Tokens that end a text or a turn.
     begin_id
-        Token for the begin of a text, if there is one.
+        Token for the beginning of a text, if there is one.
     adds_begin, adds_end
         Whether the model expects tokens for the begin and end of a text.
     chat_template : str or None

@@ -263,8 +263,8 @@ def _infer_file_rows(call: relax.Call, depth: int) -> relax.TensorType:
     if len(call.args) > 1:
         raise EncodingError(f"{DEQUANTIZE_BLOCKS}: found {len(call.args)} operands, expected rows of {form.name} alone")
     data = _tensor(call, 0, ("uint8",))
-    if len(data) != 2 or data[1] != form.bytes_of_row(depth):
-        expected = f"({form.bytes_of_row(depth)} bytes a row of {depth} weights of {form.name})"
+    if len(data) != 2 or data[1] != form.row_bytes(depth):
+        expected = f"({form.row_bytes(depth)} bytes a row of {depth} weights of {form.name})"
         raise EncodingError(f"{DEQUANTIZE_BLOCKS}: operand 0 has shape {data}, expected {expected}")
     return relax.TensorType([data[0], depth], "float32", call.args[0].ty.vdevice)
 

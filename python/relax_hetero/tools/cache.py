@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 from click.shell_completion import CompletionItem
 
-from ..artifact.cache_folder import CacheFolder, Entry, folder_of
+from ..artifact.cache_folder import CacheFolder, Entry, resolve_cache_folder
 from ..artifact.kernel_cache import cached_code
 from ..display.console import console, print_json, print_table
 from ..display.text import bytes_text, plural
@@ -47,7 +47,7 @@ def ls_command(as_json: bool) -> None:
 
 
 def _complete_keys(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    folder = folder_of()
+    folder = resolve_cache_folder()
     return [
         CompletionItem(entry.key[:_SHOWN_KEY_CHARACTERS], help="; ".join(entry.description.get("functions", ())))
         for entry in ([] if folder is None else folder.entries())
@@ -79,10 +79,10 @@ def clear_command(keys: tuple[str, ...], as_json: bool) -> None:
 
 
 def _folder() -> CacheFolder:
-    folder = folder_of()
+    folder = resolve_cache_folder()
     if folder is None:
         raise BuildError(
-            "there is no compile cache: RELAX_HETERO_CACHE switches it off, or there is no home to keep it in"
+            "there is no compile cache: RELAX_HETERO_CACHE switches it off, or there is no home folder for it"
         )
     return folder
 

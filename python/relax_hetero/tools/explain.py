@@ -212,7 +212,7 @@ def _estimate_token_cost(path: Path, vdevices: Sequence[VDevice], compiled: Expl
 def _explain_source(path: Path, placing: PlacementOptions, accuracy: str) -> Explanation:
     from ..driver.commands.command_metadata import regions_as_linked
     from ..driver.compile import memory_plan_of, optional_indices
-    from ..driver.compile_cache import find_cached
+    from ..driver.compile_cache import predict_cache_use
     from ..target.vdevice import device_name, vdevices_of
     from ..transform.encode.accuracies import with_accuracy
     from ..transform.ir.remarks import remarks_of
@@ -220,7 +220,7 @@ def _explain_source(path: Path, placing: PlacementOptions, accuracy: str) -> Exp
     from ..transform.record.region_attrs import kernels_of
 
     module = with_accuracy(placed_module(path, placing), accuracy, "explain")
-    cache = find_cached(module)
+    cache = predict_cache_use(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
     optional = [list(targets)[index] for index in optional_indices(module, placing.optional)]

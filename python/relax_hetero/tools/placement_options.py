@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..artifact.cache_folder import parse_size
-from .installation.doctor import device_texts
+from .installation.doctor import device_choices
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,7 +33,7 @@ class VDeviceParam(click.ParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete devices of this machine."""
-        return [CompletionItem(device) for device in device_texts() if device.startswith(incomplete)]
+        return [CompletionItem(device) for device in device_choices() if device.startswith(incomplete)]
 
 
 class PairParam(click.ParamType):
@@ -64,7 +64,7 @@ class PairParam(click.ParamType):
         first, divider, second = incomplete.rpartition("=")
         if not divider or not self.name.endswith("=device"):
             return []
-        return [CompletionItem(f"{first}={device}") for device in device_texts(":0") if device.startswith(second)]
+        return [CompletionItem(f"{first}={device}") for device in device_choices(":0") if device.startswith(second)]
 
 
 class ShapeParam(click.ParamType):
@@ -118,7 +118,7 @@ class PlacementOptions:
     memory_limit : tuple of (str, str)
         Values of ``--memory-limit``: device, and maximum number of bytes for ``--place-auto``.
     optional : tuple of str
-        Values of ``--optional``: devices of the model that a machine may lack.
+        Values of ``--optional``: devices of the model that a computer may lack.
     max_nodes, max_computed : int or None
         ``--max-nodes`` and ``--max-computed``, limits of the import; None for the defaults.
     """

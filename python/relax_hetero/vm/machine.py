@@ -19,7 +19,7 @@ from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.argument_copies import decode_strings, encode_strings
 from .args.call_cache import CachedCall, CallCache
 from .args.donated_arguments import argument_memory, arguments_for_run, exclusive_calls, retained_ranges
-from .args.results import check_out, fill, to_python
+from .args.results import check_out_buffers, fill_out_buffers, to_python
 from .device.builtins import running
 from .device.devices import bind_devices, host_device
 from .device.error_records import register_checks
@@ -37,7 +37,7 @@ from .queue.queued_calls import MAX_IN_FLIGHT
 from .queue.queues import Queues
 from .queue.submitter import Submitter
 from .queue.trace import Trace
-from .region.cuda_graph import with_graphs
+from .region.cuda_graph import make_graphs
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
 
@@ -151,7 +151,7 @@ class VirtualMachine:
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
             self._set_defaults()
-            self._values, self.graphs = with_graphs(metadata, self._devices, self._constants.values, module)
+            self._values, self.graphs = make_graphs(metadata, self._devices, self._constants.values, module)
         except Exception as error:  # TVM raises exceptions of its own
             raise explain_failure("making the machine", error, metadata) from error
         self._repeated = {call.function: self._module[call.repeated] for call in metadata.repeated}
@@ -414,7 +414,7 @@ class VirtualMachine:
             Name of the function.
         """
         signature = self.executable.signature(name)
-        with self._submitter.without_queues():
+        with self._submitter.plain_call():
             bound = self._stateful.inputs_of_run(signature)
             self._stateful.set_outputs(name, self._run(signature, bound, None))
 
@@ -501,7 +501,7 @@ class VirtualMachine:
             if match is not None and match[0] in call.outs:
                 buffer = match[1]
             else:
-                check_out(out, signature, call.dims.copy())
+                check_out_buffers(out, signature, call.dims.copy())
                 if match is not None and call.determines_output_shape(signature):
                     call.outs.add(match[0])
         values = call.values(tensors)
@@ -526,20 +526,20 @@ class VirtualMachine:
                     return result
             return to_python(result, ranges, call.borrowed(tensors))
         if buffer is None:
-            return fill(out, result)
+            return fill_out_buffers(out, result)
         copy_into(result, buffer)
         return out
 
     def _run(self, signature: FunctionSignature, bound: BoundArguments, out: Any) -> Any:
         values, dims, borrowed = bound
         if out is not None:
-            check_out(out, signature, dims.copy())
+            check_out_buffers(out, signature, dims.copy())
         self._check_exclusive(signature.name, values)
         result = self._invoke(signature.name, values)
         if dims.values:
             self._pool.note((signature.name, *dims.values.values()), (values, result))
         if out is not None:
-            return fill(out, result)
+            return fill_out_buffers(out, result)
         return to_python(result, self._constants.ranges, borrowed)
 
     def _check_exclusive(self, name: str, values: Sequence[Any]) -> None:

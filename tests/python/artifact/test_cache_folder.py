@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import relax_hetero as rh
-from relax_hetero.artifact.cache_folder import DEFAULT_LIMIT_BYTES, CacheFolder, folder_of
+from relax_hetero.artifact.cache_folder import DEFAULT_LIMIT_BYTES, CacheFolder, resolve_cache_folder
 
 KEYS = [f"{i:040x}" for i in range(5)]
 
@@ -26,31 +26,35 @@ def keys(folder):
 
 def test_the_environment_names_the_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path / "mine"))
-    assert folder_of() == folder_of(True) == CacheFolder(tmp_path / "mine" / "executables", DEFAULT_LIMIT_BYTES)
-    assert folder_of(tmp_path).path == tmp_path
-    assert folder_of(False) is None
+    assert (
+        resolve_cache_folder()
+        == resolve_cache_folder(True)
+        == CacheFolder(tmp_path / "mine" / "executables", DEFAULT_LIMIT_BYTES)
+    )
+    assert resolve_cache_folder(tmp_path).path == tmp_path
+    assert resolve_cache_folder(False) is None
 
 
 def test_the_default_is_among_the_users_caches(monkeypatch, tmp_path):
     monkeypatch.delenv("RELAX_HETERO_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert folder_of().path == tmp_path / "relax_hetero" / "executables"
+    assert resolve_cache_folder().path == tmp_path / "relax_hetero" / "executables"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert folder_of().path == tmp_path / ".cache" / "relax_hetero" / "executables"
+    assert resolve_cache_folder().path == tmp_path / ".cache" / "relax_hetero" / "executables"
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "0", "no"])
 def test_off_overrides_programs(monkeypatch, tmp_path, word):
     monkeypatch.setenv("RELAX_HETERO_CACHE", word)
-    assert folder_of() is folder_of(True) is folder_of(tmp_path) is None
+    assert resolve_cache_folder() is resolve_cache_folder(True) is resolve_cache_folder(tmp_path) is None
 
 
 @pytest.mark.parametrize("text, size", [("1234", 1234), ("500M", 500 << 20), ("1.5 GiB", 3 << 29), ("2kb", 2048)])
 def test_the_environment_bounds_the_size(monkeypatch, tmp_path, text, size):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", text)
-    assert folder_of().limit == size
+    assert resolve_cache_folder().limit == size
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "10 X"])
@@ -58,14 +62,14 @@ def test_a_malformed_size_is_named(monkeypatch, tmp_path, text):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", text)
     with pytest.raises(rh.HeteroError, match=f"RELAX_HETERO_CACHE_SIZE='{text}'.*20G"):
-        folder_of()
+        resolve_cache_folder()
 
 
 @pytest.mark.parametrize("cache", [3, "", b"", "a\0b", ["folder"]])
 def test_a_path_that_is_not_a_folder_is_named(monkeypatch, tmp_path, cache):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     with pytest.raises(rh.HeteroError, match=re.escape(f"cache={cache!r}")):
-        folder_of(cache)
+        resolve_cache_folder(cache)
 
 
 def test_entries_say_what_they_are_and_count_uses(tmp_path):

@@ -147,7 +147,7 @@ def test_the_entry_of_another_key_is_not_taken(folder, caplog, renamed):
     else:
         paths[1].unlink()
         shutil.copy(*paths)
-    assert compile_cache.find_cached(bound(W * 2)).state == MISS
+    assert compile_cache.predict_cache_use(bound(W * 2)).state == MISS
     with caplog.at_level(logging.WARNING, "relax_hetero"):
         again = compiled(weight=W * 2)
     assert again.metadata.cache.state == MISS and str(paths[1]) in caplog.text
@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_written_is_reported_once(tmp_path, caplog, monk
     with caplog.at_level(logging.WARNING, "relax_hetero"):
         for scale in (1, 2):
             exe = compiled(blocked / "cache", W * scale)
-            assert exe.metadata.cache.state == MISS and exe.metadata.cache.why.startswith("not kept")
+            assert exe.metadata.cache.state == MISS and exe.metadata.cache.why.startswith("not stored")
             check(exe, W * scale)
     assert caplog.text.count("cannot be written") == 1
 
@@ -219,15 +219,15 @@ def test_without_a_c_compiler_nothing_is_kept(folder, monkeypatch, caplog):
     check(exe)
 
 
-def test_entries_larger_than_the_limit_are_not_kept(folder, monkeypatch):
+def test_entries_larger_than_the_limit_are_not_stored(folder, monkeypatch):
     monkeypatch.setenv("RELAX_HETERO_CACHE_SIZE", "100")
-    assert "its constants take" in compiled().metadata.cache.why
+    assert "its constants have" in compiled().metadata.cache.why
     assert not folder.exists()
 
 
 def test_by_default_only_what_takes_long_is_kept(folder, monkeypatch):
     assert "less than 1 s" in compiled(cache=None).metadata.cache.why and not folder.exists()
-    monkeypatch.setattr(compile_cache, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(compile_cache, "MIN_COMPILE_SECONDS", 0.0)
     assert compiled(cache=None).metadata.cache.why == ""
     assert compiled(cache=None).metadata.cache.state == HIT
 
@@ -235,7 +235,7 @@ def test_by_default_only_what_takes_long_is_kept(folder, monkeypatch):
 def test_it_is_switched_off(folder, monkeypatch):
     assert compiled(cache=False).metadata.cache.state == UNUSED
     monkeypatch.setenv("RELAX_HETERO_CACHE", "off")
-    assert compiled().metadata.cache.why == "it is switched off"
+    assert compiled().metadata.cache.why == "switched off"
     assert not folder.exists()
 
 

@@ -13,7 +13,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from gpu.allocations import allocations
 from modules import ir_module
-from relax_hetero.artifact.graph_layout import ROWS
+from relax_hetero.artifact.graph_layout import RING_ROWS
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.region import cuda_graph
 from seeds import fresh_rng
@@ -113,7 +113,7 @@ def test_layers_as_a_graph():
 def test_other_bindings_each_time(count, extent):
     vm = rh.vm.VirtualMachine(rh.compile(steps(count, extent)))
     results = []  # so that no result has the memory of an earlier one
-    for _ in range(3 * ROWS):
+    for _ in range(3 * RING_ROWS):
         x = numbers(extent)
         results.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
     for x, y in results:
@@ -126,7 +126,7 @@ def test_many_submissions_in_flight():
     vm = rh.vm.VirtualMachine(rh.compile(steps(200)))
     graph, device = graph_of(vm), tvm.cuda(0)
     vm["main"](numbers())
-    xs = [numbers() for _ in range(6 * ROWS)]
+    xs = [numbers() for _ in range(6 * RING_ROWS)]
     inputs = [tvm.runtime.tensor(x, device) for x in xs]
     results = [tvm.runtime.tensor(np.full(16, np.nan, "float32"), device) for _ in xs]
     device.sync()
@@ -206,7 +206,7 @@ def test_symbolic_extents():
         for extent in (1, 7, 1000, 3, 4096):
             x = numbers(extent)
             np.testing.assert_array_equal(vm["main"](x).numpy(), added(x, 6))
-    assert len(graph_of(vm)._recorded) == 5
+    assert len(graph_of(vm)._captured) == 5
 
 
 def test_symbolic_layers():
@@ -220,7 +220,7 @@ def test_symbolic_layers():
             results.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
     for x, y in results:
         np.testing.assert_allclose(y.numpy(), layered(x, weights), rtol=1e-4)
-    assert len(graph_of(vm)._recorded) == 4
+    assert len(graph_of(vm)._captured) == 4
 
 
 @pytest.mark.parametrize("symbolic", [False, True])

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.vm.region.cuda_graph import state
+from relax_hetero.artifact import graph_layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs an NVIDIA GPU")]
 
@@ -163,7 +163,7 @@ def test_launches_of_all_kinds_in_a_graph():
         results.append((x, vm["main"](tvm.runtime.tensor(x, tvm.cuda(0)))))
     for x, y in results:
         np.testing.assert_allclose(y.numpy(), launched(x), rtol=1e-6, atol=1e-6)
-    assert graph._words[state.GRAPH] != 0  # recorded, not launched kernel by kernel
+    assert graph._words[graph_layout.GRAPH] != 0  # recorded, not launched kernel by kernel
 
 
 @hopper

@@ -105,9 +105,9 @@ def test_products_of_one_operand_are_joined_on_gpus(tmp_path):
         path = write_gguf(tmp_path / "model.gguf", MODELS["qwen2"], types)
         mod = rh.from_gguf(path, ["llvm", OF_A_GPU], rules, context=64)
         bindings = {binding.var.name for block in mod["decode_1"].body.blocks for binding in block.bindings}
-        return {name for name in bindings if name in ("blk.0.attn_q", "blk.0.attn_qkv.turned")}
+        return {name for name in bindings if name in ("blk.0.attn_q", "blk.0.attn_qkv.transposed")}
 
-    assert names("Q8_0", {"*": "cuda"}) == {"blk.0.attn_qkv.turned"}
+    assert names("Q8_0", {"*": "cuda"}) == {"blk.0.attn_qkv.transposed"}
     assert names("Q8_0", {"*": "llvm"}) == {"blk.0.attn_q"}
     assert names({"*attn_v*": "Q4_0", "*": "Q8_0"}, {"*": "cuda"}) == {"blk.0.attn_q"}
     assert names("Q8_0", {"blk.0.attn_k": "llvm", "*": "cuda"}) == {"blk.0.attn_q"}

@@ -108,13 +108,13 @@ def test_floats_beyond_their_type(compiled):
     buffer = recording(machine)
     places = [buffer.slot(0), buffer.slot(1)]
     for far in (1e39, -(10**400)):
-        with pytest.raises(rh.BindingError, match="scalar 'factor' of kernel 'scale' is beyond the numbers of float32"):
+        with pytest.raises(rh.BindingError, match="scalar 'factor' of kernel 'scale' exceeds the range of float32"):
             buffer.dispatch("scale", 1, places, {"n": 4, "factor": far})
     buffer.dispatch("scale", 1, places, {"n": 4, "factor": float("-inf")})
     buffer.dispatch("scale", 1, places[::-1], {"n": 4, "factor": buffer.parameter(0)})
     buffer.end(compiled)
     x, y = np.ones(4, "float32"), np.zeros(4, "float32")
-    with pytest.raises(rh.BindingError, match="parameter 0 is beyond the numbers of float64"):
+    with pytest.raises(rh.BindingError, match="parameter 0 exceeds the range of float64"):
         buffer.submit([x, y], [10**400])
     assert (x == 1).all() and (y == 0).all()
     buffer.submit([x, y], [-2.5])
@@ -154,10 +154,12 @@ def test_odd_bindings_and_operands(machine):
     buffer.end()
     memory = np.zeros(12, "float32")
     for part in ((memory, 0.0, 16), (memory, True), (memory, 0, "16")):
-        with pytest.raises(rh.BindingError, match="slot 0 is bound to a part by .*, expected .buffer, offset, length."):
+        with pytest.raises(
+            rh.BindingError, match="slot 0 has the offset or length .*, expected .buffer, offset, length."
+        ):
             buffer.bind([part, memory])
     for part in ((memory, -16, 16), (memory, 16, -16), (memory, 2**70, 16), (memory, 40, 16)):
-        with pytest.raises(rh.BindingError, match="slot 0 takes .* bytes, expected a part of them"):
+        with pytest.raises(rh.BindingError, match="slot 0 takes .* bytes, expected a range within them"):
             buffer.bind([part, memory])
     table = buffer.bind([(memory, np.int64(16), np.uint8(16)), (memory, None, 16)])
     buffer.submit(table, [0])

@@ -32,7 +32,7 @@ from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm
 from .parallel_codegen import Progress, build_in_parallel, cut
 from .threads.worker_threads import with_launch_setters, worker_threads
 
-# Tail calls become loops of the bytecode, so that the stack does not grow with the number of trips.
+# Tail-recursive functions become loops of the bytecode, so that the stack does not grow with the number of iterations.
 #
 # Before, in a lowered module::
 #
@@ -44,14 +44,14 @@ from .threads.worker_threads import with_launch_setters, worker_threads
 #             r = v
 #         return r
 #
-# After, the module has a function of one trip, and the bytecode repeats it::
+# After, the module has a function of one iteration (a trip), and the bytecode repeats it::
 #
 #     def loop_trip(i, n, v):
 #         if less(i, n):
 #             i1, v1 = step(i, v)
-#             r = (1, i1, v1)     # repeat, with these instead of i and v
+#             r = (1, i1, v1)     # next trip, with these instead of i and v
 #         else:
-#             r = (0, v)          # the result
+#             r = (0, v)          # the loop's result
 #         return r
 #
 #     loop: t = loop_trip(i, n, v)
@@ -61,9 +61,9 @@ from .threads.worker_threads import with_launch_setters, worker_threads
 # TVM's virtual machine uses a frame of the C++ stack for each call, so that some ten thousand trips would crash the
 # process. Relax lacks loops, so passes before this one see an ordinary recursive function.
 
-_CHECKS = ("vm.builtin.match_shape", "vm.builtin.check_tensor_info", "vm.builtin.check_tuple_info")
-_STORE = 1
-"""The code by which match_shape stores an extent (MatchShapeCode::kStoreToHeap in TVM's sources)."""
+_CHECK_BUILTINS = ("vm.builtin.match_shape", "vm.builtin.check_tensor_info", "vm.builtin.check_tuple_info")
+_STORE_TO_HEAP = 1
+"""Code of match_shape for an extent that it stores (MatchShapeCode::kStoreToHeap in TVM's sources)."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,20 @@ class Loop:
         Name of the function of one trip.
     params : tuple of str
         Names of the parameters of both.
-    state : tuple of int
-        Indices of the parameters that a trip updates.
+    carried : tuple of int
+        Indices of the parameters that a trip updates (loop-carried values).
     """
 
     name: str
     trip: str
     params: tuple[str, ...]
-    state: tuple[int, ...]
+    carried: tuple[int, ...]
 
 
 def with_trips(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[Loop]]:
     """Replace tail-recursive functions of a lowered module by functions of one trip; returns also their loops.
 
-    A trip replaces its function under another symbol. Calls of the function refer to the loop, which `emit` adds to the
+    The function of a trip has another symbol: calls of the original symbol refer to the loop, which `emit` adds to the
     bytecode.
     """
     functions, names = dict(mod.functions.items()), {gv.name_hint for gv in mod.functions}
@@ -107,7 +107,7 @@ def with_trips(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[Loop]]:
         while name in names:
             name += "_"
         names.add(name)
-        body = _Trip(gv, carried).sequence(func.body, [], func.body.body)
+        body = _TripWriter(gv, carried).rewrite(func.body, [], func.body.body)
         functions[gv] = with_body(func, body).with_attr("global_symbol", name)
         loops.append(Loop(gv.name_hint, name, tuple(param.name for param in func.params), carried))
     return (copy_module(mod, functions) if loops else mod), loops
@@ -117,30 +117,30 @@ def emit(builder: relax.ExecBuilder, loops: Sequence[Loop]) -> None:
     """Add loops to bytecode that has their trips."""
     for loop in loops:
         count = len(loop.params)
-        trip, is_again, result = (count + i for i in range(3))
+        trip, repeats, result = (count + i for i in range(3))  # registers
         params = [builder.r(i) for i in range(count)]
         with builder.function(loop.name, count, list(loop.params)):
             builder.emit_call(loop.trip, params, trip)
-            builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(0)], is_again)
+            builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(0)], repeats)
             # Instructions to skip on the last trip: one for each carried value, the release of the tuple, the jump.
-            builder.emit_if(builder.r(is_again), len(loop.state) + 3)
-            for field, index in enumerate(loop.state, 1):
+            builder.emit_if(builder.r(repeats), len(loop.carried) + 3)
+            for field, index in enumerate(loop.carried, 1):
                 builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(field)], index)
             builder.emit_call("vm.builtin.null_value", [], trip)
-            builder.emit_goto(-(len(loop.state) + 4))
+            builder.emit_goto(-(len(loop.carried) + 4))
             builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(1)], result)
             builder.emit_ret(builder.r(result))
 
 
-def _tail_calls(body: relax.Expr, own: tvm.ir.GlobalVar) -> Iterator[relax.Call]:
-    """The tail calls of a function by itself."""
+def _tail_calls(body: relax.Expr, function: tvm.ir.GlobalVar) -> Iterator[relax.Call]:
+    """The tail calls of `function` in its body, or in a branch of it."""
     last = _result_binding(body)
     if last is None:
         return
     if isinstance(last.value, relax.If):
         for branch in (last.value.true_branch, last.value.false_branch):
-            yield from _tail_calls(branch, own)
-    elif isinstance(last.value, relax.Call) and own.same_as(last.value.op):
+            yield from _tail_calls(branch, function)
+    elif isinstance(last.value, relax.Call) and function.same_as(last.value.op):
         yield last.value
 
 
@@ -167,42 +167,44 @@ def _may_follow_tail_call(value: relax.Expr) -> bool:
     if not isinstance(value, relax.Call) or not isinstance(value.op, relax.ExternFunc):
         return False
     callee = str(value.op.global_symbol)
-    if callee != _CHECKS[0]:
-        return callee in _CHECKS
+    if callee != _CHECK_BUILTINS[0]:
+        return callee in _CHECK_BUILTINS
     rank = int(value.args[2].value)
-    return all(int(code.value) != _STORE for code in value.args[3 : 3 + 2 * rank : 2])
+    return all(int(code.value) != _STORE_TO_HEAP for code in value.args[3 : 3 + 2 * rank : 2])
 
 
 @dataclass(frozen=True)
-class _Trip:
-    """Writer of the body of one trip."""
+class _TripWriter:
+    """Writes the function of one trip of a tail-recursive function."""
 
-    own: tvm.ir.GlobalVar
-    state: tuple[int, ...]
+    function: tvm.ir.GlobalVar
+    carried: tuple[int, ...]
 
-    def sequence(self, body: relax.Expr, rest: list[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
-        """Rewrite a body, followed by the `rest` of the enclosing bodies and the function's result."""
+    def rewrite(self, body: relax.Expr, rest: list[relax.Binding], result: relax.Expr) -> relax.SeqExpr:
+        """Rewrite a body; `rest` has the bindings of enclosing bodies after it, `result` is the function's result."""
         assert isinstance(body, relax.SeqExpr)
         last: Any = _result_binding(body)
         bindings = [binding for block in body.blocks for binding in block.bindings]
-        calls = list(_tail_calls(body, self.own))
+        calls = list(_tail_calls(body, self.function))
         if calls and isinstance(last.value, relax.If):
-            position = next(i for i, binding in enumerate(bindings) if binding.same_as(last))
-            after = [*bindings[position + 1 :], *rest]
+            index = next(i for i, binding in enumerate(bindings) if binding.same_as(last))
+            following = [*bindings[index + 1 :], *rest]
             branches = (
-                self.sequence(branch, *_with_new_variables([relax.VarBinding(last.var, branch.body), *after], result))
+                self.rewrite(
+                    branch, *_with_new_variables([relax.VarBinding(last.var, branch.body), *following], result)
+                )
                 for branch in (last.value.true_branch, last.value.false_branch)
             )
-            answer = relax.Var(last.var.name, relax.AnyType())
-            choice = typed(relax.If(last.value.cond, *branches, last.value.span), answer.ty)
-            return _sequence([*bindings[:position], relax.VarBinding(answer, choice, last.span)], answer)
+            output = relax.Var(last.var.name, relax.AnyType())
+            conditional = typed(relax.If(last.value.cond, *branches, last.value.span), output.ty)
+            return _sequence([*bindings[:index], relax.VarBinding(output, conditional, last.span)], output)
         if calls:
-            position = next(i for i, binding in enumerate(bindings) if binding.same_as(last))
-            answer = relax.Var(last.var.name, relax.AnyType())
-            again = relax.VarBinding(answer, _tuple(1, [last.value.args[i] for i in self.state]), last.span)
-            return _sequence([*bindings[:position], again], answer)
-        answer = relax.Var("result", relax.AnyType())
-        return _sequence([*bindings, *rest, relax.VarBinding(answer, _tuple(0, [result]))], answer)
+            index = next(i for i, binding in enumerate(bindings) if binding.same_as(last))
+            output = relax.Var(last.var.name, relax.AnyType())
+            next_trip = relax.VarBinding(output, _tuple(1, [last.value.args[i] for i in self.carried]), last.span)
+            return _sequence([*bindings[:index], next_trip], output)
+        output = relax.Var("result", relax.AnyType())
+        return _sequence([*bindings, *rest, relax.VarBinding(output, _tuple(0, [result]))], output)
 
 
 def _with_new_variables(bindings: list[relax.Binding], result: relax.Expr) -> tuple[list[relax.Binding], relax.Expr]:
@@ -220,9 +222,9 @@ def _with_new_variables(bindings: list[relax.Binding], result: relax.Expr) -> tu
     return copies, rename(result)
 
 
-def _tuple(is_again: int, values: list[relax.Expr]) -> relax.Call:
+def _tuple(repeats: int, values: list[relax.Expr]) -> relax.Call:
     make = relax.ExternFunc("vm.builtin.make_tuple")
-    return relax.Call(make, [relax.prim_value(is_again), *values], None, [relax.AnyType()], ret_ty=relax.AnyType())
+    return relax.Call(make, [relax.prim_value(repeats), *values], None, [relax.AnyType()], ret_ty=relax.AnyType())
 
 
 def _sequence(bindings: list[relax.Binding], result: relax.Var) -> relax.SeqExpr:
@@ -257,9 +259,9 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     mod : tvm.IRModule
         Lowered module (LowerToVM) with lifted constants; PrimFuncs without a target compute shapes on the host.
     progress : Progress, optional
-        Called with the number of compiled kernels.
+        Function that gets the number of compiled kernels.
     folder : CacheFolder, optional
-        Compile cache, which also stores machine code of CUDA kernels.
+        Folder of the compile cache, which also stores machine code of CUDA kernels.
 
     Raises
     ------
@@ -273,31 +275,31 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     builder = relax.ExecBuilder()
     try:
         mod, loops = with_trips(mod)
-        rest = vm_build._vmcodegen(builder, mod)
+        prim_funcs = vm_build._vmcodegen(builder, mod)
         emit(builder, loops)
     except Exception as error:  # TVM's exceptions here have no common class
         raise BuildError(f"no bytecode can be made of this module: {reason(error)}") from error
-    groups = group_by_target(rest, host_target)
+    groups = group_by_target(prim_funcs, host_target)
     for target, group in groups:
         if target.kind.name == "llvm" and not external:
             check_external_symbols(group)
-    parts = [(target, with_address_functions(part)) for target, group in groups for part in cut(target, group)]
+    units = [(target, with_address_functions(unit)) for target, group in groups for unit in cut(target, group)]
     if not external:  # external code runs on TVM's threads, which would compete with workers
-        parts = with_launch_setters(parts)
-    built = build_in_parallel(parts, lambda target, part: _check_and_build(target, part, host_target), progress)
-    libraries, machine_code = _link_by_backend([target for target, _ in parts], built, progress, folder)
-    libraries += worker_threads(parts, host_target)
+        units = with_launch_setters(units)
+    built = build_in_parallel(units, lambda target, unit: _check_and_build(target, unit, host_target), progress)
+    libraries, machine_code = _link_by_backend([target for target, _ in units], built, progress, folder)
+    libraries += worker_threads(units, host_target)
     if not libraries and not external and host_target.kind.name == "llvm":
         # Otherwise TVM adds an empty C module, which needs a C compiler to link.
         libraries = [build_llvm(host_target, tvm.IRModule())]
-    first = libraries[0] if libraries else None
-    return Linked(relax_ffi.VMLink(builder, host_target, first, libraries[1:] + external, {}), machine_code)
+    main_library = libraries[0] if libraries else None
+    return Linked(relax_ffi.VMLink(builder, host_target, main_library, libraries[1:] + external, {}), machine_code)
 
 
 def any_host() -> tvm.target.Target:
     """The target of host code in an executable without a CPU device: any CPU of this architecture.
 
-    The file may run on other computers, and its manifest does not list the features of a CPU to check.
+    The file may run on other computers, and its manifest lists no CPU features that loading could check.
     """
     return tvm.target.Target({"kind": "llvm", "mtriple": str(native("llvm").attrs["mtriple"])})
 
@@ -308,7 +310,7 @@ def _link_by_backend(
     progress: Progress | None = None,
     folder: CacheFolder | None = None,
 ) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
-    """Have the back ends of the targets finish their modules; returns also separate machine code (`Backend.link`)."""
+    """Link built modules with the back ends of their targets; returns also separate machine code (`Backend.link`)."""
     modules, machine_code = list(built), dict[str, bytes]()
     kinds = [target.kind.name for target in targets]
     for kind in dict.fromkeys(kinds):
@@ -354,9 +356,9 @@ def check_external_symbols(mod: tvm.IRModule) -> None:
 def external_calls(mod: tvm.IRModule) -> dict[str, list[str]]:
     """The symbols that each kernel of a module calls and the module lacks, by kernel in order of names."""
     kernels = [(gv, func) for gv, func in mod.functions.items() if isinstance(func, tirx.PrimFunc)]
-    own = {str(func.attrs["global_symbol"]) for _, func in kernels if "global_symbol" in func.attrs}
+    defined = {str(func.attrs["global_symbol"]) for _, func in kernels if "global_symbol" in func.attrs}
     return {
-        gv.name_hint: [symbol for symbol in _external_symbols(func) if symbol not in own]
+        gv.name_hint: [symbol for symbol in _external_symbols(func) if symbol not in defined]
         for gv, func in sorted(kernels, key=lambda pair: pair[0].name_hint)
     }
 
@@ -427,8 +429,8 @@ def binds_threads(func: tirx.PrimFunc) -> bool:
 
 
 def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:
-    full = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
-    return backend_of(target).build(group, full)
+    target = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
+    return backend_of(target).build(group, target)
 
 
 def _is_gpu(target: tvm.target.Target) -> bool:
@@ -448,6 +450,6 @@ def _kernel_error(
             continue  # its callees would be missing
         try:
             _build(target, tvm.IRModule({gv: func}), host)
-        except Exception as single:  # the same errors as above
-            return BuildError(f"kernel {gv.name_hint!r} does not compile for target {target}: {reason(single)}")
+        except Exception as kernel_error:  # the same errors as above
+            return BuildError(f"kernel {gv.name_hint!r} does not compile for target {target}: {reason(kernel_error)}")
     return BuildError(f"kernels {sorted(g.name_hint for g in group.get_global_vars())} for {target}: {error}")

@@ -1,6 +1,6 @@
-"""Compilation of kernels of llvm devices: TVM's pipeline with some passes in between.
+"""Compilation of kernels of llvm devices: TVM's pipeline, and passes between its stages.
 
-The passes relax the alignment of parameters to numpy's, drop checks of arguments that the machine has made, add a
+The passes relax the alignment of parameters to numpy's, drop checks that the virtual machine has made, add a
 device to temporaries of plain functions, and expand vector functions to arithmetic (`lower_vector_math`).
 """
 
@@ -43,13 +43,13 @@ from ...vm.file.export import SYMBOL_PREFIX
 # bfloat16 are computed in float32. Scalars and float64 use the C library, vectors of float64 lane by lane where LLVM
 # does not split them itself. The pass assumes vectorized loops and kernels of the kind llvm, before LowerIntrin.
 
-_MODULES: dict[Any, str] = {
+_FUNCTION_NAMES: dict[Any, str] = {
     vector_math: "exp log tanh erf sigmoid",
     vector_powers: "exp2 exp10 log10 log1p sinh cosh asinh acosh atanh",
     vector_trigonometry: "sin cos tan asin acos atan",
 }
 _FUNCTIONS: dict[str, Callable[..., tirx.Expr]] = {
-    f"tirx.{name}": getattr(module, name) for module, names in _MODULES.items() for name in names.split()
+    f"tirx.{name}": getattr(module, name) for module, names in _FUNCTION_NAMES.items() for name in names.split()
 } | {
     "prim.log2": vector_powers.log2,
     "tirx.pow": vector_powers.power,
@@ -59,8 +59,8 @@ _FUNCTIONS: dict[str, Callable[..., tirx.Expr]] = {
 _EXPANDED_TYPES = ("float32", "float16", "bfloat16")
 # Functions without LLVM vector intrinsics, so TVM cannot generate code for vectors of float64.
 _SCALAR_ONLY = frozenset(f"tirx.{name}" for name in "erf log1p sinh cosh asinh acosh asin acos atan".split())
-_KNOWN_POWERS = {2.0: "square", 3.0: "cube"}
-_IMPORT = "pragma_import_llvm"
+_POWERS_AS_PRODUCTS = {2.0: "square", 3.0: "cube"}
+_IMPORT_LLVM = "pragma_import_llvm"
 
 
 def LowerVectorMath() -> tvm.transform.Pass:
@@ -74,7 +74,7 @@ def LowerVectorMath() -> tvm.transform.Pass:
 
 
 def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Expand vector functions in a PrimFunc; see above."""
+    """Expand vector functions in a PrimFunc (LowerVectorMath)."""
     used: set[tuple[str, int]] = set()
     has_bfloat16_rounding = _has_bfloat16_rounding(func)
 
@@ -93,16 +93,16 @@ def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return call
         name, operands = _simplify_power(call.op.name, list(call.args))
         used.add((name, int(lanes)))
-        single = f"float32x{lanes}"
-        operands = [operand if element == "float32" else T.cast(operand, single) for operand in operands]
-        result = T.call_pure_extern(single, _symbol(name, int(lanes)), *operands)
+        float32s = f"float32x{lanes}"
+        operands = [operand if element == "float32" else T.cast(operand, float32s) for operand in operands]
+        result = T.call_pure_extern(float32s, _symbol(name, int(lanes)), *operands)
         return result if element == "float32" else T.cast(result, str(call.ty.dtype))
 
     body = structural_map(func.body, (tvm.ir.Call, on_call))
     if not used:
         return func.with_body(body) if not body.same_as(func.body) else func
     for name, lanes in sorted(used, reverse=True):
-        body = tirx.AttrStmt(tirx.IntImm("int32", 0), _IMPORT, tvm.ir.StringImm(_definition(name, lanes)), body)
+        body = tirx.AttrStmt(tirx.IntImm("int32", 0), _IMPORT_LLVM, tvm.ir.StringImm(_definition(name, lanes)), body)
     return func.with_body(body)
 
 
@@ -118,7 +118,7 @@ def _simplify_power(name: str, operands: list[tirx.Expr]) -> tuple[str, list[tir
     if name != "tirx.pow" or not isinstance(operands[1], tirx.Broadcast):
         return name, operands
     exponent = operands[1].value
-    product = _KNOWN_POWERS.get(float(exponent.value)) if isinstance(exponent, tirx.FloatImm) else None
+    product = _POWERS_AS_PRODUCTS.get(float(exponent.value)) if isinstance(exponent, tirx.FloatImm) else None
     return (product, operands[:1]) if product else (name, operands)
 
 
@@ -127,13 +127,14 @@ def _symbol(name: str, lanes: int) -> str:
 
 
 def _has_bfloat16_rounding(func: tirx.PrimFunc) -> bool:
-    """Return whether a kernel's CPU can round to bfloat16; for other CPUs LLVM calls a library for each lane."""
+    """Return whether a kernel's CPU has an instruction for it; for others LLVM would call a library for each lane."""
     target = func.attrs.get("target")
     return target is not None and target.kind.name == "llvm" and "avx512bf16" in cpu_target_of(target).features
 
 
 @cache
 def _definition(name: str, lanes: int) -> str:
+    """The LLVM IR of a vector function."""
     if name == BITS:
         return (
             f"define <{lanes} x i16> @{_symbol(BITS, lanes)}(<{lanes} x float> %x0) {{\n"
@@ -142,8 +143,7 @@ def _definition(name: str, lanes: int) -> str:
             f"  ret <{lanes} x i16> %z\n}}\n"
         )
     function = _FUNCTIONS[name]
-    operands = function.__code__.co_argcount
-    params = [tirx.Var(f"x{i}", f"float32x{lanes}") for i in range(operands)]
+    params = [tirx.Var(f"x{i}", f"float32x{lanes}") for i in range(function.__code__.co_argcount)]
     return llvm_function(_symbol(name, lanes), params, vector_math.as_expression(function, *params))
 
 
@@ -151,7 +151,7 @@ ARGUMENT_ALIGNMENT = 16
 """Bytes of alignment of malloc on 64-bit systems (max_align_t), and hence of numpy's arrays."""
 
 TRUSTED = "relax_hetero.trusted"
-"""Attribute of a PrimFunc whose arguments have been checked before."""
+"""Attribute of a PrimFunc whose callers have checked its arguments."""
 
 
 def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Module:
@@ -167,15 +167,20 @@ def build_llvm(target: tvm.target.Target, group: tvm.IRModule) -> tvm.runtime.Mo
     Returns
     -------
     tvm.runtime.Module
-        Module of kind ``llvm``. TVM's exceptions for code that does not compile have no common class.
+        Module of kind ``llvm``.
+
+    Raises
+    ------
+    Exception
+        Code that does not compile; TVM's exceptions lack a common class.
     """
-    full = target if target.host is not None else target.with_host(target)
-    pipeline, finalize, _ = tirx.get_default_tir_pipeline(full)
+    target = target if target.host is not None else target.with_host(target)
+    pipeline, finalize, _ = tirx.get_default_tir_pipeline(target)
     functions = {gv: loosen_alignment(func) for gv, func in group.functions.items()}
-    bound = tirx.transform.BindTarget(full)(tvm.IRModule(functions))
+    bound = tirx.transform.BindTarget(target)(tvm.IRModule(functions))
     packed = with_workspace_device(without_checks(pipeline(bound)))
     lowered = finalize()(LowerVectorMath()(packed))
-    return tvm.get_global_func("target.build.llvm")(lowered, full.host)
+    return tvm.get_global_func("target.build.llvm")(lowered, target.host)
 
 
 def loosen_alignment(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -241,8 +246,8 @@ def without_checks(mod: tvm.IRModule) -> tvm.IRModule:
     }
     if not trusted:
         return mod
-    bare = tirx.transform.SkipAssert()(tvm.IRModule(trusted))
-    functions = {gv: bare.functions.get(gv, func) for gv, func in mod.functions.items()}
+    unchecked = tirx.transform.SkipAssert()(tvm.IRModule(trusted))
+    functions = {gv: unchecked.functions.get(gv, func) for gv, func in mod.functions.items()}
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
@@ -250,9 +255,9 @@ def with_workspace_device(mod: tvm.IRModule) -> tvm.IRModule:
     """Add the device of temporaries to functions that are not packed functions.
 
     TVM takes the device from the arguments of a packed function, and refuses temporaries in other functions. This runs
-    between TVM's two pipelines, because StorageRewrite in the first moves temporaries to the begin of the function.
+    between TVM's two pipelines, because StorageRewrite in the first moves temporaries to the beginning of the function.
     """
-    functions = {gv: func if _is_packed(func) else _with_device(func) for gv, func in mod.functions.items()}
+    functions = {gv: func if _is_packed(func) else _add_workspace_device(func) for gv, func in mod.functions.items()}
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
@@ -260,14 +265,14 @@ def _is_packed(func: tirx.PrimFunc) -> bool:
     return str(func.attrs.get("global_symbol", "")).startswith(SYMBOL_PREFIX)
 
 
-def _with_device(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def _add_workspace_device(func: tirx.PrimFunc) -> tirx.PrimFunc:
     body = func.body
-    # Temporaries are freed at the end of the scope, which must be before a return.
+    # The scope ends before a return, because its end frees the temporaries.
     if isinstance(body, tirx.SeqStmt) and isinstance(body.seq[-1], tirx.stmt.Return):
-        return func.with_body(tirx.SeqStmt([_scope(tirx.SeqStmt(list(body.seq)[:-1])), body.seq[-1]]))
-    return func.with_body(_scope(body))
+        return func.with_body(tirx.SeqStmt([_device_scope(tirx.SeqStmt(list(body.seq)[:-1])), body.seq[-1]]))
+    return func.with_body(_device_scope(body))
 
 
-def _scope(body: tirx.Stmt) -> tirx.Stmt:
+def _device_scope(body: tirx.Stmt) -> tirx.Stmt:
     # All CPU devices share one workspace.
     return tirx.AttrStmt(tvm.ir.StringImm("default"), "device_id", tirx.const(0, "int32"), body)

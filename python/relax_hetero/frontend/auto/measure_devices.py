@@ -23,7 +23,7 @@ import tvm
 from tvm import relax
 
 from ... import __version__
-from ...artifact.cache_folder import folder_of
+from ...artifact.cache_folder import resolve_cache_folder
 from ...artifact.figure_cache import load_figures, store_figures
 from ...driver.compile import compile as compile_module
 from ...errors import HeteroError
@@ -151,7 +151,7 @@ def _measured_or_cached(kind: _FigureKind[F], vdevices: Sequence[relax.VDevice],
         del _rough_figures[key], _figures[key]
     if key in _figures and not remeasure:
         return cast("F", _figures[key])
-    folder = folder_of()
+    folder = resolve_cache_folder()
     if not remeasure and folder is not None:
         try:
             figures = kind.read(load_figures(folder, key))

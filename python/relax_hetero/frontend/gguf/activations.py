@@ -56,7 +56,7 @@ class ActivationTypes:
         }
         self._devices |= {pattern: lookup(device, vdevices) for pattern, device in reversed(self._rules)}
 
-    def of(self, name: str) -> str:
+    def dtype_of(self, name: str) -> str:
         """The element type of the operands of a variable's op."""
         return self._types[self.device_of(name)]
 
@@ -64,7 +64,7 @@ class ActivationTypes:
         """The device of a variable's op; None if there are no devices."""
         return self._devices[self._pattern(name, self._rules)]
 
-    def are_alike(self, names: Sequence[str]) -> bool:
+    def have_same_rules(self, names: Sequence[str]) -> bool:
         """Return whether every placement rule matches either all of the variables or none."""
         return all(len({self._pattern(name, [rule]) for name in names}) == 1 for rule in self._rules)
 

@@ -104,23 +104,23 @@ class Hyperparameters:
     name : str
         Name of the architecture.
     architecture : Architecture
-    layers, width, vocabulary, context : int
+    layers, hidden_size, vocabulary, context : int
         `context` is the number of positions that the model was trained for.
-    heads, kv_heads, size : int
+    heads, kv_heads, head_size : int
         Numbers of query heads and of key/value heads, and the elements of a head.
     feed_forward : int
         Width of the feed-forward network, or of each expert.
     eps : float
         Epsilon of norms.
     base, base_scale : float
-        Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotated)``.
-    rotated : int
+        Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``.
+    rotary_size : int
         Number of rotated elements of a head.
     window_base : float
         Base of layers with a window.
     windows : tuple of int
         Number of positions that each layer attends to; 0: all.
-    attention_cap, logit_cap : float
+    attention_softcap, logit_softcap : float
         Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
     experts, experts_used : int
         Number of experts and of chosen experts for a token; 0 without experts.
@@ -131,21 +131,21 @@ class Hyperparameters:
     name: str
     architecture: Architecture
     layers: int
-    width: int
+    hidden_size: int
     vocabulary: int
     context: int
     heads: int
     kv_heads: int
-    size: int
+    head_size: int
     feed_forward: int
     eps: float
     base: float
     base_scale: float
-    rotated: int
+    rotary_size: int
     window_base: float
     windows: tuple[int, ...]
-    attention_cap: float
-    logit_cap: float
+    attention_softcap: float
+    logit_softcap: float
     experts: int
     experts_used: int
     expert_scale: float
@@ -154,13 +154,13 @@ class Hyperparameters:
     def scale(self) -> float:
         """Factor of attention scores."""
         is_wide = self.layers == self.architecture.wide_layers
-        return 1.0 / math.sqrt(self.width / self.heads if is_wide else self.size)
+        return 1.0 / math.sqrt(self.hidden_size / self.heads if is_wide else self.head_size)
 
     def window_of(self, layer: int) -> int:
         """Number of positions that a layer attends to; 0: all."""
         return self.windows[layer]
 
-    def base_of(self, layer: int) -> tuple[float, float]:
+    def rotary_base_of(self, layer: int) -> tuple[float, float]:
         """Base and scale of the frequencies of a layer."""
         if not self.windows[layer]:
             return self.base, self.base_scale
@@ -211,29 +211,31 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         name=name,
         architecture=architecture,
         layers=layers,
-        width=width,
+        hidden_size=width,
         vocabulary=vocabulary,
         context=metadata.count("context_length"),
         heads=heads,
         kv_heads=metadata.count("attention.head_count_kv", heads),
-        size=size,
+        head_size=size,
         feed_forward=feed_forward or metadata.count("feed_forward_length"),
         eps=metadata.number("attention.layer_norm_rms_epsilon"),
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
-        rotated=metadata.count("rope.dimension_count", size),
+        rotary_size=metadata.count("rope.dimension_count", size),
         window_base=metadata.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
         windows=_read_windows(metadata, architecture, layers),
-        attention_cap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
-        logit_cap=metadata.number("final_logit_softcapping", 0.0),
+        attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
+        logit_softcap=metadata.number("final_logit_softcapping", 0.0),
         experts=experts,
         experts_used=metadata.count("expert_used_count", 0),
         expert_scale=metadata.number("expert_weights_scale", 1.0) or 1.0,
     )
     if model.heads % model.kv_heads:
         raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")
-    if model.rotated > size or model.rotated % 2:
-        raise FrontendError(f"{file}: rotates {model.rotated} elements of a head, expected an even number up to {size}")
+    if model.rotary_size > size or model.rotary_size % 2:
+        raise FrontendError(
+            f"{file}: rotates {model.rotary_size} elements of a head, expected an even number up to {size}"
+        )
     if experts and not 0 < model.experts_used <= experts:
         raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts")
     return model

@@ -1,8 +1,9 @@
 """Relax functions of a language model: ``decode_B`` and ``prefill_C``.
 
 ``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C consecutive tokens of one sequence and
-returns the logits of one of them. Both write keys and values into the pages of the cache, a parameter and a result for
-each layer. Variables are named after the file's tensors (``blk.3.attn_q``), for placement.
+returns the logits of one of them. Both write keys and values into the cache: for each layer, they take its pages as a
+parameter, and return them as a result. Variables have the names of the file's tensors (``blk.3.attn_q``), which
+placement rules match.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def language_module(
     """Build all functions of a model, without placement.
 
     Residual sums, norms and results of products are float32. Only operands of products and attention have the types in
-    `types`, so that activations of models trained in bfloat16 do not overflow float16 between layers.
+    `types`, so that activations of models trained in bfloat16 do not overflow float16 between layers. Products with
+    block-quantized weights may round them to integers of `activation_bits` (see `dequantize_blocks`).
     """
     functions = {
         tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits, types).build(name)
@@ -41,7 +43,7 @@ def language_module(
 
 
 class _Function:
-    """Builder of one function."""
+    """Builder of one function, which takes `rows` tokens: those of a decode step or a prefill chunk (`kind`)."""
 
     def __init__(
         self,
@@ -55,16 +57,16 @@ class _Function:
     ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.activation_bits, self.types = activation_bits, types
-        self.row_kind = kind
+        self.row_kind = kind  # of the rows that products take
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = relax.BlockBuilder()
         self.bindings: list[relax.Binding] = []
-        self.rotations: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
+        self.rotary_tables: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
-        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.size)
+        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size)
 
     def build(self, name: str) -> relax.Function:
-        """The function of a name."""
+        """Build the function, with `name` as its global symbol."""
         x = self._embedding()
         pages = []
         for layer in range(self.model.layers):
@@ -72,6 +74,7 @@ class _Function:
             pages.append(layer_pages)
         # The result is a tuple expression: a tuple variable would have one device, and move all pages there.
         logits = self._logits(x)
+        # An output of the dataflow block, in place of the local variable that `_logits` bound last.
         self.bindings[-1] = relax.VarBinding(relax.Var(logits.name, logits.ty), self.bindings[-1].value)
         result = relax.Tuple([self.bindings[-1].var, *pages])
         attributes = {
@@ -86,26 +89,26 @@ class _Function:
         )
 
     def emit(self, value: relax.Expr, name: str, is_output: bool = False) -> relax.Var:
-        """Bind a value to a variable; its name may contain dots."""
+        """Bind a value to a variable, local to the dataflow block unless `is_output`; its name may contain dots."""
         value = self.builder.normalize(value)
         var = (relax.Var if is_output else relax.DataflowVar)(name, value.ty)
         self.bindings.append(relax.VarBinding(var, value))
         return var
 
     def _embedding(self) -> relax.Expr:
-        """The embeddings of the tokens, (rows, width)."""
+        """The embeddings of the tokens, (rows, hidden_size)."""
         model = self.model
-        table = self._matrix("token_embd", [model.vocabulary, model.width])
+        table = self._matrix("token_embd", [model.vocabulary, model.hidden_size])
         x = self.emit(relax.op.take(table, self.params["tokens"], axis=0), "token_embd")
         if model.architecture.scaled_embedding:
-            x = self.emit(relax.op.multiply(x, _number(math.sqrt(model.width))), "token_embd.scaled")
+            x = self.emit(relax.op.multiply(x, _scalar(math.sqrt(model.hidden_size))), "token_embd.scaled")
         return x
 
     def _layer(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         """The output of a layer, and its pages."""
         name, model = f"blk.{layer}", self.model
         attention, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
-        projection = self._product(attention, f"{name}.attn_output", model.width, model.heads * model.size)
+        projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.head_size)
         if model.architecture.post_norms:
             projection = self._norm(projection, f"{name}.post_attention_norm")
         x = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
@@ -117,27 +120,29 @@ class _Function:
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
-        widths = {"q": model.heads * model.size, "k": model.kv_heads * model.size, "v": model.kv_heads * model.size}
-        if self._try_join(f"{name}.attn_qkv", {f"{name}.attn_{part}": width for part, width in widths.items()}):
-            qkv = self._product(x, f"{name}.attn_qkv", sum(widths.values()), model.width)
+        kv_size = model.kv_heads * model.head_size
+        sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
+        if self._try_merge(f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}):
+            qkv = self._linear(x, f"{name}.attn_qkv", sum(sizes.values()), model.hidden_size)
         else:
-            parts = [self._product(x, f"{name}.attn_{part}", width, model.width) for part, width in widths.items()]
+            parts = [self._linear(x, f"{name}.attn_{part}", size, model.hidden_size) for part, size in sizes.items()]
             qkv = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
-        qkv = self._cast(qkv, self.types.of(f"{name}.attn"))
+        qkv = self._cast(qkv, self.types.dtype_of(f"{name}.attn"))
         window = model.window_of(layer)
+        page_table = TABLES[window > 0]
         norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
-        operands = [self._rotation(layer)]
-        operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.size) for part in norms]
+        operands = [self._rotary_table(layer)]
+        operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_size) for part in norms]
         call = cached_attention(
             qkv,
-            *(self.params[key] for key in (f"pages_{layer}", TABLES[bool(window)], "sequences", "positions")),
+            *(self.params[key] for key in (f"pages_{layer}", page_table, "sequences", "positions")),
             *operands,
             heads=model.heads,
             kv_heads=model.kv_heads,
-            size=model.size,
+            size=model.head_size,
             scale=model.scale,
             window=window,
-            softcap=model.attention_cap,
+            softcap=model.attention_softcap,
             rotary=model.architecture.rotary,
             norms=norms,
             eps=model.eps,
@@ -147,80 +152,86 @@ class _Function:
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
         return output, self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=True)
 
-    def _try_join(self, name: str, tensors: dict[str, int]) -> bool:
-        """Join matrices of products with the same operand, which saves launches on GPUs; return True if it did."""
-        if not self.types.are_alike([name, *tensors]) or self.types.of(name) == "float32":
-            return False
-        weights, biases = self.weights, [(f"{part}.bias", rows) for part, rows in tensors.items()]
-        if any(bias in weights for bias, _ in biases) and not weights.join(f"{name}.bias", biases):
-            return False
-        matrices = [(f"{part}.weight", rows) for part, rows in tensors.items()]
-        return weights.join(f"{name}.weight", matrices, self.model.width)
+    def _try_merge(self, name: str, tensors: dict[str, int]) -> bool:
+        """Merge linear layers of the same input into layer `name` if possible; returns whether it was.
 
-    def _rotation(self, layer: int) -> relax.Expr:
-        """Cosines and sines of the rotary angles of each row's position, (rows, rotated).
-
-        They are computed on each device, which costs less than a copy, and named after the first layer that reads them.
+        One product instead of three saves launches on GPUs. `tensors` has the output size of each layer by its name.
         """
-        base, scale = self.model.base_of(layer)
+        if not self.types.have_same_rules([name, *tensors]) or self.types.dtype_of(name) == "float32":
+            return False
+        weights, biases = self.weights, [(f"{tensor}.bias", rows) for tensor, rows in tensors.items()]
+        if any(bias in weights for bias, _ in biases) and not weights.stack(f"{name}.bias", biases):
+            return False
+        matrices = [(f"{tensor}.weight", rows) for tensor, rows in tensors.items()]
+        return weights.stack(f"{name}.weight", matrices, self.model.hidden_size)
+
+    def _rotary_table(self, layer: int) -> relax.Expr:
+        """Cosines and sines of the rotary angles of each row's position, (rows, rotary_size).
+
+        Each device computes a table of its own, which costs less than a copy. Its name is that of the first layer that
+        reads it.
+        """
+        base, scale = self.model.rotary_base_of(layer)
         key = base, scale, self.types.device_of(f"blk.{layer}.attn")
-        if key not in self.rotations:
+        if key not in self.rotary_tables:
             name = f"blk.{layer}.attn_rope"
             positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(positions, 1), f"{name}.column")
             frequencies = relax.const(self._frequencies(base, scale)[None])
             angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
-            self.rotations[key] = self.emit(relax.op.concat(parts, axis=1), name)
-        return self.rotations[key]
+            self.rotary_tables[key] = self.emit(relax.op.concat(parts, axis=1), name)
+        return self.rotary_tables[key]
 
     def _frequencies(self, base: float, scale: float) -> np.ndarray:
         """Rotary frequencies: radians per position for each pair of elements."""
-        rotated = self.model.rotated
-        frequencies = scale * base ** (-np.arange(0, rotated, 2, dtype="float64") / rotated)
+        rotary_size = self.model.rotary_size
+        frequencies = scale * base ** (-np.arange(0, rotary_size, 2, dtype="float64") / rotary_size)
         if "rope_freqs.weight" in self.weights:
-            frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotated // 2])
+            frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotary_size // 2])
         return np.asarray(frequencies, "float32")
 
     def _feed_forward(self, x: relax.Expr, name: str) -> relax.Expr:
         model = self.model
-        gate = self._product(x, f"{name}.ffn_gate", model.feed_forward, model.width)
+        gate = self._linear(x, f"{name}.ffn_gate", model.feed_forward, model.hidden_size)
         active = self.emit(_activation(model)(gate), f"{name}.ffn_act")
-        up = self._product(x, f"{name}.ffn_up", model.feed_forward, model.width)
+        up = self._linear(x, f"{name}.ffn_up", model.feed_forward, model.hidden_size)
         gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_par")
-        return self._product(gated, f"{name}.ffn_down", model.width, model.feed_forward)
+        return self._linear(gated, f"{name}.ffn_down", model.hidden_size, model.feed_forward)
 
     def _experts(self, x: relax.Expr, name: str) -> relax.Expr:
-        """The weighted sum of the chosen experts of each row, (rows, width)."""
+        """The weighted sum of the chosen experts of each row, (rows, hidden_size)."""
         model, rows = self.model, self.rows
         used = model.experts_used
         # float32 on all devices: rounding would change the order of experts with nearly equal scores.
-        scores = self._product(x, f"{name}.ffn_gate_inp", model.experts, model.width, dtype="float32")
+        scores = self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")
         probs = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
-        best = self.emit(relax.op.topk(probs, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
-        top = self.emit(relax.TupleGetItem(best, 0), f"{name}.ffn_moe_weights")
-        total = self.emit(relax.op.sum(top, [-1], keepdims=True), f"{name}.ffn_moe_sum")
-        weights = self.emit(relax.op.divide(top, total), f"{name}.ffn_moe_share")
+        topk = self.emit(relax.op.topk(probs, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
+        topk_probs = self.emit(relax.TupleGetItem(topk, 0), f"{name}.ffn_moe_weights")
+        total = self.emit(relax.op.sum(topk_probs, [-1], keepdims=True), f"{name}.ffn_moe_sum")
+        weights = self.emit(relax.op.divide(topk_probs, total), f"{name}.ffn_moe_share")
         if model.expert_scale != 1.0:
-            weights = self.emit(relax.op.multiply(weights, _number(model.expert_scale)), f"{name}.ffn_moe_scaled")
-        ids = self.emit(relax.TupleGetItem(best, 1), f"{name}.ffn_moe_ids")
-        expert_input = self.emit(relax.op.reshape(x, [rows, 1, 1, model.width]), f"{name}.ffn_moe_in")
-        gate = self._expert_product(expert_input, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.width)
+            weights = self.emit(relax.op.multiply(weights, _scalar(model.expert_scale)), f"{name}.ffn_moe_scaled")
+        ids = self.emit(relax.TupleGetItem(topk, 1), f"{name}.ffn_moe_ids")
+        expert_input = self.emit(relax.op.reshape(x, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
+        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.hidden_size)
         active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")
-        up = self._expert_product(expert_input, ids, f"{name}.ffn_up_exps", model.feed_forward, model.width)
+        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", model.feed_forward, model.hidden_size)
         gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_moe_par")
-        down = self._expert_product(gated, ids, f"{name}.ffn_down_exps", model.width, model.feed_forward)
-        flat = self.emit(relax.op.reshape(down, [rows, used, model.width]), f"{name}.ffn_moe_down")
+        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.hidden_size, model.feed_forward)
+        flat = self.emit(relax.op.reshape(down, [rows, used, model.hidden_size]), f"{name}.ffn_moe_down")
         column = self.emit(relax.op.reshape(weights, [rows, used, 1]), f"{name}.ffn_moe_column")
         weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted")
         return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_moe_out")
 
-    def _expert_product(self, x: relax.Expr, ids: relax.Expr, name: str, columns: int, depth: int) -> relax.Expr:
-        """The product of each row with the matrices of its experts, (rows, used, 1, columns)."""
-        rows = self._matrix(name, [self.model.experts, columns, depth])
-        table = self.emit(relax.op.reshape(rows, [self.model.experts, columns, depth]), f"{name}.tables")
-        expert_matrices = self.emit(relax.op.take(table, ids, axis=0), f"{name}.chosen")
-        transposed = self.emit(relax.op.permute_dims(expert_matrices, [0, 1, 3, 2]), f"{name}.turned")
+    def _expert_linear(
+        self, x: relax.Expr, ids: relax.Expr, name: str, out_features: int, in_features: int
+    ) -> relax.Expr:
+        """The product of each row with the matrices of its experts, (rows, experts_used, 1, out_features)."""
+        shape = [self.model.experts, out_features, in_features]
+        stacked = self.emit(relax.op.reshape(self._matrix(name, shape), shape), f"{name}.stacked")
+        selected = self.emit(relax.op.take(stacked, ids, axis=0), f"{name}.selected")
+        transposed = self.emit(relax.op.permute_dims(selected, [0, 1, 3, 2]), f"{name}.transposed")
         return self.emit(relax.op.matmul(x, transposed), name)
 
     def _logits(self, x: relax.Expr) -> relax.Expr:
@@ -229,31 +240,34 @@ class _Function:
             x = self.emit(relax.op.take(x, self.params["last"], axis=0, mode="clip"), "last_row")
             self.row_kind = DECODE  # one row per chunk
         name = "output" if "output.weight" in self.weights else "token_embd"
-        logits = self._product(self._norm(x, "output_norm"), name, model.vocabulary, model.width, "output")
-        if not model.logit_cap:
+        logits = self._linear(self._norm(x, "output_norm"), name, model.vocabulary, model.hidden_size, "output")
+        if not model.logit_softcap:
             return logits
-        scaled = self.emit(relax.op.multiply(logits, _number(1.0 / model.logit_cap)), "output.small")
-        squashed = self.emit(relax.op.tanh(scaled), "output.bent")
-        return self.emit(relax.op.multiply(squashed, _number(model.logit_cap)), "output.capped")
+        scaled = self.emit(relax.op.multiply(logits, _scalar(1.0 / model.logit_softcap)), "output.scaled")
+        bounded = self.emit(relax.op.tanh(scaled), "output.tanh")
+        return self.emit(relax.op.multiply(bounded, _scalar(model.logit_softcap)), "output.capped")
 
     def _norm(self, x: relax.Expr, name: str) -> relax.Expr:
         """``x / sqrt(mean(x * x) + eps) * weight``, row by row."""
-        weight = self.weights.vector(f"{name}.weight", self.model.width)
+        weight = self.weights.vector(f"{name}.weight", self.model.hidden_size)
         squares = self.emit(relax.op.multiply(x, x), f"{name}.squares")
         mean = self.emit(relax.op.mean(squares, [-1], keepdims=True), f"{name}.mean")
-        stable = self.emit(relax.op.add(mean, _number(self.model.eps)), f"{name}.stable")
+        stable = self.emit(relax.op.add(mean, _scalar(self.model.eps)), f"{name}.stable")
         inverse = self.emit(relax.op.rsqrt(stable), f"{name}.inverse")
         normal = self.emit(relax.op.multiply(x, inverse), f"{name}.normal")
         return self.emit(relax.op.multiply(normal, weight), name)
 
-    def _matrix(self, tensor: str, shape: Sequence[int], name: str | None = None) -> relax.Expr:
-        """Dequantize a matrix with rows of ``shape[-1]``; each use has its own variable, which may be on any device."""
-        data, form = self.weights.matrix(f"{tensor}.weight", shape)
-        if not form:
+    def _matrix(self, tensor: str, shape: Sequence[int], name: str = "") -> relax.Expr:
+        """A matrix as float32, (rows, shape[-1]), with all other dimensions flattened into rows.
+
+        Each use dequantizes into a variable of its own, because uses may be on different devices.
+        """
+        data, block_format = self.weights.matrix(f"{tensor}.weight", shape)
+        if not block_format:
             return data
         bits, rows = self.activation_bits, self.row_kind
-        matrix = dequantize_blocks(data, depth=shape[-1], format=form, activation_bits=bits, rows=rows)
-        return self.emit(matrix, f"{name or tensor}.numbers")
+        matrix = dequantize_blocks(data, depth=shape[-1], format=block_format, activation_bits=bits, rows=rows)
+        return self.emit(matrix, f"{name or tensor}.dequantized")
 
     def _cast(self, x: relax.Expr, dtype: str) -> relax.Expr:
         """Cast a value to an element type, once for all readers."""
@@ -263,26 +277,26 @@ class _Function:
             self._casts[x, dtype] = self.emit(relax.op.astype(x, dtype), f"{x.name}.{dtype}")
         return self._casts[x, dtype]
 
-    def _product(
-        self, x: relax.Expr, tensor: str, columns: int, depth: int, name: str | None = None, dtype: str = ""
+    def _linear(
+        self, x: relax.Expr, tensor: str, out_features: int, in_features: int, name: str = "", dtype: str = ""
     ) -> relax.Expr:
-        """The product with a matrix of the file, plus its bias if it has one, (rows, columns)."""
+        """The product with a matrix of the file, plus its bias if it has one, (rows, out_features)."""
         name = name or tensor
-        dtype = dtype or self.types.of(name)
+        dtype = dtype or self.types.dtype_of(name)
         x = self._cast(x, dtype)
-        matrix = self.weights.plain_matrix(f"{tensor}.weight", [columns, depth], dtype)
+        matrix = self.weights.unquantized_matrix(f"{tensor}.weight", [out_features, in_features], dtype)
         if matrix is None:
-            matrix = self._matrix(tensor, [columns, depth], name)
-            x = self._cast(x, "float32")  # FormQuantizedMatmuls expects a cast operand
-        turned = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.turned")
-        result = self.emit(relax.op.matmul(x, turned, out_dtype="float32"), name)
+            matrix = self._matrix(tensor, [out_features, in_features], name)
+            x = self._cast(x, "float32")  # the pass FormQuantizedMatmuls matches this cast, and removes it
+        transposed = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.transposed")
+        result = self.emit(relax.op.matmul(x, transposed, out_dtype="float32"), name)
         if f"{tensor}.bias" in self.weights:
-            bias = self.weights.vector(f"{tensor}.bias", columns)
+            bias = self.weights.vector(f"{tensor}.bias", out_features)
             result = self.emit(relax.op.add(result, bias), f"{name}.biased")
         return result
 
 
-def _number(value: float) -> relax.Expr:
+def _scalar(value: float) -> relax.Expr:
     return relax.const(value, "float32")
 
 

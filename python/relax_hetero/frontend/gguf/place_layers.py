@@ -164,7 +164,7 @@ def place_layers(
         If the model does not fit; the text has the required bytes.
     """
     parts = parts_of(file, model, cache, layouts_of(vdevices))
-    plan = best_plan(parts, costs, limits, model.width * 4)
+    plan = best_plan(parts, costs, limits, model.hidden_size * 4)
     if plan is None:
         needs = ", ".join(
             f"{bytes_on(parts, index):,.0f} bytes on {device_name(vdevices[index], vdevices)}, where the limit is "
@@ -184,7 +184,7 @@ def place_layers(
         for pattern in part.patterns(model, cache):
             rules.append((pattern, names[device]))
             reasons[pattern] = reason
-    return rules, reasons, _estimate(parts, plan, costs, names, model.width * 4)
+    return rules, reasons, _estimate(parts, plan, costs, names, model.hidden_size * 4)
 
 
 def _placement_reason(
@@ -244,7 +244,7 @@ def parts_of(
         attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
         rest = [tensor for tensor in tensors if tensor not in attention]
         pages = cache.pages(model.window_of(layer))
-        kv_bytes = float(pages * page_bytes(model.kv_heads, model.size, cache.page_type))
+        kv_bytes = float(pages * page_bytes(model.kv_heads, model.head_size, cache.page_type))
         read = read_bytes(attention, kv_bytes / cache.sequences / 2)
         parts.append(Part("attn", layer, bytes_per_device(attention, kv_bytes), read))
         parts.append(Part("ffn", layer, bytes_per_device(rest), read_bytes(rest)))

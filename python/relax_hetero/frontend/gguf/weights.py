@@ -35,11 +35,11 @@ class Weights:
         self._expected_kinds = {*architecture.required, *(kind for kind in architecture.optional if kind in kinds)}
         self._constants: dict[str, relax.Expr] = {}
         self._unread = dict.fromkeys(file.tensors)
-        self._joined: dict[str, FileTensor] = {}
+        self._stacked: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
         """Return whether an optional tensor is expected; in a file, all layers have it or none."""
-        return name in self._joined or _kind(name) in self._expected_kinds
+        return name in self._stacked or _kind(name) in self._expected_kinds
 
     def check_all_read(self) -> None:
         """Raise FrontendError if the file has tensors that were not read."""
@@ -51,7 +51,7 @@ class Weights:
                 "none: the model without them is not its author's"
             )
 
-    def join(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
+    def stack(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
         """Stack tensors of the file into one of a new name; return False unless all exist and have one type.
 
         Parameters
@@ -65,15 +65,15 @@ class Weights:
         tensors = [self._file.tensors.get(part) for part, _ in parts]
         if len({tensor and tensor.type for tensor in tensors}) != 1 or tensors[0] is None:
             return False
-        if name not in self._joined:
+        if name not in self._stacked:
             data = np.concatenate([self.tensor(part, [rows, *depth]).data for part, rows in parts])
             shape = (sum(rows for _, rows in parts), *depth)
-            self._joined[name] = FileTensor(name, shape, tensors[0].type, data)
+            self._stacked[name] = FileTensor(name, shape, tensors[0].type, data)
         return True
 
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
         """A tensor of the file; FrontendError if it is missing or has another shape."""
-        tensor = self._joined.get(name) or self._file.tensors.get(name)
+        tensor = self._stacked.get(name) or self._file.tensors.get(name)
         self._unread.pop(name, None)
         if tensor is None:
             raise FrontendError(
@@ -111,7 +111,7 @@ class Weights:
         rows = int(np.prod(shape[:-1]))
         return self._constant(name, lambda: np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)), form
 
-    def plain_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
+    def unquantized_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
         """An unquantized matrix as a constant of 16-bit floats; None for block-quantized weights or float32."""
         tensor = self.tensor(name, shape)
         if dtype == "float32" or not (tensor.type == "F32" or is_plain(tensor.type)):

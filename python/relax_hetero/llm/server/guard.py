@@ -131,7 +131,7 @@ class Limits:
     seconds : float
         Time of a request; then it ends with 504, or with an error in its stream.
     header_seconds : float
-        Time from the first byte of a request, or from the begin of a connection, to the end of the request's headers;
+        Time from the first byte of a request, or from the start of a connection, to the end of the request's headers;
         then the connection is closed.
     body_seconds : float
         Time to receive a body; slower ones are answered with 408.

@@ -19,8 +19,8 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 from tvm_ffi import structural_map
 
-from ...artifact import graph_layout as state
-from ...artifact.graph_layout import FILLED_AT_ONCE, REPORT_INTERVAL, ROWS, WAYS, Layout
+from ...artifact import graph_layout
+from ...artifact.graph_layout import CACHED_GRAPHS, FILLED_AT_ONCE, REPORT_INTERVAL, RING_ROWS, Layout
 from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
@@ -78,7 +78,7 @@ def submit_function(
     layout = Layout(len(inputs) + len(results), len(parameters))
     with Function(name) as function:
         tensors = [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in inputs]
-        words = function.argument("state", [_word(layout.state)], _WORD)
+        words = function.argument("state", [_word(layout.state_words)], _WORD)
         for number in numbers:
             T.arg(number.name, number)
         tensors += [function.argument(tensor.name, tensor.shape, tensor.dtype) for tensor in results]
@@ -92,34 +92,34 @@ def submit_function(
 def _submit(
     words: Any, addresses: Sequence[Expr], parameters: Sequence[Expr], layout: Layout, device_type: int
 ) -> None:
-    ticket = T.bind(words[_word(state.SUBMITTED)])
-    graph = _graph_for(words, parameters, layout) if parameters else T.bind(words[_word(state.GRAPH)])
-    with T.If(tirx.all(graph != 0, ticket - words[_word(state.CONSUMED)] < ROWS)):
+    ticket = T.bind(words[_word(graph_layout.SUBMITTED)])
+    graph = _graph_for(words, parameters, layout) if parameters else T.bind(words[_word(graph_layout.GRAPH)])
+    with T.If(tirx.all(graph != 0, ticket - words[_word(graph_layout.CONSUMED)] < RING_ROWS)):
         with T.Then():
-            row = T.bind(layout.ring + tirx.truncmod(ticket, _word(ROWS)) * layout.slots)
+            row = T.bind(layout.ring + tirx.truncmod(ticket, _word(RING_ROWS)) * layout.slots)
             for number, address in enumerate(addresses):
                 T.buffer_store(words, address, [row + number])
-            T.buffer_store(words, ticket + 1, [_word(state.SUBMITTED)])
-            get_stream = words[_word(state.GET_STREAM)]
-            stream = T.bind(_call(get_stream, _word(device_type), words[_word(state.DEVICE)]))
-            code = T.bind(tirx.bitwise_and(_call(words[_word(state.LAUNCH)], graph, stream), _word(0xFFFFFFFF)))
+            T.buffer_store(words, ticket + 1, [_word(graph_layout.SUBMITTED)])
+            get_stream = words[_word(graph_layout.GET_STREAM)]
+            stream = T.bind(_call(get_stream, _word(device_type), words[_word(graph_layout.DEVICE)]))
+            code = T.bind(tirx.bitwise_and(_call(words[_word(graph_layout.LAUNCH)], graph, stream), _word(0xFFFFFFFF)))
             with T.If(code != 0), T.Then():
-                T.buffer_store(words, ticket, [_word(state.SUBMITTED)])
+                T.buffer_store(words, ticket, [_word(graph_layout.SUBMITTED)])
                 T.evaluate(tirx.call_packed("relax_hetero.graph_failed", _address(words), code))
         with T.Else():
             for number, address in enumerate(addresses):
-                T.buffer_store(words, address, [_word(layout.staged + number)])
+                T.buffer_store(words, address, [_word(layout.slow_bindings + number)])
             for number, value in enumerate(parameters):
-                T.buffer_store(words, value, [_word(layout.values + number)])
+                T.buffer_store(words, value, [_word(layout.slow_parameters + number)])
             T.evaluate(tirx.call_packed("relax_hetero.submit_graph", _address(words)))
 
 
 def _graph_for(words: Any, parameters: Sequence[Expr], layout: Layout) -> Expr:
-    """The graph that was recorded for the parameters, or 0."""
+    """The graph that was captured for the parameters, or 0."""
     # Without a buffer: a function with a GPU target would allocate it on the GPU.
     graph: Expr = _word(0)
-    for way in range(WAYS):
-        entry = layout.ways + way * layout.way
+    for index in range(CACHED_GRAPHS):
+        entry = layout.graph_cache + index * layout.cache_entry_words
         equal = [tirx.EQ(words[_word(entry + 1 + number)], value) for number, value in enumerate(parameters)]
         is_match = equal[0] if len(equal) == 1 else tirx.all(*equal)
         graph = T.bind(tirx.Select(is_match, words[_word(entry)], graph))
@@ -153,8 +153,8 @@ def record_function(
             def launch(kernel: tvm.ir.GlobalVar, *arguments: Expr) -> None:
                 T.evaluate(tvm.ir.Call(kernel, list(arguments), ret_ty="int32"))
 
-            is_recording = words[_word(state.RING)] != 0
-            row = [address(word) for word in (state.RING, state.TABLE, state.CONSUMED_AT)]
+            is_recording = words[_word(graph_layout.RING)] != 0
+            row = [address(word) for word in (graph_layout.RING, graph_layout.TABLE, graph_layout.CONSUMED_ADDRESS)]
             with T.If(is_recording):
                 with T.Then():
                     if fetch is None:
@@ -164,8 +164,8 @@ def record_function(
                 with T.Else():
                     for first in range(0, slots, FILLED_AT_ONCE):
                         entries = range(first, first + FILLED_AT_ONCE)
-                        bound = [words[_word(state.BINDINGS + i)] if i < slots else _word(0) for i in entries]
-                        launch(fill, address(state.TABLE, 8 * (state.ENTRIES + first)), *bound)
+                        bound = [words[_word(graph_layout.BINDINGS + i)] if i < slots else _word(0) for i in entries]
+                        launch(fill, address(graph_layout.TABLE, 8 * (graph_layout.ENTRIES + first)), *bound)
             for item in launches:
                 arguments = [address(*a) if isinstance(a, tuple) else a for a in item.arguments]
                 if item.fetching is None:
@@ -190,9 +190,9 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
     `extent` is the number of threads of the kernel that this one becomes the beginning of. TVM makes one variable of
     all loops over the same threads, so both have the same type.
     """
-    extent = _word(min(ROWS * slots, MAX_BLOCK_THREADS)) if extent is None else extent
+    extent = _word(min(RING_ROWS * slots, MAX_BLOCK_THREADS)) if extent is None else extent
     threads = int(extent.value)
-    rounds = -(-ROWS * slots // threads)
+    rounds = -(-RING_ROWS * slots // threads)
     with Function(name) as function:
         parameters = [_words_parameter(parameter_name) for parameter_name in ("ring", "table", "consumed")]
         _returns_status()
@@ -205,18 +205,18 @@ def fetch_kernel(name: str, slots: int, target: tvm.target.Target, extent: tirx.
             rows = T.alloc_buffer((rounds,), _WORD, scope="local")
             indices = [_word(iteration * threads) + thread for iteration in range(rounds)]
             for number, index in enumerate(indices):
-                with T.If(index < ROWS * slots), T.Then():
+                with T.If(index < RING_ROWS * slots), T.Then():
                     T.buffer_store(rows, ring[index], [_word(number)])
-            T.buffer_store(ticket, table[_word(state.TICKET)], [_word(0)])
+            T.buffer_store(ticket, table[_word(graph_layout.TICKET)], [_word(0)])
             T.evaluate(T.tvm_storage_sync("shared"))
             with T.If(thread == 0), T.Then():
-                T.buffer_store(table, ticket[_word(0)] + 1, [_word(state.TICKET)])
+                T.buffer_store(table, ticket[_word(0)] + 1, [_word(graph_layout.TICKET)])
                 with T.If(tirx.truncmod(ticket[_word(0)], _word(REPORT_INTERVAL)) == 0), T.Then():
                     T.buffer_store(consumed, ticket[_word(0)], [_word(0)])
             for number, index in enumerate(indices):
-                is_current = tirx.floordiv(index, slots) == tirx.truncmod(ticket[_word(0)], _word(ROWS))
+                is_current = tirx.floordiv(index, slots) == tirx.truncmod(ticket[_word(0)], _word(RING_ROWS))
                 with T.If(is_current), T.Then():
-                    T.buffer_store(table, rows[_word(number)], [state.ENTRIES + tirx.floormod(index, slots)])
+                    T.buffer_store(table, rows[_word(number)], [graph_layout.ENTRIES + tirx.floormod(index, slots)])
     return _private(function, target)
 
 

@@ -156,10 +156,10 @@ class _Loops:
         columns, groups = plan.columns, ceil_div(plan.depth, plan.group)
         with loop(groups) as group:
             first = materialize(group * plan.group)
-            record = materialize(reader.record(panel, first // plan.span))
-            group_in_record = materialize(first % plan.span // plan.group)
+            superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+            group_in_superblock = materialize(first % plan.superblock_size // plan.group)
             for j in (0, 1):
-                number_at = reader.group(record, group_in_record, j)
+                number_at = reader.group(superblock, group_in_superblock, j)
                 for pair in range(plan.group // 2):
                     start = first // 2 * columns + pair * columns + j * LANES
                     self._store_pair([let(number_at(2 * pair + i)) for i in (0, 1)], start)
@@ -191,14 +191,14 @@ class _Loops:
         spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
         with loop(spec.chains) as chain:
             first = materialize(chain * spec.chain)
-            record = materialize(reader.record(panel, first // plan.span))
-            block = materialize(first % plan.span // plan.block)
+            superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+            block = materialize(first % plan.superblock_size // plan.block)
             for j in (0, 1):
-                outer_scales = reader.outer(record, j)
+                outer_scales = reader.outer(superblock, j)
                 index = lane_indices(materialize(chain * plan.columns + j * LANES), LANES)
-                T.buffer_store(self.scales, reader.scale(record, block, outer_scales, j), [index])
+                T.buffer_store(self.scales, reader.scale(superblock, block, outer_scales, j), [index])
                 if self.minimums is not None:
-                    T.buffer_store(self.minimums, reader.minimum(record, block, outer_scales, j), [index])
+                    T.buffer_store(self.minimums, reader.minimum(superblock, block, outer_scales, j), [index])
 
     def _multiply(self, pair: Expr, row_in_block: Expr, panel: Expr) -> None:
         """Multiply a pair of tiles of rows by a panel, and store the result; their copies begin at `row_in_block`."""

@@ -99,24 +99,24 @@ class UnpackedPanel:
         with loop(plan.columns // reader.lanes) as vector:
             with loop(ceil_div(plan.depth, plan.block)) as block:
                 first = materialize(block * plan.block)
-                record = materialize(reader.record(panel, first // plan.span))
-                self._fill_scales(record, vector, block, materialize(first % plan.span // plan.block))
+                superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+                self._fill_scales(superblock, vector, block, materialize(first % plan.superblock_size // plan.block))
             with loop(ceil_div(plan.depth, self.chain)) as chain:
                 first = materialize(chain * self.chain)
-                record = materialize(reader.record(panel, first // plan.span))
-                group = materialize(first % plan.span // plan.group)
+                superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+                group = materialize(first % plan.superblock_size // plan.group)
                 start, quad = self.chain_offset(vector, chain), 0
                 for number in range(self.chain // plan.group):
-                    for quad_lanes in self.reader.group(record, group + number, vector):
+                    for quad_lanes in self.reader.group(superblock, group + number, vector):
                         index = lane_indices(start + quad * reader.lanes, reader.lanes)
                         T.buffer_store(self.words, quad_lanes, [index])
                         quad += 1
 
-    def _fill_scales(self, record: Expr, vector: Expr, block: Expr, block_in_record: Expr) -> None:
+    def _fill_scales(self, superblock: Expr, vector: Expr, block: Expr, block_in_superblock: Expr) -> None:
         reader = self.reader.panel
-        outer_scales = reader.outer(record, vector)
+        outer_scales = reader.outer(superblock, vector)
         for buffer, read in ((self.scales, reader.scale), (self.minimums, reader.minimum)):
-            value = read(record, block_in_record, outer_scales, vector)
+            value = read(superblock, block_in_superblock, outer_scales, vector)
             if value is not None:
                 T.buffer_store(buffer, value, [self._block_lanes(vector, block)])
 
@@ -170,11 +170,11 @@ class Codes:
     scales : Buffer
         float32 ``[row, chain]``.
     sums : Buffer or None
-        Sums of integers ``[row, chain]``: times `min_quant` as int32, or times the scale as float32 if that is 0.
+        Sums of integers ``[row, chain]``: times `min_code` as int32, or times the scale as float32 if that is 0.
     chain, chains : int
         Numbers of a chain, and chains of a row.
-    min_quant : int
-        Smallest quant of the format, the factor of the sums of integers; 0 if the sums are scaled instead.
+    min_code : int
+        Smallest code of the format, the factor of the sums of integers; 0 if the sums are scaled instead.
     order : sequence of int
         Permutation of the numbers of a group in which their bytes are stored.
     """
@@ -185,7 +185,7 @@ class Codes:
     sums: Any
     chain: int
     chains: int
-    min_quant: int
+    min_code: int
     order: Sequence[int]
 
     @property
@@ -231,8 +231,8 @@ class Codes:
         if self.sums is not None:
             # Sums of the rounded integers: a rounding error is then multiplied by a weight, not by its larger quant.
             total = _total(integers, lanes)
-            min_quant = tirx.const(self.min_quant, "int32")
-            row_sum = total * min_quant if self.min_quant else tirx.Cast("float32", total) * scale
+            min_code = tirx.const(self.min_code, "int32")
+            row_sum = total * min_code if self.min_code else tirx.Cast("float32", total) * scale
             T.buffer_store(self.sums, row_sum, [index])
         words = materialize(row_in_block * self.row_words + number * self.chain_words)
         byte_bits = constant(8, "int32", lanes)
@@ -368,7 +368,7 @@ class _Loops:
                 self._allocate_row_sums(count),
                 self.chain,
                 self.chains,
-                0 if form.minimum else form.low,
+                0 if form.minimum else form.min_code,
                 byte_order(form.bits),
             )
             tile_vectors = spec.vectors if self.rows <= _FEW_ROWS else 1
@@ -397,7 +397,7 @@ class _Loops:
         form = self.spec.plan.form
         if form.minimum:
             return T.alloc_buffer((count,), "float32", scope="global")
-        return T.alloc_buffer((count,), "int32", scope="global") if form.low else None
+        return T.alloc_buffer((count,), "int32", scope="global") if form.min_code else None
 
     def _quantize_rows(self, begin: Expr, end: Expr) -> None:
         """Quantize some rows."""
@@ -486,26 +486,28 @@ class _Loops:
                 self._scale(tile, number, len(vectors), *unpacked.scale_and_minimum(j, first), scale_at)
             return
         spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
-        start_in_record = materialize(first % plan.span) if plan.records > 1 else first
-        record = materialize(reader.record(tile.panel, first // plan.span if plan.records > 1 else 0))
-        block = materialize(start_in_record // plan.block) if plan.blocks > 1 else 0
+        start_in_superblock = materialize(first % plan.superblock_size) if plan.superblocks > 1 else first
+        number = first // plan.superblock_size if plan.superblocks > 1 else 0
+        superblock = materialize(reader.superblock(tile.panel, number))
+        block = materialize(start_in_superblock // plan.block) if plan.blocks > 1 else 0
         if isinstance(spec.m, int) and spec.m <= _FEW_ROWS and plan.form.bits < 8:
             reader.prefetch_weights(tile.panel, first, self.chain)
-        group = materialize(start_in_record // plan.group)
+        group = materialize(start_in_superblock // plan.group)
 
         def quads(first: Expr) -> Iterator[Sequence[Expr]]:
-            return self._unpack_quads(vectors, record, materialize(group + first // plan.group))
+            return self._unpack_quads(vectors, superblock, materialize(group + first // plan.group))
 
         self._add_products(tile, len(vectors), quads, code_at, scale_at)
         for number, j in enumerate(vectors):
-            outer_scales = reader.outer(record, j)
-            factors = (reader.scale(record, block, outer_scales, j), reader.minimum(record, block, outer_scales, j))
-            self._scale(tile, number, len(vectors), *factors, scale_at)
+            outer_scales = reader.outer(superblock, j)
+            scale = reader.scale(superblock, block, outer_scales, j)
+            minimum = reader.minimum(superblock, block, outer_scales, j)
+            self._scale(tile, number, len(vectors), scale, minimum, scale_at)
 
-    def _unpack_quads(self, vectors: list[Expr], record: Expr, group: Expr) -> Iterator[Sequence[Expr]]:
+    def _unpack_quads(self, vectors: list[Expr], superblock: Expr, group: Expr) -> Iterator[Sequence[Expr]]:
         """Weights of an unrolled loop body for some vectors of columns, four of each column at a time."""
         for number in range(self.unrolled_weights // self.spec.plan.group):
-            yield from zip(*(self.reader.group(record, group + number, j) for j in vectors), strict=True)
+            yield from zip(*(self.reader.group(superblock, group + number, j) for j in vectors), strict=True)
 
     def _sum_index(self, bank: int, i: int, vector: int, tile_vectors: int, term: int, rows: int) -> int:
         return ((bank * rows + i) * tile_vectors + vector) * self.terms + term
@@ -526,7 +528,7 @@ class _Loops:
         banks, last_term = self._banks(tile.rows, tile_vectors), self.terms - 1
         for i in range(tile.rows):
             for bank, vector, term in product(range(banks), range(tile_vectors), range(self.terms)):
-                starts_with_sum = self.codes.min_quant and bank == 0 and term == last_term
+                starts_with_sum = self.codes.min_code and bank == 0 and term == last_term
                 start = broadcast(self.codes.sums[scale_at[i]], lanes) if starts_with_sum else zeros("int32", lanes)
                 self.sums[self._sum_index(bank, i, vector, tile_vectors, term, tile.rows)] = start
 
@@ -550,9 +552,9 @@ class _Loops:
         self, tile: BlockTile, j: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, scale_at: list[Expr]
     ) -> None:
         """Scale the sums of vector j of the tile, and add them to its totals."""
-        lanes, codes, min_quant = self.spec.lanes, self.codes, self.spec.plan.form.low
-        if minimum is not None and min_quant:
-            minimum = let(minimum + scale * constant(float(min_quant), "float32", lanes))
+        lanes, codes, min_code = self.spec.lanes, self.codes, self.spec.plan.form.min_code
+        if minimum is not None and min_code:
+            minimum = let(minimum + scale * constant(float(min_code), "float32", lanes))
         banks = self._banks(tile.rows, tile_vectors)
         for i in range(tile.rows):
             terms = []

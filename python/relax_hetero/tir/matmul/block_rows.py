@@ -45,15 +45,15 @@ def _emit_row(
 
     def block(chain: Expr, size: int) -> None:
         first = materialize(chain * plan.block)
-        in_record = materialize(first % plan.span)
-        record = materialize(reader.record(panel, first // plan.span))
-        outer = reader.outer(record, column)
-        inner = materialize(in_record // plan.block)
-        scale = reader.scale(record, inner, outer, column)
-        minimum = reader.minimum(record, inner, outer, column)
+        in_superblock = materialize(first % plan.superblock_size)
+        superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
+        outer = reader.outer(superblock, column)
+        inner = materialize(in_superblock // plan.block)
+        scale = reader.scale(superblock, inner, outer, column)
+        minimum = reader.minimum(superblock, inner, outer, column)
 
         def group(group_index: Expr, steps: int) -> None:
-            numbers = reader.group(record, materialize(in_record // plan.group + group_index), column)
+            numbers = reader.group(superblock, materialize(in_superblock // plan.group + group_index), column)
             for step in range(steps):
                 value = let(numbers(step))
                 value = value if scale is None else value * scale

@@ -11,7 +11,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.block_panels import RecordPlan
+from ...encoding.block_panels import PanelPlan
 from ...encoding.problem import QuantizedMatmulProblem
 from ..core.builder import Expr, ceil_div, either, lane_mask, let, loop, materialize, over_lanes
 from ..core.view import OperandView
@@ -48,7 +48,7 @@ class BlockSpec:
     m: Expr
 
     @cached_property
-    def plan(self) -> RecordPlan:
+    def plan(self) -> PanelPlan:
         """The layout of a panel."""
         return self.problem.plan
 

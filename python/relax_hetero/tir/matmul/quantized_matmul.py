@@ -101,8 +101,13 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
     count = tile.rows * spec.vectors
     left_rows, panel = tile.lefts or tile.row_numbers, tile.panel if tile.packed is None else tile.packed
     starts = [materialize(chain * spec.chain) for chain in chains]
-    starts_in_record = [materialize(start % plan.span) if plan.records > 1 else start for start in starts]
-    records = [materialize(reader.record(panel, start // plan.span if plan.records > 1 else 0)) for start in starts]
+    starts_in_superblock = [
+        materialize(start % plan.superblock_size) if plan.superblocks > 1 else start for start in starts
+    ]
+    superblocks = [
+        materialize(reader.superblock(panel, start // plan.superblock_size if plan.superblocks > 1 else 0))
+        for start in starts
+    ]
     rows = [[materialize(spec.lhs.address({"m": row, "k": start})) for row in left_rows] for start in starts]
     # The C target lacks prefetching (and vectors). 8-bit quants are unpacked faster than they arrive, and prefetching
     # takes line fill buffers from the CPU's own prefetcher: weights of 178 MB were read in 15.8 ms without it, in
@@ -119,11 +124,11 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
 
     def emit_group(number: Expr, steps: int) -> None:
         readers = []
-        for start, start_in_record, record in zip(starts, starts_in_record, records, strict=True):
-            group_index = materialize(start_in_record // plan.group + number)
+        for start, start_in_superblock, superblock in zip(starts, starts_in_superblock, superblocks, strict=True):
+            group_index = materialize(start_in_superblock // plan.group + number)
             if prefetches and not prefetches_chain:
                 reader.prefetch_weights(panel, start + number * plan.group, plan.group)
-            readers.append([reader.group(record, group_index, j) for j in range(spec.vectors)])
+            readers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
         for step in range(steps):
             for c in range(len(chains)):
                 right = [let(number_at(step)) for number_at in readers[c]]
@@ -140,11 +145,11 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
     if tail:
         emit_group(tirx.const(groups, "int64"), tail)
     for c, chain in enumerate(chains):
-        block = materialize(starts_in_record[c] // plan.block) if plan.blocks > 1 else 0
+        block = materialize(starts_in_superblock[c] // plan.block) if plan.blocks > 1 else 0
         for j in range(spec.vectors):
-            outer_scales = reader.outer(records[c], j)
-            scale = reader.scale(records[c], block, outer_scales, j)
-            minimum = reader.minimum(records[c], block, outer_scales, j)
+            outer_scales = reader.outer(superblocks[c], j)
+            scale = reader.scale(superblocks[c], block, outer_scales, j)
+            minimum = reader.minimum(superblocks[c], block, outer_scales, j)
             for i, row in enumerate(left_rows):
                 number = i * spec.vectors + j
                 total = accs[c * count + number]

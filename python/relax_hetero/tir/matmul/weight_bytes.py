@@ -63,13 +63,13 @@ class ByteReader:
         """The reader for a CPU."""
         return ByteReader(panel, "avx512vbmi" in cpu.features and panel.lanes == 16)
 
-    def group(self, record: Expr, number: Expr, vector: Expr) -> Iterator[Expr]:
+    def group(self, superblock: Expr, number: Expr, vector: Expr) -> Iterator[Expr]:
         """The bytes of a group of a superblock for a vector of columns, four of each column at a time."""
         plan, lanes, columns = self.panel.plan, self.panel.lanes, self.panel.plan.columns
         if plan.form.bits == 8:
-            yield from self._read_bytes(record, number * plan.group, vector)
+            yield from self._read_bytes(superblock, number * plan.group, vector)
             return
-        first = record + plan.places["codes"] // 4 + number * (plan.words * columns) + vector * lanes
+        first = superblock + plan.offsets["codes"] // 4 + number * (plan.words * columns) + vector * lanes
         memory = self.panel.elements["int32"]
         words = [let(memory[lane_indices(first + word * columns, lanes)]) for word in range(plan.words)]
         yield from {
@@ -122,11 +122,11 @@ class ByteReader:
             joined = bits if joined is None else tirx.bitwise_or(joined, bits)
         return let(joined)
 
-    def _read_bytes(self, record: Expr, k: Expr, vector: Expr) -> Iterator[Expr]:
+    def _read_bytes(self, superblock: Expr, k: Expr, vector: Expr) -> Iterator[Expr]:
         """8-bit quants: four rows of a panel's columns interleaved to a vector of lanes."""
         plan, lanes, columns = self.panel.plan, self.panel.lanes, self.panel.plan.columns
         memory = self.panel.elements["int8"]
-        first = record * 4 + plan.places["codes"] + k * columns + vector * lanes
+        first = superblock * 4 + plan.offsets["codes"] + k * columns + vector * lanes
         run = columns + lanes  # from the first lane of one row to the last lane of the next
         order = [half * run + row * columns + lane for lane in range(lanes) for half in (0, 1) for row in (0, 1)]
         for quad in range(plan.group // 4):

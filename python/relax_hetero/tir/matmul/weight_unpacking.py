@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from ...encoding.block_panels import RecordPlan
+from ...encoding.block_panels import PanelPlan
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core.builder import (
@@ -55,7 +55,7 @@ class PanelReader:
 
     Attributes
     ----------
-    plan : RecordPlan
+    plan : PanelPlan
     lanes : int
         Lanes of a vector.
     elements : dict
@@ -66,14 +66,14 @@ class PanelReader:
         Whether the CPU converts float16 by an instruction.
     """
 
-    plan: RecordPlan
+    plan: PanelPlan
     lanes: int
     elements: dict[str, Expr]
     tables: list[Expr]
     has_halves: bool
 
     @staticmethod
-    def of(cpu: CpuTarget, view: View, plan: RecordPlan) -> PanelReader:
+    def of(cpu: CpuTarget, view: View, plan: PanelPlan) -> PanelReader:
         """The reader for a CPU; called inside of a PrimFunc's body, before its loops."""
         lanes, form = cpu.lanes("float32"), plan.form
         has_halves = cpu.isa.name not in ("sse", "generic")
@@ -82,12 +82,12 @@ class PanelReader:
         tables = []
         if cpu.isa.name == "avx512" and form.bits in (2, 4, 5):
             number = tirx.bitwise_and(lane_numbers(16), constant((1 << form.bits) - 1, "int32", 16))
-            low = let(tirx.Cast("float32x16", number) + constant(form.low, "float32", 16))
+            low = let(tirx.Cast("float32x16", number) + constant(form.min_code, "float32", 16))
             tables = [low] if form.bits < 5 else [low, let(low + constant(16, "float32", 16))]
         return PanelReader(plan, lanes, elements, tables, has_halves)
 
     @staticmethod
-    def of_columns(cpu: CpuTarget, view: View, plan: RecordPlan) -> PanelReader:
+    def of_columns(cpu: CpuTarget, view: View, plan: PanelPlan) -> PanelReader:
         """The reader of single columns: the argument `vector` of its methods is a column of the panel."""
         reader = PanelReader.of(cpu, view, plan)
         return PanelReader(plan, 1, reader.elements, [], reader.has_halves)
@@ -97,9 +97,9 @@ class PanelReader:
         """Registers that unpacking takes for every vector of a panel, and for the whole kernel."""
         return 2 + MAX_UNSHIFTED_FIELDS, len(self.tables)
 
-    def record(self, panel: Expr, number: Expr) -> Expr:
+    def superblock(self, panel: Expr, number: Expr) -> Expr:
         """Offset of a superblock."""
-        return panel * (self.plan.panel_bytes // 4) + number * (self.plan.places["end"] // 4)
+        return panel * (self.plan.panel_bytes // 4) + number * (self.plan.offsets["end"] // 4)
 
     def prefetch_weights(self, panel: Expr, k: Expr, count: int) -> None:
         """Prefetch the lines of `count` weights of a panel, `PREFETCH_DISTANCE_BYTES` after those at `k`.
@@ -107,40 +107,46 @@ class PanelReader:
         The CPU's own prefetching ends at each page of 4 KiB.
         """
         plan, memory = self.plan, self.elements["int8"]
-        end = plan.places["end"]
-        start = materialize(panel * plan.panel_bytes + tirx.floordiv(k * end, plan.span) + PREFETCH_DISTANCE_BYTES)
-        for line in range(ceil_div(count * end, plan.span * CACHE_LINE_BYTES)):
+        end = plan.offsets["end"]
+        start = materialize(
+            panel * plan.panel_bytes + tirx.floordiv(k * end, plan.superblock_size) + PREFETCH_DISTANCE_BYTES
+        )
+        for line in range(ceil_div(count * end, plan.superblock_size * CACHE_LINE_BYTES)):
             prefetch(memory, start + line * CACHE_LINE_BYTES)
 
-    def outer(self, record: Expr, vector: Expr) -> list[Expr]:
+    def outer(self, superblock: Expr, vector: Expr) -> list[Expr]:
         """The factors `d` and `dmin` of a superblock's scales and minimums; empty for formats without them."""
-        kinds = ((self.plan.form.scale, "outer_scales"), (self.plan.form.minimum, "outer_minimums"))
+        kinds = ((self.plan.form.scale, "superblock_scales"), (self.plan.form.minimum, "superblock_minimums"))
         return [
-            self._load_factors(record, part, "float16", vector * self.lanes) for kind, part in kinds if kind == "int8"
+            self._load_factors(superblock, part, "float16", vector * self.lanes)
+            for kind, part in kinds
+            if kind == "int8"
         ]
 
-    def scale(self, record: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
+    def scale(self, superblock: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
         """Scale of a block; None if the format lacks scales."""
         if not self.plan.form.scale:
             return None
-        return self._block_factor(record, block, "scales", self.plan.form.scale, outer[:1], vector)
+        return self._block_factor(superblock, block, "scales", self.plan.form.scale, outer[:1], vector)
 
-    def minimum(self, record: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
+    def minimum(self, superblock: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
         """Minimum of a block, the factor of the sum of left factors; None if the format lacks minimums."""
         kind = self.plan.form.minimum
         if not kind:
             return None
-        value = self._block_factor(record, block, "minimums", kind, outer[1:], vector)
+        value = self._block_factor(superblock, block, "minimums", kind, outer[1:], vector)
         return let(constant(0, "float32", self.lanes) - value) if kind == "int8" else value
 
-    def _block_factor(self, record: Expr, block: Expr, part: str, kind: str, outer: list[Expr], vector: Expr) -> Expr:
-        value = self._load_factors(record, part, kind, block * self.plan.columns + vector * self.lanes)
+    def _block_factor(
+        self, superblock: Expr, block: Expr, part: str, kind: str, outer: list[Expr], vector: Expr
+    ) -> Expr:
+        value = self._load_factors(superblock, part, kind, block * self.plan.columns + vector * self.lanes)
         return let(value * outer[0]) if kind == "int8" else value
 
-    def _load_factors(self, record: Expr, part: str, kind: str, offset: Expr) -> Expr:
+    def _load_factors(self, superblock: Expr, part: str, kind: str, offset: Expr) -> Expr:
         """Scales or minimums of neighbouring columns in a section of a superblock, as float32."""
         size = bytes_of(kind)
-        start = record * (4 // size) + self.plan.places[part] // size + offset
+        start = superblock * (4 // size) + self.plan.offsets[part] // size + offset
         if kind == "float16":
             return self._load_half(start)
         value = self.elements[kind][lane_indices(start, self.lanes)]
@@ -165,12 +171,12 @@ class PanelReader:
         """Bytes as float32."""
         return tirx.Cast(vector_type("float32", self.lanes), tirx.Cast(vector_type("int32", self.lanes), value))
 
-    def group(self, record: Expr, number: Expr, vector: Expr) -> Numbers:
+    def group(self, superblock: Expr, number: Expr, vector: Expr) -> Numbers:
         """The weights of a group of a superblock, for a vector of columns."""
         plan, columns = self.plan, self.plan.columns
         if plan.form.bits >= 8:
-            return self._read_rows(record, number * plan.group, vector)
-        first = record + plan.places["codes"] // 4 + number * (plan.words * columns) + vector * self.lanes
+            return self._read_rows(superblock, number * plan.group, vector)
+        first = superblock + plan.offsets["codes"] // 4 + number * (plan.words * columns) + vector * self.lanes
         lanes = [let(self.elements["int32"][lane_indices(first + w * columns, self.lanes)]) for w in range(plan.words)]
         readers = [self._fields(lane) for lane in lanes]
         per, last = plan.fields, plan.words * plan.fields
@@ -182,12 +188,12 @@ class PanelReader:
 
         return number_at
 
-    def _read_rows(self, record: Expr, k: Expr, vector: Expr) -> Numbers:
+    def _read_rows(self, superblock: Expr, k: Expr, vector: Expr) -> Numbers:
         """8-bit quants and plain floats: a row of the panel's columns for each k."""
         plan = self.plan
         kind = {"bf16": "uint16", "f16": "float16"}.get(plan.form.name, "int8")
         size = 1 if kind == "int8" else 2
-        first = record * (4 // size) + plan.places["codes"] // size + k * plan.columns + vector * self.lanes
+        first = superblock * (4 // size) + plan.offsets["codes"] // size + k * plan.columns + vector * self.lanes
 
         def number_at(position: int) -> Expr:
             at = first + position * plan.columns
@@ -226,7 +232,7 @@ class PanelReader:
         return number
 
     def _number(self, lane: Expr, field_index: int) -> Expr:
-        bits, low = self.plan.form.bits, self.plan.form.low
+        bits, low = self.plan.form.bits, self.plan.form.min_code
         if self.tables and field_index == 0:
             if len(self.tables) == 1:
                 return tirx.call_llvm_pure_intrin("float32x16", _LOOKUP, self.tables[0], lane)

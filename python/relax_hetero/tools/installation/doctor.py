@@ -15,39 +15,39 @@ from typing import Any
 
 import click
 
-from ...artifact.cache_folder import CacheFolder, folder_of
-from ...artifact.regular_files import why_foreign
+from ...artifact.cache_folder import CacheFolder, resolve_cache_folder
+from ...artifact.regular_files import why_untrusted
 from ...display.console import console, print_json, print_table
 from ...display.text import bytes_text, plural
 from ...errors import HeteroError
 from ..command import command, json_option
 from .packages import Finding, State, extra_findings, package_findings, versions
 
-_GPUS = Path("/proc/driver/nvidia/gpus")
+_DRIVER_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
 SELF_TEST_TIMEOUT_SECONDS = 120.0
 """Timeout of the self-test, which takes about five seconds on an idle machine."""
-_SELF_TEST = "relax_hetero.tools.installation.self_test"
+_SELF_TEST_MODULE = "relax_hetero.tools.installation.self_test"
 _INSTALL_CUDA = "pip install 'relax-hetero[cuda]'"
 _CACHE_VARIABLE = "RELAX_HETERO_CACHE"
 _SECTIONS = ("packages", "extras", "devices", "tools", "self-test")
-_SIGNS = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
+_STATE_TEXTS = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
 
 
-def gpus_of_system() -> int:
-    """Number of NVIDIA GPUs that the driver lists, found without TVM."""
+def count_gpus() -> int:
+    """Count the NVIDIA GPUs that the driver lists, without loading TVM."""
     try:
-        return len(list(_GPUS.iterdir()))
+        return len(list(_DRIVER_GPUS_FOLDER.iterdir()))
     except OSError:
         return 0
 
 
-def device_texts(suffix: str = "") -> list[str]:
-    """Devices of this machine as values of ``--vdevice``; `suffix` is appended to the CPU's name."""
-    return [f"llvm{suffix}", *(f"cuda:{index}" for index in range(gpus_of_system()))]
+def device_choices(suffix: str = "") -> list[str]:
+    """Values of ``--vdevice`` that shells complete: this machine's devices, with `suffix` after the CPU's ``llvm``."""
+    return [f"llvm{suffix}", *(f"cuda:{index}" for index in range(count_gpus()))]
 
 
-def driver() -> str:
-    """Version of NVIDIA's driver; empty if there is none."""
+def _driver_version() -> str:
+    """The version of NVIDIA's driver; empty without a driver."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -63,19 +63,19 @@ def driver() -> str:
     return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else ""
 
 
-def probe_findings(
+def run_self_test(
     command: list[str] | None = None, timeout: float = SELF_TEST_TIMEOUT_SECONDS
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
-    """Run the self-test in a process of its own; return findings about devices and tools, and the devices as data.
+    """Run the self-test in a process of its own; return findings about devices and tools, and the devices it lists.
 
     Parameters
     ----------
     command : list of str, optional
-        Command of the process, by default the self-test.
+        Command line of the process, by default of the module `self_test`.
     timeout : float
         Time limit of the process in seconds.
     """
-    output, failure = _run_probe(command or [sys.executable, "-m", _SELF_TEST], timeout)
+    output, failure = _run_process(command or [sys.executable, "-m", _SELF_TEST_MODULE], timeout)
     devices: list[dict[str, Any]] = output.get("devices") or []
     findings = [
         *_device_findings(devices),
@@ -84,29 +84,29 @@ def probe_findings(
     ]
     for test in output["tests"]:
         state: State = "ok" if test["ok"] else "error"
-        fix = "" if test["ok"] else _fix_of_device(test["name"])
+        fix = "" if test["ok"] else _device_fix(test["name"])
         findings.append(Finding("self-test", test["name"], state, test["about"], fix))
     if failure:
-        trying = output.get("trying")
-        device = None if trying in [test["name"] for test in output["tests"]] else trying
-        fix = _fix_of_device(device) if device else "pip install --force-reinstall relax-hetero"
+        last_device = output.get("trying")
+        device = None if last_device in [test["name"] for test in output["tests"]] else last_device
+        fix = _device_fix(device) if device else "pip install --force-reinstall relax-hetero"
         findings.append(Finding("self-test", device or "import tvm", "error", failure, fix))
     return findings, devices
 
 
-def _run_probe(command: list[str], timeout: float) -> tuple[dict[str, Any], str]:
-    """Run the process; return its output by kind, and the reason if it did not finish."""
+def _run_process(command: list[str], timeout: float) -> tuple[dict[str, Any], str]:
+    """Run the process; return the values that it prints as lines ``{key: value}``, and the reason of a failure."""
     output: dict[str, Any] = {"tests": []}
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         stdout, stderr, status = result.stdout, result.stderr, result.returncode
-    except subprocess.TimeoutExpired as late:
-        stdout, stderr, status = _decode(late.stdout), f"no end within {timeout:.0f} s", 1
+    except subprocess.TimeoutExpired as timeout_error:
+        stdout, stderr, status = _decode(timeout_error.stdout), f"it did not finish within {timeout:.0f} s", 1
     except OSError as error:
         return output, f"the process cannot be started: {error}"
     for line in stdout.splitlines():
-        for kind, value in _parse_object(line):
-            output["tests"].append(value) if kind == "tested" else output.update({kind: value})
+        for key, value in _parse_object(line):
+            output["tests"].append(value) if key == "tested" else output.update({key: value})
     if "end" in output:
         return output, ""
     last_line = next((line for line in reversed(stderr.splitlines()) if line.strip()), "no message")
@@ -127,7 +127,7 @@ def _decode(output: bytes | str | None) -> str:
 
 
 def _device_findings(devices: list[dict[str, Any]]) -> Iterator[Finding]:
-    version = driver() if len(devices) > 1 else ""
+    version = _driver_version() if len(devices) > 1 else ""
     for device in devices:
         parts = [device["model"], plural(device["cores"], "core"), device["instructions"], bytes_text(device["memory"])]
         if device["name"].startswith("llvm"):
@@ -140,7 +140,7 @@ def _device_findings(devices: list[dict[str, Any]]) -> Iterator[Finding]:
 def _gpu_findings(gpus: dict[str, str] | None, devices: list[dict[str, Any]]) -> Iterator[Finding]:
     if gpus is None:
         return
-    usable, total = len(devices) - 1, gpus_of_system()
+    usable, total = len(devices) - 1, count_gpus()  # the first device is the CPU
     if usable < total:
         about = f"the driver lists {total}, TVM can use {usable}: {gpus['runtime'] or 'unknown reason'}"
         yield Finding("devices", "GPUs", "error", about, f"{_INSTALL_CUDA}, and check that nvidia-smi lists them")
@@ -163,20 +163,20 @@ def _compiler_findings(compiler: dict[str, Any] | None) -> Iterator[Finding]:
         yield Finding("tools", "C compiler", "warning", compiler["about"], fix)
 
 
-def _fix_of_device(name: str) -> str:
+def _device_fix(name: str) -> str:
     if name.startswith("llvm"):
         return "pip install --force-reinstall relax-hetero; if that does not help, report this output"
-    return f"check that nvidia-smi works, then {_INSTALL_CUDA}; without it leave {name} out of vdevices"
+    return f"check that nvidia-smi works, then {_INSTALL_CUDA}; to do without this GPU, leave {name} out of vdevices"
 
 
-def cache_finding() -> Finding:
+def check_cache() -> Finding:
     """Check that the compile cache is enabled, private and writable."""
     try:
-        folder = folder_of()
+        folder = resolve_cache_folder()
     except HeteroError as error:
         return _cache_finding("warning", str(error), f"set {_CACHE_VARIABLE}_SIZE to a size such as 10G")
     if folder is None:
-        return _cache_finding("absent", "switched off, or there is no home: every model is compiled each time")
+        return _cache_finding("absent", "switched off, or there is no home folder: every model is compiled each time")
     try:
         return _check_folder(folder)
     except OSError as error:
@@ -186,12 +186,12 @@ def cache_finding() -> Finding:
 def _check_folder(folder: CacheFolder) -> Finding:
     path = folder.path
     if not os.path.lexists(path):
-        parent = next((folder for folder in path.parents if folder.exists()), Path("/"))
+        parent = next((ancestor for ancestor in path.parents if ancestor.exists()), Path("/"))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             fix = f"make {parent} a folder that you can write, or set {_CACHE_VARIABLE} to another"
             return _cache_finding("warning", f"{path} cannot be created", fix)
         return _cache_finding("ok", f"{path}: empty, at most {bytes_text(folder.limit)}")
-    foreign = why_foreign(path.stat())
+    foreign = why_untrusted(path.stat())
     if foreign:
         fix = f"chmod go-w '{path}', or set {_CACHE_VARIABLE} to another"
         return _cache_finding("warning", f"{path} is not used: {foreign}", fix)
@@ -220,11 +220,11 @@ def doctor_command(self_test: bool, as_json: bool) -> None:
 
     Exits with 1 if something required is broken. The self-test takes about five seconds.
     """
-    findings = [*package_findings(), *extra_findings(), cache_finding()]
+    findings = [*package_findings(), *extra_findings(), check_cache()]
     if self_test:
-        with console(stderr=True).status("Trying the devices"):
-            probed, devices = probe_findings()
-        findings += probed
+        with console(stderr=True).status("Testing the devices"):
+            self_test_findings, devices = run_self_test()
+        findings += self_test_findings
     else:
         devices = []
     errors = [finding for finding in findings if finding.state == "error"]
@@ -238,7 +238,7 @@ def doctor_command(self_test: bool, as_json: bool) -> None:
 
 def _print_findings(findings: list[Finding], errors: list[Finding]) -> None:
     for section in _SECTIONS:
-        rows = [[f.name, _SIGNS[f.state], f.about] for f in findings if f.section == section]
+        rows = [[f.name, _STATE_TEXTS[f.state], f.about] for f in findings if f.section == section]
         if rows:
             print_table(section.capitalize(), ["name", "state", "found"], rows)
     stdout = console()

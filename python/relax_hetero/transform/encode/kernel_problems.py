@@ -279,7 +279,7 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
     out = Stored.plain(result).operand(symbols, names)
     in_panels = isinstance(layout, Panels)
     bits = form.bits if in_panels else stored_bits(form)
-    problem_form = form if in_panels or form.record_bytes else None
+    problem_form = form if in_panels or form.superblock_bytes else None
     return QuantizedMatmulProblem(
         lhs,
         weights,

@@ -65,7 +65,7 @@ from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.relax_expressions import scalar_of, to_expression
 from ..ir.rewriting import is_on_gpu, op_name
-from ..quantize.quantized_operands import dequantized, is_part_of_quantized
+from ..quantize.quantized_operands import is_absorbable, match_dequantize
 from .absorb_permutes import absorb_permutes
 from .encoded_products import ONE
 
@@ -277,7 +277,7 @@ class _RegionBuilder:
         """True if a value only dequantizes the bytes at a possible end of the region, which readers do themselves."""
         if best is None or str(binding.var.ty.dtype) in ("int8", "uint8"):
             return False
-        source = dequantized(binding.var, self.block)
+        source = match_dequantize(binding.var, self.block)
         return source is not None and source[1].same_as(self.block.bindings[best.end].var)
 
     def _is_stored_narrow(self, best: Region, binding: relax.Binding) -> bool:
@@ -370,7 +370,7 @@ class _RegionBuilder:
         if tensor in self.values:
             fits = same_shape(self.views[tensor], view) and self.orders[tensor] == order
             return self.values[tensor] if fits else None
-        quantized = dequantized(tensor, self.block)
+        quantized = match_dequantize(tensor, self.block)
         if quantized is not None and quantized[1] not in self.values:
             inner = self._term(quantized[1], view, order)
             return None if inner is None else quantized[0].substitute([inner])
@@ -496,7 +496,7 @@ def drop_unused(block: Block) -> list[relax.Binding] | None:
 
 
 def _is_droppable(value: relax.Expr) -> bool:
-    return op_name(value) in (op.SET, op.UNSET) or is_part_of_quantized(value)
+    return op_name(value) in (op.SET, op.UNSET) or is_absorbable(value)
 
 
 def unset_below_transfers(block: Block) -> list[relax.Binding] | None:

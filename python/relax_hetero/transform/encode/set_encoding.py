@@ -41,7 +41,7 @@ from ..ir.rewriting import op_name, relax_functions, typed, with_functions
 from ..quantize.quantized_operands import (
     Parameter,
     Quantized,
-    is_part_of_quantized,
+    is_absorbable,
     read_along,
     signed_constant,
 )
@@ -332,7 +332,7 @@ def _encode_block(
         writer.bindings.append(binding)
     if not changed:
         return None
-    return without_unused(writer.bindings, block, is_part_of_quantized) if has_quantized else writer.bindings
+    return without_unused(writer.bindings, block, is_absorbable) if has_quantized else writer.bindings
 
 
 def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding, tf32: bool) -> bool:

@@ -39,7 +39,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.block_formats import BlockFormat, block_format, numbers_of_rows, parts_of_rows
+from ...encoding.block_formats import BlockFormat, block_format, dequantize_rows, split_rows
 from ...encoding.block_panels import BlockSource, Panels
 from ...encoding.block_weights import BlockLayout, middle_of
 from ...encoding.expression import Expression, Term
@@ -79,15 +79,15 @@ def write_plain(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
     form, depth = block_format(str(call.attrs.format)), int(call.attrs.depth)
     raw = call.args[0]
     if is_tensor_constant(raw):
-        value = tvm.runtime.tensor(numbers_of_rows(raw.value.numpy(), form, depth))
+        value = tvm.runtime.tensor(dequantize_rows(raw.value.numpy(), form, depth))
         emitter.bind(var, tvm.ir.GenericConst(value, var.ty))
         return
     _write_plain_rows(emitter, raw, form, depth, var)
 
 
 @dataclass
-class _RelaxArrays:
-    """`encoding.block_formats.Arrays` of Relax ops, of uint8 or float32."""
+class _RelaxOps:
+    """`encoding.block_formats.ArrayOps` of Relax ops, of uint8 or float32."""
 
     emitter: Emitter
     var: relax.Var
@@ -105,7 +105,7 @@ class _RelaxArrays:
         ty = relax.TensorType(list(value.shape), str(value.dtype), self.var.ty.vdevice)
         return tvm.ir.GenericConst(tvm.runtime.tensor(value), ty)
 
-    def part(self, x: relax.Expr, begin: int, end: int) -> relax.Expr:
+    def slice(self, x: relax.Expr, begin: int, end: int) -> relax.Expr:
         shape = shape_of(x) or []
         value = relax.op.strided_slice(x, [len(shape) - 1], [begin], [end])
         return self.emit(value, [*shape[:-1], end - begin])
@@ -131,15 +131,15 @@ class _RelaxArrays:
             x = self.emit(relax.op.bitwise_and(x, self.number((1 << count) - 1, "uint8")), shape)
         return x
 
-    def join(self, x: relax.Expr, above: relax.Expr, first: int) -> relax.Expr:
+    def or_shifted(self, x: relax.Expr, high: relax.Expr, shift: int) -> relax.Expr:
         shape = shape_of(x) or []
-        shifted = self.emit(relax.op.left_shift(above, self.number(first, "uint8")), shape)
+        shifted = self.emit(relax.op.left_shift(high, self.number(shift, "uint8")), shape)
         return self.emit(relax.op.bitwise_or(x, shifted), shape)
 
-    def flip(self, x: relax.Expr, bit: int) -> relax.Expr:
+    def flip_bit(self, x: relax.Expr, bit: int) -> relax.Expr:
         return self.emit(relax.op.bitwise_xor(x, self.number(1 << bit, "uint8")), shape_of(x) or [])
 
-    def half(self, x: relax.Expr) -> relax.Expr:
+    def f16(self, x: relax.Expr) -> relax.Expr:
         return self._look_up_pairs(x, _FLOAT16_VALUES.astype(np.float32))
 
     def bf16(self, x: relax.Expr) -> relax.Expr:
@@ -149,7 +149,7 @@ class _RelaxArrays:
         """The number of each pair of bytes, from a table: Relax lacks an op that reinterprets bytes."""
         shape = shape_of(x) or []
         low, high = (
-            self.emit(relax.op.astype(self.part(x, i, i + 1), "int32"), [*shape[:-1], 1], "int32") for i in (0, 1)
+            self.emit(relax.op.astype(self.slice(x, i, i + 1), "int32"), [*shape[:-1], 1], "int32") for i in (0, 1)
         )
         shifted = self.emit(relax.op.left_shift(high, self.number(8, "int32")), [*shape[:-1], 1], "int32")
         pairs = self.emit(relax.op.bitwise_or(low, shifted), [*shape[:-1], 1], "int32")
@@ -161,7 +161,7 @@ class _RelaxArrays:
         shape = shape_of(x) or []
         if not is_signed or str(x.ty.dtype) == "float32":
             return self.emit(relax.op.astype(x, "float32"), shape, "float32")
-        offset = self.emit(relax.op.astype(self.flip(x, 7), "float32"), shape, "float32")
+        offset = self.emit(relax.op.astype(self.flip_bit(x, 7), "float32"), shape, "float32")
         return self.emit(relax.op.subtract(offset, self.number(128, "float32")), shape, "float32")
 
     def repeated(self, x: relax.Expr, count: int) -> relax.Expr:
@@ -175,36 +175,36 @@ class _RelaxArrays:
 
 
 def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, depth: int, var: relax.Var) -> None:
-    """Dequantize rows of a file's bytes, with the readers of `parts_of_rows`."""
-    arrays, rows = _RelaxArrays(emitter, var), (shape_of(raw) or [])[0]
-    parts = parts_of_rows(raw, form, depth, arrays, rows)
+    """Dequantize rows of a file's bytes, with the readers of `split_rows`."""
+    arrays, rows = _RelaxOps(emitter, var), (shape_of(raw) or [])[0]
+    parts = split_rows(raw, form, depth, arrays, rows)
     if form.is_plain:
-        value = relax.op.reshape(parts.fields, [rows, depth])
+        value = relax.op.reshape(parts.quants, [rows, depth])
         emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
         return
 
     def by_weight(inner: relax.Expr, outer: relax.Expr | None) -> relax.Expr:
         if outer is not None:
-            per_block = arrays.repeated(outer, form.span // form.block)
+            per_block = arrays.repeated(outer, form.superblock_size // form.block)
             inner = arrays.times(arrays.widened(inner, is_signed=True), per_block)
         return arrays.repeated(inner, form.block)
 
-    fields = arrays.widened(parts.fields, is_signed=False)
-    if form.low:
+    fields = arrays.widened(parts.quants, is_signed=False)
+    if form.min_code:
         shape = shape_of(fields) or []
-        fields = arrays.emit(relax.op.add(fields, arrays.number(form.low, "float32")), shape, "float32")
+        fields = arrays.emit(relax.op.add(fields, arrays.number(form.min_code, "float32")), shape, "float32")
     scales = by_weight(parts.scales, parts.superblock_scales)
     value = relax.op.multiply(fields, scales)
     if parts.minimums is not None:
         scaled = arrays.times(fields, scales)
-        apply = relax.op.add if parts.outer_minimums is None else relax.op.subtract
-        value = apply(scaled, by_weight(parts.minimums, parts.outer_minimums))
+        apply = relax.op.add if parts.superblock_minimums is None else relax.op.subtract
+        value = apply(scaled, by_weight(parts.minimums, parts.superblock_minimums))
     emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
 
 
 def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
     """Dequantize integers: ``(weight - zero) * scale``."""
-    arrays = _RelaxArrays(emitter, var)
+    arrays = _RelaxOps(emitter, var)
     data, scales = call.args[0], call.args[1]
     rows, size = shape_of(data) or []
     depth, block, bits = int(call.attrs.depth), int(call.attrs.block), int(call.attrs.bits)

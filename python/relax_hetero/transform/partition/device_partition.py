@@ -1,10 +1,10 @@
-"""A function's work in parts: maximal sets of bindings on one device with the same transfers before and after them.
+"""Partition of a function's bindings by device.
 
-Transfers, and bindings that use several devices (control flow, calls of functions), are parts of their own. A binding
-without cost, such as a view, belongs to the part whose result it views, or else to no part: its users get copies. A
-part whose work takes less time than its submission to a queue joins its only reader, or the only part that it reads, if
-both are on one device: the delay of others is negligible. `BindingDevices` tells the devices that a binding uses,
-including those of its callees.
+A part is a maximal set of bindings on one device with the same transfers before and after them. A transfer, or a
+binding that uses several devices (control flow, a call of a function), is a part of its own. A binding without cost,
+such as a view, belongs to the part whose result it views. If there is no such part, each reader gets a copy of the
+binding. A part whose work takes less time than its submission to a queue is merged into its only reader, or into the
+only part that it reads, if both are on one device: this hardly delays any other part.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .transfer_dependences import Dependences, Reads, is_transfer, transfer_depe
 from .written_arguments import overwritten
 
 SMALL_PART_BYTES = 64 << 10
-"""Bytes of tensors up to which work takes some 10 us, less than the submission of a part to a queue."""
+"""Maximum bytes of the tensors of a small part. Its work takes some 10 us, less than its submission to a queue."""
 
 TYPICAL_EXTENT = 64
-"""Value that is assumed for a symbolic size."""
+"""Value that is assumed for a symbolic extent."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Part:
     Attributes
     ----------
     devices : tuple of int
-        Devices that it uses, that of its queue first.
+        Devices that it uses. The queue of the first one runs it.
     members : list of int
         Indices of its bindings, in order.
     is_isolated : bool
@@ -54,7 +54,7 @@ class Part:
 
 
 class DevicePartition:
-    """The parts of a sequence of bindings.
+    """Partition of a sequence of bindings into parts.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class DevicePartition:
     Attributes
     ----------
     bindings : list of relax.Binding
-        The bindings, and constants that `bind` added.
+        The bindings, and constants that `bind_constant` added.
     parts : dict of int to Part
         Parts by number.
     part_of : dict of int to int
@@ -77,16 +77,19 @@ class DevicePartition:
         self.parts: dict[int, Part] = {}
         self.part_of: dict[int, int] = {}
         self.bindings, self._devices = list(bindings), devices
-        self._reads = Reads.of(bindings, devices.is_free)
-        self._form()
-        self._merge_small()
+        self._reads = Reads.of(bindings, devices.is_zero_cost)
+        self._assign_parts()
+        self._merge_small_parts()
 
-    def in_order(self) -> list[int]:
-        """The parts' numbers in topological order; of ready parts the one with the longest chain of readers first."""
+    def topological_order(self) -> list[int]:
+        """Numbers of the parts, producers first.
+
+        Among ready parts, the one that is followed by the longest chain of isolated parts (transfers) comes first.
+        """
         sources = self._sources()
-        readers, pending_reads = _reversed(sources), {number: len(read) for number, read in sources.items()}
+        readers, pending_reads = _reversed(sources), {number: len(parts) for number, parts in sources.items()}
         rank: dict[int, int] = {}
-        for number in reversed(_sorted(readers, pending_reads)):
+        for number in reversed(_topological_order(readers, pending_reads)):
             rank[number] = max((rank[r] + self.parts[r].is_isolated for r in readers[number]), default=0)
         ready = [(-rank[number], number) for number, count in pending_reads.items() if not count]
         heapq.heapify(ready)
@@ -100,112 +103,114 @@ class DevicePartition:
                     heapq.heappush(ready, (-rank[reader], reader))
         return order
 
-    def add(self, index: int) -> None:
-        """Add a part for a binding without one."""
-        self._join(self._open((self._devices.device(self.bindings[index].value),), False), index)
+    def add_part(self, index: int) -> None:
+        """Make a part of its own for a binding without a part."""
+        self._append(self._new_part((self._devices.device(self.bindings[index].value),), False), index)
 
-    def bind(self, var: relax.Var, constant: relax.Expr) -> None:
+    def bind_constant(self, var: relax.Var, constant: relax.Expr) -> None:
         """Add a binding of a constant, in a part of its own."""
         self.bindings.append(relax.VarBinding(var, constant))
         self._reads.direct.append([])
-        self._reads.makers.append([])
-        self.add(len(self.bindings) - 1)
+        self._reads.producers.append([])
+        self.add_part(len(self.bindings) - 1)
 
-    def _form(self) -> None:
-        bindings = self.bindings
-        used = [() if self._devices.is_free(binding) else self._devices.devices(binding) for binding in bindings]
-        isolated = [len(devices) > 1 or is_transfer(binding) for binding, devices in zip(bindings, used, strict=True)]
-        works_on = [d[0] if d and not is_isolated else None for d, is_isolated in zip(used, isolated, strict=True)]
-        dependences = transfer_dependences(bindings, self._reads, works_on, isolated)
+    def _assign_parts(self) -> None:
+        bindings, lookup = self.bindings, self._devices
+        devices = [() if lookup.is_zero_cost(binding) else lookup.devices(binding) for binding in bindings]
+        isolated = [len(each) > 1 or is_transfer(binding) for each, binding in zip(devices, bindings, strict=True)]
+        # Device of each binding that can share a part; None for isolated bindings and those without cost.
+        shared = [each[0] if each and not alone else None for each, alone in zip(devices, isolated, strict=True)]
+        dependences = transfer_dependences(bindings, self._reads, shared, isolated)
         numbers: dict[tuple[int, Dependences], int] = {}
-        for index, device in enumerate(works_on):
+        for index, device in enumerate(shared):
             if isolated[index]:
-                self._join(self._open(used[index], True), index)
+                self._append(self._new_part(devices[index], True), index)
             elif device is None:
-                self._follow(index)
+                self._append_view(index)
             else:
                 key = (device, dependences[index])
                 if key not in numbers:
-                    numbers[key] = self._open((device,), False)
-                self._join(numbers[key], index)
+                    numbers[key] = self._new_part((device,), False)
+                self._append(numbers[key], index)
 
-    def _open(self, devices: tuple[int, ...], is_isolated: bool) -> int:
+    def _new_part(self, devices: tuple[int, ...], is_isolated: bool) -> int:
         number = max(self.parts, default=-1) + 1
         self.parts[number] = Part(devices, is_isolated=is_isolated)
         return number
 
-    def _join(self, number: int, index: int) -> None:
+    def _append(self, number: int, index: int) -> None:
         self.parts[number].members.append(index)
         self.part_of[index] = number
 
-    def _follow(self, index: int) -> None:
+    def _append_view(self, index: int) -> None:
         """Add a binding without cost to the part whose result it views, if it reads nothing else."""
         value = self.bindings[index].value
         reads = self._reads.direct[index]
         sources = {self.part_of.get(read) for read in reads}
-        source = sources.pop() if len(sources) == 1 and len(reads) == len(used_vars(value)) else None
+        reads_only_bindings = len(reads) == len(used_vars(value))
+        source = sources.pop() if len(sources) == 1 and reads_only_bindings else None
         if source is not None and not isinstance(value, relax.Tuple):
             if not is_transfer(self.bindings[self.parts[source].members[0]]):
-                self._join(source, index)
+                self._append(source, index)
 
-    def _makers(self, index: int) -> set[int]:
+    def _producers(self, index: int) -> set[int]:
         """The bindings with a part that a binding reads, directly or through bindings without a part."""
-        makers: set[int] = set()
+        producers: set[int] = set()
         for read in self._reads.direct[index]:
-            makers |= {read} if read in self.part_of else self._makers(read)
-        return makers
+            producers |= {read} if read in self.part_of else self._producers(read)
+        return producers
 
     def _sources(self) -> dict[int, set[int]]:
         """The parts that each part reads."""
         sources: dict[int, set[int]] = {}
         for number, part in self.parts.items():
-            makers = {self.part_of[maker] for index in part.members for maker in self._makers(index)}
-            sources[number] = makers - {number}
+            parts = {self.part_of[producer] for index in part.members for producer in self._producers(index)}
+            sources[number] = parts - {number}
         return sources
 
-    def _merge_small(self) -> None:
+    def _merge_small_parts(self) -> None:
         sources = self._sources()
         readers = _reversed(sources)
-        sizes = {number: self._nbytes(part) for number, part in self.parts.items() if not part.is_isolated}
+        nbytes = {number: self._part_nbytes(part) for number, part in self.parts.items() if not part.is_isolated}
         has_merged = True
         while has_merged:
             has_merged = False
-            for number in [number for number, size in sizes.items() if size <= SMALL_PART_BYTES]:
-                for neighbours in (readers[number], sources[number]) if sizes[number] <= SMALL_PART_BYTES else ():
-                    into = next(iter(neighbours)) if len(neighbours) == 1 else -1
-                    if into in sizes and self.parts[into].devices == self.parts[number].devices:
-                        self._merge(number, into)
-                        _contract(number, into, sources, readers)
-                        sizes[into] += sizes.pop(number)
+            for number in [number for number, size in nbytes.items() if size <= SMALL_PART_BYTES]:
+                for neighbours in (readers[number], sources[number]) if nbytes[number] <= SMALL_PART_BYTES else ():
+                    target = next(iter(neighbours)) if len(neighbours) == 1 else -1
+                    if target in nbytes and self.parts[target].devices == self.parts[number].devices:
+                        self._merge(number, target)
+                        _contract(number, target, sources, readers)
+                        nbytes[target] += nbytes.pop(number)
                         has_merged = True
                         break
 
-    def _merge(self, number: int, into: int) -> None:
+    def _merge(self, number: int, target: int) -> None:
         part = self.parts.pop(number)
-        self.parts[into].members = sorted([*self.parts[into].members, *part.members])
-        self.part_of |= dict.fromkeys(part.members, into)
+        self.parts[target].members = sorted([*self.parts[target].members, *part.members])
+        self.part_of |= dict.fromkeys(part.members, target)
 
-    def _nbytes(self, part: Part) -> int:
+    def _part_nbytes(self, part: Part) -> int:
         """Bytes of the tensors that a part reads and defines."""
         total = 0
         for index in part.members:
             binding = self.bindings[index]
-            if not self._devices.is_free(binding):
-                if op_name(binding.value) in (None, *CALLS):
-                    return SMALL_PART_BYTES + 1  # unknown
+            if not self._devices.is_zero_cost(binding):
+                if op_name(binding.value) in (None, *OPAQUE_CALLS):
+                    return SMALL_PART_BYTES + 1  # unknown work counts as large
                 args = binding.value.args
                 total += sum(_nbytes(ty) for value in (binding.var, *args) for ty in tensor_types(value.ty))
         return total
 
 
-def _contract(number: int, into: int, sources: dict[int, set[int]], readers: dict[int, set[int]]) -> None:
-    """Merge the node `number` of a graph into the node `into`."""
+def _contract(number: int, target: int, sources: dict[int, set[int]], readers: dict[int, set[int]]) -> None:
+    """Contract the edge of a graph between two nodes: merge the node `number` into the node `target`."""
     for edges, reversed_edges in ((sources, readers), (readers, sources)):
         for neighbour in edges.pop(number):
             reversed_edges[neighbour].discard(number)
-            if neighbour != into:
-                reversed_edges[neighbour].add(into)
-                edges[into].add(neighbour)
+            if neighbour != target:
+                reversed_edges[neighbour].add(target)
+                edges[target].add(neighbour)
 
 
 def _reversed(sources: Mapping[int, set[int]]) -> dict[int, set[int]]:
@@ -227,8 +232,8 @@ def _nbytes(ty: relax.TensorType) -> int:
     return tensor_bytes([int(tvm.sym.Analyzer().simplify(extent)) for extent in extents], ty.dtype.dtype)
 
 
-def _sorted(readers: Mapping[int, set[int]], num_reads: Mapping[int, int]) -> list[int]:
-    """Parts in topological order."""
+def _topological_order(readers: Mapping[int, set[int]], num_reads: Mapping[int, int]) -> list[int]:
+    """Nodes of a graph in topological order."""
     pending_reads = dict(num_reads)
     order = [number for number, count in pending_reads.items() if not count]
     for number in order:
@@ -241,7 +246,7 @@ def _sorted(readers: Mapping[int, set[int]], num_reads: Mapping[int, int]) -> li
 
 _CLOSURE_OPS = ("relax.invoke_closure", "relax.invoke_pure_closure", "relax.make_closure")
 
-CALLS = (
+OPAQUE_CALLS = (
     *_CLOSURE_OPS,
     "relax.call_pure_packed",
     "relax.call_dps_packed",
@@ -249,20 +254,20 @@ CALLS = (
     "relax.call_builtin_with_ctx",
     "relax.call_py_func",
 )
-"""Ops that call code outside of the IR, or closures."""
+"""Ops that call code that passes cannot read: packed functions and closures."""
 
 
 @dataclass
 class _Uses:
-    """Devices and functions of the module that code uses directly, and whether it writes in place."""
+    """Devices and functions of the module that some bindings use directly, and whether they write in place."""
 
     devices: set[int] = field(default_factory=set)
     functions: set[tvm.ir.GlobalVar] = field(default_factory=set)
-    writes: bool = False
+    writes_in_place: bool = False
 
 
 class BindingDevices:
-    """The devices that bindings of a module use.
+    """Lookup of the devices that bindings of a module use, by their indices in its manifest (list of devices).
 
     Parameters
     ----------
@@ -277,8 +282,8 @@ class BindingDevices:
         self.host = vdevice_index(host, self._vdevices) if host is not None else -1
         self._uses_by_function: dict[tvm.ir.GlobalVar, _Uses] = {}
 
-    def is_free(self, binding: relax.Binding) -> bool:
-        """Return whether a binding costs nothing: an alias, tuple, view, shape, number or requirement."""
+    def is_zero_cost(self, binding: relax.Binding) -> bool:
+        """Return whether a binding costs nothing: an alias, tuple, view, shape, number or check of sizes."""
         value = binding.value
         return (
             is_requirement(value)
@@ -287,29 +292,28 @@ class BindingDevices:
         )
 
     def device(self, value: relax.Expr) -> int:
-        """Manifest index of the device of an op or a value; -1 for the implicit host."""
+        """Manifest index of the device of an op or a value; -1 for the host of a module without CPU devices."""
         vdevice = call_vdevice(value) if isinstance(value, relax.Call) else None
         if vdevice is None:
             vdevice = next((t.vdevice for t in tensor_types(value.ty) if t.vdevice is not None), None)
         return vdevice_index(vdevice, self._vdevices) if vdevice is not None else self.host
 
     def devices(self, binding: relax.Binding) -> tuple[int, ...]:
-        """The devices that a binding uses, the first of which is that of its queue.
+        """The devices that a binding uses; the queue of the first one runs it.
 
-        Functions of the module use the devices in their bodies, the user's own packed functions those of their operands
-        and results, and closures may use any.
+        A function of the module uses the devices in its body. A packed function of the user uses those of its operands
+        and results. A closure may use any device.
         """
         value = binding.value
         if is_transfer(binding):
-            return tuple(
-                dict.fromkeys([vdevice_index(value.attrs.dst_vdevice, self._vdevices), *self._devices_of(value.args)])
-            )
-        if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and op_name(value) not in CALLS:
+            target = vdevice_index(value.attrs.dst_vdevice, self._vdevices)
+            return tuple(dict.fromkeys([target, *self._tensor_devices(value.args)]))
+        if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and op_name(value) not in OPAQUE_CALLS:
             return (self.device(value),)
-        devices = [*self._devices_of([binding.var]), *sorted(self._used_by(binding))]
+        devices = [*self._tensor_devices([binding.var]), *sorted(self._used_devices(binding))]
         return tuple(dict.fromkeys(devices)) or (self.host,)
 
-    def _devices_of(self, values: Iterable[relax.Expr]) -> Iterator[int]:
+    def _tensor_devices(self, values: Iterable[relax.Expr]) -> Iterator[int]:
         for value in values:
             for ty in tensor_types(value.ty):
                 if ty.vdevice is not None:
@@ -321,41 +325,44 @@ class BindingDevices:
         A write is invisible if the tensor is a parameter or a kernel's result, and the write is its only use.
         """
         bindings = list(walk_bindings(function.body, nested=False))
-        owned = {binding.var for binding in bindings if op_name(binding.value) == "relax.call_tir"} | {*function.params}
-        uses = Counter(var for value in (*(b.value for b in bindings), function.body.body) for var in used_vars(value))
+        results = {binding.var for binding in bindings if op_name(binding.value) == "relax.call_tir"}
+        unaliased = results | {*function.params}
+        values = [*(binding.value for binding in bindings), function.body.body]
+        num_uses = Counter(var for value in values for var in used_vars(value))
         writers = [binding.value for binding in bindings if op_name(binding.value) in IN_PLACE]
-        if any(var not in owned or uses[var] > 1 for value in writers for var in overwritten(value, set())):
+        targets = [var for value in writers for var in overwritten(value, set())]
+        if any(var not in unaliased or num_uses[var] > 1 for var in targets):
             return True
-        own_uses = self._uses(binding for binding in walk_bindings(function.body) if binding.value not in writers)
-        return any(uses.writes for uses in self._transitive_uses(own_uses))
+        uses = self._direct_uses(binding for binding in walk_bindings(function.body) if binding.value not in writers)
+        return any(each.writes_in_place for each in self._transitive_uses(uses))
 
-    def _used_by(self, binding: relax.Binding) -> set[int]:
+    def _used_devices(self, binding: relax.Binding) -> set[int]:
         """The devices that a binding and its transitive callees use."""
-        inside = walk_bindings(relax.SeqExpr([relax.BindingBlock([binding])], relax.Tuple([])))
-        return {device for uses in self._transitive_uses(self._uses(inside)) for device in uses.devices}
+        nested = walk_bindings(relax.SeqExpr([relax.BindingBlock([binding])], relax.Tuple([])))
+        return {device for uses in self._transitive_uses(self._direct_uses(nested)) for device in uses.devices}
 
-    def _transitive_uses(self, own: _Uses) -> Iterator[_Uses]:
-        """Uses of code and of each of its transitive callees."""
-        yield own
+    def _transitive_uses(self, uses: _Uses) -> Iterator[_Uses]:
+        """Uses of bindings, then those of each of their transitive callees."""
+        yield uses
         visited: set[tvm.ir.GlobalVar] = set()
-        pending = list(own.functions)
+        pending = list(uses.functions)
         while pending:
             callee = pending.pop()
             if callee not in visited:
                 visited.add(callee)
                 if callee not in self._uses_by_function:
-                    self._uses_by_function[callee] = self._uses(walk_bindings(self._mod.functions[callee].body))
+                    self._uses_by_function[callee] = self._direct_uses(walk_bindings(self._mod.functions[callee].body))
                 yield self._uses_by_function[callee]
                 pending += self._uses_by_function[callee].functions
 
-    def _uses(self, bindings: Iterable[relax.Binding]) -> _Uses:
+    def _direct_uses(self, bindings: Iterable[relax.Binding]) -> _Uses:
         uses = _Uses()
         for binding in bindings:
             value = binding.value
-            uses.devices.update(self._devices_of([binding.var]))
-            uses.writes = uses.writes or op_name(value) in IN_PLACE
+            uses.devices.update(self._tensor_devices([binding.var]))
+            uses.writes_in_place = uses.writes_in_place or op_name(value) in IN_PLACE
             if isinstance(value, relax.Call):
-                uses.devices.update(self._devices_of(value.args))
+                uses.devices.update(self._tensor_devices(value.args))
                 callees = global_vars_in(value)
                 uses.functions.update(gv for gv in callees if isinstance(self._mod.functions.get(gv), relax.Function))
                 if isinstance(value.op, relax.Var) or op_name(value) in _CLOSURE_OPS:

@@ -141,7 +141,7 @@ class _Cutter:
             if number is not None and number not in needed:
                 needed.add(number)
                 pending += self._reads(parts[number])
-        return [parts[number] for number in self._parts.in_order() if number in needed]
+        return [parts[number] for number in self._parts.topological_order() if number in needed]
 
     def _closed(self, part: Part) -> list[int]:
         """A part's bindings, and the bindings without a part that it uses, in order."""
@@ -201,7 +201,7 @@ class _Cutter:
             # A constant, or a symbolic size.
             var = relax.Var(f"{self._name}_result", expr.ty)
             self._position[var] = len(self._bindings)
-            self._parts.bind(var, expr)
+            self._parts.bind_constant(var, expr)
             return var
         index = self._position.get(expr)
         if index is None or index in self._parts.part_of:
@@ -209,7 +209,7 @@ class _Cutter:
         value = self._bindings[index].value
         if isinstance(value, (relax.Var, relax.Tuple)):
             return self._resolved(value)
-        self._parts.add(index)
+        self._parts.add_part(index)
         return expr
 
     def _number_all(self, result: Any) -> Results:

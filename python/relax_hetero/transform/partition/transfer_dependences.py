@@ -33,24 +33,24 @@ class Reads:
     ----------
     direct : list of list of int
         Indices of the bindings that each binding reads.
-    makers : list of list of int
+    producers : list of list of int
         The same, with bindings without cost, such as views, replaced by the bindings that they read.
     """
 
     direct: list[list[int]]
-    makers: list[list[int]]
+    producers: list[list[int]]
 
     @staticmethod
-    def of(bindings: Sequence[relax.Binding], is_free: Callable[[relax.Binding], bool]) -> Reads:
-        """Reads of bindings in order; `is_free` tells which bindings have no cost."""
+    def of(bindings: Sequence[relax.Binding], is_zero_cost: Callable[[relax.Binding], bool]) -> Reads:
+        """Reads of bindings in order; `is_zero_cost` tells which bindings have no cost."""
         position = {binding.var: index for index, binding in enumerate(bindings)}
-        free = [is_free(binding) for binding in bindings]
+        zero_cost = [is_zero_cost(binding) for binding in bindings]
         direct = [[position[var] for var in used_vars(binding.value) if var in position] for binding in bindings]
-        makers: list[list[int]] = []
+        producers: list[list[int]] = []
         for reads in direct:
-            expanded = [maker for index in reads for maker in (makers[index] if free[index] else [index])]
-            makers.append(list(dict.fromkeys(expanded)))
-        return Reads(direct, makers)
+            expanded = [producer for index in reads for producer in (producers[index] if zero_cost[index] else [index])]
+            producers.append(list(dict.fromkeys(expanded)))
+        return Reads(direct, producers)
 
 
 def transfer_dependences(
@@ -75,37 +75,37 @@ def transfer_dependences(
         Valid for bindings with a device that are not isolated. Work that reads a result of another device without
         a transfer (a shape) counts as a transfer before itself.
     """
-    makers, count = reads.makers, len(bindings)
+    producers, count = reads.producers, len(bindings)
     bits = _numbered(isolated)
-    entries = _numbered([_enters(index, makers, devices, isolated) for index in range(count)], sum(isolated))
+    entries = _numbered([_enters(index, producers, devices, isolated) for index in range(count)], sum(isolated))
     transfers = [is_transfer(binding) for binding in bindings]
 
     needs = list(entries)  # transfers that each binding depends on
     sourced = [0] * count  # transfers whose source is ready after it
     from_inputs = 0
     for index in range(count):
-        if transfers[index] and len(makers[index]) == 1:
-            sourced[makers[index][0]] |= bits[index]
-        elif transfers[index] and not makers[index]:
+        if transfers[index] and len(producers[index]) == 1:
+            sourced[producers[index][0]] |= bits[index]
+        elif transfers[index] and not producers[index]:
             from_inputs |= bits[index]
     before = list(entries)
     ready_with = [0] * count
     for index in range(count):
-        for maker in makers[index]:
-            needs[index] |= needs[maker] | bits[maker]
-            before[index] |= before[maker] | ready_with[maker]
-            sourced[index] |= sourced[maker]
+        for producer in producers[index]:
+            needs[index] |= needs[producer] | bits[producer]
+            before[index] |= before[producer] | ready_with[producer]
+            sourced[index] |= sourced[producer]
         if isolated[index]:
             ready_with[index] = bits[index] | from_inputs
             if transfers[index]:
-                for maker in makers[index]:
-                    ready_with[index] |= sourced[maker]
+                for producer in producers[index]:
+                    ready_with[index] |= sourced[producer]
 
-    covered = _covered(makers, needs, bits, transfers)
+    covered = _covered(producers, needs, bits, transfers)
     after = [0] * count
     for index in reversed(range(count)):
-        for maker in makers[index]:
-            after[maker] |= after[index] | covered[index] | entries[index]
+        for producer in producers[index]:
+            after[producer] |= after[index] | covered[index] | entries[index]
     return list(zip(before, after, strict=True))
 
 
@@ -123,20 +123,20 @@ def _numbered(flags: Sequence[bool], first: int = 0) -> list[int]:
     return bits
 
 
-def _enters(index: int, makers: list[list[int]], devices: Sequence[int | None], isolated: Sequence[bool]) -> bool:
+def _enters(index: int, producers: list[list[int]], devices: Sequence[int | None], isolated: Sequence[bool]) -> bool:
     """Return whether work reads a result of work on another device."""
     if isolated[index] or devices[index] is None:
         return False
-    return any(devices[maker] != devices[index] for maker in makers[index] if not isolated[maker])
+    return any(devices[producer] != devices[index] for producer in producers[index] if not isolated[producer])
 
 
-def _covered(makers: list[list[int]], needs: list[int], bits: list[int], moves: list[bool]) -> list[int]:
+def _covered(producers: list[list[int]], needs: list[int], bits: list[int], moves: list[bool]) -> list[int]:
     """For each isolated binding its bit, and those of the transfers whose readers all wait for it."""
     readers: dict[int, list[int]] = {index: [] for index, is_move in enumerate(moves) if is_move}
-    for index, read in enumerate(makers):
-        for maker in read:
-            if maker in readers:
-                readers[maker].append(index)
+    for index, read in enumerate(producers):
+        for producer in read:
+            if producer in readers:
+                readers[producer].append(index)
     covered = list(bits)
     owner = {bit: index for index, bit in enumerate(bits) if bit}
     for index, all_readers in readers.items():

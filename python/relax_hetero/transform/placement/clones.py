@@ -9,7 +9,7 @@ from ...target.vdevice import device_identifier
 from ..ir.rewriting import fresh_name
 from .graph import FuncTree, Graph, Location, Origin, Tree
 from .program import CallRef, Program, Unit
-from .solve import Solution, check_rigid, is_mixed, nearest_origin, place_component
+from .solve import Solution, check_untransferable, nearest_origin, needs_transfers, place_component
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Clone:
         Whether it keeps the names; the other clones are private.
     caller : str
         Function whose call placed it, for reports; empty without a caller.
-    mixed : bool
+    needs_transfers : bool
         Whether values are used on devices other than their own.
     """
 
@@ -36,13 +36,13 @@ class Clone:
     names: dict[str, str]
     first: bool
     caller: str
-    mixed: bool
+    needs_transfers: bool
 
 
 def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copies: bool) -> list[list[Clone]]:
     """The clones of every group.
 
-    A group without callers outside gets one clone, whose open classes are placed by hints (round two) or by default.
+    A group without callers outside gets one clone, whose open components are placed by hints (round two) or by default.
     Other groups get one for each distinct set of devices that their callers need; the first call in module order keeps
     the names.
 
@@ -64,12 +64,12 @@ def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copie
         for unit, refs in callers[group.index]:
             for caller in clones[unit.group]:
                 for ref in refs:
-                    class_devices = [-1] * len(group.solution.classes)
-                    for class_index, site in ref.classes.items():
-                        class_devices[class_index] = caller.devices[site]
-                    requests.setdefault(tuple(class_devices), caller.names[unit.name])
+                    component_devices = [-1] * len(group.solution.open_components)
+                    for component_index, site in ref.sites.items():
+                        component_devices[component_index] = caller.devices[site]
+                    requests.setdefault(tuple(component_devices), caller.names[unit.name])
         if not requests:
-            requests[tuple([-1] * len(group.solution.classes))] = ""
+            requests[tuple([-1] * len(group.solution.open_components))] = ""
         by_devices: dict[tuple[int, ...], Clone] = {}
         for key, caller_name in requests.items():
             devices = _devices(program, group, key, insert_copies)
@@ -79,17 +79,17 @@ def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copie
             if by_devices:
                 suffix = _suffix(program, group, devices)
                 names = {name: fresh_name(f"{name}_{suffix}", used_names) for name in names}
-            mixed = insert_copies and is_mixed(group.graph, devices)
-            by_devices[tuple(devices)] = Clone(group, devices, names, not by_devices, caller_name, mixed)
+            is_crossing = insert_copies and needs_transfers(group.graph, devices)
+            by_devices[tuple(devices)] = Clone(group, devices, names, not by_devices, caller_name, is_crossing)
         clones[group.index] = list(by_devices.values())
     return clones
 
 
-def clone_for(clones: Sequence[Clone], caller: Clone, classes: dict[int, int]) -> Clone:
-    """The clone that a call in `caller` needs."""
+def clone_for(clones: Sequence[Clone], caller: Clone, sites: dict[int, int]) -> Clone:
+    """The clone that a call in `caller` needs; `sites` are those of its `CallRef`."""
     for clone in clones:
-        class_of = clone.group.solution.classes
-        if all(clone.devices[class_of[index][0]] == caller.devices[site] for index, site in classes.items()):
+        components = clone.group.solution.open_components
+        if all(clone.devices[components[index][0]] == caller.devices[site] for index, site in sites.items()):
             return clone
     raise AssertionError("make_clones makes a clone for every call")
 
@@ -104,11 +104,13 @@ def _callers(groups: Sequence[RecursionGroup]) -> list[list[tuple[Unit, list[Cal
     return [[by_unit[index] for index in sorted(by_unit)] for by_unit in callers]
 
 
-def _devices(program: Program, group: RecursionGroup, class_devices: tuple[int, ...], insert_copies: bool) -> list[int]:
-    """Devices of all nodes, given the devices that callers need for the open classes (-1: any)."""
+def _devices(
+    program: Program, group: RecursionGroup, component_devices: tuple[int, ...], insert_copies: bool
+) -> list[int]:
+    """Devices of all nodes, given the devices that callers need for the open components (-1: any)."""
     solution: Solution = group.solution
     devices = list(solution.devices)
-    for component, device in zip(solution.classes, class_devices, strict=True):
+    for component, device in zip(solution.open_components, component_devices, strict=True):
         if device >= 0:
             for node in component:
                 devices[node] = device
@@ -116,13 +118,13 @@ def _devices(program: Program, group: RecursionGroup, class_devices: tuple[int, 
             placed = place_component(group.graph, component, {}, program.names, program.host, insert_copies)
             for node, node_device in placed.items():
                 devices[node] = node_device
-    check_rigid(group.graph, devices, program.names)
+    check_untransferable(group.graph, devices, program.names)
     return devices
 
 
 def _suffix(program: Program, group: RecursionGroup, devices: list[int]) -> str:
-    """The devices of a clone's interface, as the suffix of a name."""
-    used = dict.fromkeys(devices[component[0]] for component in group.solution.classes)
+    """The devices of a clone's parameters and results, as the suffix of a name."""
+    used = dict.fromkeys(devices[component[0]] for component in group.solution.open_components)
     return "_".join(device_identifier(program.vdevices[device], program.vdevices) for device in used)
 
 
@@ -148,7 +150,7 @@ def add_reference(graph: Graph, callee: Unit, group: RecursionGroup, location: L
     """Nodes in the caller's graph for one reference (usually a call) to a function.
 
     Every reference gets its own nodes, so that a function may be called on several devices. A parameter or result that
-    the callee places is a site fixed to that device; parameters and results of one open class share a site.
+    the callee places is a site fixed to that device; parameters and results of one open component share a site.
 
     Parameters
     ----------
@@ -165,7 +167,7 @@ def add_reference(graph: Graph, callee: Unit, group: RecursionGroup, location: L
     tree : FuncTree
         Tree whose nodes are sites.
     ref : CallRef
-        Site that determines each open class.
+        Site that determines each open component.
     """
     sites: dict[int, int] = {}
 
@@ -184,11 +186,11 @@ def add_reference(graph: Graph, callee: Unit, group: RecursionGroup, location: L
             if node in group.graph.inferred:
                 graph.inferred[site] = group.graph.inferred[node]
         else:
-            class_index = group.solution.class_of[node]
-            if class_index not in sites:
-                sites[class_index] = graph.add(location)
-                _pass_hints(graph, sites[class_index], group, class_index)
-            site = sites[class_index]
+            component_index = group.solution.open_component_of[node]
+            if component_index not in sites:
+                sites[component_index] = graph.add(location)
+                _pass_hints(graph, sites[component_index], group, component_index)
+            site = sites[component_index]
         if node in group.graph.opaque:
             graph.opaque.add(site)
         return site
@@ -200,10 +202,10 @@ def _lazy_origin(group: RecursionGroup, node: int) -> Callable[[], str]:
     return lambda: str(nearest_origin(group.graph, node))
 
 
-def _pass_hints(graph: Graph, site: int, group: RecursionGroup, class_index: int) -> None:
+def _pass_hints(graph: Graph, site: int, group: RecursionGroup, component_index: int) -> None:
     """Pass hints inside the callee to round two of the caller, the first of each device."""
     hints: dict[int, Origin] = {}
-    for node in group.solution.classes[class_index]:
+    for node in group.solution.open_components[component_index]:
         for device, origin in group.graph.hints.get(node, ()):
             hints.setdefault(device, origin)
     if hints:

@@ -174,16 +174,16 @@ class CallReader:
         self.trees.declare(var.ty, result, Origin("variable", var.name, self.name), operands)
         if len(call.ty_args) and names_device_in(call.ty_args):
             self._declare_ty_args(record, call)
-        made_on_host = name in ops.MADE_ON_HOST and self.program.host >= 0
+        is_on_host = name in ops.MADE_ON_HOST and self.program.host >= 0
         for node in nodes_of(result):
-            if made_on_host:
-                graph.made_on_host.add(node)
+            if is_on_host:
+                graph.host_values.add(node)
             elif site != ANY:
                 if node in graph.opaque:
                     self.producers[node] = site
                 else:
                     graph.connect(site, node)
-        if made_on_host:
+        if is_on_host:
             record.produced = HOST
 
     def _declare_ty_args(self, record: Record, call: relax.Call) -> None:
@@ -350,7 +350,7 @@ class _Collector(CallReader):
         params = [self._parameter(param, unit.name) for param in unit.func.params]
         unit.tree.params = tuple(params)
         unit.tree.ret = self.trees.make(unit.func.ret_ty, None, unit.name)
-        self.graph.interface.update(nodes_of(unit.tree))
+        self.graph.signature_nodes.update(nodes_of(unit.tree))
 
     def _is_called(self, name: str) -> bool:
         """Return whether a function of the module refers to the function of this name."""

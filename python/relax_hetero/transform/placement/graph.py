@@ -141,16 +141,16 @@ class Graph:
         Devices that are hinted for a node (round two), in program order.
     opaque : set
         Values of type ``R.Object``, which may be tensors or not.
-    interface : set
+    signature_nodes : set
         Nodes of parameters and results: callers place them if the function does not.
-    made_on_host : set
+    host_values : set
         Values that the host produces and copies to their device.
     constants : dict
         Constant of each value node of an annotated variable that is bound to a constant.
     inferred : dict
         Device in the type of a node that TVM's inference copied from the operand of a hint.
-    rigid : list
-        Pairs without a possible transfer: (source, target, site between them).
+    untransferable : list
+        Pairs of nodes between which no transfer is possible: (source, target, site between them).
     """
 
     sources: list[list[int]] = field(default_factory=list)
@@ -159,11 +159,11 @@ class Graph:
     fixed: dict[int, tuple[int, Origin]] = field(default_factory=dict)
     hints: dict[int, list[tuple[int, Origin]]] = field(default_factory=dict)
     opaque: set[int] = field(default_factory=set)
-    interface: set[int] = field(default_factory=set)
-    made_on_host: set[int] = field(default_factory=set)
+    signature_nodes: set[int] = field(default_factory=set)
+    host_values: set[int] = field(default_factory=set)
     constants: dict[int, relax.Expr] = field(default_factory=dict)
     inferred: dict[int, int] = field(default_factory=dict)
-    rigid: list[tuple[int, int, int]] = field(default_factory=list)
+    untransferable: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, location: Location) -> int:
         """Add a node without edges."""

@@ -127,7 +127,7 @@ class Operands:
         self.devices = clone.devices
         self.constants = clone.group.graph.constants
         self.opaque = clone.group.graph.opaque
-        self.mixed = clone.mixed
+        self.needs_transfers = clone.needs_transfers
         self.plan = plan
         self.env: dict[int, relax.Expr] = {}
         self.out: list[relax.Binding] = []

@@ -111,12 +111,12 @@ class CallRef:
     Attributes
     ----------
     callee : Unit
-    classes : dict
-        Site in the caller that determines the device of each open class of the callee's group.
+    sites : dict
+        Site in the caller that determines the device of each open component of the callee's group.
     """
 
     callee: Unit
-    classes: dict[int, int]
+    sites: dict[int, int]
 
 
 @dataclass(slots=True, eq=False)

@@ -83,7 +83,7 @@ class _Reasons:
             if path.device == note.device:
                 return self._follows(note.node, path, self.fixed)
             return "goes with its first use" if note.kind == "param" else "goes with its operands and users"
-        if note.node in self.clone.group.solution.class_of and self.clone.caller:
+        if note.node in self.clone.group.solution.open_component_of and self.clone.caller:
             return f"called by '{self.clone.caller}' on {device}"
         path = self.hinted.get(note.node)
         if path is not None and path.device == note.device:
@@ -95,7 +95,7 @@ class _Reasons:
         start = self.graph.locations[path.start]
         if path.start == node or (self.graph.is_site(node) and path.start in self.graph.targets[node]):
             return f"fixed by {path.origin}"
-        site = node if self.graph.is_site(node) else path.before
+        site = node if self.graph.is_site(node) else path.predecessor
         op = f" through {self.graph.locations[site].op}" if site >= 0 and self.graph.locations[site].op else ""
         source = f"'{start.variable}'" if not start.op else f"the {start.op}"
         return f"follows {source}{op}, which is on {self.names[path.device]} by {path.origin}"
@@ -230,7 +230,7 @@ def _write_function(
     def callee(ref: CallRef) -> tvm.ir.GlobalVar:
         if ref.callee.group == unit.group:
             return gvars[clone.names[ref.callee.name]]
-        callee_clone = clone_for(clones[ref.callee.group], clone, ref.classes)
+        callee_clone = clone_for(clones[ref.callee.group], clone, ref.sites)
         return gvars[callee_clone.names[ref.callee.name]]
 
     func, notes = rewrite(program, unit, clone, callee)

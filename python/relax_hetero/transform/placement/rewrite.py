@@ -92,7 +92,7 @@ class CallWriter(Operands):
         result = record.result_device
         if record.produced == HOST:
             return result if self.all_on(result, self.program.host) else _fill(result, HOST)
-        if not self.mixed:
+        if not self.needs_transfers:
             return result
         if record.kind == "call":
             devices, produced = ([self.device(x) for x in tensors_of(tree)] for tree in (result, record.produced))
@@ -137,7 +137,7 @@ class CallWriter(Operands):
         """Write a hint or `to_vdevice`: an alias if the operand is on the device already, else a transfer."""
         arg, tree, device = record.args[0], record.trees[0], record.device
         transfer = None
-        if isinstance(tree, int) and self.mixed:
+        if isinstance(tree, int) and self.needs_transfers:
             transfer = self.plan.by_use.get((point[0], point[1], tree, device))
         if transfer is not None and transfer.provider is not record:
             assert transfer.var is not None, "a transfer is written before its uses"
@@ -310,7 +310,7 @@ class _Writer(CallWriter):
 
     def _is_cast_with_transfer(self, record: Record) -> bool:
         result, source = record.result_device, record.produced
-        if not self.mixed or result is source or not isinstance(source, int):
+        if not self.needs_transfers or result is source or not isinstance(source, int):
             return False
         return not self.all_on(result, self.device(source))
 

@@ -1,8 +1,8 @@
-"""Assignment of a device to every connected component of the graph.
+"""Assignment of a device to every connected component of the placement graph.
 
-Round one: a component with one fixed device gets it; two fixed devices that meet are an error, or are resolved by
-`propagate` where copies are allowed. Round two: a component without a fixed device gets the device that is hinted for
-one of its values. A component that callers can still place stays open, as a numbered class.
+Round one: a component with one fixed device gets it; several are an error, or `propagate` decides where copies are
+allowed. Round two: a component without a fixed device gets the device that is hinted for one of its values. A component
+of parameters or results without a fixed device stays open: each caller places it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .graph import Graph, Location, Origin, location_text
 
 # Propagation in a component in which several fixed devices meet, where copies may be inserted.
 #
-# Forward, in program order: an op takes its result's fixed device, else that of its first placed operand, and places
-# its results there. Then backward: a free value takes the device of its first placed use, and so does its producer.
-# Both alternate to a fixpoint. Placed nodes do not change, so the time is linear in the edges except for the queues.
+# Forward, in program order: a site (an op) takes its result's fixed device, else that of its first placed operand, and
+# places its results there. Then backward: a free value takes the device of its first placed use, and so does its
+# producer. Both alternate to a fixpoint. The targets of a site are its results, the targets of a value its users.
 
 
-def propagate(graph: Graph, component: list[int], seeds: dict[int, int]) -> dict[int, int]:
+def propagate(graph: Graph, component: list[int], fixed: dict[int, int]) -> dict[int, int]:
     """The device of every node of a connected component.
 
     Parameters
@@ -31,25 +31,25 @@ def propagate(graph: Graph, component: list[int], seeds: dict[int, int]) -> dict
     graph : Graph
     component : list of int
         All nodes of the component.
-    seeds : dict
-        Fixed devices by node; at least one.
+    fixed : dict
+        Fixed device (index) by node; at least one.
 
     Returns
     -------
     devices : dict
         Device by node, for all nodes of `component`.
     """
-    return _Propagation(graph, seeds).run()
+    return _Propagation(graph, fixed).run()
 
 
 class _Propagation:
-    def __init__(self, graph: Graph, seeds: dict[int, int]) -> None:
+    def __init__(self, graph: Graph, fixed: dict[int, int]) -> None:
         self.graph = graph
         self.devices: dict[int, int] = {}
         # Sites to visit forward, earliest first; values to visit backward, latest first (negated).
         self.forward: list[int] = []
         self.backward: list[int] = []
-        for node, device in sorted(seeds.items()):
+        for node, device in sorted(fixed.items()):
             self._place(node, device)
 
     def run(self) -> dict[int, int]:
@@ -95,10 +95,10 @@ class _Propagation:
                 self._visit_site(site)
 
 
-# Fixed device (index) of a node, and its origin.
+# Fixed or hinted device (index) of each node, and its origin.
 Seeds: TypeAlias = "dict[int, tuple[int, Origin]]"
 
-ADVICE = (
+_CONFLICT_ADVICE = (
     "All tensors of one op share a device; put a relax.to_vdevice between them, or let "
     "RealizeVDevice(insert_copies=True) do so"
 )
@@ -111,67 +111,67 @@ class Solution:
     Attributes
     ----------
     devices : list of int
-        Device (index) of every node, or -1 if its class is open.
-    class_of : dict
-        Class of each open node.
-    classes : list of list of int
-        Nodes of every open class.
+        Device (index) of every node, or -1 if its component is open.
+    open_component_of : dict
+        Index of the open component of each node in one.
+    open_components : list of list of int
+        Nodes of every open component.
     """
 
     devices: list[int]
-    class_of: dict[int, int] = field(default_factory=dict)
-    classes: list[list[int]] = field(default_factory=list)
+    open_component_of: dict[int, int] = field(default_factory=dict)
+    open_components: list[list[int]] = field(default_factory=list)
 
 
-def solve(graph: Graph, names: list[str], host: int, insert_copies: bool) -> Solution:
+def solve(graph: Graph, device_names: list[str], host: int, insert_copies: bool) -> Solution:
     """Place every node that can be placed without knowing the callers.
 
     Parameters
     ----------
     graph : Graph
-    names : list of str
-        Device names by index; the first is the default device.
+    device_names : list of str
+        Names of the devices by index; the first is the default device.
     host : int
         Index of the host device; negative if there is none.
     insert_copies : bool
-        Whether two devices may meet.
+        Whether transfers are inserted where two devices meet.
 
     Raises
     ------
     PlacementError
-        If two fixed devices, or two hints where nothing is fixed, meet and copies are not allowed.
+        If a component has two fixed devices, or two hints and no fixed device, and copies are not allowed.
     """
     solution = Solution([-1] * len(graph.locations))
     for component in _connected_components(graph):
         fixed = {node: graph.fixed[node] for node in component if node in graph.fixed}
-        if not fixed and not graph.interface.isdisjoint(component):
+        if not fixed and not graph.signature_nodes.isdisjoint(component):
             for node in component:
-                solution.class_of[node] = len(solution.classes)
-            solution.classes.append(component)
+                solution.open_component_of[node] = len(solution.open_components)
+            solution.open_components.append(component)
             continue
-        for node, device in place_component(graph, component, fixed, names, host, insert_copies).items():
+        for node, device in place_component(graph, component, fixed, device_names, host, insert_copies).items():
             solution.devices[node] = device
-    check_rigid(graph, solution.devices, names)
+    check_untransferable(graph, solution.devices, device_names)
     return solution
 
 
 def place_component(
-    graph: Graph, component: list[int], fixed: Seeds, names: list[str], host: int, insert_copies: bool
+    graph: Graph, component: list[int], fixed: Seeds, device_names: list[str], host: int, insert_copies: bool
 ) -> dict[int, int]:
-    """Device of every node of a connected component with its fixed devices: rounds one and two, and the default."""
-    seeds = fixed or _hinted(graph, component, names, insert_copies)
+    """The device of every node of a connected component: by its fixed devices, else its hints, else the default."""
+    seeds = fixed or _hint_seeds(graph, component, device_names, insert_copies)
     devices = {device for device, _ in seeds.values()}
     if not devices:
-        is_single_host_value = host >= 0 and len(component) == 1 and component[0] in graph.made_on_host
-        return dict.fromkeys(component, host if is_single_host_value else 0)
+        is_only_read_by_host = host >= 0 and len(component) == 1 and component[0] in graph.host_values
+        return dict.fromkeys(component, host if is_only_read_by_host else 0)
     if len(devices) == 1:
         return dict.fromkeys(component, devices.pop())
     if not insert_copies:
-        raise PlacementError(explain_conflict(graph, seeds, names, hinted=not fixed))
+        raise PlacementError(_conflict_message(graph, seeds, device_names, are_hints=not fixed))
     return propagate(graph, component, {node: device for node, (device, _) in seeds.items()})
 
 
-def _hinted(graph: Graph, component: Iterable[int], names: list[str], insert_copies: bool) -> Seeds:
+def _hint_seeds(graph: Graph, component: Iterable[int], device_names: list[str], insert_copies: bool) -> Seeds:
     """Seeds of round two: the first hint of every hinted node."""
     seeds: Seeds = {}
     for node in component:
@@ -182,16 +182,18 @@ def _hinted(graph: Graph, component: Iterable[int], names: list[str], insert_cop
         for second_device, second_origin in hints:
             if second_device != device and not insert_copies:
                 raise PlacementError(
-                    _two_hints(graph.locations[node], names[device], origin, names[second_device], second_origin)
+                    _hint_conflict(
+                        graph.locations[node], device_names[device], origin, device_names[second_device], second_origin
+                    )
                 )
     return seeds
 
 
-def _two_hints(location: Location, first: str, first_origin: Origin, second: str, second_origin: Origin) -> str:
+def _hint_conflict(location: Location, first: str, first_origin: Origin, second: str, second_origin: Origin) -> str:
     return (
         f"{location_text('relax.hint_on_device', second_origin.name, location.function)}: two devices meet: "
         f"'{location.variable}' is hinted for {first} (from {first_origin}), but also for {second} "
-        f"(from {second_origin}), and nothing else places it. {ADVICE}"
+        f"(from {second_origin}), and nothing else places it. {_CONFLICT_ADVICE}"
     )
 
 
@@ -204,7 +206,7 @@ def _connected_components(graph: Graph) -> Iterable[list[int]]:
             continue
         visited[start] = 1
         component = [start]
-        for node in component:  # grows while it is read
+        for node in component:  # grows during the loop
             for neighbour in sources[node]:
                 if not visited[neighbour]:
                     visited[neighbour] = 1
@@ -219,16 +221,16 @@ def _connected_components(graph: Graph) -> Iterable[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Path of a device to a node: the fixed node at its start, and the node before this one."""
+    """Shortest path from a fixed or hinted node (`start`) to a node, whose neighbour on it is `predecessor` (or -1)."""
 
     device: int
     origin: Origin
     start: int
-    before: int
+    predecessor: int
 
 
 def shortest_paths(graph: Graph, seeds: Seeds) -> tuple[dict[int, Path], tuple[int, int] | None]:
-    """Paths from all fixed nodes, breadth first, and the first edge at which two devices meet."""
+    """The path to each node from the nearest seed, and the first edge at which two devices meet."""
     paths = {node: Path(device, origin, node, -1) for node, (device, origin) in sorted(seeds.items())}
     queue = deque(paths)
     meeting: tuple[int, int] | None = None
@@ -246,7 +248,7 @@ def shortest_paths(graph: Graph, seeds: Seeds) -> tuple[dict[int, Path], tuple[i
 
 
 def nearest_origin(graph: Graph, node: int) -> Origin | None:
-    """The origin of the nearest fixed node, which determines the device of a placed node."""
+    """The origin of the nearest fixed node, for messages that say why a node is on its device."""
     visited = {node}
     queue = deque(visited)
     while queue:
@@ -260,24 +262,24 @@ def nearest_origin(graph: Graph, node: int) -> Origin | None:
     return None
 
 
-def explain_conflict(graph: Graph, seeds: Seeds, names: list[str], hinted: bool) -> str:
-    """The message for a component with different seeds: where they meet, both devices and their origins."""
+def _conflict_message(graph: Graph, seeds: Seeds, device_names: list[str], are_hints: bool) -> str:
+    """The message for a component whose seeds differ: where they meet, both devices and their origins."""
     paths, meeting = shortest_paths(graph, seeds)
-    assert meeting is not None, "a connected part with two devices has an edge where they meet"
+    assert meeting is not None, "a connected component with two devices has an edge where they meet"
     site, value = meeting if graph.is_site(meeting[0]) else (meeting[1], meeting[0])
     location = graph.locations[site]
     texts = []
     for node in (site, value):
         path = paths[node]
-        named_node = node if not graph.is_site(node) else path.before
+        named_node = node if not graph.is_site(node) else path.predecessor
         name = f"'{graph.locations[named_node].variable}'" if named_node >= 0 else f"the {location.op}"
-        verb = "is hinted for" if hinted else "is on"
-        texts.append(f"{name} {verb} {names[path.device]} (from {_root_origin(graph, path)})")
-    return f"{location.where}: two devices meet: {texts[0]}, but {texts[1]}. {ADVICE}"
+        verb = "is hinted for" if are_hints else "is on"
+        texts.append(f"{name} {verb} {device_names[path.device]} (from {_root_origin(graph, path)})")
+    return f"{location.where}: two devices meet: {texts[0]}, but {texts[1]}. {_CONFLICT_ADVICE}"
 
 
 def _root_origin(graph: Graph, path: Path) -> Origin:
-    """The original annotation of a fixed value: TVM's inference copies annotations from operand to result."""
+    """The origin at the start of a path, or the earlier annotation that TVM's type inference copied to it."""
     node, origin = path.start, path.origin
     visited = {node}
     while origin.kind in ("variable", "return"):
@@ -291,18 +293,19 @@ def _root_origin(graph: Graph, path: Path) -> Origin:
     return origin
 
 
-def check_rigid(graph: Graph, devices: list[int], names: list[str]) -> None:
-    """Refuse function values and ``R.Object`` that are needed on another device: they cannot be transferred."""
-    for source, target, site in graph.rigid:
+def check_untransferable(graph: Graph, devices: list[int], device_names: list[str]) -> None:
+    """Raise if a function value or an ``R.Object`` is needed on another device: neither can be transferred."""
+    for source, target, site in graph.untransferable:
         if devices[source] != devices[target] and devices[source] >= 0 and devices[target] >= 0:
             location, name = graph.locations[site], graph.locations[source].variable
+            found, expected = device_names[devices[source]], device_names[devices[target]]
             raise PlacementError(
-                f"{location.where}: '{name}' is on {names[devices[source]]} but is needed on {names[devices[target]]}, "
+                f"{location.where}: '{name}' is on {found} but is needed on {expected}, "
                 "and an object or a function value cannot be transferred"
             )
 
 
-def is_mixed(graph: Graph, devices: list[int]) -> bool:
+def needs_transfers(graph: Graph, devices: list[int]) -> bool:
     """Return whether an edge connects two devices, so that a value is used on a device other than its own."""
     return any(
         devices[node] != devices[neighbour] for node, targets in enumerate(graph.targets) for neighbour in targets

@@ -103,10 +103,10 @@ class _Planner:
     def __init__(self, program: Program, clone: Clone) -> None:
         self.program = program
         self.devices = clone.devices
-        self.mixed = clone.mixed
+        self.needs_transfers = clone.needs_transfers
         self.constants = clone.group.graph.constants
         self.opaque = clone.group.graph.opaque
-        self.made_on_host = clone.group.graph.made_on_host
+        self.host_values = clone.group.graph.host_values
         self.plan = TransferPlan()
         self.transfers: dict[tuple[int, int, int], Transfer] = {}
         # Version of each value node, which changes when an op may have written to it.
@@ -128,7 +128,7 @@ class _Planner:
                     break
             if descended:
                 continue
-            if self.mixed:
+            if self.needs_transfers:
                 self._uses(scope, len(scope.records), scope.body_tree, scope.body_device, "result")
             stack.pop()
             self._invalidate(written)
@@ -142,7 +142,7 @@ class _Planner:
         return self.plan
 
     def _record(self, scope: Scope, record: Record, written: set[int]) -> None:
-        if not (self.mixed or record.host_read):
+        if not (self.needs_transfers or record.host_read):
             return
         name = record.var.name
         required = record.operand_devices
@@ -154,7 +154,7 @@ class _Planner:
                 transfer = self._use(scope, record.index, tree, record.device, name)
                 if transfer.scope is scope and transfer.first == record.index:
                     transfer.provider = record
-        if record.written and self.mixed:
+        if record.written and self.needs_transfers:
             trees = [record.trees[position] for position in record.written]
             leaves = [leaf for tree in trees for leaf in tensors_of(tree) if isinstance(leaf, int)]
             self._invalidate(leaves)
@@ -176,7 +176,7 @@ class _Planner:
 
     def _is_available(self, node: int, device: int) -> bool:
         """Return whether a value needs no transfer: an object without a device, a constant, or a value of the host."""
-        if node in self.made_on_host and device == self.program.host:
+        if node in self.host_values and device == self.program.host:
             return True
         return node in self.opaque or node in self.constants
 

@@ -107,29 +107,29 @@ class Trees:
                 source.use(site)
                 return site
             for node in nodes_of(source):
-                self._join(node, target, location, rigid=True)
+                self._join(node, target, location, transferable=False)
             return None
         if isinstance(source, tuple) and isinstance(target, tuple):
             return tuple(self.tie(a, b, location) for a, b in zip(source, target, strict=False))
         if isinstance(source, FuncTree) and isinstance(target, FuncTree):
             for source_param, target_param in zip(source.params, target.params, strict=False):
-                self._tie_rigidly(target_param, source_param, location)
-            self._tie_rigidly(source.ret, target.ret, location)
+                self._tie_untransferable(target_param, source_param, location)
+            self._tie_untransferable(source.ret, target.ret, location)
         elif isinstance(source, int):
             for node in nodes_of(target):
-                self._join(source, node, location, rigid=True)
+                self._join(source, node, location, transferable=False)
         return None
 
-    def _tie_rigidly(self, source: Tree, target: Tree, location: Location) -> None:
+    def _tie_untransferable(self, source: Tree, target: Tree, location: Location) -> None:
         if isinstance(source, int) and isinstance(target, int):
-            self._join(source, target, location, rigid=True)
+            self._join(source, target, location, transferable=False)
         elif isinstance(source, tuple) and isinstance(target, tuple):
             for a, b in zip(source, target, strict=False):
-                self._tie_rigidly(a, b, location)
+                self._tie_untransferable(a, b, location)
         elif isinstance(source, FuncTree) and isinstance(target, FuncTree):
             self.tie(source, target, location)
 
-    def _join(self, source: int, target: int, location: Location, rigid: bool = False) -> int:
+    def _join(self, source: int, target: int, location: Location, transferable: bool = True) -> int:
         graph = self.graph
         if graph.is_site(source) and not graph.is_site(target) or graph.is_site(target) and not graph.is_site(source):
             graph.connect(source, target)
@@ -138,8 +138,8 @@ class Trees:
             site = graph.add(location)
             graph.connect(source, site)
             graph.connect(site, target)
-        if rigid or source in graph.opaque or target in graph.opaque:
-            graph.rigid.append((source, target, site))
+        if not transferable or source in graph.opaque or target in graph.opaque:
+            graph.untransferable.append((source, target, site))
         return site
 
     def variable(self, var: relax.Var) -> Tree:

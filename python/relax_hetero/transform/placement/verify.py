@@ -139,7 +139,7 @@ class _Verifier:
         elif name not in ops.INVOKE_CLOSURE and name != ops.MAKE_CLOSURE:
             self._one_device(ty, call, name in ops.MADE_ON_HOST or packed in ops.MADE_ON_HOST)
 
-    def _one_device(self, ty: tvm.ir.Type, call: relax.Call, made_on_host: bool) -> None:
+    def _one_device(self, ty: tvm.ir.Type, call: relax.Call, is_on_host: bool) -> None:
         first_device: int | None = None
         first_text = ""
         for text, devices in self._tensors(ty, call):
@@ -148,7 +148,7 @@ class _Verifier:
                     first_device, first_text = device, text
                 elif first_device != device:
                     self.fail(f"{first_text} is on {self.name(first_device)}, {text} on {self.name(device)}")
-        if made_on_host and self.program.host >= 0 and first_device not in (None, self.program.host):
+        if is_on_host and self.program.host >= 0 and first_device not in (None, self.program.host):
             self.fail(f"the host produces it, so it must be on {self.name(self.program.host)}")
 
     def _tensors(self, ty: tvm.ir.Type, call: relax.Call) -> Iterator[tuple[str, list[int]]]:

@@ -160,27 +160,27 @@ def _with_parameter(
     return replace(operand, zero=Parameter(parameter, parameter_shape, value, is_narrow))
 
 
-def dequantized(expr: relax.Expr, block: Block) -> tuple[Expression, relax.Expr] | None:
-    """``(astype(q) - zero) * scale`` with one zero point and one scale, as an expression over the bytes.
+def match_dequantize(expr: relax.Expr, block: Block) -> tuple[Expression, relax.Expr] | None:
+    """Match ``(astype(q) - zero) * scale`` with one zero point and one scale.
 
     Returns
     -------
-    expression, operand
-        None for any other tensor.
+    expression, q
+        The match as an expression over ``q``; None for any other tensor.
     """
-    ops: list[Expression] = []
+    chain: list[Expression] = []  # from the last op to the first
     shape = shape_of(expr)
     while str(expr.ty.dtype) not in _NARROW:
         value = block.definition(expr)
-        parsed = to_expression(value) if op_name(value) in _DEQUANTIZING else None
-        if parsed is None or len(parsed[1]) != 1:
+        match = to_expression(value) if op_name(value) in _DEQUANTIZING else None
+        if match is None or len(match[1]) != 1:
             return None
-        ops.append(parsed[0])
-        expr = parsed[1][0]
+        op, (expr,) = match
+        chain.append(op)
     expression = Expression.operand(0)
-    for op in reversed(ops):
+    for op in reversed(chain):
         expression = op.substitute([expression])
-    keeps_shape = bool(ops) and shape is not None and same_shape(shape_of(expr) or [], shape)
+    keeps_shape = bool(chain) and shape is not None and same_shape(shape_of(expr) or [], shape)
     return (expression, expr) if keeps_shape else None
 
 
@@ -250,6 +250,6 @@ def _shared(key: Any, array: np.ndarray, rhs: Quantized, constants: dict[Any, An
     return constants[key][0]
 
 
-def is_part_of_quantized(value: relax.Expr) -> bool:
+def is_absorbable(value: relax.Expr) -> bool:
     """Return whether a value may be removed if it is unused: a match may have absorbed it."""
     return op_name(value) in _ABSORBED_OPS

@@ -433,7 +433,7 @@ class _Former:
     def _outlined(self, function: str, outliner: RunOutliner, ended: str) -> list[relax.Binding]:
         gv = fresh_global_var(f"{function}_commands", tvm.ir.Type.missing(), self._used_names)
         outlined, bindings = outliner.record(function, gv)
-        outlined.ended = ended
+        outlined.ended_by = ended
         if bindings:
             self.outlined.append(outlined)
         return bindings

@@ -54,7 +54,7 @@ from ...artifact.commands import (
     kernel_from_json,
 )
 from ...artifact.dims import parse_dim
-from ...artifact.graph_layout import ENTRIES, ROWS, TABLE, Layout
+from ...artifact.graph_layout import ENTRIES, RING_ROWS, TABLE, Layout
 from ...target.backend import backend_of
 from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
@@ -254,7 +254,7 @@ class _Writer:
         kernel, entries = self._kernels[command.kernel], _entries(command)
         raw = self.functions[kernel]
         threads = threads_of_one_block(raw)
-        if threads is None or threads.value * _MAX_ROUNDS < ROWS * slots:
+        if threads is None or threads.value * _MAX_ROUNDS < RING_ROWS * slots:
             return launch
         fetch = fetch_kernel("fetch", slots, raw.attrs["target"], threads)
         key = (kernel.name_hint, entries, slots)
@@ -282,7 +282,7 @@ def _entries(command: Dispatch) -> tuple[int, ...]:
 
 def _word(operand: Reference, region: RegionSpec, values: Mapping[str, tirx.Var]) -> tuple[int, Any]:
     """The word of the plan with the base address of a direct reference, or of the arena, and the offset."""
-    first = Layout(len(region.slots)).directs
+    first = Layout(len(region.slots)).constants
     offset = operand.offset if isinstance(operand.offset, int) else dim_value(operand.offset, values)
     return first + (len(region.directs) if operand.space == ARENA else operand.index), offset
 
@@ -341,7 +341,7 @@ class _Calls:
         inputs = sum(slot.access != WRITE for slot in region.slots)
         end = inputs + len(region.directs)
         vdevice = self._vdevices[region.device]
-        words = np.zeros(Layout(len(region.slots), len(region.parameters)).state, "int64")
+        words = np.zeros(Layout(len(region.slots), len(region.parameters)).state_words, "int64")
         state = tvm.ir.GenericConst(tvm.runtime.tensor(words), relax.TensorType(words.shape, "int64", vdevice))
         self.constants[region.name] = args[inputs:end]
         args = [*args[:inputs], state, *args[end:]]

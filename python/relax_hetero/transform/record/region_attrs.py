@@ -1,7 +1,7 @@
-"""Command buffers as attributes of functions (`artifact.commands`), and a kernel's access to its tensors.
+"""Command buffers of a model (regions) as attributes of PrimFuncs, until the executable is built.
 
-The host function of a command buffer has its `RegionSpec`, each kernel that it calls its `KernelSpec`, as JSON text,
-until the executable is built.
+The host function of a region carries its `RegionSpec`, and each kernel that it calls its `KernelSpec`, as JSON text
+(`artifact.commands`). A kernel's access to its tensors is read off its body.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from ..ir.module_attrs import COMMANDS, KERNEL
 from .region_ir import OutlinedRegion, RegionStep, RegionValue
 
 WORKGROUPS = "relax_hetero.workgroups"
-"""PrimFunc attribute: how many of its last parameters are workgroup numbers (x, y, z)."""
+"""PrimFunc attribute: number of trailing parameters that are workgroup indices x, y, z (CUDA's ``blockIdx``)."""
 
-_ALLOCATION_ALIGNMENT = 64
-"""Alignment of TVM's allocations in bytes, which its code expects by default."""
+_ALLOCATION_ALIGNMENT_BYTES = 64
+"""Alignment of TVM's allocations, which its generated code expects by default."""
 
 
-class _Texts:
-    """Texts of expressions, with a unique name for each symbol."""
+class _ExpressionTexts:
+    """Expressions as text, with a unique identifier for each symbol."""
 
     def __init__(self, symbols: Iterable[tirx.Var]) -> None:
         self.names: dict[tirx.Var, str] = {}
@@ -66,8 +66,8 @@ class _Texts:
                 name = f"{base}_{count}" if base.isidentifier() else f"_{base}_{count}"
             self.names[symbol] = name
 
-    def of(self, expr: Any) -> Any:
-        """An expression as a number, or as text over the names."""
+    def text(self, expr: Any) -> Any:
+        """An integer or float for a constant, else the expression's text with the unique identifiers."""
         if isinstance(expr, tirx.FloatImm):
             return float(expr.value)
         try:
@@ -77,42 +77,45 @@ class _Texts:
 
 
 def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> RegionSpec:
-    """Description of a command buffer; its `directs` number the constants that it reads."""
-    texts = _Texts(outlined.symbols())
+    """Description of a command buffer; its `directs` are indices of `outlined.constants` until constants are lifted."""
+    texts = _ExpressionTexts(outlined.symbols())
     device = vdevice_index(outlined.vdevice, vdevices)
+    # Values in the same memory (in-place kernels) have the same root, and so one slot.
     slots = {value.root: (SLOT, i) for i, value in enumerate((*outlined.inputs, *outlined.results))}
     slots.update({value: (DIRECT, i) for i, value in enumerate(outlined.constants)})
-    written = {v.root for s in outlined.steps for v, access in zip(s.operands, s.access, strict=True) if access != READ}
+    operands = [pair for step in outlined.steps for pair in zip(step.operands, step.access, strict=True)]
+    written_roots = {value.root for value, access in operands if access != READ}
 
     def reference(value: RegionValue) -> Reference:
         space, index = slots.get(value.root, (ARENA, 0))
-        offset = texts.of(value.root.offset) if space == ARENA else 0
-        return Reference(space, index, offset, texts.of(value.nbytes))
+        offset = texts.text(value.root.offset) if space == ARENA else 0
+        return Reference(space, index, offset, texts.text(value.nbytes))
 
     def command(step: RegionStep) -> Dispatch:
         operands = tuple(map(reference, step.operands))
-        scalars = tuple(map(texts.of, step.scalars))
+        scalars = tuple(map(texts.text, step.scalars))
         return Dispatch(step.kernel.name_hint, operands, scalars, variable=step.variable)
 
     def slot(value: RegionValue, access: str) -> SlotSpec:
-        shape = tuple(map(texts.of, value.shape))
-        return SlotSpec(value.name, device, texts.of(value.nbytes), _ALLOCATION_ALIGNMENT, access, value.dtype, shape)
+        shape = tuple(map(texts.text, value.shape))
+        return SlotSpec(
+            value.name, device, texts.text(value.nbytes), _ALLOCATION_ALIGNMENT_BYTES, access, value.dtype, shape
+        )
 
-    is_host = is_cpu(outlined.vdevice)
     return RegionSpec(
         name=outlined.gv.name_hint,
         function=outlined.function,
         device=device,
         slots=(
-            *(slot(v, READ_WRITE if v in written else READ) for v in outlined.inputs),
+            *(slot(v, READ_WRITE if v in written_roots else READ) for v in outlined.inputs),
             *(slot(v, WRITE) for v in outlined.results),
         ),
         parameters=tuple(texts.names.values()),
         directs=tuple(range(len(outlined.constants))),
-        arena=texts.of(outlined.arena),
+        arena=texts.text(outlined.arena),
         commands=tuple(map(command, outlined.steps)),
-        runs="host function" if is_host else "stream",
-        ended_by=outlined.ended,
+        runs="host function" if is_cpu(outlined.vdevice) else "stream",
+        ended_by=outlined.ended_by,
     )
 
 
@@ -135,34 +138,35 @@ def kernel_specs(
 def kernel_spec(
     name: str, func: tirx.PrimFunc, signature: RawSignature, device: int, access: Sequence[str] | None = None
 ) -> KernelSpec:
-    """Description of a raw kernel.
+    """Description of a kernel that command buffers call as a raw kernel (`tir.core.raw_kernel`).
 
     Parameters
     ----------
     name : str
     func : tirx.PrimFunc
+        Kernel with tensor parameters, before it becomes raw.
     signature : RawSignature
-        Raw signature of the kernel.
+        Signature of the raw kernel.
     device : int
         Index of its device in the manifest.
     access : sequence of str, optional
-        Access to each tensor; default: as in the body.
+        Access to each tensor; by default read off the body.
 
     Raises
     ------
     BuildError
-        The attribute `WORKGROUPS` does not fit its parameters.
+        The attribute `WORKGROUPS` exceeds 3, or the number of trailing integer parameters.
     """
-    texts = _Texts(signature.scalars)
-    used = buffer_access(func) if access is None else dict(zip(signature.buffers, access, strict=True))
-    # LLVM's code of a raw kernel relies on the alignment of elements only, other code on that of the declared buffers.
+    texts = _ExpressionTexts(signature.scalars)
+    accesses = buffer_access(func) if access is None else dict(zip(signature.buffers, access, strict=True))
+    # A raw kernel of LLVM assumes that tensors are aligned to one element, other kernels to their declared alignment.
     tensors = tuple(
         TensorParam(
             str(buffer.name),
             dtype,
-            tuple(map(texts.of, extents)),
+            tuple(map(texts.text, extents)),
             _element_alignment(dtype) if is_llvm(func) else int(buffer.ty.data_alignment),
-            used[buffer],
+            accesses[buffer],
         )
         for buffer, extents, dtype in zip(signature.buffers, signature.extents, signature.dtypes, strict=True)
     )
@@ -177,12 +181,11 @@ def is_llvm(func: tirx.PrimFunc) -> bool:
 
 def _workgroups(name: str, func: tirx.PrimFunc, signature: RawSignature) -> int:
     count = int(func.attrs.get(WORKGROUPS, 0))
-    numbers = [param for param in func.params if param not in signature.buffers]
-    last = list(func.params)[len(func.params) - count :]
-    if not 0 <= count <= 3 or any(param not in numbers or "int" not in str(param.ty.dtype) for param in last):
+    trailing = list(func.params)[len(func.params) - count :]
+    if not 0 <= count <= 3 or any(p in signature.buffers or "int" not in str(p.ty.dtype) for p in trailing):
         raise BuildError(
             f"kernel {name!r} has {WORKGROUPS!r} = {count}, but takes ({', '.join(p.name for p in func.params)}); "
-            "expected 0 to 3, as many as its last parameters are integers"
+            "expected 0 to 3, at most the number of trailing integer parameters"
         )
     return count
 
@@ -192,15 +195,15 @@ def _element_alignment(dtype: str) -> int:
     return 1 << max(0, (element.bits + 7) // 8 - 1).bit_length()
 
 
-def with_region(host: tirx.PrimFunc, region: RegionSpec) -> tirx.PrimFunc:
-    """Annotate the host function of a command buffer with its commands."""
-    return host.with_attr(COMMANDS, json.dumps(region_to_json(region)))
+def with_region(host_function: tirx.PrimFunc, region: RegionSpec) -> tirx.PrimFunc:
+    """Annotate the host function of a command buffer with its description."""
+    return host_function.with_attr(COMMANDS, json.dumps(region_to_json(region)))
 
 
 def with_kernel(raw: tirx.PrimFunc, kernel: KernelSpec, symbol: str) -> tirx.PrimFunc:
-    """Annotate a kernel that command buffers call with its description."""
-    named = replace(kernel, symbol=symbol if is_llvm(raw) else "")
-    return raw.with_attr(KERNEL, json.dumps(kernel_to_json(named)))
+    """Annotate a raw kernel with its description; LLVM's can be called by the address of `symbol`."""
+    addressable = replace(kernel, symbol=symbol if is_llvm(raw) else "")
+    return raw.with_attr(KERNEL, json.dumps(kernel_to_json(addressable)))
 
 
 def regions_of(mod: tvm.IRModule) -> list[RegionSpec]:
@@ -227,28 +230,28 @@ def _natural_key(name: str) -> list[Any]:
 
 
 def buffer_access(func: tirx.PrimFunc) -> dict[tirx.Var, str]:
-    """Access to each tensor parameter: read, written or both, by the loads and stores in the body.
+    """Access to each tensor parameter (read, write or both), from the loads and stores in the body.
 
-    The body may access the same memory by other buffers. Memory that escapes (by its address, or to another function)
-    counts as read and written; memory without any access counts as read.
+    Accesses through other buffers that view its memory count too. A tensor whose address is taken, or which another
+    function gets, counts as read and written; a tensor without any access counts as read.
     """
-    mentions: Counter[tirx.Var] = Counter()
+    occurrences: Counter[tirx.Var] = Counter()
     loads: Counter[tirx.Var] = Counter()
     stores: Counter[tirx.Var] = Counter()
-    declared: Counter[tirx.Var] = Counter()
+    declarations: Counter[tirx.Var] = Counter()
     views: dict[tirx.Var, tirx.Var] = {}
 
     def visit_block(block: s_tir.SBlock) -> None:
-        declared.update(region.source for region in (*block.reads, *block.writes))
+        declarations.update(region.source for region in (*block.reads, *block.writes))
 
     def visit_view(view: tirx.DeclBuffer) -> None:
         data = view.data
         if isinstance(data, tvm.ir.Call) and isinstance(data.op, tvm.ir.Op) and data.op.name == "tirx.buffer_data":
             views[view.buffer] = data.args[0]
-            declared.update((view.buffer, data.args[0]))
+            declarations.update((view.buffer, data.args[0]))
 
     visitors = [
-        (tvm.ir.Var, lambda var: mentions.update((var,))),
+        (tvm.ir.Var, lambda var: occurrences.update((var,))),
         (TensorLoad, lambda load: loads.update((load.source,))),
         (tirx.BufferStore, lambda store: stores.update((store.buffer,))),
         (s_tir.SBlock, visit_block),
@@ -257,17 +260,17 @@ def buffer_access(func: tirx.PrimFunc) -> dict[tirx.Var, str]:
     structural_walk(func.body, visitors)
 
     def access(param: tirx.Var) -> str:
-        names = [param, *(view for view in views if _view_root(view, views) == param)]
-        escapes = any(mentions[name] > loads[name] + stores[name] + declared[name] for name in names)
-        read, written = (any(uses[name] for name in names) for uses in (loads, stores))
-        if escapes or (read and written):
+        buffers = [param, *(view for view in views if _viewed_parameter(view, views) == param)]
+        escapes = any(occurrences[b] > loads[b] + stores[b] + declarations[b] for b in buffers)
+        is_read, is_written = (any(counts[b] for b in buffers) for counts in (loads, stores))
+        if escapes or (is_read and is_written):
             return READ_WRITE
-        return WRITE if written else READ
+        return WRITE if is_written else READ
 
     return {param: access(param) for param in func.params}
 
 
-def _view_root(view: tirx.Var, views: dict[tirx.Var, tirx.Var]) -> tirx.Var:
+def _viewed_parameter(view: tirx.Var, views: dict[tirx.Var, tirx.Var]) -> tirx.Var:
     """The parameter whose memory a buffer views."""
     while view in views:
         view = views[view]

@@ -121,7 +121,7 @@ class OutlinedRegion:
     arena : int or tirx.Expr
         Bytes of the arena; 0 for none.
     steps : list of RegionStep
-    ended : str
+    ended_by : str
         Description of the binding that ended the run.
     """
 
@@ -134,7 +134,7 @@ class OutlinedRegion:
     numbers: list[tirx.Var]
     arena: Any
     steps: list[RegionStep]
-    ended: str = ""
+    ended_by: str = ""
 
     @property
     def kernels(self) -> list[tvm.ir.GlobalVar]:

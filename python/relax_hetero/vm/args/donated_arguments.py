@@ -113,12 +113,12 @@ class ExclusiveCalls:
 
     Attributes
     ----------
-    is_needed : bool
-        Whether any machine so far has functions that consume arguments.
+    is_enabled : bool
+        Whether calls are registered: some machine has functions that consume arguments.
     """
 
     def __init__(self) -> None:
-        self.is_needed = False
+        self.is_enabled = False
         self._lock = threading.RLock()  # reentrant: a signal handler or a finalizer may submit
         self._calls: dict[object, tuple[ArgumentMemory, Callable[[], Iterable[Any]]]] = {}
 

@@ -52,7 +52,7 @@ def _to_python(value: Any, constants: MemoryRanges, borrowed: MemoryRanges, addr
     return value
 
 
-def check_out(out: Any, signature: FunctionSignature, dims: DimValues) -> None:
+def check_out_buffers(out: Any, signature: FunctionSignature, dims: DimValues) -> None:
     """Require the structure, element types and extents of a function's results; BindingError if they differ."""
     if signature.output_is_tuple:
         _check_buffer(out, TupleSpec("out", signature.outputs), "out", dims)
@@ -126,7 +126,7 @@ def _buffer(out: Any, where: str, spec: TensorSpec) -> runtime.Tensor:
     return tensor
 
 
-def fill(out: Any, result: Any, where: str = "out") -> Any:
+def fill_out_buffers(out: Any, result: Any, where: str = "out") -> Any:
     """Copy a result into checked buffers; returns the buffers, tuples as Python tuples.
 
     Raises
@@ -136,7 +136,7 @@ def fill(out: Any, result: Any, where: str = "out") -> Any:
     """
     if not isinstance(result, _Tensor):
         pairs = enumerate(zip(out, result, strict=True))
-        return tuple(fill(buffer, part, f"{where}[{i}]") for i, (buffer, part) in pairs)
+        return tuple(fill_out_buffers(buffer, part, f"{where}[{i}]") for i, (buffer, part) in pairs)
     target = out if isinstance(out, np.ndarray | _Tensor) else from_dlpack(out)
     if tuple(target.shape) != tuple(result.shape):
         raise BindingError(f"{where} has shape {tuple(target.shape)}, the result has {tuple(result.shape)}")

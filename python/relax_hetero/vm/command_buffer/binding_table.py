@@ -34,7 +34,7 @@ class BindingTable:
     addresses, sizes : tuple of int
         Addresses and sizes in bytes by slot; 0 for an empty slot.
     values : dict of str to int
-        The sizes by their names in arithmetic.
+        Sizes by their names (`size_name`) in the text of a `Number`.
     pointer : int
         Address of an int64 array of all addresses, then all sizes.
     """
@@ -51,13 +51,13 @@ class BindingTable:
         self.pointer = ctypes.addressof(self._memory)
 
     def __reduce__(self) -> NoReturn:
-        raise BindingError("a BindingTable cannot be pickled or copied: it stands for memory of this process")
+        raise BindingError("a BindingTable cannot be pickled or copied: it refers to memory of this process")
 
     def __repr__(self) -> str:
-        texts = (
+        bindings = (
             f"{slot}: {buffer.nbytes} bytes of {buffer.dtype}" for slot, buffer in enumerate(self._borrowed) if buffer
         )
-        return f"<BindingTable {{{', '.join(texts)}}}>"
+        return f"<BindingTable {{{', '.join(bindings)}}}>"
 
 
 def bind(recording: Recording, bindings: object, device: runtime.Device, device_name: str) -> BindingTable:
@@ -68,7 +68,7 @@ def bind(recording: Recording, bindings: object, device: runtime.Device, device_
         check_device(buffer, device, device_name, f"slot {slot}")
     for slot, spec in enumerate(recording.slots):
         if spec.access:
-            _check(borrowed[slot], spec)
+            _check_binding(borrowed[slot], spec)
     table = BindingTable(recording, borrowed)
     for slot, spec in enumerate(recording.slots):
         if isinstance(spec.nbytes, int) or parse_dim(spec.nbytes).names <= table.values.keys():
@@ -112,25 +112,29 @@ def _borrow(binding: object, where: str) -> BorrowedBuffer:
     if len(binding) not in (2, 3):
         raise BindingError(f"{where} is bound to {len(binding)} things, expected a buffer or (buffer, offset, length)")
     buffer, *numbers = binding
-    offset, length = (_bytes(number, where) for number in [*numbers, None][:2])
-    return borrow(buffer, where).part(offset or 0, length, where)
+    offset, length = (_byte_count(number, where) for number in [*numbers, None][:2])
+    return borrow(buffer, where).subrange(offset or 0, length, where)
 
 
-def _bytes(number: Any, where: str) -> int | None:
+def _byte_count(number: Any, where: str) -> int | None:
     try:
         if isinstance(number, bool):
             raise TypeError
         return None if number is None else operator.index(number)
     except TypeError:
         expected = "expected (buffer, offset, length) in bytes"
-        raise BindingError(f"{where} is bound to a part by {number!r} ({type(number).__name__}), {expected}") from None
+        raise BindingError(
+            f"{where} has the offset or length {number!r} ({type(number).__name__}), {expected}"
+        ) from None
 
 
-def _check(borrowed: BorrowedBuffer | None, spec: SlotSpec) -> None:
+def _check_binding(borrowed: BorrowedBuffer | None, spec: SlotSpec) -> None:
     if borrowed is None:
         raise BindingError(f"{spec.name} is empty, expected a buffer: commands {spec.access} it")
     if spec.dtype and borrowed.dtype not in (spec.dtype, BYTES):
-        raise BindingError(f"{spec.name} has dtype {borrowed.dtype}, expected {spec.dtype}, or {BYTES} for mere bytes")
+        raise BindingError(
+            f"{spec.name} has dtype {borrowed.dtype}, expected {spec.dtype}, or {BYTES} for untyped bytes"
+        )
     if spec.access != READ and not borrowed.writable:
         raise BindingError(f"{spec.name} is bound to read-only memory, expected writable: commands {spec.access} it")
     if borrowed.nbytes and borrowed.address % spec.alignment:
@@ -142,6 +146,7 @@ def _check(borrowed: BorrowedBuffer | None, spec: SlotSpec) -> None:
 
 def _refuse_overlap(recording: Recording, borrowed: Sequence[BorrowedBuffer | None]) -> None:
     """Refuse overlapping bindings of which one is written, unless `may_overlap` permits the pair."""
+    # Ranges are (begin, end, number, whether it is written).
     ranges = [
         (buffer.address, buffer.address + buffer.nbytes, slot, recording.slots[slot].access != READ)
         for slot, buffer in enumerate(borrowed)
@@ -158,11 +163,12 @@ def _refuse_overlap(recording: Recording, borrowed: Sequence[BorrowedBuffer | No
             continue  # checked while recording
         pair = (first, second)
         if (is_written or is_other_written) and pair not in recording.may_overlap:
-            a, b = sorted(pair, reverse=True) if min(pair) < 0 else sorted(pair)
+            a, b = sorted(pair, reverse=True) if min(pair) < 0 else sorted(pair)  # slots before direct buffers
             written = first if is_written else second
             hint = f" unless may_overlap has ({a}, {b})" if b >= 0 else ""
             raise BindingError(
-                f"{_name(a)} and {_name(b)} share bytes, and commands write {_name(written)}; expected apart{hint}"
+                f"{_name(a)} and {_name(b)} share bytes, and commands write {_name(written)}; "
+                f"expected disjoint ranges{hint}"
             )
 
 

@@ -42,12 +42,12 @@ class BorrowedBuffer:
     device: tuple[int, int]
     owner: Any = field(repr=False, compare=False)
 
-    def part(self, offset: int, length: int | None, where: str) -> BorrowedBuffer:
+    def subrange(self, offset: int, length: int | None, where: str) -> BorrowedBuffer:
         """`length` bytes (None: all) from `offset` on; BindingError if there are fewer."""
         end = self.nbytes if length is None else offset + length
         if offset < 0 or not offset <= end <= self.nbytes:
             extent = f"{'the rest' if length is None else length} from byte {offset} on"
-            raise BindingError(f"{where} takes {extent} of {self.nbytes} bytes, expected a part of them")
+            raise BindingError(f"{where} takes {extent} of {self.nbytes} bytes, expected a range within them")
         return BorrowedBuffer(self.address + offset, end - offset, self.dtype, self.writable, self.device, self.owner)
 
 
@@ -57,7 +57,7 @@ def borrow(value: object, where: str) -> BorrowedBuffer:
     Raises
     ------
     BindingError
-        Not a tensor, or one that is not contiguous or of a foreign byte order; the message begins with `where`.
+        Not a tensor, not contiguous, or not in this machine's byte order; the message begins with `where`.
     """
     if isinstance(value, _Tensor):
         return _borrow_tensor(value, value, _device(value), True, where)
@@ -81,9 +81,9 @@ def check_device(borrowed: BorrowedBuffer, device: runtime.Device, name: str, wh
     if borrowed.device == key or borrowed.device == (key[0], -1):
         return
     kind, index = borrowed.device
-    found = f"{backend_of_type(kind).type_name}{f':{index}' if index >= 0 else ''}"
+    actual = f"{backend_of_type(kind).type_name}{f':{index}' if index >= 0 else ''}"
     expected = f"{backend_of_type(key[0]).type_name}:{key[1]} ({name})"
-    raise BindingError(f"{where} is on the device {found}, expected {expected}")
+    raise BindingError(f"{where} is on the device {actual}, expected {expected}")
 
 
 def _borrow_array(array: np.ndarray, where: str) -> BorrowedBuffer:
@@ -102,8 +102,9 @@ def _borrow_tensor(
         raise BindingError(
             f"{where} has strides {tensor.strides} for shape {tuple(tensor.shape)}, expected contiguous memory"
         )
-    start = alias(tensor, tensor.device) if has_offset(tensor) else tensor
-    return BorrowedBuffer(start.data_ptr(), nbytes_of(tensor), str(tensor.dtype), writable, device, owner)
+    # The pointer of an alias includes the tensor's byte offset.
+    pointer = (alias(tensor, tensor.device) if has_offset(tensor) else tensor).data_ptr()
+    return BorrowedBuffer(pointer, nbytes_of(tensor), str(tensor.dtype), writable, device, owner)
 
 
 def _device(tensor: runtime.Tensor) -> tuple[int, int]:
@@ -112,7 +113,7 @@ def _device(tensor: runtime.Tensor) -> tuple[int, int]:
 
 
 class _VersionedHead(ctypes.Structure):
-    """The head of a versioned DLPack capsule (dlpack.h, DLManagedTensorVersioned)."""
+    """The beginning of a versioned DLPack capsule (dlpack.h, DLManagedTensorVersioned)."""
 
     _fields_ = [
         ("major", ctypes.c_uint32),
@@ -123,13 +124,15 @@ class _VersionedHead(ctypes.Structure):
     ]
 
 
-_READ_ONLY = 1
+_READ_ONLY_FLAG = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 
 
 def _is_read_only(value: Any) -> bool:
     """Return whether an object exports its memory as read-only, which DLPack supports since version 1."""
     try:
-        capsule = value.__dlpack__(max_version=(1, 0))  # keeps the head alive
-        return bool(_VersionedHead.from_address(capsule_pointer(capsule, b"dltensor_versioned")).flags & _READ_ONLY)
+        capsule = value.__dlpack__(max_version=(1, 0))  # keeps the structure alive
+        return bool(
+            _VersionedHead.from_address(capsule_pointer(capsule, b"dltensor_versioned")).flags & _READ_ONLY_FLAG
+        )
     except (TypeError, ValueError, BufferError):  # an older producer
         return False

@@ -45,11 +45,11 @@ class CommandBuffer:
     Parameters
     ----------
     machine : VirtualMachine
-        Machine whose kernels it runs.
+        Virtual machine whose kernels it runs.
     device : str, int or VDevice
         Manifest entry (``"llvm:0"``); by default the first.
     slots, parameters : int
-        Numbers of bindings and of parameters of each submission. A slot that no command uses may stay empty.
+        Number of slots and number of parameters of each submission. A slot that no command uses may stay empty.
     mode : str
         ``"reusable"``, or ``"one-shot"`` for a single submission.
     may_overlap : sequence of (int, int)
@@ -59,7 +59,7 @@ class CommandBuffer:
     Attributes
     ----------
     machine : VirtualMachine
-        Machine whose kernels it runs.
+        Virtual machine whose kernels it runs.
     device : Device
         Device that runs the commands.
     index : int
@@ -116,11 +116,12 @@ class CommandBuffer:
         index : int
             Slot of the binding table.
         offset, length : int or a number made of parameters
-            Bytes from the begin of the binding; a length of None means the bytes that the command needs, else all.
+            Bytes from the beginning of the binding. The length None means as many bytes as the command needs, or all
+            bytes from `offset` on if the command does not determine them.
         """
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self._slots:
             raise BindingError(f"slot {index!r} is not among the {self._slots} slots of {self!r}")
-        return self._range(SLOT, index, offset, length, f"slot {index}")
+        return self._memory_range(SLOT, index, offset, length, f"slot {index}")
 
     def buffer(self, tensor: object, offset: Integer = 0, length: Integer | None = None) -> MemoryRange:
         """A range of memory that is the same in each submission: a direct reference, which keeps the memory alive.
@@ -136,7 +137,7 @@ class CommandBuffer:
         borrowed = borrow(tensor, "the buffer")
         check_device(borrowed, self.device, self.device_name, "the buffer")
         index = self._recorder.keep(borrowed)
-        return self._range(DIRECT, index, offset, length, f"buffer {index}")
+        return self._memory_range(DIRECT, index, offset, length, f"buffer {index}")
 
     def parameter(self, index: int) -> Number:
         """A number that each submission provides.
@@ -147,7 +148,7 @@ class CommandBuffer:
         Parameters
         ----------
         index : int
-            Position among the numbers of a submission.
+            Index in the parameters of a submission.
         """
         if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < self._parameters:
             raise BindingError(f"parameter {index!r} is not among the {self._parameters} parameters of {self!r}")
@@ -173,7 +174,7 @@ class CommandBuffer:
             TVM's name of an element type.
         """
         self.require("recorded into", RECORDING)
-        self._recorder.fill(self._own(target, "the target of fill"), as_pattern(pattern, dtype))
+        self._recorder.fill(self._checked_range(target, "the target of fill"), as_pattern(pattern, dtype))
 
     def copy(self, source: MemoryRange, target: MemoryRange) -> None:
         """Record a copy of as many bytes as either range specifies, else all bytes of `source`.
@@ -184,7 +185,9 @@ class CommandBuffer:
             Ranges to read and to write.
         """
         self.require("recorded into", RECORDING)
-        self._recorder.copy(self._own(source, "the source of copy"), self._own(target, "the target of copy"))
+        self._recorder.copy(
+            self._checked_range(source, "the source of copy"), self._checked_range(target, "the target of copy")
+        )
 
     def barrier(self) -> None:
         """Make the results of earlier commands visible to later ones; not needed on CPUs, which run them in order."""
@@ -220,9 +223,9 @@ class CommandBuffer:
         Raises
         ------
         BindingError
-            An operand does not fit the kernel. What depends on bindings and parameters is checked at submission.
+            An operand does not fit the kernel. Conditions on bindings and parameters are checked at submission.
         """
-        self._dispatch(self._kernel(kernel), as_grid(grid), None, operands, scalars, when, unless)
+        self._dispatch(self._load_kernel(kernel), as_grid(grid), None, operands, scalars, when, unless)
 
     def dispatch_indirect(
         self,
@@ -241,11 +244,12 @@ class CommandBuffer:
         kernel, operands, scalars, when, unless
             As in `dispatch`.
         count : MemoryRange
-            One to three int32 workgroup counts, by its length, else by the kernel's number of workgroup indices (at
-            least one). An earlier command may write them. Zero or less skips the command.
+            Workgroup counts along x, y, z, each an int32: one to three by the length of the range; without a length, as
+            many as the kernel has workgroup indices, at least one. An earlier command may write them. Zero or less
+            skips the command.
         """
-        loaded = self._kernel(kernel)
-        counts = self._own(count, "the count")
+        loaded = self._load_kernel(kernel)
+        counts = self._checked_range(count, "the count")
         nbytes = counts.length if counts.length is not None else 4 * max(1, loaded.spec.workgroups)
         if nbytes not in (4, 8, 12):
             raise BindingError(f"the count of kernel {loaded.spec.name!r} has {nbytes} bytes, expected 4, 8 or 12")
@@ -257,28 +261,29 @@ class CommandBuffer:
         Parameters
         ----------
         compiled : bool
-            Whether to compile the commands to machine code if the compiler is available. That takes tens of
+            Whether to compile the commands to machine code if the compiler is available. Compilation takes tens of
             milliseconds, and saves about a microsecond per command in each submission.
         """
         self.require("ended", RECORDING)
         recording = self._recorder.finish()
         self._runner = runner_for(self.machine, recording, compiled)
         sizes = {size_name(slot) for slot in range(self._slots)}
-        needs = [(slot, parse_dim(str(spec.nbytes)).names) for slot, spec in enumerate(recording.slots)]
+        names_in_size = [parse_dim(str(spec.nbytes)).names for spec in recording.slots]
         # Slots whose required size depends on parameters; `bind` checks the others.
-        self._sized_by_parameters = tuple(slot for slot, names in needs if not names <= sizes)
+        self._sized_by_parameters = tuple(slot for slot, names in enumerate(names_in_size) if not names <= sizes)
         self._recording, self.state = recording, READY
 
     # Submitting.
 
     @property
     def spec(self) -> RegionSpec:
-        """The recording as data: commands, and their requirements of each slot; HeteroError before `end`."""
-        recording = self._recorded("described")
+        """The commands and the requirements of each slot, as plain data; HeteroError before `end`."""
+        recording = self._require_recording("described")
         return RegionSpec(
-            "command_buffer", "", self.index, recording.slots,
-            tuple(parameter_name(index) for index in range(self._parameters)),
-            tuple(range(len(recording.directs))), 0, recording.commands, self._runner.runs,
+            name="command_buffer", function="", device=self.index, slots=recording.slots,
+            parameters=tuple(parameter_name(index) for index in range(self._parameters)),
+            directs=tuple(range(len(recording.directs))), arena=0,
+            commands=recording.commands, runs=self._runner.runs,
         )  # fmt: skip
 
     def bind(self, bindings: Mapping[int, Any] | Sequence[Any]) -> BindingTable:
@@ -293,11 +298,11 @@ class CommandBuffer:
         Raises
         ------
         BindingError
-            Too few bytes, another element type (required if all kernels agree on it; ``uint8`` memory fits any), a
-            misaligned address, another device, read-only memory that commands write, or memory that two slots share
-            and one writes. The message names the slot and its requirement (`SlotSpec`).
+            Too few bytes, another element type (unless kernels differ in it, or the memory is ``uint8``), a misaligned
+            address, another device, read-only memory that commands write, or overlapping bindings, one of which
+            commands write. The message names the slot and its requirement (`SlotSpec`).
         """
-        return bind(self._recorded("bound"), bindings, self.device, self.device_name)
+        return bind(self._require_recording("bound"), bindings, self.device, self.device_name)
 
     def submit(self, bindings: Any = (), parameters: Sequence[int | float] = ()) -> Submission:
         """Run the commands; on a CPU they have ended on return.
@@ -314,15 +319,17 @@ class CommandBuffer:
         BindingError
             Bindings or parameters that do not fit; no command has run.
         HeteroError
-            A kernel that fails (later commands do not run), or a one-shot buffer that was submitted before.
+            A kernel fails (later commands do not run), or a one-shot buffer is submitted a second time.
         """
-        recording = self._recorded("submitted")
+        recording = self._require_recording("submitted")
         table = bindings if bindings.__class__ is BindingTable else self.bind(bindings)
         if table.recording is not recording:
-            raise BindingError("the BindingTable is another command buffer's, expected one that this one's bind made")
+            raise BindingError(
+                "the BindingTable is another command buffer's, expected one made by this command buffer's bind"
+            )
         numbers = as_numbers(parameters, recording.parameters) if self._parameters or len(parameters) else ()
         if recording.limits or self._sized_by_parameters:
-            self._check(table, numbers)
+            self._check_numbers(table, numbers)
         if self.mode == ONE_SHOT:
             with self._lock:
                 self.require("submitted", READY)
@@ -335,20 +342,20 @@ class CommandBuffer:
         Parameters
         ----------
         what : str
-            Participle for the message, such as "recorded into".
+            Past participle for the message, such as "recorded into".
         *states : str
             Permitted values of `state`.
         """
         if self.state not in states:
             raise HeteroError(f"a command buffer is {what} that is {self.state}, expected {' or '.join(states)}")
 
-    def _range(self, space: str, index: int, offset: Integer, length: Integer | None, what: str) -> MemoryRange:
+    def _memory_range(self, space: str, index: int, offset: Integer, length: Integer | None, what: str) -> MemoryRange:
         begin = integer(offset, f"the offset in {what}")
         return MemoryRange(
             self, space, index, begin, None if length is None else integer(length, f"the length in {what}")
         )
 
-    def _own(self, memory: object, what: str) -> MemoryRange:
+    def _checked_range(self, memory: object, what: str) -> MemoryRange:
         if not isinstance(memory, MemoryRange):
             expected = "expected slot(...) or buffer(...) of this command buffer"
             raise BindingError(f"{what} is a {type(memory).__name__}, {expected}")
@@ -356,7 +363,7 @@ class CommandBuffer:
             raise BindingError(f"{what} is a range of another command buffer")
         return memory
 
-    def _kernel(self, kernel: object) -> Kernel:
+    def _load_kernel(self, kernel: object) -> Kernel:
         loaded = self.machine.kernel(kernel) if isinstance(kernel, str) else kernel
         if not isinstance(loaded, Kernel):
             raise BindingError(
@@ -387,21 +394,21 @@ class CommandBuffer:
         name = kernel.spec.name
         if not isinstance(operands, Sequence):
             raise BindingError(f"kernel {name!r} is given a {type(operands).__name__}, expected a sequence of operands")
-        ranges = [self._own(memory, f"operand {i} of kernel {name!r}") for i, memory in enumerate(operands)]
+        ranges = [self._checked_range(memory, f"operand {i} of kernel {name!r}") for i, memory in enumerate(operands)]
         predicates = [
-            None if memory is None else self._own(memory, f"{what} of kernel {name!r}")
+            None if memory is None else self._checked_range(memory, f"{what} of kernel {name!r}")
             for what, memory in (("when", when), ("unless", unless))
         ]
         self._recorder.dispatch(dispatch_arguments(kernel, ranges, scalars), grid, count, *predicates)
 
-    def _recorded(self, what: str) -> Recording:
+    def _require_recording(self, what: str) -> Recording:
         if self._recording is None:
             self.require(what, READY)
         assert self._recording is not None
         return self._recording
 
-    def _check(self, table: BindingTable, numbers: Sequence[int | float]) -> None:
-        """Require a submission's numbers to be within limits; BindingError otherwise."""
+    def _check_numbers(self, table: BindingTable, numbers: Sequence[int | float]) -> None:
+        """Require that bindings and parameters of a submission are within limits; BindingError otherwise."""
         values: dict[str, Any] = dict(table.values)
         values.update((parameter_name(index), number) for index, number in enumerate(numbers))
         for limit in table.recording.limits:

@@ -2,7 +2,7 @@
 
 The first submission launches its commands one by one. When the same table and numbers are submitted again, the launches
 are captured as a graph, which later submissions replay. Indirect counts and predicates are read back from the device
-between commands, for which a submission waits; recordings with any of them never use graphs.
+between commands, and the submission waits for them; recordings with any of them never use graphs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _log = logging.getLogger("relax_hetero")
 MAX_GRAPHS = 16
 """Maximum number of CUDA graphs of a command buffer."""
 
-_Numbers = tuple[int | float, ...]
-_Key = tuple[int, _Numbers]
+_Numbers = tuple[int | float, ...]  # values of a submission's parameters
+_Key = tuple[int, _Numbers]  # identity of a binding table, and parameters
 
 
 class CudaWork:
@@ -68,12 +68,12 @@ class CudaCommands:
     Parameters
     ----------
     driver : CudaDriver or str
-        Driver that captures graphs, or the reason why it is unavailable.
+        Driver that captures graphs, or the reason why there is none.
 
     Attributes
     ----------
-    runs
-        Manner of execution, as in `RegionSpec.runs`.
+    runs : str
+        How commands run, as in `RegionSpec.runs`.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class CudaCommands:
         self._device, self._recording, self._library = device, recording, library
         self._names = [parameter_name(index) for index in range(len(recording.parameters))]
         self._directs = [buffer.address for buffer in recording.directs]
-        self._driver = driver if isinstance(driver, CudaDriver) and not _reads_counts(recording.commands) else None
+        self._driver = driver if isinstance(driver, CudaDriver) and not _reads_memory(recording.commands) else None
         self.runs = "stream" if self._driver is None else GRAPH
         self._lock = threading.Lock()
-        # Graphs contain addresses, so each keeps its table alive; None stands for a single submission so far.
+        # Graphs contain addresses, so each keeps its table alive; no graph (None) before the second submission.
         self._graphs: OrderedDict[_Key, tuple[BindingTable, int | None]] = OrderedDict()
         self._running: deque[CudaWork] = deque()
         if self._driver is not None:
@@ -96,7 +96,7 @@ class CudaCommands:
         self._library.use(self._device.index)
         stream = Stream.current(self._library, self._device)
         with self._lock:
-            graph = self._graph(table, numbers)
+            graph = self._find_or_capture_graph(table, numbers)
         if graph is None or self._driver is None:
             self._launch(table, numbers, stream)
         else:
@@ -108,7 +108,7 @@ class CudaCommands:
                 self._running.popleft()
         return work
 
-    def _graph(self, table: BindingTable, numbers: _Numbers) -> int | None:
+    def _find_or_capture_graph(self, table: BindingTable, numbers: _Numbers) -> int | None:
         """The graph of a table and numbers, captured at their second submission; None at the first."""
         if self._driver is None:
             return None
@@ -124,14 +124,14 @@ class CudaCommands:
         return graph
 
     def _capture(self, table: BindingTable, numbers: _Numbers) -> int | None:
-        assert self._driver is not None, "recording needs a driver"
+        assert self._driver is not None, "capturing needs a driver"
 
         def launch(handle: int) -> None:
             with tvm_ffi.use_raw_stream(self._device, handle):
                 self._launch(table, numbers, Stream(self._library, self._device.index, handle))
 
         try:
-            return self._driver.record(launch)
+            return self._driver.capture(launch)
         except Exception as error:  # a kernel may do something that cannot be captured
             _destroy_all(self._driver, self._device, self._graphs)
             self._driver, self.runs = None, "stream"
@@ -142,18 +142,18 @@ class CudaCommands:
     def _launch(self, table: BindingTable, numbers: _Numbers, stream: Stream) -> None:
         values = {**table.values, **dict(zip(self._names, numbers, strict=True))}
         memory = Memory(table.addresses, self._directs)
-        walker = _Walker(self._library, stream, memory, values)
+        launcher = _CommandLauncher(self._library, stream, memory, values)
         for command in self._recording.commands:
             if isinstance(command, Dispatch):
-                walker.dispatch(command, self._recording.kernels[command.kernel])
+                launcher.dispatch(command, self._recording.kernels[command.kernel])
             elif isinstance(command, Copy):
-                walker.copy(command)
+                launcher.copy(command)
             elif isinstance(command, Fill):
-                walker.fill(command)
+                launcher.fill(command)
 
 
-def _reads_counts(commands: Sequence[Command]) -> bool:
-    """Return whether any command has an indirect count or a predicate."""
+def _reads_memory(commands: Sequence[Command]) -> bool:
+    """Return whether a submission reads indirect counts or predicates back from the device."""
     dispatches = [command for command in commands if isinstance(command, Dispatch)]
     return any(d.count is not None or d.when is not None or d.unless is not None for d in dispatches)
 
@@ -169,7 +169,7 @@ def _destroy_all(driver: CudaDriver, device: runtime.Device, graphs: OrderedDict
         _log.debug("graphs on %s were not destroyed", device, exc_info=True)
 
 
-class _Walker:
+class _CommandLauncher:
     """Launches commands on a stream, one by one."""
 
     def __init__(self, library: CudaLibrary, stream: Stream, memory: Memory, values: Values) -> None:
@@ -198,27 +198,27 @@ class _Walker:
             self._library.call("cuMemsetD2D32Async", *arguments, self._stream.handle)
 
     def dispatch(self, command: Dispatch, kernel: Kernel) -> None:
-        """Launch a kernel once per workgroup."""
-        for predicate, runs in ((command.when, True), (command.unless, False)):
-            if predicate is not None and bool(self._int32s(predicate, 1)[0]) != runs:
+        """Launch a kernel once for each combination of its workgroup indices, which it takes as scalars."""
+        for predicate, expected in ((command.when, True), (command.unless, False)):
+            if predicate is not None and bool(self._read_int32s(predicate, 1)[0]) != expected:
                 return
         if command.count is None:
             counts = [value_of(count, self._values) for count in command.grid]
         else:
-            counts = self._int32s(command.count, len(command.grid))
+            counts = self._read_int32s(command.count, len(command.grid))
         if min(counts) <= 0:
             return
-        workgroups = kernel.spec.workgroups
-        counts = [*counts, *[1] * (workgroups - len(counts))][:workgroups]
+        num_indices = kernel.spec.workgroups
+        counts = [*counts, *[1] * (num_indices - len(counts))][:num_indices]
         addresses = [self._address(operand) for operand in command.operands]
         scalars = converted_scalars(command, kernel, self._values)
-        for numbers in itertools.product(*map(range, reversed(counts))):
-            kernel.launch(*addresses, *scalars, *reversed(numbers))
+        for indices in itertools.product(*map(range, reversed(counts))):  # x is the innermost loop
+            kernel.launch(*addresses, *scalars, *reversed(indices))
 
     def _address(self, reference: Reference) -> int:
         return self._memory.address(reference, self._values)
 
-    def _int32s(self, reference: Reference, count: int) -> list[int]:
+    def _read_int32s(self, reference: Reference, count: int) -> list[int]:
         """Int32 values read from device memory, after all earlier work has ended."""
         buffer = (ctypes.c_int32 * count)()
         self._library.call(
@@ -234,17 +234,17 @@ class CudaRunner:
     def __init__(self, machine: VirtualMachine, recording: Recording) -> None:
         library = cuda_library()
         if library is None:
-            raise BindingError("command buffers by hand: the CUDA driver does not work, expected one that does")
+            raise BindingError("a command buffer on a CUDA device needs a working CUDA driver, found none")
         self._metadata = machine.executable.metadata
         self._commands = CudaCommands(machine.devices[recording.device], recording, library, cuda_driver())
 
     @property
     def runs(self) -> str:
-        """Manner of execution, as in `RegionSpec.runs`."""
+        """How commands run, as in `RegionSpec.runs`."""
         return self._commands.runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
-        """Run the commands with a binding table and numbers."""
+        """Run the commands with a binding table and the parameters' values."""
         try:
             return Submission(self._commands.submit(table, numbers))
         except HeteroError:

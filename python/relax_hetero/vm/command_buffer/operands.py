@@ -19,13 +19,15 @@ from ...errors import BindingError
 from ...target.element_types import numpy_dtype
 
 MAX_CHARACTERS = 1000
-INT64 = -(1 << 63), (1 << 63) - 1
+"""Maximum length of the text of a `Number`."""
+
+INT64_RANGE = -(1 << 63), (1 << 63) - 1
 """Minimum and maximum of the integers in commands."""
 
 
 @dataclass(frozen=True)
 class Number:
-    """An integer that is known at submission: a parameter, or arithmetic (``+ - * // %``) of parameters and ints.
+    """A symbolic integer that each submission evaluates: arithmetic (``+ - * // %``) of parameters and ints.
 
     Attributes
     ----------
@@ -107,7 +109,7 @@ def names_in(value: Integer) -> frozenset[str]:
 
 
 def divided(value: Integer) -> list[Number]:
-    """The dividends in a number, to be checked: int64 overflow changes results of ``//`` and ``%`` only."""
+    """The dividends in a number: they must fit into int64, because ``//`` and ``%`` of wrapped-around values differ."""
     if not isinstance(value, Number) or not ("//" in value.text or "%" in value.text):
         return []
     nodes = ast.walk(ast.parse(value.text, mode="eval"))
@@ -134,7 +136,7 @@ def integer(value: object, what: str) -> Integer:
 
 def within_int64(value: int, what: str) -> int:
     """`value` if it fits into int64; otherwise a BindingError that begins with `what`."""
-    if not INT64[0] <= value <= INT64[1]:
+    if not INT64_RANGE[0] <= value <= INT64_RANGE[1]:
         raise BindingError(f"{what} is {value:#x}, expected a number of type int64")
     return value
 
@@ -147,7 +149,7 @@ def as_float(value: Any, dtype: str, what: str) -> float:
     except OverflowError:
         fits = False
     if not fits:
-        raise BindingError(f"{what} is beyond the numbers of {dtype}")
+        raise BindingError(f"{what} exceeds the range of {dtype}")
     return number
 
 
@@ -171,13 +173,13 @@ def substituted(extent: Dim, values: dict[str, Integer], what: str) -> Integer:
         raise BindingError(f"{what} has the extent {extent}, which cannot be known before a submission") from error
 
 
-def _binary(left: Integer, sign: str, right: Integer) -> Number:
-    for side in (left, right):
-        if not isinstance(side, Number | int) or isinstance(side, bool):
-            raise BindingError(f"{side!r} ({type(side).__name__}) in arithmetic of parameters, expected an int")
-        if isinstance(side, int):
-            within_int64(side, "an int in arithmetic of parameters")
-    text = f"({dim(left)} {sign} {dim(right)})"
+def _binary(left: Integer, operation: str, right: Integer) -> Number:
+    for operand in (left, right):
+        if not isinstance(operand, Number | int) or isinstance(operand, bool):
+            raise BindingError(f"{operand!r} ({type(operand).__name__}) in arithmetic of parameters, expected an int")
+        if isinstance(operand, int):
+            within_int64(operand, "an int in arithmetic of parameters")
+    text = f"({dim(left)} {operation} {dim(right)})"
     if len(text) > MAX_CHARACTERS:
         raise BindingError(f"arithmetic of parameters takes {len(text)} characters, expected at most {MAX_CHARACTERS}")
     return Number(text)
@@ -196,7 +198,7 @@ class Limit:
     Attributes
     ----------
     what : str
-        Name in messages.
+        Subject of messages.
     value : str
         Arithmetic of parameters and sizes of bindings.
     low, high : int or None
@@ -212,7 +214,7 @@ class Limit:
     multiple: int = 1
 
     def check(self, values: Mapping[str, int]) -> None:
-        """BindingError if a submission's values violate it."""
+        """Require the condition for a submission's values; BindingError otherwise."""
         evaluate = parse_dim(self.value).evaluate
         assert evaluate is not None, f"{self.value} is arithmetic by construction"
         self._check(evaluate(values), f", {self.value}")
@@ -230,7 +232,7 @@ class Limit:
 
 
 class Limits:
-    """Distinct limits of a recording. Constants are checked at once, other numbers at each submission.
+    """Distinct limits of a recording: constants are checked while recording, other numbers at each submission.
 
     The limits of a command are pending until `commit`, so that a refused command leaves none.
     """
@@ -267,7 +269,7 @@ class Limits:
 def as_count(value: object, what: str) -> int:
     """A non-negative count; BindingError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BindingError(f"{what} is {value!r}, expected a number of them")
+        raise BindingError(f"{what} is {value!r}, expected a non-negative int")
     return value
 
 
@@ -275,10 +277,10 @@ def as_pairs(pairs: object, slots: int) -> frozenset[tuple[int, int]]:
     """Pairs of slots, each in both orders."""
     symmetric: set[tuple[int, int]] = set()
     for pair in pairs if isinstance(pairs, Iterable) else [pairs]:
-        slots_of_pair = tuple(pair) if isinstance(pair, Iterable) else (pair,)
-        if len(slots_of_pair) != 2 or not all(isinstance(slot, int) and 0 <= slot < slots for slot in slots_of_pair):
+        pair_slots = tuple(pair) if isinstance(pair, Iterable) else (pair,)
+        if len(pair_slots) != 2 or not all(isinstance(slot, int) and 0 <= slot < slots for slot in pair_slots):
             raise BindingError(f"may_overlap has {pair!r}, expected pairs of the {slots} slots")
-        symmetric |= {(slots_of_pair[0], slots_of_pair[1]), (slots_of_pair[1], slots_of_pair[0])}
+        symmetric |= {pair_slots, pair_slots[::-1]}
     return frozenset(symmetric)
 
 
@@ -305,17 +307,20 @@ def as_pattern(pattern: object, dtype: str | None) -> bytes:
             raise BindingError(f"fill with the number {pattern!r} needs dtype=, the element type it is written as")
         data = b"\0"
     else:
-        data = _element(pattern, dtype)
+        data = _element_bytes(pattern, dtype)
     if len(data) not in (1, 2, 4, 8):
         raise BindingError(f"the pattern of fill has {len(data)} bytes, expected 1, 2, 4 or 8")
     return data
 
 
-def _element(value: numbers.Real, dtype: str) -> bytes:
+def _element_bytes(value: numbers.Real, dtype: str) -> bytes:
     try:
-        kind = numpy_dtype(dtype)
+        element_type = numpy_dtype(dtype)
         with np.errstate(over="raise"):  # instead of becoming infinite
-            data = np.asarray(value).astype(kind) if kind.kind not in "iu" else np.array(operator.index(value), kind)  # type: ignore[arg-type]
+            if element_type.kind in "iu":
+                data = np.array(operator.index(value), element_type)  # type: ignore[arg-type]
+            else:
+                data = np.asarray(value).astype(element_type)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise BindingError(f"the pattern of fill, {value!r}, is not an element of {dtype} ({error})") from None
     return bytes(data.tobytes())
@@ -325,18 +330,18 @@ def as_numbers(parameters: Sequence[int | float], dtypes: Sequence[str]) -> tupl
     """The parameters of a submission, checked against their types."""
     if len(parameters) != len(dtypes):
         raise BindingError(f"{len(parameters)} parameters are given, expected {len(dtypes)}")
-    return tuple(map(_number, parameters, dtypes, range(len(dtypes))))
+    return tuple(map(_checked_number, parameters, dtypes, range(len(dtypes))))
 
 
-def _number(value: Any, dtype: str, index: int) -> int | float:
+def _checked_number(value: Any, dtype: str, index: int) -> int | float:
     if value.__class__ is not int or dtype != "int64":
-        value = _converted(value, dtype, index)
+        value = _as_dtype(value, dtype, index)
         if dtype == "float64":
             return value
-    return value if INT64[0] <= value <= INT64[1] else within_int64(value, f"parameter {index}")
+    return value if INT64_RANGE[0] <= value <= INT64_RANGE[1] else within_int64(value, f"parameter {index}")
 
 
-def _converted(value: object, dtype: str, index: int) -> Any:
+def _as_dtype(value: object, dtype: str, index: int) -> Any:
     if dtype == "float64" and isinstance(value, numbers.Real) and not isinstance(value, bool):
         return as_float(value, dtype, f"parameter {index}")
     try:

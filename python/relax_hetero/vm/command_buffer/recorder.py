@@ -31,7 +31,7 @@ from ...errors import BindingError
 from ..region.walk_commands import SCALARS, Kernel
 from .borrowed_buffer import BYTES, BorrowedBuffer
 from .operands import (
-    INT64,
+    INT64_RANGE,
     Integer,
     Limit,
     Limits,
@@ -50,7 +50,15 @@ from .operands import (
 
 @dataclass
 class Requirement:
-    """The requirements of all commands on one slot or one direct buffer."""
+    """The requirements of all commands on one slot or one direct buffer.
+
+    Attributes
+    ----------
+    static : int
+        Bytes required by ranges with constant ends.
+    dynamic : dict of str to None
+        Distinct other ends, which submissions evaluate, in order.
+    """
 
     static: int = 0
     dynamic: dict[str, None] = field(default_factory=dict)
@@ -71,7 +79,7 @@ class Requirement:
 
     @property
     def is_written(self) -> bool:
-        """True if any command writes it."""
+        """True if any command writes the memory."""
         return self.access in (WRITE, READ_WRITE)
 
     @property
@@ -83,7 +91,7 @@ class Requirement:
         return str(ends[0]) if len(ends) == 1 else f"max({', '.join(map(str, ends))})"
 
     def slot(self, index: int, device: int) -> SlotSpec:
-        """The requirement as data."""
+        """The requirement of a slot, as plain data."""
         dtype = next(iter(self.dtypes)) if len(self.dtypes) == 1 else ""
         return SlotSpec(f"slot {index}", device, self.nbytes, self.alignment, self.access, dtype)
 
@@ -122,7 +130,7 @@ def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars:
     Raises
     ------
     BindingError
-        A wrong number of operands or scalars, scalars that are missing, unknown or of another kind.
+        A wrong number of operands or scalars; a missing or unknown scalar, or one of a wrong type.
     """
     spec, where = kernel.spec, f"kernel {kernel.spec.name!r}"
     if len(operands) != len(spec.tensors):
@@ -152,7 +160,9 @@ def _scalars_by_name(spec: KernelSpec, scalars: object, where: str) -> dict[str,
         raise BindingError(f"{where} is given scalars {scalars!r}, expected a mapping or a sequence")
     for scalar in spec.scalars:
         if scalar.dtype not in SCALARS:
-            raise BindingError(f"{where} takes scalar {scalar.name!r} of {scalar.dtype}, expected one of C's types")
+            raise BindingError(
+                f"{where} takes scalar {scalar.name!r} of {scalar.dtype}, expected one of {', '.join(SCALARS)}"
+            )
     pairs = zip(params, values, strict=True)
     return {scalar.name: _value(value, scalar.dtype, f"scalar {scalar.name!r} of {where}") for scalar, value in pairs}
 
@@ -196,8 +206,14 @@ class Recording:
         Manifest index.
     parameters : tuple of str
         Type of each parameter: ``"int64"`` if any command uses it as an integer, else ``"float64"``.
+    directs : tuple of BorrowedBuffer
+        Direct buffers: memory that is the same in each submission.
     written_directs : frozenset of int
         Indices of the direct buffers that commands write.
+    kernels : mapping of str to Kernel
+        Kernels of the commands, by name.
+    limits : tuple of Limit
+        Conditions that each submission must meet.
     may_overlap : frozenset of (int, int)
         Pairs of slots whose bindings may overlap.
     """
@@ -221,7 +237,7 @@ class Recorder:
     device : int
         Manifest index.
     slots, parameters : int
-        Numbers of slots and of parameters.
+        Number of slots, and number of parameters.
     may_overlap : frozenset of (int, int)
         Pairs of slots whose bindings may overlap.
     """
@@ -229,18 +245,19 @@ class Recorder:
     def __init__(self, device: int, slots: int, parameters: int, may_overlap: frozenset[tuple[int, int]]) -> None:
         self._device, self._parameters, self._may_overlap = device, parameters, may_overlap
         self._commands: list[Command] = []
-        self._slots = [Requirement() for _ in range(slots)]
+        self._slot_requirements = [Requirement() for _ in range(slots)]
         self._directs: list[BorrowedBuffer] = []
-        self._direct_uses: list[Requirement] = []
+        self._direct_requirements: list[Requirement] = []
         self._kernels: dict[str, Kernel] = {}
         self._limits = Limits()
+        # Uses of the current command: requirement, end, alignment, access, dtype.
         self._uses: list[tuple[Requirement, Integer, int, str, str]] = []
-        self._integers: set[str] = set()
+        self._integer_parameters: set[str] = set()
 
     def keep(self, borrowed: BorrowedBuffer) -> int:
         """Add a direct buffer, kept alive by the recording; returns its index."""
         self._directs.append(borrowed)
-        self._direct_uses.append(Requirement())
+        self._direct_requirements.append(Requirement())
         return len(self._directs) - 1
 
     def fill(self, target: MemoryRange, pattern: bytes) -> None:
@@ -260,11 +277,12 @@ class Recorder:
             )
         if source.length is None and target.length is not None:
             source = MemoryRange(source.owner, source.space, source.index, source.offset, target.length)
-        read, length = self._resolve_range(source, 1, READ, "the source of copy")
+        source_reference, length = self._resolve_range(source, 1, READ, "the source of copy")
         target = MemoryRange(target.owner, target.space, target.index, target.offset, length)
-        write, _ = self._resolve_range(target, 1, WRITE, "the target of copy")
-        self._refuse_overlap([("the source", read, READ), ("the target", write, WRITE)], "copy")
-        self._end(Copy(read, write))
+        target_reference, _ = self._resolve_range(target, 1, WRITE, "the target of copy")
+        uses = [("the source", source_reference, READ), ("the target", target_reference, WRITE)]
+        self._refuse_overlap(uses, "copy")
+        self._end(Copy(source_reference, target_reference))
 
     def barrier(self) -> None:
         """Record a barrier."""
@@ -282,25 +300,25 @@ class Recorder:
         self._begin()
         spec, where = call.kernel.spec, f"kernel {call.kernel.spec.name!r}"
         for direction, number in zip("xyz", grid, strict=False):
-            self._integer(f"the workgroup count of {where} along {direction}", number, 0, INT64[1])
+            self._require_integer(f"the workgroup count of {where} along {direction}", number, 0, INT64_RANGE[1])
         operands = []
         for param, memory, (extents, nbytes) in zip(spec.tensors, call.operands, call.extents, strict=True):
             what = f"tensor {param.name!r} of {where}"
             for axis, extent in enumerate(extents):
-                self._integer(f"the extent of {what} along axis {axis}", extent, 0)
-            operands.append(self._use(memory, nbytes, param.alignment, param.access, param.dtype, what))
-        named = [(p.name, o, p.access) for p, o in zip(spec.tensors, operands, strict=True)]
-        self._refuse_overlap(named, where)
+                self._require_integer(f"the extent of {what} along axis {axis}", extent, 0)
+            operands.append(self._add_use(memory, nbytes, param.alignment, param.access, param.dtype, what))
+        pairs = zip(spec.tensors, operands, strict=True)
+        self._refuse_overlap([(param.name, operand, param.access) for param, operand in pairs], where)
         for scalar, value in zip(spec.scalars, call.scalars, strict=False):
-            self._scalar(f"scalar {scalar.name!r} of {where}", scalar.dtype, value)
+            self._require_scalar(f"scalar {scalar.name!r} of {where}", scalar.dtype, value)
         scalars = tuple(value.text if isinstance(value, Number) else value for value in call.scalars)
-        counts = self._int32s(count, len(grid), f"the count of {where}")
-        predicates = self._int32s(when, 1, f"when of {where}"), self._int32s(unless, 1, f"unless of {where}")
+        counts = self._add_int32s(count, len(grid), f"the count of {where}")
+        predicates = self._add_int32s(when, 1, f"when of {where}"), self._add_int32s(unless, 1, f"unless of {where}")
         self._kernels[spec.name] = call.kernel
         self._end(Dispatch(spec.name, tuple(operands), scalars, tuple(map(dim, grid)), counts, *predicates))
 
     def _begin(self) -> None:
-        """Begin a command, and drop the requirements of a refused one."""
+        """Begin a command; drops the requirements of a previous command that was refused."""
         self._uses.clear()
         self._limits.roll_back()
 
@@ -311,14 +329,14 @@ class Recorder:
         self._commands.append(command)
 
     def finish(self) -> Recording:
-        """The recording as data."""
+        """The finished recording."""
         parameters = [parameter_name(index) for index in range(self._parameters)]
-        written = [i for i, use in enumerate(self._direct_uses) if use.is_written]
+        written = [i for i, requirement in enumerate(self._direct_requirements) if requirement.is_written]
         return Recording(
             self._device,
             tuple(self._commands),
-            tuple(use.slot(index, self._device) for index, use in enumerate(self._slots)),
-            tuple("int64" if name in self._integers else "float64" for name in parameters),
+            tuple(required.slot(index, self._device) for index, required in enumerate(self._slot_requirements)),
+            tuple("int64" if name in self._integer_parameters else "float64" for name in parameters),
             tuple(self._directs),
             frozenset(written),
             self._kernels,
@@ -327,36 +345,35 @@ class Recorder:
         )
 
     def _resolve_range(self, memory: MemoryRange, alignment: int, access: str, what: str) -> tuple[Reference, Integer]:
-        """A reference to a range, by default to all bytes from its offset on, and its length."""
+        """Add a use of a range, by default of all bytes from its offset on; returns its reference and length."""
         length = memory.length
         if length is not None:
-            return self._use(memory, length, alignment, access, "", what), length
+            return self._add_use(memory, length, alignment, access, "", what), length
         if memory.space == DIRECT:
             length = self._directs[memory.index].nbytes - memory.offset
-            return self._use(memory, length, alignment, access, "", what), length
+            return self._add_use(memory, length, alignment, access, "", what), length
         size = Number(size_name(memory.index))
         length = size - memory.offset if memory.offset != 0 else size
-        self._use(
-            memory, 0, alignment, access, "", what
-        )  # the length is the binding's own, so only the offset needs a check
+        # The range ends where the binding ends, so only the offset needs a check.
+        self._add_use(memory, 0, alignment, access, "", what)
         return Reference(memory.space, memory.index, dim(memory.offset), dim(length)), length
 
-    def _use(
+    def _add_use(
         self, memory: MemoryRange, nbytes: Integer, alignment: int, access: str, dtype: str, what: str
     ) -> Reference:
-        """A reference to `nbytes` of a range; adds the requirements on its slot or buffer."""
+        """Add a use of `nbytes` bytes of a range to its slot or buffer; returns the reference to them."""
         location, offset, length = _name(memory), memory.offset, memory.length
-        self._integer(f"the offset of {what} in {location}", offset, 0)
+        self._require_integer(f"the offset of {what} in {location}", offset, 0)
         if length is None:
             length = nbytes
         elif length != nbytes:
-            self._integer(f"the length that {what} has in {location}, beyond the {text_of(nbytes)} it needs,",
+            self._require_integer(f"the length that {what} has in {location}, beyond the {text_of(nbytes)} it needs,",
                           length - nbytes, 0)  # fmt: skip
-        self._integer(f"the length of {what} in {location}", length, 0)
+        self._require_integer(f"the length of {what} in {location}", length, 0)
         end = end_of(offset, length)
         if memory.space == SLOT:
             self._limits.require(f"the offset of {what} in {location}", offset, multiple=alignment)
-            self._uses.append((self._slots[memory.index], end, alignment, access, dtype))
+            self._uses.append((self._slot_requirements[memory.index], end, alignment, access, dtype))
         else:
             buffer = self._directs[memory.index]
             if access != READ and not buffer.writable:
@@ -366,29 +383,29 @@ class Recorder:
             self._limits.require(
                 f"the address of {what} in {location}", offset + buffer.address % alignment, multiple=alignment
             )
-            self._integer(f"the end of {what} in {location}", end, 0, buffer.nbytes)
-            self._uses.append((self._direct_uses[memory.index], end, alignment, access, dtype))
+            self._require_integer(f"the end of {what} in {location}", end, 0, buffer.nbytes)
+            self._uses.append((self._direct_requirements[memory.index], end, alignment, access, dtype))
         return Reference(memory.space, memory.index, dim(offset), dim(nbytes))
 
-    def _int32s(self, memory: MemoryRange | None, count: int, what: str) -> Reference | None:
+    def _add_int32s(self, memory: MemoryRange | None, count: int, what: str) -> Reference | None:
         if memory is None:
             return None
-        return self._use(memory, count * COUNT_BYTES, COUNT_BYTES, READ, "int32", what)
+        return self._add_use(memory, count * COUNT_BYTES, COUNT_BYTES, READ, "int32", what)
 
-    def _integer(self, what: str, value: Integer, low: int | None, high: int | None = None) -> None:
-        self._integers |= names_in(value)
+    def _require_integer(self, what: str, value: Integer, low: int | None, high: int | None = None) -> None:
+        self._integer_parameters |= names_in(value)
         self._limits.require(what, value, low, high)
         for dividend in divided(value):
-            self._limits.require(f"a part of {what}", dividend, *INT64)
+            self._limits.require(f"a dividend in {what}", dividend, *INT64_RANGE)
 
-    def _scalar(self, what: str, dtype: str, value: Integer | float) -> None:
+    def _require_scalar(self, what: str, dtype: str, value: Integer | float) -> None:
         if dtype.startswith("float"):
             return
-        assert isinstance(value, int | Number), f"{what} is an integer, as its call says"
+        assert isinstance(value, int | Number), f"{what} is an integer (dispatch_arguments)"
         bits = 1 if dtype == "bool" else int(dtype.lstrip("uint"))
         is_signed = dtype.startswith("int")
         low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if is_signed else (0, (1 << bits) - 1)
-        self._integer(what, value, low, high)
+        self._require_integer(what, value, low, high)
 
     def _refuse_overlap(self, uses: Sequence[tuple[str, Reference, str]], what: str) -> None:
         for (name, a, access), (other, b, other_access) in itertools.combinations(uses, 2):
@@ -397,7 +414,7 @@ class Recorder:
             if a.space == SLOT and (a.index, b.index) in self._may_overlap:
                 continue
             locations = " and ".join(sorted({_name(a), _name(b)}))
-            (begin, end), (other_begin, other_end) = self._ends(a), self._ends(b)
+            (begin, end), (other_begin, other_end) = self._bounds(a), self._bounds(b)
             gaps = [begin - other_end, other_begin - end]
             constant_gaps = [gap for gap in gaps if isinstance(gap, int)]
             if any(gap >= 0 for gap in constant_gaps):
@@ -405,14 +422,15 @@ class Recorder:
             if len(constant_gaps) == len(gaps):
                 hint = f" unless may_overlap has ({a.index}, {b.index})" if a.space == SLOT else ""
                 raise BindingError(
-                    f"{what}: {name} and {other} share bytes of {locations}, and one is written; expected apart{hint}"
+                    f"{what}: {name} and {other} share bytes of {locations}, and one is written; "
+                    f"expected disjoint ranges{hint}"
                 )
             gap = Number(f"max({', '.join(str(dim(gap)) for gap in gaps)})")
             self._limits.require(
                 f"{what}: the gap between {name} and {other} in {locations}, of which one is written,", gap
             )
 
-    def _ends(self, reference: Reference) -> tuple[Integer, Integer]:
+    def _bounds(self, reference: Reference) -> tuple[Integer, Integer]:
         """Begin and end of a range: offsets in a slot, or addresses of a direct buffer."""
         offset, length = (
             Number(number) if isinstance(number, str) else number for number in (reference.offset, reference.length)

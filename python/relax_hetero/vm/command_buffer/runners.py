@@ -54,12 +54,12 @@ ENDED = Submission()
 class Runner(Protocol):
     """Runs a recording on one device; thread-safe and reentrant.
 
-    Each kind of device has its own (`runner_for`). Tables and numbers have been checked before.
+    Each kind of device has a class of its own (`runner_for`). Callers have checked tables and numbers.
     """
 
     @property
     def runs(self) -> str:
-        """Manner of execution, as in `RegionSpec.runs`."""
+        """How commands run, as in `RegionSpec.runs`."""
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
         """Submit with a table and the parameters' values.
@@ -79,7 +79,7 @@ def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) ->
     Raises
     ------
     BindingError
-        A kind of device that does not support command buffers by hand.
+        The kind of device does not support command buffers recorded by hand.
     """
     check_device_kind(machine, recording.device)
     backend = machine.executable.devices[recording.device].backend
@@ -88,11 +88,11 @@ def runner_for(machine: VirtualMachine, recording: Recording, compiled: bool) ->
 
 
 def check_device_kind(machine: VirtualMachine, device: int) -> None:
-    """BindingError for a kind of device without a runner."""
+    """Require a kind of device with a runner; BindingError otherwise."""
     spec = machine.executable.devices[device]
     if not spec.backend.records_by_hand:
-        kinds = ", ".join(repr(backend.kind) for backend in backends() if backend.records_by_hand)
-        raise BindingError(f"command buffers by hand: expected a device of a kind of {kinds}, found {spec.kind!r}")
+        kinds = " or ".join(repr(backend.kind) for backend in backends() if backend.records_by_hand)
+        raise BindingError(f"a command buffer needs a device of the kind {kinds}, found {spec.kind!r}")
 
 
 class HostRunner:
@@ -101,18 +101,18 @@ class HostRunner:
     def __init__(self, machine: VirtualMachine, recording: Recording, compiled: bool) -> None:
         self._threads, self._metadata = machine._threads, machine.executable.metadata
         self._runs = "host function" if compiled else "walked commands"
-        self._run = _compiled_run(recording) if compiled else _walking_run(recording)
+        self._run_commands = _compiled_function(recording) if compiled else _interpreting_function(recording)
 
     @property
     def runs(self) -> str:
-        """Manner of execution, as in `RegionSpec.runs`."""
+        """How commands run, as in `RegionSpec.runs`."""
         return self._runs
 
     def __call__(self, table: BindingTable, numbers: tuple[int | float, ...]) -> Submission:
-        """Run the commands with a binding table and numbers."""
+        """Run the commands with a binding table and the parameters' values."""
         pool = enter_call(self._threads)
         try:
-            self._run(table, numbers)
+            self._run_commands(table, numbers)
         except HeteroError:
             raise
         except Exception as error:  # a kernel may raise anything
@@ -122,10 +122,10 @@ class HostRunner:
         return ENDED
 
 
-_Run = Callable[[BindingTable, tuple[int | float, ...]], None]
+_RunCommands = Callable[[BindingTable, tuple[int | float, ...]], None]
 
 
-def _walking_run(recording: Recording) -> _Run:
+def _interpreting_function(recording: Recording) -> _RunCommands:
     names = [parameter_name(index) for index in range(len(recording.parameters))]
     directs = [buffer.address for buffer in recording.directs]
 
@@ -136,18 +136,18 @@ def _walking_run(recording: Recording) -> _Run:
     return run
 
 
-def _compiled_run(recording: Recording) -> _Run:
+def _compiled_function(recording: Recording) -> _RunCommands:
     kernels = list(recording.kernels.values())
     addresses = [*(buffer.address for buffer in recording.directs), *(kernel.address for kernel in kernels)]
     address_table = (ctypes.c_int64 * max(1, len(addresses)))(*addresses)
-    pointer = ctypes.addressof(address_table)
+    table_pointer = ctypes.addressof(address_table)
     host_function = provided("compile_commands")(
         recording.commands, len(recording.slots), len(recording.directs), recording.parameters,
         tuple(kernel.spec for kernel in kernels),
     )  # fmt: skip
 
-    def run(table: BindingTable, numbers: tuple[int | float, ...], _alive: object = address_table) -> None:
-        if host_function(table.pointer, pointer, *numbers):
+    def run(table: BindingTable, numbers: tuple[int | float, ...], _keep_alive: object = address_table) -> None:
+        if host_function(table.pointer, table_pointer, *numbers):
             raise_kernel_error()
 
     return run

@@ -45,7 +45,7 @@ class CudaDriver:
         """Free memory of `pinned`."""
         self._call("cuMemFreeHost", self._api.cuMemFreeHost, address)
 
-    def record(self, launch: Callable[[int], None]) -> int:
+    def capture(self, launch: Callable[[int], None]) -> int:
         """Capture the kernels that `launch` launches on the given stream; returns an executable graph."""
         api = self._api
         stream = self._call("cuStreamCreate", api.cuStreamCreate, api.CUstream_flags.CU_STREAM_NON_BLOCKING)

@@ -165,8 +165,8 @@ def _set_width(pool: Pool, width: int, callers: int) -> None:
     if pool.used < 0:
         _calling.discard(pool)
         raise HeteroError(
-            "this thread's helpers stayed behind in the process that this one was forked from; expected a call in "
-            "another thread, or one that is submitted"
+            "this thread's worker threads do not exist in this forked process; expected a call in another thread, or "
+            "one that is submitted"
         )
     share = max(1, width // callers)
     pool.alone = pool.alone + 1 if callers == 1 else 0

@@ -31,7 +31,7 @@ from .export import checked_path, link_library, needs_linking, write_copy, write
 from .load_code import load_code
 
 _MAX_FUNCTIONS = 12
-"""Functions whose signatures a notebook shows."""
+"""Maximum number of functions whose signatures a notebook shows."""
 
 
 class Executable:
@@ -52,8 +52,8 @@ class Executable:
         Machine code of CUDA kernels that the module holds as source, by `cuda_modules.source_key`; files get the
         machine code.
     versions : sequence of Executable, optional
-        The same model without some of the devices in ``metadata.optional``, for machines that lack them, ordered by the
-        number of devices that they omit; the last one omits all.
+        The same model without some of the devices in ``metadata.optional``, for computers that lack them, ordered by
+        the number of devices that they omit; the last one omits all.
 
     Attributes
     ----------
@@ -81,8 +81,10 @@ class Executable:
         self._machine_code = dict(machine_code or {})
         self._runnable: runtime.Module | None = None
         self._lock = threading.Lock()
-        # Machines on the same devices share their copies of the weights.
-        self._placed: WeakValueDictionary[tuple[tuple[int, int], ...], PlacedConstants] = WeakValueDictionary()
+        # By physical devices: virtual machines on the same devices share their copies of the weights.
+        self._placed_constants: WeakValueDictionary[tuple[tuple[int, int], ...], PlacedConstants] = (
+            WeakValueDictionary()
+        )
 
     def __repr__(self) -> str:
         devices = ", ".join(device_names(self.devices))
@@ -105,10 +107,10 @@ class Executable:
             *(Column("device"), Column("kind"), Column("ops", True), Column("kernels", True)),
             *(Column("transfers in", True), Column("weights", True)),
         ]
-        more = len(functions) - _MAX_FUNCTIONS
+        num_hidden = len(functions) - _MAX_FUNCTIONS
         return view(
             table("Functions", [Column("signature")], functions[:_MAX_FUNCTIONS]),
-            *([paragraph(f"and {more} more functions")] if more > 0 else []),
+            *([paragraph(f"and {num_hidden} more functions")] if num_hidden > 0 else []),
             table("Devices", columns, rows),
             paragraph("explain() prints why each op is where it is; memory_plan is the memory of a call."),
         )
@@ -118,7 +120,7 @@ class Executable:
 
     @property
     def module(self) -> runtime.Module:
-        """The code; BuildError if it must be loaded from the file and cannot be."""
+        """The code, loaded from the file at first use; BuildError if it cannot be loaded."""
         if self._module is None:
             if self._container is None:
                 raise BuildError("an Executable needs a module, or a file to load it from")
@@ -127,7 +129,7 @@ class Executable:
 
     @property
     def devices(self) -> tuple[DeviceSpec, ...]:
-        """The manifest in order."""
+        """The devices of the manifest, in order."""
         return self.metadata.devices
 
     @property
@@ -194,7 +196,7 @@ class Executable:
         """Write a report for a browser: one HTML file that needs no network.
 
         It shows the model's graph with the device and the kernel of each op, the layouts of tensors, the use of memory,
-        and, if it was measured, the time of each part.
+        and, if it was measured, the time of each kernel.
 
         Parameters
         ----------
@@ -240,7 +242,7 @@ class Executable:
         Raises
         ------
         BuildError
-            No compiler, a failing one, a path that cannot be written, or an invalid key. No partial file is left.
+            The compiler is missing or fails, the path cannot be written, or the key is invalid. No partial file stays.
         """
         self._export(
             Path(checked_path(path, "exporting an executable")), None if key is None else checked_key(key), 0o666
@@ -264,7 +266,7 @@ class Executable:
             write_executable(path, [self, *self.versions], key, mode)
 
     def write_library(self, path: Path, what: str) -> None:
-        """Write the linked code to `path`; a BuildError that begins with `what` if it cannot be linked.
+        """Write the linked code to `path`; if it cannot be linked, raise a BuildError that begins with `what`.
 
         Parameters
         ----------
@@ -284,21 +286,21 @@ class Executable:
         Raises
         ------
         BuildError
-            Such code without a C compiler.
+            There is code of ``c`` devices, and no C compiler.
         """
         with self._lock:
             if self._runnable is None:
-                self._runnable = self._linked() if needs_linking(self.module) else self.module
+                self._runnable = self._load_linked() if needs_linking(self.module) else self.module
             return self._runnable
 
-    def _linked(self) -> runtime.Module:
+    def _load_linked(self) -> runtime.Module:
         with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
             library = Path(folder) / "library.so"
             link_library(self.module, library, "running code of a 'c' device", self._machine_code)
             return load_code(library)
 
     def constants_on(self, devices: Sequence[runtime.Device]) -> PlacedConstants:
-        """The constants on the devices that use them; machines on the same devices share the result.
+        """The constants on the devices that use them; virtual machines on the same devices share the result.
 
         Parameters
         ----------
@@ -308,9 +310,9 @@ class Executable:
         key = tuple((device.dlpack_device_type(), device.index) for device in devices)
         address_of = partial(kernel_address, self.runnable())
         with self._lock:
-            placed = self._placed.get(key)
+            placed = self._placed_constants.get(key)
             if placed is None:
                 placed = PlacedConstants(self.constants, self.metadata.constants, devices, address_of)
                 move_constants_to_nodes(self.metadata, placed.values)
-                self._placed[key] = placed
+                self._placed_constants[key] = placed
             return placed

@@ -41,7 +41,7 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
                 identity = (status.st_dev, status.st_ino)
             else:
                 source, identity = _open_file(container), container.identity
-            # The library of a version is not at the begin of the file, and must be copied, too.
+            # The library of a version is not at the beginning of the file, and must be copied, too.
             needs_copy = identity in _loaded_files or (container is not None and container.code_begin > 0)
             _loaded_files.add(identity)
             if not needs_copy and container is None and _loaded_paths.setdefault(source, identity) == identity:

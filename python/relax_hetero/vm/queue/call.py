@@ -22,7 +22,7 @@ from .stream_queue import Point, StreamQueue
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """A call whose arguments were checked and placed.
 
     Attributes
@@ -30,11 +30,11 @@ class Prepared:
     values : sequence of object
         Arguments as the function takes them.
     sizes : mapping of str to int
-        The values of its symbolic dimensions.
+        Values of the function's symbolic dimensions.
     finish : callable
-        Makes the caller's result from the function's (a value, or nested tuples), in the thread that computed it.
+        Converts the function's result (a value, or nested tuples) to the caller's, in the thread of the last step.
     memory : ArgumentMemory or None
-        Memory of the arguments, if calls of the process may consume arguments.
+        Memory of the arguments; None unless calls in this process may consume donated arguments.
     """
 
     values: Sequence[Any]
@@ -43,7 +43,7 @@ class Prepared:
     memory: ArgumentMemory | None = None
 
 
-Prepare = Callable[[Sequence[Any], Mapping[str, Any]], Prepared]
+Prepare = Callable[[Sequence[Any], Mapping[str, Any]], PreparedCall]
 """Function that checks and places a caller's arguments, by position and by name."""
 
 
@@ -55,11 +55,11 @@ class QueuedCall:
     plan : QueuePlan
         The function's steps and their queues.
     number : int
-        Age of the call: older calls have smaller numbers.
+        Sequence number of the call; queues prefer steps of calls with smaller numbers.
     fence : Fence
-        Gets the result, or the error.
+        Fence that gets the result, or the error.
     owner : object
-        The machine, kept alive until the call has ended.
+        Virtual machine, kept alive until the call has ended.
 
     Attributes
     ----------
@@ -67,39 +67,39 @@ class QueuedCall:
         Values by number; None before they are issued and after their last reader.
     points : dict of int to Point
         Stream points, by number, of values that are issued and not yet complete.
-    sizes
-        The values of symbolic dimensions.
+    sizes : mapping of str to int
+        Values of symbolic dimensions.
     """
 
-    def __init__(self, plan: QueuePlan, number: int, prepared: Prepared, fence: Fence, owner: object) -> None:
+    def __init__(self, plan: QueuePlan, number: int, prepared: PreparedCall, fence: Fence, owner: object) -> None:
         self.sizes = prepared.sizes
-        self.values: list[Any] = [*prepared.values, *(None,) * (plan.values - len(prepared.values))]
+        self.values: list[Any] = [*prepared.values, *(None,) * (plan.num_values - len(prepared.values))]
         self.points: dict[int, Point] = {}
         self._plan, self._number, self._fence, self._owner = plan, number, fence, owner
         self._finish: Callable[[Any], Any] | None = prepared.finish
         self._lock = threading.RLock()
-        self._missing = list(plan.missing)
-        self._readers = list(plan.readers)
-        self._left = len(plan.steps)
+        self._missing_inputs = list(plan.missing_inputs)
+        self._reader_counts = list(plan.reader_counts)
+        self._num_unfinished = len(plan.steps)
         self._running: set[int] = set()  # steps that have begun and not ended
         self._error: BaseException | None = None
         self._has_begun = False
 
     def live_values(self) -> list[Any]:
-        """The values that still have readers."""
+        """The values by number; None for those that are not issued yet or lack further readers."""
         with self._lock:
             return [*self.values]
 
     def begin(self) -> None:
         """Push the steps without missing inputs into their queues."""
         if self._plan.steps:
-            self._push([index for index, missing in enumerate(self._missing) if not missing])
+            self._push([index for index, missing in enumerate(self._missing_inputs) if not missing])
         elif self._fence.begin():
             self._settle()
 
     def run(self, index: int) -> None:
         """Run a step, unless the call has failed or was cancelled."""
-        if not self._enter(index):
+        if not self._try_begin_step(index):
             return
         try:
             results, point = self._plan.execute(index, self)
@@ -140,14 +140,15 @@ class QueuedCall:
             explained = self._plan.explain(index, error)
         except Exception:  # the waiting caller must get some error
             explained = error
-        frames = error.__traceback__
-        traceback.clear_frames(frames)
-        error.__traceback__ = frames and frames.tb_next  # the first frame is `run` or `end`
+        trace = error.__traceback__
+        traceback.clear_frames(trace)
+        error.__traceback__ = trace and trace.tb_next  # the first frame is `run` or `end`
         if explained is not error:
             explained.__cause__ = error
         return explained
 
-    def _enter(self, index: int) -> bool:
+    def _try_begin_step(self, index: int) -> bool:
+        """Mark a step as running; False if the call has failed or was cancelled."""
         with self._lock:
             if self._error is not None:
                 return False
@@ -155,7 +156,7 @@ class QueuedCall:
         if self._has_begun or self._fence.begin():
             self._has_begun = True
             return True
-        self._free()
+        self._release_values()
         return False
 
     def _mark_issued(self, index: int, results: Sequence[Any], point: Point | None) -> None:
@@ -167,7 +168,7 @@ class QueuedCall:
                 if point is not None:
                     self.points[number] = point
             if self._error is None:
-                ready = self._count_down(self._plan.follow_issue[index])
+                ready = self._count_down(self._plan.readers_after_issue[index])
         self._push(ready)
 
     def _mark_ended(self, index: int) -> None:
@@ -175,16 +176,16 @@ class QueuedCall:
         step, ready = self._plan.steps[index], []
         with self._lock:
             self._running.discard(index)
-            self._left -= 1
+            self._num_unfinished -= 1
             for number in step.makes:
                 self.points.pop(number, None)
             for number in step.reads:
-                self._readers[number] -= 1
+                self._reader_counts[number] -= 1
             for number in (*step.reads, *step.makes):
-                if not self._readers[number]:
+                if not self._reader_counts[number]:
                     self.values[number] = None
             if self._error is None:
-                ready = self._count_down(self._plan.follow_end[index])
+                ready = self._count_down(self._plan.readers_after_end[index])
             is_over = self._is_over()
         if is_over:
             self._settle()
@@ -193,13 +194,13 @@ class QueuedCall:
 
     def _is_over(self) -> bool:
         """Return whether no step runs or will run; requires the lock."""
-        return not self._running and (self._left == 0 or self._error is not None)
+        return not self._running and (self._num_unfinished == 0 or self._error is not None)
 
     def _count_down(self, readers: Sequence[int]) -> list[int]:
         """Count one more value as ready for each of `readers`; returns the steps that now have all their inputs."""
         for reader in readers:
-            self._missing[reader] -= 1
-        return [reader for reader in dict.fromkeys(readers) if not self._missing[reader]]
+            self._missing_inputs[reader] -= 1
+        return [reader for reader in dict.fromkeys(readers) if not self._missing_inputs[reader]]
 
     def _push(self, ready: Sequence[int]) -> None:
         for index in ready:
@@ -210,17 +211,17 @@ class QueuedCall:
                 queue.push((self._number, index), _StepWork(self, index))
 
     def _settle(self) -> None:
-        """Settle the fence. It comes last, because callbacks run code of the caller's."""
+        """Finish the call; the fence is settled last, because that runs the caller's callbacks."""
         error, result = self._error, None
         if error is None and self._finish is not None:
             try:
                 result = self._finish(self._plan.result(self.values))
             except BaseException as raised:  # for example, no memory for a copy of a result
                 error = self._explain(None, raised)
-        self._free()
+        self._release_values()
         self._fence.settle(result, error)
 
-    def _free(self) -> None:
+    def _release_values(self) -> None:
         self.values, self.points = [], {}
         self._owner = self._finish = None
 

@@ -144,7 +144,7 @@ class Fence(Future[Any]):
         with suppress(InvalidStateError):
             self.set_result(result) if error is None else self.set_exception(error)
 
-    def lose(self, error: HeteroError) -> None:
+    def fail_after_fork(self, error: HeteroError) -> None:
         """Give the fence an error in a forked process, where no thread serves it and locks may be held forever.
 
         Parameters

@@ -18,48 +18,48 @@ class QueuePlan:
 
     Attributes
     ----------
-    function
+    function : str
         Name of the function.
-    queues : list
+    queues : list of DeviceQueue or None
         Queue of each step; None for an alias, which runs in the thread that made its input.
-    values
-        Number of values.
-    missing : list
-        Number of each step's inputs that are not arguments of the function.
-    readers : list
-        Number of readers of each value: steps and the caller.
-    returned
-        The values that the function returns.
-    follow_issue, follow_end : list of list of int
-        For each step its readers, once for each value: those that may begin when it is issued, and those that must wait
-        until it has ended.
+    num_values : int
+        Number of values of a call.
+    missing_inputs : list of int
+        For each step, the number of inputs that other steps make.
+    reader_counts : list of int
+        For each value, the number of its readers: steps and the caller.
+    returned_values : list of int
+        Numbers of the values that the function returns.
+    readers_after_issue, readers_after_end : list of list of int
+        For each step, the steps that read its values (once for each value): those that may begin when it is issued, and
+        those that must wait until it has ended.
     """
 
     def __init__(self, schedule: Schedule, queues: Queues) -> None:
         self.steps = schedule.steps
-        self.values = schedule.values
+        self.num_values = schedule.values
         self.queues = [queues.queue_of(step) for step in schedule.steps]
-        self._owner, self._results, self.function = queues, schedule.results, schedule.function
-        self.missing = [sum(number >= schedule.inputs for number in step.reads) for step in self.steps]
-        self.returned = _result_numbers(self._results)
-        self.readers = [self.returned.count(number) for number in range(schedule.values)]
+        self._machine_queues, self._results, self.function = queues, schedule.results, schedule.function
+        self.missing_inputs = [sum(number >= schedule.inputs for number in step.reads) for step in self.steps]
+        self.returned_values = _result_numbers(self._results)
+        self.reader_counts = [self.returned_values.count(number) for number in range(schedule.values)]
         makers = {number: index for index, step in enumerate(self.steps) for number in step.makes}
         issued = [queues.is_issued(*pair) for pair in zip(self.steps, self.queues, strict=True)]
-        self.follow_issue: list[list[int]] = [[] for _ in self.steps]
-        self.follow_end: list[list[int]] = [[] for _ in self.steps]
+        self.readers_after_issue: list[list[int]] = [[] for _ in self.steps]
+        self.readers_after_end: list[list[int]] = [[] for _ in self.steps]
         for index, step in enumerate(self.steps):
             for number in step.reads:
-                self.readers[number] += 1
+                self.reader_counts[number] += 1
                 maker = makers.get(number)
                 if maker is not None:
-                    follow = self.follow_issue if issued[maker] and issued[index] else self.follow_end
-                    follow[maker].append(index)
-        self._makes_results = [any(number in self.returned for number in step.makes) for step in self.steps]
+                    are_issued = issued[maker] and issued[index]
+                    (self.readers_after_issue if are_issued else self.readers_after_end)[maker].append(index)
+        self._makes_results = [any(number in self.returned_values for number in step.makes) for step in self.steps]
 
     def execute(self, index: int, call: CallState) -> tuple[Sequence[Any], Point | None]:
-        """Run a step of a call; returns its results in order, and the stream point that completes them."""
+        """Run a step of a call; returns its results in order, and the stream point that completes them, if any."""
         step = self.steps[index]
-        results, point = self._owner.run(step, self.queues[index], self._makes_results[index], call)
+        results, point = self._machine_queues.run(step, self.queues[index], self._makes_results[index], call)
         return results if len(step.makes) != 1 else (results,), point
 
     def await_end(self, index: int, point: Point) -> None:
@@ -78,7 +78,7 @@ class QueuePlan:
             what += f", step {self.steps[index].function!r}"
             if self.steps[index].calls:
                 what += f" ({', '.join(self.steps[index].calls)})"
-        return self._owner.explain(what, error)
+        return self._machine_queues.explain(what, error)
 
     def result(self, values: Sequence[Any]) -> Any:
         """The function's result, gathered from the values of a call."""
@@ -86,7 +86,7 @@ class QueuePlan:
 
 
 def single_step_schedule(signature: FunctionSignature, entries: Sequence[int]) -> Schedule:
-    """A default schedule: one step on all devices."""
+    """A schedule of one step, on the devices with the manifest indices `entries`, for functions without a schedule."""
     inputs = len(signature.inputs)
     first, *other_devices = entries or (-1,)
     reads, takes_constants = tuple(range(inputs)), signature.takes_constants
@@ -97,8 +97,8 @@ def single_step_schedule(signature: FunctionSignature, entries: Sequence[int]) -
 
 
 def _result_numbers(results: Results) -> list[int]:
-    return [results] if isinstance(results, int) else [number for part in results for number in _result_numbers(part)]
+    return [results] if isinstance(results, int) else [number for item in results for number in _result_numbers(item)]
 
 
 def _gather(results: Results, values: Sequence[Any]) -> Any:
-    return values[results] if isinstance(results, int) else tuple(_gather(part, values) for part in results)
+    return values[results] if isinstance(results, int) else tuple(_gather(item, values) for item in results)

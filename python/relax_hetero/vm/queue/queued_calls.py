@@ -116,10 +116,10 @@ class CallsInFlight:
                 check_may_wait("calls")
             return self._changed.wait_for(lambda: earlier.isdisjoint({*self.fences, *self._waiting}), timeout)
 
-    def lose(self, error: HeteroError) -> None:
+    def fail_after_fork(self, error: HeteroError) -> None:
         """Fail all calls in a forked process, where the threads that would run them do not exist."""
         for fence in {*self.fences, *self._waiting}:
-            fence.lose(error)
+            fence.fail_after_fork(error)
         self._waiting.clear()
 
 
@@ -174,9 +174,9 @@ class QueuedCalls:
             calls = self._calls
         return calls.wait(timeout)
 
-    def lose(self, error: HeteroError) -> None:
+    def fail_after_fork(self, error: HeteroError) -> None:
         """Fail all calls in a forked process."""
-        self._calls.lose(error)
+        self._calls.fail_after_fork(error)
 
     @contextmanager
     def traced(self, trace: Trace) -> Iterator[Trace]:

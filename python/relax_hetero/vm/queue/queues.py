@@ -50,12 +50,21 @@ class Queues:
 
     Parameters
     ----------
-    devices, scopes
+    devices, scopes : sequence of Device, sequence of str
         Devices and memory scopes by manifest index; the last is the host.
     constants : object
         Constants, as functions take them.
     load : callable
-        Makes a TVM virtual machine; each queue's thread has its own.
+        Function that makes a TVM virtual machine; each queue's thread has its own.
+    are_threads_stock : bool
+        Whether kernels run on TVM's thread pool instead of the library's workers.
+
+    Attributes
+    ----------
+    by_entry : list of DeviceQueue
+        Queues by manifest index; the last is the host's.
+    all : list of DeviceQueue
+        Queues by physical device, without those of copies.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class Queues:
     ) -> None:
         self._metadata, self._devices, self._scopes = metadata, devices, scopes
         self._constants, self._load = constants, load
+        # Keys are pairs (DLPack device type, index).
         keys = [(device.dlpack_device_type(), device.index) for device in devices]
         cores: dict[tuple[int, int], int] = {}
         nodes: dict[tuple[int, int], int] = {}
@@ -94,12 +104,12 @@ class Queues:
                     pool = Threads(threads.get(key, 1), are_threads_stock)
                     queue = DeviceQueue(name, cpus.get(key, ()), pool, nodes.get(key))
                 queues[key] = queue
-        self._copies = _copy_queues(keys)
+        self._copy_queues = _copy_queues(keys)
         self.by_entry = [queues[key] for key in keys]
         self.all = list(queues.values())
-        self._machines: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}
-
-        _open.add(self)
+        # TVM's virtual machine of each queue's thread, with its functions by name.
+        self._modules: dict[DeviceQueue, tuple[runtime.Module, dict[str, Any]]] = {}
+        _open_queues.add(self)
 
     @property
     def host(self) -> DeviceQueue:
@@ -107,22 +117,22 @@ class Queues:
         return self.by_entry[-1]
 
     def close(self, until: float = 0) -> None:
-        """End the threads after their current work, fail the remaining work, and wait for that until a clock time."""
+        """End the threads after their current work, fail other work, and wait until `until` (monotonic) at most."""
         for queue in (*self.all, *self._stream_copies()):
             queue.close(until - time.monotonic())
 
     def queue_of(self, step: Step) -> DeviceQueue | None:
-        """The queue that runs a step; None for an alias under another device. Not thread-safe."""
+        """The queue that runs a step; None for a transfer that makes an alias instead of a copy. Not thread-safe."""
         queue, is_global = self.by_entry[step.device], self._scopes[step.device] == "global"
         if not step.is_transfer or not is_global:
             return queue
         source, target = self._devices[step.source], self._devices[step.device]
         if same_device(source, target) or (is_host(source) and is_host(target)):
             return None
-        return next(filter(None, (copies.between(source, target) for copies in self._copies)), queue)
+        return next(filter(None, (copy_queues.between(source, target) for copy_queues in self._copy_queues)), queue)
 
     def is_issued(self, step: Step, queue: DeviceQueue | None) -> bool:
-        """Return whether `run` only issues a step: one of a single GPU, or a copy from or to it."""
+        """Return whether `run` only issues the step: if it uses a single GPU, or is a copy from or to a GPU."""
         return (
             isinstance(queue, StreamQueue)
             and not step.other_devices
@@ -134,14 +144,14 @@ class Queues:
         follow_callers_streams(queue for queue in (*self.all, *self._stream_copies()) if isinstance(queue, StreamQueue))
 
     def run(self, step: Step, queue: DeviceQueue | None, is_result: bool, call: CallState) -> tuple[Any, Point | None]:
-        """Run a step in this thread, its queue's.
+        """Run a step in this thread, which is its queue's.
 
         Parameters
         ----------
         queue : DeviceQueue or None
             Queue of the step (`queue_of`).
         is_result : bool
-            Whether the step makes a result of the call.
+            Whether the call returns a value that the step makes.
 
         Returns
         -------
@@ -163,9 +173,9 @@ class Queues:
         device = self._devices[step.device]
         if queue is None:
             return map_tensors(value, lambda tensor: alias(tensor, device))
-        for copies in self._copies:
-            if isinstance(queue, StreamQueue) and queue in copies.queues:
-                return copies.copy(value, device, queue.stream, is_result)
+        for copy_queues in self._copy_queues:
+            if isinstance(queue, StreamQueue) and queue in copy_queues.queues:
+                return copy_queues.copy(value, device, queue.stream, is_result)
         running.machine = self._devices, self._scopes
         return _to_device(value, step.device, 0)
 
@@ -178,10 +188,10 @@ class Queues:
         function = self._function(self.by_entry[step.device], step.function)
         if not all(is_host(self._devices[entry]) for entry in step.devices):
             function = partial(self._on_streams, step, function)
-        used = {self.by_entry[entry] for entry in step.devices}
+        queues_of_step = {self.by_entry[entry] for entry in step.devices}
         with ExitStack() as stack:
-            for queue in self.all:
-                if queue in used:
+            for queue in self.all:  # one order for all steps, so that they cannot deadlock
+                if queue in queues_of_step:
                     stack.enter_context(queue.lock)
             return function(*reads)
 
@@ -205,13 +215,12 @@ class Queues:
         return explain_failure(what, error, self._metadata)
 
     def _stream_copies(self) -> list[StreamQueue]:
-        return [queue for copies in self._copies for queue in copies.queues]
+        return [queue for copy_queues in self._copy_queues for queue in copy_queues.queues]
 
     def _function(self, queue: DeviceQueue, name: str) -> Any:
-        machine = self._machines.get(queue)
-        if machine is None:
-            machine = self._machines[queue] = (self._load(), {})
-        module, functions = machine
+        if queue not in self._modules:
+            self._modules[queue] = self._load(), {}
+        module, functions = self._modules[queue]
         function = functions.get(name)
         if function is None:
             function = functions[name] = module[name]
@@ -219,29 +228,30 @@ class Queues:
 
 
 def _copy_queues(keys: Sequence[tuple[int, int]]) -> list[Any]:
-    """Copy queues of the devices (device type, index): one object for each device type that has any."""
-    copy_queues = []
-    for kind in dict.fromkeys(kind for kind, _ in keys):
-        copies = backend_of_type(kind).copy_queues([index for other, index in keys if other == kind])
-        if copies is not None:
-            copy_queues.append(copies)
-    return copy_queues
+    """Copy queues of devices (device type, index): one object for each device type whose back end has them."""
+    indices: dict[int, list[int]] = {}
+    for device_type, index in keys:
+        indices.setdefault(device_type, []).append(index)
+    copy_queues = (backend_of_type(device_type).copy_queues(of_type) for device_type, of_type in indices.items())
+    return [queues for queues in copy_queues if queues is not None]
 
 
-def overlapping(metadata: Metadata) -> set[str]:
-    """The functions whose plain calls go through queues.
+def functions_to_queue(metadata: Metadata) -> set[str]:
+    """The functions whose plain calls (not only submitted ones) go through queues.
 
     These are functions with large work to overlap on devices that share no cores. If a device is bound to a NUMA node,
-    they are all functions: queues have threads there, and the calling thread is not moved.
+    all functions go through queues, which have threads on that node: a plain call would run on the caller's node.
     """
     if any(spec.numa_node is not None for spec in metadata.devices):
         return set(metadata.signatures)
     cores = {
-        (s.device_type, s.vdevice_id): s.num_cores or num_cores() for s in metadata.devices if s.device_type == CPU
+        (spec.device_type, spec.vdevice_id): spec.num_cores or num_cores()
+        for spec in metadata.devices
+        if spec.device_type == CPU
     }
     if sum(cores.values()) > num_cores():
         return set()
-    devices = {index: (s.device_type, s.vdevice_id) for index, s in enumerate(metadata.devices)}
+    devices = {index: (spec.device_type, spec.vdevice_id) for index, spec in enumerate(metadata.devices)}
     is_large = partial(_is_large, metadata, {region.name: region for region in metadata.regions})
     return {schedule.function for schedule in metadata.schedules if schedule.overlaps(devices, is_large)}
 
@@ -251,7 +261,7 @@ def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step)
     nbytes = operations = 0
     for name in step.calls:
         region = regions.get(name)
-        kernels = [name] if region is None else [one.kernel for one in region.commands if isinstance(one, Dispatch)]
+        kernels = [name] if region is None else [c.kernel for c in region.commands if isinstance(c, Dispatch)]
         for kernel in kernels:
             spec = metadata.dispatches.get(kernel)
             if spec is None or not spec.bytes:
@@ -265,7 +275,7 @@ def cpus_of_queues(
 ) -> dict[tuple[int, int], list[int]]:
     """The CPUs that queues are bound to, from the number of threads of each CPU device and the NUMA nodes of some.
 
-    A device of a node gets all its CPUs; the system chooses for devices without a node.
+    A device with a node gets all CPUs of the node; the operating system chooses for devices without one.
     """
     if nodes:
         return {key: [cpu for core in cpus_of_nodes()[node] for cpu in core] for key, node in nodes.items()}
@@ -285,18 +295,18 @@ def own_cpus(threads: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], li
     return cpus
 
 
-_open: weakref.WeakSet[Queues] = weakref.WeakSet()
+_open_queues: weakref.WeakSet[Queues] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     """Close all queues before interpreter teardown, when a thread returning from a kernel would crash."""
     until = time.monotonic() + CLOSE_SECONDS
-    queues = list(_open)
-    for each in queues:
-        each.close()
-    for each in queues:
-        each.close(until)
+    open_queues = list(_open_queues)
+    for queues in open_queues:
+        queues.close()
+    for queues in open_queues:
+        queues.close(until)
     hold_all(until)
 
 

@@ -4,10 +4,10 @@ Work becomes ready in two stages. It is *issued* when all of it is in the stream
 issued from then on, in the same stream or in one that waits for its event. It has *ended* when the GPU has completed
 it: then CPUs and the caller may read the result, and its memory is released. A second thread waits for the ends.
 
-Kernels of a GPU use one stream for all machines of the process, because TVM's pool reuses freed memory at once, which
-is safe only in the order of one stream. Copies have streams of their own, one for each ordered pair of devices, so that
-they overlap with kernels; their targets never come from that pool (`CopyQueues`). All these streams synchronize with
-CUDA's default stream, which plain calls and other libraries use by default.
+Kernels of a GPU use one stream for all virtual machines of the process, because TVM's memory pool reuses freed memory
+at once, which is safe only in the order of one stream. Copies have streams of their own, one for each ordered pair of
+devices, so that they overlap with kernels; they never write to memory from TVM's pool (`CopyQueues`). All these streams
+synchronize with CUDA's default stream, which plain calls and other libraries use by default.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StreamQueue(DeviceQueue):
     stream : Stream
         Stream of the work.
     ends : DeviceQueue
-        Queue that waits for the ends of work, in the order of issue.
+        Queue whose thread waits for the ends of issued work, in the order of issue.
     """
 
     def __init__(self, name: str, stream: Stream) -> None:
@@ -104,7 +104,7 @@ def follow_callers_streams(queues: Iterable[StreamQueue]) -> None:
     for queue in queues:
         stream = queue.stream
         if stream.gpu not in current:
-            callers_stream = stream.chosen()
+            callers_stream = stream.chosen()  # TVM's current stream of this thread
             current[stream.gpu] = callers_stream.record() if callers_stream.handle else None
         event = current[stream.gpu]
         if event is not None:
@@ -114,19 +114,19 @@ def follow_callers_streams(queues: Iterable[StreamQueue]) -> None:
 # Queues of copies from and to GPUs, and the memory that copies write to.
 
 PINNED_BYTES = 1 << 30
-"""Maximum bytes of host memory that a machine pins for tensors from GPUs; beyond it copies wait for each other."""
+"""Maximum bytes of host memory that a machine pins for tensors from GPUs; copies to other memory are synchronous."""
 
 STAGING_BYTES = 4 << 30
 """Maximum bytes of each GPU's memory that a machine keeps for tensors that are copied to it."""
 
 
 class CopyQueues:
-    """A queue for each ordered pair of devices of a machine of which one is a GPU.
+    """A queue for each ordered pair of a machine's devices, at least one of them a GPU.
 
     Attributes
     ----------
     queues : list of StreamQueue
-        Queues that are in use.
+        Queues that `between` has made.
     """
 
     def __init__(self, library: CudaLibrary, gpus: Iterable[int]) -> None:
@@ -141,10 +141,10 @@ class CopyQueues:
 
         Not thread-safe.
         """
-        kinds = [is_host(source), is_host(target)]
-        # A stream of the source if that is a GPU, whose default stream may have made an argument.
+        hosts = [device for device in (source, target) if is_host(device)]
+        # The source's GPU comes first: streams synchronize with its default stream, which may have made an argument.
         gpus = [device.index for device in (source, target) if device.dlpack_device_type() == CUDA]
-        if not gpus or len(gpus) + sum(kinds) < 2:
+        if not gpus or len(gpus) + len(hosts) < 2:
             return None
         pair = str(source), str(target)
         if pair not in self._queues:
@@ -161,23 +161,23 @@ class CopyQueues:
         stream : Stream
             Stream of a queue that `between` returned.
         is_result : bool
-            Whether the copies are results of the call. On a GPU these do not come from the staging pool: the GPU may
+            Whether the copies are results of the call. Results on a GPU do not come from the staging pool: the GPU may
             still work on them when the caller releases them.
 
         Returns
         -------
-        object : object
+        object
             The value on the device, once the copies have ended.
         """
 
-        def copy(tensor: runtime.Tensor) -> runtime.Tensor:
+        def copy_tensor(tensor: runtime.Tensor) -> runtime.Tensor:
             if same_device(tensor.device, device):
                 return tensor
             target = self._allocate(tuple(tensor.shape), str(tensor.dtype), device, is_result)
             begin_copy(tensor, target, stream)
             return target
 
-        return map_tensors(value, copy)
+        return map_tensors(value, copy_tensor)
 
     def _allocate(self, shape: tuple[int, ...], dtype: str, device: runtime.Device, is_result: bool) -> runtime.Tensor:
         if is_host(device):

@@ -1,4 +1,4 @@
-"""The submitter of a machine, which turns function calls into queued calls."""
+"""Submitter of a machine: turns calls of its functions into queued calls."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from tvm import runtime
 
 from ...errors import HeteroError
-from ..args.argument_binding import ArgumentBinder, BoundArguments
+from ..args.argument_binding import ArgumentBinder
 from ..args.argument_copies import copy_arguments
 from ..args.donated_arguments import argument_memory, exclusive_calls
-from ..args.results import check_out, fill, to_python
+from ..args.results import check_out_buffers, fill_out_buffers, to_python
 from ..device.constants import PlacedConstants
 from ..device.forks import watch_forks
 from ..device.machine_lock import MachineLock
@@ -21,11 +21,11 @@ from ..device.memory_limit import PoolWatch
 from ..device.tensors import AddressRange, is_host
 from ..device.threads import Threads, has_lost_threads
 from ..file.executable import Executable
-from .call import Prepared
+from .call import PreparedCall
 from .fence import Fence
 from .plan import QueuePlan, single_step_schedule
 from .queued_calls import QueuedCalls
-from .queues import Queues, overlapping
+from .queues import Queues, functions_to_queue
 
 
 class Submitter:
@@ -34,21 +34,32 @@ class Submitter:
     Parameters
     ----------
     machine : object
-        Machine whose queues end with it. Calls in flight keep it alive; the submitter does not.
+        The machine, which calls in flight keep alive. The submitter has only a weak reference to it, and ends the
+        queues when the machine is deleted.
+    executable : Executable
+        Executable of the machine.
     devices : sequence of runtime.Device
         Devices by manifest index; the last is the host.
+    binder : ArgumentBinder
+        Checks and places arguments.
     lock : MachineLock
         Lock that is held while arguments are bound.
+    pool_watch : PoolWatch
+        Watch of TVM's buffer pool, which is told about each call with symbolic extents.
+    constants : PlacedConstants
+        Constants of the machine, whose memory results must not share.
     max_in_flight : int
         Maximum number of calls in flight.
     make_queues : callable
         Called at the first submission; neither it nor its result may refer to the machine.
+    threads : Threads
+        Worker threads of the machine's kernels.
 
     Attributes
     ----------
-    queued_functions
-        Names of the functions whose plain calls go through the queues, too.
-    is_host_only
+    queued_functions : set of str
+        Functions whose plain calls (those that wait for the result) also go through the queues.
+    is_host_only : bool
         Whether all devices are CPUs.
 
     Raises
@@ -62,9 +73,9 @@ class Submitter:
         machine: object,
         executable: Executable,
         devices: Sequence[runtime.Device],
-        arguments: ArgumentBinder,
+        binder: ArgumentBinder,
         lock: MachineLock,
-        pool: PoolWatch,
+        pool_watch: PoolWatch,
         constants: PlacedConstants,
         max_in_flight: int,
         make_queues: Callable[[], Queues],
@@ -72,15 +83,17 @@ class Submitter:
     ) -> None:
         metadata = executable.metadata
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
-        self.queued_functions = set(executable.function_names) if has_lost_threads(threads) else overlapping(metadata)
+        self.queued_functions = (
+            set(executable.function_names) if has_lost_threads(threads) else functions_to_queue(metadata)
+        )
         self.is_host_only = all(map(is_host, devices))
         self._devices = devices
-        self._executable, self._arguments, self._lock = executable, arguments, lock
-        self._pool, self._constants, self._threads = pool, constants, threads
-        self._entries = range(len(devices) - 1)
+        self._executable, self._binder, self._lock = executable, binder, lock
+        self._pool_watch, self._constants, self._threads = pool_watch, constants, threads
+        self._device_indices = range(len(devices) - 1)  # without the host
         self._schedules = {schedule.function: schedule for schedule in metadata.schedules}
         self._plans: dict[str, QueuePlan] = {}
-        exclusive_calls.is_needed |= any(signature.donated for signature in metadata.signatures.values())
+        exclusive_calls.is_enabled |= any(signature.donated for signature in metadata.signatures.values())
         watch_forks(self)
 
     def submit(
@@ -121,51 +134,52 @@ class Submitter:
                     return
 
     @contextmanager
-    def without_queues(self) -> Iterator[None]:
-        """Hold the lock; with GPUs, whose graphs share arenas with queued calls, while no call is in flight."""
+    def plain_call(self) -> Iterator[None]:
+        """Hold the lock for a plain call; with GPUs, whose graphs share arenas, only while no call is in flight."""
         with self._lock.held if self.is_host_only else self.when_idle():
             yield
 
     def _plan(self, name: str, queues: Queues) -> QueuePlan:
         plan = self._plans.get(name)
         if plan is None:
-            schedule = self._schedules.get(name) or single_step_schedule(
-                self._executable.signature(name), self._entries
-            )
+            signature = self._executable.signature(name)
+            schedule = self._schedules.get(name) or single_step_schedule(signature, self._device_indices)
             plan = self._plans[name] = QueuePlan(schedule, queues)
         return plan
 
-    def _prepare(self, name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
-        cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
-        if call is not None:
-            bound = BoundArguments(call.values(tensors), call.dims, call.borrowed(tensors))
+    def _prepare(self, name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedCall:
+        signature = self._executable.signature(name)
+        cache, positional, cached_call, tensors = self._binder.recall(name, args, kwargs)
+        if cached_call is not None:
+            values, dims, borrowed = cached_call.values(tensors), cached_call.dims, cached_call.borrowed(tensors)
         else:
-            bound = self._arguments.bind_new(name, cache, ordered, args, kwargs)
-        values, dims, borrowed = bound
+            values, dims, borrowed = self._binder.bind_new(name, cache, positional, args, kwargs)
         if out is not None:
-            check_out(out, self._executable.signature(name), dims.copy())
+            check_out_buffers(out, signature, dims.copy())
         extents = (name, *dims.values.values()) if dims.values else None
         memory = None
-        if exclusive_calls.is_needed:
-            signature = self._executable.signature(name)
+        if exclusive_calls.is_enabled:
             arguments = {**dict(zip(signature.input_names, args, strict=False)), **kwargs}
             memory = argument_memory(signature, values, arguments)
-        return Prepared(values, dims.values, partial(self._finish, extents, borrowed, out), memory)
+        return PreparedCall(values, dims.values, partial(self._finish, extents, borrowed, out), memory)
 
     def _finish(self, extents: Hashable, borrowed: list[AddressRange], out: Any, result: Any) -> Any:
-        """Make the caller's result from the function's; runs in a queue's thread."""
+        """Make the caller's result from the function's; runs in a queue's thread.
+
+        `extents` has the function's name and its symbolic extents, None without any.
+        """
         if extents is not None:
-            self._pool.note(extents, (result,))
-        return to_python(result, self._constants.ranges, borrowed) if out is None else fill(out, result)
+            self._pool_watch.note(extents, (result,))
+        return to_python(result, self._constants.ranges, borrowed) if out is None else fill_out_buffers(out, result)
 
     def after_fork(self) -> None:
-        """Refuse calls in a process that was forked while the machine was in use; only `forks` calls this."""
+        """Refuse calls in a process that was forked while the machine was in use (see `forks`, the only caller)."""
         if self.calls.has_queues or not self._lock.is_free():
             message = (
-                "this machine was at work when the process was forked, and its threads stayed behind; expected a "
-                "VirtualMachine made from the Executable in the new process"
+                "this machine was in use when the process was forked, and its threads do not exist in the child; "
+                "expected a VirtualMachine made from the Executable in the child"
             )
             self._lock.refuse(message)
-            self.calls.lose(HeteroError(message))
+            self.calls.fail_after_fork(HeteroError(message))
         elif has_lost_threads(self._threads):
             self.queued_functions = set(self._executable.function_names)

@@ -24,7 +24,7 @@ from ...artifact.schedule import Step
 from ...display.html import Column, Markup, bar, colour, escaped, paragraph, table, view
 from ...errors import BindingError
 from ..device.tensors import nbytes_of
-from .call import Prepare, Prepared
+from .call import Prepare, PreparedCall
 from .fence import Fence
 from .plan import QueuePlan
 from .queues import CallState, Queues
@@ -38,11 +38,11 @@ from .stream_queue import Point
 
 Event = dict[str, Any]
 
-# Tracks of calls come first; tracks of threads have numbers from here.
+# Calls have tracks 0, 1, ...; threads have tracks from this number on.
 _FIRST_THREAD_TRACK = 1000
 
 RESULT = -1
-"""Index, in place of a step's, of making the caller's result."""
+"""Step index that stands for the conversion of the function's result to the caller's."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RanStep:
     track : str
         Name of the thread, or of a GPU's queue.
     begin, end : int
-        Nanoseconds of ``time.perf_counter_ns``. GPU work begins when it is issued.
+        Times of ``time.perf_counter_ns``. GPU work begins when it is issued.
     error : str
         Error that it raised, or empty.
     """
@@ -77,15 +77,15 @@ class TracedCall:
     number : int
         Number of the call, from 1 in the order of submission.
     submitted, ended : int
-        Times, as in `RanStep`, of the call of `submit` and of the fence's end; 0 if that is yet to come.
+        Times, as in `RanStep`, at which the call was submitted and its fence settled; `ended` is 0 until then.
     outcome : str
         ``"done"``, ``"cancelled"``, or the error.
     plan : QueuePlan or None
-        Plan of the call; None if it failed before it had one.
+        Plan of the call; None if the call failed before its plan was made.
     ran : list of RanStep
         Executed steps in the order of their ends.
     nbytes : dict of int to int
-        Bytes of each value that a step made and that has readers.
+        Bytes of each value that a step made and another step or the caller reads, by its number.
     """
 
     number: int
@@ -97,7 +97,7 @@ class TracedCall:
     nbytes: dict[int, int] = field(default_factory=dict)
 
     def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:
-        """Record that a step or the result, begun or issued at `begin`, has just ended; by default on this thread."""
+        """Record the execution of a step, or of `RESULT`, from `begin` until now; by default on this thread's track."""
         self.ran.append(RanStep(step, track or threading.current_thread().name, begin, time.perf_counter_ns(), error))
 
 
@@ -110,42 +110,42 @@ def chrome_events(calls: Sequence[TracedCall], metadata: Metadata) -> list[Event
         Metadata of the executable whose functions were called.
     """
     calls = serialize_tracks(calls)
-    lanes = _lanes(calls)
-    tracks = {name: _FIRST_THREAD_TRACK + index for index, name in enumerate(_track_names(calls))}
+    call_tracks = _call_tracks(calls)
+    thread_tracks = {name: _FIRST_THREAD_TRACK + index for index, name in enumerate(_track_names(calls))}
     names = [*device_names(metadata.devices), "host"]
-    titles = {lane: f"calls in flight, {lane + 1}" for lane in lanes.values()}
-    titles.update((number, name) for name, number in tracks.items())
+    titles = {track: f"calls in flight, {track + 1}" for track in call_tracks.values()}
+    titles.update((track, name) for name, track in thread_tracks.items())
     slice_maker = _StepSlices(metadata, names)
-    events: list[Event] = [_meta("process_name", {"name": "relax_hetero on " + ", ".join(names[:-1])})]
+    events: list[Event] = [_metadata_event("process_name", {"name": "relax_hetero on " + ", ".join(names[:-1])})]
     for track, title in sorted(titles.items()):
-        events.append(_meta("thread_name", {"name": title}, track))
-        events.append(_meta("thread_sort_index", {"sort_index": track}, track))
+        events.append(_metadata_event("thread_name", {"name": title}, track))
+        events.append(_metadata_event("thread_sort_index", {"sort_index": track}, track))
     flow_ids = itertools.count(1)
     for call in calls:
-        events += _slices(call, lanes[call.number], tracks, slice_maker)
-        events += _flows(call, lanes[call.number], tracks, flow_ids)
+        events += _slices(call, call_tracks[call.number], thread_tracks, slice_maker)
+        events += _flows(call, call_tracks[call.number], thread_tracks, flow_ids)
     return events + _in_flight(calls) + _bytes_live(calls, names)
 
 
 def serialize_tracks(calls: Sequence[TracedCall]) -> list[TracedCall]:
-    """Move the begins of steps so that steps of one track do not overlap.
+    """Delay the begin times of steps so that steps of one track do not overlap.
 
     GPU work is recorded from its issue to its end. It cannot have begun before the previous work of its queue had
     ended, nor before its inputs were made.
     """
-    end_times = {(call.number, one.step): one.end for call in calls for one in call.ran}
+    end_times = {(call.number, ran.step): ran.end for call in calls for ran in call.ran}
     track_ends: dict[str, int] = {}
     steps: dict[int, list[RanStep]] = {call.number: [] for call in calls}
-    pairs = [(one, call) for call in calls for one in call.ran]
-    for one, owner in sorted(pairs, key=lambda pair: pair[0].end):
-        input_ends = [end_times.get((owner.number, maker), 0) for maker in _makers(owner, one.step)]
-        begin = max(one.begin, track_ends.get(one.track, 0), *input_ends)
-        steps[owner.number].append(replace(one, begin=min(begin, one.end - 1)))
-        track_ends[one.track] = one.end
+    pairs = [(ran, call) for call in calls for ran in call.ran]
+    for ran, call in sorted(pairs, key=lambda pair: pair[0].end):
+        input_ends = [end_times.get((call.number, maker), 0) for maker in _makers(call, ran.step)]
+        begin = max(ran.begin, track_ends.get(ran.track, 0), *input_ends)
+        steps[call.number].append(replace(ran, begin=min(begin, ran.end - 1)))
+        track_ends[ran.track] = ran.end
     return [replace(call, ran=steps[call.number]) for call in calls]
 
 
-def _meta(name: str, args: Event, track: int = 0) -> Event:
+def _metadata_event(name: str, args: Event, track: int = 0) -> Event:
     return {"name": name, "ph": "M", "pid": os.getpid(), "tid": track, "args": args}
 
 
@@ -159,22 +159,22 @@ def _slice(name: str, category: str, track: int, times: tuple[int, int], args: E
     return {**event, "pid": os.getpid(), "tid": track, "args": args}
 
 
-def _lanes(calls: Sequence[TracedCall]) -> dict[int, int]:
-    """A track for each call, by its number: the first one that is free at its submission."""
-    free_at: list[int] = []
-    lanes: dict[int, int] = {}
+def _call_tracks(calls: Sequence[TracedCall]) -> dict[int, int]:
+    """A track for each call, by the call's number: the first track that is free at its submission."""
+    free_at: list[int] = []  # for each track, the end of its last call
+    call_tracks: dict[int, int] = {}
     for call in sorted(calls, key=lambda call: call.submitted):
-        lane = next((index for index, end in enumerate(free_at) if end <= call.submitted), len(free_at))
-        free_at[lane : lane + 1] = [call.ended]
-        lanes[call.number] = lane
-    return lanes
+        track = next((index for index, end in enumerate(free_at) if end <= call.submitted), len(free_at))
+        free_at[track : track + 1] = [call.ended]
+        call_tracks[call.number] = track
+    return call_tracks
 
 
 def _track_names(calls: Sequence[TracedCall]) -> list[str]:
     """The names of the machine's queues in order, then of other threads that ran something."""
     queues = [queue for call in calls if call.plan is not None for queue in call.plan.queues if queue is not None]
-    ran = sorted({ran.track for call in calls for ran in call.ran})
-    return list(dict.fromkeys([queue.name for queue in queues if queue.name in ran] + ran))
+    names = sorted({ran.track for call in calls for ran in call.ran})
+    return list(dict.fromkeys([queue.name for queue in queues if queue.name in names] + names))
 
 
 class _StepSlices:
@@ -211,29 +211,34 @@ class _StepSlices:
         return _slice(name, category, track, (ran.begin, ran.end), args)
 
 
-def _slices(call: TracedCall, lane: int, tracks: Mapping[str, int], slice_maker: _StepSlices) -> Iterator[Event]:
+def _slices(
+    call: TracedCall, call_track: int, thread_tracks: Mapping[str, int], slice_maker: _StepSlices
+) -> Iterator[Event]:
     name = call.plan.function if call.plan is not None else "call"
     args = {"call": call.number, "outcome": call.outcome}
-    yield _slice(name, "call", lane, (call.submitted, call.ended), args)
+    yield _slice(name, "call", call_track, (call.submitted, call.ended), args)
     for ran in call.ran:
-        yield slice_maker.slice_of(ran, call, tracks[ran.track])
+        yield slice_maker.slice_of(ran, call, thread_tracks[ran.track])
 
 
-def _flows(call: TracedCall, lane: int, tracks: Mapping[str, int], flow_ids: Iterator[int]) -> Iterator[Event]:
-    """Arrows from the maker of a value to its readers on other tracks."""
-    ran = {reader.step: reader for reader in call.ran}
-    for step, reader in ran.items():
+def _flows(
+    call: TracedCall, call_track: int, thread_tracks: Mapping[str, int], flow_ids: Iterator[int]
+) -> Iterator[Event]:
+    """Arrows from a call to its first steps, from a step to its readers on other tracks, and back to the call."""
+    ran_steps = {ran.step: ran for ran in call.ran}
+    for step, reader in ran_steps.items():
+        target = thread_tracks[reader.track], reader.begin
         makers = _makers(call, step)
         if not makers:
-            yield from _flow(next(flow_ids), "submit", (lane, call.submitted), (tracks[reader.track], reader.begin))
-        for source in [ran[maker] for maker in sorted(makers & ran.keys())]:
-            if source.track != reader.track:
-                sent = max(source.begin, min(source.end, reader.begin) - 1)
-                ends = (tracks[source.track], sent), (tracks[reader.track], reader.begin)
-                yield from _flow(next(flow_ids), "value", *ends)
+            yield from _flow(next(flow_ids), "submit", (call_track, call.submitted), target)
+        for maker in [ran_steps[index] for index in sorted(makers & ran_steps.keys())]:
+            if maker.track != reader.track:
+                time_in_maker = max(maker.begin, min(maker.end, reader.begin) - 1)
+                yield from _flow(next(flow_ids), "value", (thread_tracks[maker.track], time_in_maker), target)
     if call.ran:
-        last = max(call.ran, key=lambda reader: reader.end)
-        yield from _flow(next(flow_ids), "fence", (tracks[last.track], last.end - 1), (lane, call.ended - 1))
+        last = max(call.ran, key=lambda ran: ran.end)
+        source = thread_tracks[last.track], last.end - 1
+        yield from _flow(next(flow_ids), "fence", source, (call_track, call.ended - 1))
 
 
 def _flow(flow_id: int, name: str, source: tuple[int, int], target: tuple[int, int]) -> Iterator[Event]:
@@ -248,7 +253,7 @@ def _makers(call: TracedCall, step: int) -> set[int]:
     plan = call.plan
     if plan is None:
         return set()
-    reads = set(plan.steps[step].reads if step >= 0 else plan.returned)
+    reads = set(plan.steps[step].reads if step >= 0 else plan.returned_values)
     return {index for index, other in enumerate(plan.steps) if not reads.isdisjoint(other.makes)}
 
 
@@ -269,57 +274,58 @@ def _bytes_live(calls: Sequence[TracedCall], names: Sequence[str]) -> list[Event
 
 def _lifetimes(call: TracedCall) -> Iterator[tuple[int, int, int, int]]:
     """Device, bytes, and the times of allocation and release, for each value that owns memory."""
-    plan, ran = call.plan, {one.step: one for one in call.ran}
+    plan, ran_steps = call.plan, {ran.step: ran for ran in call.ran}
     if plan is None:
         return
-    owners: dict[int, int] = {}  # the value whose memory a value is; itself unless it is an alias
+    owners: dict[int, int] = {}  # for each value, the one that owns its memory: itself unless it is an alias
     ends: dict[int, int] = {}
     for index, step in enumerate(plan.steps):
         for number in step.makes:
             owners[number] = owners.get(step.reads[0], step.reads[0]) if plan.queues[index] is None else number
     for number, owner in owners.items():
         readers = [index for index, step in enumerate(plan.steps) if number in step.reads]
-        lasts = number in plan.returned or any(reader not in ran for reader in readers)
-        end = call.ended if lasts else max((ran[reader].end for reader in readers), default=0)
+        lives_until_end = number in plan.returned_values or any(reader not in ran_steps for reader in readers)
+        end = call.ended if lives_until_end else max((ran_steps[reader].end for reader in readers), default=0)
         ends[owner] = max(ends.get(owner, 0), end)
     for index, step in enumerate(plan.steps):
         for number in step.makes:
-            if owners[number] == number and index in ran and ends[number] > ran[index].end:
-                yield step.device, call.nbytes.get(number, 0), ran[index].end, ends[number]
+            if owners[number] == number and index in ran_steps and ends[number] > ran_steps[index].end:
+                yield step.device, call.nbytes.get(number, 0), ran_steps[index].end, ends[number]
 
 
 def _counter(name: str, changes: Mapping[str, Sequence[tuple[int, int]]]) -> list[Event]:
     """Events of a counter with several series, from the times and amounts of changes."""
     current = dict.fromkeys(changes, 0)
-    moments: dict[int, Event] = {}
-    for moment, series, amount in sorted((when, series, n) for series, pairs in changes.items() for when, n in pairs):
+    values_at: dict[int, Event] = {}
+    all_changes = sorted((at, series, amount) for series, pairs in changes.items() for at, amount in pairs)
+    for at, series, amount in all_changes:
         current[series] += amount
-        moments[moment] = dict(current)
+        values_at[at] = dict(current)
     common = {"name": name, "ph": "C", "pid": os.getpid(), "tid": 0}
-    return [{**common, "ts": _microseconds(moment), "args": values} for moment, values in moments.items()]
+    return [{**common, "ts": _microseconds(at), "args": values} for at, values in values_at.items()]
 
 
 # Traces as pictures for notebooks.
 
 _MAX_SLICES = 2000
-_WIDTH, _LABEL, _ROW = 900, 130, 22
+_WIDTH, _LABEL_WIDTH, _ROW_HEIGHT = 900, 130, 22
+"""Sizes of a picture in pixels."""
 
 
 def timeline_html(calls: int, left_out: int, events: Sequence[Mapping[str, Any]], busy: Mapping[str, float]) -> str:
-    """A picture with a line for each queue and a slice for each step, and a table of busy fractions."""
-    about = f"Trace of {calls} call{'s' * (calls != 1)}"
+    """A picture with a row for each queue and a slice for each step, and a table of busy fractions."""
+    summary = f"Trace of {calls} call{'s' * (calls != 1)}"
     if left_out:
-        about += f"; {left_out} more came after the limit"
+        summary += f"; {left_out} more came after the limit"
     tracks = {e["tid"]: str(e["args"]["name"]) for e in events if e["name"] == "thread_name"}
     slices = [event for event in events if event["ph"] == "X" and event["cat"] != "call"]
     if not slices:
-        return view(paragraph(about, "; nothing ran."))
+        return view(paragraph(summary, "; nothing ran."))
     rows = [(name, bar(busy.get(name, 0.0))) for name in tracks.values() if name in busy]
-    shown = slices[:_MAX_SLICES]
-    note = f"The picture shows the first {len(shown):,} of {len(slices):,} steps." if len(shown) < len(slices) else ""
+    note = f"The picture shows the first {_MAX_SLICES:,} of {len(slices):,} steps." if len(slices) > _MAX_SLICES else ""
     return view(
-        paragraph(about, "."),
-        _picture(shown, tracks),
+        paragraph(summary, "."),
+        _picture(slices[:_MAX_SLICES], tracks),
         *([paragraph(note)] if note else []),
         table("Queues", [Column("queue"), Column("busy")], rows),
     )
@@ -328,32 +334,33 @@ def timeline_html(calls: int, left_out: int, events: Sequence[Mapping[str, Any]]
 def _picture(slices: Sequence[Mapping[str, Any]], tracks: Mapping[int, str]) -> Markup:
     begin = min(event["ts"] for event in slices)
     total = max(max(event["ts"] + event["dur"] for event in slices) - begin, 1e-3)
-    lines = {track: number for number, track in enumerate(sorted({event["tid"] for event in slices}))}
-    scale = (_WIDTH - _LABEL) / total
-    drawn = []
-    for track, number in lines.items():
-        y = number * _ROW
-        drawn.append(f'<text x="0" y="{y + 15}" font-size="12" fill="currentColor">{escaped(tracks[track])}</text>')
-        drawn.append(
-            f'<line x1="{_LABEL}" x2="{_WIDTH}" y1="{y + _ROW - 1}" y2="{y + _ROW - 1}" stroke="currentColor" '
-            'stroke-opacity=".2"/>'
+    rows = {track: row for row, track in enumerate(sorted({event["tid"] for event in slices}))}
+    scale = (_WIDTH - _LABEL_WIDTH) / total
+    elements = []
+    for track, row in rows.items():
+        y = row * _ROW_HEIGHT
+        elements.append(f'<text x="0" y="{y + 15}" font-size="12" fill="currentColor">{escaped(tracks[track])}</text>')
+        elements.append(
+            f'<line x1="{_LABEL_WIDTH}" x2="{_WIDTH}" y1="{y + _ROW_HEIGHT - 1}" y2="{y + _ROW_HEIGHT - 1}" '
+            'stroke="currentColor" stroke-opacity=".2"/>'
         )
     for event in slices:
-        number = lines[event["tid"]]
-        x, width = _LABEL + (event["ts"] - begin) * scale, max(event["dur"] * scale, 0.8)
+        row = rows[event["tid"]]
+        x, width = _LABEL_WIDTH + (event["ts"] - begin) * scale, max(event["dur"] * scale, 0.8)
         title = escaped(f"{event['name']}: {event['dur']:,.1f} µs, from {event['ts'] - begin:,.1f} µs")
         opacity = ".5" if event["cat"] == "transfer" else "1"
-        drawn.append(
-            f'<rect x="{x:.2f}" y="{number * _ROW + 3}" width="{width:.2f}" height="{_ROW - 7}" rx="1.5" '
-            f'fill="{colour(number)}" fill-opacity="{opacity}"><title>{title}</title></rect>'
+        elements.append(
+            f'<rect x="{x:.2f}" y="{row * _ROW_HEIGHT + 3}" width="{width:.2f}" height="{_ROW_HEIGHT - 7}" rx="1.5" '
+            f'fill="{colour(row)}" fill-opacity="{opacity}"><title>{title}</title></rect>'
         )
-    height = len(lines) * _ROW + 18
-    end = f'y="{height - 4}" font-size="11" fill="currentColor" fill-opacity=".7"'
-    drawn.append(f'<text x="{_LABEL}" {end}>0</text><text x="{_WIDTH}" text-anchor="end" {end}>{_time(total)}</text>')
-    label = escaped(f"Timeline of {len(lines)} queues over {_time(total)}; transfers are pale")
-    return Markup(
-        f'<svg viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+    height = len(rows) * _ROW_HEIGHT + 18
+    style = f'y="{height - 4}" font-size="11" fill="currentColor" fill-opacity=".7"'
+    elements.append(
+        f'<text x="{_LABEL_WIDTH}" {style}>0</text><text x="{_WIDTH}" text-anchor="end" {style}>{_time(total)}</text>'
     )
+    label = escaped(f"Timeline of {len(rows)} queues over {_time(total)}; transfers are pale")
+    attributes = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" role="img" aria-label="{label}"'
+    return Markup(f"<svg {attributes}>{''.join(elements)}</svg>")
 
 
 def _time(microseconds: float) -> str:
@@ -361,7 +368,7 @@ def _time(microseconds: float) -> str:
 
 
 class Trace:
-    """The calls that a machine took while it was traced.
+    """The calls that a virtual machine got while it was traced.
 
     Parameters
     ----------
@@ -401,7 +408,7 @@ class Trace:
         fence : Fence
             Fence of the call.
         plan : callable
-            Function that gives the call's queue plan.
+            Function that makes the call's queue plan.
         prepare : Prepare
             Function that binds the call's arguments.
         """
@@ -422,9 +429,9 @@ class Trace:
             call.plan = plan(queues)
             return _TracedPlan(call.plan, call)
 
-        def traced_prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prepared:
+        def traced_prepare(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedCall:
             prepared = prepare(args, kwargs)
-            return replace(prepared, finish=_recorded_finish(prepared.finish, call))
+            return replace(prepared, finish=_traced_finish(prepared.finish, call))
 
         fence.add_done_callback(note_end)
         return traced_plan, traced_prepare
@@ -462,11 +469,11 @@ class Trace:
         Parameters
         ----------
         path : str or PathLike of str
-            File to write; one that is there is replaced.
+            File to write; an existing file is replaced.
         """
         events = self.events()
-        about = {"calls": len(self.ended), "calls_left_out": self.left_out}
-        data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+        counts = {"calls": len(self.ended), "calls_left_out": self.left_out}
+        data = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": counts}
         Path(path).write_text(json.dumps(data))
 
 
@@ -475,23 +482,23 @@ class _TracedPlan(QueuePlan):
 
     def __init__(self, plan: QueuePlan, call: TracedCall) -> None:
         vars(self).update(vars(plan))  # share what the plan has computed
-        self._traced = call
-        self._issued: dict[int, int] = {}
+        self._traced_call = call
+        self._issue_times: dict[int, int] = {}
 
     def execute(self, index: int, call: CallState) -> tuple[Sequence[Any], Point | None]:
         begin = time.perf_counter_ns()
         try:
             results, point = super().execute(index, call)
         except BaseException as error:
-            self._traced.note(index, begin, _first_line(error))
+            self._traced_call.note(index, begin, _first_line(error))
             raise
         if point is None:
-            self._traced.note(index, begin)
+            self._traced_call.note(index, begin)
         else:
-            self._issued[index] = begin
+            self._issue_times[index] = begin
         for number, value in zip(self.steps[index].makes, results, strict=True):
-            if self.readers[number]:
-                self._traced.nbytes[number] = _nbytes(value)
+            if self.reader_counts[number]:
+                self._traced_call.nbytes[number] = _nbytes(value)
         return results, point
 
     def await_end(self, index: int, point: Point) -> None:
@@ -504,11 +511,11 @@ class _TracedPlan(QueuePlan):
         finally:
             queue = self.queues[index]
             assert queue is not None, "only queues issue work"
-            self._traced.note(index, self._issued[index], error, queue.name)
+            self._traced_call.note(index, self._issue_times[index], error, queue.name)
 
 
-def _recorded_finish(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[Any], Any]:
-    def record(returned: Any) -> Any:
+def _traced_finish(finish: Callable[[Any], Any], call: TracedCall) -> Callable[[Any], Any]:
+    def traced(returned: Any) -> Any:
         begin = time.perf_counter_ns()
         try:
             result = finish(returned)
@@ -518,7 +525,7 @@ def _recorded_finish(finish: Callable[[Any], Any], call: TracedCall) -> Callable
         call.note(RESULT, begin)
         return result
 
-    return record
+    return traced
 
 
 def _nbytes(value: Any) -> int:

@@ -1,13 +1,14 @@
 """Command buffers that run as CUDA graphs: their memory, their capture, and the slow path of submissions.
 
 Compiled code (`tir.commands.graph_functions`) makes submissions: it writes the addresses of bindings into a row of
-pinned memory and launches the graph, whose first kernel copies the row to the device. It calls this module only for
-the first submission, which captures the graph, and when all rows are in use. Without graphs every submission comes
-here, and kernels are launched one by one.
+pinned memory and launches the graph, whose first kernel copies the row to the device. It calls this module if it finds
+no graph for its parameters, or if all rows are in use. Without graphs every submission comes here, and kernels are
+launched one by one.
 
-A graph fixes the grids of its launches and their scalar arguments. A command buffer with symbolic extents has a graph
-for each set of their values, captured at the second occurrence, so that lengths which grow with each call leave no
-graphs behind, and dropped when `MAX_GRAPHS` others were used more recently.
+A graph fixes the grids of its launches and their scalar arguments. A command buffer without parameters is captured
+after its first submission. A command buffer with symbolic extents has a graph for each set of their values, captured at
+the second occurrence: a length that grows with each call never occurs twice, and needs no graph. Of more than
+`MAX_GRAPHS` graphs, the least recently used one is dropped.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact import graph_layout as state
+from ...artifact import graph_layout
 from ...artifact.commands import RegionSpec
 from ...artifact.dims import parse_dim
-from ...artifact.graph_layout import ROWS, WAYS, Layout
+from ...artifact.graph_layout import CACHED_GRAPHS, RING_ROWS, Layout
 from ...artifact.metadata import Metadata
 from ..device.cuda_driver import CudaDriver, CudaError, cuda_driver
 from ..device.tensors import alias, copy_into, empty, from_array
 
 _log = logging.getLogger("relax_hetero")
 
-_WAIT_SECONDS = 20e-6
+_POLL_SECONDS = 20e-6
 """Polling interval while all rows are in use."""
 
 MAX_GRAPHS = 64
 """Maximum number of graphs of a command buffer with symbolic extents."""
 
-_MAX_SEEN = 1024
-"""Maximum number of parameter values that are remembered from a first submission."""
+_MAX_SEEN_ONCE = 1024
+"""Maximum number of sets of parameter values that are remembered after one submission."""
 
-_Values = tuple[int, ...]
+_ParameterValues = tuple[int, ...]
 
 _get_stream: Any = tvm_ffi.LIB.TVMFFIEnvGetStream
 
@@ -59,20 +60,22 @@ class CudaGraph:
         CUDA device.
     constants : sequence of int
         Addresses of constants.
-    submit, record : callable
-        Compiled functions. `submit` takes inputs, the state and results; `record` launches all kernels, and takes the
-        address of the plan and the parameters.
+    submit : callable
+        Compiled function of inputs, the state and results, which makes a submission.
+    launch_all : callable
+        Compiled function that launches all kernels, to run them or to capture them. It takes the address of the plan
+        (words with addresses: ring, table, bindings, constants, arena; `graph_layout`) and the parameters.
     driver : CudaDriver or str
         Driver, or the reason why graphs are unavailable.
     arena : runtime.Tensor, optional
-        Shared memory for transient values of static size; None for an arena of its own, which grows.
+        Memory for transient values, shared with other graphs; None for an arena of its own, which grows.
 
     Attributes
     ----------
-    state
-        Pinned words that the compiled function reads and writes (`graph_layout`).
+    state : runtime.Tensor
+        Pinned words that `submit_function` reads and writes (`graph_layout`).
     submit_function : callable
-        Function that submits it.
+        `submit`.
     """
 
     def __init__(
@@ -81,177 +84,185 @@ class CudaGraph:
         device: runtime.Device,
         constants: Sequence[int],
         submit: Callable[..., None],
-        record: Callable[[Any], None],
+        launch_all: Callable[..., None],
         driver: CudaDriver | str,
         arena: runtime.Tensor | None = None,
     ) -> None:
-        self._name, self._device, self._record = region.name, device, record
+        self._name, self._device, self._launch_all = region.name, device, launch_all
         self.submit_function = submit
         self._layout = layout = Layout(len(region.slots), len(region.parameters))
-        self._parameters, self._arena_bytes = region.parameters, region.arena
-        self._recorded: OrderedDict[_Values, int] = OrderedDict()
-        self._ways: list[_Values | None] = [None] * WAYS
-        self._seen: OrderedDict[_Values, None] = OrderedDict()
+        self._parameters, self._arena_size = region.parameters, region.arena
+        self._captured: OrderedDict[_ParameterValues, int] = OrderedDict()
+        self._cached: list[_ParameterValues | None] = [None] * CACHED_GRAPHS
+        self._seen_once: OrderedDict[_ParameterValues, None] = OrderedDict()
         self._driver = driver if isinstance(driver, CudaDriver) else None
-        address = driver.pinned(8 * layout.state) if isinstance(driver, CudaDriver) else 0
-        host = _words_at(address, layout.state) if address else empty((layout.state,), "int64", runtime.cpu())
+        count = layout.state_words
+        address = driver.pinned(8 * count) if isinstance(driver, CudaDriver) else 0
+        host = _words_at(address, count) if address else empty((count,), "int64", runtime.cpu())
         self._words: np.ndarray = np.from_dlpack(host)
         self._words[:] = 0
-        self._words[state.DEVICE] = device.index
-        self._words[state.GET_STREAM] = _address_of(_get_stream)
+        self._words[graph_layout.DEVICE] = device.index
+        self._words[graph_layout.GET_STREAM] = _address_of(_get_stream)
         self.state = alias(host, device)
-        self._table = empty((layout.table,), "int64", device)
-        copy_into(from_array(np.zeros(layout.table, "int64")), self._table)
-        self._arena = empty((_arena_bytes(region),), "uint8", device) if arena is None else arena
-        self._plan = np.zeros(layout.directs + len(constants) + 1, "int64")
-        self._plan[state.TABLE] = self._table.data_ptr()
-        self._plan[layout.directs :] = [*constants, self._arena.data_ptr()]
+        self._device_table = empty((layout.table_words,), "int64", device)
+        copy_into(from_array(np.zeros(layout.table_words, "int64")), self._device_table)
+        self._arena = empty((_static_bytes(region),), "uint8", device) if arena is None else arena
+        self._plan = np.zeros(layout.constants + len(constants) + 1, "int64")
+        self._plan[graph_layout.TABLE] = self._device_table.data_ptr()
+        self._plan[layout.constants :] = [*constants, self._arena.data_ptr()]
         if self._driver is None:
             self._warn(str(driver))
         else:
-            self._free = weakref.finalize(self, _free, self._driver, device, address, self._recorded)
+            weakref.finalize(self, _free, self._driver, device, address, self._captured)
         _graphs[self.state.data_ptr()] = self
 
-    def submit(self) -> None:
-        """Submit with the bindings and parameters that compiled code stored in the state."""
+    def submit_slowly(self) -> None:
+        """Make a submission that compiled code left to the machine, with bindings and parameters from the state."""
         layout, words = self._layout, self._words
-        bindings = words[layout.staged : layout.staged + layout.slots]
-        values = tuple(map(int, words[layout.values : layout.values + layout.parameters]))
-        graph = self._recorded.get(values)
+        bindings = words[layout.slow_bindings : layout.slow_bindings + layout.slots]
+        values = tuple(map(int, words[layout.slow_parameters : layout.slow_parameters + layout.parameters]))
+        graph = self._captured.get(values)
         if graph is None or self._driver is None:
             self._reserve_arena(values)
-            self._launch_kernels(bindings, values)
+            self._launch_without_graph(bindings, values)
             if self._driver is not None and self._is_repeated(values):
-                self._record_graph(values)
+                self._capture(values)
             return
-        self._recorded.move_to_end(values)
-        self._show(values, graph)
+        self._captured.move_to_end(values)
+        self._cache_graph(values, graph)
         stream = tvm_ffi.get_raw_stream(self._device)
-        ticket = int(words[state.SUBMITTED])
-        while ticket - int(words[state.CONSUMED]) >= ROWS:
+        ticket = int(words[graph_layout.SUBMITTED])
+        while ticket - int(words[graph_layout.CONSUMED]) >= RING_ROWS:
             self._driver.check_stream(stream)
-            time.sleep(_WAIT_SECONDS)
-        row = layout.ring + ticket % ROWS * layout.slots
+            time.sleep(_POLL_SECONDS)
+        row = layout.ring + ticket % RING_ROWS * layout.slots
         words[row : row + layout.slots] = bindings
         self._driver.launch(graph, stream)
-        words[state.SUBMITTED] = ticket + 1
+        words[graph_layout.SUBMITTED] = ticket + 1
 
-    def failed(self, code: int) -> CudaError:
+    def launch_error(self, code: int) -> CudaError:
         """The error for a graph launch that returned `code`."""
         assert self._driver is not None, "there is no graph without a driver"
         return self._driver.error(f"launching command buffer {self._name!r} on {self._device}", code)
 
-    def _is_repeated(self, values: _Values) -> bool:
-        """Return whether parameters occurred before; True without parameters."""
-        if not values or self._seen.pop(values, self) is None:
+    def _is_repeated(self, values: _ParameterValues) -> bool:
+        """Record parameter values, and return whether they occurred before; True without parameters."""
+        if not values:
             return True
-        self._seen[values] = None
-        if len(self._seen) > _MAX_SEEN:
-            self._seen.popitem(last=False)
+        if values in self._seen_once:
+            del self._seen_once[values]
+            return True
+        self._seen_once[values] = None
+        if len(self._seen_once) > _MAX_SEEN_ONCE:
+            self._seen_once.popitem(last=False)
         return False
 
-    def _reserve_arena(self, values: _Values) -> None:
+    def _reserve_arena(self, values: _ParameterValues) -> None:
         """Grow the arena if necessary. Graphs contain its address, so growing drops them all."""
-        if not isinstance(self._arena_bytes, str):
+        if not isinstance(self._arena_size, str):
             return
-        evaluate = parse_dim(self._arena_bytes).evaluate
-        assert evaluate is not None, "the arena of a graph is written over its parameters"
-        needed, present = evaluate(dict(zip(self._parameters, values, strict=True))), int(self._arena.shape[0])
-        if needed <= present:
+        evaluate = parse_dim(self._arena_size).evaluate
+        assert evaluate is not None, "the size of a graph's arena depends on its parameters only"
+        nbytes, capacity = evaluate(dict(zip(self._parameters, values, strict=True))), int(self._arena.shape[0])
+        if nbytes <= capacity:
             return
-        while self._recorded:
-            self._drop(next(iter(self._recorded)))
+        while self._captured:
+            self._drop(next(iter(self._captured)))
         # Earlier launches may still use the old arena, which the next line frees.
         self._device.sync()
-        self._arena = empty((max(needed, present * 5 // 4),), "uint8", self._device)
+        self._arena = empty((max(nbytes, capacity * 5 // 4),), "uint8", self._device)
         self._plan[-1] = self._arena.data_ptr()
 
-    def _launch_kernels(self, bindings: np.ndarray, values: _Values) -> None:
-        self._plan[state.RING] = 0
-        self._plan[state.BINDINGS : state.BINDINGS + self._layout.slots] = bindings
+    def _launch_without_graph(self, bindings: np.ndarray, values: _ParameterValues) -> None:
+        self._plan[graph_layout.RING] = 0  # the bindings are in the plan
+        self._plan[graph_layout.BINDINGS : graph_layout.BINDINGS + self._layout.slots] = bindings
         self._run_plan(values)
 
-    def _run_plan(self, values: _Values) -> None:
-        self._record(ctypes.c_void_p(self._plan.ctypes.data), *values)
+    def _run_plan(self, values: _ParameterValues) -> None:
+        self._launch_all(ctypes.c_void_p(self._plan.ctypes.data), *values)
 
-    def _record_graph(self, values: _Values) -> None:
-        assert self._driver is not None, "recording needs a driver"
+    def _capture(self, values: _ParameterValues) -> None:
+        assert self._driver is not None, "capturing needs a driver"
         words = self.state.data_ptr()
-        self._plan[state.RING] = words + 8 * self._layout.ring
-        self._plan[state.CONSUMED_AT] = words + 8 * state.CONSUMED
+        self._plan[graph_layout.RING] = words + 8 * self._layout.ring
+        self._plan[graph_layout.CONSUMED_ADDRESS] = words + 8 * graph_layout.CONSUMED
 
         def launch(stream: int) -> None:
             with tvm_ffi.use_raw_stream(self._device, stream):
                 self._run_plan(values)
 
         try:
-            graph = self._driver.record(launch)
+            graph = self._driver.capture(launch)
         except Exception as error:  # a kernel may do something that cannot be captured
-            while self._recorded:
-                self._drop(next(iter(self._recorded)))
+            while self._captured:
+                self._drop(next(iter(self._captured)))
             self._driver = None
             self._warn(str(error).strip().splitlines()[-1])
             return
-        if len(self._recorded) == MAX_GRAPHS:
-            self._drop(next(iter(self._recorded)))
-        self._recorded[values] = graph
-        self._words[state.LAUNCH] = self._driver.graph_launch
-        self._show(values, graph)
+        if len(self._captured) == MAX_GRAPHS:
+            self._drop(next(iter(self._captured)))
+        self._captured[values] = graph
+        self._words[graph_layout.LAUNCH] = self._driver.graph_launch
+        self._cache_graph(values, graph)
 
-    def _show(self, values: _Values, graph: int) -> None:
-        """Enter a graph into the table that compiled code searches, in place of the oldest entry."""
+    def _cache_graph(self, values: _ParameterValues, graph: int) -> None:
+        """Put a graph into the cache that compiled code searches, in place of the oldest entry."""
         if not values:
-            self._words[state.GRAPH] = graph
-        elif values not in self._ways:
-            self._ways = [values, *self._ways[:-1]]
-            self._write_ways()
+            self._words[graph_layout.GRAPH] = graph
+        elif values not in self._cached:
+            self._cached = [values, *self._cached[:-1]]
+            self._write_cache()
 
-    def _drop(self, values: _Values) -> None:
+    def _drop(self, values: _ParameterValues) -> None:
         assert self._driver is not None, "there is no graph without a driver"
-        graph = self._recorded.pop(values)
+        graph = self._captured.pop(values)
         if not values:
-            self._words[state.GRAPH] = 0
-        elif values in self._ways:
-            self._ways[self._ways.index(values)] = None
-            self._write_ways()
+            self._words[graph_layout.GRAPH] = 0
+        elif values in self._cached:
+            self._cached[self._cached.index(values)] = None
+            self._write_cache()
         self._driver.destroy(graph)
 
-    def _write_ways(self) -> None:
+    def _write_cache(self) -> None:
         layout = self._layout
-        for way, values in enumerate(self._ways):
-            entry = [0] * layout.way if values is None else [self._recorded[values], *values]
-            self._words[layout.ways + way * layout.way :][: layout.way] = entry
+        for index, values in enumerate(self._cached):
+            entry = [0] * layout.cache_entry_words if values is None else [self._captured[values], *values]
+            begin = layout.graph_cache + index * layout.cache_entry_words
+            self._words[begin : begin + layout.cache_entry_words] = entry
 
-    def _warn(self, why: str) -> None:
+    def _warn(self, reason: str) -> None:
         _log.warning(
-            "command buffer %r on %s is launched kernel by kernel, not as a graph: %s", self._name, self._device, why
+            "command buffer %r on %s is launched kernel by kernel, not as a graph: %s", self._name, self._device, reason
         )
 
 
 _graphs: weakref.WeakValueDictionary[int, CudaGraph] = weakref.WeakValueDictionary()
+"""Graphs by the addresses of their states, which compiled code passes."""
 
 
 @tvm_ffi.register_global_func("relax_hetero.submit_graph", override=True)
-def _submit(address: int) -> None:
-    _graphs[address].submit()
+def _submit_slowly(address: int) -> None:
+    _graphs[address].submit_slowly()
 
 
 @tvm_ffi.register_global_func("relax_hetero.graph_failed", override=True)
-def _failed(address: int, code: int) -> None:
-    raise _graphs[address].failed(code)
+def _raise_launch_error(address: int, code: int) -> None:
+    raise _graphs[address].launch_error(code)
 
 
-def with_graphs(
+def make_graphs(
     metadata: Metadata, devices: Sequence[runtime.Device], constants: Any, module: runtime.Module
 ) -> tuple[Any, list[CudaGraph]]:
-    """Make a machine's graphs; returns the constants with the graphs' states among them, and the graphs.
+    """Make a machine's graphs; returns the constants, with each placeholder of a state replaced, and the graphs.
 
     Parameters
     ----------
+    metadata : Metadata
+        Metadata of the executable.
     devices : sequence of runtime.Device
         Devices by manifest index.
     constants : object
-        `PlacedConstants.values`.
+        Array of the machine's constants by index (`PlacedConstants.values`).
     module : runtime.Module
         Compiled code of the executable.
     """
@@ -260,26 +271,28 @@ def with_graphs(
     arenas = _shared_arenas([(regions[s.region], devices[s.device]) for s in metadata.constants if s.region])
     for index, spec in enumerate(metadata.constants):
         if spec.region:
+            # The other entries, symbols of kernels, do not have words in the plan.
             addresses = [constants[entry].data_ptr() for entry in spec.addresses or () if isinstance(entry, int)]
             region, device = regions[spec.region], devices[spec.device]
-            submit, record = (module.get_function(name, True) for name in (region.name, f"{region.name}_record"))
+            submit, launch_all = (module.get_function(name, True) for name in (region.name, f"{region.name}_record"))
             arena = None if isinstance(region.arena, str) else arenas[device]
-            graph = CudaGraph(region, device, addresses, submit, record, cuda_driver(), arena)
+            graph = CudaGraph(region, device, addresses, submit, launch_all, cuda_driver(), arena)
             graphs.append(graph)
             values[index] = graph.state
     return (tvm_ffi.convert(values) if graphs else constants), graphs
 
 
 def _shared_arenas(graphs: Sequence[tuple[RegionSpec, runtime.Device]]) -> dict[runtime.Device, runtime.Tensor]:
-    """An arena per device: the graphs of a machine run one at a time there, and share it."""
+    """An arena for each device, shared by a machine's graphs there, of which one runs at a time."""
     arena_bytes: dict[runtime.Device, int] = {}
     for region, device in graphs:
         if not isinstance(region.arena, str):
-            arena_bytes[device] = max(arena_bytes.get(device, 0), _arena_bytes(region))
+            arena_bytes[device] = max(arena_bytes.get(device, 0), _static_bytes(region))
     return {device: empty((nbytes,), "uint8", device) for device, nbytes in arena_bytes.items()}
 
 
-def _arena_bytes(region: RegionSpec) -> int:
+def _static_bytes(region: RegionSpec) -> int:
+    """Bytes of an arena of static size; 1 for an arena that grows."""
     return 1 if isinstance(region.arena, str) else max(region.arena, 1)
 
 
@@ -291,10 +304,10 @@ def _address_of(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
 
 
-def _free(driver: CudaDriver, device: runtime.Device, address: int, recorded: Mapping[_Values, int]) -> None:
+def _free(driver: CudaDriver, device: runtime.Device, address: int, captured: Mapping[_ParameterValues, int]) -> None:
     try:
         device.sync()  # pending launches read their bindings from this memory
-        for graph in recorded.values():
+        for graph in captured.values():
             driver.destroy(graph)
         driver.free_pinned(address)
     except Exception:  # at process exit the driver may have shut down already

@@ -124,7 +124,7 @@ def test_one_trip_stands_in_the_place_of_the_function():
     """Loop-invariant arguments are not passed on, and no recursive call is left."""
     mod, (loop,) = with_trips(LowerToVM()(rh.get_pipeline()(Counted)))
     assert (loop.name, loop.trip, loop.params) == ("loop", "loop_trip", ("i", "n", "v"))
-    assert loop.state == (0, 2)
+    assert loop.carried == (0, 2)
     trip = mod["loop"]
     assert trip.attrs["global_symbol"] == "loop_trip"
     assert not any(

@@ -8,7 +8,7 @@ import tvm
 from click.testing import CliRunner
 
 import relax_hetero as rh
-from relax_hetero.artifact.cache_folder import folder_of
+from relax_hetero.artifact.cache_folder import resolve_cache_folder
 from relax_hetero.frontend import CostModel
 from relax_hetero.frontend.auto import cost_model, measure_devices
 from relax_hetero.frontend.auto.measure_devices import DeviceFigures, Figures, LinkFigures, figures_of
@@ -49,7 +49,7 @@ def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
     figures_of(pair, remeasure=True)
     assert len(counted) == 6
     measure_devices._figures.clear()
-    folder_of().clear()
+    resolve_cache_folder().clear()
     figures_of(pair)
     assert len(counted) == 9
 
@@ -73,7 +73,7 @@ def test_figures_of_a_busy_machine_are_reported_and_measured_again(counted, pair
     assert figures_of(pair[:1]).other_work == 0 and counted == ["device"] * 3
     now[0] = 2000.0
     figures_of(pair[:1])
-    assert counted == ["device"] * 3 and list(folder_of().path.glob("*.figures"))
+    assert counted == ["device"] * 3 and list(resolve_cache_folder().path.glob("*.figures"))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_figures_of_a_busy_machine_are_reported_and_measured_again(counted, pair
 )
 def test_figures_that_are_spoilt_are_measured_again(counted, pair, text):
     figures_of(pair)
-    files = list(folder_of().path.glob("*.figures"))
+    files = list(resolve_cache_folder().path.glob("*.figures"))
     assert len(files) == 3
     texts = [file.read_text() for file in files]
     for file, other in zip(files, [*texts[1:], texts[0]], strict=True):

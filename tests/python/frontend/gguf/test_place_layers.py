@@ -161,7 +161,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     model, cache = hyperparameters_of(file), PagedCache(context=256)
     parts = parts_of(file, model, cache, [Panels(32), Fragments()])
     limit = sum(part.resident_bytes[1] for part in parts if part.name != "ffn")
-    plan = best_plan(parts, costs_of(2), {1: int(limit) + 1}, model.width * 4)
+    plan = best_plan(parts, costs_of(2), {1: int(limit) + 1}, model.hidden_size * 4)
     assert [device for part, device in zip(parts, plan.devices, strict=True) if part.name == "ffn"] == [0, 0]
     assert {device for part, device in zip(parts, plan.devices, strict=True) if part.name == "attn"} == {1}
     limits = {"cuda": int(limit) + 1}

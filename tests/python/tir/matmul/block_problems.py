@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 
 from encoding.random_blocks import random_rows
-from relax_hetero.encoding.block_formats import BlockFormat, block_format, numbers_of_rows, of_integers
+from relax_hetero.encoding.block_formats import BlockFormat, block_format, dequantize_rows, integer_format
 from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
@@ -33,8 +33,8 @@ class Weights:
     def numbers(self) -> np.ndarray:
         """(n, k) in float64."""
         arrays, form, depth = self.source.arrays, self.form, self.source.depth
-        if form.record_bytes:
-            return numbers_of_rows(arrays[0], form, depth).astype("float64")
+        if form.superblock_bytes:
+            return dequantize_rows(arrays[0], form, depth).astype("float64")
         data, bits = arrays[0], form.bits
         fields = np.stack([data >> at & ((1 << bits) - 1) for at in range(0, 8, bits)], -1)
         points = arrays[2] if len(arrays) > 2 else np.full(arrays[1].shape, 1 << (bits - 1))
@@ -56,7 +56,7 @@ def integers(rng: np.random.Generator, columns: int, depth: int, block: int, zer
         arrays.append(rng.integers(0, 1 << max(bits, 4), (columns, blocks), dtype=np.uint8))
     elif zeros == "float32":
         arrays.append(rng.uniform(0, (1 << bits) - 1, (columns, blocks)).astype("float32"))
-    return Weights(BlockSource(tuple(arrays), of_integers(bits, block, bool(zeros)), depth))
+    return Weights(BlockSource(tuple(arrays), integer_format(bits, block, bool(zeros)), depth))
 
 
 def of_file(name: str, columns: int, depth: int, seed: int = 5) -> Weights:

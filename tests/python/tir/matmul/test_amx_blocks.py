@@ -53,12 +53,16 @@ def test_sizes(rows, columns, depth, block, zeros):
     assert products_so_far() > before
 
 
-@pytest.mark.parametrize(("rows", "columns", "records"), [(16, 70, 1), (37, 33, 3)])
+@pytest.mark.parametrize(("rows", "columns", "superblocks"), [(16, 70, 1), (37, 33, 3)])
 @pytest.mark.parametrize("form", FILE_FORMATS)
 @pytest.mark.sampled(3)
-def test_formats_of_files(form, rows, columns, records):
+def test_formats_of_files(form, rows, columns, superblocks):
     """Steps of half the size where 16 weights share a scale, a second term of float16."""
-    depth = records * FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else (67, 0, 1100)[records - 1]
+    depth = (
+        superblocks * FILE_FORMATS[form].superblock_size
+        if FILE_FORMATS[form].superblock_size > 1
+        else (67, 0, 1100)[superblocks - 1]
+    )
     weights, x = of_file(form, columns, depth), fresh_rng().standard_normal((rows, depth), "float32")
     function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
     assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
@@ -68,7 +72,7 @@ def test_formats_of_files(form, rows, columns, records):
 @pytest.mark.parametrize("form", ["q4_k", "q5_0", "q8_0", "f16"])
 def test_activations_of_few_bits(form):
     """Numbers are rounded to bfloat16, and so are the sums that minimums multiply; with plain weights they are not."""
-    depth = 2 * max(64, FILE_FORMATS[form].span)
+    depth = 2 * max(64, FILE_FORMATS[form].superblock_size)
     weights, x = of_file(form, 37, depth), 3 + fresh_rng().standard_normal((33, depth), "float32")
     function, before = _kernel(problem_of(weights, 33, PANEL, activation_bits=8)), products_so_far()
     read = x if form == "f16" else x.astype(ml_dtypes.bfloat16).astype("float32")

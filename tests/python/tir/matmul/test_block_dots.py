@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relax_hetero.encoding.block_formats import FILE_FORMATS
-from relax_hetero.encoding.block_panels import RecordPlan
+from relax_hetero.encoding.block_panels import PanelPlan
 from relax_hetero.encoding.block_weights import panel_columns
 from relax_hetero.tir.matmul.block_dots import MAX_CHAIN, MIN_UNPACKED_ROWS
 from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
@@ -36,25 +36,25 @@ def check(weights: Weights, rows: int, name: str, folder, bits: int = 16) -> Non
     if bits == 16:
         assert_close(got, x, weights.numbers, ROUNDING)
     else:  # the same bytes in numpy leave but the rounding of float32
-        block = RecordPlan(weights.form, weights.source.depth, panel_columns(cpu_named(name))).block
+        block = PanelPlan(weights.form, weights.source.depth, panel_columns(cpu_named(name))).block
         chain = block if block <= MAX_CHAIN[1] else np.gcd(block, MAX_CHAIN[1])
         assert_close(got, as_bytes(x, int(chain)), weights.numbers, 2e-6)
 
 
-@pytest.mark.parametrize(("rows", "columns", "records"), [(1, 37, 3), (4, 64, 1), (13, 5, 2)])
+@pytest.mark.parametrize(("rows", "columns", "superblocks"), [(1, 37, 3), (4, 64, 1), (13, 5, 2)])
 @pytest.mark.parametrize("form", [form for form in FILE_FORMATS if form not in PLAIN])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(4)
-def test_formats_of_files(name, form, rows, columns, records, tmp_path):
-    check(of_file(form, columns, records * FILE_FORMATS[form].span), rows, name, tmp_path)
+def test_formats_of_files(name, form, rows, columns, superblocks, tmp_path):
+    check(of_file(form, columns, superblocks * FILE_FORMATS[form].superblock_size), rows, name, tmp_path)
 
 
-@pytest.mark.parametrize(("rows", "columns", "records"), [(1, 37, 3), (MANY + 3, 70, 2), (13, 5, 2)])
+@pytest.mark.parametrize(("rows", "columns", "superblocks"), [(1, 37, 3), (MANY + 3, 70, 2), (13, 5, 2)])
 @pytest.mark.parametrize("form", [form for form in FILE_FORMATS if form not in PLAIN])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sampled(4)
-def test_activations_of_bytes(name, form, rows, columns, records, tmp_path):
-    check(of_file(form, columns, records * FILE_FORMATS[form].span), rows, name, tmp_path, bits=8)
+def test_activations_of_bytes(name, form, rows, columns, superblocks, tmp_path):
+    check(of_file(form, columns, superblocks * FILE_FORMATS[form].superblock_size), rows, name, tmp_path, bits=8)
 
 
 @pytest.mark.parametrize("zeros", ["", "uint8", "float32"])

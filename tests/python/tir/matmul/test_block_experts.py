@@ -73,7 +73,7 @@ SIZES = [(1, 3, 5, 37, True), (4, 2, 3, 64, False), (23, 2, 4, 5, True)]
 def test_formats_of_files(form, case, tmp_path):
     """Tokens, experts for each, experts in all, columns, and whether the experts of a token share a row."""
     name, (tokens, used, experts, columns, shared) = case
-    depth = FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else 67
+    depth = FILE_FORMATS[form].superblock_size if FILE_FORMATS[form].superblock_size > 1 else 67
     check(of_file(form, experts * columns, depth), experts, tokens, used, shared, name, tmp_path)
 
 

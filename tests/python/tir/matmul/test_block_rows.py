@@ -38,7 +38,7 @@ def check(weights, index, name, folder, count=None):
 @pytest.mark.parametrize("form", FILE_FORMATS)
 @pytest.mark.parametrize("name", NAMES)
 def test_formats_of_files(name, form, tmp_path):
-    depth = 2 * FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else 67
+    depth = 2 * FILE_FORMATS[form].superblock_size if FILE_FORMATS[form].superblock_size > 1 else 67
     check(of_file(form, 69, depth), np.array([68, 0, 31, 32, 32, -1, 1000, 7], "int32"), name, tmp_path)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from marks import in_turns
-from relax_hetero.encoding.block_formats import FILE_FORMATS, of_integers
+from relax_hetero.encoding.block_formats import FILE_FORMATS, integer_format
 from relax_hetero.encoding.block_panels import BlockSource
 from relax_hetero.encoding.block_weights import panel_columns
 from relax_hetero.encoding.expression import Expression
@@ -54,8 +54,12 @@ def test_integers_of_2_and_8_bits(name, bits, block, zeros, tmp_path):
     ids=str,
 )
 def test_formats_of_files(form, case, tmp_path):
-    name, (rows, columns, records) = case
-    depth = records * FILE_FORMATS[form].span if FILE_FORMATS[form].span > 1 else (67, 40, 1100)[records - 1]
+    name, (rows, columns, superblocks) = case
+    depth = (
+        superblocks * FILE_FORMATS[form].superblock_size
+        if FILE_FORMATS[form].superblock_size > 1
+        else (67, 40, 1100)[superblocks - 1]
+    )
     check(of_file(form, columns, depth), rows, name, tmp_path)
 
 
@@ -104,7 +108,7 @@ def test_zero_points_and_weights_at_the_ends_are_exact(tmp_path):
         data = codes[:, 0::2] | codes[:, 1::2] << 4
         zeros = np.arange(256, dtype=np.uint8)[:, None]
         arrays = (data, np.ones((256, 1), "float32"), zeros)
-        weights = Weights(BlockSource(arrays, of_integers(4, 16, True), 16))
+        weights = Weights(BlockSource(arrays, integer_format(4, 16, True), 16))
         function = kernel(quantized_matmul_kernel(problem_of(weights, 16, panel), cpu_named(name)), name, tmp_path)
         got = call(function, np.eye(16, dtype="float32"), weights.packed(panel), 256)
         np.testing.assert_array_equal(got, weights.numbers.T)

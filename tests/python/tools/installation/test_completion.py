@@ -74,10 +74,10 @@ def test_options_are_completed():
 def test_devices_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     for gpu in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / gpu).mkdir()
-    monkeypatch.setattr(doctor, "_GPUS", tmp_path)
+    monkeypatch.setattr(doctor, "_DRIVER_GPUS_FOLDER", tmp_path)
     assert completed(["compile", "model.onnx", "--vdevice"], "") == ["llvm", "cuda:0", "cuda:1"]
     assert completed(["compile", "model.onnx", "--vdevice"], "c") == ["cuda:0", "cuda:1"]
-    monkeypatch.setattr(doctor, "_GPUS", tmp_path / "none")
+    monkeypatch.setattr(doctor, "_DRIVER_GPUS_FOLDER", tmp_path / "none")
     assert completed(["compile", "model.onnx", "--vdevice"], "") == ["llvm"]
 
 

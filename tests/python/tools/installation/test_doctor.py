@@ -30,7 +30,7 @@ LINES: list[dict[str, Any]] = [
     {"tested": {"name": "llvm:0", "ok": True, "about": "fine"}},
     {"end": None},
 ]
-PROBE = doctor.probe_findings
+PROBE = doctor.run_self_test
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def sound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(metadata, "requires", lambda _: requirements)
     monkeypatch.setattr(metadata, "metadata", lambda _: {"Requires-Python": ">=3.10"})
     install(monkeypatch)
-    monkeypatch.setattr(doctor, "gpus_of_system", lambda: 0)
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path / "cache"))
     tries(monkeypatch, LINES)
 
@@ -59,14 +59,14 @@ def install(monkeypatch: pytest.MonkeyPatch, **changes: str | None) -> None:
     monkeypatch.setattr(metadata, "version", version)
 
 
-PROBE = doctor.probe_findings
+PROBE = doctor.run_self_test
 
 
 def tries(monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], last: str = "") -> None:
     """Let the process that tries the devices print these lines, and then do something else."""
     program = f"import os, sys\nprint({chr(10).join(map(json.dumps, lines))!r}, flush=True)\n{last}"
     command = [sys.executable, "-S", "-c", program]
-    monkeypatch.setattr(doctor, "probe_findings", lambda: PROBE(command))
+    monkeypatch.setattr(doctor, "run_self_test", lambda: PROBE(command))
 
 
 def diagnosed(invoke: Invoke) -> tuple[int, dict[str, Finding]]:
@@ -160,7 +160,7 @@ def test_no_compiler(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_gpu_that_tvm_cannot_use(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "gpus_of_system", lambda: 1)
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 1)
     status, findings = diagnosed(invoke)
     assert (status, findings["GPUs"].state) == (1, "error")
     assert "relax-hetero[cuda]" in findings["GPUs"].fix
@@ -204,7 +204,7 @@ def test_a_process_that_hangs(invoke: Invoke, monkeypatch: pytest.MonkeyPatch):
     status, findings = diagnosed(invoke)
     assert (status, findings["C compiler"].state) == (1, "ok")
     assert findings["llvm:0"].section == "self-test"
-    assert (findings["llvm:0"].state, findings["llvm:0"].about) == ("error", "no end within 120 s")
+    assert (findings["llvm:0"].state, findings["llvm:0"].about) == ("error", "it did not finish within 120 s")
 
 
 def test_a_process_that_does_not_start():
@@ -246,6 +246,6 @@ def test_the_version_names_what_a_report_needs(invoke: Invoke):
 def test_this_installation_works(monkeypatch: pytest.MonkeyPatch):
     """The process as it is: TVM is imported, and a model runs on each device."""
     monkeypatch.undo()
-    findings, devices = doctor.probe_findings()
+    findings, devices = doctor.run_self_test()
     assert devices[0]["name"].startswith("llvm")
     assert [finding for finding in findings if finding.state == "error"] == []

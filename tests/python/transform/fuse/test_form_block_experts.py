@@ -8,7 +8,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from encoding.random_blocks import random_rows
 from modules import check_pass, ir_module, ops_of
-from relax_hetero.encoding.block_formats import block_format, numbers_of_rows
+from relax_hetero.encoding.block_formats import block_format, dequantize_rows
 from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.transform import FormQuantizedMatmuls, RealizeVDevice
 from seeds import fresh_rng
@@ -16,7 +16,7 @@ from seeds import fresh_rng
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
 EXPERTS, N, K = 3, 40, 64
 RAW = random_rows("q5_0", EXPERTS * N, K)
-NUMBERS = numbers_of_rows(RAW, block_format("q5_0"), K).astype("float64").reshape(EXPERTS, N, K)
+NUMBERS = dequantize_rows(RAW, block_format("q5_0"), K).astype("float64").reshape(EXPERTS, N, K)
 
 
 def bound(mod, **values):

@@ -8,7 +8,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from encoding.random_blocks import random_rows
 from modules import calls_of, ir_module, ops_of
-from relax_hetero.encoding.block_formats import block_format, numbers_of_rows, of_integers
+from relax_hetero.encoding.block_formats import block_format, dequantize_rows, integer_format
 from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.encoding.block_weights import pack_fragment_blocks, pack_fragments
 from relax_hetero.op.quantized_matmul import BLOCK_MATMUL, DEQUANTIZE_BLOCKS
@@ -89,7 +89,7 @@ def test_a_layer_with_bias_activation_and_residual():
         return r
 
     packed = {
-        "weight": Panels(32).pack(BlockSource((DATA, SCALES, ZEROS), of_integers(4, BLOCK, True), K))[0],
+        "weight": Panels(32).pack(BlockSource((DATA, SCALES, ZEROS), integer_format(4, BLOCK, True), K))[0],
     }
     expected = RealizeVDevice()(relax.transform.BindParams("main", packed)(Expected))
     assert_structural_equal(formed(Layer), expected, map_free_vars=True)
@@ -301,7 +301,7 @@ def test_a_table_that_is_a_weight_too_is_one_constant():
 def test_rows_of_a_table_on_two_kinds_of_devices():
     """Constant weights get a kernel; plain ops compute rows from bytes where the weights are a parameter."""
     tokens = np.array([[0, 39], [17, 17], [32, 31]], "int32")
-    numbers = numbers_of_rows(RAW, block_format("q5_0"), K).astype("float64")
+    numbers = dequantize_rows(RAW, block_format("q5_0"), K).astype("float64")
     want = np.maximum(numbers[tokens], 0) @ numbers.T
     bound = rh.compile(relax.transform.BindParams("main", {"raw": RAW})(Tied))
     dispatches = [(call["ops"][0], call["precision"]) for call in bound.metadata.fusions["dispatches"]]

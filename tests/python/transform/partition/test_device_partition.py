@@ -67,11 +67,11 @@ class Dependence:
         for index, read in enumerate(self.reads):
             self.before[index] = read.union(*(self.before[other] for other in read))
 
-    def makers(self, index):
+    def producers(self, index):
         """Bindings that a binding reads, looking through those that cost nothing."""
         sources = set()
         for read in self.reads[index]:
-            sources |= self.makers(read) if self.places.is_free(self.bindings[read]) else {read}
+            sources |= self.producers(read) if self.places.is_zero_cost(self.bindings[read]) else {read}
         return sources
 
     def transfers_before(self, index):
@@ -81,20 +81,20 @@ class Dependence:
         return {t for t, b in enumerate(self.bindings) if is_transfer(b) and index in self.before[t]}
 
     def readers(self, index):
-        work = [i for i, b in enumerate(self.bindings) if not self.places.is_free(b)]
-        return [reader for reader in work if index in self.makers(reader)]
+        work = [i for i, b in enumerate(self.bindings) if not self.places.is_zero_cost(b)]
+        return [reader for reader in work if index in self.producers(reader)]
 
     def comes_no_later(self, transfer, others):
         """True if the source of a transfer is ready when that of one of the others is."""
-        needed = self.makers(transfer)
-        return not needed or any(needed <= self.makers(o) | self.before[o] for o in others)
+        needed = self.producers(transfer)
+        return not needed or any(needed <= self.producers(o) | self.before[o] for o in others)
 
 
 @given(graphs(), st.sampled_from([-1, 50, 1 << 20]))
 @SETTINGS
 def test_parts_read_values_of_earlier_parts(mod, small):
     parts = parts_of(mod, small)
-    order = parts.in_order()
+    order = parts.topological_order()
     assert sorted(order) == sorted(parts.parts)
     dependence = Dependence(parts.bindings, BindingDevices(mod))
     done: set[int] = set()
@@ -104,7 +104,7 @@ def test_parts_read_values_of_earlier_parts(mod, small):
             earlier = {other for other in dependence.before[index] if other in parts.part_of}
             assert earlier <= done | members
         done |= members
-    work = {i for i, b in enumerate(parts.bindings) if not BindingDevices(mod).is_free(b)}
+    work = {i for i, b in enumerate(parts.bindings) if not BindingDevices(mod).is_zero_cost(b)}
     assert work <= done == set(parts.part_of)
 
 
@@ -115,7 +115,7 @@ def test_a_part_waits_only_for_operands_of_its_first_kernel(mod):
     places = BindingDevices(mod)
     dependence = Dependence(parts.bindings, places)
     for part in parts.parts.values():
-        work = [index for index in part.members if not places.is_free(parts.bindings[index])]
+        work = [index for index in part.members if not places.is_zero_cost(parts.bindings[index])]
         assert {places.devices(parts.bindings[index]) for index in work} == {part.devices}
         for one in work:
             needs, leads_to = dependence.transfers_before(one), dependence.transfers_after(one)
@@ -137,7 +137,7 @@ def test_work_with_the_same_transfers_around_it_is_one_part(mod):
     for number, part in parts.parts.items():
         for index in part.members:
             binding = parts.bindings[index]
-            if not part.is_isolated and not places.is_free(binding):
+            if not part.is_isolated and not places.is_zero_cost(binding):
                 around = dependence.transfers_before(index), dependence.transfers_after(index)
                 kind = (places.device(binding.value), *map(frozenset, around))
                 assert numbers.setdefault(kind, number) == number
@@ -146,7 +146,7 @@ def test_work_with_the_same_transfers_around_it_is_one_part(mod):
 def members(mod, small=-1):
     """The names of each part's variables, in order."""
     parts = parts_of(mod, small)
-    return [" ".join(parts.bindings[i].var.name for i in parts.parts[n].members) for n in parts.in_order()]
+    return [" ".join(parts.bindings[i].var.name for i in parts.parts[n].members) for n in parts.topological_order()]
 
 
 def test_small_work_joins_its_only_reader():

@@ -216,7 +216,7 @@ def test_names_of_callers_and_functions():
 @pytest.mark.parametrize(
     ("donate", "message"),
     [
-        (["x"], r"names 'x', which function 'main' does not have; it has \['input:0', 'shape', 'w'\]"),
+        (["x"], r"names 'x', which function 'main' lacks; it has \['input:0', 'shape', 'w'\]"),
         ("x", "gives 'x' for function 'main', expected a list of input names"),
         (["shape"], "names 'shape' of function 'main', which is .*expected a tensor"),
         (["w"], "names 'w' of function 'main', a parameter that set_params gives once"),

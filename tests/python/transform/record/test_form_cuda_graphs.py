@@ -81,8 +81,8 @@ def host_code(module):
 
 # Placeholder that each machine replaces by memory of its own.
 STATE = tvm.ir.GenericConst(
-    tvm.runtime.tensor(np.zeros(Layout(4).state, "int64")),
-    relax.TensorType((Layout(4).state,), "int64", Steps.global_infos["vdevice"][0]),
+    tvm.runtime.tensor(np.zeros(Layout(4).state_words, "int64")),
+    relax.TensorType((Layout(4).state_words,), "int64", Steps.global_infos["vdevice"][0]),
 )
 
 
@@ -123,7 +123,7 @@ def test_the_functions_of_the_module_after_the_pass():
     state = call.args[1].fields[-1]
     assert [str(arg.name) for arg in call.args[1].fields[:-1]] == ["x", "w"] and state.same_as(table.tensor)
     assert len(table.constants) == 1 and table.region == "main_commands" and table.kernels == []
-    assert state.value.shape == (Layout(4).state,)
+    assert state.value.shape == (Layout(4).state_words,)
     assert [list(map(int, ty.shape.values)) for ty in call.ty_args[0].fields] == [[16], [16]]  # no arena
     (region,) = regions_of(mod)
     assert region.runs == "CUDA graph" and region.arena > 0
@@ -293,7 +293,7 @@ def test_symbolic_extents_are_parameters_of_graphs():
     main, record = functions(mod)["main"], functions(mod)["main_commands_record"]
     assert [str(param.name) for param in record.params] == ["plan", "n"]
     (call,) = [b.value for block in main.body.blocks for b in block.bindings if isinstance(b.value, relax.Call)]
-    assert call.args[1].fields[-1].value.shape == (Layout(2, 1).state,)
+    assert call.args[1].fields[-1].value.shape == (Layout(2, 1).state_words,)
     (memory,) = (exe := rh.compile(symbolic())).metadata.memory
     (step,) = memory.regions
     assert len(step.slots) == 2 and exe.memory_plan.at("main", n=100).devices[0].arenas == 100 * 64 * 4
@@ -387,5 +387,5 @@ def test_a_driver_is_found_or_the_reason_is_reported(monkeypatch):
 def test_an_executable_without_graphs_needs_no_state(caplog):
     exe = rh.compile(symbolic(), command_buffers=False)
     with caplog.at_level(logging.WARNING, "relax_hetero"):
-        assert cuda_graph.with_graphs(exe.metadata, [], constants := [], None) == (constants, [])
+        assert cuda_graph.make_graphs(exe.metadata, [], constants := [], None) == (constants, [])
     assert not caplog.records

@@ -129,7 +129,7 @@ def test_tables_belong_to_their_command_buffer(adding, recording):
 def test_overlapping_bindings_of_which_one_is_written(adding, vm):
     pool = np.zeros(100, "float32")
     with pytest.raises(
-        rh.BindingError, match=r"slot 1 and slot 3 share bytes, and commands write slot 3; expected apart"
+        rh.BindingError, match=r"slot 1 and slot 3 share bytes, and commands write slot 3; expected disjoint ranges"
     ):
         adding.bind([pool[:16], pool[16:48], None, pool[47:63]])
     adding.bind([pool[:16], pool[:32], None, pool[32:48]])  # both are read

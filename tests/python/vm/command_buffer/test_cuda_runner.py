@@ -65,7 +65,7 @@ class Driver(CudaDriver):
     def __init__(self, library):
         self.library, self.graphs, self.launches, self.fails = library, {}, 0, False
 
-    def record(self, launch):
+    def capture(self, launch):
         self.library.captured = []
         try:
             launch(CAPTURE)

@@ -216,7 +216,7 @@ child(lambda: total(rh.vm.VirtualMachine(exe)["main"](x)))
 print(total(vm["main"](x)))
 """
     *refused, after, submitted, called, plain = run(FORKED + script, folder).splitlines()
-    assert len(refused) == 6 and all(line.startswith("HeteroError: this machine was at work when") for line in refused)
+    assert len(refused) == 6 and all(line.startswith("HeteroError: this machine was in use when") for line in refused)
     assert after == submitted == called == plain == "40.0"
 
 
@@ -251,4 +251,6 @@ child(lambda: len(vm.profile("main", x).rows) > 0)
 """
     *totals, profile = run(FORKED + script, folder).splitlines()
     assert totals == ["256.0"] * 4
-    assert profile.startswith("HeteroError: this thread's helpers stayed behind" if threads == "stock" else "True")
+    assert profile.startswith(
+        "HeteroError: this thread's worker threads do not exist" if threads == "stock" else "True"
+    )

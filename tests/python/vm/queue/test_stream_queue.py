@@ -25,7 +25,7 @@ from relax_hetero.vm.device.machine_lock import MachineLock
 from relax_hetero.vm.device.memory_pools import BlockPool
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.queue import stream_queue
-from relax_hetero.vm.queue.call import Prepared
+from relax_hetero.vm.queue.call import PreparedCall
 from relax_hetero.vm.queue.plan import QueuePlan
 from relax_hetero.vm.queue.queued_calls import QueuedCalls
 from relax_hetero.vm.queue.queues import Queues
@@ -116,7 +116,7 @@ class Machine:
             return self.plan
 
         def prepare(args, _kwargs):
-            return Prepared(args, {}, lambda results: [on_host(result).copy() for result in results])
+            return PreparedCall(args, {}, lambda results: [on_host(result).copy() for result in results])
 
         values = inputs or [self.value(device, array) for device, array in zip(INPUTS, arrays, strict=True)]
         return self.calls.submit(None, plan, prepare, values, {})

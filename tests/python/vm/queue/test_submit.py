@@ -13,7 +13,7 @@ import tvm
 import relax_hetero as rh
 from relax_hetero.artifact.metadata import DispatchSpec
 from relax_hetero.artifact.schedule import Schedule, Step
-from relax_hetero.vm.queue.queues import LARGE_BYTES, LARGE_OPERATIONS, overlapping
+from relax_hetero.vm.queue.queues import LARGE_BYTES, LARGE_OPERATIONS, functions_to_queue
 from seeds import fresh_rng
 from vm.queue_models import Gate, Pipeline, expected, kernels
 
@@ -310,4 +310,4 @@ def test_plain_calls_are_queued_where_large_work_overlaps(nbytes, operations, is
         dispatches={f"k{number}": DispatchSpec(number, (), count, size) for number, (size, count) in enumerate(work)},
         regions=[],
     )
-    assert overlapping(metadata) == ({"main"} if is_queued else set())
+    assert functions_to_queue(metadata) == ({"main"} if is_queued else set())

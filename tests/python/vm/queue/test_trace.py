@@ -318,7 +318,7 @@ def test_work_of_gpus_is_in_line_however_it_was_issued(data):
     steps = (Step(0, (0,), (1,), "f"), Step(1, (1,), (2,), "g"))
     names = ("stream 0", "stream 1")
     queues = [SimpleNamespace(name=name) for name in names]
-    plan = SimpleNamespace(steps=steps, queues=queues, returned=[2], function="main")
+    plan = SimpleNamespace(steps=steps, queues=queues, returned_values=[2], function="main")
     ends = [0, 0]
     for number in range(1, data.draw(st.integers(1, 6)) + 1):
         now += data.draw(st.integers(0, 20))

@@ -16,7 +16,7 @@ import relax_hetero as rh
 from relax_hetero.artifact import graph_layout
 from relax_hetero.artifact.commands import GRAPH as RUNS_AS_GRAPH
 from relax_hetero.artifact.commands import RegionSpec, SlotSpec
-from relax_hetero.artifact.graph_layout import REPORT_INTERVAL, ROWS, Layout
+from relax_hetero.artifact.graph_layout import REPORT_INTERVAL, RING_ROWS, Layout
 from relax_hetero.artifact.memory_plan import MemoryPlan
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from relax_hetero.tir.commands.command_list import Tensor
@@ -71,12 +71,12 @@ class Device:
 
     def record(self, plan):
         """Stand-in for the compiled function that launches all kernels."""
-        words = words_at(plan.value, LAYOUT.directs + 2)
-        self.constant = floats_at(words[LAYOUT.directs])
+        words = words_at(plan.value, LAYOUT.constants + 2)
+        self.constant = floats_at(words[LAYOUT.constants])
         if words[graph_layout.RING]:
             self.recordings += 1
             assert cuda_graph.tvm_ffi.get_raw_stream(tvm.cpu(0)) == CAPTURE
-            self.ring, self.consumed = int(words[graph_layout.RING]), int(words[graph_layout.CONSUMED_AT])
+            self.ring, self.consumed = int(words[graph_layout.RING]), int(words[graph_layout.CONSUMED_ADDRESS])
         else:
             self.filled += 1
             self._run(words[graph_layout.BINDINGS :][:2])
@@ -87,7 +87,7 @@ class Device:
         words_at(self.consumed, 1)[0] = (
             self.done // REPORT_INTERVAL * REPORT_INTERVAL
         )  # rows of those before it are free
-        self._run(words_at(self.ring + 16 * (self.done % ROWS), 2))
+        self._run(words_at(self.ring + 16 * (self.done % RING_ROWS), 2))
         self.done += 1
 
     def _launched(self, graph, stream):
@@ -160,10 +160,10 @@ def call(graph, value):
 def test_first_submission_records_and_later_ones_launch(submit):
     device = Device()
     graph = graph_of(submit, device)
-    for iteration in range(3 * ROWS):
+    for iteration in range(3 * RING_ROWS):
         _, y = call(graph, iteration)
         np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
-    assert (device.filled, device.recordings, device.launches) == (1, 1, 3 * ROWS - 1)
+    assert (device.filled, device.recordings, device.launches) == (1, 1, 3 * RING_ROWS - 1)
 
 
 def test_submissions_in_flight_keep_their_bindings(submit):
@@ -171,8 +171,8 @@ def test_submissions_in_flight_keep_their_bindings(submit):
     graph = graph_of(submit, device)
     call(graph, 0.0)
     device.is_lazy = True
-    calls = [call(graph, turn) for turn in range(3 * ROWS)]  # the device begins with one when a row is needed
-    assert ROWS - REPORT_INTERVAL <= len(device.waiting) < ROWS and device.launches == 3 * ROWS
+    calls = [call(graph, turn) for turn in range(3 * RING_ROWS)]  # the device begins with one when a row is needed
+    assert RING_ROWS - REPORT_INTERVAL <= len(device.waiting) < RING_ROWS and device.launches == 3 * RING_ROWS
     while device.waiting:
         device.proceed()
     for iteration, (_, y) in enumerate(calls):
@@ -184,7 +184,7 @@ def test_waiting_ends_where_the_device_has_failed(submit):
     graph = graph_of(submit, device)
     call(graph, 0.0)
     device.is_lazy = True
-    for iteration in range(ROWS):
+    for iteration in range(RING_ROWS):
         call(graph, iteration)
     device.query_code = DEVICE_IS_LOST
     with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
@@ -196,7 +196,7 @@ def test_a_launch_that_fails_raises_and_takes_no_row(submit):
     graph = graph_of(submit, device)
     call(graph, 0.0)
     device.code = DEVICE_IS_LOST
-    for _ in range(2 * ROWS):
+    for _ in range(2 * RING_ROWS):
         with pytest.raises(CudaError, match="'main_commands'.*CUDA_ERROR_LAUNCH_FAILED"):
             call(graph, 1.0)
     device.code = 0
@@ -260,7 +260,7 @@ def test_graphs_of_a_device_share_their_arena(submit, monkeypatch):
 
     def record_of(name):
         def record(plan, *_):
-            plans[name] = words_at(plan.value, LAYOUT.directs + 1)[-1]
+            plans[name] = words_at(plan.value, LAYOUT.constants + 1)[-1]
 
         return record
 
@@ -269,12 +269,12 @@ def test_graphs_of_a_device_share_their_arena(submit, monkeypatch):
         return RegionSpec(name, "main", where, slots, (), (), arena, (), runs=RUNS_AS_GRAPH)
 
     regions = [region("a", 0, 100), region("b", 0, 300), region("c", 1, 200), region("d", 0, "64*n")]
-    specs = [ConstantSpec(r.name, (LAYOUT.state,), "int64", r.device, (), r.name) for r in regions]
+    specs = [ConstantSpec(r.name, (LAYOUT.state_words,), "int64", r.device, (), r.name) for r in regions]
     devices = (DeviceSpec("cuda"), DeviceSpec("cuda", 1))
     metadata = Metadata(devices, -1, {}, tuple(specs), regions=tuple(regions))
     module = SimpleNamespace(get_function=lambda name, _: record_of(name[0]) if name.endswith("_record") else submit)
     monkeypatch.setattr(cuda_graph, "cuda_driver", lambda: CudaDriver(device.api))
-    _, graphs = cuda_graph.with_graphs(metadata, [tvm.cpu(0), tvm.cpu(1)], [tensor()] * 4, module)
+    _, graphs = cuda_graph.make_graphs(metadata, [tvm.cpu(0), tvm.cpu(1)], [tensor()] * 4, module)
     sizes = [int(graph._arena.shape[0]) for graph in graphs]
     assert sizes == [300, 300, 200, 1]
     for graph in graphs[:2]:
@@ -295,7 +295,7 @@ class SymbolicDevice(Device):
         self.api.cuGraphInstantiate = lambda graph, _: (0, self._instantiated())
 
     def record(self, plan, extent):
-        words = words_at(plan.value, self.LAYOUT.directs + 2)
+        words = words_at(plan.value, self.LAYOUT.constants + 2)
         self.arenas.append(int(words[-1]))
         if words[graph_layout.RING]:
             self.recordings += 1
@@ -309,7 +309,7 @@ class SymbolicDevice(Device):
         return GRAPH + self.recordings
 
     def _launched(self, graph, stream):
-        self._add(words_at(self.ring + 16 * (self.launches % ROWS), 2), self.graphs[graph])
+        self._add(words_at(self.ring + 16 * (self.launches % RING_ROWS), 2), self.graphs[graph])
         self.launches += 1
         words_at(self.ring - 8 * self.LAYOUT.ring + 8 * graph_layout.CONSUMED, 1)[0] = self.launches
         return 0
@@ -391,5 +391,5 @@ def test_driver_says_what_failed():
     driver = CudaDriver(device.api)
     device.api.cuGraphInstantiate = lambda *_: (DEVICE_IS_LOST, None)
     with pytest.raises(CudaError, match="cuGraphInstantiate failed: CUDA_ERROR_LAUNCH_FAILED"):
-        driver.record(lambda stream: None)
+        driver.capture(lambda stream: None)
     assert "failed: 12345" in str(driver.error("a call", 12345))

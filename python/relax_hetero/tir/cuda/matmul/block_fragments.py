@@ -105,7 +105,7 @@ class WeightFragments:
         form, bits = self.work.problem.form, self.work.problem.bits
         assert form is not None, "only formats of files have minimums"
         value = T.cast(self._point(self._place(slot, fragment, number) + half), "float32")
-        lowest = middle_of(bits) + form.low if bits == form.bits else 0
+        lowest = middle_of(bits) + form.min_code if bits == form.bits else 0
         return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
     def _place(self, slot: int, fragment: int, number: int) -> int:

@@ -11,7 +11,7 @@ from tvm.target import Target
 from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.encoding import PackedLayout
-from relax_hetero.encoding.block_formats import of_integers
+from relax_hetero.encoding.block_formats import integer_format
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, Operand, QuantizedMatmulProblem
@@ -33,7 +33,7 @@ plain = PackedLayout.identity
 
 
 def problem_of(m, n, k, dtype, block, scales="float16", zeros="", epilogue="", bits=4):
-    weights, blocks = Fragments().shapes(n, of_integers(bits, block, False), k)
+    weights, blocks = Fragments().shapes(n, integer_format(bits, block, False), k)
     dtypes = ["int32", scales, *([zeros] if zeros else [])]
     shapes = [weights, blocks, blocks]
     packed = [Operand(tuple(s), d, Fragments.index_map, plain(4)) for s, d in zip(shapes, dtypes, strict=False)]

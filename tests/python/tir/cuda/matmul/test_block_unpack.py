@@ -8,7 +8,7 @@ from tvm.target import Target
 
 from encoding.random_blocks import random_rows
 from gpu_interpreter import run
-from relax_hetero.encoding.block_formats import FILE_FORMATS, numbers_of_rows
+from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows
 from relax_hetero.encoding.problem import BlockUnpackProblem, Operand
 from relax_hetero.errors import EncodingError
 from relax_hetero.resolvers.cuda import CudaResolver
@@ -28,7 +28,7 @@ def unpack_case(name, dtype, n=84, depth=512):
     layout = CudaResolver().unpacked_layout(problem, TARGET)
     unpack = BlockUnpackProblem(problem, Operand((depth, n), dtype, ("k", "n"), layout))
     form = FILE_FORMATS[name]
-    return unpack, arguments[1:], numbers_of_rows(random_rows(name, n, depth), form, depth).astype("float64")
+    return unpack, arguments[1:], dequantize_rows(random_rows(name, n, depth), form, depth).astype("float64")
 
 
 def check(unpack, tiles, want):

@@ -9,7 +9,7 @@ from tvm.target import Target
 from encoding.random_blocks import random_rows
 from gpu_interpreter import run
 from relax_hetero.encoding import PackedLayout
-from relax_hetero.encoding.block_formats import FILE_FORMATS, numbers_of_rows
+from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows
 from relax_hetero.encoding.block_panels import BlockSource
 from relax_hetero.encoding.block_weights import Fragments, stored_bits
 from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
@@ -42,7 +42,7 @@ def case(name, m, n, depth, dtype):
         stored_bits(form),
         form,
     )
-    want = x.astype("float64") @ numbers_of_rows(raw, form, depth).astype("float64").T
+    want = x.astype("float64") @ dequantize_rows(raw, form, depth).astype("float64").T
     return problem, [x, *packed], want
 
 
