@@ -51,7 +51,7 @@ def compiled(model: Path, library: Path, dims: Mapping[str, int]) -> dict[str, A
     exe = rh.compile(rh.from_onnx(model), cache=False)
     exe.export_library(library)
     plan = exe.memory_plan
-    use = plan.at("main", **{name: dims.get(name, 1) for name in plan.names()})
+    use = plan.at("main", **{name: dims.get(name, 1) for name in plan.symbolic_dims()})
     results = sum(memory.results for memory in use.devices)
     return {"least": use.lower_bound, "planned": use.transient, "results": results}
 

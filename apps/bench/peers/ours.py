@@ -43,6 +43,6 @@ def _kernel(
     symbols, constants = list(executable.metadata.dispatches), list(executable.constants)
     if len(symbols) != 1 or len(constants) != int(product.weight):
         return None
-    function = executable.runnable().get_function(symbols[0], query_imports=True)
+    function = executable.runnable_module().get_function(symbols[0], query_imports=True)
     arguments = [*operands, *constants, tensor(empty(product.result_shape, product.result_dtype))]
     return lambda: function(*arguments)

@@ -18,7 +18,7 @@ def kernel_address(module: runtime.Module, kernel: str) -> int:
     Parameters
     ----------
     module : runtime.Module
-        Loaded code (`Executable.runnable`).
+        Loaded code (`Executable.runnable_module`).
     kernel : str
         Symbol, as in `ConstantSpec.addresses` and `KernelSpec.symbol`.
 

@@ -12,7 +12,16 @@ from ..errors import BindingError
 from ..target.element_types import bytes_for
 from .commands import GRAPH
 from .memory_spec import ARENA, RESULT, TRANSFER
-from .memory_use import Need, UnknownSizeError, Walk, call_needs, evaluate, max_alive, pool_bytes, queued_needs
+from .memory_use import (
+    AllocationWalk,
+    Need,
+    UnknownSizeError,
+    call_needs,
+    evaluate,
+    max_alive,
+    pool_bytes,
+    queued_needs,
+)
 from .messages import unknown_name
 from .metadata import Metadata, device_names
 from .schedule import Schedule, Step
@@ -165,7 +174,7 @@ class MemoryPlan:
         """JSON data of the plan: an object for each function, which names the sizes that it depends on."""
         return [
             {"function": name, "depends_on": list(missing)}
-            if (missing := self.names(name))
+            if (missing := self.symbolic_dims(name))
             else self.at(name).to_json()
             for name in self.functions
         ]
@@ -183,7 +192,7 @@ class MemoryPlan:
         arenas = [region.arena for region in graphs if isinstance(region.arena, int)]
         return sum(bytes_for(spec.shape, spec.dtype) for spec in specs) + max(arenas, default=0)
 
-    def names(self, function: str = "main") -> tuple[str, ...]:
+    def symbolic_dims(self, function: str = "main") -> tuple[str, ...]:
         """Names of the symbolic dimensions whose values `at` needs, without those with an upper bound.
 
         Parameters
@@ -260,14 +269,14 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = []
         for name in self.functions:
-            missing = self.names(name)
+            missing = self.symbolic_dims(name)
             rows += self.at(name).rows() if not missing else [(name, f"depends on {', '.join(missing)}: at(...)")]
         return _table(rows)
 
     def _repr_html_(self) -> str:
         tables: list[Markup] = []
         for name in self.functions:
-            if missing := self.names(name):
+            if missing := self.symbolic_dims(name):
                 sizes = ", ".join(f"{size}=1" for size in missing)
                 text = f"The memory of {name!r} depends on {', '.join(missing)}: memory_plan.at({name!r}, {sizes})."
                 tables.append(paragraph(text))
@@ -278,12 +287,12 @@ class MemoryPlan:
     def _bounds(self, function: str) -> Mapping[str, int]:
         return self._memory[function].upper_bounds if function in self._memory else {}
 
-    def _walk(self, function: str, sizes: Mapping[str, int]) -> Walk:
-        walk = Walk(self._metadata)
-        walk.function(function, sizes)
+    def _walk(self, function: str, sizes: Mapping[str, int]) -> AllocationWalk:
+        walk = AllocationWalk(self._metadata)
+        walk.visit(function, sizes)
         return walk
 
-    def _on(self, device: int, function: str, walk: Walk, sizes: Mapping[str, int]) -> DeviceMemory:
+    def _on(self, device: int, function: str, walk: AllocationWalk, sizes: Mapping[str, int]) -> DeviceMemory:
         results = [a for a in walk.allocations if a.use == RESULT]
         transient = [a for a in walk.allocations if a.use != RESULT]
         buffers = pool_bytes(transient, device)

@@ -18,7 +18,7 @@ from .signature import Dim
 PAGE = 4096
 """Bytes to a multiple of which TVM's pool rounds buffers; it reuses only freed buffers of exactly that size."""
 
-# Time: the step of a call, the step of a nested call, ..., the command. Tuples compare lexicographically, so the begin
+# Time: the step of a call, of a nested call, ..., the command. Tuples compare lexicographically, so the beginning
 # of a step precedes everything within it, and its end, which has infinity appended, follows everything.
 _When: TypeAlias = tuple[float, ...]
 
@@ -63,8 +63,8 @@ def evaluate(size: Dim, sizes: Mapping[str, int]) -> int:
     return sizes[size] if expression.evaluate is None else expression.evaluate(sizes)
 
 
-class Walk:
-    """Walks over the allocations of a function and its callees.
+class AllocationWalk:
+    """Walk over the allocations of a function and its callees.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class Walk:
         self.allocations: list[Allocation] = []
         self.tensors: list[Use] = []
 
-    def function(self, name: str, sizes: Mapping[str, int], now: _When = ()) -> None:
+    def visit(self, name: str, sizes: Mapping[str, int], now: _When = ()) -> None:
         """Count a call of a function; recursive calls count once, because their number is unknown."""
         memory = self._functions.get(name)
         if memory is None or name in self._inside:
@@ -101,7 +101,7 @@ class Walk:
                 self.tensors.append(Use(place.device, evaluate(tensor.nbytes, sizes), begin, end))
         for call in memory.calls:
             given = {name: evaluate(size, sizes) for name, size in call.sizes.items()}
-            self.function(call.function, given, _at(now, call.step))
+            self.visit(call.function, given, _at(now, call.step))
         self._inside.pop()
 
     def _storages(self, memory: FunctionMemory, sizes: Mapping[str, int], now: _When) -> None:
@@ -251,8 +251,8 @@ class Need:
 
 def call_needs(metadata: Metadata, function: str, sizes: Mapping[str, int], device: int) -> Need:
     """Memory of one plain call, without weights."""
-    walk = Walk(metadata)
-    walk.function(function, sizes)
+    walk = AllocationWalk(metadata)
+    walk.visit(function, sizes)
     results = sum(a.nbytes for a in walk.allocations if a.use == RESULT and a.device == device)
     transient = pool_bytes((a for a in walk.allocations if a.use != RESULT), device)
     return Need(0, results, tuple(transient))

@@ -44,7 +44,7 @@ DEFAULT, EXACT, FAST = ACCURACIES = ("default", "exact", "fast")
 """Required accuracy of sums of products of floats; `rh.compile` documents what each allows."""
 
 _TEXT = re.compile(r"(\w+)\[([0-9])\]<([^;]+); ([^;]+); ([^;]+?)(?:; (?!accuracy=)([^;]+))?(?:; accuracy=([^;]+))?>")
-_MOVES = re.compile(r"strides=([0-9x]+), padding=([0-9x]+), dilation=([0-9x]+), groups=([0-9]+)")
+_CONV_ATTRS = re.compile(r"strides=([0-9x]+), padding=([0-9x]+), dilation=([0-9x]+), groups=([0-9]+)")
 _OPERANDS = re.compile(r"(.+) \* (.+) -> (.+)")
 
 IndexMap = tuple[str, ...]
@@ -53,7 +53,7 @@ broadcast. For convolutions see `conv_maps`."""
 
 
 @dataclass(frozen=True)
-class Moves:
+class ConvAttrs:
     """Strides, padding, dilation and groups of a convolution.
 
     Attributes
@@ -94,7 +94,7 @@ class Encoding:
     iteration_sizes : tuple of (str, int)
         Extents of every iteration dimension; `DYNAMIC` where symbolic. Batch dimensions first, then m, n, k; those of a
         convolution in the order of its index maps.
-    moves : Moves, optional
+    conv : ConvAttrs, optional
         Strides, padding, dilation and groups of a convolution.
     accuracy : str
         One of `ACCURACIES`.
@@ -105,16 +105,16 @@ class Encoding:
     element_types: tuple[str, str, str]
     index_maps: tuple[IndexMap, IndexMap, IndexMap]
     iteration_sizes: tuple[tuple[str, int], ...]
-    moves: Moves | None = None
+    conv: ConvAttrs | None = None
     accuracy: str = DEFAULT
 
     def __str__(self) -> str:
         types = "{} * {} -> {}".format(*self.element_types)
         maps = "{} * {} -> {}".format(*(f"({', '.join(names)})" for names in self.index_maps))
         sizes = ", ".join(f"{name}={'?' if size == DYNAMIC else size}" for name, size in self.iteration_sizes)
-        moves = "" if self.moves is None else f"; {self.moves}"
+        conv = "" if self.conv is None else f"; {self.conv}"
         accuracy = "" if self.accuracy == DEFAULT else f"; accuracy={self.accuracy}"
-        return f"{self.op_type}[{self.operand_index}]<{types}; {maps}; {sizes}{moves}{accuracy}>"
+        return f"{self.op_type}[{self.operand_index}]<{types}; {maps}; {sizes}{conv}{accuracy}>"
 
     @staticmethod
     def parse(text: str) -> Encoding:
@@ -155,7 +155,7 @@ class Encoding:
     @property
     def operand_name(self) -> str:
         """Name of the operand in messages: "lhs", "weight", ..."""
-        return (OPERAND_NAMES if self.moves is None else CONV_OPERAND_NAMES)[self.operand_index]
+        return (OPERAND_NAMES if self.conv is None else CONV_OPERAND_NAMES)[self.operand_index]
 
     @property
     def batch_dims(self) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ def _parse(text: str) -> Encoding:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise EncodingError(f"{text!r} is not an encoding; expected op[operand]<types; index maps; sizes>")
-    op_type, operand, types, maps, sizes, moves, accuracy = match.groups()
+    op_type, operand, types, maps, sizes, conv, accuracy = match.groups()
     type_match, map_match = _OPERANDS.fullmatch(types), _OPERANDS.fullmatch(maps)
     if type_match is None or map_match is None:
         raise EncodingError(f"encoding {text!r}: types and index maps have the form 'lhs * rhs -> result'")
@@ -204,24 +204,24 @@ def _parse(text: str) -> Encoding:
         type_match.groups(),  # type: ignore[arg-type]
         index_maps,  # type: ignore[arg-type]
         tuple(pairs),
-        None if moves is None else _parse_moves(moves, text),
+        None if conv is None else _parse_conv_attrs(conv, text),
         accuracy or DEFAULT,
     )
     _check(encoding, text)
     return encoding
 
 
-def _parse_moves(moves: str, text: str) -> Moves:
-    match = _MOVES.fullmatch(moves)
+def _parse_conv_attrs(conv: str, text: str) -> ConvAttrs:
+    match = _CONV_ATTRS.fullmatch(conv)
     if match is None:
         raise EncodingError(
-            f"encoding {text!r}: found {moves!r}, expected 'strides=..., padding=..., dilation=..., groups=...'"
+            f"encoding {text!r}: found {conv!r}, expected 'strides=..., padding=..., dilation=..., groups=...'"
         )
     try:
         strides, padding, dilation = (tuple(map(int, match[i].split("x"))) for i in (1, 2, 3))
     except ValueError as error:
-        raise EncodingError(f"encoding {text!r}: found {moves!r}, expected numbers with an x between") from error
-    return Moves(strides, padding, dilation, int(match[4]))
+        raise EncodingError(f"encoding {text!r}: found {conv!r}, expected numbers with an x between") from error
+    return ConvAttrs(strides, padding, dilation, int(match[4]))
 
 
 def _check(encoding: Encoding, text: str) -> None:
@@ -234,9 +234,9 @@ def _check(encoding: Encoding, text: str) -> None:
         raise EncodingError(f"encoding {text!r}: found accuracy {encoding.accuracy!r}, expected one of {ACCURACIES}")
     if encoding.operand_index not in (LHS, RHS, RESULT):
         raise EncodingError(f"encoding {text!r}: found operand {encoding.operand_index}, expected 0, 1 or 2")
-    if (encoding.op_type in CONVOLUTIONS) != (encoding.moves is not None):
+    if (encoding.op_type in CONVOLUTIONS) != (encoding.conv is not None):
         raise EncodingError(f"encoding {text!r}: a convolution has strides, padding, dilation and groups, others none")
-    (_check_product if encoding.moves is None else _check_convolution)(encoding, text)
+    (_check_product if encoding.conv is None else _check_convolution)(encoding, text)
 
 
 def _check_product(encoding: Encoding, text: str) -> None:
@@ -262,8 +262,8 @@ def _check_product(encoding: Encoding, text: str) -> None:
 
 
 def _check_convolution(encoding: Encoding, text: str) -> None:
-    spatial, moves, sizes = CONVOLUTIONS.index(encoding.op_type) + 1, encoding.moves, encoding.sizes
-    assert moves is not None
+    spatial, conv, sizes = CONVOLUTIONS.index(encoding.op_type) + 1, encoding.conv, encoding.sizes
+    assert conv is not None
     maps = conv_maps(spatial)
     if encoding.index_maps != maps:
         raise EncodingError(f"encoding {text!r}: found index maps {encoding.index_maps}, expected {maps}")
@@ -271,28 +271,26 @@ def _check_convolution(encoding: Encoding, text: str) -> None:
     expected = list(dict.fromkeys(name for index_map in maps for name in index_map))
     if names != expected:
         raise EncodingError(f"encoding {text!r}: found sizes of {names}, expected {expected}")
-    counts = (len(moves.strides), len(moves.padding), len(moves.dilation))
-    if counts != (spatial, 2 * spatial, spatial) or 0 in (*moves.strides, *moves.dilation, moves.groups):
+    counts = (len(conv.strides), len(conv.padding), len(conv.dilation))
+    if counts != (spatial, 2 * spatial, spatial) or 0 in (*conv.strides, *conv.dilation, conv.groups):
         raise EncodingError(
-            f"encoding {text!r}: found '{moves}', expected {spatial} strides and dilations, {2 * spatial} numbers of "
+            f"encoding {text!r}: found '{conv}', expected {spatial} strides and dilations, {2 * spatial} numbers of "
             "padding, and no stride, dilation or group of 0"
         )
     channels, group_channels, output_channels = (sizes[name] for name in ("c", "k", "n"))
-    if DYNAMIC not in (channels, group_channels) and channels != moves.groups * group_channels:
+    if DYNAMIC not in (channels, group_channels) and channels != conv.groups * group_channels:
         raise EncodingError(
-            f"encoding {text!r}: {moves.groups} groups of k={group_channels} channels are not c={channels}"
+            f"encoding {text!r}: {conv.groups} groups of k={group_channels} channels are not c={channels}"
         )
-    if output_channels != DYNAMIC and output_channels % moves.groups:
+    if output_channels != DYNAMIC and output_channels % conv.groups:
         raise EncodingError(
-            f"encoding {text!r}: n={output_channels} output channels are not divided by {moves.groups} groups"
+            f"encoding {text!r}: n={output_channels} output channels are not divided by {conv.groups} groups"
         )
     for d in range(spatial):
         image, window, extent = (sizes[f"{letter}{d}"] for letter in "xwy")
         if DYNAMIC in (image, window, extent):
             continue
-        window_extent = (window - 1) * moves.dilation[d] + 1
-        expected_extent = (image + moves.padding[d] + moves.padding[spatial + d] - window_extent) // moves.strides[
-            d
-        ] + 1
+        window_extent = (window - 1) * conv.dilation[d] + 1
+        expected_extent = (image + conv.padding[d] + conv.padding[spatial + d] - window_extent) // conv.strides[d] + 1
         if extent != expected_extent:
             raise EncodingError(f"encoding {text!r}: found y{d}={extent}, expected {expected_extent}")

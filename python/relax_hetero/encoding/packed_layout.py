@@ -344,9 +344,9 @@ def _winograd_unsupported_reason(layout: PackedLayout, encoding: Encoding) -> st
     names = tuple(encoding.index_map[d] for d in layout.window_dims)
     if encoding.operand_index != RHS or names != encoding.index_map[-2:] or len(encoding.index_map) < len(names) + 2:
         return f"{layout} has transformed windows, which weights of convolutions have in their two inner dimensions"
-    moves = encoding.moves
-    assert moves is not None
-    if {*moves.strides[-2:], *moves.dilation[-2:]} != {1} or any(encoding.sizes[name] != WINDOW for name in names):
+    conv = encoding.conv
+    assert conv is not None
+    if {*conv.strides[-2:], *conv.dilation[-2:]} != {1} or any(encoding.sizes[name] != WINDOW for name in names):
         return f"{layout} has transformed windows, which have 3 x 3 elements, stride 1 and no dilation"
     if "float" not in encoding.element_type:
         return f"{layout} has transformed windows, which are floats, not {encoding.element_type}"

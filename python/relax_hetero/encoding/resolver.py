@@ -53,7 +53,7 @@ class EncodingResolver(ABC):
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Choose the layout of an operand, identity included; None: cancel the encoding.
 
-        Called for each of the three operands of a product or convolution (``encoding.moves`` is not None); None for
+        Called for each of the three operands of a product or convolution (``encoding.conv`` is not None); None for
         one of them cancels all.
 
         Parameters

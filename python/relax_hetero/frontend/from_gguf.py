@@ -123,8 +123,8 @@ def hyperparameters_of(file: GgufFile) -> Hyperparameters:
     """The hyperparameters of a file's model; FrontendError if they are invalid."""
     table = file.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:
-        problem = "no" if table is None else f"shape {table.shape} of the"
-        raise FrontendError(f"{file.path}: has {problem} tensor 'token_embd.weight', expected a table of embeddings")
+        problem = "lacks" if table is None else f"found shape {table.shape} of"
+        raise FrontendError(f"{file.path}: {problem} tensor 'token_embd.weight', expected a table of embeddings")
     tokens: Any = file.fields.get("tokenizer.ggml.tokens")
     if isinstance(tokens, Sequence) and len(tokens) != table.shape[0]:
         raise FrontendError(

@@ -57,7 +57,7 @@ class PageGroup:
     Parameters
     ----------
     window : int
-        Number of latest tokens that attention sees; 0: all.
+        Number of latest tokens that attention sees (a sliding window); 0: all.
     pages, slots, columns : int
         Number of pages; rows and columns of the table.
 
@@ -66,7 +66,7 @@ class PageGroup:
     table : array of int32, (slots, columns)
         Page of each column of a slot, or `NO_PAGE`; kernels read it.
     reference_counts : array of int32, (pages,)
-        Number of sequences that use each page.
+        Number of sequences that share each page.
     """
 
     def __init__(self, window: int, pages: int, slots: int, columns: int) -> None:
@@ -81,22 +81,23 @@ class PageGroup:
         return len(self._free)
 
     def first_visible_column(self, length: int) -> int:
-        """First column that the token at position `length` sees."""
+        """First column that the token at position `length` attends to."""
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
     def plan(self, slot: int, length: int, count: int) -> PageExtension:
         """Plan pages for `count` tokens after the first `length` of a slot, without changing anything."""
         row, first = self.table[slot], self.first_visible_column(length)
-        # Columns with pages are consecutive: usually the one before the window is free, and so are all before it.
+        # Columns with pages are consecutive: if the one before the window lacks a page, so do all before it.
         has_expired = first > 0 and row[first - 1] != NO_PAGE
-        expired = tuple(int(column) for column in np.flatnonzero(row[:first] != NO_PAGE)) if has_expired else ()
+        out_of_window = tuple(map(int, np.flatnonzero(row[:first] != NO_PAGE))) if has_expired else ()
         if not count:
-            return PageExtension(expired, None, (), 0)
+            return PageExtension(out_of_window, None, (), 0)
         begin, end = length // PAGE, -(-(length + count) // PAGE)
         missing = tuple(column for column in range(begin, end) if row[column] == NO_PAGE)
-        shared = length % PAGE != 0 and row[begin] != NO_PAGE and self.reference_counts[row[begin]] > 1
-        freed = sum(self.reference_counts[row[column]] == 1 for column in expired)
-        return PageExtension(expired, begin if shared else None, missing, len(missing) + shared - int(freed))
+        is_shared = length % PAGE != 0 and row[begin] != NO_PAGE and self.reference_counts[row[begin]] > 1
+        freed = sum(self.reference_counts[row[column]] == 1 for column in out_of_window)
+        pages = len(missing) + is_shared - int(freed)
+        return PageExtension(out_of_window, begin if is_shared else None, missing, pages)
 
     def extend(self, slot: int, extension: PageExtension) -> tuple[int, int] | None:
         """Carry out a plan; the group must have enough free pages.
@@ -126,7 +127,7 @@ class PageGroup:
         self.reference_counts[pages[pages != NO_PAGE]] += 1
 
     def first_freed_column(self, slot: int, length: int) -> int | None:
-        """First column that the token at position `length` sees although its page was freed; None if there is none."""
+        """First column that the token at position `length` attends to and that lacks a page; None if there is none."""
         columns = range(self.first_visible_column(length), -(-length // PAGE))
         return next((column for column in columns if self.table[slot, column] == NO_PAGE), None)
 
@@ -150,7 +151,7 @@ class PageGroup:
             self._free.append(page)
 
 
-FULL, WINDOW = TABLES[False], TABLES[True]
+_FULL_TABLE, _WINDOW_TABLE = TABLES[False], TABLES[True]
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class KVCache:
     Parameters
     ----------
     layers : sequence of CacheLayer
-        Layers; those with a window have the same one.
+        Layers; all windows must be equal.
     slots : int
         Maximum number of sequences.
     length : int
@@ -222,22 +223,23 @@ class KVCache:
         if not layers or slots < 1 or length < 1 or len(windows) > 1:
             raise CacheError(
                 f"a cache of {len(layers)} layers, {slots} slots and {length} tokens, with windows {windows}: expected "
-                "1 or more of each, and one window"
+                "1 or more of each, and at most one window"
             )
         self.layers, self.slots, self.dtype = tuple(layers), slots, dtype
         self._columns = -(-length // PAGE)
         window = windows[0] if windows else 0
         per_slot = min(self._columns, pages_of_window(window, chunk))
-        self._max_pages = {FULL: slots * self._columns, WINDOW: slots * per_slot}
+        self._max_pages = {_FULL_TABLE: slots * self._columns, _WINDOW_TABLE: slots * per_slot}
         counts = self._page_counts(pages, memory)
         self._groups = {
-            name: PageGroup(window if name == WINDOW else 0, counts[name], slots, self._columns)
-            for name in (FULL, WINDOW)
-            if any(_table(layer) == name for layer in layers)
+            name: PageGroup(window if name == _WINDOW_TABLE else 0, counts[name], slots, self._columns)
+            for name in (_FULL_TABLE, _WINDOW_TABLE)
+            if any(_table_name(layer) == name for layer in layers)
         }
         self.tables = {name: group.table for name, group in self._groups.items()}
         self._lengths: list[int | None] = [None] * slots
-        self._arrays: list[runtime.Tensor] | None = [
+        # None while a call has the pages.
+        self._layer_pages: list[runtime.Tensor] | None = [
             runtime.empty(self._shape(layer, counts), dtype, layer.device) for layer in layers
         ]
 
@@ -265,7 +267,7 @@ class KVCache:
         inputs: dict[str, Any] = {spec.name: spec for spec in executable.signature(function).inputs}
         physical_devices = bind_devices(executable.metadata, devices)
         names = [f"pages_{layer}" for layer in range(len(description.windows))]
-        table = inputs.get(FULL) or inputs.get(WINDOW)
+        table = inputs.get(_FULL_TABLE) or inputs.get(_WINDOW_TABLE)
         if table is None or any(name not in inputs for name in names):
             raise CacheError(
                 f"function {function!r} has inputs {list(inputs)}, expected tables and pages of each layer"
@@ -275,7 +277,7 @@ class KVCache:
             CacheLayer(description.kv_heads, description.size, window, physical_devices[spec.device])
             for spec, window in zip(specs, description.windows, strict=True)
         ]
-        pages = {_table(layer): int(spec.shape[0]) for layer, spec in zip(layers, specs, strict=True)}
+        pages = {_table_name(layer): int(spec.shape[0]) for layer, spec in zip(layers, specs, strict=True)}
         slots, columns = map(int, table.shape)
         return cls(layers, slots=slots, length=columns * PAGE, pages=pages, dtype=description.page_type)
 
@@ -299,9 +301,9 @@ class KVCache:
         CacheError
             If they are taken already.
         """
-        if self._arrays is None:
+        if self._layer_pages is None:
             raise CacheError("the pages of the cache are taken already; expected them to be given back first")
-        arrays, self._arrays = self._arrays, None
+        arrays, self._layer_pages = self._layer_pages, None
         return arrays
 
     def release(self, pages: Sequence[runtime.Tensor]) -> None:
@@ -314,7 +316,7 @@ class KVCache:
         """
         if len(pages) != len(self.layers):
             raise CacheError(f"found {len(pages)} layers' pages, expected {len(self.layers)}")
-        self._arrays = list(pages)
+        self._layer_pages = list(pages)
 
     # -- sequences
 
@@ -336,7 +338,7 @@ class KVCache:
         """
         length = self._lengths[slot] if 0 <= slot < self.slots else None
         if length is None:
-            raise CacheError(f"slot {slot} has no sequence; slots in use are {self._used_slots()}")
+            raise CacheError(f"slot {slot} is not in use; slots in use are {self._used_slots()}")
         return length
 
     def extend(self, slot: int, count: int) -> None:
@@ -370,7 +372,7 @@ class KVCache:
                     f"sequence {slot} of {length} tokens asks for {count} more: {plan.pages} pages of {name}, of which "
                     f"{group.free} are free and {group.pages - group.free} of {group.pages} in use"
                 )
-        if any(plan.copied_column is not None for plan in plans.values()) and self._arrays is None:
+        if any(plan.copied_column is not None for plan in plans.values()) and self._layer_pages is None:
             raise CacheError(f"sequence {slot} shares its last page, which cannot be copied while a call has the pages")
         for name, plan in plans.items():
             copy = self._groups[name].extend(slot, plan)
@@ -387,11 +389,11 @@ class KVCache:
             Slot of the sequence to share.
         """
         length = self.length(slot)
-        new = self.add()
+        new_slot = self.add()
         for group in self._groups.values():
-            group.share(slot, new)
-        self._lengths[new] = length
-        return new
+            group.share(slot, new_slot)
+        self._lengths[new_slot] = length
+        return new_slot
 
     def truncate(self, slot: int, length: int) -> None:
         """Remove the tokens after the first `length`.
@@ -430,7 +432,7 @@ class KVCache:
         slot : int
             Slot of the sequence.
         """
-        self.length(slot)
+        self.length(slot)  # raises CacheError if the slot has no sequence
         for group in self._groups.values():
             group.truncate(slot, 0)
         self._lengths[slot] = None
@@ -447,13 +449,13 @@ class KVCache:
             raise CacheError("found pages= and memory=, expected one of them")
         if isinstance(pages, Mapping):
             return {**self._max_pages, **pages}
-        max_pages = self._max_pages[FULL] if pages is None else pages
+        max_pages = self._max_pages[_FULL_TABLE] if pages is None else pages
         if memory is None:
             return self._limit_counts(max_pages)
         count = next((count for count in range(max_pages, 0, -1) if self._fits(count, memory)), 0)
         if not count:
             raise CacheError(
-                f"memory={memory}: expected room for a page of each layer, {self._bytes(self._limit_counts(1))}"
+                f"memory={memory}: expected at least a page of each layer, {self._bytes(self._limit_counts(1))}"
             )
         return self._limit_counts(count)
 
@@ -471,18 +473,18 @@ class KVCache:
     def _bytes(self, counts: Mapping[str, int]) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for layer in self.layers:
-            size = counts[_table(layer)] * page_bytes(layer.kv_heads, layer.size, self.dtype)
+            size = counts[_table_name(layer)] * page_bytes(layer.kv_heads, layer.size, self.dtype)
             sizes[str(layer.device)] = sizes.get(str(layer.device), 0) + size
         return sizes
 
     def _shape(self, layer: CacheLayer, counts: Mapping[str, int]) -> tuple[int, int, int]:
-        return page_shape(counts[_table(layer)], layer.kv_heads, layer.size, self.dtype)
+        return page_shape(counts[_table_name(layer)], layer.kv_heads, layer.size, self.dtype)
 
     def _copy_page(self, name: str, source: int, target: int) -> None:
         """Copy a page of every layer of a group, each on its device."""
-        assert self._arrays is not None, "a call has the pages"
-        for layer, array in zip(self.layers, self._arrays, strict=True):
-            if _table(layer) == name:
+        assert self._layer_pages is not None, "a call has the pages"
+        for layer, array in zip(self.layers, self._layer_pages, strict=True):
+            if _table_name(layer) == name:
                 size = page_bytes(layer.kv_heads, layer.size, self.dtype)
                 shape = tuple(map(int, array.shape))[1:]
                 views = [array._create_view(shape, self.dtype, page * size) for page in (source, target)]
@@ -491,5 +493,5 @@ class KVCache:
                 layer.device.sync()
 
 
-def _table(layer: CacheLayer) -> str:
-    return WINDOW if layer.window else FULL
+def _table_name(layer: CacheLayer) -> str:
+    return _WINDOW_TABLE if layer.window else _FULL_TABLE

@@ -2,7 +2,7 @@
 
 Templates are not trusted: each runs in jinja2's sandbox, in a process of its own with limited memory and time
 (`template_worker`). Text of a user never becomes a control token, such as the end of a turn: names of control tokens
-count only where the template itself writes them (`Prompt`).
+are encoded as these tokens only where the template itself writes them (`Prompt`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .template_worker import (
 from .tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of messages; unlike the rest of a message, templates write these names as their own text."""
+"""Roles of messages. Their names are trusted as the template's own text, unlike the rest of a message."""
 
 # Templates for files without one, by a token that identifies the family of the model.
 _TEMPLATE_BY_TOKEN = {
@@ -60,15 +60,15 @@ _TEMPLATE_BY_TOKEN = {
 }
 
 
-_ENVIRONMENT = ("LD_LIBRARY_PATH", "TZ")
-"""Environment variables of a template's process, which must not see the server's API keys."""
+_ENVIRONMENT_NAMES = ("LD_LIBRARY_PATH", "TZ")
+"""Environment variables that a template's process gets; others may hold API keys."""
 _MAX_NAME_CHARACTERS = 1 << 18
-"""Total length of control token names above which all literals of a template are marked; some thousands are usual."""
+"""Maximum total length of control tokens' names for which `_Marks` leaves texts unmarked; some thousands are usual."""
 CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
-"""Limits of rendering a prompt, and of compiling the template."""
+"""Limits of processor time and elapsed time for rendering a prompt, and for compiling the template."""
 _EXIT_SECONDS = 1.0
 """Time after which a process that does not exit is killed."""
-_SIGNAL_REASONS = {
+_REASON_BY_CODE = {
     -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s of processor time",
     -signal.SIGALRM: f"takes more than {WALL_SECONDS:g} s",
 }
@@ -83,20 +83,20 @@ class ChatTemplate:
     Parameters
     ----------
     source : str
-        Template in jinja2, as models of the Hugging Face hub have it.
+        Template in jinja2, as in the Hugging Face hub's models.
     names : mapping of str to str, optional
         Names of special tokens that the template may use, such as ``bos_token``.
     control_names : collection of str
-        Names of control tokens, which count in a prompt only where the template writes them.
+        Names of control tokens, which are plain text in a message.
     origin : str
         Source of the template, for the attribute of this name.
 
     Attributes
     ----------
     origin : str
-        Source of the template: "given", "file", "guessed from <|im_start|>", "missing", or "unusable: ", and why.
+        Source of the template: "given", "file", "guessed from <|im_start|>", "missing", or "unusable: " and a reason.
     guessed_from : str or None
-        The special token for which the template was chosen, since the file has none; None if it has one.
+        Special token by which a template was chosen for a file without one; None for other templates.
     fault : TokenizerError or None
         Reason why it cannot render; None if it can.
 
@@ -139,8 +139,8 @@ class ChatTemplate:
         TokenizerError
             If there is neither, or the source is not a template, or a short conversation exceeds the limits.
         """
-        special = {"bos_token": tokenizer.begin_id, "eos_token": min(tokenizer.stop_ids, default=None)}
-        names = {name: tokenizer.names[token] for name, token in special.items() if token is not None}
+        special_ids = {"bos_token": tokenizer.begin_id, "eos_token": min(tokenizer.stop_ids, default=None)}
+        names = {name: tokenizer.names[token] for name, token in special_ids.items() if token is not None}
         origin = "given" if source else "file"
         source = source or tokenizer.chat_template or None
         if source is not None and not isinstance(source, str):
@@ -208,7 +208,8 @@ class ChatTemplate:
             verb = {REFUSED: "refuses them: ", BEYOND_LIMITS: ""}.get(status, "fails on them: ")
             raise RequestError(f"messages: the model's chat template {verb}{answer}")
         parts = answer.split(marker)
-        return Prompt("".join(parts), array("Q", accumulate(map(len, parts[:-1]))))
+        marks = array("Q", accumulate(map(len, parts[:-1])))
+        return Prompt("".join(parts), marks)
 
     def _render_with_status(
         self, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]
@@ -233,11 +234,11 @@ _DEFAULT_VALUES = {"add_generation_prompt": True, "tools": None, "documents": No
 
 
 class _Marks:
-    """Marks text of users wherever it could be part of a control token's name.
+    """Inserts marks into text of users wherever it could be part of a control token's name.
 
-    Marks follow the first character of names, and precede the last. So a name that arises only when the template joins,
-    splits or trims texts is marked, too. Texts that the template itself searches for, such as ``</think>``, stay
-    unmarked, unless they overlap a control token's name.
+    A mark follows each character with which a name begins, and precedes each with which one ends. So a name that arises
+    only when the template joins, splits or trims texts contains a mark, too. Texts that the template itself searches
+    for, such as ``</think>``, stay unmarked, unless they overlap a control token's name.
 
     Parameters
     ----------
@@ -250,20 +251,20 @@ class _Marks:
     """
 
     def __init__(self, names: Sequence[str], literals: Iterable[str], source: str) -> None:
-        used = "".join((source, *names))
-        self._markers = [marker for marker in NONCHARACTERS if marker not in used]
-        self._firsts, self._lasts = {name[0] for name in names}, {name[-1] for name in names}
+        reserved = "".join((source, *names))
+        self._markers = [marker for marker in NONCHARACTERS if marker not in reserved]
+        self._first_characters, self._last_characters = {name[0] for name in names}, {name[-1] for name in names}
         self._identifiers = [name for name in names if name.isidentifier()]
-        self._unmarked: list[str] = []
+        self._unmarked_texts: list[str] = []
         if sum(map(len, names)) > _MAX_NAME_CHARACTERS:
             return
-        begins = {name[:end] for name in names for end in range(1, min(len(name), MAX_LITERAL) + 1)}
-        ends = {name[-size:] for name in names for size in range(1, min(len(name), MAX_LITERAL) + 1)}
+        prefixes = {name[:length] for name in names for length in range(1, min(len(name), MAX_LITERAL) + 1)}
+        suffixes = {name[-length:] for name in names for length in range(1, min(len(name), MAX_LITERAL) + 1)}
         for text in sorted(literals, key=len, reverse=True):
-            overlaps = any(text[i:] in begins or text[: i + 1] in ends for i in range(len(text)))
+            overlaps = any(text[i:] in prefixes or text[: i + 1] in suffixes for i in range(len(text)))
             if self._mark_text(text, "\0") != text and not overlaps:
                 if not any(name in text or text in name for name in names):
-                    self._unmarked.append(text)
+                    self._unmarked_texts.append(text)
 
     def mark_values(self, values: Any) -> tuple[Any, str]:
         """Mark all texts in JSON values; return the values and the marker.
@@ -276,16 +277,16 @@ class _Marks:
         for marker in self._markers:
             try:
                 return self._mark(values, marker), marker
-            except _MarkerIsUsed:
+            except _MarkerInTextError:
                 continue
         raise RequestError("messages: found all noncharacters of Unicode from U+FDD0 to U+FDEF, expected text")
 
     def _mark(self, value: Any, marker: str) -> Any:
         if isinstance(value, str):
             if marker in value:
-                raise _MarkerIsUsed
+                raise _MarkerInTextError
             marked = self._mark_text(value, marker)
-            for text in self._unmarked if marked != value else ():
+            for text in self._unmarked_texts if marked != value else ():
                 marked = marked.replace(self._mark_text(text, marker), text)
             return marked
         if isinstance(value, Mapping):
@@ -300,14 +301,14 @@ class _Marks:
         return key if is_plain else self._mark(key, marker)
 
     def _mark_text(self, text: str, marker: str) -> str:
-        for character in self._firsts:
+        for character in self._first_characters:
             text = text.replace(character, character + marker)
-        for character in self._lasts:
+        for character in self._last_characters:
             text = text.replace(character, marker + character)
         return text
 
 
-class _MarkerIsUsed(Exception):
+class _MarkerInTextError(Exception):
     """Raised where a text contains the marker."""
 
 
@@ -330,30 +331,30 @@ class _Worker:
         self._setup = json.dumps({"path": list(dict.fromkeys(folders)), "source": source}).encode()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._stop: Callable[[], object] = lambda: None
-        self._owner = 0
+        self._close: Callable[[], object] = lambda: None
+        self._owner_pid = 0
 
     def start(self) -> tuple[int, str]:
         """Start the process; return a status, and the literals of the template (as JSON) or an error."""
-        self._stop()
+        self._close()
         seconds = map(str, (CPU_SECONDS, WALL_SECONDS))
         command = [sys.executable, "-I", "-S", "-B", template_worker.__file__, *seconds]
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in _ENVIRONMENT_NAMES if name in os.environ}
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
             )
         except OSError as error:
             raise TokenizerError(f"chat templates need a process, which cannot be started: {error}") from error
-        self._process, self._owner = process, os.getpid()
-        self._stop = weakref.finalize(self, _end, process, self._owner)
+        self._process, self._owner_pid = process, os.getpid()
+        self._close = weakref.finalize(self, _close_process, process, self._owner_pid)
         return self._exchange(process, self._setup)
 
     def render(self, request: bytes) -> tuple[int, str]:
         """Return a status, and a prompt or an error."""
         with self._lock:
             # After os.fork, the child must not share its parent's worker.
-            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            if self._process is None or self._owner_pid != os.getpid() or self._process.poll() is not None:
                 status, answer = self.start()
                 if status != DONE:
                     return status, answer
@@ -364,25 +365,25 @@ class _Worker:
         try:
             process.stdin.write(REQUEST.pack(len(request)) + request)
             process.stdin.flush()
-            head = process.stdout.read(ANSWER.size)
-            status, length = ANSWER.unpack(head) if len(head) == ANSWER.size else (FAILED, MAX_ANSWER + 1)
+            header = process.stdout.read(ANSWER.size)
+            status, length = ANSWER.unpack(header) if len(header) == ANSWER.size else (FAILED, MAX_ANSWER + 1)
             data = process.stdout.read(length) if length <= MAX_ANSWER else b""
             if len(data) == length:
                 if status == BEYOND_LIMITS:  # the process would keep the memory that it has allocated
-                    self._stop()
+                    self._close()
                 return status, data.decode("utf-8", "surrogatepass")
         except OSError:  # the process has exited
             pass
-        except BaseException:  # such as Ctrl-C: the answer would be read as that of the next request
-            self._stop()
+        except BaseException:  # such as Ctrl-C: the next request would read this one's answer
+            self._close()
             raise
-        self._stop()
-        return BEYOND_LIMITS, _SIGNAL_REASONS.get(process.returncode, f"ended its process (code {process.returncode})")
+        self._close()
+        return BEYOND_LIMITS, _REASON_BY_CODE.get(process.returncode, f"ended its process (code {process.returncode})")
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Close a worker's pipes, upon which it exits, and wait for it."""
-    if os.getpid() != owner:
+def _close_process(process: subprocess.Popen[bytes], owner_pid: int) -> None:
+    """Close a worker's pipes, which lets it exit, and wait for it."""
+    if os.getpid() != owner_pid:
         return
     for pipe in (process.stdin, process.stdout):
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """A compiled language model with its cache, as an engine uses it.
 
-The executable has functions ``decode_B`` and ``prefill_C`` for some numbers of rows (`relax_hetero.from_gguf`). A call
-uses the smallest one that has enough rows; padding rows belong to no sequence.
+The executable has functions ``decode_B`` for several batch sizes and ``prefill_C`` for several chunk lengths
+(`relax_hetero.from_gguf`). A call uses the smallest one with enough rows; padding rows do not belong to any sequence.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class IntegerInputs:
     inputs : sequence of TensorSpec
         Inputs of int32; their `device` is an index in `devices`, or -1 for the host.
     devices : sequence of tvm.runtime.Device
+        Physical device of each vdevice.
     alignment : int
         Alignment of each input's memory, in bytes.
 
     Attributes
     ----------
     arrays : dict of str to array of int32
-        Host memory of each input, by name, which `send` copies to the tensors.
+        Host memory of each input, by name; after writing it, call `send`.
     tensors : list of tvm.runtime.Tensor
         Arguments in the order of `inputs`; the same tensors for the object's life.
     """
@@ -62,21 +63,21 @@ class IntegerInputs:
         self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
     ) -> dict[str, runtime.Tensor]:
         shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in inputs}
-        aligned_elements, count, begins = -(-alignment // 4), 0, {}
+        alignment_elements, count, offsets = -(-alignment // 4), 0, {}
         for name, shape in shapes.items():
-            begins[name] = count
-            count += -(-prod(shape) // aligned_elements) * aligned_elements
+            offsets[name] = count
+            count += -(-prod(shape) // alignment_elements) * alignment_elements
         target = empty((count,), "int32", device)
         source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
         if source is not target:
             self._copies.append((source, target))
-        host = np.from_dlpack(source)
+        host_array = np.from_dlpack(source)
         for name, shape in shapes.items():
-            self.arrays[name] = host[begins[name] : begins[name] + prod(shape)].reshape(shape)
-        return {name: part_of(target, shape, "int32", 4 * begins[name]) for name, shape in shapes.items()}
+            self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
+        return {name: part_of(target, shape, "int32", 4 * offsets[name]) for name, shape in shapes.items()}
 
     def send(self) -> None:
-        """Copy `arrays` to the tensors; work on CPUs that reads the old values must have ended."""
+        """Copy `arrays` to GPUs; on CPUs the tensors share their memory. Write them only between calls."""
         for source, target in self._copies:
             copy_into(source, target)
 
@@ -87,20 +88,21 @@ _Integers: TypeAlias = "Sequence[int] | np.ndarray"
 
 
 class CompiledModel:
-    """A model that runs; not thread-safe.
+    """A compiled language model with its KV cache; not thread-safe.
 
     Parameters
     ----------
     executable : Executable
-        Executable of a module of `from_gguf`, with the pages donated.
+        Executable of a module of `from_gguf`, with donated pages (so that calls write them in place).
     description : ModelDescription
         Facts that are not in the executable.
 
     Attributes
     ----------
-    vocabulary, context, trained_context, slots, chunk : int
-        Number of logits of a token; maximum number of tokens of a sequence, of sequences, and of tokens of a prefill
-        call.
+    vocabulary, slots : int
+        Number of logits of a token; maximum number of sequences.
+    context, trained_context, chunk : int
+        Maximum number of tokens of a sequence, of a sequence in training, and of a prefill call.
     decodes_like_prefill : bool
         See `Model`.
     cache : KVCache
@@ -111,7 +113,7 @@ class CompiledModel:
     Raises
     ------
     BindingError
-        If the executable has no such functions.
+        If the executable lacks functions ``decode_B`` or ``prefill_C``.
     """
 
     def __init__(self, executable: Executable, description: ModelDescription) -> None:
@@ -159,9 +161,9 @@ class CompiledModel:
         if not 0 < count <= self.chunk:
             raise BindingError(f"prefill: found {count} tokens, expected 1 to {self.chunk}")
         rows = next(rows for rows in self._chunks if rows >= count)
-        first = self.cache.length(slot)
+        length = self.cache.length(slot)
         self.cache.extend(slot, count)
-        positions = first + np.minimum(np.arange(rows), count - 1)
+        positions = length + np.minimum(np.arange(rows), count - 1)
         logits = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
         if all_logits:
             return logits[:count]
@@ -197,8 +199,8 @@ class CompiledModel:
                 raise
         chunks = []
         max_batch = self._batches[-1]
-        for first in range(0, len(slots), max_batch):
-            batch = slice(first, min(first + max_batch, len(slots)))
+        for begin in range(0, len(slots), max_batch):
+            batch = slice(begin, min(begin + max_batch, len(slots)))
             count = batch.stop - batch.start
             rows = next(rows for rows in self._batches if rows >= count)
             positions = lengths[batch] if count == rows else [*lengths[batch], *[0] * (rows - count)]
@@ -276,9 +278,9 @@ class CompiledModel:
                 prefills.append(self._profile_call(slot, f"prefill_{self.chunk}", chunk))
         with self._temporary_sequence(cached) as slot:
             self.decode([slot], [0])
-            steps = [self._profile_call(slot, f"decode_{self._batches[0]}", 1) for _ in range(rounds)]
+            decodes = [self._profile_call(slot, f"decode_{self._batches[0]}", 1) for _ in range(rounds)]
         decode, prefill = (
-            sorted(each, key=lambda profile: profile.microseconds)[rounds // 2] for each in (steps, prefills)
+            sorted(profiles, key=lambda profile: profile.microseconds)[rounds // 2] for profiles in (decodes, prefills)
         )
         return decode, prefill
 
@@ -299,16 +301,16 @@ class CompiledModel:
         decode = f"decode_{self._batches[0]}"
         with self._temporary_sequence(cost.cached) as slot:
             self.decode([slot], [0])  # warm-up: the first call also checks its arguments
-            steps, inside = [], []
-            for _ in range(rounds):  # interleaved, so that other load on the machine affects both alike
+            step_seconds, kernel_seconds = [], []
+            for _ in range(rounds):  # interleaved, so that other load on the computer affects both alike
                 begin = time.perf_counter()
                 self.decode([slot], [0])
-                steps.append(time.perf_counter() - begin)
+                step_seconds.append(time.perf_counter() - begin)
                 with self.machine.clock_buffers() as clock:  # slows down the work outside of kernels
                     self.decode([slot], [0])
-                inside.append(clock.seconds)
+                kernel_seconds.append(clock.seconds)
             profiles = [self._profile_call(slot, decode, 1) for _ in range(rounds)]
-        step = StepTime(float(np.median(steps)), float(np.median(inside)))
+        step = StepTime(float(np.median(step_seconds)), float(np.median(kernel_seconds)))
         metadata = self.executable.metadata
         times = [times_of(profile, metadata.regions, metadata.kernels, names) for profile in profiles]
         seconds = {key: float(np.median([each[key] for each in times if key in each])) for key in times[0]}
@@ -316,9 +318,9 @@ class CompiledModel:
 
     def _profile_call(self, slot: int, function: str, count: int) -> Profile:
         """Profile a function that appends `count` tokens to a sequence."""
-        rows, first = int(function.rpartition("_")[2]), self.cache.length(slot)
+        rows, length = int(function.rpartition("_")[2]), self.cache.length(slot)
         self.cache.extend(slot, count)
-        positions = first + np.minimum(np.arange(rows), count - 1)
+        positions = length + np.minimum(np.arange(rows), count - 1)
         arguments = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
         pages = self.cache.take()
         try:
@@ -329,11 +331,11 @@ class CompiledModel:
     def _inputs(
         self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int
     ) -> list[runtime.Tensor]:
-        """Arguments of a function except for the pages; rows after those of `slots` are padding."""
+        """Arguments of a function, without pages, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
         if integers is None:
-            tensors = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
-            inputs = [spec for spec in tensors if not spec.name.startswith("pages_")]
+            specs = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
+            inputs = [spec for spec in specs if not spec.name.startswith("pages_")]
             alignment = self.executable.metadata.alignment
             integers = self._integers[name] = IntegerInputs(inputs, self.machine.devices, alignment)
         arrays, count = integers.arrays, len(slots)
@@ -356,14 +358,14 @@ class CompiledModel:
                 logits, *new_pages = self.machine[name](*arguments, *pages)
                 if [page.data_ptr() for page in new_pages] == [page.data_ptr() for page in pages]:
                     # Pages were written in place: later calls have the same arguments.
-                    self._prepared_calls[name] = self.machine.prepare(name, [*arguments, *pages], only=0)
+                    self._prepared_calls[name] = self.machine.prepare(name, [*arguments, *pages], result_index=0)
                 else:
                     self._prepared_calls.clear()
                     pages = new_pages
             else:
                 logits = self._prepared_calls[name]()
         finally:
-            self.cache.release(pages)  # a call that failed has written at most after the ends of sequences
+            self.cache.release(pages)  # a failed call has written only past the ends of sequences
         return self._to_host(name, logits)
 
     def _to_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:

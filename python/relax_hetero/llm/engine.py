@@ -5,9 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Tokens
+from collections import abc, deque
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,7 +20,7 @@ from .sequence import Sequence
 
 SPEED_WINDOW_SECONDS = 10.0
 """Seconds over which `Statistics.tokens_per_second` is averaged."""
-TOO_LONG = "context_length_exceeded"
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 """OpenAI's error code for prompts that do not fit into the context."""
 _MAX_TTFT_SAMPLES = 100
 
@@ -74,14 +72,14 @@ class Speed:
         Function that returns seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: abc.Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._points: deque[tuple[float, int]] = deque([(clock(), 0)])
 
     def update(self, total: int) -> None:
         """Record the total number of tokens so far."""
         now = self._clock()
-        if now - self._points[-1][0] < SPEED_WINDOW_SECONDS / 100:  # a hundred points are enough
+        if now - self._points[-1][0] < SPEED_WINDOW_SECONDS / 100:  # at most about a hundred points
             return
         self._points.append((now, total))
         while len(self._points) > 2 and now - self._points[1][0] >= SPEED_WINDOW_SECONDS:
@@ -90,14 +88,15 @@ class Speed:
     def mean(self, total: int) -> float:
         """Tokens per second, given the total number of tokens so far."""
         points, now = list(self._points), self._clock()
-        begin, before = next((point for point in reversed(points) if now - point[0] >= SPEED_WINDOW_SECONDS), points[0])
-        return (total - before) / (now - begin) if now > begin else 0.0
+        old_points = (point for point in reversed(points) if now - point[0] >= SPEED_WINDOW_SECONDS)
+        start, start_total = next(old_points, points[0])
+        return (total - start_total) / (now - start) if now > start else 0.0
 
 
 class Engine:
     """Generates texts for many callers at once.
 
-    A thread works in steps: each prefills a chunk of at most one prompt, and decodes one token of all running requests
+    A thread works in steps: each prefills a chunk of at most one prompt, and decodes one token of each running request
     (see `Scheduler`). All methods are thread-safe.
 
     Parameters
@@ -132,20 +131,20 @@ class Engine:
         self._arrivals = 0
         self._load = Load()
         self._ttft_seconds: deque[float] = deque(maxlen=_MAX_TTFT_SAMPLES)
-        self._without_token: list[Request] = []
+        self._awaiting_first_token: list[Request] = []
         self._notified = False
         self._closed = False
         self._fault: HeteroError | None = None
         self._thread = threading.Thread(target=self._run_loop, name="relax_hetero.llm.Engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt: str | Tokens[int], params: SamplingParams | None = None) -> Request:
+    def submit(self, prompt: str | abc.Sequence[int], params: SamplingParams | None = None) -> Request:
         """Submit a request; returns at once.
 
         Parameters
         ----------
-        prompt : str or Tokens of int
-            Text or tokens.
+        prompt : str or sequence of int
+            Text, or token ids.
         params : SamplingParams, optional
             Sampling parameters and stop conditions.
 
@@ -157,8 +156,8 @@ class Engine:
         Raises
         ------
         RequestError
-            If the prompt is empty, longer than the model's context, or the prompt or the parameters have a token that
-            is not in the vocabulary.
+            If the prompt is empty, longer than the model's context, or a token of the prompt or the parameters is not
+            in the vocabulary.
         EngineFullError
             If too many requests are waiting.
         EngineClosedError
@@ -172,9 +171,9 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise self._fault or EngineClosedError("the engine was closed")
-            waiting = len(self._inbox) + self._load.waiting
+            waiting = len(self._inbox) + self._load.waiting  # some of them may take a free slot at the next step
             if waiting >= self._max_waiting + max(0, self.model.slots - self._load.active):
-                raise EngineFullError(f"found {waiting} requests that wait, expected at most {self._max_waiting}")
+                raise EngineFullError(f"found {waiting} waiting requests, expected at most {self._max_waiting}")
             self._arrivals += 1
             self._inbox.append(Sequence(request, self._arrivals, self.tokenizer, self.model.context))
             self._notify_thread()
@@ -196,13 +195,13 @@ class Engine:
         try:
             size = len(text.encode())
         except UnicodeEncodeError as error:
-            wrong = text[error.start]
-            raise RequestError(f"prompt: found {wrong!r}, which is not a character, expected Unicode text") from error
+            symbol = text[error.start]
+            raise RequestError(f"prompt: found {symbol!r}, which is not a character, expected Unicode text") from error
         self.check_length(text, size)
         return self.tokenizer.encode(text)
 
     def check_length(self, text: str, size: int | None = None) -> None:
-        """Raise RequestError if a text has too many bytes for the context, whatever its tokens are.
+        """Raise RequestError if a text exceeds the context even if all its tokens were the vocabulary's longest.
 
         Parameters
         ----------
@@ -212,20 +211,20 @@ class Engine:
             Size in bytes, if the caller knows it.
         """
         size = len(text.encode("utf-8", "surrogatepass")) if size is None else size
-        token_bytes = getattr(self.tokenizer, "max_token_bytes", None)
-        if token_bytes and size > token_bytes * self.model.context:
+        max_token_bytes = getattr(self.tokenizer, "max_token_bytes", None)
+        if max_token_bytes and size > max_token_bytes * self.model.context:
             raise RequestError(
-                f"prompt: found {size:,} bytes, which are more than {size // token_bytes:,} tokens, expected at most "
-                f"{self.model.context - 1:,}",
-                TOO_LONG,
+                f"prompt: found {size:,} bytes, which are more than {size // max_token_bytes:,} tokens, expected "
+                f"at most {self.model.context - 1:,}",
+                CONTEXT_LENGTH_EXCEEDED,
             )
 
-    def check_prompt(self, tokens: Tokens[int]) -> None:
+    def check_prompt(self, tokens: abc.Sequence[int]) -> None:
         """Raise RequestError if a prompt is empty, too long, or has tokens that are not in the vocabulary.
 
         Parameters
         ----------
-        tokens : Tokens of int
+        tokens : sequence of int
             Tokens of the prompt.
         """
         if not tokens:
@@ -234,11 +233,11 @@ class Engine:
             raise RequestError(
                 f"prompt: found {len(tokens):,} tokens, expected at most {self.model.context - 1:,}, so that one more "
                 f"fits into the model's context of {self.model.context:,}",
-                TOO_LONG,
+                CONTEXT_LENGTH_EXCEEDED,
             )
-        wrong = next((token for token in tokens if not 0 <= token < self.model.vocabulary), None)
-        if wrong is not None:
-            raise RequestError(f"prompt: found token {wrong}, expected 0 to {self.model.vocabulary - 1}")
+        invalid = next((token for token in tokens if not 0 <= token < self.model.vocabulary), None)
+        if invalid is not None:
+            raise RequestError(f"prompt: found token {invalid}, expected 0 to {self.model.vocabulary - 1}")
 
     def statistics(self) -> Statistics:
         """Return counts since the start, and the current load."""
@@ -297,8 +296,8 @@ class Engine:
                         break
                 self._update_statistics()
             self._end_all(None)
-        except BaseException as error:  # a defect: no caller may wait for it forever
-            fault = EngineClosedError(f"the engine ended by {type(error).__name__}: {error}")
+        except BaseException as error:  # a defect; without an end, callers would wait forever
+            fault = EngineClosedError(f"the engine has failed: {type(error).__name__}: {error}")
             fault.__cause__ = error
             self._end_all(fault)
 
@@ -312,18 +311,19 @@ class Engine:
             while self._inbox:
                 sequence = self._inbox.popleft()
                 self._scheduler.add(sequence)
-                self._without_token.append(sequence.request)
+                self._awaiting_first_token.append(sequence.request)
             self._load = self._scheduler.load()
             return not self._closed
 
     def _update_statistics(self) -> None:
         """Record speed and times to first token."""
         self._speed.update(self._scheduler.counts.tokens)
-        started = [request for request in self._without_token if request.times.first_token or request.finish_reason]
+        waiting = self._awaiting_first_token
+        started = [request for request in waiting if request.times.first_token or request.finish_reason]
         if started:
-            self._without_token = [request for request in self._without_token if request not in started]
-            times = (request.times for request in started)
-            self._ttft_seconds.extend(each.first_token - each.submitted for each in times if each.first_token)
+            self._awaiting_first_token = [request for request in waiting if request not in started]
+            all_times = (request.times for request in started)
+            self._ttft_seconds.extend(times.first_token - times.submitted for times in all_times if times.first_token)
 
     def _end_all(self, fault: HeteroError | None) -> None:
         with self._changed:
@@ -338,7 +338,7 @@ class Engine:
 
 
 def _parse_tokens(prompt: Any) -> list[int]:
-    """Tokens of a prompt that is given as numbers."""
+    """Convert a prompt of token ids to a list of int."""
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:

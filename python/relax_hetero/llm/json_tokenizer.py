@@ -105,7 +105,7 @@ class JsonTokenizer:
             Whether names of control tokens in the text become these tokens; in a `Prompt`, only those that the template
             wrote do.
         begin : bool
-            Whether to add the tokens for the begin and the end of a text that the model expects; a begin is not added
+            Whether to add the tokens for the start and the end of a text that the model expects; a start is not added
             twice.
         """
         with package_errors("the package tokenizers fails on a text"):

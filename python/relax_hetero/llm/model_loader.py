@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from ..frontend.onnx.model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
-BATCHES = (1, 2, 4, 8)
-CHUNKS = (32, 256)
+
+BATCHES, CHUNKS = (1, 2, 4, 8), (32, 256)
+"""Default batch sizes of decode functions, and chunk lengths of prefill functions."""
 CONTEXT = 4096
-"""Default of the maximum number of tokens of a sequence, if the model was trained for as many."""
+"""Default maximum number of tokens of a sequence, unless the model was trained for fewer."""
 
 _log = logging.getLogger("relax_hetero")
 
-_LIBRARY, _DESCRIPTION, _TOKENIZER, _FILES = "model.so", "model.json", "tokenizer.gguf", "files"
+_LIBRARY, _DESCRIPTION, _TOKENIZER, _DIGESTS = "model.so", "model.json", "tokenizer.gguf", "files"
 # Bytes at the end of each file that are hashed (None: all); the end of a library holds checksums of its sections.
 _DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
 _DEFAULTS = {
@@ -80,11 +81,11 @@ def load(
     vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
         As for `rh.from_gguf`; not for a folder.
     context : int, optional
-        Maximum number of tokens of a sequence; by default 4,096, or the context of training if that is less. A longer
-        one than that of training logs a warning. Not for a folder.
+        Maximum number of tokens of a sequence; by default 4,096, or the context that the model was trained
+        with if that is shorter. A longer context than that logs a warning. Not for a folder.
     batch_invariant : bool
         Whether a sequence's logits must have the same bits for any batch size and any chunks of its prompt. On CPUs
-        they always have. On other devices, every call then computes the largest batch or chunk, so that one sequence
+        they always do. On other devices, every call then computes the largest batch or chunk, so that one sequence
         takes as long as a full batch. Not for a folder.
     progress : callable, optional
         As for `rh.compile`.
@@ -113,7 +114,7 @@ def load(
         return _warn_of_long_context(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))
     if (vdevices, placement, batch_invariant, options) != (None, None, False, _DEFAULTS):
         names = "vdevices, placement, context, slots and other options"
-        raise BuildError(f"{Path(path)}: is compiled and so placed already; {names} go with a GGUF file")
+        raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to a GGUF file")
     return _warn_of_long_context(*_load_folder(Path(path)))
 
 
@@ -136,7 +137,7 @@ def _load_file(
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     batches, chunks, page_type = options["batches"], options["chunks"], options["page_type"]
     context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
-    # Checks the options, too.
+    # The constructor also checks the options.
     slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
     if batch_invariant and not all(map(is_cpu, devices)):  # CPU functions sum in the same order for any number of rows
         batches, chunks = (max(batches),), (max(chunks),)
@@ -190,8 +191,8 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     target.mkdir(parents=True, exist_ok=True)
     model.executable.export_library(target / _LIBRARY)
     _copy_tokenizer(Path(source), target / _TOKENIZER)
-    facts = {**asdict(model.description), _FILES: {name: _digest(target / name) for name in _DIGEST_BYTES}}
-    (target / _DESCRIPTION).write_text(json.dumps(facts, indent=1))
+    fields = {**asdict(model.description), _DIGESTS: {name: _digest(target / name) for name in _DIGEST_BYTES}}
+    (target / _DESCRIPTION).write_text(json.dumps(fields, indent=1))
 
 
 def _warn_of_long_context(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, Tokenizer]:
@@ -213,15 +214,15 @@ def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
     path = folder / _DESCRIPTION
     try:
         with open_regular(path)[0] as file:
-            facts: dict[str, Any] = json.loads(file.read())
-        digests = dict(facts.pop(_FILES))
-        facts["windows"] = tuple(facts["windows"])
-        description = ModelDescription(**facts)
+            fields: dict[str, Any] = json.loads(file.read())
+        digests = dict(fields.pop(_DIGESTS))
+        fields["windows"] = tuple(fields["windows"])
+        description = ModelDescription(**fields)
     except (OSError, ValueError, TypeError, KeyError) as error:
         if not path.exists():
             hint = hint_of(folder, "rh.llm.load")
-            raise BuildError(f"{folder}: holds no language model that rh.llm.save wrote{hint}") from error
-        raise BuildError(f"{path}: describes no saved language model: {error}") from error
+            raise BuildError(f"{folder}: does not hold a language model that rh.llm.save wrote{hint}") from error
+        raise BuildError(f"{path}: does not describe a saved language model: {error}") from error
     for name in _DIGEST_BYTES:
         if _digest(folder / name) != digests.get(name):
             raise BuildError(f"{folder / name}: found another file than {path} was saved with; save the model again")
@@ -293,7 +294,7 @@ def load_onnx(
     Raises
     ------
     HeteroError
-        If the model cannot be read, lacks such a cache, or cannot be placed or compiled.
+        If the model cannot be read, lacks ``past_key_values``, or cannot be placed or compiled.
     """
     from ..driver import compile as compile_module
     from ..frontend import PagedCache
@@ -307,11 +308,11 @@ def load_onnx(
         batches, chunks = (max(batches),), (max(chunks),)
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context, page_type)
     mod = from_onnx(source, devices, placement, cache=cache)
-    facts: dict[str, Any] = mod[f"decode_{cache.batches[0]}"].attrs["decoder"]
-    kv_heads = sorted({int(heads) for heads in facts["kv_heads"]})
+    decoder: dict[str, Any] = mod[f"decode_{cache.batches[0]}"].attrs["decoder"]
+    kv_heads = sorted({int(heads) for heads in decoder["kv_heads"]})
     if len(kv_heads) != 1:
         raise BuildError(f"found layers of {kv_heads} heads of keys and values, expected the same number in all layers")
-    pages = [f"pages_{layer}" for layer in range(len(facts["windows"]))]
+    pages = [f"pages_{layer}" for layer in range(len(decoder["windows"]))]
     names = [f"decode_{rows}" for rows in cache.batches] + [f"prefill_{rows}" for rows in cache.chunks]
     executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
     logits: Any = next(spec for spec in executable.signature(names[0]).outputs if spec.name == "logits")
@@ -321,8 +322,8 @@ def load_onnx(
         context=context,
         slots=cache.sequences,
         kv_heads=kv_heads[0],
-        size=int(facts["size"]),
-        windows=tuple(int(window) for window in facts["windows"]),
+        size=int(decoder["size"]),
+        windows=tuple(int(window) for window in decoder["windows"]),
         page_type=page_type,
         decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )
@@ -337,4 +338,4 @@ def _find_decoder(folder: Path) -> Path:
     try:
         return folder / str(json.loads(config.read_text("utf-8"))["model"]["decoder"]["filename"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise BuildError(f"{config}: names no file of a decoder: {type(error).__name__}: {error}") from error
+        raise BuildError(f"{config}: does not name the decoder's file: {type(error).__name__}: {error}") from error

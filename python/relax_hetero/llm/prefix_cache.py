@@ -38,7 +38,7 @@ class PrefixCache:
     max_prefixes : int
         Maximum number of sequences.
     min_tokens : int
-        Minimum number of equal tokens; fewer are not worth copying a page.
+        Minimum length of a common prefix; a shorter one is not worth copying a page.
     """
 
     def __init__(self, cache: Cache, max_prefixes: int, min_tokens: int = 16) -> None:
@@ -54,16 +54,16 @@ class PrefixCache:
         return sum(prefix.tokens.size for prefix in self._entries)
 
     def store(self, slot: int, tokens: Sequence[int]) -> None:
-        """Store the first `tokens` of a sequence, or free it if they are too few; free sequences that it continues."""
-        stored = np.asarray(tokens, np.int32)
-        if self._max_prefixes == 0 or stored.size < self._min_tokens or not self._truncate(slot, stored.size):
+        """Store a sequence, truncated to `tokens`, in place of its stored prefixes; free it if it is too short."""
+        new_tokens = np.asarray(tokens, np.int32)
+        if self._max_prefixes == 0 or new_tokens.size < self._min_tokens or not self._truncate(slot, new_tokens.size):
             self._cache.free(slot)
             return
-        for prefix in [old for old in self._entries if common_length(old.tokens, stored) == old.tokens.size]:
-            self._evict(prefix)
+        for entry in [entry for entry in self._entries if common_length(entry.tokens, new_tokens) == entry.tokens.size]:
+            self._evict(entry)
         while len(self._entries) >= self._max_prefixes:
             self.evict_oldest()
-        self._entries.append(Prefix(slot, stored))
+        self._entries.append(Prefix(slot, new_tokens))
 
     def evict_oldest(self, excluded: Prefix | None = None) -> bool:
         """Free the least recently used sequence other than `excluded`; False if there is none."""
@@ -80,7 +80,7 @@ class PrefixCache:
         ----------
         tokens : array of int32, (length,)
             Tokens of a request.
-        others : iterable of Prefix
+        candidates : iterable of Prefix
             Further candidates, such as running requests.
         """
         best = max(
@@ -95,8 +95,8 @@ class PrefixCache:
     def begin(self, prefix: Prefix, length: int) -> int | None:
         """Begin a sequence with the first `length` tokens of a prefix, and return its slot.
 
-        Other stored sequences are evicted if the cache is full; if there are none, the new sequence replaces the
-        prefix.
+        Other stored sequences are evicted if the cache is full; if there are none, the new sequence takes the
+        prefix's own slot.
 
         Returns
         -------
@@ -117,7 +117,7 @@ class PrefixCache:
                     continue
                 if prefix not in self._entries:
                     raise
-                return self._replace(prefix, length)
+                return self._reuse_slot(prefix, length)
         if not self._truncate(slot, length):
             self._cache.free(slot)
             return None
@@ -126,7 +126,7 @@ class PrefixCache:
             self._entries.append(prefix)
         return slot
 
-    def _replace(self, prefix: Prefix, length: int) -> int | None:
+    def _reuse_slot(self, prefix: Prefix, length: int) -> int | None:
         if not self._truncate(prefix.slot, length):
             return None
         self._entries.remove(prefix)

@@ -49,7 +49,7 @@ class Times:
 
 
 class Request:
-    """A text that a model generates.
+    """Handle of a text that an engine generates.
 
     Iterating over it (``for`` or ``async for``) streams the `Delta` objects of the text, and raises the request's error
     at the end if there is one. Each delta is streamed once: only a single reader gets the whole text.
@@ -77,10 +77,10 @@ class Request:
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
         self._deltas: deque[Delta] = deque()
-        self._reader: Callable[[], object] | None = None  # wakes a reader in an event loop
-        self._reason: FinishReason | None = None
+        self._wake_reader: Callable[[], object] | None = None  # of a reader in an event loop
+        self._finish_reason: FinishReason | None = None
         self._error: HeteroError | None = None
-        self._tokens = self._cached = 0
+        self._completion_tokens = self._cached_tokens = 0
         self._cancelled = False
 
     @property
@@ -90,7 +90,7 @@ class Request:
         ``stop`` for a stop string or token, ``length`` for `max_tokens` or the model's context, ``cancelled``, or
         ``error``.
         """
-        return self._reason
+        return self._finish_reason
 
     @property
     def error(self) -> HeteroError | None:
@@ -100,7 +100,7 @@ class Request:
     @property
     def usage(self) -> Usage:
         """Numbers of tokens so far."""
-        return Usage(len(self.prompt), self._tokens, self._cached)
+        return Usage(len(self.prompt), self._completion_tokens, self._cached_tokens)
 
     @property
     def cancelled(self) -> bool:
@@ -108,7 +108,7 @@ class Request:
         return self._cancelled
 
     def cancel(self) -> None:
-        """End the text, if it has not ended. Thread-safe."""
+        """Let the engine end the text at its next step, unless it has ended. Thread-safe."""
         if not self._cancelled:
             self._cancelled = True
             self._on_cancel()
@@ -122,14 +122,14 @@ class Request:
             Maximum number of seconds to wait; TimeoutError after that, while the request goes on.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._reason is not None, timeout):
+            if not self._changed.wait_for(lambda: self._finish_reason is not None, timeout):
                 raise TimeoutError(f"the text has not ended after {timeout:g} s")
         return "".join(delta.text for delta in self)
 
     def __iter__(self) -> Iterator[Delta]:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._deltas or self._reason is not None)
+                self._changed.wait_for(lambda: self._deltas or self._finish_reason is not None)
                 if not self._deltas:
                     break
                 delta = self._deltas.popleft()
@@ -139,11 +139,11 @@ class Request:
     async def __aiter__(self) -> AsyncIterator[Delta]:
         loop, wake = asyncio.get_running_loop(), asyncio.Event()
         with self._changed:
-            self._reader = lambda: loop.call_soon_threadsafe(wake.set)
+            self._wake_reader = lambda: loop.call_soon_threadsafe(wake.set)
         while True:
             wake.clear()
             with self._changed:
-                deltas, ended = list(self._deltas), self._reason is not None
+                deltas, ended = list(self._deltas), self._finish_reason is not None
                 self._deltas.clear()
             for delta in deltas:
                 yield delta
@@ -161,7 +161,7 @@ class Request:
         Parameters
         ----------
         delta : Delta
-            Growth of the text.
+            Text to append, and its tokens.
         """
         with self._changed:
             self._deltas.append(delta)
@@ -177,9 +177,9 @@ class Request:
         cached : int
             Number of tokens of the prompt that were in the cache.
         """
-        if tokens and not self._tokens:
+        if tokens and not self._completion_tokens:
             self.times.first_token = time.monotonic()
-        self._tokens, self._cached = tokens, cached
+        self._completion_tokens, self._cached_tokens = tokens, cached
 
     def finish(self, reason: FinishReason, error: HeteroError | None = None) -> None:
         """End the text.
@@ -192,18 +192,18 @@ class Request:
             Error that readers get.
         """
         with self._changed:
-            if self._reason is None:
-                self._reason, self._error = reason, error
+            if self._finish_reason is None:
+                self._finish_reason, self._error = reason, error
                 self.times.finished = time.monotonic()
             self._wake()
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        if self._reader is not None:
+        if self._wake_reader is not None:
             try:
-                self._reader()
+                self._wake_reader()
             except RuntimeError:  # the reader's event loop was closed, and the reader with it
-                self._reader = None
+                self._wake_reader = None
 
     def _raise_error(self) -> None:
         if self._error is not None:

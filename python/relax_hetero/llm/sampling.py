@@ -18,7 +18,7 @@ from .params import SamplingParams
 _BLOCK = 256
 """Logits per block."""
 _TOP_P_CANDIDATES, _TOP_P_GROWTH = 256, 8
-"""Number of tokens that `top_p` sorts first, and the factor by which it grows until they reach the sum."""
+"""Number of tokens that `top_p` sorts first, and its growth while their probabilities sum to less."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def sample(
     params : SamplingParams
         Sampling parameters.
     generator : np.random.Generator
-        Source of one random number; none if sampling is greedy.
+        Generator of one random number; unused if sampling is greedy.
     history : History
         Tokens for penalties.
 
@@ -90,15 +90,15 @@ def sample(
     token : int
         Token id.
     logprob : TokenLogprob or None
-        Log-probabilities by the original logits; None if `params.logprobs` is None.
+        Log-probabilities before bias and penalties; None if `params.logprobs` is None.
 
     Raises
     ------
     HeteroError
-        If no logit is finite, or one is not a number.
+        If the largest logit is infinite, or one is NaN.
     """
-    chosen = _choose(_apply_bias_and_penalties(logits, params, history), params, generator)
-    return chosen, None if params.logprobs is None else _logprob(logits, chosen, params.logprobs)
+    token = _sample_token(_apply_bias_and_penalties(logits, params, history), params, generator)
+    return token, None if params.logprobs is None else _logprob(logits, token, params.logprobs)
 
 
 def largest(logits: np.ndarray, count: int) -> np.ndarray:
@@ -119,7 +119,7 @@ def largest(logits: np.ndarray, count: int) -> np.ndarray:
 
 
 def _apply_bias_and_penalties(logits: np.ndarray, params: SamplingParams, history: History) -> np.ndarray:
-    """Logits with bias and penalties, copied if anything changes."""
+    """Logits with bias and penalties; a copy, if there are any."""
     if not params.logit_bias and not params.penalizes:
         return logits
     adjusted = logits.astype(np.float32)
@@ -130,31 +130,32 @@ def _apply_bias_and_penalties(logits: np.ndarray, params: SamplingParams, histor
     return adjusted
 
 
-def _choose(logits: np.ndarray, params: SamplingParams, generator: np.random.Generator) -> int:
-    greedy = int(np.argmax(logits))  # the first NaN, if there is one
-    peak = float(logits[greedy])
-    if not math.isfinite(peak):
-        raise HeteroError(f"logits: found {peak} as the largest of {logits.size:,}, expected a finite number")
+def _sample_token(logits: np.ndarray, params: SamplingParams, generator: np.random.Generator) -> int:
+    best = int(np.argmax(logits))  # the first NaN, if there is one
+    max_logit = float(logits[best])
+    if not math.isfinite(max_logit):
+        raise HeteroError(f"logits: found {max_logit} as the largest of {logits.size:,}, expected a finite number")
     if params.greedy:
-        return greedy
-    draw = generator.random()
+        return best
+    uniform = generator.random()
+    # Exponentials of the whole vocabulary are taken only if many tokens may remain.
     if 0 < params.top_k <= logits.size // _BLOCK or params.min_p > 0:
-        tokens = _filter_tokens(logits, params, peak)
-        weights = np.exp((logits[tokens].astype(np.float64) - peak) / params.temperature)
-        return _draw(*_top_p(tokens, weights, params.top_p), draw)
-    scaled = (logits - np.float32(peak)) / np.float32(params.temperature)
+        tokens = _filter_tokens(logits, params, max_logit)
+        weights = np.exp((logits[tokens].astype(np.float64) - max_logit) / params.temperature)
+        return _draw_token(*_top_p(tokens, weights, params.top_p), uniform)
+    scaled = (logits - np.float32(max_logit)) / np.float32(params.temperature)
     if 0 < params.top_k < logits.size:
         tokens = largest(logits, params.top_k)
-        return _draw(*_top_p(tokens, np.exp(scaled[tokens].astype(np.float64)), params.top_p), draw)
+        return _draw_token(*_top_p(tokens, np.exp(scaled[tokens].astype(np.float64)), params.top_p), uniform)
     weights = np.exp(scaled)
     if params.top_p < 1:
-        return _draw(*_top_p_from_all(logits, weights, params.top_p), draw)
-    return _draw_from_all(weights, draw)
+        return _draw_token(*_top_p_from_all(logits, weights, params.top_p), uniform)
+    return _draw_from_all(weights, uniform)
 
 
-def _filter_tokens(logits: np.ndarray, params: SamplingParams, peak: float) -> np.ndarray:
+def _filter_tokens(logits: np.ndarray, params: SamplingParams, max_logit: float) -> np.ndarray:
     """Tokens that pass `min_p` and `top_k`, in order of token ids."""
-    threshold = peak + params.temperature * math.log(params.min_p) if params.min_p else -math.inf
+    threshold = max_logit + params.temperature * math.log(params.min_p) if params.min_p else -math.inf
     if not params.top_k:
         return np.flatnonzero(logits >= threshold)
     tokens = largest(logits, params.top_k)
@@ -166,7 +167,7 @@ def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.nd
     if top_p >= 1:
         return tokens, weights
     order = np.argsort(-weights, kind="stable")
-    count = _prefix_reaching(weights[order], top_p * float(weights.sum()))
+    count = _count_reaching(weights[order], top_p * float(weights.sum()))
     return tokens[order[:count]], weights[order[:count]]
 
 
@@ -181,46 +182,47 @@ def _top_p_from_all(logits: np.ndarray, weights: np.ndarray, top_p: float) -> tu
             break
         count *= _TOP_P_GROWTH
     order = np.argsort(-candidates, kind="stable")
-    nucleus = order[: _prefix_reaching(candidates[order], target)]
+    nucleus = order[: _count_reaching(candidates[order], target)]
     return tokens[nucleus], candidates[nucleus]
 
 
-def _prefix_reaching(weights: np.ndarray, target: float) -> int:
-    """Number of first weights that reach a sum, at least one."""
+def _count_reaching(weights: np.ndarray, target: float) -> int:
+    """Number of leading weights whose sum reaches `target`, at least one."""
     return min(int(np.searchsorted(np.cumsum(weights), target)) + 1, weights.size)
 
 
-def _draw(tokens: np.ndarray, weights: np.ndarray, draw: float) -> int:
-    return int(tokens[_search(np.cumsum(weights), draw)])
+def _draw_token(tokens: np.ndarray, weights: np.ndarray, uniform: float) -> int:
+    return int(tokens[_index_of_quantile(np.cumsum(weights), uniform)])
 
 
-def _draw_from_all(weights: np.ndarray, draw: float) -> int:
-    """Draw a token by weight: first a block by the sums of blocks, then a token of it."""
+def _draw_from_all(weights: np.ndarray, uniform: float) -> int:
+    """Draw a token by weight: first a block by its sum, then a token of it."""
     starts = np.arange(0, weights.size, _BLOCK)
-    sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
-    block = _search(sums, draw)
-    before = float(sums[block - 1]) if block else 0.0
-    block_sums = np.cumsum(weights[starts[block] : starts[block] + _BLOCK], dtype=np.float64)
-    offset = _first_above(block_sums, max(0.0, draw * float(sums[-1]) - before))
+    block_sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    block = _index_of_quantile(block_sums, uniform)
+    sum_before = float(block_sums[block - 1]) if block else 0.0
+    token_sums = np.cumsum(weights[starts[block] : starts[block] + _BLOCK], dtype=np.float64)
+    offset = _first_above(token_sums, max(0.0, uniform * float(block_sums[-1]) - sum_before))
     return int(starts[block]) + offset
 
 
-def _search(sums: np.ndarray, draw: float) -> int:
-    """Index into cumulative sums for a random number in [0, 1)."""
-    return _first_above(sums, draw * float(sums[-1]))
+def _index_of_quantile(sums: np.ndarray, uniform: float) -> int:
+    """Index at which cumulative sums reach the fraction `uniform` of the total."""
+    return _first_above(sums, uniform * float(sums[-1]))
 
 
 def _first_above(sums: np.ndarray, value: float) -> int:
-    """First index whose cumulative sum exceeds a value; the last nonzero weight if rounding made it too large."""
+    """First index whose cumulative sum exceeds a value; the last nonzero weight's if rounding lets none."""
     return min(int(np.searchsorted(sums, value, side="right")), int(np.searchsorted(sums, sums[-1])))
 
 
 def _logprob(logits: np.ndarray, chosen: int, count: int) -> TokenLogprob:
-    peak = float(logits.max())
-    total = peak + math.log(float(np.exp(logits - np.float32(peak)).sum(dtype=np.float64)))
+    """Log-probabilities of a token and of the `count` most probable ones."""
+    max_logit = float(logits.max())
+    log_sum = max_logit + math.log(float(np.exp(logits - np.float32(max_logit)).sum(dtype=np.float64)))
     top: tuple[tuple[int, float], ...] = ()
     if count:
         tokens = largest(logits, count)
         order = np.argsort(-logits[tokens], kind="stable")[:count]
-        top = tuple((int(token), float(logits[token]) - total) for token in tokens[order])
-    return TokenLogprob(chosen, float(logits[chosen]) - total, top)
+        top = tuple((int(token), float(logits[token]) - log_sum) for token in tokens[order])
+    return TokenLogprob(chosen, float(logits[chosen]) - log_sum, top)

@@ -21,7 +21,7 @@ class Counts:
     Attributes
     ----------
     steps : int
-        Calls of `Scheduler.step` with requests.
+        Calls of `Scheduler.step` that returned True.
     prompt_tokens : int
         Tokens that were prefilled.
     reused_tokens : int
@@ -30,7 +30,7 @@ class Counts:
         Tokens that were generated.
     preempted : int
         Number of preemptions.
-    finished
+    finished : dict of str to int
         Number of requests that have ended, by reason.
     """
 
@@ -53,7 +53,7 @@ class Load:
     waiting, active : int
         Number of requests without and with a slot.
     cached_tokens : int
-        Tokens in the cache; tokens that sequences share count for each of them.
+        Tokens in the cache; shared tokens count once for each sequence.
     """
 
     waiting: int = 0
@@ -66,12 +66,12 @@ class Scheduler:
 
     A step prefills a chunk of at most one request, and decodes one token of all running requests. Requests begin in
     order of arrival. If the cache is full, sequences of the prefix cache are evicted first, then the youngest request
-    is preempted: it keeps its text, and its tokens are computed again after others have ended. So the oldest request
+    is preempted: it keeps its text, and its tokens are recomputed after others have ended. So the oldest request
     always makes progress, and none is lost.
 
     A request's text does not depend on other requests. If prefill and decode do not write the same bits into the cache
-    (`Model.decodes_like_prefill`), tokens of prompts are always prefilled, or shared with another prompt, and tokens of
-    texts always decoded: a preempted request repeats its decode steps without sampling.
+    (`Model.decodes_like_prefill`), prompt tokens are always prefilled, or reused from another prompt, and generated
+    tokens always decoded: a preempted request repeats its decode steps without sampling.
 
     Not thread-safe.
 
@@ -90,7 +90,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._prefilling: Sequence | None = None
-        self._full = False  # if True, no request is admitted until one has ended
+        self._cache_full = False  # no request is admitted until one has ended
 
     def load(self) -> Load:
         """Return the current load."""
@@ -102,7 +102,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def step(self) -> bool:
-        """Run one step; False if there are no requests."""
+        """Run one step; False if no requests are left."""
         self._end_cancelled()
         self._admit()
         self._prefill()
@@ -130,20 +130,20 @@ class Scheduler:
         """Give a slot to the first waiting request."""
         if self._prefilling is not None or not self._waiting or len(self._running) >= self._model.slots:
             return
-        if self._full and self._running:
+        if self._cache_full and self._running:
             return
         sequence = self._waiting[0]
         try:
             slot, cached = self._allocate_slot(sequence)
         except CacheError as error:
-            self._full = bool(self._running)
-            if not self._full:  # not even an empty cache has a slot
+            self._cache_full = bool(self._running)
+            if not self._cache_full:  # not even an empty cache has a slot
                 self._end(sequence, "error", error)
             return
         except Exception as error:
-            self._end(sequence, "error", _as_hetero(error))
+            self._end(sequence, "error", _wrap_error(error))
             return
-        self._full = False
+        self._cache_full = False
         self._waiting.popleft()
         sequence.begin(slot, cached)
         self.counts.reused_tokens += cached
@@ -151,18 +151,19 @@ class Scheduler:
 
     def _allocate_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Return a slot, and the number of the sequence's tokens that it holds already."""
-        count = min(self._prefill_length(sequence), len(sequence.tokens) - 1)  # logits of the last token are needed
+        count = min(self._prefill_length(sequence), len(sequence.tokens) - 1)  # its last token must have logits
         tokens = np.asarray(sequence.tokens[:count], np.int32)
-        running = [
+        running_prefixes = [
             Prefix(other.slot, np.asarray(other.tokens[: min(other.cached, self._prefill_length(other))], np.int32))
             for other in self._running
             if other.slot is not None
         ]
-        match = self._prefix_cache.find_longest(tokens, running)
+        match = self._prefix_cache.find_longest(tokens, running_prefixes)
         if match is not None:
-            slot = self._prefix_cache.begin(*match)
+            prefix, length = match
+            slot = self._prefix_cache.begin(prefix, length)
             if slot is not None:
-                return slot, match[1]
+                return slot, length
         while True:
             try:
                 return self._cache.add(), 0
@@ -181,7 +182,7 @@ class Scheduler:
             return
         end = self._prefill_length(sequence)
         chunk = np.asarray(sequence.tokens[sequence.cached : min(sequence.cached + self._model.chunk, end)], np.int32)
-        logits = None  # nothing to prefill if the whole prompt was in the prefix cache
+        logits = None  # stays so for a preempted request whose whole prompt was in the prefix cache
         try:
             if chunk.size:
                 logits = self._model.prefill(sequence.slot, chunk)
@@ -189,7 +190,7 @@ class Scheduler:
             self._recover_from_full_cache([sequence], error)
             return
         except Exception as error:
-            self._end(sequence, "error", _as_hetero(error))
+            self._end(sequence, "error", _wrap_error(error))
             return
         sequence.cached += chunk.size
         self.counts.prompt_tokens += chunk.size
@@ -224,7 +225,7 @@ class Scheduler:
             except CacheError:
                 self._roll_back([sequence])  # the next step tries again
             except Exception as error:
-                self._end(sequence, "error", _as_hetero(error))
+                self._end(sequence, "error", _wrap_error(error))
             else:
                 sequence.cached += 1
                 self._accept(sequence, row)
@@ -234,13 +235,13 @@ class Scheduler:
         return self._model.decode(slots, [sequence.tokens[sequence.cached] for sequence in batch])
 
     def _accept(self, sequence: Sequence, logits: np.ndarray | None) -> None:
-        """Sample the next token of a sequence, unless a preempted request has it already."""
+        """Sample the next token of a sequence, unless it was sampled before a preemption."""
         if logits is None or sequence.cached < len(sequence.tokens):
             return
         try:
             reason = sequence.accept(logits)
         except Exception as error:
-            self._end(sequence, "error", _as_hetero(error))
+            self._end(sequence, "error", _wrap_error(error))
             return
         self.counts.tokens += 1
         if reason is not None:
@@ -252,7 +253,7 @@ class Scheduler:
             self._free_pages(error)
 
     def _roll_back(self, sequences: list[Sequence]) -> bool:
-        """Truncate sequences that a failed call may have extended; return whether one was preempted."""
+        """Truncate sequences that a failed call may have extended; return whether any was preempted."""
         preempted = False
         for sequence in sequences:
             if sequence.slot is None or self._cache.length(sequence.slot) == sequence.cached:
@@ -267,7 +268,7 @@ class Scheduler:
     def _free_pages(self, error: CacheError) -> None:
         """Free pages: evict a sequence of the prefix cache, or preempt the youngest request.
 
-        A request that fills the cache alone ends: with its text, or with the error if it has none.
+        The only request ends: with its text so far, or with the error if it has none.
         """
         if self._prefix_cache.evict_oldest():
             return
@@ -285,7 +286,7 @@ class Scheduler:
         index = sum(other.arrival < sequence.arrival for other in self._waiting)
         self._waiting.insert(index, sequence)
         self.counts.preempted += 1
-        self._full = True
+        self._cache_full = True
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: HeteroError | None = None) -> None:
         self._remove(sequence)
@@ -296,7 +297,7 @@ class Scheduler:
                 self._prefix_cache.store(slot, reusable)
             else:
                 self._cache.free(slot)
-        self._full = False
+        self._cache_full = False
         self.counts.finished[reason] += 1
         sequence.finish(reason, error)
 
@@ -309,7 +310,7 @@ class Scheduler:
             self._waiting.remove(sequence)
 
 
-def _as_hetero(error: Exception) -> HeteroError:
+def _wrap_error(error: Exception) -> HeteroError:
     """Wrap an error that is not the library's, with its type in the message."""
     if isinstance(error, HeteroError):
         return error

@@ -17,9 +17,9 @@ class Sequence:
     Parameters
     ----------
     request : Request
-        Handle of the caller.
+        Handle that the caller holds.
     arrival : int
-        Number in order of arrival.
+        Number of the request in order of arrival.
     tokenizer : TokenizerProtocol
         Tokenizer of the model.
     context : int
@@ -32,7 +32,7 @@ class Sequence:
     slot : int or None
         Slot in the cache; None while the request waits.
     cached : int
-        Number of first tokens that are in the cache.
+        Number of leading tokens that are in the cache.
     """
 
     def __init__(self, request: Request, arrival: int, tokenizer: TokenizerProtocol, context: int) -> None:
@@ -55,7 +55,7 @@ class Sequence:
 
     def begin(self, slot: int, cached: int) -> None:
         """Take a slot that holds the first `cached` tokens already."""
-        if not self.generated:
+        if not self.generated:  # otherwise the request was preempted
             self._reused = cached
         self.slot, self.cached = slot, cached
 
@@ -82,14 +82,14 @@ class Sequence:
         self.tokens.append(token)
         self._history.add(token)
         self.request.update_usage(self.generated, self._reused)
-        ends = token in self._stop_ids
-        self._send(self._stream.add(token, logprob, silent=ends))
-        if ends or self._stream.stopped:
+        is_stop = token in self._stop_ids
+        self._send(self._stream.add(token, logprob, silent=is_stop))
+        if is_stop or self._stream.stopped:
             return "stop"
         return "length" if len(self.tokens) >= self._max_tokens else None
 
     def finish(self, reason: FinishReason, error: HeteroError | None = None) -> None:
-        """Stream the text that was held back, and end the request."""
+        """Stream the text that `TextStream` holds back, and end the request."""
         if reason != "cancelled":
             self._send(self._stream.finish())
         self.request.finish(reason, error)

@@ -151,7 +151,7 @@ class Tokenizer:
     begin_id
         Token for the beginning of a text, if there is one.
     adds_begin, adds_end
-        Whether the model expects tokens for the begin and end of a text.
+        Whether the model expects tokens for the beginning and end of a text.
     chat_template : str or None
         Chat template of the file in jinja2, if there is one.
     max_token_bytes : int or None
@@ -224,7 +224,7 @@ class Tokenizer:
             Whether names of control tokens in the text become these tokens; in a `Prompt`, only those that the template
             wrote do.
         begin : bool
-            Whether to add the tokens for the begin and the end of a text that the model expects, unless the text has
+            Whether to add the tokens for the start and the end of a text that the model expects, unless the text has
             them already.
         """
         tokens: list[int] = []

@@ -319,7 +319,7 @@ def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorTy
         raise EncodingError(
             f"{name}: takes the encoding of its result, found {encoding}, the encoding of {encoding.operand_name}"
         )
-    if (encoding.moves is not None) != (name == CONV):
+    if (encoding.conv is not None) != (name == CONV):
         raise EncodingError(f"{name}: found {encoding}, the encoding of another op")
     _check_layout(call, encoding)
     extents: dict[str, Any] = {"1": tvm.tirx.IntImm("int64", 1)}
@@ -344,16 +344,16 @@ def _infer_product(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorTy
 
 def _add_output_extents(encoding: Encoding, extents: dict[str, Any]) -> None:
     """Add the output extent of a convolution along each spatial dimension whose extents are known."""
-    if encoding.moves is None:
+    if encoding.conv is None:
         return
-    spatial = len(encoding.moves.strides)
+    spatial = len(encoding.conv.strides)
     for d in range(spatial):
         image, window = extents.get(f"x{d}"), extents.get(f"w{d}")
         if image is None or window is None:
             continue
-        padding = encoding.moves.padding[d] + encoding.moves.padding[spatial + d]
-        last_start = image + padding - ((window - 1) * encoding.moves.dilation[d] + 1)
-        extents[f"y{d}"] = tvm.sym.Analyzer().simplify(tvm.tirx.floordiv(last_start, encoding.moves.strides[d]) + 1)
+        padding = encoding.conv.padding[d] + encoding.conv.padding[spatial + d]
+        last_start = image + padding - ((window - 1) * encoding.conv.dilation[d] + 1)
+        extents[f"y{d}"] = tvm.sym.Analyzer().simplify(tvm.tirx.floordiv(last_start, encoding.conv.strides[d]) + 1)
 
 
 def _infer_matmul(call: relax.Call, ctx: relax.BlockBuilder) -> relax.TensorType:

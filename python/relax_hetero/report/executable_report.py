@@ -1,4 +1,4 @@
-"""Data of an executable's report as JSON: graph, kernels, devices, memory, measurements and suggestions."""
+"""The data of an executable's report: its graph, devices, kernels, memory and measurements, as plain JSON data."""
 
 from __future__ import annotations
 
@@ -15,129 +15,139 @@ from typing import TYPE_CHECKING, Any
 import tvm
 
 from ..artifact.commands import Dispatch
-from ..artifact.memory_use import Walk
+from ..artifact.memory_use import AllocationWalk
 from ..artifact.metadata import Metadata, device_names
-from ..artifact.model_graph import KINDS, ModelGraph
-from ..artifact.model_graph import TRANSFER as TRANSFERS
-from ..vm.profile import MACHINE, TO_DEVICE, Profile
+from ..artifact.model_graph import KINDS, TRANSFER, ModelGraph
+from ..vm.profile import TO_DEVICE, VM_OVERHEAD, Profile, ProfileRow
 from .device_peaks import COMPUTE, MEMORY, describe_machine, peaks_of, share_of_peak
-from .text.explanation import explanation_of
+from .text.explanation import Explanation, explanation_of
 
 if TYPE_CHECKING:
     from ..llm.token_cost import TokenCost
     from ..vm.file.executable import Executable
-    from ..vm.profile import ProfileRow
     from ..vm.queue.trace import Trace
 
 SCHEMA = 1
+"""Version of the JSON format."""
+
 Data = dict[str, Any]
 
-# Suggestions: fractions of a call from which a bound, a kernel, or overhead is worth a sentence.
+
+# Suggestions: sentences on the first screen of a report, which name changes that could make a call faster.
+
+# Minimum fractions of a call's time for a suggestion: kernels with the same bound together, one kernel, and transfers
+# or the virtual machine's own work.
 _MIN_BOUND_SHARE, _MIN_KERNEL_SHARE, _MIN_OVERHEAD_SHARE = 0.2, 0.1, 0.05
 _MIN_SPEEDUP = 1.5
-"""Ratio of the measured rates of two types from which the faster one is suggested."""
+"""Minimum ratio of the measured rates of a 16-bit type and float32 for suggesting the former."""
 _SLOW_SHARE_OF_PEAK = 0.4
-"""Fraction of its peak below which a kernel is called slow."""
-_NARROW_TYPES = {"f16": "float16", "bf16": "bfloat16"}
+"""Fraction of its device's peak below which a kernel is slow."""
+_HALF_TYPES = {"f16": "float16", "bf16": "bfloat16"}
 
 
-def suggestions(
-    metadata: Metadata, rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
-    """Suggest changes, in sentences, those about most of a call first.
+def suggestions(metadata: Metadata, rows: Sequence[Data], peaks: Mapping[str, Data]) -> list[str]:
+    """Sentences that suggest changes, by decreasing fraction of a call's time that they concern.
 
     Parameters
     ----------
     metadata : Metadata
         Metadata of the executable.
-    rows : sequence of mapping
-        Rows of a profile as a report holds them; empty if nothing was measured.
-    peaks : mapping of str to mapping
+    rows : sequence of dict
+        Rows of a profile as a report has them (`_profile`); empty without a profile.
+    peaks : mapping of str to dict
         Measured peaks of devices, by name (`device_peaks.peaks_of`).
     """
     if not rows:
         return ["Nothing was measured: explain --profile, or profile= of Executable.report, says where the time goes."]
-    ranked = sorted(
-        [*_overhead(metadata, rows), *_slow_kernels(rows, peaks), *_serialized_devices(metadata)], key=lambda s: -s[0]
-    )
-    return [text for _, text in ranked] or [
-        "Nothing stands out: kernels take most of the time, and are near the measured peaks."
+    shares_and_texts = [
+        *_overhead_suggestions(metadata, rows),
+        *_kernel_suggestions(rows, peaks),
+        *_overlap_suggestions(metadata),
+    ]
+    shares_and_texts.sort(key=lambda pair: -pair[0])
+    return [text for _, text in shares_and_texts] or [
+        "Nothing stands out: nearly all the time is in kernels, whose speed is near their device's measured peaks."
     ]
 
 
-def _overhead(metadata: Metadata, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[float, str]]:
-    transfers, machine = (sum(row["share"] for row in rows if row["symbol"] == name) for name in (TO_DEVICE, MACHINE))
+def _overhead_suggestions(metadata: Metadata, rows: Sequence[Data]) -> Iterator[tuple[float, str]]:
+    transfers, overhead = (
+        sum(row["share"] for row in rows if row["symbol"] == name) for name in (TO_DEVICE, VM_OVERHEAD)
+    )
     if transfers >= _MIN_OVERHEAD_SHARE:
         text = f"Transfers take {100 * transfers:.0f} % of a call: place ops that exchange large values on one device."
         yield transfers, text
-    if machine >= _MIN_OVERHEAD_SHARE:
-        text = f"{100 * machine:.0f} % of a call is spent around kernels, on allocation, shapes and bytecode"
+    if overhead >= _MIN_OVERHEAD_SHARE:
+        text = f"{100 * overhead:.0f} % of a call is spent around kernels, on allocation, shapes and bytecode"
         if metadata.single_calls:
-            ((reason, _),) = Counter(call.why for call in metadata.single_calls).most_common(1)
-            text += f": {len(metadata.single_calls)} kernel calls are outside of command buffers, most because {reason}"
-        yield machine, f"{text}."
+            ((why, _),) = Counter(call.why for call in metadata.single_calls).most_common(1)
+            text += f": {len(metadata.single_calls)} kernel calls are outside of command buffers, most because {why}"
+        yield overhead, f"{text}."
 
 
-def _slow_kernels(
-    rows: Sequence[Mapping[str, Any]], peaks: Mapping[str, Mapping[str, Any]]
-) -> Iterator[tuple[float, str]]:
-    shares: defaultdict[tuple[str, str], float] = defaultdict(float)
-    slow = []
+def _kernel_suggestions(rows: Sequence[Data], peaks: Mapping[str, Data]) -> Iterator[tuple[float, str]]:
+    bound_shares: defaultdict[tuple[str, str], float] = defaultdict(float)
+    slow_kernels = []
     for row in rows:
-        share_of_peak = row["share_of_peak"] or 1
-        if row["share"] >= _MIN_KERNEL_SHARE and share_of_peak < _SLOW_SHARE_OF_PEAK:
-            slow.append((row, share_of_peak))
+        peak_share = row["share_of_peak"] or 1
+        if row["share"] >= _MIN_KERNEL_SHARE and peak_share < _SLOW_SHARE_OF_PEAK:
+            slow_kernels.append((row, peak_share))
         elif row["bound"] == MEMORY or row["precision"] == "f32":
-            shares[row["device"], row["bound"]] += row["share"]
-    for row, share_of_peak in slow[:2]:
-        fact = f"{row['symbol']} takes {100 * row['share']:.0f} % of a call, and reaches {100 * share_of_peak:.0f} %"
+            bound_shares[row["device"], row["bound"]] += row["share"]
+    for row, peak_share in slow_kernels[:2]:
+        fact = f"{row['symbol']} takes {100 * row['share']:.0f} % of a call, and reaches {100 * peak_share:.0f} %"
         advice = "measure while nothing else runs, then look at its shapes and layouts"
         yield row["share"], f"{fact} of the {row['bound']} peak of {row['device']}: {advice}."
-    for (device, bound), share in shares.items():
+    for (device, bound), share in bound_shares.items():
         if share < _MIN_BOUND_SHARE:
             continue
         rates = peaks[device]["operations_per_second"] if bound == COMPUTE else {}
-        ratio, name = max(
-            ((rates[name] / rates["f32"], name) for name in _NARROW_TYPES if name in rates), default=(0, "")
+        speedup, name = max(
+            ((rates[name] / rates["f32"], name) for name in _HALF_TYPES if name in rates), default=(0, "")
         )
         if bound == MEMORY:
-            advice = "weights of 8 or 4 bits, or values of 16, are fewer bytes"
+            advice = "store weights in 8 or 4 bits, or activations in 16, to read fewer bytes"
             yield share, f"The memory of {device} bounds kernels that take {100 * share:.0f} % of a call: {advice}."
-        elif ratio >= _MIN_SPEEDUP:
-            fact = f"{100 * share:.0f} % of a call is arithmetic in f32 on {device}, which is {ratio:.1f} times as fast"
-            yield share, f'{fact} in {name}: rh.transform.ToMixedPrecision("{_NARROW_TYPES[name]}").'
+        elif speedup >= _MIN_SPEEDUP:
+            fact = f"{100 * share:.0f} % of a call is arithmetic in f32 on {device}"
+            advice = f'rh.transform.ToMixedPrecision("{_HALF_TYPES[name]}")'
+            yield share, f"{fact}, which is {speedup:.1f} times as fast in {name}: {advice}."
 
 
-def _serialized_devices(metadata: Metadata) -> Iterator[tuple[float, str]]:
+def _overlap_suggestions(metadata: Metadata) -> Iterator[tuple[float, str]]:
     names = device_names(metadata.devices)
     for schedule in metadata.schedules:
-        devices = sorted({i for step in schedule.steps if not step.is_transfer for i in step.devices if i >= 0})
+        steps = [step for step in schedule.steps if not step.is_transfer]
+        devices = sorted({index for step in steps for index in step.devices if index >= 0})
         if len(devices) > 1 and not schedule.overlaps():
-            text = f"{' and '.join(names[index] for index in devices)} take turns within a call of {schedule.function}"
-            yield 0, f"{text}: submit() several calls, or use one device."
+            fact = f"{' and '.join(names[index] for index in devices)} never work at the same time"
+            yield 0, f"{fact} in a call of {schedule.function}: submit() several calls, or use one device."
 
 
-_SLICE_KINDS = {"step": "step", "transfer": "transfer", "result": "wait"}
+# The timeline of a report: the events of a trace by queue, in seconds since the first event.
+
+_TIMELINE_KINDS = {"step": "step", "transfer": "transfer", "result": "wait"}
+"""Category of an event in a trace -> its kind in a timeline."""
 
 
-def timeline_of(trace: Trace, devices: Sequence[str]) -> dict[str, Any] | None:
-    """Convert a trace to the timeline of a report: steps and transfers of finished calls by queue, None if empty.
+def timeline_of(trace: Trace, devices: Sequence[str]) -> Data | None:
+    """The steps and transfers of calls that have ended, by queue; None if no call has ended.
 
     Parameters
     ----------
     trace : Trace
-        Trace of calls.
+        Trace of calls of a machine, whose events have Chrome's trace format.
     devices : sequence of str
-        Names of devices.
+        Names of the machine's devices.
     """
     events = trace.events()
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    slices = [e for e in events if e["ph"] == "X" and e.get("cat") in _SLICE_KINDS]
+    slices = [e for e in events if e["ph"] == "X" and e.get("cat") in _TIMELINE_KINDS]
     start = min((e["ts"] for e in slices), default=0.0)
-    queues: dict[int, dict[str, Any]] = {}
+    queues: dict[int, Data] = {}
     for event in sorted(slices, key=lambda event: (event["tid"], event["ts"])):
-        track, args = event["tid"], event["args"]
-        queue = queues.setdefault(track, {"name": names.get(track, str(track)), "device": None, "events": []})
+        thread, args = event["tid"], event["args"]
+        queue = queues.setdefault(thread, {"name": names.get(thread, str(thread)), "device": None, "events": []})
         queue["device"] = queue["device"] or args.get("device", "").partition(",")[0] or None
         begin = (event["ts"] - start) / 1e6
         queue["events"].append(
@@ -146,56 +156,57 @@ def timeline_of(trace: Trace, devices: Sequence[str]) -> dict[str, Any] | None:
                 "call": args.get("call", 0),
                 "begin": begin,
                 "end": begin + event["dur"] / 1e6,
-                "kind": _SLICE_KINDS[event["cat"]],
+                "kind": _TIMELINE_KINDS[event["cat"]],
                 "args": {key: value for key, value in args.items() if key != "call"},
             }
         )
     for queue in queues.values():
-        device = max((name for name in devices if name in queue["name"]), key=len, default="host")  # llvm:1, llvm:10
+        # The longest name that matches: the queue of llvm:10 also contains "llvm:1".
+        device = max((name for name in devices if name in queue["name"]), key=len, default="host")
         queue["device"] = queue["device"] or device
     return {"calls": len(trace.ended), "queues": list(queues.values())} if queues else None
 
 
+# The tables that ``explain`` prints, as JSON data.
+
 _SECTIONS = ("encodings", "kernels", "commands", "steps", "memory", "token")
-_COLUMN_KINDS = {"bytes": "bytes"}
 
 
-def tables_of(explanation: Any) -> list[dict[str, Any]]:
-    """Convert all tables of an explanation, which ``explain`` prints, to data."""
-    ops = ("variable", "op", "device", "bytes", "reason", "function")
-    tables = [_entry_table("ops", "Ops", explanation.of_kind("op"), ops)]
-    transfers = ("variable", "device", "bytes", "reason", "function")
-    tables.append(_entry_table("transfers", "Transfers", explanation.of_kind("transfer"), transfers))
+def tables_of(explanation: Explanation) -> list[Data]:
+    """Every table of an explanation, in its order."""
+    op_columns = ("variable", "op", "device", "bytes", "reason", "function")
+    transfer_columns = ("variable", "device", "bytes", "reason", "function")
+    tables = [
+        _placement_table("ops", "Ops", explanation.of_kind("op"), op_columns),
+        _placement_table("transfers", "Transfers", explanation.of_kind("transfer"), transfer_columns),
+    ]
     for section in _SECTIONS:
-        printed = [part for part in explanation.tables(section) if not isinstance(part, str)]
-        tables += [_convert_table(f"{section}-{i}" if i else section, part) for i, part in enumerate(printed)]
+        section_tables = [table for table in explanation.tables(section) if not isinstance(table, str)]
+        for index, table in enumerate(section_tables):
+            tables.append(_data_of_rich_table(f"{section}-{index}" if index else section, table))
     return [table for table in tables if table["rows"]]
 
 
-def _entry_table(name: str, title: str, entries: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, Any]:
-    columns = [{"name": key, "kind": _COLUMN_KINDS.get(key, "text")} for key in keys]
+def _placement_table(name: str, title: str, entries: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Data:
+    columns = [{"name": key, "kind": "bytes" if key == "bytes" else "text"} for key in keys]
     return {"id": name, "title": title, "columns": columns, "rows": [[e[key] for key in keys] for e in entries]}
 
 
-def _convert_table(name: str, table: Any) -> dict[str, Any]:
-    """Convert a table for a terminal; columns that hold only numbers become numbers."""
+def _data_of_rich_table(name: str, table: Any) -> Data:
+    """A terminal's table (of the package rich) as data; a column of nothing but numbers becomes numeric."""
     columns: list[dict[str, str]] = []
     cells: list[list[Any]] = []
     for column in table.columns:
         texts = [str(cell) for cell in column.cells]
-        numbers = [_parse_number(text) for text in texts]
+        numbers = [_number(text) for text in texts]
         is_number = column.justify == "right" and None not in numbers
         columns.append({"name": str(column.header), "kind": "number" if is_number else "text"})
         cells.append(list(numbers) if is_number else list(texts))
-    return {
-        "id": name,
-        "title": str(table.title),
-        "columns": columns,
-        "rows": [list(row) for row in zip(*cells, strict=True)],
-    }
+    rows = [list(row) for row in zip(*cells, strict=True)]
+    return {"id": name, "title": str(table.title), "columns": columns, "rows": rows}
 
 
-def _parse_number(text: str) -> float | int | None:
+def _number(text: str) -> float | int | None:
     try:
         value = float(text.replace(",", ""))
     except ValueError:
@@ -203,31 +214,34 @@ def _parse_number(text: str) -> float | int | None:
     return int(value) if value.is_integer() else value
 
 
-_POSITIONS = {"lhs": 0, "rhs": 1, "data": 0, "weight": 1}
-_PACK = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]>")
+# The layouts of a report: how packed tensors are divided into tiles.
+
+_OPERAND_INDICES = {"lhs": 0, "rhs": 1, "data": 0, "weight": 1}
+"""Role of an operand of a product or convolution -> its index."""
+_PACKED_LAYOUT = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]>")
 
 
-def layouts_of(encodings: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """List the layouts of all packed tensors.
+def layouts_of(encodings: Mapping[str, Any] | None) -> list[Data]:
+    """A layout for each tensor that is packed in tiles.
 
     Parameters
     ----------
     encodings : mapping of str to object or None
-        Report of encodings as JSON data.
+        Encoding report of an executable (`Metadata.encodings`).
 
     Returns
     -------
     list of dict
-        Layouts; ``of`` is a function, an op's variable, and the index of its operand, or -1 for its result.
+        Layouts. ``of`` names the tensor: function, variable of an op, and index of its operand, -1 for its result.
     """
-    layouts: list[dict[str, Any]] = []
+    layouts: list[Data] = []
     for op in (encodings or {}).get("ops", ()):
         for operand in op["operands"]:
-            if not (packed := _PACK.fullmatch(operand["layout"])):
+            if not (match := _PACKED_LAYOUT.fullmatch(operand["layout"])):
                 continue
-            order = [int(number) for number in packed[1].replace(" ", "").split(",") if number]
-            pairs = [pair.split(":") for pair in packed[2].replace(" ", "").split(",") if pair]
-            tiles = [{"dim": int(dim), "size": int(size)} for dim, size in pairs]
+            outer_order = [int(number) for number in match[1].replace(" ", "").split(",") if number]
+            inner_tiles = [pair.split(":") for pair in match[2].replace(" ", "").split(",") if pair]
+            tiles = [{"dim": int(dim), "size": int(size)} for dim, size in inner_tiles]
             layouts.append(
                 {
                     "id": len(layouts),
@@ -235,9 +249,9 @@ def layouts_of(encodings: Mapping[str, Any] | None) -> list[dict[str, Any]]:
                     "encoding": f"{operand['role']} of {op['op']} {op['variable']}: {operand['encoding']}",
                     "device": op["device"],
                     "text": operand["layout"],
-                    **_stored_shape(operand["shape"], order, tiles),
+                    **_packed_shape(operand["shape"], outer_order, tiles),
                     "tiles": tiles,
-                    "order": order,
+                    "order": outer_order,
                     "cost": f"packed {operand['packed']}" if operand.get("packed") else None,
                 }
             )
@@ -245,53 +259,56 @@ def layouts_of(encodings: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _tensor_key(op: Mapping[str, Any], operand: Mapping[str, Any]) -> tuple[str, str, int]:
-    """Function, variable of an op, and index of its operand; -1 for its result, whose variable has a suffix."""
+    """Function, variable of an op, and index of its operand; -1 for its result."""
     if operand["role"] == "result":
+        # The encoded form of y is the variable y_encoded.
         return op["function"], str(operand["variable"]).removesuffix("_encoded"), -1
-    return op["function"], op["variable"], _POSITIONS.get(operand["role"], sys.maxsize)
+    return op["function"], op["variable"], _OPERAND_INDICES.get(operand["role"], sys.maxsize)
 
 
-def _stored_shape(text: str, order: list[int], tiles: list[dict[str, int]]) -> dict[str, Any]:
-    """Logical shape, stored shape and padding of each dimension; extents may be symbolic."""
-    shape: list[int | str] = [int(extent) if extent.isdecimal() else extent for extent in text.split("x")]
-    sizes = dict.fromkeys(order, 1)
+def _packed_shape(logical_shape: str, outer_order: list[int], tiles: list[dict[str, int]]) -> Data:
+    """The logical shape, the stored one and the padding of each dimension; extents may be symbolic."""
+    shape: list[int | str] = [int(extent) if extent.isdecimal() else extent for extent in logical_shape.split("x")]
+    tile_sizes = dict.fromkeys(outer_order, 1)
     for tile in tiles:
-        sizes[tile["dim"]] = sizes.get(tile["dim"], 1) * tile["size"]
-    counts: list[int | str] = []
+        tile_sizes[tile["dim"]] = tile_sizes.get(tile["dim"], 1) * tile["size"]
+    num_tiles: list[int | str] = []
     padding = [0] * len(shape)
-    for dim in order:
-        extent = shape[dim] if dim < len(shape) else 1
+    for dim in outer_order:
+        extent, size = shape[dim] if dim < len(shape) else 1, tile_sizes[dim]
         if isinstance(extent, int):
-            counts.append(-(-extent // sizes[dim]))
+            num_tiles.append(-(-extent // size))
             if dim < len(shape):
-                padding[dim] = -extent % sizes[dim]
+                padding[dim] = -extent % size
         else:
-            counts.append(extent if sizes[dim] == 1 else f"ceil({extent} / {sizes[dim]})")
-    return {"shape": shape, "stored": [*counts, *(tile["size"] for tile in tiles)], "padding": padding}
+            num_tiles.append(extent if size == 1 else f"ceil({extent} / {size})")
+    return {"shape": shape, "stored": [*num_tiles, *(tile["size"] for tile in tiles)], "padding": padding}
 
 
-_KINDS = ("arena", "result", "transfer")
+# The memory of a call over time: bytes in use at each allocation, and the lifetime of each storage.
+
+_STORAGE_KINDS = ("arena", "result", "transfer")
 
 
-def memory_of(executable: Executable) -> list[dict[str, Any]]:
-    """Memory of a call over time, for each device and each function without symbolic sizes."""
+def memory_of(executable: Executable) -> list[Data]:
+    """The memory of each function on each device; functions with symbolic dimensions are left out."""
     plan = executable.memory_plan
-    rows: list[dict[str, Any]] = []
+    rows: list[Data] = []
     for name in plan.functions:
-        if plan.names(name):
+        if plan.symbolic_dims(name):
             continue
         use = plan.at(name)
-        walk = Walk(executable.metadata)
-        walk.function(name, use.sizes)
+        walk = AllocationWalk(executable.metadata)
+        walk.visit(name, use.sizes)
         for memory in use.devices:
             keys = ("device", "weights", "transient", "arenas", "transfers", "results", "lower_bound")
-            row = {key: getattr(memory, key) for key in keys}
-            steps = _memory_steps(executable.metadata, name, walk, memory.device)
-            rows.append({"function": name, "sizes": dict(use.sizes), **row, **steps})
+            totals = {key: getattr(memory, key) for key in keys}
+            lifetimes = _lifetimes(executable.metadata, name, walk, memory.device)
+            rows.append({"function": name, "sizes": dict(use.sizes), **totals, **lifetimes})
     return rows
 
 
-def _memory_steps(metadata: Metadata, function: str, walk: Walk, device: str) -> Mapping[str, Any]:
+def _lifetimes(metadata: Metadata, function: str, walk: AllocationWalk, device: str) -> Data:
     names = device_names(metadata.devices)
     device_index = names.index(device) if device in names else -1
     tensors = [use for use in walk.tensors if use.device == device_index]
@@ -301,15 +318,15 @@ def _memory_steps(metadata: Metadata, function: str, walk: Walk, device: str) ->
     for use in tensors:
         changes[bisect_left(times, use.begin)] += use.nbytes
         changes[bisect_right(times, use.end)] -= use.nbytes
-    names_by_begin = {storage.begin: storage.name for storage in reversed(storages)}
+    first_storages = {storage.begin: storage.name for storage in reversed(storages)}
     kernels = _kernels_by_time(metadata, function)
     return {
-        "steps": [kernels.get(time) or names_by_begin.get(time) or f"step {time[0]:.0f}" for time in times],
+        "steps": [kernels.get(time) or first_storages.get(time) or f"step {time[0]:.0f}" for time in times],
         "over_time": list(accumulate(changes[:-1])),
         "values": [
             {
                 "name": storage.name,
-                "kind": storage.use if storage.use in _KINDS else "storage",
+                "kind": storage.use if storage.use in _STORAGE_KINDS else "storage",
                 "bytes": storage.nbytes,
                 "offset": None,
                 "first": bisect_left(times, storage.begin),
@@ -321,7 +338,7 @@ def _memory_steps(metadata: Metadata, function: str, walk: Walk, device: str) ->
 
 
 def _kernels_by_time(metadata: Metadata, function: str) -> dict[tuple[float, ...], str]:
-    """Kernels of a function's command buffers, by (step, index in the command buffer)."""
+    """(step of the function, command of its command buffer) -> kernel; `memory_use` counts time in the same way."""
     regions = {region.name: region for region in metadata.regions}
     memory = next((memory for memory in metadata.memory if memory.name == function), None)
     return {
@@ -332,68 +349,70 @@ def _kernels_by_time(metadata: Metadata, function: str) -> dict[tuple[float, ...
     }
 
 
+# The groups of a report: for each kernel call, the nodes of the model's graph that it computes, and its time.
+
+
 def groups_of(
-    metadata: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Mapping[str, Any]] | None = None
-) -> list[dict[str, Any]]:
-    """Group the nodes of the graph by kernel call, in program order.
+    metadata: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Data] | None = None
+) -> list[Data]:
+    """A group of nodes for each kernel call of an executable, in program order.
 
     Parameters
     ----------
     metadata : Metadata
         Metadata of the executable.
     profiles : sequence of Profile
-        Profiles of functions. The time of a kernel with several calls is divided among them, unless each was measured.
-    peaks : mapping of str to mapping of str to object, optional
-        Measured peaks of devices, by name (`device_peaks.peaks_of`).
+        Profiles with times of kernels, one per function. If a kernel was measured only as a whole, its time is divided
+        equally among its calls.
+    peaks : mapping of str to dict, optional
+        Peaks of devices, by name, as `device_peaks.peaks_of` measures them.
     """
-    entries = (metadata.fusions or {}).get("dispatches", [])
+    dispatches = (metadata.fusions or {}).get("dispatches", [])
     missed = _missed_fusions(metadata.fusions or {})
-    # In command buffers, kernels that write in place have other names.
-    recorded = {
+    # A command buffer may call a variant of the kernel, under another name, that writes in place.
+    commands = {
         (region.function, command.variable): (command.kernel, region.name)
         for region in metadata.regions
         for command in region.commands
         if isinstance(command, Dispatch)
     }
-    kernels = [(*recorded.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in entries]
-    profile_by_function = {profile.function: profile for profile in profiles}
-    # Private functions are attributed to the first profiled function.
-    public = [entry["function"] if entry["function"] in metadata.signatures else "" for entry in entries]
-    call_counts = Counter((name, kernel, device) for name, (kernel, _, device) in zip(public, kernels, strict=True))
+    # Kernel, command buffer or None, and device of each call.
+    calls = [(*commands.get((e["function"], e["variable"]), (e["kernel"], None)), e["device"]) for e in dispatches]
+    profile_of = {profile.function: profile for profile in profiles}
+    # A private function has no profile of its own: its kernels are attributed to the first profiled function.
+    public_functions = [e["function"] if e["function"] in metadata.signatures else "" for e in dispatches]
+    num_calls = Counter(
+        (name, kernel, device) for name, (kernel, _, device) in zip(public_functions, calls, strict=True)
+    )
     rows = {(profile.function, row.symbol, row.device): row for profile in profiles for row in profile.rows}
     first_nodes = _first_nodes(metadata.graph)
-    groups: list[dict[str, Any]] = []
-    callers = _callers(metadata)
-    for index, entry in enumerate(entries):
-        (kernel, region, device), function = kernels[index], entry["function"]
+    groups: list[Data] = []
+    calling_steps = _calling_steps(metadata)
+    for index, dispatch in enumerate(dispatches):
+        (kernel, region, device), function = calls[index], dispatch["function"]
         spec = metadata.dispatches.get(kernel)
-        caller = public[index] or (profiles[0].function if profiles else "")
-        steps = callers.get((function, region or kernel, device), [None])
-        # Calls are in the order of the steps; all kernels of a command buffer have the same step.
+        measured_function = public_functions[index] or (profiles[0].function if profiles else "")
+        steps = calling_steps.get((function, region or kernel, device), [None])
+        # Dispatches are in the order of steps, so each takes the next; those of one command buffer share a step.
         step = steps.pop(0) if len(steps) > 1 else steps[0]
-        row = rows.get((caller, kernel, device or "host"))
+        row = rows.get((measured_function, kernel, device or "host"))
+        profile, count = profile_of.get(measured_function), num_calls[public_functions[index], kernel, device]
         groups.append(
             {
                 "id": index,
                 "function": function,
                 "kernel": kernel,
                 "device": device,
-                "nodes": [first_nodes[function] + n for n in entry.get("nodes", ()) if function in first_nodes],
+                "nodes": [first_nodes[function] + n for n in dispatch.get("nodes", ()) if function in first_nodes],
                 "region": region,
                 "step": step,
-                "precision": entry["precision"] or None,
+                "precision": dispatch["precision"] or None,
                 "operations": spec.operations or None if spec is not None else None,
                 "bytes": spec.bytes or None if spec is not None else None,
-                **_times(
-                    profile_by_function.get(caller),
-                    row,
-                    region,
-                    entry["variable"],
-                    call_counts[public[index], kernel, device],
-                ),
+                **_times(profile, row, region, dispatch["variable"], count),
                 "share_of_peak": None,
                 "bound": None,
-                "notes": missed.get((function, entry["variable"]), []),
+                "notes": missed.get((function, dispatch["variable"]), []),
             }
         )
         group = groups[-1]
@@ -404,55 +423,52 @@ def groups_of(
     return groups
 
 
-def reached_peak(row: ProfileRow, peak: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Fraction of its device's peak that a row of a profile reached, and which peak bounds it."""
-    seconds = row.microseconds / 1e6 / max(row.calls, 1)
-    share, bound = share_of_peak(peak, row.precision, row.operations, row.bytes, seconds)
-    return {"share_of_peak": share, "bound": bound}
-
-
 def _first_nodes(graph: ModelGraph | None) -> dict[str, int]:
-    """Number of the first node of each function; nodes are numbered across functions."""
-    first_nodes, count = {}, 0
+    """Function -> id of its first node; a report numbers the nodes of all functions consecutively."""
+    first_nodes, num_nodes = {}, 0
     for function in graph.functions if graph is not None else ():
-        first_nodes[function.name] = count
-        count += len(function.nodes)
+        first_nodes[function.name] = num_nodes
+        num_nodes += len(function.nodes)
     return first_nodes
 
 
 def _missed_fusions(fusions: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
-    missed: dict[tuple[str, str], list[str]] = {}
+    texts: dict[tuple[str, str], list[str]] = {}
     for entry in fusions.get("missed", ()):
         text = f"not fused with {entry['op']}: {entry['reason']}"
-        missed.setdefault((entry["function"], entry["variable"]), []).append(text)
-    return missed
+        texts.setdefault((entry["function"], entry["variable"]), []).append(text)
+    return texts
 
 
-def _callers(metadata: Metadata) -> dict[tuple[str, str, str], list[str | None]]:
-    """Steps that call a kernel or command buffer, once per call, by function, callee and device."""
+def _calling_steps(metadata: Metadata) -> dict[tuple[str, str, str], list[str | None]]:
+    """(function, kernel or command buffer, device) -> the step of each call, in order."""
     names = [*device_names(metadata.devices), ""]
-    callers: dict[tuple[str, str, str], list[str | None]] = {}
+    steps: dict[tuple[str, str, str], list[str | None]] = {}
     for schedule in metadata.schedules:
         for step in schedule.steps:
             for name in step.calls:
                 for index in step.devices:
-                    callers.setdefault((schedule.function, name, names[index]), []).append(step.function)
-    return callers
+                    steps.setdefault((schedule.function, name, names[index]), []).append(step.function)
+    return steps
 
 
-def _times(
-    profile: Profile | None, row: ProfileRow | None, region: str | None, variable: str, call_count: int
-) -> dict[str, Any]:
-    """Calls, seconds and share of the call; all None if not measured."""
+def _times(profile: Profile | None, row: ProfileRow | None, region: str | None, variable: str, num_calls: int) -> Data:
+    """Calls, seconds and share of the measured call; all None without a measurement.
+
+    `row` has the total of `num_calls` calls of a kernel, unless the command of `variable` was measured by itself.
+    """
     if profile is None or row is None:
         return {"calls": None, "seconds": None, "share": None}
-    call = (region, row.symbol, variable)
-    times = [c.microseconds for c in profile.commands if (c.region, c.kernel, c.variable) == call]
+    key = (region, row.symbol, variable)
+    times = [
+        command.microseconds
+        for command in profile.commands
+        if (command.region, command.kernel, command.variable) == key
+    ]
     if times:
-        seconds = sum(times) / 1e6
-        return {"calls": len(times), "seconds": seconds, "share": seconds * 1e6 / profile.microseconds}
-    calls = row.calls // call_count if row.calls % call_count == 0 else None
-    return {"calls": calls, "seconds": row.microseconds / 1e6 / call_count, "share": row.share / call_count}
+        return {"calls": len(times), "seconds": sum(times) / 1e6, "share": sum(times) / profile.microseconds}
+    calls = row.calls // num_calls if row.calls % num_calls == 0 else None
+    return {"calls": calls, "seconds": row.microseconds / 1e6 / num_calls, "share": row.share / num_calls}
 
 
 def report_of(
@@ -464,32 +480,31 @@ def report_of(
     bench: Data | None = None,
     title: str = "",
 ) -> Data:
-    """Collect the data of an executable's report, which `page.page_of` draws.
+    """The data of the report of an executable, which `page.page_of` draws.
 
     Parameters
     ----------
     executable : Executable
-        Executable.
     profile : Profile or sequence of Profile, optional
-        Profiles of functions (`VirtualMachine.profile`), for times of kernels.
+        Profiles of `VirtualMachine.profile`, one per function, which give kernels their times.
     trace : Trace, optional
-        Trace of calls (`VirtualMachine.trace`), for a timeline.
+        Trace of `VirtualMachine.trace`, which becomes the timeline.
     token : TokenCost, optional
         Cost of a token of a language model, with times.
     bench : dict, optional
-        Times of calls in several programs (`call_times.bench_of`).
+        Times of calls of this library and of others (`call_times.bench_of`).
     title : str
-        Title of the report, such as the model's name.
+        Title of the report: the model's name.
 
     Returns
     -------
     dict
-        JSON data; unknown parts are None or empty.
+        JSON data; sections without data are None or empty.
 
     Raises
     ------
     HeteroError
-        If another compiler made the executable, so that it has no placement report.
+        The executable was made by another compiler, and holds no placement report.
 
     Examples
     --------
@@ -506,12 +521,13 @@ def report_of(
     profiles = () if profile is None else (profile,) if isinstance(profile, Profile) else tuple(profile)
     peaks = peaks_of(metadata.devices) if profiles else {}
     groups = groups_of(metadata, profiles, peaks)
-    profiles_data = [_profile_data(each, peaks) for each in profiles]
+    profile_data = [_profile(profile, peaks) for profile in profiles]
     layouts = layouts_of(metadata.encodings)
     functions, nodes, edges = _graph(metadata, groups, layouts)
     totals = explanation.totals()
-    # Stored bytes: functions share weights, and each of them lists them.
-    weights = {name: executable.memory_plan.weights(index) for index, name in enumerate(device_names(metadata.devices))}
+    # Bytes of stored weights: an explanation's total counts a weight once for every function that reads it.
+    names = device_names(metadata.devices)
+    weights = {name: executable.memory_plan.weights(index) for index, name in enumerate(names)}
     return {
         "schema": SCHEMA,
         "kind": "executable",
@@ -539,9 +555,9 @@ def report_of(
         "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
         "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
         "memory": memory_of(executable),
-        "profile": profiles_data[0] if profiles_data else None,
-        "more_profiles": profiles_data[1:],
-        "suggestions": suggestions(metadata, profiles_data[0]["rows"] if profiles_data else (), peaks),
+        "profile": profile_data[0] if profile_data else None,
+        "more_profiles": profile_data[1:],
+        "suggestions": suggestions(metadata, profile_data[0]["rows"] if profile_data else (), peaks),
         "token": None if explanation.token is None else explanation.token.to_json(),
         "tables": tables_of(explanation),
         "bench": bench,
@@ -551,9 +567,9 @@ def report_of(
 
 
 def _graph(
-    metadata: Metadata, groups: Iterable[Data], layouts: Iterable[Data]
+    metadata: Metadata, groups: Iterable[Data], layouts: Sequence[Data]
 ) -> tuple[list[Data], list[Data], list[Data]]:
-    """Functions, nodes and edges; nodes are numbered across functions."""
+    """Functions, nodes and edges; nodes of all functions are numbered consecutively."""
     graph = metadata.graph
     functions: list[Data] = []
     nodes: list[Data] = []
@@ -561,11 +577,11 @@ def _graph(
     if graph is None:
         return functions, nodes, edges
     reasons = {(e["function"], e["variable"]): e["reason"] for e in metadata.placement or ()}
-    group_by_node = {node: group["id"] for group in groups for node in group["nodes"]}
+    group_of_node = {node: group["id"] for group in groups for node in group["nodes"]}
     for function in graph.functions:
-        base = len(nodes)
+        first = len(nodes)
         for node in function.nodes:
-            number, name = len(nodes), graph.texts[node.name]
+            node_id, name = len(nodes), graph.texts[node.name]
             values: list[Data] = [
                 {
                     "shape": None if value.shape is None else list(value.shape),
@@ -575,86 +591,86 @@ def _graph(
                 }
                 for value in (graph.values[index] for index in node.values)
             ]
-            source = graph.texts[node.source]
+            onnx_name = graph.texts[node.source]
             nodes.append(
                 {
-                    "id": number,
+                    "id": node_id,
                     "function": function.name,
                     "kind": KINDS[node.kind],
                     "name": name,
                     "op": graph.texts[node.op] or None,
-                    "onnx": [source] if source else [],
+                    "onnx": [onnx_name] if onnx_name else [],
                     "device": graph.texts[node.device] or None,
                     "values": values,
-                    "group": group_by_node.get(number),
+                    "group": group_of_node.get(node_id),
                     "reason": reasons.get((function.name, name)),
                 }
             )
-            for read, position in node.pairs():
-                edges.append(_edge(nodes, base + read, position, number))
-        own_nodes = nodes[base:]
-        _set_layouts(own_nodes, [[base + read for read, _ in node.pairs()] for node in function.nodes], layouts)
+            for producer, result_index in node.pairs():
+                edges.append(_edge(nodes, first + producer, result_index, node_id))
+        function_nodes = nodes[first:]
+        producers = [[producer for producer, _ in node.pairs()] for node in function.nodes]
+        _set_layouts(function_nodes, producers, [layout for layout in layouts if layout["of"][0] == function.name])
         functions.append(
             {
                 "name": function.name,
-                "inputs": [node["id"] for node in own_nodes if node["kind"] == "input"],
-                "outputs": [node["id"] for node in own_nodes if node["kind"] == "output"],
+                "inputs": [node["id"] for node in function_nodes if node["kind"] == "input"],
+                "outputs": [node["id"] for node in function_nodes if node["kind"] == "output"],
             }
         )
     return functions, nodes, edges
 
 
-def _set_layouts(nodes: list[Data], reads: list[list[int]], layouts: Iterable[Data]) -> None:
-    """Set the layouts of results, inputs and constants of a function.
+def _set_layouts(nodes: list[Data], producers: list[list[int]], layouts: Iterable[Data]) -> None:
+    """Set the layouts of results, inputs and constants of a function; `producers` has the operands of each node.
 
-    An operand that another op computes is packed between the two ops, so that op's result does not have the layout.
+    The layout of an operand that another op computes is not that of the op's result, which is packed between them.
     """
-    if not nodes:
-        return
-    indices = {node["name"]: index for index, node in enumerate(nodes) if node["kind"] == "op"}
+    ops = {node["name"]: index for index, node in enumerate(nodes) if node["kind"] == "op"}
     for layout in layouts:
-        function, variable, position = layout["of"]
-        index = indices.get(variable)
-        if function != nodes[0]["function"] or index is None:
+        _, variable, operand = layout["of"]
+        index = ops.get(variable)
+        if index is None or operand >= len(producers[index]):
             continue
-        node = nodes[index]
-        if position >= 0:
-            if position >= len(reads[index]):
-                continue
-            node = nodes[reads[index][position] - nodes[0]["id"]]
-            if node["kind"] not in ("input", "constant"):
-                continue
+        node = nodes[index] if operand < 0 else nodes[producers[index][operand]]
+        if operand >= 0 and node["kind"] not in ("input", "constant"):
+            continue
         if len(node["values"]) == 1:
             node["values"][0]["layout"] = layout["id"]
 
 
-def _edge(nodes: list[Data], read: int, position: int, reader: int) -> Data:
-    source = nodes[read]
-    values = source["values"] if position < 0 else [source["values"][position]]
+def _edge(nodes: list[Data], producer: int, result_index: int, reader: int) -> Data:
+    source = nodes[producer]
+    values = source["values"] if result_index < 0 else [source["values"][result_index]]
     sizes = [value["bytes"] for value in values]
     return {
-        "from": read,
+        "from": producer,
         "to": reader,
-        "value": source["name"] if position < 0 else f"{source['name']}[{position}]",
+        "value": source["name"] if result_index < 0 else f"{source['name']}[{result_index}]",
         "bytes": None if None in sizes else sum(sizes),
-        "transfer": TRANSFERS in (source["kind"], nodes[reader]["kind"]),
+        "transfer": TRANSFER in (source["kind"], nodes[reader]["kind"]),
     }
 
 
-def _profile_data(profile: Profile, peaks: Mapping[str, Data]) -> Data:
-    rows = [
-        {
-            "symbol": row.symbol,
-            "device": row.device,
-            "ops": list(row.ops),
-            "calls": row.calls,
-            "seconds": row.microseconds / 1e6,
-            "share": row.share,
-            "operations": row.operations,
-            "bytes": row.bytes,
-            "precision": row.precision,
-            **reached_peak(row, peaks.get(row.device)),
-        }
-        for row in profile.rows
-    ]
+def _profile(profile: Profile, peaks: Mapping[str, Data]) -> Data:
+    rows = []
+    for row in profile.rows:
+        seconds = row.microseconds / 1e6
+        peak, work = peaks.get(row.device), (row.precision, row.operations, row.bytes)
+        share, bound = share_of_peak(peak, *work, seconds / max(row.calls, 1))
+        rows.append(
+            {
+                "symbol": row.symbol,
+                "device": row.device,
+                "ops": list(row.ops),
+                "calls": row.calls,
+                "seconds": seconds,
+                "share": row.share,
+                "operations": row.operations,
+                "bytes": row.bytes,
+                "precision": row.precision,
+                "share_of_peak": share,
+                "bound": bound,
+            }
+        )
     return {"function": profile.function, "seconds": profile.microseconds / 1e6, "rows": rows}

@@ -73,8 +73,8 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
 
     None for types without a kernel, and for symbolic images of types whose kernels need static ones.
     """
-    sizes, moves = encoding.sizes, encoding.moves
-    assert moves is not None
+    sizes, conv = encoding.sizes, encoding.conv
+    assert conv is not None
     dot = dot_instruction_for(cpu, *encoding.element_types)
     winograd, _ = _choose_winograd(encoding, cpu)
     if dot is None or (_is_symbolic(encoding) and not winograd and not can_have_dynamic_height(dot)):
@@ -82,20 +82,20 @@ def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
     spatial = tuple(range(2, len(encoding.index_map)))
     channels_last = PackedLayout((0, *spatial, 1))
     if encoding.operand_index == LHS:
-        if moves.groups > 1 or sizes["c"] > FEW_CHANNELS or _is_symbolic(encoding):
+        if conv.groups > 1 or sizes["c"] > FEW_CHANNELS or _is_symbolic(encoding):
             return channels_last
         if dot.k0 == 1:
             return PackedLayout.identity(len(encoding.index_map))
         return PackedLayout((0, *spatial, 1), (1,), (dot.k0,)) if sizes["c"] % dot.k0 else channels_last
     if encoding.operand_index != RHS:
         return channels_last
-    channels = sizes["n"] // moves.groups
-    columns = conv_columns(cpu, encoding.element_types[2], channels, sizes["k"], moves.groups)
+    channels = sizes["n"] // conv.groups
+    columns = conv_columns(cpu, encoding.element_types[2], channels, sizes["k"], conv.groups)
     if columns == 0:
         return PackedLayout((1, *spatial, 0))
     if winograd:
         return PackedLayout((0, *spatial[-2:], *spatial[:-2], 1), (0,), (columns,), winograd=winograd)
-    if dot.k0 == 1 or (moves.groups > 1 and columns > channels):
+    if dot.k0 == 1 or (conv.groups > 1 and columns > channels):
         return PackedLayout((0, *spatial, 1), (0,), (columns,))
     return PackedLayout((0, *spatial, 1), (0, 1), (columns, dot.k0), dot.compensation != 0)
 
@@ -121,21 +121,21 @@ def _result_dims(encoding: Encoding) -> tuple[str, ...]:
 
 def _share_of_data(encoding: Encoding) -> float:
     """Share of reads along a volume's outer dimension that are not padding, which the direct algorithm skips."""
-    sizes, moves = encoding.sizes, encoding.moves
-    assert moves is not None
-    if len(moves.strides) < 3:
+    sizes, conv = encoding.sizes, encoding.conv
+    assert conv is not None
+    if len(conv.strides) < 3:
         return 1.0
-    starts = [y * moves.strides[0] - moves.padding[0] for y in range(sizes["y0"])]
-    reads = [start + tap * moves.dilation[0] for start in starts for tap in range(sizes["w0"])]
+    starts = [y * conv.strides[0] - conv.padding[0] for y in range(sizes["y0"])]
+    reads = [start + tap * conv.dilation[0] for start in starts for tap in range(sizes["w0"])]
     return sum(0 <= x < sizes["x0"] for x in reads) / max(1, len(reads))
 
 
 def _choose_winograd(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
     """Tile size m of Winograd's algorithm (0: the direct one is used), and the reason."""
-    sizes, moves = encoding.sizes, encoding.moves
-    assert moves is not None
+    sizes, conv = encoding.sizes, encoding.conv
+    assert conv is not None
     windows = [sizes[name] for name in encoding.index_maps[RHS][2:]]
-    if len(windows) < 2 or windows[-2:] != [WINDOW] * 2 or {*moves.strides[-2:], *moves.dilation[-2:]} != {1}:
+    if len(windows) < 2 or windows[-2:] != [WINDOW] * 2 or {*conv.strides[-2:], *conv.dilation[-2:]} != {1}:
         return 0, "windows are not of 3x3 elements, with stride 1 and no dilation"
     if len(windows) > 2 and _is_symbolic(encoding):
         return 0, "the size of volumes is not known when the model is compiled"
@@ -147,15 +147,15 @@ def _choose_winograd(encoding: Encoding, cpu: CpuTarget) -> tuple[int, str]:
         return 0, f"not measured to be faster with {cpu.isa.name}"
     if sizes["c"] <= FEW_CHANNELS:
         return 0, f"{sizes['c']} input channels do not fill a vector"
-    channels = sizes["n"] // moves.groups
-    width = conv_columns(cpu, "float32", channels, sizes["k"], moves.groups)
-    if width == 0 or (moves.groups > 1 and (channels % width or width < cpu.lanes("float32"))):
+    channels = sizes["n"] // conv.groups
+    width = conv_columns(cpu, "float32", channels, sizes["k"], conv.groups)
+    if width == 0 or (conv.groups > 1 and (channels % width or width < cpu.lanes("float32"))):
         return 0, f"groups of {channels} channels do not fill panels"
     images, *outer, rows, columns = (max(0, sizes[name]) for name in ("b", *_result_dims(encoding)))
     images, depth = images * prod(outer), sizes["k"] * prod(windows[:-2])
     gains = {}
     for m in (2, 4) if encoding.accuracy == FAST else (2,):
-        shape = Shape(m, images, (rows, columns), depth, channels, width, moves.groups)
+        shape = Shape(m, images, (rows, columns), depth, channels, width, conv.groups)
         gains[m] = estimated_speedup(shape, cpu) * _share_of_data(encoding)
     best = max(gains, key=lambda m: gains[m])
     if _is_symbolic(encoding):
@@ -210,7 +210,7 @@ class CpuResolver(CpuKernels):
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; panels for the right one, unless it is a small activation."""
         cpu = cpu_target_of(target)
-        if encoding.moves is not None:
+        if encoding.conv is not None:
             return conv_layout(encoding, cpu)
         dot = dot_instruction_for(cpu, *encoding.element_types)
         if dot is None:
@@ -223,7 +223,7 @@ class CpuResolver(CpuKernels):
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """The layout of `resolve`, except that a right operand for few rows is not packed."""
-        if encoding.moves is not None:
+        if encoding.conv is not None:
             # Windows are transformed at compile time, and in a call only if the direct algorithm lacks a kernel.
             cpu = cpu_target_of(target)
             return conv_layout(replace(encoding, accuracy=EXACT), cpu) or conv_layout(encoding, cpu)
@@ -260,7 +260,7 @@ class GenericResolver(CpuKernels):
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""
-        if encoding.moves is not None or dot_instruction_for(cpu_target_of(target), *encoding.element_types) is None:
+        if encoding.conv is not None or dot_instruction_for(cpu_target_of(target), *encoding.element_types) is None:
             return None
         index_map = encoding.index_map
         if encoding.operand_index == LHS:
@@ -299,7 +299,7 @@ def _is_packed_in_kernel(encoding: Encoding, cpu: CpuTarget) -> bool:
     If the process may not use AMX, vectors read them as well, a group of k at a time; but not with compensation, which
     is part of packed storage.
     """
-    if encoding.moves is not None or encoding.operand_index != RHS or encoding.index_map[-2:] != ("k", "n"):
+    if encoding.conv is not None or encoding.operand_index != RHS or encoding.index_map[-2:] != ("k", "n"):
         return False
     amx = amx_instruction_for(cpu, *encoding.element_types)
     dot = dot_instruction_for(cpu, *encoding.element_types)

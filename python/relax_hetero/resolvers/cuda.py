@@ -79,13 +79,13 @@ def conv_layout(encoding: Encoding, gpu: GpuTarget) -> PackedLayout | None:
 def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     """The tile of the weight: channels, or two taps and channels; empty for plain threads."""
     data = encoding.element_types[LHS]
-    sizes, moves = encoding.sizes, encoding.moves
-    assert moves is not None
+    sizes, conv = encoding.sizes, encoding.conv
+    assert conv is not None
     element, channels = bytes_of(data), sizes["k"]
     if not gpu.multiplies(*encoding.element_types):
         return ()
-    if moves.groups > 1:
-        fits = channels * element % 4 == 0 and sizes["n"] // moves.groups % COLUMNS == 0
+    if conv.groups > 1:
+        fits = channels * element % 4 == 0 and sizes["n"] // conv.groups % COLUMNS == 0
         return (COLUMNS, SWIZZLED_BYTES // element) if fits else ()
     window = [size for name, size in encoding.iteration_sizes if name.startswith("w")]
     taps, chunk = 1, CHUNK_BYTES // element
@@ -124,7 +124,7 @@ class CudaResolver(EncodingResolver):
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
-        if encoding.moves is not None:
+        if encoding.conv is not None:
             return conv_layout(encoding, gpu_target_of(target))
         sizes, gpu = encoding.sizes, gpu_target_of(target)
         is_static = DYNAMIC not in (sizes["n"], sizes["k"]) and 0 not in sizes.values()
@@ -135,7 +135,7 @@ class CudaResolver(EncodingResolver):
 
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major: packing an operand in every call takes longer than reading it unpacked."""
-        if encoding.moves is not None:
+        if encoding.conv is not None:
             return self.resolve(encoding, target)
         return PackedLayout.identity(len(encoding.index_map))
 

@@ -18,19 +18,19 @@ from . import resize_taps  # noqa: F401 - registers its functions
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.argument_copies import decode_strings, encode_strings
 from .args.call_cache import CachedCall, CallCache
-from .args.donated_arguments import argument_memory, arguments_for_run, exclusive_calls, retained_ranges
+from .args.donated_arguments import argument_memory, arguments_for_run, memory_in_flight, retained_ranges
 from .args.results import check_out_buffers, fill_out_buffers, to_python
-from .device.builtins import running
+from .device.builtins import current_machine
 from .device.devices import bind_devices, host_device
 from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.memory_limit import MemoryLimits, PoolWatch
-from .device.pinned_staging import install_copy_loop
+from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into
 from .device.threads import attach_threads, enter_call, leave_call
 from .file.executable import Executable
-from .file.export import generate_code
-from .file.versions import usable_version
+from .file.export import generate_machine_code
+from .file.versions import version_for_devices
 from .profile import BufferClock, Profile, ProfileRecorder
 from .queue.fence import Fence, thread_state
 from .queue.queued_calls import MAX_IN_FLIGHT
@@ -41,11 +41,9 @@ from .region.cuda_graph import make_graphs
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
 
-# Stateful calls, as TVM's own virtual machine has them: set_input, invoke_stateful, get_outputs.
-
 
 class StatefulCalls:
-    """Inputs and outputs that a machine keeps between stateful calls, by function; not thread-safe."""
+    """Inputs and outputs of `set_input`, `invoke_stateful` and `get_outputs`, by function; not thread-safe."""
 
     def __init__(self) -> None:
         self._inputs: dict[str, BoundArguments] = {}
@@ -59,8 +57,8 @@ class StatefulCalls:
         """The arguments of one run; BindingError if none are set, or a run has consumed them."""
         name = signature.name
         if name not in self._inputs:
-            used = f"; a run consumes {', '.join(map(repr, signature.donated))}" if signature.donated else ""
-            raise BindingError(f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first{used}")
+            hint = f"; a run consumes {', '.join(map(repr, signature.donated))}" if signature.donated else ""
+            raise BindingError(f"function {name!r} has no inputs set; expected set_input({name!r}, ...) first{hint}")
         bound = self._inputs.pop(name) if signature.donated else self._inputs[name]
         return bound._replace(values=arguments_for_run(signature, bound.values))
 
@@ -98,8 +96,8 @@ class VirtualMachine:
     max_in_flight : int
         Maximum number of submitted calls in flight; beyond it `submit` and `submit_async` wait.
     memory_limit : None, int, str or mapping
-        Maximum memory of weights, results and transient tensors on each device, by the executable's `memory_plan`:
-        bytes or text (``"512MB"``), or a mapping from entries to these. Symbolic sizes are checked by each call.
+        Maximum memory of weights, results and transient tensors on each device, according to `memory_plan`: bytes or
+        text (``"512MB"``), or a mapping from entries to these. Each call checks its symbolic sizes.
 
     Attributes
     ----------
@@ -111,7 +109,7 @@ class VirtualMachine:
     Raises
     ------
     BindingError
-        A wrong count, an unknown entry, an absent device, or one of another type than compiled for.
+        A wrong number of devices, an unknown entry, an absent device, or a device of another type than the entry's.
     HeteroError
         Code that this process cannot load.
     MemoryLimitError
@@ -129,7 +127,7 @@ class VirtualMachine:
             raise BindingError(
                 f"VirtualMachine: {describe_value(executable)}; expected an Executable, of rh.compile or rh.load"
             )
-        executable, devices, memory_limit = usable_version(executable, devices, memory_limit)
+        executable, devices, memory_limit = version_for_devices(executable, devices, memory_limit)
         metadata = executable.metadata
         bound = bind_devices(metadata, devices)
         limits = None if memory_limit is None else MemoryLimits(metadata, memory_limit, max_in_flight)
@@ -139,28 +137,31 @@ class VirtualMachine:
         self._lock = MachineLock()
         self._arguments = ArgumentBinder(executable, self._devices, self._scopes, limits)
         self._stateful = StatefulCalls()
-        self._pool = PoolWatch()
-        self._closures: dict[str, tuple[Any, tuple[Any, ...]]] = {}
-        self._running = (self._devices, self._scopes)
-        module = executable.runnable()
+        self._pool_watch = PoolWatch()
+        self._functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+        self._devices_and_scopes = (self._devices, self._scopes)
+        module = executable.runnable_module()
         try:
-            generate_code(module)
+            generate_machine_code(module)
             self._threads = attach_threads(executable.devices, module)
-            install_copy_loop(module)
+            use_compiled_copy_loop(module)
             register_checks(metadata.checks)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
-            self._set_defaults()
-            self._values, self.graphs = make_graphs(metadata, self._devices, self._constants.values, module)
+            self._set_default_params()
+            constants = self._constants.values
+            self._constants_and_graphs, self.graphs = make_graphs(metadata, self._devices, constants, module)
         except Exception as error:  # TVM raises exceptions of its own
             raise explain_failure("making the machine", error, metadata) from error
-        self._repeated = {call.function: self._module[call.repeated] for call in metadata.repeated}
-        self._shares = {call.function: call.shares for call in metadata.repeated}
-        load = partial(_load, module, self._devices)
+        self._unchecked = {call.function: self._module[call.repeated] for call in metadata.repeated}
+        self._shared_value_symbols = {call.function: call.shares for call in metadata.repeated}
+        load, use_tvm_pool = partial(_load, module, self._devices), self._threads.use_tvm_pool
+        make_queues = partial(
+            Queues, metadata, self._devices, self._scopes, self._constants_and_graphs, load, use_tvm_pool
+        )
         self._submitter = Submitter(
-            self, executable, self._devices, self._arguments, self._lock, self._pool, self._constants, max_in_flight,
-            partial(Queues, metadata, self._devices, self._scopes, self._values, load, self._threads.are_stock),
-            self._threads,
+            self, executable, self._devices, self._arguments, self._lock, self._pool_watch, self._constants,
+            max_in_flight, make_queues, self._threads,
         )  # fmt: skip
 
     def __reduce__(self) -> NoReturn:
@@ -197,7 +198,7 @@ class VirtualMachine:
         Raises
         ------
         BindingError
-            No such function; when called, arguments that do not fit, before anything runs.
+            No such function; when called, arguments that do not match its signature, before anything runs.
         HeteroError
             When called, a kernel that fails. The machine remains usable.
         """
@@ -208,7 +209,7 @@ class VirtualMachine:
     def call(
         self, name: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, out: Any = None
     ) -> Any:
-        """Run function `name`; ``vm[name](*args, **kwargs, out=out)``, also for an input that is called "out".
+        """Run function `name` as ``vm[name](*args, **kwargs, out=out)`` does; an input may be named "out".
 
         Parameters
         ----------
@@ -224,16 +225,18 @@ class VirtualMachine:
         with self._lock.held:
             submitter = self._submitter
             is_free = submitter.calls.is_idle and name not in submitter.queued_functions
-            # A kernel or a callback that calls its machine in a queue's thread must not wait for that queue.
-            if is_free or (thread_state.is_worker and submitter.is_host_only):
-                cache, ordered, call, tensors = self._arguments.recall(name, args, kwargs)
+            # A kernel or callback that runs in a queue's thread would wait forever for a call in that queue.
+            if is_free or (thread_state.is_worker and submitter.is_cpu_only):
+                cache, ordered, call, tensors = self._arguments.find_cached(name, args, kwargs)
                 if call is not None:
                     return self._run_cached(name, cache, call, tensors, out)
-                bound = self._arguments.bind_new(name, cache, ordered, args, kwargs or {})
+                bound = self._arguments.bind_uncached(name, cache, ordered, args, kwargs or {})
                 return self._run(self.executable.signature(name), bound, out)
         return self.submit_into(out, name, args, kwargs or {}, copy=False).result()
 
-    def prepare(self, name: str, tensors: Sequence[runtime.Tensor], only: int | None = None) -> Callable[[], Any]:
+    def prepare(
+        self, name: str, tensors: Sequence[runtime.Tensor], result_index: int | None = None
+    ) -> Callable[[], Any]:
         """Check a plain call once, and return a function that repeats it with the same tensors.
 
         Useful in loops that write new values into the same tensors, such as decode steps of a language model: repeated
@@ -244,55 +247,56 @@ class VirtualMachine:
         name : str
             Name of the function.
         tensors : sequence of tvm.runtime.Tensor
-            All arguments, in order, on their parameters' devices; they are kept. Donated ones stay the caller's, who
-            must not use their memory for anything else.
-        only : int, optional
-            Index of the one result to return of a tuple; by default all.
+            All arguments, in order, on their parameters' devices; the returned function keeps them. Each run may
+            overwrite donated ones.
+        result_index : int, optional
+            Index of the result to return if the function returns a tuple; by default the whole tuple.
 
         Raises
         ------
         BindingError
-            Arguments that do not fit, or would be copied.
+            Arguments that do not match the function's signature, or would be copied.
         """
         signature = self.executable.signature(name)
         if len(tensors) != len(signature.inputs):
             raise BindingError(f"function {name!r} has {len(signature.inputs)} inputs, found {len(tensors)} arguments")
         with self._lock.held:
-            cache, ordered, cached, arguments = self._arguments.recall(name, tuple(tensors), None)
+            cache, ordered, cached, arguments = self._arguments.find_cached(name, tuple(tensors), None)
             if cached is None:
-                self._arguments.bind_new(name, cache, ordered, tuple(tensors), {})
-                cache, ordered, cached, arguments = self._arguments.recall(name, tuple(tensors), None)
+                self._arguments.bind_uncached(name, cache, ordered, tuple(tensors), {})
+                cache, ordered, cached, arguments = self._arguments.find_cached(name, tuple(tensors), None)
         if cached is None:
             raise BindingError(f"function {name!r} would copy an argument, expected tensors where its code reads them")
-        call = cached
+        call = cached  # not None, which type checkers forget inside of `run`
 
         def run() -> Any:
             with self._lock.held:
                 submitter = self._submitter
                 if submitter.calls.is_idle and name not in submitter.queued_functions:
-                    return self._run_cached(name, cache, call, arguments, None, only)
+                    return self._run_cached(name, cache, call, arguments, None, result_index)
             result = self.call(name, tensors)
-            return result if only is None else result[only]
+            return result if result_index is None else result[result_index]
 
         return run
 
     def submit(self, name: str, /, *args: Any, copy: bool = True, **kwargs: Any) -> Fence:
-        """Submit function `name` without waiting for it; arrays are copied, so they may be changed at once.
+        """Submit function `name` without waiting for it; arrays are copied, so the caller may overwrite them at once.
 
         Arguments are as in a call, and are checked now. A `Fence` among them stands for its result; arguments are then
         checked when that result is available. Steps on different devices overlap, within a call and between calls,
-        without effect on results. If `max_in_flight` calls are in flight, this waits, except in a thread that runs an
-        asyncio event loop: there the call is queued, its arguments are checked when it begins, and its fence raises
-        the errors. `submit_async` throttles a producer there. A dropped machine ends with the last of its calls.
+        without effect on results. If `max_in_flight` calls are in flight, this waits. In a thread that runs an asyncio
+        event loop it never waits: the call is queued, its arguments are checked when it begins, and its fence raises
+        the errors; use `submit_async` there to limit the number of queued calls. Calls in flight keep the machine
+        alive.
 
         Parameters
         ----------
         name : str
             Name of the function.
         copy : bool
-            Whether to copy arrays of numpy and of other libraries where the call would read the caller's memory.
-            With False they are borrowed, and must not change until the fence is done. TVM tensors, such as results,
-            and donated arguments are always borrowed. (Pass an input named "copy" by position.)
+            Whether to copy arrays of numpy and of other libraries that the call would otherwise read in place. If
+            False, they must not change until the fence is done. TVM tensors, such as results, and donated arguments
+            are never copied. (Pass an input named "copy" by position.)
         *args, **kwargs : object
             Arguments by position and by name.
 
@@ -304,9 +308,10 @@ class VirtualMachine:
         Raises
         ------
         BindingError
-            As in a call; also for memory that a call in flight consumes, or that this call consumes and another reads.
+            As in a call; also for memory that a call in flight overwrites, or that this call overwrites and another
+            reads.
         HeteroError
-            In a process that was forked after the machine took calls.
+            In a child process that was forked after the first submission, or during a call of another thread.
         """
         return self.submit_into(None, name, args, kwargs, copy)
 
@@ -315,7 +320,7 @@ class VirtualMachine:
 
         ``fence = await vm.submit_async("main", x)`` returns once the call is in flight, so that a loop over inputs
         never has more than `max_in_flight` calls running; ``await fence`` gives the result. Arguments are read before
-        this returns. A task that is cancelled while it waits leaves the waiting list.
+        this returns. A task that is cancelled while it waits submits nothing.
 
         Parameters
         ----------
@@ -343,7 +348,7 @@ class VirtualMachine:
         return self._submitter.submit(out, name, args, kwargs, copy)
 
     def synchronize(self, timeout: float | None = None) -> bool:
-        """Wait until all calls that were submitted have ended; False if they have not after `timeout` seconds.
+        """Wait until all submitted calls have ended; returns False if some have not after `timeout` seconds.
 
         Parameters
         ----------
@@ -380,19 +385,21 @@ class VirtualMachine:
         Raises
         ------
         BindingError
-            Unknown names, a wrong count, values that do not fit. The parameters are unchanged then.
+            Unknown names, a wrong number of values, or values that do not match the signature. All parameters then
+            keep their values.
         """
         with self._lock.held:
             self._arguments.set_params(params, function)
 
-    def _set_defaults(self) -> None:
+    def _set_default_params(self) -> None:
+        """Set parameters that have defaults, such as initializers of an ONNX model that are inputs too."""
         for name, signature in self.executable.metadata.signatures.items():
             if signature.defaults:
                 values = self._constants.values
                 self._arguments.set_params({param: values[index] for param, index in signature.defaults.items()}, name)
 
     def set_input(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """Check the arguments of function `name` as in a call, and place them for `invoke_stateful`.
+        """Check the arguments of function `name` as in a call, and keep them for `invoke_stateful`.
 
         Parameters
         ----------
@@ -475,7 +482,7 @@ class VirtualMachine:
     def clock_buffers(self) -> Iterator[BufferClock]:
         """Measure how much time plain calls in a ``with`` block spend in command buffers and other kernels.
 
-        Command buffers run whole, as without the clock; `BufferClock.own` is the clock's own time.
+        A command buffer runs as a unit, as without the clock; `BufferClock.own` is the time of the clock itself.
         """
         clock = BufferClock(self.executable.metadata, self._devices)
         self._module["set_instrument"](clock.instrument)
@@ -491,38 +498,38 @@ class VirtualMachine:
         call: CachedCall,
         tensors: Sequence[runtime.Tensor],
         out: Any,
-        only: int | None = None,
+        result_index: int | None = None,
     ) -> Any:
-        """Run a call whose arguments have the fingerprint of an earlier one."""
+        """Run a call with arguments of the devices, types, shapes and alignment of an earlier one, without checks."""
         buffer = None
         if out is not None:
             signature = self.executable.signature(name)
-            match = cache.out_fingerprint(out)
-            if match is not None and match[0] in call.outs:
-                buffer = match[1]
+            fingerprint, tensor = cache.out_fingerprint(out) or (None, None)
+            if fingerprint in call.outs:
+                buffer = tensor
             else:
                 check_out_buffers(out, signature, call.dims.copy())
-                if match is not None and call.determines_output_shape(signature):
-                    call.outs.add(match[0])
+                if fingerprint is not None and call.determines_output_shape(signature):
+                    call.outs.add(fingerprint)
         values = call.values(tensors)
-        self._check_exclusive(name, values)
-        repeated = self._repeated.get(name)
-        if repeated is None:
+        self._check_memory_in_flight(name, values)
+        unchecked = self._unchecked.get(name)
+        if unchecked is None:
             result = self._invoke(name, values)
         else:
             if call.shared is None:
-                call.shared = self._shared_facts(name, values)
-            result = self._run_function(name, repeated, (*values, *call.shared))
-        if call.round != self._pool.round and call.dims.values:
-            call.round = self._pool.round
-            self._pool.note((name, *call.dims.values.values()), (tensors, result))
+                call.shared = self._shared_values(name, values)
+            result = self._run_function(name, unchecked, (*values, *call.shared))
+        if call.pool_epoch != self._pool_watch.epoch and call.dims.values:
+            call.pool_epoch = self._pool_watch.epoch
+            self._pool_watch.note((name, *call.dims.values.values()), (tensors, result))
         if out is None:
             ranges = self._constants.ranges
-            if only is not None:
-                result = result[only]
+            if result_index is not None:
+                result = result[result_index]
             if isinstance(result, _Tensor):  # fast path of `to_python`, without a list of ranges
                 address = result.data_ptr()
-                if not call.shares(address, tensors) and not ranges.hold(address):
+                if not call.reads_address(address, tensors) and not ranges.contain(address):
                     return result
             return to_python(result, ranges, call.borrowed(tensors))
         if buffer is None:
@@ -534,40 +541,40 @@ class VirtualMachine:
         values, dims, borrowed = bound
         if out is not None:
             check_out_buffers(out, signature, dims.copy())
-        self._check_exclusive(signature.name, values)
+        self._check_memory_in_flight(signature.name, values)
         result = self._invoke(signature.name, values)
         if dims.values:
-            self._pool.note((signature.name, *dims.values.values()), (values, result))
+            self._pool_watch.note((signature.name, *dims.values.values()), (values, result))
         if out is not None:
             return fill_out_buffers(out, result)
         return to_python(result, self._constants.ranges, borrowed)
 
-    def _check_exclusive(self, name: str, values: Sequence[Any]) -> None:
-        """Refuse arguments that calls in flight consume; a callback is itself part of such a call."""
-        if exclusive_calls and not thread_state.is_worker:
-            exclusive_calls.check(argument_memory(self.executable.signature(name), values))
+    def _check_memory_in_flight(self, name: str, values: Sequence[Any]) -> None:
+        """Refuse arguments that calls in flight overwrite; a callback is itself part of such a call."""
+        if memory_in_flight and not thread_state.is_worker:
+            memory_in_flight.check(argument_memory(self.executable.signature(name), values))
 
     def _invoke(self, name: str, values: Sequence[Any]) -> Any:
-        closure = self._closures.get(name)
-        if closure is None:
-            takes_constants = self.executable.signature(name).takes_constants
-            closure = self._closures[name] = self._module[name], (self._values,) if takes_constants else ()
-        function, constants = closure
+        entry = self._functions.get(name)
+        if entry is None:
+            constants = (self._constants_and_graphs,) if self.executable.signature(name).takes_constants else ()
+            entry = self._functions[name] = self._module[name], constants
+        function, constants = entry
         return self._run_function(name, function, (*values, *constants))
 
-    def _shared_facts(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Values that all calls with arguments of this fingerprint share."""
-        symbol = self._shares[name]
+    def _shared_values(self, name: str, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Values that all calls with such arguments share, such as those of symbolic dimensions."""
+        symbol = self._shared_value_symbols[name]
         if not symbol:
             return ()
-        constants = (self._values,) if self.executable.signature(name).takes_constants else ()
+        constants = (self._constants_and_graphs,) if self.executable.signature(name).takes_constants else ()
         return tuple(self._run_function(name, self._module[symbol], (*values, *constants)))
 
     def _run_function(self, name: str, function: Any, values: Sequence[Any]) -> Any:
         """Call compiled code for function `name`."""
-        outer = running.machine
-        running.machine = self._running
-        pool = enter_call(self._threads)
+        caller = current_machine.devices_and_scopes
+        current_machine.devices_and_scopes = self._devices_and_scopes
+        thread_pool = enter_call(self._threads)
         try:
             return function(*values)
         except HeteroError:
@@ -575,8 +582,8 @@ class VirtualMachine:
         except Exception as error:  # a kernel may raise anything
             raise explain_failure(f"function {name!r}", error, self.executable.metadata) from error
         finally:
-            running.machine = outer
-            leave_call(pool)
+            current_machine.devices_and_scopes = caller
+            leave_call(thread_pool)
 
 
 class BoundFunction:
@@ -634,9 +641,9 @@ class BoundFunction:
 
 
 class FunctionOfStrings(BoundFunction):
-    """A function with string inputs or results, which its code computes with as integer codes.
+    """A function with string inputs or results, which compiled code represents by integers.
 
-    Inputs are arrays or lists of `str`; results are `StringArray`. `VirtualMachine.call` takes and returns the codes.
+    Inputs are arrays or lists of `str`; results are `StringArray`. `VirtualMachine.call` takes and returns integers.
     """
 
     __slots__ = ()
@@ -659,7 +666,7 @@ class FunctionOfStrings(BoundFunction):
 
 
 def _load(module: runtime.Module, devices: Sequence[runtime.Device]) -> runtime.Module:
-    """A TVM virtual machine for the code; each serves one thread at a time."""
+    """Make a TVM virtual machine for the code, which only one thread may use at a time."""
     machine = module["vm_load_executable"]()
     machine["vm_initialization"](*(n for d in devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR)))
     return machine

@@ -19,10 +19,10 @@ from .region.walk_commands import raise_kernel_error
 
 _TRANSFER = "relax_hetero.to_device"
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
-MACHINE = "(allocation, shapes, bytecode)"
-"""Row of the virtual machine's own work: everything besides kernels and transfers."""
+VM_OVERHEAD = "(allocation, shapes, bytecode)"
+"""Symbol of the row of the virtual machine's own work: everything besides kernels and transfers."""
 TO_DEVICE = "to_device"
-"""Row of the transfers to a device."""
+"""Symbol of the rows of transfers to a device."""
 _MAX_ROWS = 40
 """Rows that a notebook shows at once; the others are folded."""
 _RUN, _SKIP_RUN = 0, 1
@@ -248,7 +248,7 @@ class ProfileRecorder:
             elif not symbol.startswith(_BUILTIN) and symbol not in metadata.signatures:
                 rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))
         rest = max(0.0, total - sum(row.microseconds for row in rows))
-        rows.append(ProfileRow(MACHINE, "host", (), 1, rest, rest / total if total else 0.0))
+        rows.append(ProfileRow(VM_OVERHEAD, "host", (), 1, rest, rest / total if total else 0.0))
         rows.sort(key=lambda row: -row.microseconds)
         return Profile(function, tuple(rows), total, tuple(self._commands))
 

@@ -119,7 +119,7 @@ def test_sizes_that_are_missing_and_upper_bounds():
         "main", (StorageSpec(0, "n*m", 0, 0, "value", "a"),), (Live(0, "n*m", 0, 0),), (), (), {"n": 7}
     )
     plan = MemoryPlan(metadata(main))
-    assert plan.names() == ("m",)
+    assert plan.symbolic_dims() == ("m",)
     assert plan.at(m=3).devices[0].transient == 21
     assert plan.at(m=3, n=2).devices[0].transient == 6
     with pytest.raises(rh.BindingError, match=r"the memory of 'main' depends on m: give its value, as in .*m=1"):
@@ -168,7 +168,7 @@ def test_a_compiled_chain(chain):
     use = chain.memory_plan.at("main", n=1000)
     # exp gives a result, add another; a transfer between CPUs moves nothing.
     assert [(m.device, m.transient, m.results) for m in use.devices] == [("llvm:0", 0, 16000), ("llvm:1", 0, 16000)]
-    assert chain.memory_plan.names("main") == ("n",)
+    assert chain.memory_plan.symbolic_dims("main") == ("n",)
     assert "main      depends on n: at(...)" in str(chain.memory_plan)
     assert str(use).splitlines()[0].split() == [
         *("function", "device", "weights", "transient", "arenas", "transfers", "results", "lower", "bound", "ratio")

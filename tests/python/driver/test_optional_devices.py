@@ -117,9 +117,9 @@ def test_of_two_optional_devices_the_first_that_is_absent_decides(monkeypatch):
         return device
 
     monkeypatch.setattr(versions, "check_device", only_the_first_is_absent)
-    assert versions.usable_version(exe, None)[0] is exe.versions[0]
+    assert versions.version_for_devices(exe, None)[0] is exe.versions[0]
     monkeypatch.setattr(versions, "check_device", lambda _name, _spec, device: device)
-    assert versions.usable_version(exe, None)[0] is exe
+    assert versions.version_for_devices(exe, None)[0] is exe
 
 
 def test_hints_and_functions_follow():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hetero.encoding import Encoding, PackedLayout, resolver_for
-from relax_hetero.encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, Moves, conv_maps
+from relax_hetero.encoding.encoding import CONVOLUTIONS, DYNAMIC, LHS, RESULT, RHS, ConvAttrs, conv_maps
 from relax_hetero.errors import EncodingError
 from tir.kernel_runs import TARGETS, target_of
 
@@ -38,9 +38,9 @@ def conv_encodings(draw):
         sizes |= {f"x{d}": image, f"w{d}": window, f"y{d}": DYNAMIC if image == DYNAMIC else places}
     names = dict.fromkeys(name for index_map in maps for name in index_map)
     ordered = tuple((name, sizes[name]) for name in names)
-    moves = Moves(strides, padding, dilation, groups)
+    attrs = ConvAttrs(strides, padding, dilation, groups)
     types = (draw(st.sampled_from(["float32", "float64"])),) * 3
-    return Encoding(CONVOLUTIONS[spatial - 1], draw(st.integers(0, 2)), types, maps, ordered, moves)
+    return Encoding(CONVOLUTIONS[spatial - 1], draw(st.integers(0, 2)), types, maps, ordered, attrs)
 
 
 @given(conv_encodings())
@@ -56,7 +56,7 @@ def test_meaning_of_the_fields():
     assert encoding.of(LHS).shape() == (1, 64, 56, 55)
     assert encoding.of(RESULT).shape() == (1, 128, 28, 55)
     assert [encoding.of(i).operand_name for i in (LHS, RHS, RESULT)] == ["data", "weight", "result"]
-    assert encoding.moves == Moves((2, 1), (1, 2, 1, 2), (1, 1), 2)
+    assert encoding.conv == ConvAttrs((2, 1), (1, 2, 1, 2), (1, 1), 2)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_text_that_is_not_an_encoding(old, new, message):
 
 def conv(
     sizes: str,
-    moves: str = "strides=1x1, padding=1x1x1x1, dilation=1x1, groups=1",
+    attrs: str = "strides=1x1, padding=1x1x1x1, dilation=1x1, groups=1",
     types: str = "float32 * float32 -> float32",
 ) -> Encoding:
-    return Encoding.parse(f"conv2d[0]<{types}; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); {sizes}; {moves}>")
+    return Encoding.parse(f"conv2d[0]<{types}; (b, c, x0, x1) * (n, k, w0, w1) -> (b, n, y0, y1); {sizes}; {attrs}>")
 
 
 PLAIN = conv("b=?, c=64, x0=7, x1=7, n=96, k=64, w0=3, w1=3, y0=7, y1=7")
@@ -150,11 +150,11 @@ def test_windows_are_transformed_where_that_is_faster():
 
 def test_windows_of_volumes_are_transformed_in_their_inner_dimensions():
     def volume(
-        depth: str, moves: str = "strides=1x1x1, padding=1x1x1x1x1x1, dilation=1x1x1", places: int = 14
+        depth: str, attrs: str = "strides=1x1x1, padding=1x1x1x1x1x1, dilation=1x1x1", places: int = 14
     ) -> Encoding:
         maps = "(b, c, x0, x1, x2) * (n, k, w0, w1, w2) -> (b, n, y0, y1, y2)"
         image = f"b=1, c=64, x0={depth}, x1=14, x2=14, n=64, k=64, w0=3, w1=3, w2=3, y0={depth}, y1=14, y2={places}"
-        return Encoding.parse(f"conv3d[0]<float32 * float32 -> float32; {maps}; {image}; {moves}, groups=1>")
+        return Encoding.parse(f"conv3d[0]<float32 * float32 -> float32; {maps}; {image}; {attrs}, groups=1>")
 
     data, weight, result = layouts(volume("8"), "avx512")
     assert data == result == PackedLayout((0, 2, 3, 4, 1))

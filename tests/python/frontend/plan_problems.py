@@ -19,7 +19,7 @@ def links(num_devices, host, bandwidth=1e10, latency=1e-6):
 
 
 def costs_of(flops, values, devices=(SLOW, SLOW), host=0, queues=()):
-    """A unit for each number of flops; a value for each (bytes, maker, readers)."""
+    """A unit for each number of flops; a value for each (bytes, producer, readers)."""
     graph = WorkGraph(
         [WorkUnit([str(i)], [Work(work, 0)]) for i, work in enumerate(flops)], [WorkValue(*v) for v in values]
     )
@@ -33,7 +33,7 @@ def chain(flops, size):
 
 @st.composite
 def problems(draw, num_devices, most_units=6, in_order=True):
-    """A graph under a model; unless `in_order`, values may go to units before their maker."""
+    """A graph under a model; unless `in_order`, values may go to units before their producer."""
     count = draw(st.integers(1, most_units))
     rates = st.sampled_from([1e9, 1e10, 1e11, 1e12])
     units = [
@@ -41,12 +41,12 @@ def problems(draw, num_devices, most_units=6, in_order=True):
         for i in range(count)
     ]
     values = []
-    for maker in (OUTSIDE, *range(count)):
-        possible = [*range(maker + 1 if in_order else 0, count), OUTSIDE]
+    for producer in (OUTSIDE, *range(count)):
+        possible = [*range(producer + 1 if in_order else 0, count), OUTSIDE]
         readers = draw(st.lists(st.sampled_from(possible), unique=True, max_size=4))
-        readers = [reader for reader in readers if reader != maker]
+        readers = [reader for reader in readers if reader != producer]
         if readers:
-            values.append(WorkValue(draw(st.floats(1, 1e6)), maker, readers))
+            values.append(WorkValue(draw(st.floats(1, 1e6)), producer, readers))
     host = draw(st.sampled_from([-1, 0, num_devices - 1]))
     places = sorted({*range(num_devices), host})
     devices = [DeviceCost(draw(rates), draw(rates), draw(st.floats(0, 1e-5))) for _ in range(num_devices)]

@@ -85,7 +85,7 @@ def test_any_steps(steps, pages):
     writer = Writer(make(pages=pages))
     for step, *values in [("add",), *steps]:
         if step != "add" and values[0] not in writer.tokens:
-            with pytest.raises(CacheError, match=f"slot {values[0]} has no sequence"):
+            with pytest.raises(CacheError, match=f"slot {values[0]} is not in use"):
                 writer.cache.length(values[0])
             continue
         before = {name: table.copy() for name, table in writer.cache.tables.items()}
@@ -159,7 +159,7 @@ def test_refused_by_name():
         cache.add()
     with pytest.raises(CacheError, match="all 5 slots"):
         cache.fork(slot)
-    with pytest.raises(CacheError, match="slot 7 has no sequence; slots in use are"):
+    with pytest.raises(CacheError, match="slot 7 is not in use; slots in use are"):
         cache.free(7)
     with pytest.raises(CacheError, match="cannot be truncated to 65"):
         cache.truncate(slot, 65)
@@ -174,14 +174,14 @@ def test_memory():
     assert used == pages["table_full"] * sizes[1] + 2 * pages["table_window"] * sizes[0]
     assert used <= 10 * sizes[1] + 100 * sizes[0] < used + sizes[1] + 2 * sizes[0]
     assert make(memory={"cuda:0": 1}).bytes == make().bytes
-    with pytest.raises(CacheError, match=r"memory=5: expected room for a page of each layer, \{'cpu:0': "):
+    with pytest.raises(CacheError, match=r"memory=5: expected at least a page of each layer, \{'cpu:0': "):
         make(memory=5)
     with pytest.raises(CacheError, match="expected one of them"):
         make(memory=5, pages=5)
 
 
 def test_windows_that_differ():
-    with pytest.raises(CacheError, match=r"with windows \[50, 100\]: expected 1 or more of each, and one window"):
+    with pytest.raises(CacheError, match=r"windows \[50, 100\]: expected 1 or more of each, and at most one window"):
         make((WINDOWED, CacheLayer(1, 2, 50)))
 
 

@@ -79,7 +79,7 @@ def test_a_context_beyond_the_trained_one_is_a_warning(model, caplog, monkeypatc
 
 @pytest.mark.parametrize("option", [{"context": 64}, {"slots": 2}, {"page_type": "int8"}, {"placement": "auto"}])
 def test_options_of_a_model_that_is_compiled_already(tmp_path, option):
-    with pytest.raises(rh.BuildError, match="context, slots and other options go with a GGUF file"):
+    with pytest.raises(rh.BuildError, match="context, slots and other options apply only to a GGUF file"):
         rh.llm.load(tmp_path, **option)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import relax_hetero as rh
 from relax_hetero.report.executable_report import suggestions
-from relax_hetero.vm.profile import MACHINE, TO_DEVICE
+from relax_hetero.vm.profile import TO_DEVICE, VM_OVERHEAD
 from report.toy_model import Model
 
 PEAKS = {"llvm:0": {"operations_per_second": {"f32": 1e11, "bf16": 3e11}, "bytes_per_second": 1e10}}
@@ -42,7 +42,7 @@ def test_without_a_profile_it_says_how_to_get_one(about):
         (row("k", 0.5, 0.9, "memory"), "The memory of llvm:0 bounds kernels that take 50 % of a call"),
         (row("k", 0.5, 0.1, "memory"), "k takes 50 % of a call, and reaches 10 % of the memory peak of llvm:0"),
         (row(TO_DEVICE, 0.06), "Transfers take 6 % of a call"),
-        (row(MACHINE, 0.06), "6 % of a call is spent around kernels"),
+        (row(VM_OVERHEAD, 0.06), "6 % of a call is spent around kernels"),
     ],
 )
 def test_expensive_kernels_get_a_suggestion(about, profile, expected):
@@ -52,8 +52,8 @@ def test_expensive_kernels_get_a_suggestion(about, profile, expected):
     assert nothing.startswith("Nothing stands out")
 
 
-def test_the_largest_comes_first_and_devices_that_take_turns_last():
+def test_the_largest_comes_first_and_devices_that_never_overlap_last():
     about = rh.compile(Model, cache=False).metadata
     texts = suggestions(about, [row(TO_DEVICE, 0.1), row("k", 0.5, 0.9, "memory")], PEAKS)
     assert [text.split()[0] for text in texts] == ["The", "Transfers", "llvm:0"]
-    assert "take turns within a call of main" in texts[-1]
+    assert "never work at the same time in a call of main" in texts[-1]

@@ -11,7 +11,7 @@ import numpy as np
 import tvm
 
 from relax_hetero.encoding import PackedLayout
-from relax_hetero.encoding.encoding import CONVOLUTIONS, RHS, Encoding, Moves, conv_maps
+from relax_hetero.encoding.encoding import CONVOLUTIONS, RHS, ConvAttrs, Encoding, conv_maps
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
 from relax_hetero.resolvers.cpu import conv_layout
@@ -69,8 +69,8 @@ def weight_layout(
         for dim, extent in zip(names, shape, strict=True)
     }
     padding = (*(w.before for w in windows), *(w.after for w in windows))
-    moves = Moves(tuple(w.stride for w in windows), padding, tuple(w.dilation for w in windows), groups)
-    encoding = Encoding(CONVOLUTIONS[len(windows) - 1], RHS, types, maps, tuple(sizes.items()), moves, "exact")
+    conv = ConvAttrs(tuple(w.stride for w in windows), padding, tuple(w.dilation for w in windows), groups)
+    encoding = Encoding(CONVOLUTIONS[len(windows) - 1], RHS, types, maps, tuple(sizes.items()), conv, "exact")
     layout = conv_layout(encoding, cpu_named(cpu) if isinstance(cpu, str) else cpu)
     assert layout is not None
     return layout

@@ -65,8 +65,8 @@ def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np
     if name == MATMUL:
         return _product(Encoding.parse(call.attrs.encoding), *args)
     if name == CONV:
-        moves = Encoding.parse(call.attrs.encoding).moves
-        return convolve(*args, moves.strides, moves.padding, moves.dilation, moves.groups).astype(dtype)
+        conv = Encoding.parse(call.attrs.encoding).conv
+        return convolve(*args, conv.strides, conv.padding, conv.dilation, conv.groups).astype(dtype)
     if name in CONV_OPS:
         return _stock_convolution(call.attrs, CONV_OPS[name], *args).astype(dtype)
     if name == ELEMENTWISE:

@@ -35,7 +35,7 @@ class Reference(EncodingResolver):
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         if encoding.op_type == "conv2d":
             return self._layouts[encoding.operand_index]
-        return None if encoding.moves is not None else CpuResolver().resolve(encoding, target)
+        return None if encoding.conv is not None else CpuResolver().resolve(encoding, target)
 
     def kernel(
         self, problem: ConvProblem | MatmulProblem | ElementwiseProblem, target: tvm.target.Target

@@ -111,7 +111,7 @@ def test_stateful_calls_out_of_order(chain):
 def test_runs_of_inputs_set_before_wait_for_gpus(monkeypatch):
     """Graphs of a GPU have one arena each, which a call in flight may be using."""
     vm = rh.vm.VirtualMachine(rh.compile(Pipeline))
-    monkeypatch.setattr(vm._submitter, "is_host_only", False)
+    monkeypatch.setattr(vm._submitter, "is_cpu_only", False)
     x, gate = np.arange(5, dtype="float32"), Gate()
     vm.set_input("one", x)
     with kernels(gate):

@@ -86,7 +86,7 @@ def _transfers(costs: PlanCosts, plan: Sequence[int], unit: int) -> int:
 def _unit_bytes(costs: PlanCosts, unit: int) -> float:
     """Bytes of a unit's weights and results."""
     result_bytes = sum(
-        costs.graph.values[index].size for index in costs.around[unit] if costs.graph.values[index].maker == unit
+        costs.graph.values[index].size for index in costs.around[unit] if costs.graph.values[index].producer == unit
     )
     return sum(costs.graph.units[unit].weights.values()) + result_bytes
 
@@ -95,10 +95,10 @@ def transfer_times(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) 
     """(producing node, destination) -> formatted time of each transfer of a plan."""
     texts: dict[tuple[str, str], str] = {}
     for value in costs.graph.values:
-        if value.maker == OUTSIDE:
+        if value.producer == OUTSIDE:
             continue
         for destination, _, ticks in costs.transfers(value, plan):
             if destination >= 0:
                 text = f"{time_text(ticks / TICKS)} for {value.size:,.0f} bytes"
-                texts[costs.graph.units[value.maker].names[0], names[destination]] = text
+                texts[costs.graph.units[value.producer].names[0], names[destination]] = text
     return texts

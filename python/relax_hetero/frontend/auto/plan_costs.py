@@ -67,7 +67,7 @@ class PlanCosts:
         ]
         self.around: list[list[int]] = [[] for _ in graph.units]
         for index, value in enumerate(graph.values):
-            for unit in {value.maker, *value.readers} - {OUTSIDE}:
+            for unit in {value.producer, *value.readers} - {OUTSIDE}:
                 self.around[unit].append(index)
         self._register_values = _fused_values(graph)
         self._model = model
@@ -132,37 +132,38 @@ class PlanCosts:
         starts = list(range(end))
         for index in self._register_values:
             value = self.graph.values[index]
-            if plan[value.maker] == plan[value.readers[0]]:
-                starts[value.readers[0]] = starts[value.maker]
+            if plan[value.producer] == plan[value.readers[0]]:
+                starts[value.readers[0]] = starts[value.producer]
         for index, value in enumerate(self.graph.values):
-            if index in self._register_values and plan[value.maker] == plan[value.readers[0]]:
+            if index in self._register_values and plan[value.producer] == plan[value.readers[0]]:
                 continue
             steps = [end if reader == OUTSIDE else reader for reader in value.readers]
-            if self.where(value.maker, plan) == device:
-                start = starts[value.maker] if value.maker != OUTSIDE else 0
+            if self.device_of(value.producer, plan) == device:
+                start = starts[value.producer] if value.producer != OUTSIDE else 0
             else:
-                local_steps = [step for step in steps if self.where(OUTSIDE if step == end else step, plan) == device]
+                pairs = zip(steps, value.readers, strict=True)
+                local_steps = [step for step, reader in pairs if self.device_of(reader, plan) == device]
                 if not local_steps:
                     continue
                 start, steps = min(local_steps), local_steps
-            devices = {self.where(unit, plan) for unit in (value.maker, *value.readers)}
+            devices = {self.device_of(unit, plan) for unit in (value.producer, *value.readers)}
             change = staying if len(devices) == 1 else crossing
             change[min(start, end)] += value.size
             change[max(start, *steps) + 1] -= value.size
-            if len(devices) > 1 and value.is_map and OUTSIDE not in (value.maker, *value.readers):
+            if len(devices) > 1 and value.is_map and OUTSIDE not in (value.producer, *value.readers):
                 change[min(start, end)] += value.size
                 change[min(start, end) + 1] -= value.size
         return math.ceil(sum(max(itertools.accumulate(change)) for change in (staying, crossing)))
 
     def transfers(self, value: WorkValue, plan: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """Destination, carrying device and ticks of each transfer of a value."""
-        source = self.where(value.maker, plan)
-        for destination in dict.fromkeys(self.where(reader, plan) for reader in value.readers):
+        source = self.device_of(value.producer, plan)
+        for destination in dict.fromkeys(self.device_of(reader, plan) for reader in value.readers):
             if destination != source:
                 carrier = destination if destination >= 0 else source
                 yield destination, carrier, self.transfer(value.size, source, destination)
 
-    def where(self, unit: int, plan: Sequence[int]) -> int:
+    def device_of(self, unit: int, plan: Sequence[int]) -> int:
         """The device of a unit, or the host for the caller."""
         return self._model.host if unit == OUTSIDE else plan[unit]
 
@@ -170,7 +171,7 @@ class PlanCosts:
         """Ticks of a transfer."""
         return _ticks(self._model.transfer_seconds(size, source, destination))
 
-    def crossing(self, value: WorkValue) -> int:
+    def mean_transfer(self, value: WorkValue) -> int:
         """Mean ticks of a transfer of a value between two devices."""
         pairs = [(a, b) for a in self._device_range() for b in self._device_range() if a != b]
         return sum(self.transfer(value.size, a, b) for a, b in pairs) // max(len(pairs), 1)
@@ -187,9 +188,9 @@ def _fused_values(graph: WorkGraph) -> dict[int, None]:
     last_value: dict[int, int] = {}
     for index, value in enumerate(graph.values):
         for reader in value.readers:
-            if value.maker != OUTSIDE and reader > value.maker:
+            if value.producer != OUTSIDE and reader > value.producer:
                 previous = last_value.get(reader)
-                if previous is None or graph.values[previous].maker <= value.maker:
+                if previous is None or graph.values[previous].producer <= value.producer:
                     last_value[reader] = index
     return {
         index: None
@@ -224,25 +225,25 @@ def call_ticks(costs: PlanCosts, plan: Sequence[int]) -> int:
     followers: list[list[int]] = [[] for _ in range(units)]
     ready: list[list[tuple[int, int]]] = [[] for _ in range(costs.queues)]
     for value in costs.graph.values:
-        maker, source = value.maker, costs.where(value.maker, plan)
+        producer, source = value.producer, costs.device_of(value.producer, plan)
         step_to: dict[int, int] = {}
         for destination, carrier, amount in costs.transfers(value, plan):
             step = step_to[destination] = len(ticks)
             readers = (reader for reader in value.readers if reader != OUTSIDE)
-            local = (reader for reader in readers if costs.where(reader, plan) == destination)
+            local = (reader for reader in readers if costs.device_of(reader, plan) == destination)
             order.append(2 * min(local, default=units))
             queue_of.append(costs.queue_of[carrier])
             ticks.append(amount)
-            num_pending.append(0 if maker == OUTSIDE else 1)
+            num_pending.append(0 if producer == OUTSIDE else 1)
             followers.append([])
-            if maker != OUTSIDE:
-                followers[maker].append(step)
+            if producer != OUTSIDE:
+                followers[producer].append(step)
         for reader in value.readers:
-            if reader == OUTSIDE or reader <= maker:
+            if reader == OUTSIDE or reader <= producer:
                 continue
-            producer = step_to.get(plan[reader], maker)
-            if plan[reader] != source or maker != OUTSIDE:
-                followers[producer].append(reader)
+            predecessor = step_to.get(plan[reader], producer)
+            if plan[reader] != source or producer != OUTSIDE:
+                followers[predecessor].append(reader)
                 num_pending[reader] += 1
     for step, count in enumerate(num_pending):
         if count == 0:

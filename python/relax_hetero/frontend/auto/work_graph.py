@@ -77,7 +77,7 @@ class WorkValue:
     """
 
     size: float
-    maker: int
+    producer: int
     readers: list[int]
     is_map: bool = False
 
@@ -166,7 +166,7 @@ class _GraphBuilder:
 
     def _add_reader(self, var: relax.Var, reader: int) -> None:
         value = self._values.get(var)
-        if value is not None and value.maker != reader and reader not in value.readers[-1:]:
+        if value is not None and value.producer != reader and reader not in value.readers[-1:]:
             value.readers.append(reader)
 
     def _weight_bytes(self, value: relax.Expr) -> dict[int, float]:

@@ -1,6 +1,6 @@
 """Reader of GGUF files: metadata and tensors.
 
-Tensors are views of the mapped file; nothing is copied before it is packed. Metadata is parsed as in llama.cpp
+Tensors are views of the mapped file, which are copied only when they are packed. Metadata is parsed as in llama.cpp
 (`gguf_init_from_file` in `ggml/src/gguf.cpp`). Sizes that contradict each other or the file are an error before memory
 is allocated for them.
 
@@ -28,11 +28,11 @@ from ...errors import FrontendError
 
 MAX_ENTRIES = 1 << 16
 """Maximum number of keys, and of tensors; files with more are damaged."""
-_MIN_LAZY_ENTRIES = 256
-"""Longer lists are not converted to Python lists: numbers stay an array, texts stay in the file."""
+_MAX_EAGER_ENTRIES = 256
+"""Maximum length of lists that become Python lists; longer ones stay an array of numbers, or `Texts`."""
 _NUMBER_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Number of a type in the file -> format character of `struct` and numpy."""
-_BOOL_TYPE, _TEXT_TYPE, _LIST_TYPE, _UINT32_TYPE = 7, 8, 9, 4
+"""Format character of `struct` and numpy, by the number of a type in the file (`gguf_type`)."""
+_BOOL_TYPE, _STRING_TYPE, _ARRAY_TYPE, _UINT32_TYPE = 7, 8, 9, 4
 _LENGTH_FORMAT = struct.Struct("<Q")
 
 
@@ -44,7 +44,7 @@ class Texts(Sequence[str]):
     view : memoryview
         Bytes of the file.
     starts : array of int
-        Offset of each text's first byte, and of one more text after the last.
+        Offset of each text's first byte, and of a text that would follow the last.
     """
 
     def __init__(self, view: memoryview, starts: array[int]) -> None:
@@ -72,23 +72,23 @@ class Texts(Sequence[str]):
 
 
 class Reader:
-    """Sequential reader of a file's bytes with bounds checks.
+    """Sequential reader of a file's bytes with bounds checks; `what` names the value that is read, for errors.
 
     Parameters
     ----------
     view : memoryview
         Bytes of the file.
     path : str or PathLike of str
-        Name in messages.
+        Path of the file, for errors.
 
     Attributes
     ----------
-    at : int
+    offset : int
         Offset of the next byte.
     """
 
     def __init__(self, view: memoryview, path: str | os.PathLike[str]) -> None:
-        self.view, self.at, self._path = view, 0, path
+        self.view, self.offset, self._path = view, 0, path
 
     def error(self, text: str) -> FrontendError:
         """An error that names the file."""
@@ -96,25 +96,25 @@ class Reader:
 
     def skip(self, count: int, what: str) -> int:
         """Skip `count` bytes and return their offset."""
-        start, self.at = self.at, self.at + count
-        if self.at > len(self.view):
-            raise self.error(f"{what} ends at byte {self.at:,}, expected the file's {len(self.view):,} at most")
+        start, self.offset = self.offset, self.offset + count
+        if self.offset > len(self.view):
+            raise self.error(f"{what} ends at byte {self.offset:,}, expected the file's {len(self.view):,} at most")
         return start
 
     def number(self, form: str, what: str) -> Any:
-        """Read a number of a format of `struct`."""
+        """Read a number in a format of `struct`."""
         value = struct.unpack_from(f"<{form}", self.view, self.skip(struct.calcsize(form), what))[0]
-        if form == "?" and self.view[self.at - 1] > 1:
-            raise self.error(f"{what} is {self.view[self.at - 1]}, expected 0 or 1 for a boolean")
+        if form == "?" and self.view[self.offset - 1] > 1:
+            raise self.error(f"{what} is {self.view[self.offset - 1]}, expected 0 or 1 for a boolean")
         return value
 
     def count(self, what: str, size: int) -> int:
-        """Read the number of the following entries, which take at least `size` bytes each."""
+        """Read the number of entries that follow, each of at least `size` bytes."""
         entries: int = self.number("Q", what)
-        rest = len(self.view) - self.at
+        rest = len(self.view) - self.offset
         if entries * size > rest:
             raise self.error(
-                f"{what} is {entries:,}, expected at most {rest // size:,}: the file has no bytes for more"
+                f"{what} is {entries:,}, expected at most {rest // size:,}: the file is too short for more"
             )
         return entries
 
@@ -125,16 +125,16 @@ class Reader:
 
     def texts(self, count: int, what: str) -> Texts:
         """Read consecutive texts."""
-        starts = array("q", [self.at + 8])
+        starts = array("q", [self.offset + 8])
         for _ in range(count):
             (length,) = _LENGTH_FORMAT.unpack_from(self.view, self.skip(8, what))
             self._decode(self.skip(length, what), what)
-            starts.append(self.at + 8)
+            starts.append(self.offset + 8)
         return Texts(self.view, starts)
 
     def _decode(self, start: int, what: str) -> str:
         try:
-            return str(self.view[start : self.at], "utf-8")
+            return str(self.view[start : self.offset], "utf-8")
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8 at byte {start + error.start:,}: {error.reason}") from error
 
@@ -164,29 +164,29 @@ def read_metadata(reader: Reader, count: int) -> dict[str, Any]:
 def _read_value(reader: Reader, kind: int, key: str) -> Any:
     if kind in _NUMBER_FORMATS:
         return reader.number(_NUMBER_FORMATS[kind], key)
-    if kind == _TEXT_TYPE:
+    if kind == _STRING_TYPE:
         return reader.text(key)
-    if kind != _LIST_TYPE:
+    if kind != _ARRAY_TYPE:
         raise reader.error(f"{key} is of type {kind}, expected 0 to 12")
     kind = reader.number("I", key)
-    if kind == _TEXT_TYPE:
+    if kind == _STRING_TYPE:
         texts = reader.texts(reader.count(f"the length of {key}", 8), key)
-        return texts if len(texts) > _MIN_LAZY_ENTRIES else list(texts)
+        return texts if len(texts) > _MAX_EAGER_ENTRIES else list(texts)
     if kind not in _NUMBER_FORMATS:
         raise reader.error(f"{key} is a list of type {kind}, expected numbers or texts")
     form = np.dtype(_NUMBER_FORMATS[kind]).newbyteorder("<")
     count = reader.count(f"the length of {key}", form.itemsize)
     start = reader.skip(count * form.itemsize, key)
-    if kind == _BOOL_TYPE and max(reader.view[start : reader.at], default=0) > 1:
+    if kind == _BOOL_TYPE and max(reader.view[start : reader.offset], default=0) > 1:
         raise reader.error(f"{key} has numbers above 1, expected 0 and 1 for a list of booleans")
     numbers = np.frombuffer(reader.view, form, count, start)
-    return numbers if count > _MIN_LAZY_ENTRIES else numbers.tolist()
+    return numbers if count > _MAX_EAGER_ENTRIES else numbers.tolist()
 
 
 _VERSIONS = (2, 3)
 _MAX_DIMS, _MAX_NAME_BYTES = 4, 63
 """Limits of llama.cpp: dimensions of a tensor, and bytes of its name."""
-_ALIGNMENT = 32
+_DEFAULT_ALIGNMENT = 32
 _NUMPY_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 """Types that numpy has; tensors of all other types are bytes."""
 
@@ -251,18 +251,19 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     magic = bytes(reader.view[:4])
     if magic != b"GGUF":
         raise reader.error(f"it begins with {magic!r}, expected b'GGUF'{hint_of(path, 'rh.from_gguf')}")
-    reader.skip(4, "the file's first word")
+    reader.skip(4, "the magic")
     version = reader.number("I", "the version")
     if version and version & 0xFFFF == 0:
-        raise reader.error("its numbers are big-endian, expected little-endian ones; convert it by gguf-convert-endian")
+        raise reader.error("its numbers are big-endian, expected little-endian ones; convert with gguf-convert-endian")
     if version not in _VERSIONS:
         raise reader.error(f"it is of version {version}, expected {' or '.join(map(str, _VERSIONS))}")
-    counts = [reader.count("the number of tensors", 24), reader.count("the number of keys", 13)]
-    if max(counts) > MAX_ENTRIES:
-        raise reader.error(f"found {counts[0]:,} tensors and {counts[1]:,} keys, expected {MAX_ENTRIES:,} at most")
-    fields = {"GGUF.version": version, "GGUF.tensor_count": counts[0], "GGUF.kv_count": counts[1]}
-    fields |= read_metadata(reader, counts[1])
-    return GgufFile(Path(path), fields, _read_tensors(reader, counts[0], fields.get("general.alignment", _ALIGNMENT)))
+    tensors, keys = reader.count("the number of tensors", 24), reader.count("the number of keys", 13)
+    if max(tensors, keys) > MAX_ENTRIES:
+        raise reader.error(f"found {tensors:,} tensors and {keys:,} keys, expected {MAX_ENTRIES:,} at most")
+    fields = {"GGUF.version": version, "GGUF.tensor_count": tensors, "GGUF.kv_count": keys}
+    fields |= read_metadata(reader, keys)
+    alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
+    return GgufFile(Path(path), fields, _read_tensors(reader, tensors, alignment))
 
 
 def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileTensor]:
@@ -275,7 +276,7 @@ def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileT
         raise reader.error(f"general.alignment is {alignment}, expected a power of two")
     types = {int(kind): (str(kind.name), *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
     entries: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
-    last, end = "the begin", 0
+    previous, end = "the data's beginning", 0
     for _ in range(count):
         name = reader.text("the name of a tensor")
         if name in entries or len(name.encode()) > _MAX_NAME_BYTES:
@@ -297,26 +298,27 @@ def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileT
                 f"{what} has rows of {shape[-1:]} elements, expected a multiple of {type_name}'s {block}"
             )
         offset, size = reader.number("Q", what), math.prod(shape) // block * block_bytes
-        # A wrong type changes the size of a tensor, which this check finds at the next one.
+        # A wrong type of a tensor changes its size, so that this check fails at the next tensor.
         if offset != end:
             raise reader.error(
-                f"{what} begins at byte {offset:,} of the data, expected {end:,} after {last}, aligned to {alignment}"
+                f"{what} begins at byte {offset:,} of the data, expected {end:,} after {previous}, aligned "
+                f"to {alignment}"
             )
         entries[name] = (shape, type_name, offset, size)
-        last, end = f"{what} of type {type_name}", -(-(offset + size) // alignment) * alignment
-    base = -(-reader.at // alignment) * alignment
+        previous, end = f"{what} of type {type_name}", -(-(offset + size) // alignment) * alignment
+    data_start = -(-reader.offset // alignment) * alignment
     tensors = {}
     for name, (shape, type_name, offset, size) in entries.items():
-        if base + offset + size > len(reader.view):
-            tensor_end, file_end = base + offset + size, len(reader.view)
+        if data_start + offset + size > len(reader.view):
+            tensor_end, file_end = data_start + offset + size, len(reader.view)
             raise reader.error(f"tensor {name!r} ends at byte {tensor_end:,}, expected the file's {file_end:,} at most")
         form, extents = _NUMPY_TYPES.get(type_name, ""), shape
         if not form:
             form, extents = "u1", (*shape[:-1], size // max(1, math.prod(shape[:-1])))
-        data = np.frombuffer(reader.view, form, math.prod(extents), base + offset).reshape(extents)
+        data = np.frombuffer(reader.view, form, math.prod(extents), data_start + offset).reshape(extents)
         tensors[name] = FileTensor(name, shape, type_name, data)
-    if tensors and base + end < len(reader.view):
+    if tensors and data_start + end < len(reader.view):
         raise reader.error(
-            f"its tensors end at byte {base + end:,}, expected the file's {len(reader.view):,}: something is left over"
+            f"its tensors end at byte {data_start + end:,}, expected the end of the file, {len(reader.view):,}"
         )
     return tensors

@@ -20,7 +20,7 @@ class Architecture:
     Attributes
     ----------
     rotary : str
-        Elements of a head that are rotated together: "pairs" (2i and 2i + 1) or "halves" (i and i + r/2).
+        Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2).
     activation : str
         Activation of the feed-forward gate: "silu" or "gelu_tanh".
     scaled_embedding : bool
@@ -33,17 +33,18 @@ class Architecture:
     window : int
         Default length of the sliding window.
     window_base : float or None
-        Default base of the frequencies of layers with a window; None: the base of all layers.
+        Default base of the frequencies of layers with a window; None: that of the other layers.
     window_scaled : bool
         True if the file's scaling of positions applies to layers with a window, too.
     wide_layers : int or None
-        Number of layers of the model that divides scores by the root of width / heads rather than of the head's size.
+        Number of layers that identifies the model whose attention scores are divided by the square root of
+        hidden_size / heads, instead of that of a head's size.
     trained_type : str
         16-bit float that its models are trained in, used if the file's weights are quantized.
     required, optional : tuple of str
-        Names, without ``blk.N.``, of tensors besides those of every architecture that a file must have or may have. All
-        layers have the same tensors. As in llama.cpp, a file with any other tensor is refused, because the model would
-        compute something else without it.
+        Names, without ``blk.N.``, of tensors that a file must have or may have, besides the tensors of every
+        architecture. All layers have the same tensors. As in llama.cpp, a file with any other tensor is refused,
+        because the model would compute something else without it.
     """
 
     rotary: str
@@ -105,9 +106,9 @@ class Hyperparameters:
         Name of the architecture.
     architecture : Architecture
     layers, hidden_size, vocabulary, context : int
-        `context` is the number of positions that the model was trained for.
+        Numbers of layers, of elements of an embedding, of tokens, and of positions in training.
     heads, kv_heads, head_size : int
-        Numbers of query heads and of key/value heads, and the elements of a head.
+        Numbers of query heads and of key-value heads, and elements of a head.
     feed_forward : int
         Width of the feed-forward network, or of each expert.
     eps : float
@@ -123,7 +124,7 @@ class Hyperparameters:
     attention_softcap, logit_softcap : float
         Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
     experts, experts_used : int
-        Number of experts and of chosen experts for a token; 0 without experts.
+        Number of experts, and of those that are used for a token; 0 without experts.
     expert_scale : float
         Factor of the experts' weights.
     """
@@ -177,7 +178,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     vocabulary : int
         Rows of the embedding table.
     file : str
-        Name in messages.
+        Name of the file, for errors.
 
     Raises
     ------
@@ -237,24 +238,24 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
             f"{file}: rotates {model.rotary_size} elements of a head, expected an even number up to {size}"
         )
     if experts and not 0 < model.experts_used <= experts:
-        raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts")
+        raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts, expected 1 to {experts}")
     return model
 
 
-def _read_windows(read: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
+def _read_windows(metadata: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
     """Window of each layer, from a list of layers with a window or from a period of layers."""
-    window = read.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
-    pattern = read.pattern("attention.sliding_window_pattern", architecture.pattern)
+    window = metadata.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
+    pattern = metadata.pattern("attention.sliding_window_pattern", architecture.pattern)
     if isinstance(pattern, list):
         if len(pattern) != layers:
-            raise FrontendError(f"{read.file}: says of {len(pattern)} layers which have a window, expected {layers}")
+            raise FrontendError(f"{metadata.file}: found windows of {len(pattern)} layers, expected {layers}")
         return tuple(window if has_window else 0 for has_window in pattern)
     has_window = [bool(pattern) and layer % pattern != pattern - 1 for layer in range(layers)]
     return tuple(window if windowed else 0 for windowed in has_window)
 
 
 class _Fields:
-    """Metadata of an architecture, by keys without its prefix."""
+    """Metadata with an architecture's prefix, by keys without it."""
 
     def __init__(self, fields: Mapping[str, Any], name: str, file: str) -> None:
         self.fields, self.name, self.file, self.layers = fields, name, file, 1
@@ -268,10 +269,10 @@ class _Fields:
     def _get(self, key: str, default: Any) -> Any:
         value = self.fields.get(f"{self.name}.{key}", default)
         if value is None:
-            raise FrontendError(f"{self.file}: has no {self.name}.{key}, which its architecture needs")
+            raise FrontendError(f"{self.file}: lacks {self.name}.{key}, which its architecture needs")
         if isinstance(value, list):  # one for each layer
             if len(value) != self.layers or len(set(value)) != 1:
-                problem = f"{len(value)} values, {len(set(value))} of which differ"
+                problem = f"{len(value)} values, {len(set(value))} of them distinct"
                 raise FrontendError(
                     f"{self.file}: {self.name}.{key} has {problem}, expected one value, or the same for each of "
                     f"{self.layers} layers"
@@ -281,7 +282,8 @@ class _Fields:
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
-        if type(value) is not int or not (default != 0) <= value <= _MAX_INT32:
+        minimum = 0 if default == 0 else 1
+        if type(value) is not int or not minimum <= value <= _MAX_INT32:
             problem = f"{value!r}, expected a whole number above 0 and below 2**31"
             raise FrontendError(f"{self.file}: {self.name}.{key} is {problem}")
         return value
@@ -295,7 +297,7 @@ class _Fields:
         return float(value)
 
     def pattern(self, key: str, default: int) -> int | list[bool]:
-        """An integer, or a boolean for each layer."""
+        """Period of layers, or whether each layer has a window."""
         value = self.fields.get(f"{self.name}.{key}", default)
         return [bool(each) for each in value] if isinstance(value, list) else self.count(key, default)
 

@@ -31,15 +31,15 @@ class Weights:
 
     def __init__(self, file: GgufFile, architecture: Architecture) -> None:
         self._file = file
-        kinds = set(map(_kind, file.tensors))
-        self._expected_kinds = {*architecture.required, *(kind for kind in architecture.optional if kind in kinds)}
+        names = set(map(_strip_layer, file.tensors))
+        self._expected_names = {*architecture.required, *(name for name in architecture.optional if name in names)}
         self._constants: dict[str, relax.Expr] = {}
         self._unread = dict.fromkeys(file.tensors)
         self._stacked: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
         """Return whether an optional tensor is expected; in a file, all layers have it or none."""
-        return name in self._stacked or _kind(name) in self._expected_kinds
+        return name in self._stacked or _strip_layer(name) in self._expected_names
 
     def check_all_read(self) -> None:
         """Raise FrontendError if the file has tensors that were not read."""
@@ -47,18 +47,19 @@ class Weights:
             names = ", ".join(map(repr, list(self._unread)[:_MAX_LISTED]))
             suffix = f" and {len(self._unread) - _MAX_LISTED:,} more" if len(self._unread) > _MAX_LISTED else ""
             raise FrontendError(
-                f"{self._file.path}: found tensors that its architecture has no use for: {names}{suffix}; expected "
-                "none: the model without them is not its author's"
+                f"{self._file.path}: found tensors that its architecture does not use: {names}{suffix}; expected "
+                "none, since without them the model computes something else"
             )
 
     def stack(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
-        """Stack tensors of the file into one of a new name; return False unless all exist and have one type.
+        """Stack tensors along rows into one with a new name; return False unless all exist and have one type.
 
         Parameters
         ----------
         name : str
+            New name.
         parts : sequence of (str, int)
-            Names of tensors and their rows, from the first row on.
+            Names of the tensors and their numbers of rows, in order.
         depth : int
             Elements of a row; none for vectors.
         """
@@ -77,7 +78,7 @@ class Weights:
         self._unread.pop(name, None)
         if tensor is None:
             raise FrontendError(
-                f"{self._file.path}: has no tensor {name!r}, which its architecture needs or other layers have"
+                f"{self._file.path}: lacks tensor {name!r}, which its architecture needs or other layers have"
             )
         if tensor.shape != tuple(shape):
             raise FrontendError(f"{self._file.path}: {name!r} has shape {tensor.shape}, expected {tuple(shape)}")
@@ -94,30 +95,31 @@ class Weights:
     def matrix(self, name: str, shape: Sequence[int]) -> tuple[relax.Expr, str]:
         """A matrix as a constant, and the block format of its bytes ("" for float32).
 
-        Stacked matrices are concatenated along rows, which have ``shape[-1]`` elements.
+        Axes before the last become one axis of rows.
 
         Raises
         ------
         FrontendError
-            If the tensor is missing, has another shape, or its type is not known.
+            If the tensor is missing, or has another shape or an unknown type.
         """
         tensor = self.tensor(name, shape)
         if tensor.type == "F32":
             return self._constant(name, lambda: self.numbers(name, shape).reshape(-1, shape[-1])), ""
-        form = tensor.type.lower()
-        if form not in FILE_FORMATS:
-            known = ", ".join(known.upper() for known in ("f32", *FILE_FORMATS))
-            raise FrontendError(f"{self._file.path}: {name!r} is of type {tensor.type}, expected one of {known}")
+        block_format = tensor.type.lower()
+        if block_format not in FILE_FORMATS:
+            types = ", ".join(map(str.upper, ("f32", *FILE_FORMATS)))
+            raise FrontendError(f"{self._file.path}: {name!r} is of type {tensor.type}, expected one of {types}")
         rows = int(np.prod(shape[:-1]))
-        return self._constant(name, lambda: np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)), form
+        constant = self._constant(name, lambda: np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1))
+        return constant, block_format
 
     def unquantized_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
-        """An unquantized matrix as a constant of 16-bit floats; None for block-quantized weights or float32."""
+        """An unquantized matrix as a constant of a 16-bit float type; None for block-quantized weights or float32."""
         tensor = self.tensor(name, shape)
         if dtype == "float32" or not (tensor.type == "F32" or is_plain(tensor.type)):
             return None
-        kind = numpy_dtype(dtype)
-        return self._constant(f"{name}.{dtype}", lambda: _plain_numbers(tensor).reshape(shape).astype(kind))
+        element_type = numpy_dtype(dtype)
+        return self._constant(f"{name}.{dtype}", lambda: _plain_numbers(tensor).reshape(shape).astype(element_type))
 
     def _constant(self, name: str, make: Callable[[], np.ndarray]) -> relax.Expr:
         if name not in self._constants:
@@ -125,15 +127,15 @@ class Weights:
         return self._constants[name]
 
 
-def _kind(name: str) -> str:
-    """A tensor's name without its layer's prefix."""
+def _strip_layer(name: str) -> str:
+    """Return a tensor's name without the prefix of its layer, such as ``blk.0.``."""
     return re.sub(r"^blk\.\d+\.", "", name)
 
 
 def is_plain(type_name: str) -> bool:
     """Return whether a type of a file is an unquantized 16-bit float."""
-    form = FILE_FORMATS.get(type_name.lower())
-    return form is not None and form.is_plain
+    block_format = FILE_FORMATS.get(type_name.lower())
+    return block_format is not None and block_format.is_plain
 
 
 def _plain_numbers(tensor: FileTensor) -> np.ndarray:

@@ -191,7 +191,7 @@ def dropout(node: Node) -> relax.Expr:
     if "seed" not in node.attributes:
         raise node.refusal("drops elements at random in training mode, and has no seed to do it by")
     ratio = node.tensor(1) if node.has(1) else const(0.5, dtype_of(data))
-    node.check_table(*node.static_shape(data))
+    node.check_constant_size(*node.static_shape(data))
     random = np.random.RandomState(node.attribute("seed")).uniform(0, 1.0, node.static_shape(data))
     drops = node.emit(relax.op.less(const(random, "float64"), cast(node, ratio, "float64")))
     mask = node.emit(relax.op.logical_not(relax.op.logical_and(drops, training)))

@@ -15,7 +15,7 @@ from .node import Dim, Node, Position, as_constant, const, dtype_of, is_float, o
 from .required_sizes import MAX_ELEMENTS, as_expr, renamed, require_equal, require_shape, shown
 from .run_time.axes import axes_input, with_named_axis_second
 from .run_time.numbers import dims_at_run_time
-from .slicing import cut
+from .slicing import slice_axes
 from .table import converts
 
 
@@ -159,7 +159,7 @@ def one_hot(node: Node) -> relax.Expr:
     int_indices = cast(node, indices, "int64")  # of any numeric type
     if not isinstance(depth, int):
         return _one_hot_at_run_time(node, int_indices, values, depth, axis)
-    node.check_table(depth)
+    node.check_constant_size(depth)
     normalized = from_front(node, int_indices, const(depth, "int64"))
     positions = np.arange(depth).reshape([-1 if i == axis else 1 for i in range(rank)])
     is_on = node.emit(relax.op.equal(relax.op.expand_dims(normalized, axis), const(positions, "int64")))
@@ -211,7 +211,7 @@ def top_k(node: Node) -> relax.Expr:
     if is_float(sortable):
         values = node.kernel("sorted_values", _from_sort_key, values)
     if not isinstance(k, int):
-        values, indices = (cut(node, value, {axis: (0, k, 1)}) for value in (values, indices))
+        values, indices = (slice_axes(node, value, {axis: (0, k, 1)}) for value in (values, indices))
     if dtype == "uint64":
         return relax.Tuple([node.kernel("unsigned", _unsigned, values), indices])
     return relax.Tuple([cast(node, values, dtype), indices])
@@ -339,7 +339,7 @@ def eye_like(node: Node) -> relax.Expr:
     dims = node.shape(data)
     if all(isinstance(dim, int) for dim in dims):
         rows, columns = map(int, dims)
-        node.check_table(rows, columns)
+        node.check_constant_size(rows, columns)
         return const(np.eye(rows, columns, k=diagonal), dtype)
     return node.kernel("eye", element, data)
 

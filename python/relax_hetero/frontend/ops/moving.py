@@ -22,7 +22,7 @@ from .required_sizes import (
     require_shape,
     shown,
 )
-from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of
+from .run_time.numbers import dims_at_run_time, dims_of_vector, sizes_of
 from .run_time.pads import pads_of_named_axes, pads_to
 from .table import converts
 
@@ -193,7 +193,7 @@ def _pad_by_gather(node: Node, data: relax.Expr, before: list[int], after: list[
         if before[axis] or after[axis]:
             cut_off = max(-before[axis], 0)
             remaining = int(size) - cut_off + min(after[axis], 0)
-            node.check_table(before[axis] + int(size) + after[axis], itemsize=32)
+            node.check_constant_size(before[axis] + int(size) + after[axis], itemsize=32)
             indices = np.arange(-before[axis], int(size) + after[axis]) - cut_off
             if mode == "reflect":
                 indices = remaining - 1 - np.abs(indices % max(2 * (remaining - 1), 1) - (remaining - 1))
@@ -306,7 +306,7 @@ def depth_to_space(node: Node) -> relax.Expr:
 def col2im(node: Node) -> relax.Expr:
     """Sum of blocks (columns) at their positions in an image."""
     data = node.tensor(0)
-    image, block = (numbers_of(node, node.tensor(i), prefix) for i, prefix in ((1, "image"), (2, "block")))
+    image, block = (dims_of_vector(node, node.tensor(i), prefix) for i, prefix in ((1, "image"), (2, "block")))
     count = len(image)
     strides, dilations = node.attribute("strides", (1,) * count), node.attribute("dilations", (1,) * count)
     pads = node.attribute("pads", (0,) * (2 * count))

@@ -68,8 +68,8 @@ class Node:
         """Op type and name for messages."""
         return f"{self.op_type} node {self.name!r}" if self.name else f"{self.op_type} node"
 
-    def check_table(self, *extents: int, itemsize: int = 8) -> None:
-        """Refuse to compute a table of this shape at import if it exceeds the budget.
+    def check_constant_size(self, *extents: int, itemsize: int = 8) -> None:
+        """Refuse to compute a constant of this shape at import if it exceeds the budget.
 
         Raises
         ------

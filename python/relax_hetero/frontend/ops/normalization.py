@@ -10,7 +10,7 @@ from .elementwise import HALF, cast, widened
 from .node import Dim, Node, Position, const, dtype_of
 from .reductions import index_of_extreme, largest_along
 from .required_sizes import require_fits, require_shape, with_sizes_of
-from .slicing import cut
+from .slicing import slice_axes
 from .table import convert_by_stock, converts
 
 
@@ -241,7 +241,7 @@ def local_response_normalization(node: Node) -> relax.Expr:
     padded = node.emit(relax.op.nn.pad(relax.op.multiply(data, data), widths))
     squares: relax.Expr | None = None
     for offset in range(size):
-        part = cut(node, padded, {1: (offset, channels, 1)})
+        part = slice_axes(node, padded, {1: (offset, channels, 1)})
         squares = part if squares is None else node.emit(relax.op.add(squares, part))
     alpha = const(node.attribute("alpha", 1e-4) / size, dtype)
     bias = const(node.attribute("bias", 1.0), dtype)

@@ -198,7 +198,7 @@ def _window_sizes(node: Node, windows: Windows, counts_padding: bool, dtype: str
     for a, size in enumerate(output):
         bound = windows.image[a] + (windows.after[a] if counts_padding else 0)
         first = -windows.before[a] if counts_padding else 0
-        node.check_table(*output[: a + 1])
+        node.check_constant_size(*output[: a + 1])
         starts = np.arange(size) * windows.strides[a] - windows.before[a]
         # Steps before the first counted index, and before the first index after them.
         skipped, reached = (

@@ -272,7 +272,7 @@ def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_back
 def _zeros(node: Node, batch: Dim, hidden: int, dtype: str) -> relax.Expr:
     if not isinstance(batch, int):
         return node.filled([batch, hidden], 0, dtype)
-    node.check_table(batch, hidden)
+    node.check_constant_size(batch, hidden)
     return const(np.zeros((batch, hidden)), dtype)
 
 

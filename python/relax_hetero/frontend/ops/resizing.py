@@ -29,7 +29,7 @@ from ...vm.resize_taps import (
 from .elementwise import cast
 from .node import Node, Position, as_constant, const, dtype_of, is_float
 from .required_sizes import as_expr, require_equal, require_shape
-from .run_time.numbers import numbers_of
+from .run_time.numbers import dims_of_vector
 from .run_time.resizing import resize_at_run_time, rounded_to
 from .table import convert_by_stock, converts
 
@@ -99,7 +99,7 @@ def _resize_static(node: Node, data: relax.Expr, axes: dict[int, ResizedAxis], f
     for number, axis in axes.items():
         is_full = axis.region == (0.0, 1.0) or form.transformation != "tf_crop_and_resize"
         if axis.before != axis.after or not math.isclose(axis.scale, 1.0) or not is_full:
-            node.check_table(axis.after, tap_count(axis, form), itemsize=32)
+            node.check_constant_size(axis.after, tap_count(axis, form), itemsize=32)
             tables[number] = taps(axis, form)
     is_inside = all(table.outside is None for table in tables.values())
     num_taps = math.prod(len(table.weights[0]) for table in tables.values())
@@ -301,7 +301,7 @@ def affine_grid(node: Node) -> relax.Expr:
 
 def _affine_grid_at_run_time(node: Node) -> relax.Expr:
     """Product of each matrix with the coordinates, from -1 to 1, of an image of dynamic size."""
-    size = numbers_of(node, node.tensor(1), "size")
+    size = dims_of_vector(node, node.tensor(1), "size")
     count, dtype = len(size) - 2, dtype_of(node.tensor(0))
     if count not in (2, 3):
         raise node.refusal(f"has {len(size)} sizes, expected 4 or 5")

@@ -14,7 +14,7 @@ from ...transform.ir.rewriting import op_name
 from ..symbolic_sizes import common_shape
 from .node import Dim, Node, array_of, const, dtype_of
 from .required_sizes import as_expr
-from .slicing import cut, split
+from .slicing import slice_axes, split
 from .table import convert_node, converts
 
 _UNKNOWN_COUNT = "the number of its parts is only known when the model runs"
@@ -246,7 +246,7 @@ def split_to_sequence(node: Node) -> Any:
     sizes = _equal_parts(node, size, _part_size(node) if node.has(1) else 1)
     parts, start = [], 0
     for part in sizes:
-        piece = cut(node, data, {axis: (start, part, 1)})
+        piece = slice_axes(node, data, {axis: (start, part, 1)})
         drops = not node.has(1) and not node.attribute("keepdims", 1)
         parts.append(node.emit(relax.op.squeeze(piece, [axis])) if drops else piece)
         start += part

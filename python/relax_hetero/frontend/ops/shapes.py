@@ -17,7 +17,7 @@ from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from .required_sizes import MAX_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
 from .run_time.axes import axes_input, new_axes_input, with_new_axes, without_named_axes
-from .run_time.numbers import dims_at_run_time, numbers_of, sizes_of, written_numbers
+from .run_time.numbers import dims_at_run_time, dims_of_vector, sizes_of, written_numbers
 from .table import convert_by_body, converts
 
 _log = logging.getLogger("relax_hetero")
@@ -256,7 +256,7 @@ def tile(node: Node) -> relax.Expr:
     if node.opset < 6:
         repeats = _repeats_of_axis(node, len(dims))
     if repeats is None:
-        repeats = numbers_of(node, node.tensor(1), "repeat")
+        repeats = dims_of_vector(node, node.tensor(1), "repeat")
     if len(repeats) != len(dims):
         raise node.refusal(f"has {len(repeats)} numbers of repeats for {len(dims)} axes")
     for size, count in zip(dims, repeats, strict=True):

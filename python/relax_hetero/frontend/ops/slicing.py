@@ -12,7 +12,7 @@ from ..joined_sizes import analyzer_for, simplified
 from .elementwise import cast
 from .node import Dim, Node, Position, const, dtype_of
 from .required_sizes import as_expr, equal, require_multiple, require_shape, shown
-from .run_time.numbers import dims_at_run_time, numbers_of, require_axes, sizes_of
+from .run_time.numbers import dims_at_run_time, dims_of_vector, require_axes, sizes_of
 from .table import converts
 
 _UNBOUNDED = 2**31 - 1  # exporters write this for "to the end"
@@ -45,7 +45,7 @@ def slice_(node: Node) -> relax.Expr:
         _range(dims[axis], start, end, step)
         for axis, start, end, step in zip(targets, starts, ends, strides, strict=True)
     ]
-    return cut(node, data, dict(zip(targets, ranges, strict=True)))
+    return slice_axes(node, data, dict(zip(targets, ranges, strict=True)))
 
 
 def _optional_numbers(node: Node, index: int) -> np.ndarray | None:
@@ -97,7 +97,7 @@ def _not_negative(count: Any) -> Dim:
     return max(count, 0) if isinstance(count, int) else simplified(tirx.max(count, 0))
 
 
-def cut(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) -> relax.Expr:
+def slice_axes(node: Node, data: relax.Expr, ranges: dict[int, tuple[Dim, Dim, int]]) -> relax.Expr:
     """Slice axes: for each the first element, the count and the step."""
     dims = node.shape(data)
     sizes = [ranges[axis][1] if axis in ranges else dim for axis, dim in enumerate(dims)]
@@ -135,7 +135,7 @@ def _slice_at_run_time(node: Node, data: relax.Expr) -> relax.Expr:
     for values, subject in ((ends, "its ends"), (axes, "its axes"), (steps, "its steps")):
         require_shape(node, values, [count], subject)
     require_axes(node, axes, rank)
-    for step in numbers_of(node, steps, "step"):
+    for step in dims_of_vector(node, steps, "step"):
         node.require(step != 0 if isinstance(step, int) else tirx.NE(step, as_expr(0)), "a step is 0")
     zero, one, max_step = const(0, "int64"), const(1, "int64"), const(_MAX_STEP, "int64")
     steps = node.emit(relax.op.maximum(relax.op.minimum(steps, max_step), const(-_MAX_STEP, "int64")))
@@ -185,7 +185,7 @@ def split(node: Node) -> relax.Expr:
     data = node.tensor(0)
     axis = node.axis(node.attribute("axis", 0), node.rank(data))
     size = node.shape(data)[axis]
-    sizes = numbers_of(node, node.tensor(1), "part") if node.has(1) else node.attribute("split")
+    sizes = dims_of_vector(node, node.tensor(1), "part") if node.has(1) else node.attribute("split")
     if sizes is None:
         parts = int(node.attribute("num_outputs", node.num_outputs))
         if node.opset < 18:
@@ -205,6 +205,6 @@ def split(node: Node) -> relax.Expr:
     node.require(equal(total, size), text)
     fields, start = [], 0
     for part in sizes:
-        fields.append(cut(node, data, {axis: (start, part, 1)}))
+        fields.append(slice_axes(node, data, {axis: (start, part, 1)}))
         start = start + part
     return relax.Tuple(fields) if len(fields) > 1 else fields[0]

@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...errors import HeteroError
 from ..chat_template import ChatTemplate
 from ..description import context_warning
-from ..engine import TOO_LONG, Engine
+from ..engine import CONTEXT_LENGTH_EXCEEDED, Engine
 from ..params import SamplingParams
 from ..request import Request
 from ..sampling import TokenLogprob
@@ -39,32 +39,33 @@ from .responses import ChatResponses, Choices, CompletionResponses, ResponseForm
 
 LOG = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
-"""Time that a client gets to read the rest of a stream after its time limit."""
+"""Time after the time limit of a stream in which its client may read the rest."""
 
 
 async def complete_answer(choices: Choices, response_format: ResponseFormat, http: HttpRequest) -> Response:
-    """Answer once all choices have ended; cancel them if the client disconnects."""
-    collecting = asyncio.ensure_future(_collect(choices))
-    disconnected = asyncio.ensure_future(wait_for_disconnect(http.receive))
+    """Answer once all choices have ended; stop waiting if the client disconnects."""
+    collect_task = asyncio.ensure_future(_collect(choices))
+    disconnect_task = asyncio.ensure_future(wait_for_disconnect(http.receive))
     try:
-        await asyncio.wait({collecting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            return Response(status_code=499)  # not sent; nginx logs disconnected clients so
-        return JSONResponse(response_format.response(collecting.result(), choices.usage))
+        await asyncio.wait({collect_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if not collect_task.done():
+            return Response(status_code=499)  # not sent; nginx's status of clients that have disconnected
+        return JSONResponse(response_format.response(collect_task.result(), choices.usage))
     finally:
-        for task in (collecting, disconnected):
+        for task in (collect_task, disconnect_task):
             await _cancel(task)
 
 
 async def _collect(choices: Choices) -> list[tuple[str, list[TokenLogprob], str]]:
-    parts: list[list[str]] = [[begin] for begin in choices.prefixes]
-    logprobs: list[list[TokenLogprob]] = [[] for _ in parts]
+    """Text, log-probabilities and finish reason of each choice, once all have ended."""
+    texts: list[list[str]] = [[prefix] for prefix in choices.prefixes]
+    logprobs: list[list[TokenLogprob]] = [[] for _ in texts]
     async for growth in choices.stream():
         if growth.delta is not None:
-            parts[growth.index].append(growth.delta.text)
+            texts[growth.index].append(growth.delta.text)
             logprobs[growth.index] += growth.delta.logprobs
-    finished = zip(parts, logprobs, choices.requests, strict=True)
-    return [("".join(texts), values, finish_reason(request)) for texts, values, request in finished]
+    columns = zip(texts, logprobs, choices.requests, strict=True)
+    return [("".join(text), values, finish_reason(request)) for text, values, request in columns]
 
 
 class StreamedAnswer(Response):
@@ -97,18 +98,18 @@ class StreamedAnswer(Response):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write the answer, until it ends, the client disconnects, or it does not read for too long."""
-        writing = asyncio.ensure_future(self._write(send))
-        disconnected = asyncio.ensure_future(wait_for_disconnect(receive))
+        """Write the answer until it ends, the client disconnects, or the client reads too slowly."""
+        write_task = asyncio.ensure_future(self._write(send))
+        disconnect_task = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             timeout = self._choices.seconds + GRACE_SECONDS
-            await asyncio.wait({writing, disconnected}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if writing.done():
-                writing.result()
+            await asyncio.wait({write_task, disconnect_task}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if write_task.done():
+                write_task.result()
         except OSError:  # disconnected while sending
             pass
         finally:
-            for task in (writing, disconnected):
+            for task in (write_task, disconnect_task):
                 await _cancel(task)
             self._on_end()
 
@@ -145,7 +146,7 @@ def finish_reason(request: Request) -> str:
 
 
 def log_defect(error: Exception) -> ApiError:
-    """Convert an exception to an answer; log it if it is a defect of the server."""
+    """Convert an exception to an error answer; log it if it is a defect of the server."""
     answer = api_error(error)
     if answer.status == 500:
         LOG.error("a request failed", exc_info=error)
@@ -159,9 +160,10 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
         await task
 
 
-_PREFIX = "relax_hetero_llm_"
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_NAMESPACE = "relax_hetero_llm_"
+_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+"""Upper bounds of histogram buckets of requests and of tokens, in seconds."""
 
 _GAUGES = {
     "waiting": "Requests without a slot",
@@ -189,12 +191,12 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
-        self._answers = Counter(f"{_PREFIX}answers", "Answers of HTTP", ["path", "status"], registry=self._registry)
-        self._first = self._histogram("time_to_first_token_seconds", "Time from a request to its first token", _SECONDS)
-        self._token = self._histogram(
-            "time_per_output_token_seconds", "Mean time of a request's tokens after the first", _TOKEN_SECONDS
+        self._answers = Counter(f"{_NAMESPACE}answers", "HTTP answers", ["path", "status"], registry=self._registry)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Time from a request to its first token", _BUCKETS)
+        self._time_per_token = self._histogram(
+            "time_per_output_token_seconds", "Mean time of a request's tokens after the first", _TOKEN_BUCKETS
         )
-        self._duration = self._histogram("request_seconds", "Time from a request to its end", _SECONDS)
+        self._duration = self._histogram("request_seconds", "Time from a request to its end", _BUCKETS)
 
     def count_answer(self, path: str, status: int) -> None:
         """Count an answer; `path` is one of `_PATHS` or "other"."""
@@ -206,16 +208,16 @@ class Metrics:
         if times.finished:
             self._duration.observe(times.finished - times.submitted)
         if times.first_token:
-            self._first.observe(times.first_token - times.submitted)
+            self._ttft.observe(times.first_token - times.submitted)
             if times.finished and tokens > 1:
-                self._token.observe((times.finished - times.first_token) / (tokens - 1))
+                self._time_per_token.observe((times.finished - times.first_token) / (tokens - 1))
 
     def text(self) -> bytes:
         """Metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(_PREFIX + name, help_text, buckets=buckets, registry=self._registry)
+        return Histogram(_NAMESPACE + name, help_text, buckets=buckets, registry=self._registry)
 
 
 class _EngineCollector(Collector):
@@ -225,10 +227,10 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterable[Any]:
         statistics = asdict(self._engine.statistics())
         for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(_PREFIX + name, text, value=statistics[name])
+            yield GaugeMetricFamily(_NAMESPACE + name, text, value=statistics[name])
         for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(_PREFIX + name, text, value=statistics[name])
-        finished = CounterMetricFamily(f"{_PREFIX}finished", "Requests that ended", labels=["reason"])
+            yield CounterMetricFamily(_NAMESPACE + name, text, value=statistics[name])
+        finished = CounterMetricFamily(f"{_NAMESPACE}finished", "Requests that ended", labels=["reason"])
         for reason, count in statistics["finished"].items():
             finished.add_metric([reason], count)
         yield finished
@@ -275,7 +277,7 @@ class Settings:
                 parts = urlsplit("")
             if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}".lower()):
                 raise HeteroError(
-                    f"cors_origins: found {origin!r}, expected such as 'https://chat.example:8080', or '*'"
+                    f"cors_origins: found {origin!r}, expected an origin such as 'https://chat.example:8080', or '*'"
                 )
 
 
@@ -299,15 +301,15 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
     app.add_api_route("/v1/chat/completions", server.chat, methods=["POST"], response_model=None)
     app.add_api_route("/health", server.health, methods=["GET"])
     app.add_api_route("/metrics", server.show_metrics, methods=["GET"])
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(ApiError, _on_error)
-    app.add_exception_handler(Exception, _on_error)
+    app.add_exception_handler(RequestValidationError, _answer_invalid_body)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(Exception, _answer_error)
     limits = settings.limits
     guard = Guard(app, settings.api_key, limits.body_bytes, server.count_answer, limits.body_seconds)
     if not settings.cors_origins:
         return guard
-    # Outside of the guard: preflight requests have no key, and scripts see errors only with CORS headers.
+    # Outside of the guard: preflight requests lack a key, and scripts see errors only with CORS headers.
     methods, headers = ["GET", "POST"], ["Retry-After"]
     return CORSMiddleware(guard, settings.cors_origins, methods, ["*"], expose_headers=headers)
 
@@ -321,11 +323,11 @@ class _Server:
         self._created = int(time.time())
 
     def count_answer(self, path: str, status: int) -> None:
-        """Count an answer; unknown paths are counted as one."""
+        """Count an answer; unknown paths share one count."""
         self._metrics.count_answer(path if path in _PATHS else "other", status)
 
     async def models(self) -> dict[str, Any]:
-        """List of models, which has one."""
+        """List of the one model."""
         return {"object": "list", "data": [self._describe_model()]}
 
     async def model(self, name: str) -> dict[str, Any]:
@@ -350,16 +352,16 @@ class _Server:
         max_tokens = self._max_tokens(body.max_tokens)
         tokenizer = self._engine.tokenizer
 
-        def begin() -> tuple[list[Request], list[str]]:
+        def submit() -> tuple[list[Request], list[str]]:
             tokens = [self._engine.tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
             prefixes = [self._decode(prompt) if body.echo else "" for prompt in prompts]
-            requests = self._submit(tokens, body, lambda n: body.params(n, max_tokens, body.logprobs))
+            requests = self._submit(tokens, body, lambda choice: body.params(choice, max_tokens, body.logprobs))
             return requests, [prefix for prefix in prefixes for _ in range(body.n)]
 
         self._check_choices(len(prompts) * body.n)
         count = len(prompts) * body.n
         response_format = CompletionResponses(tokenizer, self._settings.name, body.logprobs is not None, count)
-        return await self._answer(body, http, response_format, begin)
+        return await self._answer(body, http, response_format, submit)
 
     async def chat(self, body: ChatBody, http: HttpRequest) -> Response:
         """Answer a conversation."""
@@ -367,41 +369,41 @@ class _Server:
         body.refuse_unsupported()
         template, tokenizer = self._template, self._engine.tokenizer
         if template is None:
-            raise ApiError(400, "messages: the model's file has no chat template; use /v1/completions", "messages")
+            raise ApiError(400, "messages: the model's file lacks a chat template; use /v1/completions", "messages")
         messages = [message.flatten(f"messages.{index}") for index, message in enumerate(body.messages)]
         max_tokens = self._max_tokens(body.max_answer_tokens)
 
-        def begin() -> tuple[list[Request], list[str]]:
-            # Only one prompt is rendered at a time: refuse too long ones before.
+        def submit() -> tuple[list[Request], list[str]]:
+            # Templates render one prompt at a time: refuse too long ones beforehand.
             self._engine.check_length("\n".join(message["content"] for message in messages))
             tokens = self._engine.tokens_of(render_checked(template, messages, body.template_values))
-            requests = self._submit([tokens], body, lambda n: body.params(n, max_tokens, body.alternatives))
+            requests = self._submit([tokens], body, lambda choice: body.params(choice, max_tokens, body.alternatives))
             return requests, [""] * body.n
 
         self._check_choices(body.n)
         response_format = ChatResponses(tokenizer, self._settings.name, bool(body.logprobs))
-        return await self._answer(body, http, response_format, begin)
+        return await self._answer(body, http, response_format, submit)
 
     async def _answer(
         self,
         body: Body,
         http: HttpRequest,
         response_format: ResponseFormat,
-        begin: Callable[[], tuple[list[Request], list[str]]],
+        submit: Callable[[], tuple[list[Request], list[str]]],
     ) -> Response:
         if self._in_flight >= self._limits.in_flight:
-            found = f"found {self._in_flight} requests in flight, expected at most {self._limits.in_flight}"
-            raise ApiError(429, found, code="rate_limit_exceeded")
+            message = f"found {self._in_flight} requests in flight, expected at most {self._limits.in_flight}"
+            raise ApiError(429, message, code="rate_limit_exceeded")
         self._in_flight += 1
         choices: Choices | None = None
-        streams = False
+        is_streaming = False
         try:
             # Rendering and encoding long prompts takes time, and must not block the event loop.
-            requests, prefixes = await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, begin)
+            requests, prefixes = await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, submit)
             choices = Choices(requests, prefixes, self._limits.seconds)
             if body.stream:
                 answer = StreamedAnswer(choices, response_format, body.includes_usage, lambda: self._end(choices))
-                streams = True  # the streamed answer calls `_end` when it has been written
+                is_streaming = True  # the streamed answer calls `_end` when it has been written
                 return answer
             return await complete_answer(choices, response_format, http)
         except ApiError:
@@ -409,7 +411,7 @@ class _Server:
         except Exception as error:
             raise log_defect(error) from error
         finally:
-            if not streams:
+            if not is_streaming:
                 self._end(choices)
 
     def _end(self, choices: Choices | None) -> None:
@@ -420,19 +422,19 @@ class _Server:
                 self._metrics.observe(request)
 
     def _submit(
-        self, prompts: Sequence[Sequence[int]], body: Body, params: Callable[[int], SamplingParams]
+        self, prompts: Sequence[Sequence[int]], body: Body, params_of_choice: Callable[[int], SamplingParams]
     ) -> list[Request]:
         """Submit all choices, or none."""
         max_prompt_tokens = self._limits.prompt_tokens
         for tokens in prompts:
             if max_prompt_tokens and len(tokens) > max_prompt_tokens:
                 message = f"prompt: found {len(tokens):,} tokens, expected at most {max_prompt_tokens:,}"
-                raise ApiError(400, message, "prompt", TOO_LONG)
+                raise ApiError(400, message, "prompt", CONTEXT_LENGTH_EXCEEDED)
             self._engine.check_prompt(tokens)
         requests: list[Request] = []
         try:
             for tokens in prompts:
-                requests += [self._engine.submit(tokens, params(choice)) for choice in range(body.n)]
+                requests += [self._engine.submit(tokens, params_of_choice(choice)) for choice in range(body.n)]
         except BaseException:
             for request in requests:
                 request.cancel()
@@ -475,21 +477,21 @@ class _Server:
         }
 
 
-async def _on_invalid(http: HttpRequest, error: Exception) -> Response:
+async def _answer_invalid_body(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    kind = http.headers.get("content-type", "")
-    if "json" not in kind:
-        found = f"found {kind!r}" if kind else "found none"
-        return ApiError(400, f"body: {found} as its Content-Type, expected application/json", "body").response()
-    first = error.errors()[0]
-    location = ".".join(str(part) for part in first["loc"][1:]) or "body"
-    return ApiError(400, f"{location}: {first['msg']}", location).response()
+    content_type = http.headers.get("content-type", "")
+    if "json" not in content_type:
+        problem = f"found {content_type!r}" if content_type else "found none"
+        return ApiError(400, f"body: {problem} as its Content-Type, expected application/json", "body").response()
+    first_error = error.errors()[0]
+    location = ".".join(str(part) for part in first_error["loc"][1:]) or "body"
+    return ApiError(400, f"{location}: {first_error['msg']}", location).response()
 
 
-async def _on_http(http: HttpRequest, error: Exception) -> Response:
+async def _answer_http_error(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return ApiError(error.status_code, f"{http.method} {http.url.path}: {error.detail}").response()
 
 
-async def _on_error(http: HttpRequest, error: Exception) -> Response:
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     return api_error(error).response()

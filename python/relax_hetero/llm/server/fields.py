@@ -1,8 +1,8 @@
-"""Fields of requests that other servers support, and their neutral values, with which they change nothing.
+"""Fields of requests that other servers support, and the neutral values that change nothing.
 
 A request is refused if it has a field of `NEUTRAL_VALUES` that its endpoint does not support (see `CompletionBody` and
-`ChatBody`), with a value other than null and those of the row: ignoring it silently would give a wrong answer. Fields
-without a row are ignored. The rows have the names of OpenAI, vLLM, SGLang, the server of llama.cpp, Ollama,
+`ChatBody`), with a value other than null and its row's: ignoring it silently would give a wrong answer. Fields without
+a row are ignored. The rows have the names of OpenAI, vLLM, SGLang, the server of llama.cpp, Ollama,
 text-generation-inference and text-generation-webui.
 """
 
@@ -16,6 +16,7 @@ from .api_errors import ApiError
 
 
 def _rows(*rows: tuple[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Neutral values by name; names in a row are separated by spaces."""
     return {name: neutral for names, neutral in rows for name in names.split()}
 
 
@@ -113,7 +114,7 @@ NEUTRAL_MESSAGE_VALUES = _rows(
 )
 """Fields of messages; fields that the template uses are not refused."""
 
-_ALTERNATIVES = {
+_SUGGESTIONS = {
     **dict.fromkeys(("n_predict", "num_predict", "max_completion_tokens", "max_new_tokens"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
     **dict.fromkeys(("repeat_penalty", "penalty_repeat"), "repetition_penalty"),
@@ -151,6 +152,6 @@ def refuse_unsupported_fields(fields: Mapping[str, Any], rows: Mapping[str, tupl
     for name, value in fields.items():
         if not is_neutral(name, value, rows):
             neutral = "".join(f" or {json.dumps(each)}" for each in rows[name])
-            alternative = f"; use {_ALTERNATIVES[name]}" if name in _ALTERNATIVES else ""
-            found = f"found {json.dumps(value):.80}, which this server does not support"
-            raise ApiError(400, f"{prefix}{name}: {found}, expected null{neutral}{alternative}", prefix + name)
+            suggestion = f"; use {_SUGGESTIONS[name]}" if name in _SUGGESTIONS else ""
+            problem = f"found {json.dumps(value):.80}, which this server does not support"
+            raise ApiError(400, f"{prefix}{name}: {problem}, expected null{neutral}{suggestion}", prefix + name)

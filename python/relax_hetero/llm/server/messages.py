@@ -40,12 +40,12 @@ class Message(BaseModel):
         if isinstance(content, list):
             for index, part in enumerate(content):
                 if part.type != "text" or part.text is None:
-                    found = f"found a part of type {part.type!r}" + (" without text" if part.type == "text" else "")
+                    problem = f"found a part of type {part.type!r}" + (" without text" if part.type == "text" else "")
                     raise ApiError(
-                        400, f"{location}.content.{index}: {found}, expected text", f"{location}.content.{index}"
+                        400, f"{location}.content.{index}: {problem}, expected text", f"{location}.content.{index}"
                     )
             content = "".join(part.text or "" for part in content)
-        # Clients send answers back as they got them; templates would take an empty `tool_calls` for a tool call.
+        # Clients send answers back unchanged, and templates may take an empty `tool_calls` for a tool call.
         extra = {
             name: value
             for name, value in (self.model_extra or {}).items()
@@ -76,8 +76,8 @@ def render_checked(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
     """
     prompt = template.render(messages, **values)
 
-    def check(location: str, changed: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse the messages if changed ones have the same prompt."""
+    def refuse_if_unchanged(location: str, changed: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ApiError if changed messages have the same prompt."""
         try:
             same = template.render(changed, **values) == prompt
         except RequestError:
@@ -86,34 +86,34 @@ def render_checked(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
             raise ApiError(400, f"{location}: the model's chat template leaves it out", location.partition(":")[0])
 
     for name in NEUTRAL_MESSAGE_VALUES:
-        index = _first(not is_neutral(name, each.get(name), NEUTRAL_MESSAGE_VALUES) for each in messages)
+        index = _index_of_true(not is_neutral(name, each.get(name), NEUTRAL_MESSAGE_VALUES) for each in messages)
         if index is not None:
-            without = [{key: value for key, value in each.items() if key != name} for each in messages]
-            check(f"messages.{index}.{name}", without)
-    index = _first(each["role"] == "tool" for each in messages)
+            reduced = [{key: value for key, value in each.items() if key != name} for each in messages]
+            refuse_if_unchanged(f"messages.{index}.{name}", reduced)
+    index = _index_of_true(each["role"] == "tool" for each in messages)
     if index is not None:
         as_user = [{**each, "role": "user"} if each["role"] == "tool" else each for each in messages]
-        check(f"messages.{index}.role: found 'tool'", as_user)
-    for index in _missing(messages, prompt):
+        refuse_if_unchanged(f"messages.{index}.role: found 'tool'", as_user)
+    for index in _find_missing_texts(messages, prompt):
         location = f"messages.{index}.content: found a message of role {messages[index]['role']!r}"
-        check(location, [*messages[:index], *messages[index + 1 :]])
+        refuse_if_unchanged(location, [*messages[:index], *messages[index + 1 :]])
     return prompt
 
 
-def _missing(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[int]:
-    """Index of the first message of each role whose text is not in the prompt."""
+def _find_missing_texts(messages: Sequence[Mapping[str, Any]], prompt: str) -> list[int]:
+    """Indices of messages whose text is not in the prompt, at most one (the first) for each role."""
     index_by_role, position = {}, 0
     for index, message in enumerate(messages):
         if message["role"] in index_by_role:
             continue
         text = message["content"].strip()
-        begin = prompt.find(text, position)  # usually in order, so that one pass finds all
+        begin = prompt.find(text, position)  # texts are usually in order, so that one pass finds all
         if begin < 0 and text not in prompt:
             index_by_role[message["role"]] = index
         position = max(position, begin)
     return list(index_by_role.values())
 
 
-def _first(matches: Iterable[bool]) -> int | None:
+def _index_of_true(matches: Iterable[bool]) -> int | None:
     """Index of the first true element, if any."""
     return next((index for index, match in enumerate(matches) if match), None)

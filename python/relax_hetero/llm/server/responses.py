@@ -1,4 +1,4 @@
-"""Choices of a call, each a request to the engine, and their JSON in OpenAI's form."""
+"""Choices of a call, each of which is a request to the engine, and their JSON in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .api_errors import ApiError
 
 @dataclass(frozen=True)
 class ChoiceDelta:
-    """Growth of a choice's text; its end if `delta` is None."""
+    """Growth of the text of choice `index`, or its end if `delta` is None."""
 
     index: int
     delta: Delta | None
@@ -34,7 +34,7 @@ class Choices:
     requests : sequence of Request
         Request of each choice.
     prefixes : sequence of str
-        Text before that of the model, for each choice (``echo``).
+        Text that precedes the model's, for each choice (``echo``).
     seconds : float
         Time limit.
 
@@ -66,7 +66,7 @@ class Choices:
             request.cancel()
 
     async def stream(self) -> AsyncIterator[ChoiceDelta]:
-        """Iterate over growth of all choices, as it comes.
+        """Iterate over the growth of all choices, in order of time.
 
         Raises
         ------
@@ -90,7 +90,7 @@ class Choices:
         self._expired = True
         for request in self.requests:
             request.cancel()
-            request.finish("cancelled")  # now, even if the model hangs
+            request.finish("cancelled")  # at once, even if the model hangs
 
     def _check_time(self) -> None:
         if self._expired:
@@ -135,7 +135,7 @@ class ResponseFormat(Protocol):
         """Complete answer; each choice is a text, its log-probabilities and its finish reason."""
 
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
-        """First chunk of a choice, with a first text; None if there is none."""
+        """First chunk of a choice, which begins with `text`; None if the endpoint sends no such chunk."""
 
     def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
         """Chunk of a choice; the last one has a finish reason."""

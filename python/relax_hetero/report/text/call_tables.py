@@ -78,7 +78,7 @@ def _steps_line(schedule: Schedule) -> str:
 
 def memory_tables(plan: MemoryPlan) -> Iterator[Shown]:
     """Table of the memory of calls on each device, and a line for each function with symbolic sizes."""
-    uses = [plan.at(name) for name in plan.functions if not plan.names(name)]
+    uses = [plan.at(name) for name in plan.functions if not plan.symbolic_dims(name)]
     if uses:
         columns = ["function", "device", *(column.replace("_", " ") for column in _COLUMNS), "ratio"]
         yield table("Memory of a call", columns, _rows(uses), right=columns[2:])
@@ -87,14 +87,14 @@ def memory_tables(plan: MemoryPlan) -> Iterator[Shown]:
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """Memory of a call of each function, summed over devices."""
-    lines = {name: memory_line(plan.at(name)) for name in plan.functions if not plan.names(name)}
+    lines = {name: memory_line(plan.at(name)) for name in plan.functions if not plan.symbolic_dims(name)}
     if len(plan.functions) > 1:
         lines = {name: f"{name}: {line}" for name, line in lines.items()}
     return [*lines.values(), *_symbolic_lines(plan)]
 
 
 def _symbolic_lines(plan: MemoryPlan) -> list[str]:
-    symbolic = {name: plan.names(name) for name in plan.functions if plan.names(name)}
+    symbolic = {name: plan.symbolic_dims(name) for name in plan.functions if plan.symbolic_dims(name)}
     return [f"Memory of {name} depends on {', '.join(missing)}." for name, missing in symbolic.items()]
 
 
@@ -119,7 +119,7 @@ def use_with(plan: MemoryPlan, signature: FunctionSignature, inputs: Mapping[str
             for dim, extent in zip(spec.shape or (), inputs[spec.name].shape, strict=False):
                 dims.match(dim, extent, spec.name)
     dims.settle()
-    missing = set(plan.names(signature.name)) - dims.values.keys()
+    missing = set(plan.symbolic_dims(signature.name)) - dims.values.keys()
     return None if missing else plan.at(signature.name, **dims.values)
 
 

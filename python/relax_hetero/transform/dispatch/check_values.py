@@ -1,4 +1,4 @@
-"""CheckValues: an index outside of its axis, or a divisor 0, becomes an error.
+"""CheckValues: an index out of bounds, or a divisor 0, becomes an error.
 
 Before::
 

@@ -21,7 +21,7 @@ from .replaced_bindings import Replacement
 
 def stock_product(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
     """Bindings that compute `out.var` as the product or convolution of plain operands; see `stock_matmul`."""
-    return (stock_matmul if encoding.moves is None else stock_convolution)(encoding, operands, out)
+    return (stock_matmul if encoding.conv is None else stock_convolution)(encoding, operands, out)
 
 
 def stock_matmul(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tvm import relax, tirx
 
-from ...encoding.encoding import CONVOLUTIONS, DEFAULT, DYNAMIC, LHS, RESULT, RHS, Encoding, Moves, conv_maps
+from ...encoding.encoding import CONVOLUTIONS, DEFAULT, DYNAMIC, LHS, RESULT, RHS, ConvAttrs, Encoding, conv_maps
 from ...op import encoded as op
 from ...target.element_types import TF32
 from ..ir.blocks import shape_of, tensor_type
@@ -62,7 +62,7 @@ def emit_convolution(
     binding : relax.VarBinding
         Any binding.
     function : str
-        Name of the function, for remarks on declined convolutions.
+        Name of the function, for missed-optimization remarks.
     tf32 : bool
         Whether operands of float32 may be rounded to 10 bits of fraction.
     accuracy : str
@@ -137,24 +137,24 @@ def _encoding(shapes: Sequence[Sequence[Any]], attrs: Any, dtypes: tuple[str, st
         raise _Refused(f"found channels {channels} of data, weight and result (-1: symbolic) in {groups} groups")
     if 0 in sizes.values() or any(pad < 0 for pad in padding):
         raise _Refused(f"found an empty tensor or negative padding: {sizes}, padding {padding}")
-    moves = Moves(strides, padding, dilation, groups)
-    return Encoding(CONVOLUTIONS[len(strides) - 1], RESULT, dtypes, maps, tuple(sizes.items()), moves)
+    conv = ConvAttrs(strides, padding, dilation, groups)
+    return Encoding(CONVOLUTIONS[len(strides) - 1], RESULT, dtypes, maps, tuple(sizes.items()), conv)
 
 
 def stock_convolution(encoding: Encoding, operands: Sequence[relax.Expr], out: Replacement) -> list[relax.Binding]:
     """Bindings that compute `out.var` as the convolution of plain operands; any operand's `encoding` will do."""
-    moves = encoding.moves
-    assert moves is not None
+    conv = encoding.conv
+    assert conv is not None
     vdevice, accumulator = out.var.ty.vdevice, encoding.element_types[RESULT]
     if accumulator == "int32":
         operands = [out.stock(relax.op.astype(x, accumulator), vdevice, "wide") for x in operands]
     stock_conv = getattr(relax.op.nn, encoding.op_type)
     call = stock_conv(
         *operands,
-        strides=list(moves.strides),
-        padding=list(moves.padding),
-        dilation=list(moves.dilation),
-        groups=moves.groups,
+        strides=list(conv.strides),
+        padding=list(conv.padding),
+        dilation=list(conv.dilation),
+        groups=conv.groups,
         out_dtype=accumulator if accumulator != str(operands[LHS].ty.dtype) else None,
     )
     return out.finish(out.stock(call, vdevice, encoding.op_type))

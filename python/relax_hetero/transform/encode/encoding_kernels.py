@@ -54,7 +54,7 @@ from .kernel_problems import (
 
 
 class VariantNames:
-    """Names of the kernel variants of one module, by problem and target."""
+    """Unique kernel names of one module, by problem and target."""
 
     def __init__(self, mod: tvm.IRModule, vdevices: Sequence[relax.VDevice]) -> None:
         self._used_names = {gv.name_hint for gv in mod.get_global_vars()} | _variant_names(mod)
@@ -64,17 +64,17 @@ class VariantNames:
             self._devices.setdefault(str(vdevice.target), device_identifier(vdevice, vdevices))
 
     def name(self, problem: MatmulProblem | ConvProblem, target: tvm.target.Target) -> str:
-        """The name of the variant that solves `problem` on `target`; equal problems share it."""
+        """The name of the kernel that solves `problem` on `target`; equal problems share it."""
         key = (problem, str(target))
         if key not in self._names:
-            self._names[key] = self._fresh(f"{_describe(problem)}_{self.device(target)}")
+            self._names[key] = self._unused_name(f"{_base_name(problem)}_{self.device(target)}")
         return self._names[key]
 
     def device(self, target: tvm.target.Target) -> str:
-        """The first device of a target, as an identifier."""
+        """The first device with a target, as part of an identifier."""
         return self._devices.get(str(target), str(target.kind.name))
 
-    def _fresh(self, base: str) -> str:
+    def _unused_name(self, base: str) -> str:
         name, count = base, 0
         while name in self._used_names:
             count += 1
@@ -83,11 +83,11 @@ class VariantNames:
         return name
 
 
-def _describe(problem: MatmulProblem | ConvProblem) -> str:
-    return _describe_convolution(problem) if isinstance(problem, ConvProblem) else _describe_product(problem)
+def _base_name(problem: MatmulProblem | ConvProblem) -> str:
+    return _convolution_name(problem) if isinstance(problem, ConvProblem) else _product_name(problem)
 
 
-def _describe_convolution(problem: ConvProblem) -> str:
+def _convolution_name(problem: ConvProblem) -> str:
     """Name such as ``conv2d_1x64x56x56_128x3x3_s2``: data, output channels and window, then non-default attributes."""
     data, weight, windows = problem.data, problem.weight, problem.windows
     parts = [f"conv{len(windows)}d", shape_text(data.shape), shape_text([weight.shape[0], *weight.shape[2:]])]
@@ -96,19 +96,19 @@ def _describe_convolution(problem: ConvProblem) -> str:
             parts.append(letter + shape_text(values if len(set(values)) > 1 else values[:1]))
     if problem.groups != 1:
         parts.append(f"g{problem.groups}")
-    return "_".join(parts) + _types_text(data.dtype, weight.dtype)
+    return "_".join(parts) + _types_suffix(data.dtype, weight.dtype)
 
 
-def _describe_product(problem: MatmulProblem) -> str:
+def _product_name(problem: MatmulProblem) -> str:
     lhs, rhs = problem.lhs, problem.rhs
-    batch = [n for n in dict.fromkeys((*lhs.index_map, *rhs.index_map)) if n.startswith("b")]
-    sizes = [lhs.size(n) if n in lhs.index_map else rhs.size(n) for n in batch]
+    batch = [dim for dim in dict.fromkeys((*lhs.index_map, *rhs.index_map)) if dim.startswith("b")]
+    sizes = [lhs.size(dim) if dim in lhs.index_map else rhs.size(dim) for dim in batch]
     sizes += [lhs.size("m"), rhs.size("n"), lhs.size("k")]
     op = "batch_matmul" if batch else "matmul"
-    return f"{op}_{shape_text(sizes)}{_types_text(lhs.dtype, rhs.dtype)}"
+    return f"{op}_{shape_text(sizes)}{_types_suffix(lhs.dtype, rhs.dtype)}"
 
 
-def _types_text(lhs: str, rhs: str) -> str:
+def _types_suffix(lhs: str, rhs: str) -> str:
     return "" if {lhs, rhs} == {"float32"} else f"_{short_name(lhs)}{short_name(rhs)}"
 
 
@@ -122,14 +122,14 @@ def _variant_names(mod: tvm.IRModule) -> set[str]:
     return {str(call.attrs.kernel) for call in values if encoded_op(call) in PRODUCTS} - {""}
 
 
-_OPAQUE_PATTERN = 8  # TVM's kOpaque: stock fusion does not fuse such a kernel
+_OPAQUE_PATTERN = 8  # TVM's kOpaque: FuseOps does not fuse such a kernel
 _MAX_NAMED_OPS = 3
-"""Maximum number of ops of an epilogue in a kernel's name."""
+"""Maximum number of ops in a kernel's name besides its first op, such as those of an epilogue."""
 
 
 @dataclass
 class KernelTable:
-    """PrimFuncs of one module: one per distinct key and target, written on first request."""
+    """PrimFuncs of one module: one for each distinct key and target, written on the first request."""
 
     used_names: set[str]
     functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class KernelTable:
         ops: Sequence[str],
         make: Callable[[], tirx.PrimFunc],
     ) -> tvm.ir.GlobalVar:
-        """The kernel that solves `key` on `target`; `make` writes it once.
+        """The kernel with this key and target; `make` writes it on the first request.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class KernelTable:
         name : str
             Name of a new kernel; a number is appended if it is used already.
         ops : sequence of str
-            Ops that the kernel computes, for profiles.
+            Ops that the kernel computes, as profiles show them.
         make : Callable
             Function that writes the PrimFunc.
         """
@@ -171,7 +171,7 @@ class KernelTable:
 
 
 class EncodingKernels:
-    """Kernels of a module: one PrimFunc for each distinct problem and target.
+    """Kernels of a module's encoded ops, which resolvers write: one for each distinct problem and target.
 
     Parameters
     ----------
@@ -201,27 +201,28 @@ class EncodingKernels:
         rows: StoredRows | None = None,
         row_ops: Sequence[str] = (),
     ) -> tvm.ir.GlobalVar:
-        """The kernel of a product or convolution (and perhaps an initial accumulator), its epilogue and row phase.
+        """The kernel of a product or convolution with its epilogue and row phase.
 
-        `row_ops` are the names of the ops of the row phase; `op_text` names the op in errors, here and below.
+        `operands` may include an initial accumulator. `row_ops` are the ops of the row phase, for names and profiles.
+        `op_text` names the op in errors, here and below.
         """
         target = target_of(result.ty.vdevice)
-        expression = expression and _named(expression, result)
+        expression = expression and _with_named_functions(expression, result)
         problem = product_problem(encoding, operands, result, expression, epilogue_operands, rows)
         epilogue = [*_op_names(expression), *row_ops]
         full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_MAX_NAMED_OPS]])
-        return self._solve(problem, target, full_name, [encoding.op_type, *epilogue], op_text)
+        return self._kernel(problem, target, full_name, [encoding.op_type, *epilogue], op_text)
 
     def elementwise(
         self, expression: Expression, operands: Sequence[Stored], result: Stored, op_text: str
     ) -> tvm.ir.GlobalVar:
         """The kernel of an elementwise op that is not fused into a product."""
         target = target_of(result.ty.vdevice)
-        expression = _named(expression, result)
+        expression = _with_named_functions(expression, result)
         problem = elementwise_problem(expression, operands, result)
         op_names = _op_names(expression)
         name = "_".join([*op_names[: _MAX_NAMED_OPS + 1], shape_text(problem.result.shape), self._names.device(target)])
-        return self._solve(problem, target, name, op_names, op_text)
+        return self._kernel(problem, target, name, op_names, op_text)
 
     def rows(
         self, program: RowProgram, operands: Sequence[Stored], result: Stored, ops: str, op_text: str
@@ -232,7 +233,7 @@ class EncodingKernels:
         names = [name for name in ops.split(",") if name] or ["rows"]
         shape = next((operand.shape for operand in problem.operands if "n" in operand.index_map), problem.result.shape)
         name = "_".join([*names[: _MAX_NAMED_OPS + 1], shape_text(shape), self._names.device(target)])
-        return self._solve(problem, target, name, names, op_text)
+        return self._kernel(problem, target, name, names, op_text)
 
     def attention(
         self, call: relax.Call, result: relax.TensorType, op_text: str
@@ -243,7 +244,7 @@ class EncodingKernels:
         sizes = dict(problem.sizes)
         name = f"attention_{shape_text([sizes[dim] for dim in 'bhmnd'])}_{self._names.device(target)}"
         ops = ["matmul", *_op_names(problem.scores.expression), "softmax", "matmul"]
-        return self._with_scratch(problem, target, name, ops, op_text, result.vdevice)
+        return self._kernel_and_scratch(problem, target, name, ops, op_text, result.vdevice)
 
     def cached_attention(
         self, call: relax.Call, out: relax.TensorType, op_text: str
@@ -255,7 +256,7 @@ class EncodingKernels:
         name = f"{problem.rows}_attention_{shape_text([rows, *heads])}_{self._names.device(target)}"
         ops = ["rms_norm"] * bool(problem.norms) + ["rotary"] * bool(problem.rotary)
         ops += ["append", "matmul", "softmax", "matmul"]
-        return self._with_scratch(problem, target, name, ops, op_text, out.vdevice)
+        return self._kernel_and_scratch(problem, target, name, ops, op_text, out.vdevice)
 
     def append(self, call: relax.Call, out: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar | None:
         """The kernel that writes keys and values of a chunk into their pages; None if `cached_attention` does it."""
@@ -267,9 +268,9 @@ class EncodingKernels:
         )
         sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
         ops = ["rms_norm"] * ("k" in problem.norms) + ["rotary"] * bool(problem.rotary) + ["append"]
-        return self._solve(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, op_text)
+        return self._kernel(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, op_text)
 
-    def _with_scratch(
+    def _kernel_and_scratch(
         self,
         problem: AttentionProblem | CachedAttentionProblem,
         target: tvm.target.Target,
@@ -278,7 +279,7 @@ class EncodingKernels:
         op_text: str,
         vdevice: relax.VDevice,
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
-        kernel = self._solve(problem, target, name, ops, op_text)
+        kernel = self._kernel(problem, target, name, ops, op_text)
         params = self.functions[kernel].params
         if len(params) == len(problem.parameters):
             return kernel, None
@@ -292,62 +293,67 @@ class EncodingKernels:
         epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
         sizes = [*problem.result.shape, problem.depth]
         name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_MAX_NAMED_OPS]])
-        return self._solve(problem, target, name, ["block_matmul", *epilogue], op_text)
+        return self._kernel(problem, target, name, ["block_matmul", *epilogue], op_text)
 
     def unpacked_matmul(
         self, call: relax.Call, result: relax.TensorType, op_text: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType, tvm.ir.GlobalVar, int] | None:
-        """Kernel that dequantizes the weights of a product of many rows, its result; the product; the weights' count.
+        """Two kernels for a product of many rows: dequantize the weights, and multiply.
 
-        None if the target multiplies that many rows by the quantized weights.
+        Returns
+        -------
+        dequantize_kernel, dequantized_type, matmul_kernel, num_weights
+            Kernels, type of the first one's result, and its number of operands. None if one kernel on the quantized
+            weights is better on this target.
         """
         target = target_of(result.vdevice)
         problem = quantized_matmul_problem(call, result)
         layout = resolver_or_default(target).unpacked_layout(problem, target)
         if layout is None:
             return None
-        numbers = Operand((problem.depth, problem.columns), problem.lhs.dtype, ("k", "n"), layout)
+        dequantized = Operand((problem.depth, problem.columns), problem.lhs.dtype, ("k", "n"), layout)
         sizes, device = [problem.columns, problem.depth], self._names.device(target)
-        # One kernel for a weight, independent of the other operand.
-        plain = replace(problem, lhs=_one_row(problem.lhs), result=_one_row(problem.result), epilogue=None)
+        # Products of the same weight with different left operands share the kernel.
+        one_row = replace(problem, lhs=_one_row(problem.lhs), result=_one_row(problem.result), epilogue=None)
         name = f"block_unpack_{shape_text(sizes)}_{device}"
-        unpack = self._solve(BlockUnpackProblem(plain, numbers), target, name, ["block_unpack"], op_text)
-        product = MatmulProblem(problem.lhs, numbers, problem.result, "float32", epilogue=problem.epilogue)
+        unpack = BlockUnpackProblem(one_row, dequantized)
+        dequantize_kernel = self._kernel(unpack, target, name, ["block_unpack"], op_text)
+        product = MatmulProblem(problem.lhs, dequantized, problem.result, "float32", epilogue=problem.epilogue)
         epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
         name = "_".join(
             ["matmul", shape_text([*problem.result.shape, problem.depth]), device, *epilogue[:_MAX_NAMED_OPS]]
         )
-        multiply = self._solve(product, target, name, ["block_matmul", *epilogue], op_text)
+        matmul_kernel = self._kernel(product, target, name, ["block_matmul", *epilogue], op_text)
         shape = [int(extent) for extent in layout.packed_shape([problem.depth, problem.columns])]
         ty = relax.TensorType(shape, problem.lhs.dtype, result.vdevice)
-        return unpack, ty, multiply, len(problem.weights)
+        return dequantize_kernel, ty, matmul_kernel, len(problem.weights)
 
     def block_rows(self, call: relax.Call, result: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar:
         """The kernel that dequantizes rows of block-quantized weights."""
         target = target_of(result.vdevice)
         problem = block_rows_problem(call, result)
         name = f"block_rows_{shape_text(problem.result.shape)}_{self._names.device(target)}"
-        return self._solve(problem, target, name, ["block_rows"], op_text)
+        return self._kernel(problem, target, name, ["block_rows"], op_text)
 
     def relayout(self, source: Stored, result: Stored, op_text: str) -> tvm.ir.GlobalVar:
-        """The kernel that packs, unpacks (one of the layouts is row-major) or relayouts a tensor."""
+        """The kernel that packs a row-major tensor, unpacks to a row-major one, or converts between other layouts."""
         target = target_of(result.ty.vdevice)
         symbols = Symbols()
         shape = tuple(symbols.dim(extent) for extent in result.ty.shape.values)
         dtype = str(result.ty.dtype)
         layouts = source.layout, result.layout
-        op = "pack" if layouts[0].is_identity else "unpack" if layouts[1].is_identity else "relayout"
-        names = tuple(f"d{i}" for i in range(len(shape)))
-        buffers = [Operand(shape, dtype, names, stored.layout) for stored in (source, result)]
+        op = "pack" if source.layout.is_identity else "unpack" if result.layout.is_identity else "relayout"
+        index_map = tuple(f"d{i}" for i in range(len(shape)))
+        operands = [Operand(shape, dtype, index_map, stored.layout) for stored in (source, result)]
         name = f"{op}_{shape_text(shape)}_{self._names.device(target)}"
         key = (op, shape, dtype, *layouts)
 
         def make() -> tirx.PrimFunc:
-            return _checked(_relayout_kernel(shape, dtype, *layouts, target), buffers, target, op_text)
+            return _checked(_relayout_kernel(shape, dtype, *layouts, target), operands, target, op_text)
 
         return self._table.get(key, target, name, [op], make)
 
-    def _solve(
+    def _kernel(
         self,
         problem: Problem,
         target: tvm.target.Target,
@@ -361,7 +367,7 @@ class EncodingKernels:
                 func = resolver.kernel(problem, target)
             except EncodingError as error:
                 raise EncodingError(f"{op_text}, on target {target}: {error}") from error
-            except Exception as error:  # a third party's code raises any error, without naming the op
+            except Exception as error:  # a third party's resolver can raise anything, and does not name the op
                 raise EncodingError(
                     f"{op_text}: resolver {resolver.name!r} wrote no kernel for target {target}: "
                     f"{type(error).__name__}: {error}"
@@ -377,7 +383,7 @@ class EncodingKernels:
 def _relayout_kernel(
     shape: tuple[Dim, ...], dtype: str, source: PackedLayout, result: PackedLayout, target: tvm.target.Target
 ) -> tirx.PrimFunc:
-    """The kernel that changes a tensor's layout; generators are imported when they are needed."""
+    """The kernel that changes a tensor's layout; its generator is imported only here, when it is needed."""
     if "gpu" in target.keys:
         from ...tir.cuda.pack import relayout_kernel
 
@@ -400,8 +406,8 @@ def _one_row(operand: Operand) -> Operand:
 _ROW_MAJOR = PackedLayout.identity(2)
 
 
-def _named(expression: Expression, result: Stored) -> Expression:
-    """The expression with its activations by name, which only exist up to single precision."""
+def _with_named_functions(expression: Expression, result: Stored) -> Expression:
+    """The expression with activations as named functions, which lack float64 forms."""
     return expression if str(result.ty.dtype) == "float64" else named(expression)
 
 
@@ -413,20 +419,20 @@ def _op_names(expression: Expression | None) -> list[str]:
 
 
 def _checked(
-    func: Any, buffers: Sequence[Operand], target: tvm.target.Target, op_text: str, may_have_scratch: bool = False
+    func: Any, operands: Sequence[Operand], target: tvm.target.Target, op_text: str, may_have_scratch: bool = False
 ) -> tirx.PrimFunc:
-    """Check that a kernel takes the buffers of its problem, and perhaps one of scratch, whose shape is its own.
+    """Return `func` if its parameters are buffers for `operands`, and optionally one of scratch, of any shape.
 
     Any other kernel would misinterpret memory.
     """
     prefix = f"{op_text}, on target {target}: found"
     if not isinstance(func, tirx.PrimFunc):
         raise EncodingError(f"{prefix} {type(func).__name__}, expected a PrimFunc")
-    num_scratch = len(func.params) - len(buffers)
+    num_scratch = len(func.params) - len(operands)
     if num_scratch not in (0, int(may_have_scratch)) or not all(map(is_buffer_var, func.params)):
-        count = f"{len(buffers)} buffers{' and perhaps one of scratch' if may_have_scratch else ''}"
+        count = f"{len(operands)} buffers{' and perhaps one of scratch' if may_have_scratch else ''}"
         raise EncodingError(f"{prefix} a kernel of parameters {list(func.params)}, expected {count}")
-    for index, (buffer, operand) in enumerate(zip(func.params, buffers, strict=False)):
+    for index, (buffer, operand) in enumerate(zip(func.params, operands, strict=False)):
         _check_buffer(buffer, operand, f"{prefix} parameter {index}")
     return func
 
@@ -434,7 +440,7 @@ def _checked(
 def _check_buffer(buffer: tirx.Buffer, operand: Operand, prefix: str) -> None:
     if str(buffer.dtype) != operand.dtype:
         raise EncodingError(f"{prefix} of type {buffer.dtype}, expected {operand.dtype}")
-    expected = _stored_extents(operand)
+    expected = _buffer_extents(operand)
     extents = [int(extent) if isinstance(extent, tirx.IntImm) else None for extent in buffer.shape]
     if len(extents) != len(expected) or any(
         a is not None and b is not None and a != b for a, b in zip(extents, expected, strict=True)
@@ -442,7 +448,7 @@ def _check_buffer(buffer: tirx.Buffer, operand: Operand, prefix: str) -> None:
         raise EncodingError(f"{prefix} of shape {list(buffer.shape)}, expected {expected} (None: symbolic)")
 
 
-def _stored_extents(operand: Operand) -> list[int | None]:
+def _buffer_extents(operand: Operand) -> list[int | None]:
     """The extents of an operand's buffer, None for a symbolic one."""
     shape = [tirx.Var(extent, "int64") if isinstance(extent, str) else extent for extent in operand.shape]
     return [extent if isinstance(extent, int) else None for extent in operand.layout.packed_shape(shape)]

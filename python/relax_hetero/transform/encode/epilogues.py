@@ -1,7 +1,8 @@
 """Fusion into the kernel of a product or convolution: epilogues and row phases.
 
-Elementwise ops after it become its epilogue, applied to accumulators in registers (`fused_variables`). A row program
-becomes a phase that runs once the rows of the result are complete (`find_row_phases`).
+Elementwise ops after the product become its epilogue, applied to accumulators in registers (`fused_variables`). A row
+program (softmax, a norm, other row reductions) becomes a second phase of the kernel, which runs once the rows of the
+result are complete (`find_row_phases`).
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from .encoded_values import extents_of
 
 @dataclass(frozen=True)
 class Chain:
-    """A product and elementwise ops one after another, each the only user of the one before.
+    """A product and a sequence of elementwise ops, each the only user of the one before.
 
     Attributes
     ----------
     product : relax.Call
         The matmul or conv.
     expression : Expression
-        Expression of all elementwise ops, with the product as ``x0``; ``x0`` itself without ops.
+        All elementwise ops as one expression, with the product as ``x0``; ``x0`` without ops.
     epilogue_operands : tuple of relax.Expr
-        Operands x1, x2, ...
+        Operands x1, x2, ... of `expression`.
     """
 
     product: relax.Call
@@ -52,7 +53,8 @@ class Chain:
                 replacements.append(self.expression)
                 continue
             index = next((i for i, operand in enumerate(operands) if operand.same_as(arg)), len(operands))
-            operands[index:] = operands[index:] or [arg]
+            if index == len(operands):
+                operands.append(arg)
             replacements.append(Expression.operand(1 + index))
         expression = Expression.parse(str(call.attrs.expression)).substitute(replacements)
         return Chain(self.product, expression, tuple(operands))
@@ -65,27 +67,27 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
     """
     users = user_counts(func)
     scopes: dict[relax.Var, int] = {}
-    chained: set[relax.Var] = set()
+    chain_ends: set[relax.Var] = set()
     fused: set[relax.Var] = set()
     for scope, bindings in enumerate(walk_scopes(func)):
         for binding in bindings:
             if may_write(binding.value):
-                chained.clear()
+                chain_ends.clear()
             var, call = binding.var, binding.value
             scopes[var] = scope
             name = encoded_op(call)
             if name in PRODUCTS:
-                chained.add(var)
+                chain_ends.add(var)
             elif name == ELEMENTWISE:
                 first = call.args[0]
-                if first in chained and users.get(first, 0) == 1 and scopes[first] == scope:
+                if first in chain_ends and users.get(first, 0) == 1 and scopes[first] == scope:
                     fused.add(first)
-                    chained.add(var)
+                    chain_ends.add(var)
     return fused
 
 
 def may_write(value: relax.Expr) -> bool:
-    """Return whether a value may change a tensor in place: by its op, or by code outside of Relax."""
+    """Return whether a value may write to a tensor: an in-place op, or a call of a global or packed function."""
     if not isinstance(value, relax.Call):
         return False
     name = op_name(value)
@@ -120,16 +122,16 @@ _ROW_PHASE_TYPES = ("float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class RowPhases:
-    """Products of one function that compute a row program as their second phase.
+    """Row programs of one function that kernels of products compute as their second phase.
 
     Attributes
     ----------
     products : dict
-        Operand that is the product's plain result, by the variable of `rows`.
+        Variable of the product's plain result, an operand of the row program, by the row program's variable.
     plain : set of Var
-        These operands, which exist only inside a kernel.
+        The values of `products`, which exist only inside a kernel.
     encoded : set of Var
-        Encoded results that the operands are unpacked from, which exist only inside a kernel, too.
+        Encoded results from which `plain` are unpacked; they, too, exist only inside a kernel.
     """
 
     products: dict[relax.Var, relax.Var]
@@ -145,7 +147,7 @@ def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:
     func : relax.Function
         Function with layouts.
     fused : set of relax.Var
-        Variables that the kernels of products compute already (`fused_variables`).
+        Variables that exist only inside kernels of products (`fused_variables`).
     """
     phases = RowPhases({}, set(), set())
     users = user_counts(func)
@@ -156,7 +158,8 @@ def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:
                 values.clear()
             values[binding.var] = binding.value
             if op_name(binding.value) == ROWS:
-                product = next((arg for arg in binding.value.args if _joins(arg, binding, values, users, fused)), None)
+                args = binding.value.args
+                product = next((arg for arg in args if _can_fuse(arg, binding, values, users, fused)), None)
                 if product is not None:
                     phases.products[binding.var] = product
                     phases.plain.add(product)
@@ -164,13 +167,14 @@ def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:
     return phases
 
 
-def _joins(
+def _can_fuse(
     arg: relax.Expr,
     rows: relax.Binding,
     values: dict[relax.Var, relax.Expr],
     users: dict[relax.Var, int],
     fused: set[relax.Var],
 ) -> bool:
+    """Return whether `arg` is the result of a product whose kernel can compute `rows`, the only user."""
     unset = values.get(arg) if isinstance(arg, relax.Var) else None
     if unset is None or encoded_op(unset) != UNSET or users.get(arg, 0) != 1 or users.get(unset.args[0], 0) != 1:
         return False
@@ -179,13 +183,13 @@ def _joins(
         producer = values.get(producer.args[0])
     if producer is None or encoded_op(producer) != MATMUL or not PackedLayout.parse(unset.attrs.layout).is_identity:
         return False
-    types = [str(operand.ty.dtype) for operand in rows.value.args]
+    dtypes = [str(operand.ty.dtype) for operand in rows.value.args]
     result = rows.var.ty
-    names = Encoding.parse(unset.attrs.encoding).index_map
+    index_map = Encoding.parse(unset.attrs.encoding).index_map
     return (
         str(arg.ty.dtype) == str(result.dtype)
-        and all(dtype in _ROW_PHASE_TYPES for dtype in types)
-        and names[-1] == "n"
+        and all(dtype in _ROW_PHASE_TYPES for dtype in dtypes)
+        and index_map[-1] == "n"
         and same_shape(extents_of(arg.ty), extents_of(result))
         and RowPhase in resolver_or_default(target_of(result.vdevice)).problems
     )

@@ -54,7 +54,7 @@ def product_problem(
 
     A convolution cannot have a row phase.
     """
-    if encoding.moves is not None:
+    if encoding.conv is not None:
         return conv_problem(encoding, operands[0], operands[1], result, expression, epilogue_operands)
     init = operands[2] if len(operands) > 2 else None
     return matmul_problem(encoding, operands[0], operands[1], result, init, expression, epilogue_operands, rows)
@@ -112,16 +112,16 @@ def conv_problem(
     epilogue_operands: Sequence[Stored] = (),
 ) -> ConvProblem:
     """The problem of a convolution of encoded tensors; see `matmul_problem` for its parameters."""
-    moves, symbols, maps = encoding.moves, Symbols(), encoding.index_maps
-    assert moves is not None
-    spatial = len(moves.strides)
+    conv, symbols, maps = encoding.conv, Symbols(), encoding.index_maps
+    assert conv is not None
+    spatial = len(conv.strides)
     windows = tuple(
         Window(
             encoding.sizes[f"w{d}"],
-            moves.strides[d],
-            moves.dilation[d],
-            moves.padding[d],
-            moves.padding[spatial + d],
+            conv.strides[d],
+            conv.dilation[d],
+            conv.padding[d],
+            conv.padding[spatial + d],
         )
         for d in range(spatial)
     )
@@ -133,7 +133,7 @@ def conv_problem(
     out = result.operand(symbols, maps[RESULT])
     tf32 = encoding.element_types[LHS] == TF32
     return ConvProblem(
-        data_operand, weight_operand, out, encoding.element_types[RESULT], windows, moves.groups, epilogue, tf32
+        data_operand, weight_operand, out, encoding.element_types[RESULT], windows, conv.groups, epilogue, tf32
     )
 
 

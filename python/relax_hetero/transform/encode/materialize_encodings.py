@@ -12,11 +12,11 @@ After::
 
     y = R.call_tir(cls.matmul_128x768x3072_llvm_0_add_relu, (x, weight, bias), out_ty=R.Tensor((128, 3072), ...))
 
-Packing becomes a kernel, a plain `permute_dims` if nothing is tiled (other passes can move that), or nothing if the
-layout is the identity. A tensor that is unpacked only to be packed for another op is converted directly. Types
-become those of the packed tensors. A chain of elementwise ops after a product, each the only user of the one before,
-becomes the epilogue of the product's kernel: accumulators stay in registers for bias, activation and residual.
-`R.hetero.rows` becomes a kernel, or a phase of the kernel of the product whose result it alone reads (`epilogues`).
+`set_encoding` and `unset_encoding` become a kernel, a plain `permute_dims` if nothing is tiled (other passes can move
+that), or nothing if the layout is the identity. A tensor that is unpacked only to be packed for another op is converted
+directly. Types become those of the packed tensors. A chain of elementwise ops after a product, each the only user of
+the one before, becomes the epilogue of its kernel: accumulators stay in registers for bias, activation and residual.
+`R.hetero.rows` becomes a kernel, or, if it is the only reader of a product, a phase of that kernel (`epilogues`).
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
 `relax_hetero.tir.pack.pack`; equal problems on equal targets share one. A second run changes nothing.
@@ -60,49 +60,49 @@ def materialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     """
     verify_encodings(mod)
     kernels = EncodingKernels(mod, vdevices_of(mod))
-    functions = {gv: _Function(gv.name_hint, kernels, func).materialize() for gv, func in relax_functions(mod)}
+    functions = {gv: _Materializer(gv.name_hint, kernels, func).materialize() for gv, func in relax_functions(mod)}
     return with_functions(mod, {**functions, **kernels.functions})
 
 
 MaterializeEncodings = declare_pass("MaterializeEncodings", materialize_encodings)
 
 
-class _Function:
-    """Rewriter of one function, with the stored form of each encoded variable."""
+class _Materializer:
+    """Rewriter of one function."""
 
     def __init__(self, name: str, kernels: EncodingKernels, func: relax.Function) -> None:
         self.name = name
         self.kernels = kernels
         self.func = func
-        self.fused = fused_variables(func)
+        self.fused = fused_variables(func)  # exist only inside kernels
         self.phases = find_row_phases(func, self.fused)
         self.fused |= self.phases.encoded
-        self.relayouts = _find_relayouts(func)
-        self.chains: dict[relax.Var, Chain] = {}
-        self.stored: dict[relax.Var, Stored] = {}
-        self.tuples = _vars_used_beyond_fields(func)
-        self.tuple_of: dict[relax.Var, relax.Var] = {}  # replacement of a tuple, with the same fields and more
-        self.fields: dict[relax.Var, tuple[relax.Var, ...]] = {}  # tuples that became variables, one for each field
+        self.relayouts = _find_relayouts(func)  # plain tensors that are only packed again
+        self.chains: dict[relax.Var, Chain] = {}  # product and epilogue up to a fused variable
+        self.stored: dict[relax.Var, Stored] = {}  # type and layout of packed tensors
+        self.tuples = _vars_used_beyond_fields(func)  # used as a whole
+        self.wider_tuples: dict[relax.Var, relax.Var] = {}  # replacement of a tuple, with scratch at its end
+        self.fields: dict[relax.Var, tuple[relax.Var, ...]] = {}  # variables for the fields of a replaced tuple
         self.merges = Merges()
 
     def materialize(self) -> relax.Function:
-        return self.merges.apply(map_bindings(self.func, error_context(self._change, self.name)))
+        return self.merges.apply(map_bindings(self.func, error_context(self._rewrite, self.name)))
 
-    def _change(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+    def _rewrite(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         value = binding.value
         name = encoded_op(value)
         if name is not None:
-            return self._encoded(name, binding)
+            return self._rewrite_encoded(name, binding)
         if op_name(value) == ROWS:
-            return self._rows(binding)
+            return self._rewrite_rows(binding)
         if op_name(value) == ATTENTION:
-            return self._attention(binding)
+            return self._rewrite_attention(binding)
         if op_name(value) == CACHED_ATTENTION:
-            return self._cached_attention(binding)
+            return self._rewrite_cached_attention(binding)
         if op_name(value) in (BLOCK_MATMUL, BLOCK_ROWS):
-            return self._quantized_op(binding)
-        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.tuple_of:
-            field = relax.TupleGetItem(self.tuple_of[value.tuple_value], value.index)
+            return self._rewrite_quantized_op(binding)
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.wider_tuples:
+            field = relax.TupleGetItem(self.wider_tuples[value.tuple_value], value.index)
             return relax.VarBinding(binding.var, field, binding.span)
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.fields:
             return self.merges.alias(binding.var, self.fields[value.tuple_value][int(value.index)])
@@ -113,7 +113,7 @@ class _Function:
             return self._bind(binding, typed(transfer, physical_type(copy)), copy)
         return binding
 
-    def _encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+    def _rewrite_encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         var, call = binding.var, binding.value
         op_text = f"{name} of variable {var.name!r} in function {self.name!r}"
         if not call.attrs.layout:
@@ -124,9 +124,9 @@ class _Function:
             self.stored[var] = stored
             return self.merges.drop(var, call.args[0])
         if name == SET:
-            return self._packed(binding, self._stored(call.args[0]), stored, op_text)
+            return self._pack(binding, self._stored(call.args[0]), stored, op_text)
         if name == RELAYOUT:
-            return self._packed(binding, Stored(var.ty, PackedLayout.parse(call.attrs.from_layout)), stored, op_text)
+            return self._pack(binding, Stored(var.ty, PackedLayout.parse(call.attrs.from_layout)), stored, op_text)
         if name == UNSET:
             if var in self.phases.plain:
                 self.chains[var] = self.chains[call.args[0]]
@@ -142,13 +142,13 @@ class _Function:
         elif call.args[0] in self.chains:
             chain = self.chains[call.args[0]].then(call)
         else:
-            return self._elementwise(binding, stored, op_text)
+            return self._rewrite_elementwise(binding, stored, op_text)
         if var in self.fused:
             self.chains[var] = chain
             return []
-        return self._product(binding, chain, stored, op_text)
+        return self._product_call(binding, chain, stored, op_text)
 
-    def _packed(
+    def _pack(
         self, binding: relax.Binding, source: Stored, stored: Stored, op_text: str
     ) -> relax.Binding | list[relax.Binding]:
         if source.layout == stored.layout:
@@ -157,7 +157,7 @@ class _Function:
         return self._bind(binding, self._relayout(binding.value, source, stored, op_text), stored)
 
     def _relayout(self, call: relax.Call, source: Stored, stored: Stored, op_text: str) -> relax.Call:
-        """Convert the operand of `call` to another layout: by a kernel, or a plain permutation if that suffices."""
+        """Convert the operand of `call` to another layout, with a kernel or, if that is enough, a permutation."""
         axes = source.layout.permutation_to(stored.layout)
         if axes is None:
             kernel = self.kernels.relayout(source, stored, op_text)
@@ -165,7 +165,7 @@ class _Function:
         permute = relax.op.permute_dims(self.merges.resolve(call.args[0]), list(axes))
         return typed(permute, physical_type(stored))
 
-    def _product(
+    def _product_call(
         self,
         binding: relax.Binding,
         chain: Chain,
@@ -174,24 +174,26 @@ class _Function:
         rows: StoredRows | None = None,
         row_args: Sequence[relax.Expr] = (),
     ) -> relax.Binding:
-        """Call of a product's kernel; with `rows`, the binding is that of the row program."""
+        """Call of a product's kernel; with a row phase `rows`, `binding` is that of the row program."""
         encoding = Encoding.parse(chain.product.attrs.encoding)
         operands = [self._stored(arg) for arg in chain.product.args]
         expression = None if chain.expression == Expression.operand(0) else chain.expression
-        extra = [self._stored(arg) for arg in chain.epilogue_operands]
+        epilogue_operands = [self._stored(arg) for arg in chain.epilogue_operands]
         name = str(chain.product.attrs.kernel)
         row_ops = str(binding.value.attrs.ops).split(",") if rows is not None else []
-        kernel = self.kernels.product(encoding, operands, stored, expression, extra, name, op_text, rows, row_ops)
+        kernel = self.kernels.product(
+            encoding, operands, stored, expression, epilogue_operands, name, op_text, rows, row_ops
+        )
         call = self._call(kernel, [*chain.product.args, *chain.epilogue_operands, *row_args], physical_type(stored))
         return self._bind(binding, call, stored)
 
-    def _elementwise(self, binding: relax.Binding, stored: Stored, op_text: str) -> relax.Binding:
+    def _rewrite_elementwise(self, binding: relax.Binding, stored: Stored, op_text: str) -> relax.Binding:
         call = binding.value
         expression = Expression.parse(call.attrs.expression)
         kernel = self.kernels.elementwise(expression, [self._stored(arg) for arg in call.args], stored, op_text)
         return self._bind(binding, self._call(kernel, call.args, physical_type(stored)), stored)
 
-    def _rows(self, binding: relax.Binding) -> relax.Binding:
+    def _rewrite_rows(self, binding: relax.Binding) -> relax.Binding:
         var, call = binding.var, binding.value
         program = RowProgram.parse(call.attrs.program)
         op_text = f"{ROWS} of variable {var.name!r} in function {self.name!r}"
@@ -200,13 +202,13 @@ class _Function:
             index = next(i for i, arg in enumerate(call.args) if arg.same_as(product))
             chain, args = self.chains[product], [arg for arg in call.args if not arg.same_as(product)]
             rows = StoredRows(program, index, tuple(map(self._stored, args)))
-            return self._product(binding, chain, Stored.plain(var.ty), op_text, rows, args)
+            return self._product_call(binding, chain, Stored.plain(var.ty), op_text, rows, args)
         operands = [self._stored(arg) for arg in call.args]
         kernel = self.kernels.rows(program, operands, Stored.plain(var.ty), str(call.attrs.ops), op_text)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
-    def _attention(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
-        """Call of a kernel, whose scratch, if any, is a second result without readers."""
+    def _rewrite_attention(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+        """Call of an attention kernel; a scratch tensor, if it needs one, is a second result, which nothing reads."""
         op_text = f"{ATTENTION} of variable {binding.var.name!r} in function {self.name!r}"
         kernel, scratch = self.kernels.attention(binding.value, binding.var.ty, op_text)
         var, call = binding.var, binding.value
@@ -216,17 +218,17 @@ class _Function:
         operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
         value = typed(relax.call_tir(kernel, operands, types), tvm.ir.TupleType(types))
         results = type(var)(f"{var.name}_scratch", value.ty)
-        first = relax.VarBinding(var, relax.TupleGetItem(results, 0), binding.span)
-        return [relax.VarBinding(results, value, binding.span), first]
+        output = relax.VarBinding(var, relax.TupleGetItem(results, 0), binding.span)
+        return [relax.VarBinding(results, value, binding.span), output]
 
-    def _cached_attention(self, binding: relax.Binding) -> list[relax.Binding]:
-        """Call of a kernel that writes its pages in place; scratch, if any, is a further result."""
+    def _rewrite_cached_attention(self, binding: relax.Binding) -> list[relax.Binding]:
+        """Call of a kernel that appends to pages in place and attends to them; scratch, if any, is the last result."""
         var, call = binding.var, binding.value
         op_text = f"{CACHED_ATTENTION} of variable {var.name!r} in function {self.name!r}"
         out, pages = var.ty.fields
-        append = self.kernels.append(call, out, op_text)
-        if append is not None:
-            return self._appended_attention(binding, append, op_text)
+        append_kernel = self.kernels.append(call, out, op_text)
+        if append_kernel is not None:
+            return self._attention_after_append(binding, append_kernel, op_text)
         kernel, scratch = self.kernels.cached_attention(call, out, op_text)
         types = [out, pages] if scratch is None else [out, pages, scratch]
         operands = relax.Tuple([self.merges.resolve(arg) for arg in call.args])
@@ -236,22 +238,22 @@ class _Function:
         if scratch is None:
             return [relax.VarBinding(var, value, binding.span)]
         results = type(var)(f"{var.name}_scratch", value.ty)
-        self.tuple_of[var] = results
-        # The tuple without scratch is only made if something reads it as a tuple: it would end a run of commands.
-        return [relax.VarBinding(results, value, binding.span), *self._tuple(binding, results)]
+        self.wider_tuples[var] = results
+        # The tuple without scratch is only built if something uses it as a whole: it would split a command buffer.
+        return [relax.VarBinding(results, value, binding.span), *self._original_tuple(binding, results)]
 
-    def _appended_attention(
-        self, binding: relax.Binding, append: tvm.ir.GlobalVar, op_text: str
+    def _attention_after_append(
+        self, binding: relax.Binding, append_kernel: tvm.ir.GlobalVar, op_text: str
     ) -> list[relax.Binding]:
-        """Calls of a kernel that writes pages in place, and of one that reads them."""
+        """Calls of a kernel that appends to pages in place, and of one that attends to them."""
         var, call = binding.var, binding.value
-        kind, (out, pages) = type(var), var.ty.fields
+        var_class, (out, pages) = type(var), var.ty.fields
         operands = [self.merges.resolve(arg) for arg in call.args]
-        new_pages = kind(f"{var.name}_pages", pages)
-        write = typed(relax.call_tir_inplace(append, relax.Tuple(operands), [PAGES], [pages]), pages)
+        new_pages = var_class(f"{var.name}_pages", pages)
+        write = typed(relax.call_tir_inplace(append_kernel, relax.Tuple(operands), [PAGES], [pages]), pages)
         operands[PAGES] = new_pages
         kernel, _ = self.kernels.cached_attention(call, out, op_text)
-        rows = kind(f"{var.name}_rows", out)
+        rows = var_class(f"{var.name}_rows", out)
         value = typed(relax.call_tir(kernel, relax.Tuple(operands), out), out)
         self.fields[var] = (rows, new_pages)
         bindings = [relax.VarBinding(new_pages, write, binding.span), relax.VarBinding(rows, value, binding.span)]
@@ -259,29 +261,30 @@ class _Function:
             bindings.append(relax.VarBinding(var, relax.Tuple([rows, new_pages]), binding.span))
         return bindings
 
-    def _tuple(self, binding: relax.Binding, results: relax.Var) -> list[relax.Binding]:
-        """The original tuple, made of the first fields of `results`, if it is used as a tuple."""
-        var, kind = binding.var, type(binding.var)
+    def _original_tuple(self, binding: relax.Binding, results: relax.Var) -> list[relax.Binding]:
+        """Bindings that build the original tuple from the first fields of `results`, if it is used as a whole."""
+        var, var_class = binding.var, type(binding.var)
         if var not in self.tuples:
             return []
-        fields = [kind(f"{var.name}_{index}", ty) for index, ty in enumerate(var.ty.fields)]
+        fields = [var_class(f"{var.name}_{index}", ty) for index, ty in enumerate(var.ty.fields)]
         items = [relax.VarBinding(field, relax.TupleGetItem(results, index)) for index, field in enumerate(fields)]
         return [*items, relax.VarBinding(var, relax.Tuple(fields), binding.span)]
 
-    def _quantized_op(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+    def _rewrite_quantized_op(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         """Call of a kernel on quantized weights, or calls of a kernel that dequantizes them and of a product."""
         var, call = binding.var, binding.value
         op_text = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
         is_product = op_name(call) == BLOCK_MATMUL
         unpacked = self.kernels.unpacked_matmul(call, var.ty, op_text) if is_product else None
         if unpacked is not None:
-            unpack, ty, multiply, count = unpacked
+            dequantize_kernel, ty, matmul_kernel, num_weights = unpacked
             weights = type(var)(f"{var.name}_numbers", ty)
-            dequantize = relax.VarBinding(weights, self._call(unpack, call.args[1 : 1 + count], ty), binding.span)
-            product = self._call(multiply, [call.args[0], weights, *call.args[1 + count :]], var.ty)
+            lhs, args, extra_args = call.args[0], call.args[1 : 1 + num_weights], call.args[1 + num_weights :]
+            dequantize = relax.VarBinding(weights, self._call(dequantize_kernel, args, ty), binding.span)
+            product = self._call(matmul_kernel, [lhs, weights, *extra_args], var.ty)
             return [dequantize, relax.VarBinding(var, product, binding.span)]
-        write_kernel = self.kernels.quantized_matmul if is_product else self.kernels.block_rows
-        kernel = write_kernel(call, var.ty, op_text)
+        get_kernel = self.kernels.quantized_matmul if is_product else self.kernels.block_rows
+        kernel = get_kernel(call, var.ty, op_text)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _stored(self, expr: relax.Expr) -> Stored:
@@ -304,7 +307,7 @@ class _Function:
 
 
 def _vars_used_beyond_fields(func: relax.Function) -> set[relax.Var]:
-    """Variables with uses other than the access to a field."""
+    """Variables that are used other than by access to a field."""
     counts = user_counts(func)
     for binding in walk_bindings(func):
         if isinstance(binding.value, relax.TupleGetItem) and isinstance(binding.value.tuple_value, relax.Var):
@@ -318,6 +321,7 @@ def _find_relayouts(func: relax.Function) -> set[relax.Var]:
     counts = user_counts(func)
     for binding in walk_bindings(func):
         name, var = encoded_op(binding.value), binding.var
+        # Only if both are dataflow variables or neither is, one can replace the other.
         if name == UNSET and isinstance(var, relax.DataflowVar) == isinstance(binding.value.args[0], relax.DataflowVar):
             unset.add(var)
         elif name == SET and binding.value.args[0] in unset:

@@ -1,4 +1,4 @@
-"""PropagateEncodings: move ops around products and convolutions to their encoded operands and results.
+"""PropagateEncodings: fuse ops before and after products and convolutions, so that tensors stay encoded between them.
 
 Before::
 
@@ -12,24 +12,23 @@ After::
     z_encoded = R.hetero.elementwise(out, bias, expression="relu(add(x0, x1))", encoding="matmul[2]<...>")
     z = R.hetero.unset_encoding(z_encoded, "matmul[2]<...>")
 
-Its steps:
+The pass does the following:
 
-- Permutations of operands and results of a matrix product become index maps (`absorb_permutes`). TVM's
-  FuseTransposeMatmul makes a kernel of loops for a transposed right operand; with an index map, the device's own kernel
-  reads either operand, and writes the result, in any order.
-- Elementwise ops on the result of a product or convolution become one expression (`absorb_elementwise`), up to its last
-  post-dominator: nothing is computed or stored twice.
-- `unset_encoding` moves below a transfer if all users there set the same encoding again; ops never change devices.
-- A pair of unset and set with one encoding cancels.
+- Permutations of operands and results of a matrix product become index maps (`absorb_permutes`), with which the
+  device's kernel reads operands and writes the result in any order. (TVM's FuseTransposeMatmul instead makes a plain
+  loop nest of a product with a transposed right operand.)
+- Elementwise ops on the result of a product or convolution become one expression (`absorb_elementwise`).
+- `unset_encoding` moves after a transfer if all users of the transferred tensor set the same encoding again. No op
+  changes its device.
+- ``set_encoding(unset_encoding(x))`` and ``unset_encoding(set_encoding(x))`` with one encoding become ``x``.
 
-Assumes SetEncoding, and does not depend on devices: SpecializeEncodings undoes everything where a device lacks a
-layout. Linear in the number of bindings; a second run changes nothing.
+Runs after SetEncoding. The result is the same for all devices: SpecializeEncodings undoes it for a device that has no
+layout for an encoding. Linear in the number of bindings; a second run changes nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +48,7 @@ from ..ir.axes import permutation
 from ..ir.blocks import (
     Block,
     Emitter,
+    Rewrite,
     broadcast,
     is_one,
     renamed,
@@ -71,41 +71,41 @@ from .encoded_products import ONE
 
 # Regions: elementwise ops on the result of a product or convolution, as one expression on the encoded result.
 #
-# A region starts at an `unset_encoding` and grows over its elementwise users. It ends at the last value that
-# post-dominates the start: in ``x * sigmoid(x)`` that is the product, not the sigmoid. Values before the end have no
-# users outside, so nothing is computed or stored twice. Where two products meet, the region belongs to the later one,
-# and the result of the earlier one is its operand.
+# A region starts at an `unset_encoding`, whose result is its root, and grows over elementwise users. It ends at the
+# last value that post-dominates the root: in ``x * sigmoid(x)`` that is the product, not the sigmoid. Values before the
+# end have no users outside, so nothing is computed or stored twice. An op on the results of two matrix products belongs
+# to the region of the later one, and the result of the earlier one is an operand of that region.
 #
-# A region extends over reshapes and permutations if operands after them can be reshaped and permuted back to the result
-# of the product: a tensor of one dimension always can; a full tensor can after a reshape, and after a permutation if it
-# was itself permuted in the same way just before, so that the two cancel.
+# A region may contain reshapes or permutations. The expression is computed before them, in the root's shape; so
+# operands of ops after them are reshaped or permuted back (`_aligned_to_root`). The region ends where that would be
+# impossible or cost a copy (`_RegionBuilder._operand`).
 
 
 def absorb_elementwise(block: Block) -> list[relax.Binding] | None:
     """The block's bindings with every region replaced by one `R.hetero.elementwise`; None without regions."""
     regions: dict[int, Region] = {}
-    claimed: set[int] = set()
+    bindings_in_regions: set[int] = set()
     for binding in reversed(block.bindings):
-        region = _RegionBuilder(block, binding.var, claimed).region() if is_root(binding, block) else None
+        region = _RegionBuilder(block, binding.var, bindings_in_regions).region() if is_root(binding, block) else None
         if region is not None:
             regions[region.end] = region
-            claimed.update([*region.inside, region.end])
-    return with_regions(block, regions, lambda emitter, region, var: _write(emitter, region, var, block))
+            bindings_in_regions.update([*region.inside, region.end])
+    return with_regions(block, regions, lambda emitter, region, var: _emit_region(emitter, region, var, block))
 
 
 def is_root(binding: relax.Binding, block: Block) -> bool:
-    """Return whether a region may start here: at the unpacked result of an encoded op of this block."""
+    """Return whether a region may start here: at the `unset_encoding` of an encoded op's result in this block."""
     value = binding.value
     if op_name(value) != op.UNSET or value.attrs.layout or shape_of(binding.var) is None:
         return False
     return op_name(block.definition(value.args[0])) in (*op.PRODUCTS, op.ELEMENTWISE)
 
 
-def _write(emitter: Emitter, region: Region, var: relax.Var, block: Block) -> None:
-    """Write the region's expression, and its plain result as `var`."""
+def _emit_region(emitter: Emitter, region: Region, var: relax.Var, block: Block) -> None:
+    """Emit the region's `elementwise` op, and bind its result, without encoding, to `var`."""
     unset = block.definitions[region.root]
     encoding = Encoding.parse(unset.attrs.encoding)
-    expression, region_operands = _simplified(region)
+    expression, region_operands = _simplify_region(region)
     operands = [unset.args[0]]
     for index, operand in enumerate(region_operands, 1):
         value = _aligned_to_root(emitter, operand, f"{var.name}_x{index}")
@@ -119,20 +119,19 @@ def _write(emitter: Emitter, region: Region, var: relax.Var, block: Block) -> No
     if region.order is None and same_shape(shape, shape_of(var) or []):
         emitter.bind(var, relax.Call(unset.op, [result], unset.attrs, ret_ty=var.ty))
         return
-    plain = emitter.emit(op.unset_encoding(result, encoding), ty, f"{var.name}_plain")
+    row_major = emitter.emit(op.unset_encoding(result, encoding), ty, f"{var.name}_plain")
     if region.order is None:
-        view = relax.op.reshape(plain, shape_of(var))
+        view = relax.op.reshape(row_major, shape_of(var))
     else:
-        view = relax.op.permute_dims(plain, list(region.order))
+        view = relax.op.permute_dims(row_major, list(region.order))
     emitter.bind(var, relax.Call(view.op, list(view.args), view.attrs, ret_ty=var.ty))
 
 
-def _simplified(region: Region) -> tuple[Expression, list[RegionOperand]]:
-    """The region's expression with simplified requantization, and its remaining operands after ``x0``."""
+def _simplify_region(region: Region) -> tuple[Expression, list[RegionOperand]]:
+    """Simplify requantization in a region; returns its expression, and the operands ``x1``, ``x2``, ... of that."""
     values: list[relax.Expr] = [region.root, *(operand.value for operand in region.operands)]
-    constants = {
-        index: array for index, operand in enumerate(region.operands, 1) if (array := _constant(operand)) is not None
-    }
+    arrays_by_operand = ((index, _constant_array(operand)) for index, operand in enumerate(region.operands, 1))
+    constants = {index: array for index, array in arrays_by_operand if array is not None}
     dtypes = [str(value.ty.dtype) for value in values]
     expression, new_constants = simplify_requantization(region.expression, dtypes, constants)
     arrays = list(new_constants.values())
@@ -144,11 +143,11 @@ def _simplified(region: Region) -> tuple[Expression, list[RegionOperand]]:
         *(RegionOperand(constant_on_device_of(array, region.root), None, False) for array in arrays),
     ]
     used = [index for index in operands_of(expression) if index]
-    replacements = [Expression.operand(used.index(i) + 1 if i in used else 0) for i in range(len(operands) + 1)]
-    return expression.substitute(replacements), [operands[index - 1] for index in used]
+    new_numbers = [Expression.operand(used.index(i) + 1 if i in used else 0) for i in range(len(operands) + 1)]
+    return expression.substitute(new_numbers), [operands[index - 1] for index in used]
 
 
-def _constant(operand: RegionOperand) -> np.ndarray | None:
+def _constant_array(operand: RegionOperand) -> np.ndarray | None:
     """The elements of a float32 constant operand, aligned to the root; None for other operands."""
     if not isinstance(operand.value, tvm.ir.GenericConst) or str(operand.value.ty.dtype) != "float32":
         return None
@@ -161,7 +160,7 @@ def _constant(operand: RegionOperand) -> np.ndarray | None:
 
 
 def _aligned_to_root(emitter: Emitter, operand: RegionOperand, name: str) -> relax.Expr:
-    """An operand of an op after a reshape or permutation, reshaped or permuted back to the root's dimensions."""
+    """The operand, reshaped or permuted to the root's dimensions if its op is after a reshape or permutation."""
     value, dtype = operand.value, str(operand.value.ty.dtype)
     if operand.axes is not None:
         shape = shape_of(value) or []
@@ -173,26 +172,27 @@ def _aligned_to_root(emitter: Emitter, operand: RegionOperand, name: str) -> rel
     return value
 
 
-# Maximum number of terms of an expression, whose text repeats a value for each of its uses.
+# Maximum number of terms of an expression. The text of an expression repeats a value that is used several times.
 _MAX_TERMS = 128
 
-# Ops that a region does not end at: that would gain nothing, or it lacks a value there.
+# Ops at which no region ends: views, which gain nothing, and comparisons, whose result is not an expression.
 _NOT_LAST_OPS = (RESHAPE, PERMUTE, "relax.less")
 
 
 @dataclass
 class RegionOperand:
-    """A plain operand of a region.
+    """An operand of a region besides the root.
 
     Attributes
     ----------
     value : relax.Expr
+        Tensor without encoding.
     shape : list, optional
-        Shape that it is reshaped to first, if its op is after a reshape.
+        Shape to reshape it to, so that it broadcasts to the root.
     is_full : bool
-        Whether it has the result's shape, and so gets its encoding; other operands broadcast and stay plain.
+        Whether it has as many elements as the root, and so gets its encoding; other operands broadcast and get none.
     axes : tuple of int, optional
-        Permutation that is applied to it first, if its op is after a permutation.
+        Permutation to apply to it, so that its dimensions are in the root's order.
     """
 
     value: relax.Expr
@@ -208,11 +208,11 @@ class Region:
     Attributes
     ----------
     root : relax.Var
-        Plain result of the `unset_encoding` at its start.
+        Result of the `unset_encoding` at its start.
     end : int
         Index of its last binding.
     inside : list of int
-        Bindings before the end, which are removed.
+        Indices of its bindings before the end, which are removed.
     expression : Expression
         Function of the root, ``x0``, and the operands.
     operands : list of RegionOperand
@@ -230,20 +230,42 @@ class Region:
 
 
 class _RegionBuilder:
-    """Builder of the region of a root."""
+    """Builder of the region of a root.
 
-    def __init__(self, block: Block, root: relax.Var, claimed: set[int]) -> None:
-        self.block, self.root, self.claimed = block, root, claimed
+    Parameters
+    ----------
+    block : Block
+    root : relax.Var
+        Result of an `unset_encoding`.
+    bindings_in_regions : set of int
+        Indices of the bindings that belong to other regions.
+
+    Attributes
+    ----------
+    expressions : dict
+        Variable of the region -> expression over the root and the operands.
+    num_terms : dict
+        Variable -> number of terms of the expression that the kernel of the product computes for it.
+    shapes, orders : dict
+        Variable -> its shape, and the permutation of the root's dimensions that gives its own; None without one.
+    negative_tests : dict
+        Variable of a comparison ``x < 0`` -> expression of x.
+    operands : list of RegionOperand
+        Operands so far.
+    """
+
+    def __init__(self, block: Block, root: relax.Var, bindings_in_regions: set[int]) -> None:
+        self.block, self.root, self.bindings_in_regions = block, root, bindings_in_regions
         self.shape = shape_of(root) or []
-        self.values = {root: Expression.operand(0)}
-        self.sizes = {root: _terms(block, block.definition(root))}
-        self.views = {root: self.shape}
-        self.orders: dict[relax.Var, tuple[int, ...] | None] = {root: None}  # permutation of the root's dimensions
-        self.negative: dict[relax.Var, Expression] = {}  # x by the condition of where(x < 0, ...)
+        self.expressions = {root: Expression.operand(0)}
+        self.num_terms = {root: _num_fused_terms(block, block.definition(root))}
+        self.shapes = {root: self.shape}
+        self.orders: dict[relax.Var, tuple[int, ...] | None] = {root: None}
+        self.negative_tests: dict[relax.Var, Expression] = {}
         self.operands: list[RegionOperand] = []
 
     def region(self) -> Region | None:
-        """The largest region; None without any op."""
+        """The largest region; None if it would be empty."""
         block = self.block
         best: Region | None = None
         inside: list[int] = []
@@ -254,18 +276,19 @@ class _RegionBuilder:
             if inside and inside[-1] == index:
                 continue
             binding = block.bindings[index]
-            if index in self.claimed or not self._add(binding):
+            if index in self.bindings_in_regions or not self._add(binding):
                 break
-            if best is not None and self._is_stored_narrow(best, binding):
-                if not self.block.bindings[best.end].var.same_as(binding.value.args[0]):  # permuted in between
-                    best = replace(best, end=inside[-1], inside=inside[:-1], order=self.orders[binding.value.args[0]])
+            if best is not None and self._is_cast_of_16_bits(best, binding):
+                source = binding.value.args[0]
+                if not self.block.bindings[best.end].var.same_as(source):  # a view of the region's result
+                    best = replace(best, end=inside[-1], inside=inside[:-1], order=self.orders[source])
             elif (
                 set(pending) <= {index}
                 and op_name(binding.value) not in _NOT_LAST_OPS
-                and not self._only_widens(best, binding)
+                and not self._is_dequantization(best, binding)
             ):
-                var = binding.var
-                best = Region(self.root, index, list(inside), self.values[var], list(self.operands), self.orders[var])
+                expression, order = self.expressions[binding.var], self.orders[binding.var]
+                best = Region(self.root, index, list(inside), expression, list(self.operands), order)
             inside.append(index)
             if not block.is_local(binding.var):
                 break
@@ -273,28 +296,32 @@ class _RegionBuilder:
                 heapq.heappush(pending, user)
         return best
 
-    def _only_widens(self, best: Region | None, binding: relax.Binding) -> bool:
-        """True if a value only dequantizes the bytes at a possible end of the region, which readers do themselves."""
+    def _is_dequantization(self, best: Region | None, binding: relax.Binding) -> bool:
+        """Return whether a value only dequantizes the 8-bit result of a region.
+
+        The region then ends before it, which stores fewer bytes: readers of the value dequantize them.
+        """
         if best is None or str(binding.var.ty.dtype) in ("int8", "uint8"):
             return False
-        source = match_dequantize(binding.var, self.block)
-        return source is not None and source[1].same_as(self.block.bindings[best.end].var)
+        match = match_dequantize(binding.var, self.block)
+        return match is not None and match[1].same_as(self.block.bindings[best.end].var)
 
-    def _is_stored_narrow(self, best: Region, binding: relax.Binding) -> bool:
-        """True if a value only widens the 16-bit value at a possible end of the region, and its reader fuses the cast.
+    def _is_cast_of_16_bits(self, best: Region, binding: relax.Binding) -> bool:
+        """Return whether a value only widens the 16-bit result of a region, and its reader fuses the cast.
 
-        This is for GPUs, whose kernels wait for memory. TVM fuses nothing into the operand of a pooling.
+        The region then ends before it on GPUs, where the time of most kernels is that of their bytes. TVM fuses
+        nothing into the operand of a pooling.
         """
         value, reader = binding.value, self._reader(binding.var)
         if op_name(value) != CAST or reader is None or not is_on_gpu(binding.var.ty):
             return False
-        narrow = value.args[0]
-        is_end = narrow in self.values and self.values[narrow] == best.expression
-        is_wider = str(narrow.ty.dtype) in HALF_TYPES and str(binding.var.ty.dtype) == "float32"
-        return is_end and is_wider and "pool" not in reader
+        source = value.args[0]
+        is_result = source in self.expressions and self.expressions[source] == best.expression
+        is_widened = str(source.ty.dtype) in HALF_TYPES and str(binding.var.ty.dtype) == "float32"
+        return is_result and is_widened and "pool" not in reader
 
     def _reader(self, var: relax.Var) -> str | None:
-        """The only op that reads a value, directly or through views; None if several do."""
+        """Name of the only op that reads a value, directly or through views; None if several do."""
         while (user := self.block.sole_user(var)) is not None:
             var, name = self.block.bindings[user].var, op_name(self.block.bindings[user].value)
             if name not in (RESHAPE, PERMUTE):
@@ -302,6 +329,7 @@ class _RegionBuilder:
         return None
 
     def _add(self, binding: relax.Binding) -> bool:
+        """Add a binding to the region; returns False if it cannot be part of it."""
         var, value = binding.var, binding.value
         if not isinstance(binding, relax.VarBinding) or shape_of(var) is None:
             return False
@@ -315,78 +343,80 @@ class _RegionBuilder:
         if parsed is None:
             return False
         expression, tensors = parsed
-        inner = next(tensor for tensor in tensors if tensor in self.values)
-        view, order = self.views[inner], self.orders[inner]
-        if not same_shape(shape_of(var) or [], view):
+        region_tensor = next(tensor for tensor in tensors if tensor in self.expressions)
+        shape, order = self.shapes[region_tensor], self.orders[region_tensor]
+        if not same_shape(shape_of(var) or [], shape):
             return False
-        num_operands = len(self.operands)
-        terms = [self._term(tensor, view, order) for tensor in tensors]
-        size = _written_size(expression, [self.sizes.get(tensor, 1) for tensor in tensors])
-        if any(term is None for term in terms) or size > _MAX_TERMS:
-            del self.operands[num_operands:]
+        old_num_operands = len(self.operands)
+        arguments = [self._argument(tensor, shape, order) for tensor in tensors]
+        num_terms = _num_terms(expression, [self.num_terms.get(tensor, 1) for tensor in tensors])
+        if any(argument is None for argument in arguments) or num_terms > _MAX_TERMS:
+            del self.operands[old_num_operands:]
             return False
-        self.values[var] = expression.substitute([term for term in terms if term is not None])
-        self.sizes[var], self.views[var], self.orders[var] = size, view, order
+        self.expressions[var] = expression.substitute([argument for argument in arguments if argument is not None])
+        self.num_terms[var], self.shapes[var], self.orders[var] = num_terms, shape, order
         return True
 
     def _add_view(self, var: relax.Var, value: relax.Call) -> bool:
-        """Add a reshape, or a permutation of the root's shape; a region does not mix both."""
+        """Add a reshape, or a permutation of the root's shape; a region has only one of the two."""
         source, shape = value.args[0], shape_of(var) or []
         order = self.orders[source]
         if op_name(value) == PERMUTE:
-            if order is None and not same_shape(self.views[source], self.shape):
+            if order is None and not same_shape(self.shapes[source], self.shape):
                 return False
-            before = tuple(range(len(shape))) if order is None else order
-            order = tuple(before[axis] for axis in permutation(value))
-            order = None if order == tuple(range(len(shape))) else order
+            identity = tuple(range(len(shape)))
+            order = tuple((order or identity)[axis] for axis in permutation(value))
+            order = None if order == identity else order
         elif order is not None:
             return False
-        self.values[var], self.sizes[var] = self.values[source], self.sizes[source]
-        self.views[var], self.orders[var] = shape, order
+        self.expressions[var], self.num_terms[var] = self.expressions[source], self.num_terms[source]
+        self.shapes[var], self.orders[var] = shape, order
         return True
 
     def _add_comparison(self, var: relax.Var, value: relax.Call) -> bool:
+        """Add ``x < 0``, the condition of a LeakyRelu."""
         source = value.args[0]
-        if source not in self.values or scalar_of(value.args[1]) != 0:
+        if source not in self.expressions or scalar_of(value.args[1]) != 0:
             return False
-        self.negative[var] = self.values[source]
+        self.negative_tests[var] = self.expressions[source]
         return True
 
     def _add_leaky_relu(self, var: relax.Var, value: relax.Call) -> bool:
         """Add ``where(x < 0, x * alpha, x)``, the imported form of ONNX's LeakyRelu."""
         condition, scaled, source = value.args
-        product, term = self.values.get(scaled), self.values.get(source)
-        if product is None or term is None or self.negative.get(condition) != term or product.term.op != "multiply":
+        product, x = self.expressions.get(scaled), self.expressions.get(source)
+        if product is None or x is None or self.negative_tests.get(condition) != x or product.term.op != "multiply":
             return False
-        factors = [arg for arg in product.term.args if arg != term.term]
+        factors = [arg for arg in product.term.args if arg != x.term]
         if len(factors) != 1 or factors[0].op != "number":
             return False
-        self.values[var] = Expression(Term("leaky_relu", (term.term,), (float(factors[0].params[0]),)))
-        self.sizes[var], self.views[var] = self.sizes[source] + 1, self.views[source]
+        self.expressions[var] = Expression(Term("leaky_relu", (x.term,), (float(factors[0].params[0]),)))
+        self.num_terms[var], self.shapes[var] = self.num_terms[source] + 1, self.shapes[source]
         self.orders[var] = self.orders[source]
-        return same_shape(shape_of(var) or [], self.views[source])
+        return same_shape(shape_of(var) or [], self.shapes[source])
 
-    def _term(self, tensor: relax.Expr, view: list[Any], order: tuple[int, ...] | None) -> Expression | None:
-        if tensor in self.values:
-            fits = same_shape(self.views[tensor], view) and self.orders[tensor] == order
-            return self.values[tensor] if fits else None
-        quantized = match_dequantize(tensor, self.block)
-        if quantized is not None and quantized[1] not in self.values:
-            inner = self._term(quantized[1], view, order)
-            return None if inner is None else quantized[0].substitute([inner])
-        source, dtype = self._before_cast(tensor)
-        operand = self._operand(source, view, order)
+    def _argument(self, tensor: relax.Expr, shape: list[Any], order: tuple[int, ...] | None) -> Expression | None:
+        """Expression of an argument of an op with this shape and order; None if the op cannot be in the region."""
+        if tensor in self.expressions:
+            is_aligned = same_shape(self.shapes[tensor], shape) and self.orders[tensor] == order
+            return self.expressions[tensor] if is_aligned else None
+        match = match_dequantize(tensor, self.block)
+        if match is not None and match[1] not in self.expressions:
+            dequantization, data = match[0], self._argument(match[1], shape, order)
+            return None if data is None else dequantization.substitute([data])
+        source, dtype = self._before_widening(tensor)
+        operand = self._operand(source, shape, order)
         if operand is None:
             return None
         for index, existing in enumerate(self.operands):
             if existing.value.same_as(source):
-                is_same = existing.shape == operand.shape and existing.axes == operand.axes
-                return _cast(Expression.operand(index + 1), dtype) if is_same else None
+                is_equal = existing.shape == operand.shape and existing.axes == operand.axes
+                return _cast(Expression.operand(index + 1), dtype) if is_equal else None
         self.operands.append(operand)
         return _cast(Expression.operand(len(self.operands)), dtype)
 
-    def _before_cast(self, tensor: relax.Expr) -> tuple[relax.Expr, str | None]:
-        """The operand of a widening cast, and the type; the tensor itself and None for any other value."""
+    def _before_widening(self, tensor: relax.Expr) -> tuple[relax.Expr, str | None]:
+        """The operand and result type of a cast to a wider type; the tensor itself and None for any other value."""
         call = self.block.definition(tensor)
         if op_name(call) != CAST or to_expression(call) is None:
             return tensor, None
@@ -395,6 +425,11 @@ class _RegionBuilder:
         return (source, str(tensor.ty.dtype)) if bits[0] < bits[1] else (tensor, None)
 
     def _operand(self, tensor: relax.Expr, view: list[Any], order: tuple[int, ...] | None) -> RegionOperand | None:
+        """Operand for an op whose result has shape `view` and this order; None if aligning it is impossible or costly.
+
+        After a reshape, a tensor of as many elements can be reshaped back, and so can one of a single number or one
+        along the last dimension, if that is the root's too.
+        """
         shape = shape_of(tensor)
         device, root_device = tensor.ty.vdevice, self.root.ty.vdevice
         if device is not None and root_device is not None and not same_object(device, root_device):
@@ -419,7 +454,7 @@ class _RegionBuilder:
     def _permuted_operand(
         self, tensor: relax.Expr, shape: list[Any], is_full: bool, order: tuple[int, ...]
     ) -> RegionOperand | None:
-        """An operand after a permutation, if permuting it back costs nothing."""
+        """Operand after a permutation, if permuting it back costs nothing: it cancels a permutation, or is a vector."""
         inverse = tuple(order.index(axis) for axis in range(len(order)))
         if is_full:
             return RegionOperand(tensor, None, True, inverse) if _is_permuted(self.block, tensor, order) else None
@@ -434,43 +469,41 @@ def _cast(operand: Expression, dtype: str | None) -> Expression:
 
 
 def _is_permuted(block: Block, tensor: relax.Expr, order: tuple[int, ...], depth: int = 3) -> bool:
-    """Return whether a tensor is permuted in this way, or is an elementwise function of such tensors.
+    """Return whether a tensor is the result of the permutation `order`, or elementwise ops on such a result.
 
-    Then its inverse permutation cancels that one, directly or after MovePermutes, and costs nothing. The result of a
-    convolution counts as permuted, since it is stored channels-last.
+    The inverse permutation then costs nothing: the two cancel, directly or after MovePermutes. The result of a
+    convolution counts as permuted to channels-first, since it is stored channels-last.
     """
     value = block.definition(tensor)
     if op_name(value) == PERMUTE:
         return tuple(permutation(value)) == order
     if op_name(value) == op.UNSET:
-        is_image = Encoding.parse(value.attrs.encoding).moves is not None
-        return is_image and order == (0, len(order) - 1, *range(1, len(order) - 1))
+        is_convolution = Encoding.parse(value.attrs.encoding).conv is not None
+        return is_convolution and order == (0, len(order) - 1, *range(1, len(order) - 1))
     parsed = to_expression(value) if depth else None
     return parsed is not None and any(_is_permuted(block, operand, order, depth - 1) for operand in parsed[1])
 
 
-def _terms(block: Block, value: relax.Expr) -> int:
-    """Number of terms in the expressions that are applied to a product before `value`."""
+def _num_fused_terms(block: Block, value: relax.Expr) -> int:
+    """Number of terms that the chain of `elementwise` ops between a product and `value` has as one expression."""
     elementwise_calls: list[relax.Call] = []
     while op_name(value) in (op.UNSET, op.ELEMENTWISE):
-        elementwise_calls.append(value)
+        if op_name(value) == op.ELEMENTWISE:
+            elementwise_calls.append(value)
         value = block.definition(value.args[0])
-    size = 1
+    count = 1
     for call in reversed(elementwise_calls):
-        if op_name(call) == op.ELEMENTWISE:
-            size = _written_size(Expression.parse(call.attrs.expression), [size] + [1] * (len(call.args) - 1))
-    return size
+        count = _num_terms(Expression.parse(call.attrs.expression), [count] + [1] * (len(call.args) - 1))
+    return count
 
 
-def _written_size(expression: Expression, operands: list[int]) -> int:
+def _num_terms(expression: Expression, operands: list[int]) -> int:
+    """Number of terms of an expression whose operands have these numbers of terms; repeated ones count each time."""
     return expression.fold(operands, lambda _op, args, _params: 1 + sum(args))
 
 
-Step = Callable[[Block], "list[relax.Binding] | None"]
-
-
 def propagate_encodings(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring; it returns the same module if nothing changes."""
+    """Propagate encodings (see the module's docstring); returns the same module if nothing changes."""
     return rewrite_blocks(mod, _propagate)
 
 
@@ -481,8 +514,8 @@ def _propagate(block: Block) -> list[relax.Binding] | None:
     if not any(encoded_op(binding.value) for binding in block.bindings):
         return None
     changed = False
-    for step in _STEPS:
-        bindings = step(block)
+    for rewrite in _REWRITES:
+        bindings = rewrite(block)
         if bindings is not None:
             bindings = without_unused(bindings, block, _is_droppable)
             block, changed = Block(bindings, block.is_dataflow, block.used_later), True
@@ -490,7 +523,7 @@ def _propagate(block: Block) -> list[relax.Binding] | None:
 
 
 def drop_unused(block: Block) -> list[relax.Binding] | None:
-    """The block's bindings without unused ones, so that these do not count as readers; None if all are used."""
+    """The block's bindings without unused ones, which would count as users of their operands; None if all are used."""
     bindings = without_unused(block.bindings, block, _is_droppable)
     return bindings if len(bindings) < len(block.bindings) else None
 
@@ -522,10 +555,7 @@ def unset_below_transfers(block: Block) -> list[relax.Binding] | None:
 
 
 def _all_set(users: list[relax.Expr], source: relax.Call) -> bool:
-    """Return whether there are users and all set the encoding that `source` unsets.
-
-    For another encoding, the transferred tensor would be unpacked and packed again.
-    """
+    """Return whether there are users and all set the encoding that `source` unsets."""
     return bool(users) and all(op_name(user) == op.SET and _same_attrs(user, source) for user in users)
 
 
@@ -553,8 +583,8 @@ def _same_attrs(first: relax.Call, second: relax.Call) -> bool:
     return (first.attrs.encoding, first.attrs.layout) == (second.attrs.encoding, second.attrs.layout)
 
 
-# Permutations first, to expose elementwise ops after them; and again, for permutations after elementwise ops.
-_STEPS: tuple[Step, ...] = (
+# Absorbing permutations exposes elementwise ops after them, and absorbing these exposes permutations after them.
+_REWRITES: tuple[Rewrite, ...] = (
     drop_unused,
     cancel_pairs,
     absorb_permutes,

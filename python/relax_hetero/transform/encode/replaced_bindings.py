@@ -54,7 +54,7 @@ class Replacement:
 
 
 def inferred(call: relax.Call, vdevice: relax.VDevice | None) -> relax.TensorType:
-    """The type of a stock op's result on a device; inference runs without devices, which it refuses or loses."""
+    """The type of a stock op's result on a device; TVM's inference rejects or loses devices and runs without."""
     args = [_placeholder(arg) for arg in call.args]
     plain = relax.Call(call.op, args, call.attrs, call.ty_args)
     return with_vdevice(relax.BlockBuilder().normalize(plain).ty, vdevice)

@@ -11,11 +11,11 @@ After::
     out = R.hetero.matmul(lhs, rhs, encoding="matmul[2]<...>")
     y: R.Tensor((8, 4), "float32") = R.hetero.unset_encoding(out, "matmul[2]<...>")
 
-`R.nn.conv1d`, `conv2d` and `conv3d` of floats and bytes become `R.hetero.conv` (`encoded_convolutions`), with the
-accuracy that `rh.compile` was called with, if that is not the default. `R.matmul` in every form becomes
+`R.nn.conv1d`, `conv2d` and `conv3d` of floats and bytes become `R.hetero.conv` (`encoded_convolutions`), whose encoding
+also says the `accuracy` given to `rh.compile`, unless that is the default. `R.matmul` in every form becomes
 `R.hetero.matmul`: batched and broadcast, of vectors (reshaped to matrices), of half precision (accumulated in float32),
 of 8-bit integers. Products and convolutions of 8-bit integers that are written with wider types become integer ones
-(`quantized_products`, and the first section here). Products of other integers, of unknown rank or shape, and of shapes
+(`quantized_products`, and the first section below). Products of other integers, of unknown rank or shape, and of shapes
 that do not provably fit are not changed.
 
 Assumes nothing, and does not depend on devices: SpecializeEncodings cancels encodings that a device lacks a layout for.
@@ -53,8 +53,8 @@ from .quantized_products import binary, emit_quantized_product, emitted_paramete
 # Quantized convolutions: convolutions of 8-bit integers that models write with wider types.
 #
 # ONNX's ConvInteger and QLinearConv arrive as ``conv(astype(x, i32) - zx, astype(w, i32) - zw)``, quantize-dequantize
-# models as ``conv((astype(x, i32) - zx) * sx, (astype(w, i32) - zw) * sw)`` in float32. Both equal the convolution of
-# the 8-bit tensors with corrections, summed over the taps of a window::
+# models as ``conv((astype(x, i32) - zx) * sx, (astype(w, i32) - zw) * sw)`` in float32, with zero points zx, zw and
+# scales sx, sw. Both equal the convolution of the 8-bit tensors with corrections, summed over the taps of a window::
 #
 #     sum((x - zx)(w - zw)) = sum(x w) - zx * sum(w - zw) - zw * sum(x)
 #
@@ -66,15 +66,15 @@ from .quantized_products import binary, emit_quantized_product, emitted_paramete
 # After::
 #
 #     padded = R.nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], pad_value=7)
-#     sums = R.nn.conv2d(padded, w, out_dtype="int32")                # encoded at the same time
+#     sums = R.nn.conv2d(padded, w, out_dtype="int32")                # in its encoded form
 #     y = R.multiply(R.astype(R.subtract(sums, 7 * w.sum()), "float32"), sx * sw)
 #
-# The encoded op pads with the byte 0, which is not the number 0 of data with a zero point: such data are padded before.
-# Weights become signed as in products (`signed_constant`).
+# The encoded op pads with the byte 0, which does not represent the number 0 if the data have a zero point: then a
+# separate op pads them first, with the zero point. Weights become signed as in products (`signed_constant`).
 
-_ACCUMULATOR = "int32"
-_CHANNEL_AXIS = 0
-"""The axis of a weight along which its zero points and scales may vary."""
+_INT_ACCUMULATOR = "int32"
+_OUTPUT_CHANNEL_AXIS = 0
+"""Axis of a weight along which its zero points and scales may vary."""
 
 
 def emit_quantized_convolution(
@@ -90,9 +90,9 @@ def emit_quantized_convolution(
     block : Block
         Block that contains the binding.
     constants : dict
-        Signed constants so far, so that shared constants stay shared.
+        Cache of signed constants, so that shared constants stay shared.
     function : str
-        Name of the function, for remarks on declined convolutions.
+        Name of the function, for missed-optimization remarks.
 
     Returns
     -------
@@ -115,34 +115,34 @@ def emit_quantized_convolution(
 def _quantized_operands(
     binding: relax.VarBinding, block: Block, constants: dict[Any, relax.Expr]
 ) -> tuple[Quantized, Quantized] | None:
-    call, spatial = binding.value, CONV_OPS[op_name(binding.value) or ""]
-    letters = "DHW"[-spatial:]
+    call, num_spatial = binding.value, CONV_OPS[op_name(binding.value) or ""]
+    spatial_axes = "DHW"[-num_spatial:]
     layouts = [str(call.attrs.data_layout), str(call.attrs.kernel_layout)]
-    if layouts != [f"NC{letters}", f"OI{letters}"] or str(call.attrs.out_layout) not in ("", layouts[0]):
+    if layouts != [f"NC{spatial_axes}", f"OI{spatial_axes}"] or str(call.attrs.out_layout) not in ("", layouts[0]):
         return None
-    data, weight = read_along(call.args[LHS], None, block), read_along(call.args[RHS], _CHANNEL_AXIS, block)
+    data, weight = read_along(call.args[LHS], None, block), read_along(call.args[RHS], _OUTPUT_CHANNEL_AXIS, block)
     shapes = [shape_of(x) for x in (*call.args, binding.var)]
     if data is None or weight is None or None in shapes or data.is_float != weight.is_float:
         return None
-    if str(binding.var.ty.dtype) != ("float32" if data.is_float else _ACCUMULATOR):
+    if str(binding.var.ty.dtype) != ("float32" if data.is_float else _INT_ACCUMULATOR):
         return None
     if data.scale is not None and not data.scale.is_scalar:
         return None
-    taps = 1
+    num_terms = 1  # of the sum in one element of the result
     for extent in (shapes[RHS] or [])[1:]:
         if not isinstance(extent, tirx.IntImm):
             return None
-        taps *= int(extent)
+        num_terms *= int(extent)
     # Sums in int32 wrap by definition, sums in float32 do not.
-    if data.is_float and not fits_int32(taps, data, weight):
+    if data.is_float and not fits_int32(num_terms, data, weight):
         return None
     if weight.data_value is not None:
-        weight = signed_constant(weight, constants, _CHANNEL_AXIS) or weight
+        weight = signed_constant(weight, constants, _OUTPUT_CHANNEL_AXIS) or weight
     return (data, weight) if str(weight.data.ty.dtype) == "int8" else None
 
 
 class _QuantizedConvolution:
-    """Writer of the bindings of one has_quantized convolution."""
+    """Writer of the bindings of one quantized convolution."""
 
     def __init__(
         self, writer: ProductWriter, binding: relax.VarBinding, data: Quantized, weight: Quantized, function: str
@@ -151,36 +151,36 @@ class _QuantizedConvolution:
         self.name = binding.var.name
         self.attrs = binding.value.attrs
         self.padding = [int(width) for width in self.attrs.padding]
-        self.spatial = CONV_OPS[op_name(binding.value) or ""]
+        self.num_spatial = CONV_OPS[op_name(binding.value) or ""]
 
     def write(self) -> bool:
-        """Return whether the convolution could be encoded; if not, the caller removes its bindings."""
+        """Write the bindings, and return whether they can be encoded; if not, the caller removes them."""
         writer, var = self.writer, self.binding.var
-        data, weight = self._plain(self.data, "data"), self._plain(self.weight, "weight")
+        data, weight = self._permuted(self.data, "data"), self._permuted(self.weight, "weight")
         if any(self.padding) and self.data.zero is not None:
             data = self._padded(data)
-        total = self._convolved(data, weight, int(self.attrs.groups), self.name)
+        total = self._convolve(data, weight, int(self.attrs.groups), self.name)
         if total is None:
             return False
         if self.data.zero is not None:
-            columns = self._column_sums(weight)
+            filter_sums = self._filter_sums(weight)
             zero = emitted_parameter(writer, self.data.zero, f"{self.name}_zero")
-            total = self._subtract(total, self._multiply(columns, zero, "columns_times_zero"), "less_columns")
+            total = self._subtract(total, self._multiply(filter_sums, zero, "columns_times_zero"), "less_columns")
         if self.weight.zero is not None:
             windows = self._window_sums(data)
             if windows is None:
                 return False
-            zero = self._along_channels(self.weight.zero, "weight_zero")
+            zero = self._channel_parameter(self.weight.zero, "weight_zero")
             total = self._subtract(total, self._multiply(windows, zero, "windows_times_zero"), "less_windows")
         writer.end_as(self._scaled(total) if self.data.is_float else total, var)
         return True
 
-    def _plain(self, operand: Quantized, suffix: str) -> relax.Expr:
+    def _permuted(self, operand: Quantized, suffix: str) -> relax.Expr:
         return self.writer.permuted(operand.data, operand.perm, f"{self.name}_{suffix}_permuted")
 
     def _padded(self, data: relax.Expr) -> relax.Expr:
-        """The data padded with their zero point."""
-        pairs = [(0, 0), (0, 0), *zip(self.padding[: self.spatial], self.padding[self.spatial :], strict=True)]
+        """Pad the data with their zero point, and leave the convolution without padding."""
+        pairs = [(0, 0), (0, 0), *zip(self.padding[: self.num_spatial], self.padding[self.num_spatial :], strict=True)]
         zero = self.data.zero
         shape = [extent + sum(pair) for extent, pair in zip(shape_of(data) or [], pairs, strict=True)]
         dtype = str(data.ty.dtype)
@@ -191,14 +191,14 @@ class _QuantizedConvolution:
             value = 0 if zero is None or zero.value is None else int(zero.value)
             return self.writer.emit(relax.op.nn.pad(data, widths, pad_value=value), ty, f"{self.name}_padded")
         padded = self.writer.emit(relax.op.nn.pad(data, widths), ty, f"{self.name}_zeros")
-        image = tuple(int(extent) for extent in (shape_of(data) or [])[2:])
-        inside = constant_on_device_of(np.pad(np.ones((1, 1, *image), "bool"), pairs), data)
-        point = self.writer.cast(emitted_parameter(self.writer, zero, f"{self.name}_point"), dtype, f"{self.name}_fill")
-        return self.writer.emit(relax.op.where(inside, padded, point), ty, f"{self.name}_padded")
+        spatial_shape = tuple(int(extent) for extent in (shape_of(data) or [])[2:])
+        is_data = constant_on_device_of(np.pad(np.ones((1, 1, *spatial_shape), "bool"), pairs), data)
+        fill = self.writer.cast(emitted_parameter(self.writer, zero, f"{self.name}_point"), dtype, f"{self.name}_fill")
+        return self.writer.emit(relax.op.where(is_data, padded, fill), ty, f"{self.name}_padded")
 
-    def _convolved(self, data: relax.Expr, weight: relax.Expr, groups: int, name: str) -> relax.Var | None:
-        """The unpacked result of an encoded convolution of bytes; None where it cannot be encoded."""
-        stock_conv = getattr(relax.op.nn, f"conv{self.spatial}d")
+    def _convolve(self, data: relax.Expr, weight: relax.Expr, groups: int, name: str) -> relax.Var | None:
+        """Write an encoded convolution of bytes and return its unpacked result; None if it cannot be encoded."""
+        stock_conv = getattr(relax.op.nn, f"conv{self.num_spatial}d")
         attrs = self.attrs
         call = stock_conv(
             data,
@@ -207,51 +207,52 @@ class _QuantizedConvolution:
             padding=self.padding,
             dilation=list(attrs.dilation),
             groups=groups,
-            out_dtype=_ACCUMULATOR,
+            out_dtype=_INT_ACCUMULATOR,
         )
         shape = shape_of(self.binding.var) or []
-        ty = tensor_type([shape[0], (shape_of(weight) or [])[0], *shape[2:]], _ACCUMULATOR, data.ty)
+        ty = tensor_type([shape[0], (shape_of(weight) or [])[0], *shape[2:]], _INT_ACCUMULATOR, data.ty)
         var = (relax.DataflowVar if self.writer.is_dataflow else relax.Var)(f"{name}_sums", ty)
         is_encoded = emit_convolution(self.writer, relax.VarBinding(var, typed(call, ty)), self.function)
         return var if is_encoded else None
 
-    def _column_sums(self, weight: relax.Expr) -> relax.Expr:
-        """The sums ``sum(w - zw)`` over the taps, of shape (n, 1, ...), aligned with the result's channels."""
+    def _filter_sums(self, weight: relax.Expr) -> relax.Expr:
+        """The sums ``sum(w - zw)`` over each filter, of shape (n, 1, ...), aligned with the result's channels."""
         zero, value = self.weight.zero, self.weight.data_value
-        shape = [*(shape_of(weight) or [])[:1], *[1] * self.spatial]
-        axes = list(range(1, 2 + self.spatial))
+        shape = [*(shape_of(weight) or [])[:1], *[1] * self.num_spatial]
+        axes = list(range(1, 2 + self.num_spatial))
         if value is not None and (zero is None or zero.value is not None):
             array = value.transpose(self.weight.perm)
-            sums = array.sum(axis=tuple(axes), dtype=_ACCUMULATOR)
+            sums = array.sum(axis=tuple(axes), dtype=_INT_ACCUMULATOR)
             if zero is not None and zero.value is not None:
                 sums = sums - np.int32(array[0].size) * zero.value
             return constant_on_device_of(sums.reshape([int(extent) for extent in shape]), weight)
-        wide = self.writer.cast(weight, _ACCUMULATOR, f"{self.name}_weight_wide")
+        weight_int32 = self.writer.cast(weight, _INT_ACCUMULATOR, f"{self.name}_weight_wide")
         if zero is not None:
-            ones = [1] * (1 + self.spatial)
-            point = emitted_parameter(self.writer, zero, f"{self.name}_weight_zero")
-            point = point if zero.is_scalar else self.writer.reshape(point, [*zero.shape, *ones], f"{self.name}_points")
-            wide = binary(self.writer, relax.op.subtract, wide, point, f"{self.name}_weight_shifted")
-        ty = tensor_type(shape[:1], _ACCUMULATOR, weight.ty)
-        sums = self.writer.emit(relax.op.sum(wide, axes), ty, f"{self.name}_columns")
+            ones = [1] * (1 + self.num_spatial)
+            zeros = emitted_parameter(self.writer, zero, f"{self.name}_weight_zero")
+            zeros = zeros if zero.is_scalar else self.writer.reshape(zeros, [*zero.shape, *ones], f"{self.name}_points")
+            weight_int32 = binary(self.writer, relax.op.subtract, weight_int32, zeros, f"{self.name}_weight_shifted")
+        ty = tensor_type(shape[:1], _INT_ACCUMULATOR, weight.ty)
+        sums = self.writer.emit(relax.op.sum(weight_int32, axes), ty, f"{self.name}_columns")
         return self.writer.reshape(sums, shape, f"{self.name}_columns_along")
 
     def _window_sums(self, data: relax.Expr) -> relax.Expr | None:
         """The sums ``sum(x)`` over every window, of shape (b, 1, ...); with several groups, one for each channel."""
         groups, shape = int(self.attrs.groups), [int(extent) for extent in shape_of(self.binding.value.args[RHS]) or []]
         ones = constant_on_device_of(np.ones((groups, *shape[1:]), "int8"), data)
-        windows = self._convolved(data, ones, groups, f"{self.name}_windows")
+        windows = self._convolve(data, ones, groups, f"{self.name}_windows")
         if windows is None or groups in (1, shape[0]):
             return windows
-        result = tensor_type(shape_of(self.binding.var) or [], _ACCUMULATOR, data.ty)
+        result = tensor_type(shape_of(self.binding.var) or [], _INT_ACCUMULATOR, data.ty)
         repeated = relax.op.repeat(windows, shape[0] // groups, 1)
         return self.writer.emit(repeated, result, f"{self.name}_windows_repeated")
 
-    def _along_channels(self, parameter: Parameter, suffix: str) -> relax.Expr:
+    def _channel_parameter(self, parameter: Parameter, suffix: str) -> relax.Expr:
+        """A zero point or scale, reshaped to broadcast along the result's channels."""
         expr = emitted_parameter(self.writer, parameter, f"{self.name}_{suffix}")
         if parameter.is_scalar:
             return expr
-        shape = [*parameter.shape, *[1] * self.spatial]
+        shape = [*parameter.shape, *[1] * self.num_spatial]
         if parameter.value is not None:
             return constant_on_device_of(parameter.value.reshape([int(extent) for extent in shape]), expr)
         return self.writer.reshape(expr, shape, f"{self.name}_{suffix}_along")
@@ -265,11 +266,12 @@ class _QuantizedConvolution:
         return binary(self.writer, relax.op.subtract, total, correction, f"{self.name}_{suffix}")
 
     def _scaled(self, total: relax.Var) -> relax.Var:
+        """The sums as float32, times the scales of data and weight."""
         value = self.writer.cast(total, "float32", f"{self.name}_float")
         scale: relax.Expr | None = None
         for index, parameter in ((LHS, self.data.scale), (RHS, self.weight.scale)):
             if parameter is not None:
-                factor = self._along_channels(parameter, f"scale_{index}")
+                factor = self._channel_parameter(parameter, f"scale_{index}")
                 scale = factor if scale is None else self._multiply(scale, factor, "scale")
         if scale is not None:
             value = binary(self.writer, relax.op.multiply, value, scale, self.name)
@@ -277,8 +279,8 @@ class _QuantizedConvolution:
         return value
 
 
-# Accumulator type by operand type. Narrow floats are accumulated in single precision and rounded once, at the end.
-_ACCUMULATORS = {
+# Accumulator type by floating-point operand type: narrow ones are accumulated in float32 and rounded once, at the end.
+_FLOAT_ACCUMULATORS = {
     "float32": "float32",
     "float64": "float64",
     **dict.fromkeys(("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"), "float32"),
@@ -286,7 +288,7 @@ _ACCUMULATORS = {
 
 
 def set_encoding(mod: tvm.IRModule) -> tvm.IRModule:
-    """See the module's docstring; it returns the same module if nothing changes."""
+    """See the module's docstring; the same module is returned if nothing changes."""
     constants: dict[Any, relax.Expr] = {}
     functions = {}
     accuracies = Accuracies(mod)
@@ -340,15 +342,15 @@ def _emit_float_product(writer: ProductWriter, binding: relax.VarBinding, tf32: 
     lhs, rhs = binding.value.args
     lhs_shape, rhs_shape = shape_of(lhs), shape_of(rhs)
     dtype, result_dtype = str(lhs.ty.dtype), str(var.ty.dtype)
-    if not lhs_shape or not rhs_shape or str(rhs.ty.dtype) != dtype or dtype not in _ACCUMULATORS:
+    if not lhs_shape or not rhs_shape or str(rhs.ty.dtype) != dtype or dtype not in _FLOAT_ACCUMULATORS:
         return False
-    if result_dtype not in _ACCUMULATORS:
+    if result_dtype not in _FLOAT_ACCUMULATORS:
         return False
     if result_dtype == "float64":
         dtype = result_dtype
     shapes = with_one_k(as_matrix(lhs_shape, LHS), as_matrix(rhs_shape, RHS))
-    multiplied = TF32 if tf32 and dtype == "float32" else dtype
-    encoding = product_encoding(*shapes, (multiplied, multiplied, _ACCUMULATORS[dtype]))
+    element_type = TF32 if tf32 and dtype == "float32" else dtype
+    encoding = product_encoding(*shapes, (element_type, element_type, _FLOAT_ACCUMULATORS[dtype]))
     if encoding is None or shape_of(var) is None:
         return False
     name = var.name

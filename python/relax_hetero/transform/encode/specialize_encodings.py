@@ -15,14 +15,13 @@ After::
     c_laid_out = R.hetero.relayout(c, ..., layout="pack<...>", from_layout="identity<2>")
     d = R.to_vdevice(c_laid_out, "c:0")
 
-The resolver of a value's own device chooses its layout: the executing device for an op's result, the storing device for
-a resource. Where a device lacks a resolver, or the resolver a layout for an operand of a product, the product and all
-ops on its encoded values become stock ops again. A tensor that crosses to a device with another layout is converted on
-the cheaper side, never reinterpreted. (Source: the data-tiling design document's SpecializeEncodings, which updates
-host and device together and drops encodings without a solver.)
+The resolver for a value's device chooses the layout: for an op's result the device that executes the op, for a transfer
+its destination. Where a device lacks a resolver, or the resolver a layout for an operand of a product, the product and
+all ops on its encoded values become stock ops again. A tensor that is transferred to a device with another layout is
+converted on the cheaper side, never reinterpreted. (IREE's pass of this name is the model.)
 
 Assumes a placed module (RealizeVDevice). Existing layouts are kept, and a second run changes nothing. The sections of
-this file: the report of a module's encodings, checked answers of resolvers, and the pass.
+this file: the report of a module's encodings, layouts that resolvers choose, with checks, and the pass.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def describe_encodings(mod: tvm.IRModule, cancelled: Sequence[CancelledEntry] = 
 
 
 def name_in_model(var: relax.Var) -> str:
-    """The name of a value before SetEncoding and PropagateEncodings, which append ``_encoded`` to it."""
+    """Name of a value in the source model: SetEncoding and PropagateEncodings append ``_encoded`` to it."""
     return str(var.name).removesuffix("_encoded")
 
 
@@ -103,19 +102,21 @@ def product_name(call: relax.Call) -> str:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedTensor:
+    """Encoding and layout as text, and when or how the tensor is packed (see `OperandEntry`; empty if never)."""
+
     encoding: str
     layout: str
     packed: str
 
 
 class _ReportBuilder:
-    """Builder of the entries of one function, with its encoded tensors, their users and fused chains."""
+    """Builder of the report's entries for one function."""
 
     def __init__(self, function: str, func: relax.Function, vdevices: Sequence[relax.VDevice]) -> None:
         self.function = function
         self.vdevices = vdevices
-        self.encoded: dict[relax.Var, _Encoded] = {}
+        self.encoded: dict[relax.Var, _EncodedTensor] = {}
         self.values: dict[relax.Var, relax.Expr] = {}
         self.users: dict[relax.Var, list[relax.Binding]] = defaultdict(list)
         for binding in walk_bindings(func):
@@ -126,7 +127,7 @@ class _ReportBuilder:
             if encoded is not None:
                 self.encoded[binding.var] = encoded
         self.fused = fused_variables(func)
-        self.products: dict[relax.Var, tuple[relax.Var, Chain]] = {}
+        self.products: dict[relax.Var, tuple[relax.Var, Chain]] = {}  # product and chain by the chain's last variable
 
     def op(self, binding: relax.Binding) -> list[EncodedOpEntry]:
         """The entry of a product, at the end of its chain of fused ops, or of a separate elementwise op."""
@@ -155,12 +156,12 @@ class _ReportBuilder:
             kernel=str(chain.product.attrs.kernel) if is_product else "",
             operands=tuple(self._operand(role, arg) for role, arg in (*roles, ("result", var)) if arg in self.encoded),
             epilogue=str(chain.expression) if has_epilogue else "",
-            form=self._form(chain.product) if encoded_op(chain.product) == CONV else "",
+            form=self._convolution_form(chain.product) if encoded_op(chain.product) == CONV else "",
         )
         return [entry]
 
-    def _form(self, call: relax.Call) -> str:
-        """Algorithm of a convolution, and the reason; empty before SpecializeEncodings."""
+    def _convolution_form(self, call: relax.Call) -> str:
+        """Algorithm of a convolution, and why it was chosen; empty before SpecializeEncodings."""
         if not call.attrs.kernel:
             return ""
         stored = self.encoded.get(call.args[RHS])
@@ -193,11 +194,11 @@ class _ReportBuilder:
     def _relayout(self, var: relax.Var, call: relax.Call) -> str:
         return f"on {self._device(var)}: {call.attrs.from_layout} to {call.attrs.layout}"
 
-    def _encoded_result(self, binding: relax.Binding) -> _Encoded | None:
+    def _encoded_result(self, binding: relax.Binding) -> _EncodedTensor | None:
         value, name = binding.value, encoded_op(binding.value)
         if op_name(value) == TRANSFER:
             source = self.encoded.get(value.args[0])
-            return source and _Encoded(source.encoding, source.layout, source.packed and "by transfer")
+            return source and _EncodedTensor(source.encoding, source.layout, source.packed and "by transfer")
         if name is None or name == UNSET:
             return None
         layout, packed = str(value.attrs.layout), "by op"
@@ -205,16 +206,16 @@ class _ReportBuilder:
         if stored is None or stored.is_identity:
             packed = ""
         elif name in (SET, PREPACKED, RELAYOUT):
-            method = "at run time" if stored.inner_dims else "as a permutation"
-            packed = method if isinstance(value.args[0], relax.Var) else "at compile time"
-        return _Encoded(str(value.attrs.encoding), layout, packed)
+            at_run_time = "at run time" if stored.inner_dims else "as a permutation"
+            packed = at_run_time if isinstance(value.args[0], relax.Var) else "at compile time"
+        return _EncodedTensor(str(value.attrs.encoding), layout, packed)
 
     def _operand(self, role: str, var: relax.Var) -> OperandEntry:
         encoded, ty = self.encoded[var], var.ty
         return OperandEntry(
             role=role,
             variable=str(var.name),
-            shape="x".join(map(_text, ty.shape.values)) if ty.shape is not None else "?",
+            shape="x".join(map(_extent_text, ty.shape.values)) if ty.shape is not None else "?",
             dtype=str(ty.dtype),
             encoding=encoded.encoding,
             layout=encoded.layout,
@@ -245,26 +246,26 @@ def _operands(value: relax.Expr) -> Iterator[relax.Var]:
 
 
 def _bytes(ty: relax.TensorType, layout: str) -> Size:
-    """Bytes of a tensor under a layout ("": row-major); an expression if an extent is symbolic."""
+    """Size of a tensor in bytes under a layout ("": row-major), as an expression if an extent is symbolic."""
     if ty.shape is None:
         return "?"
     stored = PackedLayout.parse(layout) if layout else PackedLayout.identity(len(ty.shape.values))
     size = stored.storage_bytes(list(ty.shape.values), str(ty.dtype))
     if not isinstance(size, int):
         size = tvm.sym.Analyzer().simplify(size)
-    return int(size) if isinstance(size, (int, tvm.tirx.IntImm)) else _text(size)
+    return int(size) if isinstance(size, (int, tvm.tirx.IntImm)) else _extent_text(size)
 
 
-def _text(extent: Any) -> str:
+def _extent_text(extent: Any) -> str:
     """An extent without TVMScript's ``T.int64(...)`` around its numbers."""
     return re.sub(r"T\.int64\((-?\d+)\)", r"\1", str(extent))
 
 
-# Answers of resolvers about encodings, requested once and checked.
+# Layouts that resolvers choose, requested once and checked.
 
 
 class Layouts:
-    """Cache of layouts by encoding and target."""
+    """Cache of layouts by encoding and target; a product without layouts has the reason as text instead."""
 
     def __init__(self) -> None:
         self._resolvers: dict[str, EncodingResolver | None] = {}
@@ -293,39 +294,39 @@ class Layouts:
         EncodingError
             If the resolver raises, or returns an object that is not a layout of the operand's rank.
         """
-        layouts = self._product(encoding, target, var_text)
+        layouts = self._layouts(encoding, target, var_text)
         return None if isinstance(layouts, str) else layouts[encoding.operand_index]
 
     def layout_of_activation(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> PackedLayout | None:
-        """The layout of an operand that is not a constant; see `layout`."""
+        """The layout of an operand that is not a constant, so that it is packed at run time; see `layout`."""
         layout = self.layout(encoding, target, var_text)
         resolver = self.resolver(target)
         if resolver is None or layout is None:
             return layout
         key = (encoding, str(target))
         if key not in self._activations:
-            self._activations[key] = _answer(resolver, resolver.resolve_activation, encoding, target, var_text)
+            self._activations[key] = _checked_layout(resolver, resolver.resolve_activation, encoding, target, var_text)
         return self._activations[key]
 
     def missing_reason(self, encoding: Encoding, target: tvm.target.Target) -> str:
         """The reason why a product lacks layouts; empty if it has them."""
-        answer = self._product(encoding, target, "")
-        return answer if isinstance(answer, str) else ""
+        layouts = self._layouts(encoding, target, "")
+        return layouts if isinstance(layouts, str) else ""
 
-    def _product(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> tuple[PackedLayout, ...] | str:
+    def _layouts(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> tuple[PackedLayout, ...] | str:
         key = (encoding.of(RESULT), str(target))
         if key not in self._products:
-            self._products[key] = self._request(key[0], target, var_text)
+            self._products[key] = self._resolve(key[0], target, var_text)
         return self._products[key]
 
-    def _request(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> tuple[PackedLayout, ...] | str:
+    def _resolve(self, encoding: Encoding, target: tvm.target.Target, var_text: str) -> tuple[PackedLayout, ...] | str:
         resolver = self.resolver(target)
         if resolver is None:
             return f"no resolver for target kind {target.kind.name!r}"
         layouts = []
         for index in (LHS, RHS, RESULT):
             operand = encoding.of(index)
-            layout = _answer(resolver, resolver.resolve, operand, target, var_text)
+            layout = _checked_layout(resolver, resolver.resolve, operand, target, var_text)
             if layout is None:
                 return f"resolver {resolver.name!r} has no layout for the {operand.operand_name} of {encoding}"
             _check_size(resolver, operand, layout, target)
@@ -333,20 +334,20 @@ class Layouts:
         return tuple(layouts)
 
 
-def _answer(
+def _checked_layout(
     resolver: EncodingResolver,
     resolve: Callable[[Encoding, tvm.target.Target], PackedLayout | None],
     operand: Encoding,
     target: tvm.target.Target,
     var_text: str,
 ) -> PackedLayout | None:
-    """The checked answer of a resolver's method about an operand."""
+    """The layout that a resolver's method returns for an operand, checked."""
     prefix = f"resolver {resolver.name!r}, asked how target {target} stores {operand} for {var_text}"
     try:
         layout = resolve(operand, target)
     except EncodingError:
         raise
-    except Exception as error:  # a third party's code raises any error, without naming the op
+    except Exception as error:  # a third party's resolver can raise anything, and does not name the op
         raise EncodingError(f"{prefix}: {type(error).__name__}: {error}") from error
     rank = len(operand.index_map)
     if layout is not None and (not isinstance(layout, PackedLayout) or len(layout.outer_perm) != rank):
@@ -358,7 +359,7 @@ def _answer(
 
 
 def _check_size(resolver: EncodingResolver, operand: Encoding, layout: PackedLayout, target: tvm.target.Target) -> None:
-    """Check that the storage size of a resolver covers its layout, if sizes are static."""
+    """Check that a resolver's storage size is enough for its layout, if the shape is static."""
     shape = operand.shape()
     if DYNAMIC in shape:
         return
@@ -383,7 +384,7 @@ def specialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     layouts, names = Layouts(), VariantNames(mod, vdevices_of(mod))
     cancelled: list[CancelledEntry] = []
     for gv, func in relax_functions(mod):
-        functions[gv] = _Function(gv.name_hint, layouts, names, cancelled, mod).specialize(func)
+        functions[gv] = _Specializer(gv.name_hint, layouts, names, cancelled, mod).specialize(func)
     mod = rewrite_blocks(with_functions(mod, functions), _without_unused_packing)
     verify_encodings(mod)
     if is_collecting():
@@ -395,13 +396,13 @@ SpecializeEncodings = declare_pass("SpecializeEncodings", specialize_encodings)
 
 
 def _without_unused_packing(block: Block) -> list[relax.Binding] | None:
-    """The block's bindings without unused packing, whose tensor is transferred unpacked."""
+    """The block's bindings without unused `set_encoding` ops, left over where the plain tensor is transferred."""
     bindings = without_unused(block.bindings, block, lambda value: encoded_op(value) == SET)
     return bindings if len(bindings) < len(block.bindings) else None
 
 
-class _Function:
-    """Rewriter of one function, with its encoded values and their layouts so far (None: cancelled, so plain)."""
+class _Specializer:
+    """Rewriter of one function."""
 
     def __init__(
         self, name: str, layouts: Layouts, names: VariantNames, cancelled: list[CancelledEntry], mod: tvm.IRModule
@@ -411,23 +412,24 @@ class _Function:
         self.names = names
         self.cancelled = cancelled
         self.vdevices = vdevices_of(mod)
+        # Encoding and layout of each encoded value; None instead of a layout if the encoding is cancelled.
         self.values: dict[relax.Var, tuple[Encoding, PackedLayout | None]] = {}
         self.merges = Merges()
-        self.local: set[relax.Var] = set()
-        self.settled: set[relax.Var] = set()  # values with a layout before the pass, and their transfers
+        self.dataflow_vars: set[relax.Var] = set()
+        self.specialized: set[relax.Var] = set()  # values that had a layout before the pass, and their transfers
         self.plain: dict[relax.Var, relax.Expr] = {}  # plain tensor of each set_encoding
-        self.constants: set[relax.Var] = set()  # constants, which are packed at compile time
+        self.constants: set[relax.Var] = set()  # hold constants, which are packed at compile time
 
     def specialize(self, func: relax.Function) -> relax.Function:
-        self.local = dataflow_variables(func)
-        return self.merges.apply(map_bindings(func, error_context(self._change, self.name)))
+        self.dataflow_vars = dataflow_variables(func)
+        return self.merges.apply(map_bindings(func, error_context(self._rewrite, self.name)))
 
-    def _change(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+    def _rewrite(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         name = encoded_op(binding.value)
         if name is not None:
-            return self._encoded(name, binding)
+            return self._rewrite_encoded(name, binding)
         if op_name(binding.value) == TRANSFER and binding.value.args[0] in self.values:
-            return self._transfer(binding)
+            return self._rewrite_transfer(binding)
         if isinstance(binding.value, relax.Var) and binding.value in self.values:
             self.values[binding.var] = self.values[binding.value]
         source = binding.value.args[0] if op_name(binding.value) in FOLDED_OPS else binding.value
@@ -435,7 +437,7 @@ class _Function:
             self.constants.add(binding.var)
         return binding
 
-    def _encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+    def _rewrite_encoded(self, name: str, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         var, call = binding.var, binding.value
         encoding = Encoding.parse(call.attrs.encoding)
         layout = layout_of(call) or self._layout(encoding, var, name == SET and not self._is_constant(call.args[0]))
@@ -445,9 +447,9 @@ class _Function:
         if name == SET:
             self.plain[var] = operands[0]
         if call.attrs.layout:
-            self.settled.add(var)
+            self.specialized.add(var)
         if layout is None:
-            return self._cancel(name, encoding, binding, operands)
+            return self._cancel_op(name, encoding, binding, operands)
         if call.attrs.layout:
             return binding
         if name in PRODUCTS:
@@ -460,8 +462,8 @@ class _Function:
             new = (ops.set_encoding if name == SET else ops.unset_encoding)(operands[0], encoding, layout)
         return relax.VarBinding(var, typed(new, call.ty), binding.span)
 
-    def _layout(self, encoding: Encoding, var: relax.Var, activation: bool = False) -> PackedLayout | None:
-        layout_of_operand = self.layouts.layout_of_activation if activation else self.layouts.layout
+    def _layout(self, encoding: Encoding, var: relax.Var, is_activation: bool = False) -> PackedLayout | None:
+        layout_of_operand = self.layouts.layout_of_activation if is_activation else self.layouts.layout
         return layout_of_operand(
             encoding, target_of(var.ty.vdevice), f"variable {var.name!r} in function {self.name!r}"
         )
@@ -478,7 +480,7 @@ class _Function:
         encoded = self.values.get(expr) if isinstance(expr, relax.Var) else None
         return Stored.plain(expr.ty) if encoded is None or encoded[1] is None else Stored(expr.ty, encoded[1])
 
-    def _cancel(
+    def _cancel_op(
         self, name: str, encoding: Encoding, binding: relax.Binding, operands: list[relax.Expr]
     ) -> relax.Binding | list[relax.Binding]:
         var, call = binding.var, binding.value
@@ -486,7 +488,7 @@ class _Function:
             return self.merges.drop(var, operands[0])
         if name == UNSET:
             return self.merges.alias(var, operands[0])
-        out = Replacement(var, var in self.local)
+        out = Replacement(var, var in self.dataflow_vars)
         if name == ELEMENTWISE:
             return stock_elementwise(Expression.parse(call.attrs.expression), operands, out)
         vdevice = var.ty.vdevice
@@ -495,31 +497,31 @@ class _Function:
         self.cancelled.append(CancelledEntry(self.name, name_in_model(var), product_name(call), device, reason))
         return stock_product(encoding, operands, out)
 
-    def _transfer(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
+    def _rewrite_transfer(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         """Rewrite the transfer of a tensor that is encoded on one device, or on both."""
         var, call = binding.var, binding.value
         source = call.args[0]
-        encoding, old = self.values[source]
-        if source in self.settled:
-            self.values[var] = (encoding, old)
-            self.settled.add(var)
+        encoding, source_layout = self.values[source]
+        if source in self.specialized:
+            self.values[var] = (encoding, source_layout)
+            self.specialized.add(var)
             return binding
-        new = self._layout(encoding, var)
-        self.values[var] = (encoding, new)
-        out = Replacement(var, var in self.local)
+        layout = self._layout(encoding, var)
+        self.values[var] = (encoding, layout)
+        out = Replacement(var, var in self.dataflow_vars)
         value = self.merges.resolve(source)
-        if old is None and new is None:
+        if source_layout is None and layout is None:
             return binding
-        if old is not None and new is not None:
-            if old == new:
+        if source_layout is not None and layout is not None:
+            if source_layout == layout:
                 return binding
-            crossing = Crossing(encoding, source.ty, source.ty.vdevice, var.ty.vdevice, old, new)
+            crossing = Crossing(encoding, source.ty, source.ty.vdevice, var.ty.vdevice, source_layout, layout)
             return transferred(value, crossing, out)
         if source in self.plain:
             value = self.plain[source]
-        elif old is not None:
-            value = out.bind(ops.unset_encoding(value, encoding, old), source.ty, "plain")
+        elif source_layout is not None:
+            value = out.bind(ops.unset_encoding(value, encoding, source_layout), source.ty, "plain")
         value = out.bind(relax.op.to_vdevice(value, var.ty.vdevice), var.ty, "there")
-        if new is not None:
-            value = out.bind(ops.set_encoding(value, encoding, new), var.ty, "encoded")
+        if layout is not None:
+            value = out.bind(ops.set_encoding(value, encoding, layout), var.ty, "encoded")
         return out.finish(value)

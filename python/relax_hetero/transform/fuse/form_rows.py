@@ -566,7 +566,7 @@ def _unsupported_reason(op: RowOp, var: relax.Var) -> str | None:
 def _is_image(block: Block, op: RowOp) -> bool:
     """Return whether the rows come from a convolution, which stores images channels-last."""
     value = block.definition(op.call.args[0])
-    return op_name(value) == UNSET and Encoding.parse(value.attrs.encoding).moves is not None
+    return op_name(value) == UNSET and Encoding.parse(value.attrs.encoding).conv is not None
 
 
 def _write(emitter: Emitter, region: RowRegion, var: relax.Var) -> None:

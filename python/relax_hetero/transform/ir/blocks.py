@@ -92,7 +92,7 @@ class Spanning(Protocol):
 
     @property
     def inside(self) -> Sequence[int]:
-        """Indices of the bindings before the last one, which vanish."""
+        """Indices of the bindings before the last one, which are removed."""
 
 
 Span = TypeVar("Span", bound=Spanning)

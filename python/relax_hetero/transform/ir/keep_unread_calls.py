@@ -1,4 +1,4 @@
-"""KeepUnreadCalls: code that the module only calls runs, even if its result is unread.
+"""KeepUnreadCalls: keep calls of callbacks and packed functions even if their results are unused.
 
 Before::
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 import tvm
 from tvm import relax
 
-# Special nodes: the host vdevice, and the device that the value is on.
+# Special nodes: HOST is on the host's vdevice, ANY on whatever device the value is on.
 HOST = -1
 ANY = -2
 
@@ -29,7 +29,7 @@ class FuncTree:
 
 @dataclass(slots=True, eq=False)
 class ConstLeaf:
-    """A constant, which is on every device that uses it; a binding of it is on the device of the first use.
+    """A constant, which is copied to every device that uses it; its variable is on the device of the first use.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class ConstLeaf:
             self.first_use, self.pinned = node, device
 
 
-# Nodes of the tensors of a variable, in the structure of its type. None: a value without tensors.
+# Nodes of a value's tensors, nested like the tuples of its type. None: a value without tensors.
 Tree: TypeAlias = "None | int | ConstLeaf | FuncTree | tuple[Tree, ...]"
 
 
@@ -66,22 +66,21 @@ class Origin(NamedTuple):
         Variable; for "return" and "callee" the function.
     function : str
         Function that contains it.
-    because : callable, optional
-        For "callee": function that returns the origin inside the callee.
+    origin_in_callee : callable, optional
+        For "callee": function that computes the text of the origin inside the callee, which only messages need.
     """
 
     kind: str
     name: str
     function: str
-    because: Callable[[], str] | None = None
+    origin_in_callee: Callable[[], str] | None = None
 
     def __str__(self) -> str:
-        return _SENTENCES[self.kind].format(
-            name=self.name, function=self.function, because="" if self.because is None else self.because()
-        )
+        inner = "" if self.origin_in_callee is None else self.origin_in_callee()
+        return _ORIGIN_TEXTS[self.kind].format(name=self.name, function=self.function, origin_in_callee=inner)
 
 
-_SENTENCES = {
+_ORIGIN_TEXTS = {
     "parameter": "the annotation of parameter '{name}' of '{function}'",
     "variable": "the annotation of '{name}' in '{function}'",
     "match_cast": "the match_cast of '{name}' in '{function}'",
@@ -89,7 +88,7 @@ _SENTENCES = {
     "hint": "the hint_on_device of '{name}' in '{function}'",
     "to_vdevice": "the to_vdevice of '{name}' in '{function}'",
     "out_ty": "the out_ty of '{name}' in '{function}'",
-    "callee": "function '{name}', from {because}",
+    "callee": "function '{name}', from {origin_in_callee}",
 }
 
 
@@ -115,7 +114,7 @@ class Location(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """The variable as in source text, e.g. ``t[0]``."""
+        """The variable with its path, e.g. ``t[0]``."""
         name = "result" if self.var is None else str(self.var.name)
         return name + "".join(f"[{index}]" for index in self.path)
 
@@ -132,13 +131,13 @@ class Graph:
     Attributes
     ----------
     sources, targets : list of list of int
-        Operands and results of a site; producing and using sites of a value, in program order.
+        Neighbours against and along the edges: of a site its operands and results, of a value its producers and users.
     locations : list of Location
         Location of each node.
     fixed : dict
         Fixed device (index) of a node, and its origin.
     hints : dict
-        Devices that are hinted for a node (round two), in program order.
+        Devices that are hinted for a node, in program order; the first one counts if nothing fixes the node.
     opaque : set
         Values of type ``R.Object``, which may be tensors or not.
     signature_nodes : set
@@ -182,7 +181,7 @@ class Graph:
         return bool(self.locations[node].op)
 
     def neighbours(self, node: int) -> Iterator[int]:
-        """All adjacent nodes, which share the node's device."""
+        """All adjacent nodes, which share the node's device unless a transfer is inserted between them."""
         yield from self.sources[node]
         yield from self.targets[node]
 
@@ -210,7 +209,7 @@ def tensors_of(tree: Tree) -> Iterator[int | ConstLeaf]:
 
 
 def subtree(tree: Tree, index: int) -> Tree:
-    """A field of a tuple's tree; any other tree holds for all fields."""
+    """A field of a tuple's tree; of any other tree, which applies to all fields, the tree itself."""
     return tree[index] if isinstance(tree, tuple) and index < len(tree) else tree
 
 

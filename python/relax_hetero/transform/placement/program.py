@@ -1,4 +1,4 @@
-"""The module in the form of placement: functions, scopes and bindings, and recursion groups of functions."""
+"""Functions, scopes and bindings of a module as placement reads them, and recursion groups of functions."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ class Record:
     kind : str
         "op", "call" (of a Relax function), "hint", "to_vdevice", "alias" (also match_cast), "tuple", "getitem",
         "const", "if", "function" or "other".
+    index : int
+        Index in its scope.
     op : str
         Op for messages and reports.
     args : list of Expr
         Expressions that may hold tensors: the arguments of a call, the condition of an ``If``.
     trees : list of Tree
-        Trees of `args`.
+        Nodes of the tensors of `args`.
     operand_devices : int, or list of Tree
-        Node (or HOST, ANY) whose device the operands are needed on: one for all, or a tree for each.
+        Nodes (or HOST, ANY) on whose devices the operands are needed: one node for all, or a tree for each operand.
     result_device : Tree
         Nodes of the variable's tensors.
     produced : Tree
-        Nodes of the value's tensors; they differ from `result_device` only if a transfer follows.
+        Nodes on whose devices the value is computed; other nodes than `result_device` only if a transfer follows.
+    site : int
+        Site of an op in the graph; ANY without one.
     scopes : list of Scope
         Branches of an ``If``; body of a local function.
     device : int
@@ -48,9 +52,9 @@ class Record:
     func : FuncTree
         Parameters and result of a local function.
     written : sequence of int
-        Operands that the op may write to, so that earlier transfers of them are not reused after it.
+        Operands that the op may write to; later uses on other devices need new transfers.
     host_read : bool
-        Whether the host reads the operands.
+        True if the host reads the operands.
     """
 
     binding: relax.Binding
@@ -80,15 +84,15 @@ class Scope:
     Attributes
     ----------
     body : relax.Expr
-        Value of the sequence.
+        Expression after the last block, the value of the sequence.
     blocks : list
         Tuples of a block, the index of its first record, and the index after its last.
     body_tree, body_device : Tree
-        Trees of the value of the sequence, and of the nodes whose devices it is needed on.
+        Nodes of the tensors of `body`, and nodes on whose devices they are needed.
     parent, parent_index
         Enclosing scope and record; None for the body of a module's function.
     is_function : bool
-        Whether it is the body of a local function.
+        True for the body of a local function.
     """
 
     seq: relax.SeqExpr
@@ -158,6 +162,17 @@ class Program:
     mod : IRModule
         Module with at least one vdevice.
 
+    Attributes
+    ----------
+    names : list of str
+        Names of the vdevices, ``kind:i``.
+    host : int
+        Index of the last CPU of the host that runs the VM; ANY without one.
+    writes_in_place : bool
+        True if an op of the module writes into an operand.
+    units : dict
+        Relax functions by name.
+
     Raises
     ------
     VDeviceError
@@ -167,14 +182,14 @@ class Program:
     def __init__(self, mod: tvm.IRModule) -> None:
         self.mod = mod
         self.vdevices: Sequence[relax.VDevice] = vdevices_of(mod)
-        hosts_of(self.vdevices)
+        hosts_of(self.vdevices)  # raises the error
         self.names = [device_name(vdevice, self.vdevices) for vdevice in self.vdevices]
         host = host_vdevice(self.vdevices)
         self.host = ANY if host is None else vdevice_index(host, self.vdevices)
-        self._readers = [host_vdevice(self.vdevices, vdevice) for vdevice in self.vdevices]
-        # By identity, since equal entries of the list are different devices.
+        self._reading_cpus = [host_vdevice(self.vdevices, vdevice) for vdevice in self.vdevices]
+        # Keyed by handle: equal entries of the list are different devices.
         self._index = {handle(vdevice): index for index, vdevice in reversed(list(enumerate(self.vdevices)))}
-        self._foreign: list[relax.VDevice] = []  # kept alive, so that their handles are not reused
+        self._other_vdevices: list[relax.VDevice] = []  # kept alive, since `_index` has their handles
         self.writes_in_place = any(
             op_name(binding.value) in IN_PLACE for _, func in relax_functions(mod) for binding in walk_bindings(func)
         )
@@ -186,17 +201,17 @@ class Program:
                 self.units[name] = Unit(len(self.units), gvar, func, name, FuncTree((), None), placeholder)
 
     def reader(self, device: int) -> int:
-        """The CPU that reads a tensor of `device` as a shape or condition, on the same host of a cluster.
+        """The CPU that reads a tensor of `device` as a shape or condition: the last one of the device's own host.
 
-        ANY if the host lacks a CPU; a negative `device` stands for an unknown one.
+        ANY if that host lacks a CPU. A negative `device` is unknown, and read on `host`.
         """
         if device < 0:
             return self.host
-        vdevice = self._readers[device]
+        vdevice = self._reading_cpus[device]
         return ANY if vdevice is None else vdevice_index(vdevice, self.vdevices)
 
     def required_device(self, devices: Sequence[int], required: Tree, device: int = ANY) -> int:
-        """The device that a tensor on `device` is needed on, by a node or HOST; ANY if every device will do."""
+        """Device on which `required`, a node or HOST, needs a tensor that is on `device`; ANY if any device will do."""
         if not isinstance(required, int) or required == ANY:
             return ANY
         return self.reader(device) if required == HOST else devices[required]
@@ -217,54 +232,54 @@ class Program:
             except VDeviceError as error:
                 raise PlacementError(f"{where}: {error}") from error
             self._index[key] = index
-            self._foreign.append(vdevice)
+            self._other_vdevices.append(vdevice)
         return index
 
 
 def recursion_groups(program: Program) -> list[list[Unit]]:
-    """Recursion groups: functions that call each other, directly or indirectly; callees before their callers.
+    """Strongly connected components of the call graph (Tarjan's algorithm), callees before their callers.
 
     Returns
     -------
     groups : list of list of Unit
-        Units of a group in module order (Tarjan's algorithm, without recursion).
+        Units of each group in module order.
     """
     units = list(program.units.values())
     callees = {unit.index: _callees(program, unit) for unit in units} if len(units) > 1 else {0: []}
     order: dict[int, int] = {}
-    low: dict[int, int] = {}
-    open_units: list[int] = []
-    is_open: set[int] = set()
+    low_link: dict[int, int] = {}
+    stack: list[int] = []
+    on_stack: set[int] = set()
     groups: list[list[Unit]] = []
     for root in units:
         if root.index in order:
             continue
-        work = [(root.index, 0)]
-        while work:
-            index, position = work.pop()
-            if position == 0:
-                order[index] = low[index] = len(order)
-                open_units.append(index)
-                is_open.add(index)
+        pending = [(root.index, 0)]  # a unit, and its first callee that is not visited yet
+        while pending:
+            index, edge = pending.pop()
+            if edge == 0:
+                order[index] = low_link[index] = len(order)
+                stack.append(index)
+                on_stack.add(index)
             descended = False
-            for next_position, callee in enumerate(callees[index][position:], position + 1):
+            for next_edge, callee in enumerate(callees[index][edge:], edge + 1):
                 if callee not in order:
-                    work += [(index, next_position), (callee, 0)]
+                    pending += [(index, next_edge), (callee, 0)]
                     descended = True
                     break
-                if callee in is_open:
-                    low[index] = min(low[index], order[callee])
+                if callee in on_stack:
+                    low_link[index] = min(low_link[index], order[callee])
             if descended:
                 continue
-            if low[index] == order[index]:
-                start = open_units.index(index)
-                members = sorted(open_units[start:])
-                is_open.difference_update(members)
-                del open_units[start:]
+            if low_link[index] == order[index]:
+                start = stack.index(index)
+                members = sorted(stack[start:])
+                on_stack.difference_update(members)
+                del stack[start:]
                 groups.append([units[member] for member in members])
-            if work:
-                caller = work[-1][0]
-                low[caller] = min(low[caller], low[index])
+            if pending:
+                caller = pending[-1][0]
+                low_link[caller] = min(low_link[caller], low_link[index])
     for group_index, group in enumerate(groups):
         for unit in group:
             unit.group = group_index

@@ -53,7 +53,7 @@ from .verify import verify_placement
 def report_entries(
     function: str, notes: Sequence[PlacementNote], clone: Clone, names: list[str]
 ) -> list[PlacementEntry]:
-    """Entries of the report for the notes of one written function."""
+    """Entries of the report for the notes about one function."""
     reasons = _Reasons(clone, names)
     return [
         PlacementEntry(
@@ -64,6 +64,8 @@ def report_entries(
 
 
 class _Reasons:
+    """Texts that explain devices by the shortest path from a fixed or, failing that, a hinted node."""
+
     def __init__(self, clone: Clone, names: list[str]) -> None:
         self.clone = clone
         self.names = names
@@ -81,17 +83,17 @@ class _Reasons:
         path = self.fixed.get(note.node)
         if path is not None:
             if path.device == note.device:
-                return self._follows(note.node, path, self.fixed)
+                return self._path_text(note.node, path, self.fixed)
             return "goes with its first use" if note.kind == "param" else "goes with its operands and users"
         if note.node in self.clone.group.solution.open_component_of and self.clone.caller:
             return f"called by '{self.clone.caller}' on {device}"
         path = self.hinted.get(note.node)
         if path is not None and path.device == note.device:
-            return self._follows(note.node, path, self.hinted)
+            return self._path_text(note.node, path, self.hinted)
         return "default device"
 
-    def _follows(self, node: int, path: Path, paths: dict[int, Path]) -> str:
-        """The nearest fixed value, and the first op on the path to it."""
+    def _path_text(self, node: int, path: Path, paths: dict[int, Path]) -> str:
+        """Reason that names the node at the start of the path, and the op next to `node`."""
         start = self.graph.locations[path.start]
         if path.start == node or (self.graph.is_site(node) and path.start in self.graph.targets[node]):
             return f"fixed by {path.origin}"
@@ -102,7 +104,7 @@ class _Reasons:
 
 
 def _bytes(ty: tvm.ir.Type) -> int | None:
-    """Bytes of a value of static shape; 0 without tensors, None for a symbolic shape."""
+    """Size of a value in bytes: 0 if it lacks tensors, None if a shape is symbolic."""
     if isinstance(ty, tvm.ir.TupleType):
         total = 0
         for field_ty in ty.fields:
@@ -166,12 +168,12 @@ def _realized(mod: tvm.IRModule, insert_copies: bool = False) -> tvm.IRModule:
     ----------
     mod : tvm.IRModule
     insert_copies : bool
-        Whether to insert a transfer where two fixed devices meet, instead of raising an error.
+        Insert a transfer between connected values that are fixed to different devices, instead of raising an error.
 
     Raises
     ------
     PlacementError
-        When it runs: two fixed devices, or two hints, meet; a callee is unknown.
+        When it runs: two fixed devices, or two hints, apply to connected values; a callee is unknown.
     VDeviceError
         When it runs: a hint names a device that the module lacks.
     """
@@ -191,30 +193,30 @@ def _write_module(program: Program, clones: list[list[Clone]], report: Placement
             pending.append((unit, clone))
     changed = False
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
-    written: dict[str, list[tuple[tvm.ir.GlobalVar, relax.Function]]] = {}
+    placed: dict[str, list[tuple[tvm.ir.GlobalVar, relax.Function]]] = {}
     for unit, clone in pending:
         func, notes = _write_function(program, clones, gvars, unit, clone)
         gvar = gvars[clone.names[unit.name]]
         changed = changed or func is not unit.func or gvar is not unit.gvar
         if gvar is not unit.gvar:
             relax.expr._update_type(gvar, func.ty)
-        written.setdefault(unit.name, []).append((gvar, func))
+        placed.setdefault(unit.name, []).append((gvar, func))
         report.entries += report_entries(clone.names[unit.name], notes, clone, program.names)
     if not changed:
         return mod
     for gvar, base_func in mod.functions.items():
-        original, *private_clones = written.get(str(gvar.name_hint), [(gvar, base_func)])
-        functions.update([original, *((clone, copy_with_new_vars(func)) for clone, func in private_clones)])
+        first, *other_clones = placed.get(str(gvar.name_hint), [(gvar, base_func)])
+        functions.update([first, *((clone_gvar, copy_with_new_vars(func)) for clone_gvar, func in other_clones)])
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def _global_var(program: Program, unit: Unit, clone: Clone) -> tvm.ir.GlobalVar:
-    """The old variable if its name and type stay, so that unchanged callers stay unchanged."""
+    """The clone's variable: the source module's if name and type are unchanged, so that callers can stay unchanged."""
     name = clone.names[unit.name]
     old = unit.gvar.ty
-    # BindParams does not remove bound parameters from the variable's type.
-    is_current = isinstance(old, relax.FuncType) and old.params is not None and len(old.params) == len(unit.func.params)
-    same_type = is_current and old is on_devices(
+    # BindParams removes bound parameters from the function, but not from the variable's type.
+    same_arity = isinstance(old, relax.FuncType) and old.params is not None and len(old.params) == len(unit.func.params)
+    same_type = same_arity and old is on_devices(
         old, unit.tree, lambda leaf: program.vdevices[clone.devices[leaf] if isinstance(leaf, int) else 0]
     )
     return unit.gvar if clone.first and same_type else tvm.ir.GlobalVar(name)
@@ -239,7 +241,7 @@ def _write_function(
     return func, notes
 
 
-# RealizeTargets: complete the target of vdevices that name only a kind with this machine's CPU or GPU.
+# RealizeTargets: complete targets that consist of a kind alone, with the CPU or GPU of this machine.
 #
 # Before::
 #

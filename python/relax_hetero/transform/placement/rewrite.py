@@ -1,6 +1,6 @@
 """Writer of one clone of a function: explicit devices in every type, planned transfers, no hints.
 
-Types are written, never inferred: stock inference refuses or loses the device of n-ary ops.
+Types are written, never inferred: TVM's inference rejects n-ary ops with devices, or loses the devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .program import CallRef, Program, Record, Scope, Unit
 from .transfers import Transfer, plan_transfers
 from .trees import run
 
-# Scope and record index.
+# The `id` of a scope, and the index of a record in it.
 ProgramPoint = tuple[int, int]
 
 
@@ -55,11 +55,11 @@ class CallWriter(Operands):
         for position, (arg, tree) in enumerate(zip(record.args, record.trees, strict=True)):
             node = required if isinstance(required, int) else required[position]
             args.append(self.mapped(arg) if tree is None else self.coerce(arg, tree, node, point))
-        produced = self._produced(record)
+        produced = self._production_tree(record)
         ty = self.retyped(old_ty, produced)
-        ty_args = self._ty_args(old_ty_args, produced)
-        pairs = zip([op, ty, *args, *ty_args], [old_op, old_ty, *record.args, *old_ty_args], strict=True)
-        changed = any(new is not old for new, old in pairs)
+        ty_args = self._retyped_ty_args(old_ty_args, produced)
+        old_parts = [old_op, old_ty, *record.args, *old_ty_args]
+        changed = any(map(operator.is_not, [op, ty, *args, *ty_args], old_parts))
         value = relax.Call(op, args, call.attrs, ty_args, call.span, ty) if changed else call
         if produced is record.result_device:
             self._note_op(record, self.rebind(record, value))
@@ -68,11 +68,11 @@ class CallWriter(Operands):
         self._note_op(record, raw)
         if produced == HOST and isinstance(record.result_device, int):
             self.on_host[record.result_device] = raw
-        var = self.rebind(record, self._transferred(raw, record.result_device, produced))
+        var = self.rebind(record, self._transferred_tree(raw, record.result_device, produced))
         self.record_transferred(record, var, produced)
 
     def record_transferred(self, record: Record, var: relax.Var, produced: Tree) -> None:
-        """Add notes about the transfers of a result from the producing device to the device of its variable."""
+        """Note, for the report, transfers of a result from the producing device to the device of its variable."""
         for target, source in zip(tensors_of(record.result_device), tensors_of(produced), strict=True):
             device, names = self.device(target), self.program.names
             if device != self.device(source) and target not in self.opaque:
@@ -87,11 +87,11 @@ class CallWriter(Operands):
             site = record.site
             self.notes.append(PlacementNote("op", var.name, var.ty, record.op, self.devices[site], site, ""))
 
-    def _produced(self, record: Record) -> Tree:
-        """The nodes on whose devices a call produces its result: `record.result_device` unless a transfer follows."""
+    def _production_tree(self, record: Record) -> Tree:
+        """Nodes on whose devices a call produces its result: those of the variable unless a transfer follows."""
         result = record.result_device
         if record.produced == HOST:
-            return result if self.all_on(result, self.program.host) else _fill(result, HOST)
+            return result if self.all_on(result, self.program.host) else _filled(result, HOST)
         if not self.needs_transfers:
             return result
         if record.kind == "call":
@@ -99,38 +99,38 @@ class CallWriter(Operands):
             return result if devices == produced else record.produced
         if record.site < 0 or self.all_on(result, self.devices[record.site]):
             return result
-        return _fill(result, record.site)
+        return _filled(result, record.site)
 
     def all_on(self, tree: Tree, device: int) -> bool:
         """Return whether all tensors of a tree are on a device; an ``R.Object`` does not have one."""
         return all(self.device(leaf) == device or leaf in self.opaque for leaf in tensors_of(tree))
 
-    def _transferred(self, value: relax.Expr, device: Tree, written: Tree) -> relax.Expr:
-        """A value that was produced on other devices, transferred tensor by tensor."""
-        if isinstance(device, tuple) and isinstance(written, tuple):
+    def _transferred_tree(self, value: relax.Expr, target: Tree, source: Tree) -> relax.Expr:
+        """A value with every tensor transferred from the device of its `source` node to that of its `target` node."""
+        if isinstance(target, tuple) and isinstance(source, tuple):
             fields = []
-            for index, (sub, sub_written) in enumerate(zip(device, written, strict=True)):
+            for index, (sub_target, sub_source) in enumerate(zip(target, source, strict=True)):
                 item = self.bind(f"{value.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
-                copied = self._transferred(item, sub, sub_written)
-                fields.append(copied if copied is item else self._named(f"{item.name}_moved", copied))
+                copied = self._transferred_tree(item, sub_target, sub_source)
+                fields.append(copied if copied is item else self._bind_unless_tuple(f"{item.name}_moved", copied))
             return relax.Tuple(fields)
         if (
-            not isinstance(device, (int, ConstLeaf))
-            or not isinstance(written, (int, ConstLeaf))
-            or device in self.opaque
+            not isinstance(target, (int, ConstLeaf))
+            or not isinstance(source, (int, ConstLeaf))
+            or target in self.opaque
         ):
             return value
-        return value if self.device(device) == self.device(written) else self.transferred(value, self.device(device))
+        return value if self.device(target) == self.device(source) else self.transferred(value, self.device(target))
 
-    def _named(self, name: str, value: relax.Expr) -> relax.Expr:
+    def _bind_unless_tuple(self, name: str, value: relax.Expr) -> relax.Expr:
         return value if isinstance(value, relax.Tuple) else self.bind(name, value, self.dataflow)
 
-    def _ty_args(self, ty_args: list[tvm.ir.Type], value: Tree) -> list[tvm.ir.Type]:
-        """The explicit result types of ``call_tir`` and similar ops; several of them are the fields of a tuple."""
+    def _retyped_ty_args(self, ty_args: list[tvm.ir.Type], tree: Tree) -> list[tvm.ir.Type]:
+        """Explicit result types of ``call_tir`` etc. with the devices of a tree; several types are a tuple's fields."""
         if len(ty_args) == 1:
-            return [self.retyped(ty_args[0], value)]
-        if isinstance(value, tuple) and len(value) == len(ty_args):
-            return [self.retyped(ty, sub) for ty, sub in zip(ty_args, value, strict=True)]
+            return [self.retyped(ty_args[0], tree)]
+        if isinstance(tree, tuple) and len(tree) == len(ty_args):
+            return [self.retyped(ty, sub) for ty, sub in zip(ty_args, tree, strict=True)]
         return ty_args
 
     def write_crossing(self, record: Record, point: ProgramPoint) -> None:
@@ -143,7 +143,7 @@ class CallWriter(Operands):
             assert transfer.var is not None, "a transfer is written before its uses"
             self.rebind(record, transfer.var)
             return
-        value = self._crossed(record, self.mapped(arg), tree)
+        value = self._on_destination(record, self.mapped(arg), tree)
         var = self.rebind(record, value)
         if transfer is not None:
             transfer.var = var
@@ -151,15 +151,16 @@ class CallWriter(Operands):
             reason = f"transfer: {record.op} to {self.program.names[device]}"
             self.notes.append(PlacementNote("transfer", var.name, var.ty, TRANSFER, device, ANY, reason))
 
-    def _crossed(self, record: Record, value: relax.Expr, tree: Tree) -> relax.Expr:
+    def _on_destination(self, record: Record, value: relax.Expr, tree: Tree) -> relax.Expr:
+        """The operand of a hint or `to_vdevice` on its destination: itself, a copy or a transfer."""
         device = record.device
         if isinstance(tree, ConstLeaf):
             return self.constant(tree.expr, device)
         if isinstance(tree, int):
             if self.devices[tree] == device:
-                # An alias, unless an op may write to one of the two while the other is still read.
-                is_own = record.kind == "to_vdevice" and self.program.writes_in_place
-                return typed(copy(value), value.ty) if is_own else value
+                # A copy if an op of the module may write to operand or result while the other is still read.
+                needs_copy = record.kind == "to_vdevice" and self.program.writes_in_place
+                return typed(copy(value), value.ty) if needs_copy else value
             if tree in self.constants:
                 return self.constant(self.constants[tree], device)
             call = record.value
@@ -174,29 +175,29 @@ class CallWriter(Operands):
         fields = []
         for index, sub in enumerate(tree):
             item = self.bind(f"{record.var.name}_{index}", relax.TupleGetItem(value, index), self.dataflow)
-            copied = self._crossed(record, item, sub)
-            fields.append(copied if copied is item else self._named(f"{item.name}_moved", copied))
+            copied = self._on_destination(record, item, sub)
+            fields.append(copied if copied is item else self._bind_unless_tuple(f"{item.name}_moved", copied))
         return relax.Tuple(fields)
 
 
-def _fill(tree: Tree, node: int) -> Tree:
+def _filled(tree: Tree, node: int) -> Tree:
     """A tree of the same structure with one node for all tensors."""
     if isinstance(tree, tuple):
-        return tuple(_fill(sub, node) for sub in tree)
+        return tuple(_filled(sub, node) for sub in tree)
     return node if isinstance(tree, (int, ConstLeaf)) else tree
 
 
-# Function from a reference to the global variable of a clone.
+# Function that returns the global variable of the clone for a reference.
 Callee = Callable[[CallRef], tvm.ir.GlobalVar]
 
 
 def rewrite(program: Program, unit: Unit, clone: Clone, callee: Callee) -> tuple[relax.Function, list[PlacementNote]]:
-    """The function on the clone's devices, and notes for the report.
+    """Write a function for the devices of a clone.
 
     Returns
     -------
     func, notes
-        The same function if nothing changes.
+        Function, the same object if nothing changes, and notes for the report.
     """
     writer = _Writer(program, unit, clone, callee)
     func = run(writer.function(unit.func, unit.scope, unit.tree.params, unit.tree.ret))
@@ -222,7 +223,7 @@ class _Writer(CallWriter):
             first = next((leaf for leaf in tensors_of(tree) if isinstance(leaf, int)), None)
             if first is not None and not isinstance(var.ty, relax.AnyType):
                 self.notes.append(PlacementNote("param", var.name, var.ty, "parameter", self.devices[first], first, ""))
-        body = yield self._scope(scope)
+        body = yield self._write_scope(scope)
         old_ret_ty = func.ret_ty
         ret_ty = self.retyped(old_ret_ty, ret)
         same = all(new is old for new, old in zip(new_params, old_params, strict=True))
@@ -230,23 +231,23 @@ class _Writer(CallWriter):
             return func
         return relax.Function(new_params, body, ret_ty, func.is_pure, func.attrs, func.span)
 
-    def _scope(self, scope: Scope) -> Generator[Any, Any, relax.SeqExpr]:
+    def _write_scope(self, scope: Scope) -> Generator[Any, Any, relax.SeqExpr]:
         changed = False
         blocks: list[relax.BindingBlock] = []
         before = self.plan.before
         for block, start, stop in scope.blocks:
             bindings: list[relax.Binding] = []
-            self._open(block, bindings)
+            self._open_block(block, bindings)
             for record in scope.records[start:stop]:
                 point = (id(scope), record.index)
                 for transfer in before.get(point, ()):
-                    self._insert(transfer)
+                    self._write_transfer(transfer)
                 inner = []
                 for nested in record.scopes:
-                    inner.append((yield self._nested(record, nested)))
-                    self._open(block, bindings)
+                    inner.append((yield self._write_nested(record, nested)))
+                    self._open_block(block, bindings)
                 self.references = iter(record.callees)
-                self._write(record, inner, point)
+                self._write_record(record, inner, point)
             old_bindings = [record.binding for record in scope.records[start:stop]]
             if len(bindings) != len(old_bindings) or any(map(operator.is_not, bindings, old_bindings)):
                 changed = True
@@ -255,7 +256,7 @@ class _Writer(CallWriter):
         self.out, self.dataflow, self.current = [], False, "result"
         point = (id(scope), len(scope.records))
         for transfer in before.get(point, ()):
-            self._insert(transfer)
+            self._write_transfer(transfer)
         self.references = iter(scope.callees)
         body = self.coerce(scope.body, scope.body_tree, scope.body_device, point)
         if self.out:
@@ -266,16 +267,16 @@ class _Writer(CallWriter):
         relax.expr._update_type(sequence, body.ty)
         return sequence
 
-    def _open(self, block: relax.BindingBlock, bindings: list[relax.Binding]) -> None:
+    def _open_block(self, block: relax.BindingBlock, bindings: list[relax.Binding]) -> None:
         self.out, self.dataflow = bindings, isinstance(block, relax.DataflowBlock)
 
-    def _nested(self, record: Record, scope: Scope) -> Generator[Any, Any, Any]:
+    def _write_nested(self, record: Record, scope: Scope) -> Generator[Any, Any, Any]:
         if record.func is None:
-            return self._scope(scope)
+            return self._write_scope(scope)
         self.define(record.var, record.result_device)  # a local function may call itself
         return self.function(record.value, scope, record.func.params, record.func.ret)
 
-    def _insert(self, transfer: Transfer) -> None:
+    def _write_transfer(self, transfer: Transfer) -> None:
         """Write a planned transfer."""
         var, path = self.unit.access[transfer.node]
         local = self.dataflow and transfer.is_local()
@@ -291,7 +292,7 @@ class _Writer(CallWriter):
         reason = f"transfer: needed by '{transfer.needed_by}' on {self.program.names[device]}"
         self.notes.append(PlacementNote("transfer", name, copy.ty, TRANSFER, device, ANY, reason))
 
-    def _write(self, record: Record, inner: list[Any], point: ProgramPoint) -> None:
+    def _write_record(self, record: Record, inner: list[Any], point: ProgramPoint) -> None:
         self.current = record.var.name
         kind = record.kind
         if kind == "op" or kind == "call":

@@ -1,4 +1,4 @@
-"""Verifier of placed modules: rule 5 of placement, checked on types alone."""
+"""Verifier of placed modules: every tensor type names its device, and only transfers cross devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .program import Program
 
 
 def verify_placement(mod: tvm.IRModule) -> None:
-    """Check that every tensor names a device of the module's list, and that only transfers cross devices.
+    """Check the types of a placed module: every tensor is on a device of the list, and only transfers cross devices.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class _Verifier:
     def __init__(self, program: Program, function: str) -> None:
         self.program = program
         self.function_name = function
-        self.index = {handle(vdevice): index for index, vdevice in enumerate(program.vdevices)}
+        self.device_index = {handle(vdevice): index for index, vdevice in enumerate(program.vdevices)}
         self.op = ""
         self.variable = ""
 
@@ -56,13 +56,13 @@ class _Verifier:
             for param in current.params:
                 self.variable = param.name
                 self.devices(param.ty)
-            pending += self._body(current.body)
+            pending += self._check_body(current.body)
             self.variable, self.op = "", "return"
             self._check_same_devices(current.ret_ty, current.body.ty, "its annotation", "the returned value")
 
-    def _body(self, body: relax.Expr) -> list[relax.Function]:
+    def _check_body(self, body: relax.Expr) -> list[relax.Function]:
         """Check a body, and return its local functions."""
-        local: list[relax.Function] = []
+        local_functions: list[relax.Function] = []
         pending = [body]
         while pending:
             seq = pending.pop()
@@ -71,16 +71,16 @@ class _Verifier:
             for block in seq.blocks:
                 for binding in block.bindings:
                     value = binding.value
-                    self._binding(binding, value)
+                    self._check_binding(binding, value)
                     if isinstance(value, relax.Function):
-                        local.append(value)
+                        local_functions.append(value)
                     elif isinstance(value, relax.If):
                         pending += [value.true_branch, value.false_branch]
             self.variable, self.op = "", "return"
-            self._constants(seq.body)
-        return local
+            self._check_constants(seq.body)
+        return local_functions
 
-    def _binding(self, binding: relax.Binding, value: relax.Expr) -> None:
+    def _check_binding(self, binding: relax.Binding, value: relax.Expr) -> None:
         var = binding.var
         self.variable, self.op = var.name, "value"
         ty = var.ty
@@ -92,21 +92,21 @@ class _Verifier:
             if not isinstance(source, relax.AnyType):
                 self._check_same_devices(ty, source, "the variable", "the value")
         elif kind is relax.Call:
-            self._call(ty, value)
+            self._check_call(ty, value)
         elif kind is relax.If:
             self.op = "If"
-            self._on_host([value.cond])
+            self._check_on_host([value.cond])
             for branch in (value.true_branch, value.false_branch):
                 self._check_same_devices(
                     ty, branch.body.ty if isinstance(branch, relax.SeqExpr) else branch.ty, "it", "a branch"
                 )
         else:
             self.devices(ty)
-            self._constants(value)
+            self._check_constants(value)
             if kind is not relax.Function:
                 self._check_same_devices(ty, value.ty, "the variable", "the value")
 
-    def _call(self, ty: tvm.ir.Type, call: relax.Call) -> None:
+    def _check_call(self, ty: tvm.ir.Type, call: relax.Call) -> None:
         op, args = call.op, call.args
         name = str(op.name) if isinstance(op, tvm.ir.Op) else ops.callee_name(call) or ""
         self.op = name or "call"
@@ -115,18 +115,18 @@ class _Verifier:
         self._check_same_devices(ty, call.ty, "the variable", "the call")
         if name == TRANSFER:
             self.devices(args[0].ty)
-            target = self.index.get(handle(call.attrs.dst_vdevice))
+            target = self.device_index.get(handle(call.attrs.dst_vdevice))
             if target is None:
                 self.fail("its destination is not the module's own vdevice object")
             if any(device != target for device in self.devices(ty)):
                 self.fail(f"it copies to {self.name(target)}, but the variable is on another device")
             return
-        packed = ops.callee_name(call)
-        if name in ops.HOST_READS or packed in ops.HOST_READS:
-            self._on_host(args)
+        packed_func = ops.callee_name(call)
+        if name in ops.HOST_READS or packed_func in ops.HOST_READS:
+            self._check_on_host(args)
             self.devices(ty)
             return
-        if packed in ops.CROSSING:
+        if packed_func in ops.CROSSING:
             return
         callee = op.ty if isinstance(op, (tvm.ir.GlobalVar, relax.Var)) else None
         if isinstance(op, tvm.ir.GlobalVar) and str(op.name_hint) in self.program.units:
@@ -134,15 +134,15 @@ class _Verifier:
             callee = self.program.units[str(op.name_hint)].func.ty
         if isinstance(callee, relax.FuncType) and callee.params is not None:
             for arg, param in zip(args, callee.params, strict=False):
-                self._check_same_devices(param, arg.ty, "the parameter", f"the argument {_short(arg)}")
+                self._check_same_devices(param, arg.ty, "the parameter", f"the argument {_arg_text(arg)}")
             self._check_same_devices(ty, callee.ret, "the variable", "the callee's result")
         elif name not in ops.INVOKE_CLOSURE and name != ops.MAKE_CLOSURE:
-            self._one_device(ty, call, name in ops.MADE_ON_HOST or packed in ops.MADE_ON_HOST)
+            self._check_one_device(ty, call, name in ops.MADE_ON_HOST or packed_func in ops.MADE_ON_HOST)
 
-    def _one_device(self, ty: tvm.ir.Type, call: relax.Call, is_on_host: bool) -> None:
+    def _check_one_device(self, ty: tvm.ir.Type, call: relax.Call, is_on_host: bool) -> None:
         first_device: int | None = None
         first_text = ""
-        for text, devices in self._tensors(ty, call):
+        for text, devices in self._operands_and_results(ty, call):
             for device in devices:
                 if first_device is None:
                     first_device, first_text = device, text
@@ -151,31 +151,34 @@ class _Verifier:
         if is_on_host and self.program.host >= 0 and first_device not in (None, self.program.host):
             self.fail(f"the host produces it, so it must be on {self.name(self.program.host)}")
 
-    def _tensors(self, ty: tvm.ir.Type, call: relax.Call) -> Iterator[tuple[str, list[int]]]:
+    def _operands_and_results(self, ty: tvm.ir.Type, call: relax.Call) -> Iterator[tuple[str, list[int]]]:
+        """Each operand and result as text, with the devices of its tensors."""
         for arg in call.args:
             if not isinstance(arg, (tvm.ir.GlobalVar, relax.ExternFunc)):
-                self._constants(arg)
-                yield f"operand {_short(arg)}", self.devices(arg.ty)
-        for explicit in call.ty_args:
-            yield "out_ty", self.devices(explicit)
+                self._check_constants(arg)
+                yield f"operand {_arg_text(arg)}", self.devices(arg.ty)
+        for ty_arg in call.ty_args:
+            yield "out_ty", self.devices(ty_arg)
         yield "the result", self.devices(ty)
 
-    def _on_host(self, args: list[relax.Expr]) -> None:
+    def _check_on_host(self, args: list[relax.Expr]) -> None:
         for arg in args:
             for device in self.devices(arg.ty):
                 host = self.program.reader(device)
                 if host >= 0 and device != host:
-                    self.fail(f"the host reads {_short(arg)}, which is on {self.name(device)}, not {self.name(host)}")
+                    self.fail(
+                        f"the host reads {_arg_text(arg)}, which is on {self.name(device)}, not {self.name(host)}"
+                    )
 
-    def _constants(self, expr: relax.Expr) -> None:
+    def _check_constants(self, expr: relax.Expr) -> None:
         if isinstance(expr, tvm.ir.GenericConst):
             self.devices(expr.ty)
         elif isinstance(expr, relax.Tuple):
             for field in expr.fields:
-                self._constants(field)
+                self._check_constants(field)
 
     def _check_same_devices(self, a: tvm.ir.Type, b: tvm.ir.Type, a_text: str, b_text: str) -> None:
-        """Check that two types have the same devices; types of different structure are only checked separately."""
+        """Check that two types have the same devices, or, if their numbers of tensors differ, each type by itself."""
         a_devices, b_devices = self.devices(a), self.devices(b)
         if len(a_devices) != len(b_devices):
             return
@@ -184,12 +187,12 @@ class _Verifier:
                 self.fail(f"{a_text} is on {self.name(a_device)}, {b_text} on {self.name(b_device)}")
 
     def devices(self, ty: tvm.ir.Type) -> list[int]:
-        """The devices of all tensors in a type; each must name one of the list."""
+        """Check that every tensor in a type names a device of the list, and return the devices."""
         if isinstance(ty, relax.TensorType):
             vdevice = ty.vdevice
             if vdevice is None:
                 self.fail("a tensor lacks a device")
-            index = self.index.get(handle(vdevice))
+            index = self.device_index.get(handle(vdevice))
             if index is None:
                 equal_device = self.program.index_of(vdevice, self.where())
                 self.fail(f"its device equals {self.name(equal_device)} but is not the module's own vdevice object")
@@ -213,7 +216,7 @@ class _Verifier:
         raise PlacementError(f"{self.where()}: {message}")
 
 
-def _short(expr: relax.Expr) -> str:
+def _arg_text(expr: relax.Expr) -> str:
     if isinstance(expr, relax.Var):
         return f"'{expr.name}'"
     return "a constant" if isinstance(expr, tvm.ir.GenericConst) else "a tuple"

@@ -94,7 +94,7 @@ class ArgumentBinder:
         to.dims.settle()
         return values, to.dims
 
-    def recall(
+    def find_cached(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[CallCache, Sequence[Any] | None, CachedCall | None, list[runtime.Tensor]]:
         """Look for an earlier call with arguments that look the same.
@@ -112,7 +112,7 @@ class ArgumentBinder:
         ordered = cache.in_order(args, kwargs) if kwargs else args
         if ordered is None:
             return cache, None, None, []
-        call, tensors = cache.recall(ordered)
+        call, tensors = cache.find(ordered)
         if call is None:
             converted = [
                 value if tensor is None or isinstance(value, np.ndarray) else tensor
@@ -121,10 +121,10 @@ class ArgumentBinder:
             ordered = [*converted, *ordered[len(converted) :]]
         return cache, ordered, call, tensors
 
-    def bind_new(
+    def bind_uncached(
         self, name: str, cache: CallCache, ordered: Sequence[Any] | None, args: Sequence[Any], kwargs: Any
     ) -> BoundArguments:
-        """`bind` after `recall`, whose first two results are `cache` and `ordered`; the call is cached."""
+        """`bind` after `find_cached`, whose first two results are `cache` and `ordered`; the call is cached."""
         if ordered is not None:
             args, kwargs = ordered, {}
         bound = self.bind(self._executable.signature(name), args, kwargs, keep=False)

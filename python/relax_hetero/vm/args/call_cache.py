@@ -57,8 +57,8 @@ class CachedCall:
         Fingerprints of ``out=`` buffers that passed their checks.
     shared : tuple of object or None
         Values computed once for all calls with these fingerprints (`driver.link.repeated_calls`); None before.
-    round : int
-        Round of the machine's buffer pool in which its extents were last noted; -1 before.
+    pool_epoch : int
+        `PoolWatch.epoch` in which its extents were last noted; -1 before.
     """
 
     nbytes: tuple[int, ...]
@@ -69,7 +69,7 @@ class CachedCall:
     dims: DimValues
     outs: set[Fingerprint] = field(default_factory=set)
     shared: tuple[Any, ...] | None = None
-    round: int = -1
+    pool_epoch: int = -1
 
     def determines_output_shape(self, signature: FunctionSignature) -> bool:
         """Return whether the arguments alone decide the shape of the function's one result."""
@@ -97,7 +97,7 @@ class CachedCall:
         begins = [tensor.data_ptr() for tensor in tensors]
         return [(begin, begin + size) for begin, size in zip(begins, self.nbytes, strict=True)] + self.rest_borrowed
 
-    def shares(self, address: int, tensors: Sequence[runtime.Tensor]) -> bool:
+    def reads_address(self, address: int, tensors: Sequence[runtime.Tensor]) -> bool:
         """Return whether an address lies in these arguments' memory (or may lie in that of parameters)."""
         for tensor, size in zip(tensors, self.nbytes):  # noqa: B905 (strict=True doubles the time)
             if 0 <= address - tensor.data_ptr() < size:
@@ -141,7 +141,7 @@ class CallCache:
         except KeyError:
             return None
 
-    def recall(self, args: Sequence[Any]) -> tuple[CachedCall | None, list[runtime.Tensor]]:
+    def find(self, args: Sequence[Any]) -> tuple[CachedCall | None, list[runtime.Tensor]]:
         """The cached call for these arguments, or None; and the arguments as tensors.
 
         If None, the tensors may cover only the first arguments, with None for objects that are not tensors.

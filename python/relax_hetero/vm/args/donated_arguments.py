@@ -105,7 +105,7 @@ def _owner(given: Any, address: int) -> Any:
         return given if isinstance(given, tvm_ffi.core.Tensor) else None
 
 
-class ExclusiveCalls:
+class MemoryInFlight:
     """Registry of the memory of all calls in flight in this process: none may overwrite memory that another uses.
 
     A call drops an argument after its last reader, and another array may then get its address. A range counts while
@@ -150,7 +150,7 @@ class ExclusiveCalls:
                     )
 
 
-exclusive_calls = ExclusiveCalls()
+memory_in_flight = MemoryInFlight()
 
 
 def _overlap(one: AddressRange, other: AddressRange) -> bool:

@@ -41,7 +41,7 @@ def to_python(value: Any, constants: MemoryRanges, borrowed: Sequence[AddressRan
 def _to_python(value: Any, constants: MemoryRanges, borrowed: MemoryRanges, addresses: set[int]) -> Any:
     if isinstance(value, _Tensor):
         address = value.data_ptr()
-        if address in addresses or borrowed.hold(address) or constants.hold(address):
+        if address in addresses or borrowed.contain(address) or constants.contain(address):
             return copy_to(value, value.device)
         addresses.add(address)
         return value

@@ -370,7 +370,7 @@ class CommandBuffer:
                 f"a kernel is a {type(kernel).__name__}, expected its name or VirtualMachine.kernel(name)"
             )
         executable = self.machine.executable
-        if loaded.code is not executable.runnable():  # names and devices differ between executables
+        if loaded.code is not executable.runnable_module():  # names and devices differ between executables
             raise BindingError(f"kernel {loaded.spec.name!r} is another executable's, expected one of {executable!r}")
         devices = executable.devices
         if devices[loaded.spec.device].target != devices[self.index].target:  # devices with equal targets share code

@@ -27,13 +27,13 @@ from .memory_pools import receive_buffer, send_buffer
 from .tensors import alias, copy_into, empty, from_numpy, is_host
 
 
-class _Running(threading.local):
+class _CurrentMachine(threading.local):
     """Devices and memory scopes of the machine on this thread; None outside of a call."""
 
-    machine: tuple[Sequence[runtime.Device], Sequence[str]] | None = None
+    devices_and_scopes: tuple[Sequence[runtime.Device], Sequence[str]] | None = None
 
 
-running = _Running()
+current_machine = _CurrentMachine()
 
 
 @contextmanager
@@ -42,17 +42,18 @@ def running_on(devices: Sequence[runtime.Device], scopes: Sequence[str]) -> Iter
 
     Blocks nest, so that a kernel written in Python may call another machine.
     """
-    outer = running.machine
-    running.machine = devices, scopes
+    outer = current_machine.devices_and_scopes
+    current_machine.devices_and_scopes = devices, scopes
     try:
         yield
     finally:
-        running.machine = outer
+        current_machine.devices_and_scopes = outer
 
 
 def running_host() -> runtime.Device:
     """The host device of the machine that runs on this thread; ``cpu(0)`` outside of a call."""
-    return running.machine[0][-1] if running.machine is not None else runtime.device("cpu", 0)
+    current = current_machine.devices_and_scopes
+    return runtime.device("cpu", 0) if current is None else current[0][-1]
 
 
 @tvm_ffi.register_global_func("relax_hetero.refuse", override=True)
@@ -164,12 +165,12 @@ def _size_values(sizes: Sequence[Any]) -> str:
 
 def _machine(function: str, index: int) -> tuple[Sequence[runtime.Device], Sequence[str]]:
     """The devices and memory scopes of the machine on this thread."""
-    if running.machine is None:
+    if current_machine.devices_and_scopes is None:
         raise HeteroError(
             f"relax_hetero.{function} was called outside of relax_hetero.vm.VirtualMachine, which alone knows "
             f"what device manifest entry {index} is"
         )
-    return running.machine
+    return current_machine.devices_and_scopes
 
 
 def _like(array: np.ndarray, operand: runtime.Tensor) -> runtime.Tensor:

@@ -58,7 +58,7 @@ class MemoryLimits:
         self._limits = _limits(metadata, limit)
         self._last: Hashable = None
         for name in metadata.signatures:
-            if not self._plan.names(name):
+            if not self._plan.symbolic_dims(name):
                 self.check(name, {})
 
     def admit(self, function: str, sizes: Mapping[str, int]) -> None:
@@ -127,13 +127,13 @@ class PoolWatch:
 
     Attributes
     ----------
-    round : int
-        Number of times that the pool was emptied. Extents need to be noted only once per round.
+    epoch : int
+        Number of times that the pool was emptied. Extents need to be noted only once per epoch.
     """
 
     shapes: set[Hashable] = field(default_factory=set)
     nbytes: int = 0
-    round: int = 0
+    epoch: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, extents: Hashable, values: Sequence[Any]) -> None:
@@ -153,4 +153,4 @@ class PoolWatch:
             clear_pools()
             self.shapes.clear()
             self.nbytes = 0
-            self.round += 1
+            self.epoch += 1

@@ -207,7 +207,7 @@ def _offsets(nbytes: int, chunk: int) -> ctypes.Array[ctypes.c_int64]:
     return (ctypes.c_int64 * (len(begins) + 1))(*begins, nbytes)
 
 
-def install_copy_loop(module: runtime.Module) -> None:
+def use_compiled_copy_loop(module: runtime.Module) -> None:
     """Use the copy loop of a loaded executable for large copies; the first call in a process decides."""
     with _staging_lock:
         if not _loops:

@@ -251,7 +251,7 @@ class MemoryRanges:
         # Ranges may overlap, hence the maximum end so far.
         self._ends = list(itertools.accumulate([end for _, end in ordered], max))
 
-    def hold(self, address: int) -> bool:
+    def contain(self, address: int) -> bool:
         """Return whether an address is inside one of the ranges."""
         position = bisect_right(self._starts, address)
         return position > 0 and address < self._ends[position - 1]

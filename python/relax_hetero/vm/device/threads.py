@@ -4,7 +4,7 @@ Every calling thread has a pool of workers of its own (`workers`). Concurrent ca
 each call first sets its number of threads: all cores if it is alone, otherwise a share. ``TVM_NUM_THREADS`` sets the
 total.
 
-Code without workers (`Threads.are_stock`) runs on TVM's pool of the calling thread, which is configured likewise. TVM
+Code without workers (`Threads.use_tvm_pool`) runs on TVM's pool of the calling thread, configured likewise. TVM
 would pin that pool and the caller to the first cores, unless ``TVM_BIND_THREADS`` forbids it.
 """
 
@@ -40,12 +40,12 @@ class Threads:
     ----------
     width : int
         Number of threads, including the caller.
-    are_stock : bool
+    use_tvm_pool : bool
         Whether TVM's pool is used, because the code has no workers or threads must be pinned.
     """
 
     width: int
-    are_stock: bool
+    use_tvm_pool: bool
 
 
 class Pool:
@@ -61,10 +61,10 @@ class Pool:
         Number of calls since the last concurrent call of another thread.
     """
 
-    __slots__ = ("alone", "are_stock", "used", "width")
+    __slots__ = ("alone", "use_tvm_pool", "used", "width")
 
-    def __init__(self, are_stock: bool) -> None:
-        self.are_stock = are_stock
+    def __init__(self, use_tvm_pool: bool) -> None:
+        self.use_tvm_pool = use_tvm_pool
         self.width = self.used = self.alone = 0
 
 
@@ -82,7 +82,7 @@ def has_lost_threads(threads: Threads) -> bool:
 
     Workers can be restarted, TVM's pool of a thread cannot.
     """
-    return threads.are_stock and _thread.stock.used < 0
+    return threads.use_tvm_pool and _thread.stock.used < 0
 
 
 def after_fork() -> None:
@@ -130,12 +130,12 @@ def _configured_threads() -> int:
 
 def reserve_threads(threads: Threads) -> None:
     """Give this thread, which runs a queue, a pool of fixed width."""
-    for are_stock in {False, threads.are_stock}:
-        _configure(threads.width, threads.width, are_stock)
+    for use_tvm_pool in {False, threads.use_tvm_pool}:
+        _configure(threads.width, threads.width, use_tvm_pool)
 
 
-def _configure(limit: int, used: int, are_stock: bool) -> None:
-    if are_stock:
+def _configure(limit: int, used: int, use_tvm_pool: bool) -> None:
+    if use_tvm_pool:
         # TVM uses the length of the list as the width, and ignores its contents in this mode.
         _configure_stock(_FASTEST_CORES, used, ["0"] * limit)
     else:
@@ -144,7 +144,7 @@ def _configure(limit: int, used: int, are_stock: bool) -> None:
 
 def enter_call(threads: Threads) -> Pool | None:
     """Configure this thread's pool for a call; the result is for `leave_call`, None for a nested call."""
-    pool = _thread.stock if threads.are_stock else _thread.pool
+    pool = _thread.stock if threads.use_tvm_pool else _thread.pool
     width = threads.width
     if pool in _calling:  # a kernel written in Python calls a machine
         return None
@@ -171,5 +171,5 @@ def _set_width(pool: Pool, width: int, callers: int) -> None:
     share = max(1, width // callers)
     pool.alone = pool.alone + 1 if callers == 1 else 0
     if width != pool.width or share < pool.used or (share > pool.used and pool.alone > CALLS_BEFORE_WIDENING):
-        _configure(width, share, pool.are_stock)
+        _configure(width, share, pool.use_tvm_pool)
         pool.width, pool.used = width, share

@@ -280,7 +280,7 @@ class Executable:
         else:
             link_library(self.module, path, what, self._machine_code)
 
-    def runnable(self) -> runtime.Module:
+    def runnable_module(self) -> runtime.Module:
         """The module in a form that runs in this process; the first call compiles code of ``c`` devices.
 
         Raises
@@ -308,7 +308,7 @@ class Executable:
             Devices by manifest index, the host last.
         """
         key = tuple((device.dlpack_device_type(), device.index) for device in devices)
-        address_of = partial(kernel_address, self.runnable())
+        address_of = partial(kernel_address, self.runnable_module())
         with self._lock:
             placed = self._placed_constants.get(key)
             if placed is None:

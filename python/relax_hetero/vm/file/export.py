@@ -56,7 +56,7 @@ def _modules(module: runtime.Module) -> Iterator[runtime.Module]:
         yield from _modules(imported)
 
 
-def generate_code(module: runtime.Module) -> None:
+def generate_machine_code(module: runtime.Module) -> None:
     """Make LLVM generate the machine code of all its modules in parallel, instead of one by one at first use."""
     tasks = [partial(_look_up_function, each) for each in _modules(module) if each.kind == "llvm"]
     run_in_threads(tasks, num_cores(), "relax_hetero.code")

@@ -13,7 +13,7 @@ from .executable import Executable
 _log = logging.getLogger("relax_hetero")
 
 
-def usable_version(
+def version_for_devices(
     executable: Executable, devices: object, memory_limit: object = None
 ) -> tuple[Executable, object, object]:
     """Choose the version of an executable whose devices are present, and translate arguments to its manifest.

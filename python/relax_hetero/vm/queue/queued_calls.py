@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from ...artifact.signature import FunctionSignature
 from ...errors import BindingError, HeteroError
-from ..args.donated_arguments import exclusive_calls
+from ..args.donated_arguments import memory_in_flight
 from ..device.machine_lock import MachineLock
 from .call import Prepare, QueuedCall
 from .fence import Fence, check_may_wait, thread_state, when_all_done
@@ -90,7 +90,7 @@ class CallsInFlight:
             self._waiting.pop(fence, None)
             self._freed.notify()
             self._changed.notify_all()
-        exclusive_calls.drop(fence)
+        memory_in_flight.drop(fence)
         if self._waiting:
             self._admit()
 
@@ -294,7 +294,7 @@ class QueuedCalls:
             prepared = prepare(args, kwargs)
             call = QueuedCall(plan(queues), number, prepared, fence, owner)
             if prepared.memory is not None:
-                exclusive_calls.add(fence, prepared.memory, call.live_values)
+                memory_in_flight.add(fence, prepared.memory, call.live_values)
             queues.follow_caller()
         call.begin()
 

@@ -20,7 +20,7 @@ from ...artifact.schedule import Step
 from ...errors import HeteroError
 from ...target.backend import backend_of_device, backend_of_type
 from ...target.cpu_cores import cpus_of_cores, cpus_of_nodes, num_cores
-from ..device.builtins import running
+from ..device.builtins import current_machine
 from ..device.cuda_driver import CudaError
 from ..device.machine_lock import hold_all
 from ..device.tensors import alias, is_host, map_tensors, same_device
@@ -176,7 +176,7 @@ class Queues:
         for copy_queues in self._copy_queues:
             if isinstance(queue, StreamQueue) and queue in copy_queues.queues:
                 return copy_queues.copy(value, device, queue.stream, is_result)
-        running.machine = self._devices, self._scopes
+        current_machine.devices_and_scopes = self._devices, self._scopes
         return _to_device(value, step.device, 0)
 
     def _compute(self, step: Step, reads: list[Any], sizes: Mapping[str, int]) -> Any:
@@ -184,7 +184,7 @@ class Queues:
             reads.append(tvm_ffi.Shape([sizes[name] for name in step.sizes]))
         if step.takes_constants:
             reads.append(self._constants)
-        running.machine = self._devices, self._scopes
+        current_machine.devices_and_scopes = self._devices, self._scopes
         function = self._function(self.by_entry[step.device], step.function)
         if not all(is_host(self._devices[entry]) for entry in step.devices):
             function = partial(self._on_streams, step, function)

@@ -12,7 +12,7 @@ from tvm import runtime
 from ...errors import HeteroError
 from ..args.argument_binding import ArgumentBinder
 from ..args.argument_copies import copy_arguments
-from ..args.donated_arguments import argument_memory, exclusive_calls
+from ..args.donated_arguments import argument_memory, memory_in_flight
 from ..args.results import check_out_buffers, fill_out_buffers, to_python
 from ..device.constants import PlacedConstants
 from ..device.forks import watch_forks
@@ -59,7 +59,7 @@ class Submitter:
     ----------
     queued_functions : set of str
         Functions whose plain calls (those that wait for the result) also go through the queues.
-    is_host_only : bool
+    is_cpu_only : bool
         Whether all devices are CPUs.
 
     Raises
@@ -86,14 +86,14 @@ class Submitter:
         self.queued_functions = (
             set(executable.function_names) if has_lost_threads(threads) else functions_to_queue(metadata)
         )
-        self.is_host_only = all(map(is_host, devices))
+        self.is_cpu_only = all(map(is_host, devices))
         self._devices = devices
         self._executable, self._binder, self._lock = executable, binder, lock
         self._pool_watch, self._constants, self._threads = pool_watch, constants, threads
         self._device_indices = range(len(devices) - 1)  # without the host
         self._schedules = {schedule.function: schedule for schedule in metadata.schedules}
         self._plans: dict[str, QueuePlan] = {}
-        exclusive_calls.is_enabled |= any(signature.donated for signature in metadata.signatures.values())
+        memory_in_flight.is_enabled |= any(signature.donated for signature in metadata.signatures.values())
         watch_forks(self)
 
     def submit(
@@ -136,7 +136,7 @@ class Submitter:
     @contextmanager
     def plain_call(self) -> Iterator[None]:
         """Hold the lock for a plain call; with GPUs, whose graphs share arenas, only while no call is in flight."""
-        with self._lock.held if self.is_host_only else self.when_idle():
+        with self._lock.held if self.is_cpu_only else self.when_idle():
             yield
 
     def _plan(self, name: str, queues: Queues) -> QueuePlan:
@@ -149,16 +149,16 @@ class Submitter:
 
     def _prepare(self, name: str, out: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedCall:
         signature = self._executable.signature(name)
-        cache, positional, cached_call, tensors = self._binder.recall(name, args, kwargs)
+        cache, positional, cached_call, tensors = self._binder.find_cached(name, args, kwargs)
         if cached_call is not None:
             values, dims, borrowed = cached_call.values(tensors), cached_call.dims, cached_call.borrowed(tensors)
         else:
-            values, dims, borrowed = self._binder.bind_new(name, cache, positional, args, kwargs)
+            values, dims, borrowed = self._binder.bind_uncached(name, cache, positional, args, kwargs)
         if out is not None:
             check_out_buffers(out, signature, dims.copy())
         extents = (name, *dims.values.values()) if dims.values else None
         memory = None
-        if exclusive_calls.is_enabled:
+        if memory_in_flight.is_enabled:
             arguments = {**dict(zip(signature.input_names, args, strict=False)), **kwargs}
             memory = argument_memory(signature, values, arguments)
         return PreparedCall(values, dims.values, partial(self._finish, extents, borrowed, out), memory)

@@ -25,7 +25,7 @@ class RegionCalls:
     """
 
     def __init__(self, executable: Executable, constants: Sequence[runtime.Tensor]) -> None:
-        metadata, code = executable.metadata, executable.runnable()
+        metadata, code = executable.metadata, executable.runnable_module()
         self._constants = constants
         self._kernels = {
             name: Kernel(spec, kernel_address(code, spec.symbol), code)

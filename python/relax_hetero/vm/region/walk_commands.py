@@ -83,7 +83,7 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
         kind = backend.kind
         expected = "a PrimFunc that the module makes public" if backend.is_gpu else "one that has an address: 'llvm'"
         raise BindingError(f"kernel {name!r} is code of the kind {kind!r}, expected {expected}")
-    code = executable.runnable()
+    code = executable.runnable_module()
     is_host = executable.devices[spec.device].device_type == CPU
     return Kernel(spec, kernel_address(code, spec.symbol) if is_host else 0, code)
 

@@ -62,7 +62,7 @@ def test_directs_are_indices_of_the_constants(exe):
 def test_regions_run_from_their_metadata(exe):
     """The metadata, the constants and the code suffice to run a region."""
     region = exe.metadata.regions[0]
-    code = exe.runnable()
+    code = exe.runnable_module()
     rh.vm.VirtualMachine(exe)  # loads the code
     kernels = {
         name: Kernel(spec, kernel_address(code, spec.symbol), code) for name, spec in exe.metadata.kernels.items()
@@ -81,7 +81,7 @@ def test_public_kernels_can_be_called_whether_or_not_a_region_does(exe):
     assert {"shift", "spare"} <= set(exe.metadata.kernels)
     spare = exe.metadata.kernels["spare"]
     assert [(tensor.shape, tensor.access) for tensor in spare.tensors] == [(("n",), "read"), (("n",), "write")]
-    kernel = Kernel(spare, kernel_address(exe.runnable(), spare.symbol), exe.runnable())
+    kernel = Kernel(spare, kernel_address(exe.runnable_module(), spare.symbol), exe.runnable_module())
     x, y = fresh_rng().random(5, "float32"), np.full(6, np.nan, "float32")
     assert kernel.function(x.ctypes.data, y.ctypes.data, 5, ctypes.c_float(3)) == 0
     np.testing.assert_array_equal(y[:5], x * np.float32(3))

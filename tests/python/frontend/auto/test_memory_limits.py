@@ -77,10 +77,10 @@ def test_values_count_while_they_live(plan, data):
     """Compared with a walk over the program that keeps the set of live values of each device."""
     count = len(plan)
     values = []
-    for maker in (OUTSIDE, *range(count)):
-        possible = [*range(maker + 1, count), OUTSIDE]
+    for producer in (OUTSIDE, *range(count)):
+        possible = [*range(producer + 1, count), OUTSIDE]
         readers = data.draw(st.lists(st.sampled_from(possible), unique=True, max_size=3))
-        values += [WorkValue(float(data.draw(st.integers(1, 9))), maker, readers)] if readers else []
+        values += [WorkValue(float(data.draw(st.integers(1, 9))), producer, readers)] if readers else []
     assume(values)
     units = [WorkUnit([str(i)], [Work(1, 0)]) for i in range(count)]
     costs = PlanCosts(WorkGraph(units, values), CostModel(DEVICES, links(2, 0), 0))
@@ -89,12 +89,12 @@ def test_values_count_while_they_live(plan, data):
         there = [0.0, 0.0]
         for value in values:
             readers = [count if reader == OUTSIDE else reader for reader in value.readers]
-            if costs.where(value.maker, plan) == 1:
-                begin, end = max(value.maker, 0), max(readers)
+            if costs.device_of(value.producer, plan) == 1:
+                begin, end = max(value.producer, 0), max(readers)
             else:
                 here = [reader for reader in readers if reader < count and plan[reader] == 1]
                 begin, end = (min(here), max(here)) if here else (1, 0)
-            crosses = {costs.where(unit, plan) for unit in (value.maker, *value.readers)} != {1}
+            crosses = {costs.device_of(unit, plan) for unit in (value.producer, *value.readers)} != {1}
             there[crosses] += value.size if begin <= now <= end else 0
         peak = list(map(max, peak, there))
     assert costs.values_on(1, plan) == sum(peak)

@@ -84,19 +84,19 @@ def stepwise(costs, plan):
     """The same schedule, written as it is defined: at each moment look at every step."""
     steps = [((2 * unit + 1,), plan[unit], costs.ops[unit][plan[unit]], set()) for unit in range(len(plan))]
     for value in costs.graph.values:
-        source = costs.where(value.maker, plan)
-        makers = set() if value.maker == OUTSIDE else {value.maker}
-        for destination in dict.fromkeys(costs.where(reader, plan) for reader in value.readers):
+        source = costs.device_of(value.producer, plan)
+        producers = set() if value.producer == OUTSIDE else {value.producer}
+        for destination in dict.fromkeys(costs.device_of(reader, plan) for reader in value.readers):
             readers = [r for r in value.readers if r != OUTSIDE and plan[r] == destination]
             if destination == source:
                 for reader in readers:
-                    steps[reader][3].update(makers)
+                    steps[reader][3].update(producers)
                 continue
             for reader in readers:
                 steps[reader][3].add(len(steps))
             place = (2 * min(readers, default=len(plan)), len(steps))
             carrier = destination if destination >= 0 else source
-            steps.append((place, carrier, costs.transfer(value.size, source, destination), set(makers)))
+            steps.append((place, carrier, costs.transfer(value.size, source, destination), set(producers)))
     ends, done, now = {}, set(), 0
     while len(done) < len(steps):
         for queue in range(costs.queues):

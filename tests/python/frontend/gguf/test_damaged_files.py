@@ -72,17 +72,17 @@ def test_wrong_bytes(file, tmp_path):
     [
         ("general.architecture", ["llama"], "found architecture"),
         ("general.architecture", None, "found architecture None"),
-        ("block_count", None, "has no llama.block_count"),
-        ("block_count", 3, "has no tensor 'blk.2.attn_norm.weight'"),
-        ("block_count", 1, "no use for: 'blk.1.attn_norm.weight'.* and 4 more"),
+        ("block_count", None, "lacks llama.block_count"),
+        ("block_count", 3, "lacks tensor 'blk.2.attn_norm.weight'"),
+        ("block_count", 1, "does not use: 'blk.1.attn_norm.weight'.* and 4 more"),
         ("block_count", 10_001, "expected 10,000 at most"),
         ("block_count", "2", "is '2', expected a whole number above 0"),
         ("embedding_length", True, "is True, expected"),
         ("embedding_length", 2.0, "is 2.0, expected"),
         ("embedding_length", 1 << 60, "is 1152921504606846976, expected a whole number"),
         ("attention.head_count", 0, "head_count is 0, expected"),
-        ("attention.head_count", [4, 4, 4], "has 3 values, 1 of which differ"),
-        ("attention.head_count", [4, 2], "has 2 values, 2 of which differ"),
+        ("attention.head_count", [4, 4, 4], "has 3 values, 1 of them distinct"),
+        ("attention.head_count", [4, 2], "has 2 values, 2 of them distinct"),
         ("attention.head_count_kv", 0, "head_count_kv is 0"),
         ("attention.head_count_kv", 3, "not a multiple of 3"),
         ("attention.key_length", -64, "is -64, expected"),
@@ -97,7 +97,7 @@ def test_wrong_bytes(file, tmp_path):
         ("rope.scaling.factor", float("inf"), "is inf, expected a number"),
         ("rope.dimension_count", 63, "rotates 63 elements of a head"),
         ("vocab_size", 321, "vocab_size is 321, expected the rows of token_embd, 320"),
-        ("expert_count", 2, "has no tensor 'blk.0.ffn_gate_inp.weight'|uses 0 of 2 experts"),
+        ("expert_count", 2, "lacks tensor 'blk.0.ffn_gate_inp.weight'|uses 0 of 2 experts"),
         ("context_length", 1 << 31, "context_length is 2147483648"),
         ("tokenizer.ggml.tokens", ["a"] * 319, "has 320 rows, expected one for each of 319 tokens"),
     ],
@@ -124,14 +124,14 @@ def test_numbers_that_make_no_sense(llama, key, value, message):
 )
 def test_tensors_that_no_layer_reads(llama, name):
     extra = FileTensor(name, (256,), "F32", np.zeros(256, "float32"))
-    with pytest.raises(FrontendError, match=f"has no use for: '{name if name.isprintable() else ''}"):
+    with pytest.raises(FrontendError, match=f"does not use: '{name if name.isprintable() else ''}"):
         rh.from_gguf(replace(llama, tensors={**llama.tensors, name: extra}))
 
 
 def test_tensors_that_are_missing(llama):
     for name in llama.tensors:
         if name != "output.weight":  # then it is that of the embeddings
-            with pytest.raises(FrontendError, match=f"has no tensor '{name}'"):
+            with pytest.raises(FrontendError, match=f"lacks tensor '{name}'"):
                 rh.from_gguf(replace(llama, tensors={each: one for each, one in llama.tensors.items() if each != name}))
 
 
@@ -139,7 +139,7 @@ def test_tensors_that_are_missing(llama):
 def test_tensors_that_only_some_layers_have(model, name, tmp_path):
     file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS[model]))
     tensors = {each: one for each, one in file.tensors.items() if each != f"blk.1.{name}"}
-    with pytest.raises(FrontendError, match=f"has no tensor 'blk.1.{name}'"):
+    with pytest.raises(FrontendError, match=f"lacks tensor 'blk.1.{name}'"):
         rh.from_gguf(replace(file, tensors=tensors))
 
 
@@ -148,5 +148,5 @@ def test_biases_of_llama_are_in_all_layers_or_none(llama):
     extra = {name: FileTensor(name, (256,), "F32", data) for name, data in biases.items()}
     rh.from_gguf(replace(llama, tensors={**llama.tensors, **extra}))
     del extra["blk.1.attn_output.bias"]
-    with pytest.raises(FrontendError, match="has no tensor 'blk.1.attn_output.bias'"):
+    with pytest.raises(FrontendError, match="lacks tensor 'blk.1.attn_output.bias'"):
         rh.from_gguf(replace(llama, tensors={**llama.tensors, **extra}))

@@ -141,7 +141,7 @@ DAMAGED = {
     "begins at byte 18,446": file(tensors=[tensor("a", 32, offset=2**64 - 4096)], data=128),
     "'a' ends at byte 1,152": file(tensors=[tensor("a", 1 << 58)]),
     "'b' ends at byte": file(tensors=[ROW, tensor("b", 32, offset=128)], data=255),
-    "something is left over": file(tensors=[tensor("a", 32, kind=1)], data=128),
+    "expected the end of the file": file(tensors=[tensor("a", 32, kind=1)], data=128),
 }
 
 

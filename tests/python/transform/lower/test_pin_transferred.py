@@ -223,7 +223,7 @@ def test_with_a_gpu_it_is_pinned_and_given_back(doubled, monkeypatch):
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "TRANSFER_BYTES", 4 * memory_pools.PINNED_BYTES)
     monkeypatch.setattr(memory_pools, "_pools", {})
-    machine = doubled.runnable()["vm_load_executable"]()
+    machine = doubled.runnable_module()["vm_load_executable"]()
     machine["vm_initialization"](1, 0, 2, 1, 0, 2)
     # Each size twice; beyond the limit the first of both (TVM's machine has the last result still), and then none.
     for nbytes, is_pinned, in_blocks in (

@@ -38,7 +38,7 @@ def product():
 @pytest.fixture(scope="module")
 def vm():
     machine = rh.vm.VirtualMachine(rh.compile(product()))
-    if machine._threads.are_stock:
+    if machine._threads.use_tvm_pool:
         pytest.skip("no worker threads for this operating system and processor, or TVM_BIND_THREADS is set")
     return machine
 
@@ -121,7 +121,7 @@ def test_code_that_is_loaded_later_sets_how_long_running_workers_spin(vm, monkey
     """Every library has the workers' code, but only the first one's runs."""
     spins = []
     monkeypatch.setitem(workers._functions, names.SPIN, spins.append)
-    later = rh.compile(product()).runnable()
+    later = rh.compile(product()).runnable_module()
     assert workers.use_workers(later) and not spins
     assert workers.use_workers(later, has_accelerators=True) and spins == [workers.SPIN_NANOSECONDS_WITH_ACCELERATORS]
 
@@ -296,5 +296,5 @@ BEFORE
 arrays = np.load(FOLDER + "/arrays.npz")
 vm = rh.vm.VirtualMachine(rh.load(FOLDER + "/product.so"))
 found = vm["main"](arrays["x"], arrays["w"]).numpy()
-print(vm._threads.are_stock, np.abs(found - arrays["x"] @ arrays["w"]).max() < 1e-4)
+print(vm._threads.use_tvm_pool, np.abs(found - arrays["x"] @ arrays["w"]).max() < 1e-4)
 """

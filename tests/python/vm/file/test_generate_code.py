@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from relax_hetero.vm.file import export
-from relax_hetero.vm.file.export import generate_code
+from relax_hetero.vm.file.export import generate_machine_code
 
 
 class Module:
@@ -38,7 +38,7 @@ def test_modules_of_llvm_are_asked_for_a_function_each_at_once():
         Module("llvm", ["__tvm_ffi_h"], meet=barrier.wait),
     ]
     other, empty = Module("cuda", ["k"]), Module("llvm", [])
-    generate_code(Module("relax.VMExecutable", ["main"], [parts[0], other, empty, parts[1]]))
+    generate_machine_code(Module("relax.VMExecutable", ["main"], [parts[0], other, empty, parts[1]]))
     assert [[name for name, _ in part.asked] for part in parts] == [["f"], ["h"]]
     assert parts[0].asked[0][1] is not parts[1].asked[0][1]
     assert not other.asked and not empty.asked
@@ -46,5 +46,5 @@ def test_modules_of_llvm_are_asked_for_a_function_each_at_once():
 
 def test_one_module_is_left_to_the_machine():
     part = Module("llvm", ["f"])
-    generate_code(Module("relax.VMExecutable", ["main"], [part]))
+    generate_machine_code(Module("relax.VMExecutable", ["main"], [part]))
     assert not part.asked

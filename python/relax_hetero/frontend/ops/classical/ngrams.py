@@ -53,7 +53,7 @@ def tfidf_vectorizer(node: Node) -> relax.Expr:
             f"found rank {node.rank(data)} and type {dtype_of(data)}, expected 1 or 2, of int32 or int64"
         )
     rows = data if node.rank(data) == 2 else node.emit(relax.op.expand_dims(data, [0]))
-    node.check_table(size, max_length)
+    node.check_constant_size(size, max_length)
     parts: list[relax.Expr] = []
     total, column_of = 0, np.full(size, indexes.size, "int64")
     for length, ngrams in enumerate(pool, 1):

@@ -163,7 +163,7 @@ def _pair_scores(node: Node, counts: list[int], pairs: list[tuple[int, int]], cl
             f"has {coefficients.size} coefficients and {offsets.size} rho, expected {(classes - 1) * total} and "
             f"{len(pairs)}"
         )
-    node.check_table(total, len(pairs))
+    node.check_constant_size(total, len(pairs))
     rows, starts = coefficients.reshape(classes - 1, total), np.cumsum([0, *counts])
     weights = np.zeros((total, len(pairs)), "float32")
     for pair, (first, second) in enumerate(pairs):

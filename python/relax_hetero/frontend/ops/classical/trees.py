@@ -303,7 +303,7 @@ def combined(
             sum_own_trees, leaves, const(table), const(order), const(sizes), primfunc_name_hint="tree_scores"
         )
     else:
-        node.check_table(count, targets)
+        node.check_constant_size(count, targets)
         dense = np.full((count, targets), neutral, dtype)
         for leaf, entries in weights.items():
             dense[leaf] = _merge_entries(entries, targets, neutral, how, dtype)

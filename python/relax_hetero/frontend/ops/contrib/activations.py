@@ -7,7 +7,7 @@ from tvm import relax
 from ..elementwise import cast, widened
 from ..node import Node, const, dtype_of
 from ..required_sizes import require_broadcast, require_shape
-from ..slicing import cut
+from ..slicing import slice_axes
 from ..table import MICROSOFT, convert_node, converts
 
 
@@ -51,7 +51,7 @@ def bias_split_gelu(node: Node) -> relax.Expr:
     if not isinstance(channels, int) or channels % 2:
         raise node.refusal(f"found {channels} channels, expected a known, even number")
     axis = node.rank(wide) - 1
-    left, right = (cut(node, wide, {axis: (start, channels // 2, 1)}) for start in (0, channels // 2))
+    left, right = (slice_axes(node, wide, {axis: (start, channels // 2, 1)}) for start in (0, channels // 2))
     product = node.emit(relax.op.multiply(left, relax.op.nn.gelu(right)))
     return cast(node, product, dtype_of(node.tensor(0)))
 
@@ -86,7 +86,7 @@ def swiglu(node: Node) -> relax.Expr:
         axis, width = node.rank(gate) - 1, node.shape(gate)[-1]
         if not isinstance(width, int) or width % 2:
             raise node.refusal(f"found {width} channels, expected a known, even number")
-        gate, up = (cut(node, gate, {axis: (start, width // 2, 1)}) for start in (0, width // 2))
+        gate, up = (slice_axes(node, gate, {axis: (start, width // 2, 1)}) for start in (0, width // 2))
     gate, up = (cast(node, value, "float32") for value in (gate, up))
     limit = node.attribute("limit", 0.0)
     if limit > 0:
@@ -169,7 +169,7 @@ def complex_product(node: Node) -> relax.Expr:
         axis = node.rank(value) - 1
         if axis < 0 or node.shape(value)[-1] != 2:
             raise node.refusal(f"found an input of shape {node.shape(value)}, expected pairs on the last axis")
-        parts += [cut(node, value, {axis: (place, 1, 1)}) for place in (0, 1)]
+        parts += [slice_axes(node, value, {axis: (place, 1, 1)}) for place in (0, 1)]
     a, b, c, d = parts
     if node.op_type == "ComplexMulConj":
         d = node.emit(relax.op.negative(d))

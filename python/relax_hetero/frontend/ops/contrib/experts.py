@@ -22,7 +22,7 @@ from ..elementwise import cast, widened
 from ..node import Dim, Node, Position, const, dtype_of
 from ..products import matmul
 from ..required_sizes import require_shape, shown
-from ..slicing import cut
+from ..slicing import slice_axes
 from ..table import MICROSOFT, converts
 
 _SPARSE_MIXER_JITTER = 0.01
@@ -194,7 +194,7 @@ def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing
             return result
         if expert < 0:
             return node.emit(relax.op.add(result, relax.op.expand_dims(layer.bias, [1])))
-        bias = node.emit(relax.op.squeeze(cut(node, layer.bias, {0: (expert, 1, 1)}), [0]))
+        bias = node.emit(relax.op.squeeze(slice_axes(node, layer.bias, {0: (expert, 1, 1)}), [0]))
         return node.emit(relax.op.add(result, bias))
 
     def expert_output(expert: int) -> relax.Expr:
@@ -208,7 +208,7 @@ def _mix(node: Node, first: _Layer, second: _Layer, third: _Layer | None, mixing
         total = node.emit(relax.op.sum(relax.op.multiply(expert_output(-1), by_expert), [0]))
     else:
         parts = [
-            node.emit(relax.op.multiply(expert_output(e), cut(node, router_weights, {1: (e, 1, 1)})))
+            node.emit(relax.op.multiply(expert_output(e), slice_axes(node, router_weights, {1: (e, 1, 1)})))
             for e in range(experts)
         ]
         total = parts[0]
@@ -286,7 +286,7 @@ def _halves(node: Node, columns: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
         raise node.refusal(f"found swiglu_fusion {fusion} without a third layer, expected 1 or 2")
     width = node.shape(columns)[axis] // 2
     starts, step = ((0, 1), 2) if fusion == 1 else ((0, width), 1)
-    first, second = (cut(node, columns, {axis: (start, width, step)}) for start in starts)
+    first, second = (slice_axes(node, columns, {axis: (start, width, step)}) for start in starts)
     return first, second
 
 

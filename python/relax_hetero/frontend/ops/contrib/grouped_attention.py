@@ -22,8 +22,8 @@ from ..elementwise import cast, widened
 from ..node import Dim, Node, Position, as_dim, const, dtype_of
 from ..products import matmul
 from ..required_sizes import MAX_ELEMENTS, as_expr, require_broadcast, require_shape
-from ..run_time.numbers import numbers_of
-from ..slicing import cut
+from ..run_time.numbers import dims_of_vector
+from ..slicing import slice_axes
 from ..table import MICROSOFT, convert_node, converts
 
 _QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE, _LENGTHS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK = range(12)
@@ -110,7 +110,10 @@ def _projections(node: Node) -> tuple[list[relax.Expr], Sizes]:
         parts = [query, *(require_shape(node, node.tensor(i), dims, "its key or value") for i in (_KEY, _VALUE))]
     else:
         starts = [0, heads * size, (heads + kv_heads) * size, width]
-        parts = [cut(node, query, {2: (start, end - start, 1)}) for start, end in zip(starts, starts[1:], strict=False)]
+        parts = [
+            slice_axes(node, query, {2: (start, end - start, 1)})
+            for start, end in zip(starts, starts[1:], strict=False)
+        ]
     past: Dim = node.shape(node.tensor(_PAST_KEY))[2] if node.has(_PAST_KEY) else 0
     total, cache = _positions(node, rows, past)
     return parts, Sizes(batch, rows, heads, kv_heads, size, past, total, cache)
@@ -122,7 +125,7 @@ def _positions(node: Node, rows: Dim, past: Dim) -> tuple[Dim, Dim]:
     if constant is not None:
         total = as_dim(constant.reshape(-1)[0])
     else:
-        (total,) = numbers_of(node, node.emit(relax.op.reshape(node.tensor(_TOTAL), [1])), "total")
+        (total,) = dims_of_vector(node, node.emit(relax.op.reshape(node.tensor(_TOTAL), [1])), "total")
     if not node.has(_PAST_KEY):
         node.require(tirx.EQ(as_expr(total), as_expr(rows)), f"found {rows} positions without a past, expected {total}")
         return rows, rows

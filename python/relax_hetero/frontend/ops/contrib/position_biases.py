@@ -9,7 +9,7 @@ from ..elementwise import cast
 from ..node import Dim, Node, Position, const, dtype_of
 from ..products import matmul
 from ..required_sizes import broadcast, require_shape, shown
-from ..slicing import cut
+from ..slicing import slice_axes
 from ..table import MICROSOFT, convert_node, converts
 
 
@@ -63,7 +63,7 @@ def relative_position_bias(node: Node) -> relax.Expr:
         raise node.refusal(
             f"found {buckets} buckets for distances up to {max_distance}, expected fewer, and {min_buckets} at least"
         )
-    node.check_table(max_distance + 1)
+    node.check_constant_size(max_distance + 1)
     by_head = node.emit(relax.op.reshape(table, [heads, buckets]))  # the op reads the table as [heads, buckets]
 
     def element(i: Position, weights: te.Tensor, bucket: te.Tensor) -> tirx.Expr:
@@ -97,7 +97,7 @@ def gated_relative_position_bias(node: Node) -> relax.Expr:
     halves = node.emit(relax.op.reshape(gates, [batch, heads, length, 2, columns // 2]))
     sums = node.emit(relax.op.sigmoid(relax.op.sum(halves, [-1])))
     dtype = dtype_of(query)
-    u, r = (cut(node, sums, {3: (index, 1, 1)}) for index in range(2))
+    u, r = (slice_axes(node, sums, {3: (index, 1, 1)}) for index in range(2))
     inner = node.emit(relax.op.subtract(relax.op.multiply(r, node.tensor(5)), const(1, dtype)))
     gate = node.emit(relax.op.add(relax.op.multiply(u, inner), const(2, dtype)))
     shape: list[Dim] = [1, heads, length, length]

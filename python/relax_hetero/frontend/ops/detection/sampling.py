@@ -9,7 +9,7 @@ from ..elementwise import HALF, cast
 from ..node import Dim, Node, Position, dtype_of
 from ..products import matmul
 from ..required_sizes import as_expr, require_equal, require_shape
-from ..run_time.numbers import numbers_of
+from ..run_time.numbers import dims_of_vector
 from ..table import MICROSOFT, converts
 from .regions import checked_images
 
@@ -109,7 +109,7 @@ def crop_and_resize(node: Node) -> relax.Expr:
     number = node.shape(regions)[0]
     regions = require_shape(node, regions, [number, 4], "its regions")
     images = require_shape(node, node.tensor(2), [number], "its batch indices, one for each region,")
-    sizes = numbers_of(node, require_shape(node, node.tensor(3), [2], "its crop_size"), "crop")
+    sizes = dims_of_vector(node, require_shape(node, node.tensor(3), [2], "its crop_size"), "crop")
     for size in sizes:
         node.require(as_expr(size) >= 0, f"its crop_size is {size}")
     for axis, size in enumerate(node.shape(data)[2:]):

@@ -16,7 +16,7 @@ from tvm import relax, te, tirx
 
 from ..node import Dim, Node, Position
 from ..required_sizes import any_of, as_expr, equal
-from .numbers import dims_at_run_time, numbers_of, require_axes, sizes_of
+from .numbers import dims_at_run_time, dims_of_vector, require_axes, sizes_of
 
 
 def from_front(axes: te.Tensor, index: int, rank: int) -> tirx.Expr:
@@ -94,7 +94,7 @@ def without_named_axes(node: Node, data: relax.Expr, axes: relax.Expr, count: in
     """Remove the named axes, which must have size 1."""
     dims = node.shape(data)
     rank = len(dims)
-    for named in numbers_of(node, axes, "axis"):
+    for named in dims_of_vector(node, axes, "axis"):
         for axis, size in enumerate(dims):
             is_other = tirx.all(tirx.NE(as_expr(named), as_expr(axis)), tirx.NE(as_expr(named), as_expr(axis - rank)))
             node.require(any_of([equal(size, 1), is_other]), f"drops axis {axis} of size {size}, expected 1")

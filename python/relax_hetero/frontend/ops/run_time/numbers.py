@@ -48,7 +48,7 @@ def written_numbers(node: Node, vector: relax.Expr) -> list[Dim | None]:
     return [None] * length
 
 
-def numbers_of(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
+def dims_of_vector(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
     """The numbers of a vector of static length, symbolic if it is not constant."""
     constant = as_constant(values)
     if constant is not None:
@@ -58,7 +58,7 @@ def numbers_of(node: Node, values: relax.Expr, prefix: str) -> list[Dim]:
 
 def require_axes(node: Node, axes: relax.Expr, rank: int) -> None:
     """Require that axes are valid for a rank, and distinct."""
-    values = numbers_of(node, axes, "axis")
+    values = dims_of_vector(node, axes, "axis")
     for axis in values:
         if isinstance(axis, int):
             node.axis(axis, rank)

@@ -9,7 +9,7 @@ from tvm import relax, te, tirx
 from ..node import Node, Position, const
 from ..required_sizes import as_expr, require_shape
 from .axes import axes_input, from_front
-from .numbers import numbers_of, sizes_of
+from .numbers import dims_of_vector, sizes_of
 
 
 def pads_of_named_axes(node: Node, rank: int) -> relax.Expr:
@@ -35,7 +35,7 @@ def pads_of_named_axes(node: Node, rank: int) -> relax.Expr:
 def pads_to(node: Node, data: relax.Expr, sizes: relax.Expr, axes: Sequence[int], is_centered: bool) -> relax.Expr:
     """The pads that give axes other sizes: after each, or evenly on both sides with an odd element after."""
     rank = node.rank(data)
-    for size in numbers_of(node, sizes, "target"):
+    for size in dims_of_vector(node, sizes, "target"):
         node.require(as_expr(size) >= 0, f"has a size of {size}")
 
     def element(i: Position, target_sizes: te.Tensor, own_sizes: te.Tensor) -> tirx.Expr:

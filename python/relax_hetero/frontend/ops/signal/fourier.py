@@ -13,7 +13,7 @@ from ..elementwise import cast
 from ..node import Dim, Node, Position, const, dtype_of
 from ..products import matmul
 from ..required_sizes import as_expr, require_shape
-from ..slicing import cut
+from ..slicing import slice_axes
 from ..table import converts
 
 
@@ -60,7 +60,7 @@ def _transform(node: Node, data: relax.Expr, axis: int, length: int | None) -> r
     if length < 1 or size < 1:
         raise node.refusal(f"transforms {size} elements to a length of {length}, expected at least 1")
     num_rows = min(size, length // 2 + 1 if is_inverse and is_onesided else length)
-    node.check_table(2 * num_rows, 2 * length)
+    node.check_constant_size(2 * num_rows, 2 * length)
     if is_inverse and is_onesided:
         matrix, result_parts = _real_inverse_table(num_rows, length), 1
     else:
@@ -68,7 +68,7 @@ def _transform(node: Node, data: relax.Expr, axis: int, length: int | None) -> r
     matrix = matrix.reshape(num_rows, 2, -1)[:, :parts].reshape(num_rows * parts, -1)
 
     order = [*(i for i in range(len(dims)) if i not in (axis, len(dims) - 1)), axis, len(dims) - 1]
-    last = node.emit(relax.op.permute_dims(cut(node, data, {axis: (0, num_rows, 1)}), order))
+    last = node.emit(relax.op.permute_dims(slice_axes(node, data, {axis: (0, num_rows, 1)}), order))
     other_dims = [dims[i] for i in order[:-2]]
     rows = node.emit(relax.op.reshape(last, [*other_dims, num_rows * parts]))
     result = matmul(node, rows, const(matrix, dtype_of(data)))

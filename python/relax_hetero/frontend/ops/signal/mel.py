@@ -10,7 +10,7 @@ from tvm import relax, te, tirx
 from ..elementwise import cast
 from ..node import Node, Position, const, onnx_dtype
 from ..required_sizes import as_expr
-from ..run_time.numbers import numbers_of
+from ..run_time.numbers import dims_of_vector
 from ..table import converts
 
 _MEL = 2595 / math.log(10)
@@ -27,7 +27,7 @@ def mel_weight_matrix(node: Node) -> relax.Expr:
     scalars = [node.emit(relax.op.reshape(node.tensor(index), (1,))) for index in range(5)]
     constants = [None if array is None else const(array.reshape(1)) for array in map(node.constant, range(3))]
     filters, length, rate = (
-        numbers_of(node, value if constant is None else constant, name)[0]
+        dims_of_vector(node, value if constant is None else constant, name)[0]
         for value, constant, name in zip(scalars, constants, ("mel_filters", "dft_length", "sample_rate"), strict=False)
     )
     node.require(as_expr(filters) >= 0, f"has {filters} bins, expected at least 0")

@@ -9,7 +9,7 @@ from tvm import relax, te, tirx
 
 from ...ops.node import Position, const
 from ...ops.required_sizes import as_expr
-from ...ops.slicing import cut
+from ...ops.slicing import slice_axes
 from ..node import TorchNode, converts
 
 
@@ -79,7 +79,7 @@ def cut_axis(node: TorchNode, x: relax.Expr, axis: int, first: Any, count: Any, 
     if not (isinstance(first, int) and isinstance(count, int) and isinstance(size, int)):
         last = first + count * step - (step - 1)
         target.require(last <= size, f"takes {count} elements of an axis of {size}, from {first} on")
-    return node.emit(cut(target, x, {axis: (first, count, step)}))
+    return node.emit(slice_axes(target, x, {axis: (first, count, step)}))
 
 
 @converts("slice", "slice_copy")

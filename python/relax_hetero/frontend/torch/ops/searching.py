@@ -230,7 +230,7 @@ def as_strided(node: TorchNode, x: relax.Expr, sizes: Any, strides: Any, start: 
         offsets = offsets + (np.arange(size) * stride).reshape([-1, *[1] * (len(shape) - axis - 1)])
     if offsets.size and int(offsets.max()) >= count:
         raise node.refusal("beyond the elements of its input")
-    node.onnx_node("Gather", []).check_table(*shape)
+    node.onnx_node("Gather", []).check_constant_size(*shape)
     return node.onnx("Gather", node.reshape(x, [-1]), const(offsets, "int64"), axis=0)
 
 

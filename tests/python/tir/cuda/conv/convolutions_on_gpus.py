@@ -9,7 +9,7 @@ import numpy as np
 from tvm.target import Target
 
 from relax_hetero.encoding import PackedLayout
-from relax_hetero.encoding.encoding import CONVOLUTIONS, Encoding, Moves, conv_maps
+from relax_hetero.encoding.encoding import CONVOLUTIONS, ConvAttrs, Encoding, conv_maps
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
 from relax_hetero.resolvers.cuda import conv_layout
@@ -54,8 +54,8 @@ def conv_problem(
         for name, size in zip(names, shape, strict=True)
     }
     padding = (*(w.before for w in windows), *(w.after for w in windows))
-    moves = Moves(tuple(w.stride for w in windows), padding, tuple(w.dilation for w in windows), groups)
-    encoding = Encoding(CONVOLUTIONS[len(windows) - 1], 0, types, maps, tuple(sizes.items()), moves)
+    conv = ConvAttrs(tuple(w.stride for w in windows), padding, tuple(w.dilation for w in windows), groups)
+    encoding = Encoding(CONVOLUTIONS[len(windows) - 1], 0, types, maps, tuple(sizes.items()), conv)
     layouts = [conv_layout(encoding.of(i), gpu) for i in range(3)]
     assert None not in layouts, encoding
     operands = [Operand(*each) for each in zip(shapes, map(stored_type, types), maps, layouts, strict=True)]
