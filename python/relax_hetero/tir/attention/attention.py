@@ -4,7 +4,7 @@ The loops, outermost first: tasks, heads and blocks of queries, blocks of keys, 
 packed transposed to scratch, so that scores are an ordinary product; the values of the block are copied too. The scores
 of a tile of queries and a block of keys stay in the L1 cache. With several blocks of keys, softmax is online: a larger
 row maximum rescales earlier sums (Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao et al.,
-"FlashAttention"). CPUs with Intel AMX compute scores and values as products of tiles.
+"FlashAttention"). CPUs with Intel AMX compute scores and sums of values as products of tiles.
 """
 
 from __future__ import annotations
@@ -57,43 +57,44 @@ from .attention_spec import (
 )
 from .attention_tile import QueryRows, Span, emit_tile
 
-# Attention by Intel AMX: scores and values are products of tiles, softmax works on rows.
+# Attention with Intel AMX: scores and sums of values are products of tiles, softmax works on rows.
 #
 # A pair of tiles holds up to 32 queries. Keys and values of a block are packed as for vectors that multiply pairs of
-# bfloat16 (`attention_operands`), which is the layout of right factors of tiles; queries are copied, with zeros after
-# their width. Products extend along k to whole k-steps, where keys and softmax weights are zeros, and other factors are
+# bfloat16 (`attention_operands`), which is also the layout of right tiles; queries are copied, with zeros after their
+# width. Products have whole k-steps: after the end of k one factor, a key or a softmax weight, is zero and the other is
 # finite.
 
-# Rows whose softmax is interleaved, because each waits for its maximum and its sum. Measured without AMX (Zen 5, 128
+# Rows whose softmax is interleaved, because one row waits for its maximum and its sum. Measured without AMX (Zen 5, 128
 # keys): 4 rows take 12 to 20 % less time than in sequence.
 _SOFTMAX_ROWS = 4
 
-_WORD_BYTES = 4  # an element of scratch: a float32, or a pair
+_WORD_BYTES = 4  # an element of scratch: a float32, or a pair of bfloat16
 
 
 def begin_amx_task(spec: AttentionSpec) -> None:
-    """Begin a task: configure tiles, and clear elements of scratch that no key overwrites."""
-    low, high = _heights(spec)
-    second = high or 1
-    amx.configure([low, low, second, second, low, second, TILE_ROWS, TILE_ROWS])
+    """Begin a task: configure tiles, and clear packed keys after their width, up to a whole k-step."""
+    first, second = _heights(spec)
+    second = second or 1
+    # Rows of four accumulators, two left tiles and two right tiles.
+    amx.configure([first, first, second, second, first, second, TILE_ROWS, TILE_ROWS])
     blocks = spec.blocks
-    depth, width = blocks.width // 2, spec.sizes["d"] // 2
-    if depth == width:
+    padded_pairs, pairs = blocks.width // 2, spec.sizes["d"] // 2
+    if padded_pairs == pairs:
         return
-    with loop(blocks.keys // blocks.columns) as panel, loop((depth - width) * blocks.vectors) as vector:
-        start = spec.at("keys") + (panel * depth + width) * blocks.columns + vector * blocks.lanes
+    with loop(blocks.keys // blocks.columns) as panel, loop((padded_pairs - pairs) * blocks.vectors) as vector:
+        start = spec.at("keys") + (panel * padded_pairs + pairs) * blocks.columns + vector * blocks.lanes
         T.buffer_store(spec.scratch, zeros("float32", blocks.lanes), [lane_indices(start, blocks.lanes)])
 
 
 def pad_values(spec: AttentionSpec, size: Expr) -> None:
     """Write zeros after the last value of a block, up to a whole k-step."""
     blocks = spec.blocks
-    step = TILE_ROWS
-    if isinstance(size, int) and size % (2 * step) == 0:
+    step_pairs = TILE_ROWS
+    if isinstance(size, int) and size % (2 * step_pairs) == 0:
         return
     pairs = materialize(ceil_div(size, 2))
-    left = materialize(ceil_div(pairs, step) * step - pairs)
-    with loop(blocks.value_panels) as panel, loop(left) as row, loop(blocks.vectors) as vector:
+    rows_left = materialize(ceil_div(pairs, step_pairs) * step_pairs - pairs)
+    with loop(blocks.value_panels) as panel, loop(rows_left) as row, loop(blocks.vectors) as vector:
         start = (panel * (blocks.keys // 2) + pairs + row) * blocks.columns + vector * blocks.lanes
         index = lane_indices(spec.at("values") + start, blocks.lanes)
         T.buffer_store(spec.scratch, zeros("float32", blocks.lanes), [index])
@@ -106,9 +107,9 @@ def emit_amx_queries(
     begin, end = queries
     rows = spec.blocks.rows
     with loop(materialize(ceil_div(end - begin, rows))) as pair:
-        within = materialize(pair * rows)
-        count = materialize(T.min(end - begin - within, int64(rows)))
-        tiles = _AmxQueryTiles(spec, instruction, at, materialize(begin + within), within, count, span)
+        row_in_block = materialize(pair * rows)
+        count = materialize(T.min(end - begin - row_in_block, int64(rows)))
+        tiles = _AmxQueryTiles(spec, instruction, at, materialize(begin + row_in_block), row_in_block, count, span)
         tiles.copy_queries()
         tiles.scores()
         tiles.softmax()
@@ -116,6 +117,7 @@ def emit_amx_queries(
 
 
 def _heights(spec: AttentionSpec) -> tuple[int, int]:
+    """Queries of the two tiles of a pair; 0 for the second if there is only one."""
     rows = spec.blocks.rows
     return (ceil_div(rows, 2), rows // 2) if rows > TILE_ROWS else (rows, 0)
 
@@ -129,15 +131,15 @@ class _AmxQueryTiles(QueryRows):
         instruction: AmxInstruction,
         at: dict[str, Expr],
         row: Expr,
-        within: Expr,
+        row_in_block: Expr,
         rows: Expr,
         span: Span,
     ) -> None:
-        super().__init__(spec, at, row, 0 if spec.blocks.is_single else within, rows, span)
+        super().__init__(spec, at, row, 0 if spec.blocks.is_single else row_in_block, rows, span)
         self.instruction = instruction
         self.heights = _heights(spec)
-        self.lefts = (0, 1) if self.heights[1] else (0,)
-        self.sums = [(2 * i + j, i, j) for j in range(self.vectors) for i in self.lefts]
+        self.left_tiles = (0, 1) if self.heights[1] else (0,)
+        self.accumulators = [(2 * i + j, i, j) for j in range(self.vectors) for i in self.left_tiles]
         self.steps = materialize(ceil_div(self.count, spec.blocks.columns))
         """Number of pairs of tiles of keys, and of k-steps along keys."""
 
@@ -145,41 +147,41 @@ class _AmxQueryTiles(QueryRows):
         return amx.address(self.spec.scratch, start)
 
     def _multiply(self, left: Expr, distance: int, right: Expr) -> None:
-        """Write a k-step of 64 bytes, from rows of left factors `distance` elements apart, and right factors."""
+        """Write a k-step of 64 bytes: left factors, with rows `distance` elements apart, times right factors."""
         columns = self.spec.blocks.columns
         for j in range(self.vectors):
             amx.load(RIGHT_TILES[j], self._address(right + j * self.lanes), columns * _WORD_BYTES)
-        for i in self.lefts:
-            skipped = self.heights[0] * distance if i else 0
-            amx.load(LEFT_TILES[i], self._address(left + skipped), distance * _WORD_BYTES)
-        for tile, i, j in self.sums:
+        for i in self.left_tiles:
+            offset = self.heights[0] * distance if i else 0
+            amx.load(LEFT_TILES[i], self._address(left + offset), distance * _WORD_BYTES)
+        for tile, i, j in self.accumulators:
             amx.multiply(self.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
 
     def _clear(self) -> None:
-        for tile, _, _ in self.sums:
+        for tile, _, _ in self.accumulators:
             amx.clear(tile)
 
-    def _for_sums(self, start: Expr, distance: int, move: Callable[[int, Expr, Expr], None]) -> None:
-        """Load or store the accumulator tiles, with rows `distance` elements apart."""
-        for tile, i, j in self.sums:
-            skipped = self.heights[0] * distance if i else 0
-            move(tile, self._address(start + (skipped + j * self.lanes)), distance * _WORD_BYTES)
+    def _move_accumulators(self, start: Expr, distance: int, move: Callable[[int, Expr, Expr], None]) -> None:
+        """Load or store accumulators at `start`, with rows `distance` elements apart, using `move`."""
+        for tile, i, j in self.accumulators:
+            offset = self.heights[0] * distance if i else 0
+            move(tile, self._address(start + (offset + j * self.lanes)), distance * _WORD_BYTES)
 
     # -- scores
 
     def copy_queries(self) -> None:
         """Copy the queries to scratch, with zeros after their width."""
         spec, view = self.spec, self.spec.query
-        line = TILE_BYTES // bytes_of(view.nominal)
-        whole, left = divmod(spec.sizes["d"], line)
+        line_elements = TILE_BYTES // bytes_of(view.nominal)
+        whole_lines, tail = divmod(spec.sizes["d"], line_elements)
         distance = spec.blocks.query_distance
         with loop(self.rows) as r:
             source = materialize(view.address({**self.at, "m": self.row + r}))
             target = materialize(spec.at("queries") + r * distance)
-            for number in range(whole + (left > 0)):
-                count = TILE_BYTES if number < whole else left * bytes_of(view.nominal)
+            for number in range(whole_lines + (tail > 0)):
+                count = TILE_BYTES if number < whole_lines else tail * bytes_of(view.nominal)
                 target_address = self._address(target + number * (TILE_BYTES // _WORD_BYTES))
-                amx.copy_line(amx.address(view.data, source + number * line), target_address, count)
+                amx.copy_line(amx.address(view.data, source + number * line_elements), target_address, count)
 
     def scores(self) -> None:
         """Write products of queries and keys to scratch."""
@@ -192,7 +194,7 @@ class _AmxQueryTiles(QueryRows):
             for step in range(depth // TILE_ROWS):
                 left = queries + step * (TILE_BYTES // _WORD_BYTES)
                 self._multiply(left, blocks.query_distance, keys + step * (TILE_ROWS * blocks.columns))
-            self._for_sums(scores + panel * blocks.columns, blocks.score_distance, amx.store)
+            self._move_accumulators(scores + panel * blocks.columns, blocks.score_distance, amx.store)
 
     def _visible_lanes(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
         # The loops over a row visit visible keys only.
@@ -201,7 +203,7 @@ class _AmxQueryTiles(QueryRows):
     # -- softmax
 
     def softmax(self) -> None:
-        """Replace products by softmax weights in pairs, with zeros up to a whole k-step."""
+        """Replace scores by softmax weights in pairs, with zeros up to a whole k-step."""
         groups = materialize(self.rows // _SOFTMAX_ROWS)
         with loop(groups) as group:
             self._softmax_of_rows(materialize(group * _SOFTMAX_ROWS), _SOFTMAX_ROWS)
@@ -213,37 +215,37 @@ class _AmxQueryTiles(QueryRows):
         rows = [first + i for i in range(count)]
         causal = bool(spec.problem.causal)
         visible = [self._visible(r + 1) for r in rows] if causal else [self.size] * count
-        row_maxima, total = Registers(count, "float32", lanes), Registers(count, "float32", lanes)
+        row_maxima, row_sums = Registers(count, "float32", lanes), Registers(count, "float32", lanes)
         for i in range(count):
             row_maxima[i] = constant(zeros("float32", lanes), -float("inf"))
-            total[i] = zeros("float32", lanes)
+            row_sums[i] = zeros("float32", lanes)
 
-        def score(column: Expr, masks: list[Expr | None]) -> None:
-            loaded: dict[tuple[int, Expr], Expr] = {}
+        def emit_scores(column: Expr, masks: list[Expr | None]) -> None:
+            cache: dict[tuple[int, Expr], Expr] = {}
             for i, r in enumerate(rows):
                 index = self._score_at(r, column)
-                value = self._score(let(spec.scratch[index]), r, column, masks[i], loaded if masks[i] is None else {})
+                value = self._score(let(spec.scratch[index]), r, column, masks[i], cache if masks[i] is None else {})
                 T.buffer_store(spec.scratch, value, [index])
                 row_maxima[i] = T.max(row_maxima[i], value)
 
         whole_vectors, vectors = materialize(visible[0] // lanes), materialize(ceil_div(visible[-1], lanes))
         with loop(whole_vectors) as vector:
-            score(materialize(vector * lanes), [None] * count)
+            emit_scores(materialize(vector * lanes), [None] * count)
         if not isinstance(whole_vectors, int) or whole_vectors != vectors:
             with loop(materialize(vectors - whole_vectors)) as vector:
                 column = materialize((whole_vectors + vector) * lanes)
-                score(column, [lane_mask(minimum(end - column, lanes), lanes) for end in visible])
+                emit_scores(column, [lane_mask(minimum(end - column, lanes), lanes) for end in visible])
         row_max = [self._row_max(r, row_maxima[i]) for i, r in enumerate(rows)]
         with loop(vectors) as vector:
             for i, r in enumerate(rows):
                 weight = let(exp_nonpositive(spec.scratch[self._score_at(r, vector * lanes)] - row_max[i]))
                 store_weights(spec, r, materialize(vector), weight)
-                total[i] = total[i] + weight
+                row_sums[i] = row_sums[i] + weight
         with loop(materialize(self.steps * self.vectors - vectors)) as vector:
             for r in rows:
                 store_weights(spec, r, materialize(vectors + vector), zeros("float32", lanes))
         for i, r in enumerate(rows):
-            factor = self._rescale(r, row_max[i], self._total(total[i]))
+            factor = self._rescale(r, row_max[i], self._total(row_sums[i]))
             T.buffer_store(spec.scratch, T.Shuffle([factor], [0]), [self._factor_at(r)])
 
     def _factor_at(self, r: Expr) -> Expr:
@@ -267,13 +269,13 @@ class _AmxQueryTiles(QueryRows):
             start = materialize(spec.at("partial") + self.within * distance + panel * blocks.columns)
 
             if self.online:
-                either(self.is_first, self._clear, partial(self._for_sums, start, distance, amx.load))
+                either(self.is_first, self._clear, partial(self._move_accumulators, start, distance, amx.load))
             else:
                 self._clear()
             with loop(self.steps) as step:
                 left = materialize(weights + step * (TILE_BYTES // _WORD_BYTES))
                 self._multiply(left, blocks.weight_distance, materialize(values + step * (TILE_ROWS * blocks.columns)))
-            self._for_sums(start, distance, amx.store)
+            self._move_accumulators(start, distance, amx.store)
         with when(self.is_last if self.online else True), loop(self.rows) as r:
             average = self._row_factor(r) if not self.online else let(self._average(self._state("sums", r)))
             for j, mask in enumerate(spec.value_masks):
@@ -285,8 +287,8 @@ class _AmxQueryTiles(QueryRows):
 
     def _sums_at(self, r: Expr, j: int) -> Expr:
         """Index of the sums of vector j of row r."""
-        panel, within = divmod(j, self.vectors)
-        return self._partial_at(r, within, tirx.const(panel, "int64"))
+        panel, vector = divmod(j, self.vectors)
+        return self._partial_at(r, vector, tirx.const(panel, "int64"))
 
 
 def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -320,8 +322,8 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     function = Function("attention")
     with function:
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
-        blocks, amx_form = block_sizes(problem, cpu), amx_blocks(problem, cpu)
-        size = max(form.scratch for form in (blocks, amx_form) if form is not None)
+        blocks, amx_plan = block_sizes(problem, cpu), amx_blocks(problem, cpu)
+        scratch_size = max(plan.scratch for plan in (blocks, amx_plan) if plan is not None)
         query, key, value = (
             HeadsView(function, name, operand, start, sizes)
             for name, operand, start in zip(("query", "key", "value"), tensors[:3], problem.starts, strict=True)
@@ -331,30 +333,30 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
             for i, operand in enumerate(problem.scores.operands)
         )
         result = HeadsView(function, "result", problem.result, (0,) * len(problem.result.shape), sizes)
-        scratch_argument = function.argument("scratch", (blocks.tasks, size), "float32")
+        scratch_argument = function.argument("scratch", (blocks.tasks, scratch_size), "float32")
         with function.body():
             for view in (query, key, value, *masks, result):
                 view.open()
-            scratch = T.decl_buffer((blocks.tasks * size,), "float32", data=scratch_argument.data)
+            scratch = T.decl_buffer((blocks.tasks * scratch_size,), "float32", data=scratch_argument.data)
             dot = accumulation(problem, cpu)
 
-            def tasks(form: Blocks) -> None:
-                with loop(form.tasks, parallel=form.tasks > 1) as task:
-                    registers = Registers(0 if form.uses_amx else form.rows * form.vectors, "float32", form.lanes)
-                    start = materialize(task * size)
+            def emit_tasks(plan: Blocks) -> None:
+                with loop(plan.tasks, parallel=plan.tasks > 1) as task:
+                    registers = Registers(0 if plan.uses_amx else plan.rows * plan.vectors, "float32", plan.lanes)
+                    start = materialize(task * scratch_size)
                     operands = (query, key, value)
-                    spec = AttentionSpec(problem, sizes, form, operands, masks, result, scratch, start, registers, dot)
-                    (_emit_task if form.uses_amx else _emit_task_cases)(spec, cpu, task)
+                    spec = AttentionSpec(problem, sizes, plan, operands, masks, result, scratch, start, registers, dot)
+                    (_emit_task if plan.uses_amx else _emit_task_cases)(spec, cpu, task)
 
-            texts = [llvm_import(dot, blocks.lanes), amx.LLVM_TEXT if amx_form else None]
+            texts = [llvm_import(dot, blocks.lanes), amx.LLVM_TEXT if amx_plan else None]
             with _with_llvm_ir("".join(text for text in texts if text)):
-                if amx_form is None:
-                    tasks(blocks)
+                if amx_plan is None:
+                    emit_tasks(blocks)
                 else:
-                    allowed = amx.may_use_amx()
+                    use_amx = amx.may_use_amx()
                     if not isinstance(sizes["m"], int):
-                        allowed = tirx.And(sizes["m"] > DECODE_QUERIES, allowed)
-                    either(allowed, lambda: tasks(amx_form), lambda: tasks(blocks))
+                        use_amx = tirx.And(sizes["m"] > DECODE_QUERIES, use_amx)
+                    either(use_amx, lambda: emit_tasks(amx_plan), lambda: emit_tasks(blocks))
     return mark_fp16_partial_sums(function.result, dot)
 
 
@@ -378,16 +380,17 @@ def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
     instruction = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.uses_amx else None
     if instruction is not None:
         begin_amx_task(spec)
-    parts = materialize(ceil_div(sizes["m"], blocks.queries))
-    units = materialize(sizes["b"] * sizes["h"] * parts)
-    begin, end = part(units, blocks.tasks, task)
-    with loop(materialize(end - begin)) as number:
-        unit = materialize(begin + number)
-        head = materialize(unit // parts)
+    query_blocks = materialize(ceil_div(sizes["m"], blocks.queries))
+    block_count = materialize(sizes["b"] * sizes["h"] * query_blocks)
+    begin, end = part(block_count, blocks.tasks, task)
+    with loop(materialize(end - begin)) as index:
+        block = materialize(begin + index)
+        head = materialize(block // query_blocks)
         at = {"b": materialize(head // sizes["h"]), "h": materialize(head % sizes["h"])}
         at["g"] = materialize(at["h"] // (sizes["h"] // sizes["g"]))
-        first = materialize(unit % parts * blocks.queries)
-        _emit_queries(spec, instruction, at, (first, materialize(minimum(first + blocks.queries, sizes["m"]))))
+        first_query = materialize(block % query_blocks * blocks.queries)
+        end_query = materialize(minimum(first_query + blocks.queries, sizes["m"]))
+        _emit_queries(spec, instruction, at, (first_query, end_query))
     if instruction is not None:
         amx.release()
 
@@ -399,36 +402,36 @@ def _emit_queries(
     begin, end = queries
     blocks, keys = spec.blocks, spec.sizes["n"]
     count = 1 if blocks.is_single else materialize(ceil_div(keys, blocks.keys))
-    with loop(count) as number:
-        first = materialize(number * blocks.keys)
-        size = keys if blocks.is_single else materialize(minimum(keys - first, blocks.keys))
+    with loop(count) as key_block:
+        first_key = materialize(key_block * blocks.keys)
+        size = keys if blocks.is_single else materialize(minimum(keys - first_key, blocks.keys))
         if not blocks.is_decode:
-            pack_keys(spec, at, first, size)
-            pack_values(spec, at, first, size)
-        span = (first, size, number < 1, number >= count - 1)
+            pack_keys(spec, at, first_key, size)
+            pack_values(spec, at, first_key, size)
+        span = (first_key, size, key_block < 1, key_block >= count - 1)
         if instruction is not None:
             pad_values(spec, size)
             emit_amx_queries(spec, instruction, at, queries, span)
         else:
-            whole = materialize((end - begin) // blocks.rows)
-            with loop(whole) as tile:
+            whole_tiles = materialize((end - begin) // blocks.rows)
+            with loop(whole_tiles) as tile:
                 emit_tile(spec, at, materialize(begin + tile * blocks.rows), tile * blocks.rows, blocks.rows, span)
-            _emit_tail_tiles(spec, at, begin, end, whole, span)
+            _emit_tail_tiles(spec, at, begin, end, whole_tiles, span)
 
 
 def _emit_tail_tiles(
-    spec: AttentionSpec, at: dict[str, Expr], begin: Expr, end: Expr, whole: Expr, span: tuple[Expr, ...]
+    spec: AttentionSpec, at: dict[str, Expr], begin: Expr, end: Expr, whole_tiles: Expr, span: tuple[Expr, ...]
 ) -> None:
     """Write the queries that do not fill a tile."""
     rows, queries = spec.blocks.rows, spec.sizes["m"]
-    done = materialize(whole * rows)
+    rows_done = materialize(whole_tiles * rows)
     if isinstance(queries, int):
         if queries % rows:
-            with when(begin + done < end):
-                emit_tile(spec, at, materialize(begin + done), done, queries % rows, span)
+            with when(begin + rows_done < end):
+                emit_tile(spec, at, materialize(begin + rows_done), rows_done, queries % rows, span)
         return
-    for form in dict.fromkeys((max(1, rows // 2), 1)):
-        left = materialize(end - begin - done)
-        with loop(materialize(left // form)) as tile:
-            emit_tile(spec, at, materialize(begin + done + tile * form), done + tile * form, form, span)
-        done = materialize(done + left // form * form)
+    for height in dict.fromkeys((max(1, rows // 2), 1)):
+        rows_left = materialize(end - begin - rows_done)
+        with loop(materialize(rows_left // height)) as tile:
+            emit_tile(spec, at, materialize(begin + rows_done + tile * height), rows_done + tile * height, height, span)
+        rows_done = materialize(rows_done + rows_left // height * height)

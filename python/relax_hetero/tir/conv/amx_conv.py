@@ -1,8 +1,8 @@
-"""Direct convolutions by Intel AMX: plan, loops, copies of rows and stores.
+"""Direct convolutions with Intel AMX: plan, loops, copies of rows and stores.
 
 The loops, outermost first: tasks, groups, blocks of rows of the result, chunks of output channels, pairs of tiles, taps
 of the window, k-steps of 64 bytes of input channels. There is no im2col matrix: a tile of data is loaded from the
-image, or from a copy of its rows with the padding. As in products by AMX (`tir.matmul.amx_matmul`), the epilogue of a
+image, or from a copy of its rows with the padding. As in products with AMX (`tir.matmul.amx_matmul`), the epilogue of a
 pair is interleaved, row by row, with the steps of the next.
 """
 
@@ -40,7 +40,7 @@ from .conv_spec import Convolution, channel_masks, split_rows
 #
 # A row of a tile of data is a pixel of a channels-last image, and the rows of a tile are neighbouring pixels of the
 # result, so that their data have a constant stride. A step multiplies up to 64 bytes of channels. If innermost taps are
-# contiguous in memory, a step may join several of them, so that few channels fill a tile.
+# contiguous in memory, a step may join several of them, which fills tiles even if channels are few.
 #
 # Data are read in place if nothing is padded. Otherwise a task copies the rows of the image that a block of the result
 # needs, with zeros for the padding, once for all output channels and taps.
@@ -99,26 +99,26 @@ class Copy:
 
     Attributes
     ----------
-    distance : int
-        Bytes from one pixel to the next.
+    pixel_stride : int
+        Bytes from one pixel of a row to the next.
     width : int
         Pixels of a row, padding included.
-    unit : int
-        Distance in the image of rows that are neighbours in the copy.
+    row_step : int
+        Number of rows of the image from one row of the copy to the next.
     """
 
-    distance: int
+    pixel_stride: int
     width: int
-    unit: int
+    row_step: int
 
-    def rows(self, places: int, window: Window) -> int:
-        """Number of copied rows for `places` rows of the result."""
-        return ((places - 1) * window.stride + window.dilated_extent - 1) // self.unit + 1
+    def rows(self, result_rows: int, window: Window) -> int:
+        """Number of copied rows for `result_rows` rows of the result."""
+        return ((result_rows - 1) * window.stride + window.dilated_extent - 1) // self.row_step + 1
 
     @property
     def row_bytes(self) -> int:
         """Number of bytes of a row."""
-        return self.distance * self.width
+        return self.pixel_stride * self.width
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class TilePlan:
     ----------
     height : int
         Pixels of a tile, along the innermost dimension; the last tile of a row overlaps the one before.
-    across : int
-        Tiles of a row of the result.
+    row_tiles : int
+        Number of tiles of a row of the result.
     run : RunSteps
     rows : int
         Rows of the result in a block, along the last but one dimension.
@@ -138,33 +138,33 @@ class TilePlan:
         Number of blocks along that dimension.
     copy : Copy or None
         Layout of copied rows; None if data are read in place.
-    panel : int
+    panel_channels : int
         Output channels of a panel, as the weight is stored.
-    columns : int
+    chunk_channels : int
         Output channels of a chunk: those of two tiles or one, a divisor of a panel.
     prefetched_lines : int
         Cache lines of the next panel that a step prefetches.
     """
 
     height: int
-    across: int
+    row_tiles: int
     run: RunSteps
     rows: int
     blocks: int
     copy: Copy | None
-    panel: int
-    columns: int
+    panel_channels: int
+    chunk_channels: int
     prefetched_lines: int
 
     @property
     def vectors(self) -> int:
         """Tiles of the weight in a step."""
-        return self.columns // LANES
+        return self.chunk_channels // LANES
 
     @property
     def lefts(self) -> int:
         """Maximum number of tiles of data in a step."""
-        return min(2, self.rows * self.across)
+        return min(2, self.rows * self.row_tiles)
 
 
 def plan_tiles(problem: ConvProblem, instruction: AmxInstruction, parts: int) -> TilePlan | None:
@@ -175,39 +175,39 @@ def plan_tiles(problem: ConvProblem, instruction: AmxInstruction, parts: int) ->
     parts : int
         Number of parts of the rows of the result, which the cores share.
     """
-    places = _static(problem.result.shape[2:])
-    panel = problem.weight.layout.tile(0)
-    if 0 in places or 0 in problem.weight.shape or panel % LANES:
+    extents = _static(problem.result.shape[2:])
+    panel_channels = problem.weight.layout.tile(0)
+    if 0 in extents or 0 in problem.weight.shape or panel_channels % LANES:
         return None
-    columns = chunk_columns(panel)
+    chunk_channels = chunk_columns(panel_channels)
     if problem.weight.layout.inner_dims != (0, 1) or problem.weight.layout.tile(1) != instruction.k0:
         return None
     if problem.data.layout.outer_perm != (0, *range(2, len(problem.data.shape)), 1):
         return None
-    across = ceil_div(places[-1], TILE_ROWS)
-    height = ceil_div(places[-1], across)
+    row_tiles = ceil_div(extents[-1], TILE_ROWS)
+    height = ceil_div(extents[-1], row_tiles)
     if height < instruction.min_rows:
         return None
-    copied = _steps_of(problem, instruction.k0, may_join=True, may_share=True)
-    in_place = _steps_in_place(problem, instruction.k0)
-    run = in_place if in_place is not None and in_place.count <= copied.count else copied
+    copy_run = _plan_steps(problem, instruction.k0, may_join=True, may_share=True)
+    in_place_run = _plan_steps_in_place(problem, instruction.k0)
+    run = in_place_run if in_place_run is not None and in_place_run.count <= copy_run.count else copy_run
     if run.step_bytes < MIN_STEP_BYTES:
         return None
-    outer = _outer(problem)
-    copy = None if run is in_place else _copy(problem, run, instruction.k0)
-    rows = _rows_of_block(problem, copy, places, across * height)
+    outer = _outer_window(problem)
+    copy = None if run is in_place_run else _plan_copy(problem, run, instruction.k0)
+    rows = _block_rows(problem, copy, extents, row_tiles * height)
     if copy is not None and rows == 1:
-        copy = Copy(copy.distance, copy.width, outer.dilation)
+        copy = Copy(copy.pixel_stride, copy.width, outer.dilation)
     if copy is not None and _copy_bytes(problem, copy, rows) > MAX_BLOCK_BYTES:
         return None
-    extent = places[-2] if len(places) > 1 else 1
-    blocks = _even_blocks(problem, ceil_div(extent, rows), extent, parts)
-    rows = ceil_div(extent, blocks)
-    blocks = ceil_div(extent, rows)
-    weight = problem.weight.layout.storage_bytes(_static(problem.weight.shape), problem.weight.dtype)
-    is_prefetched = weight > PREFETCH_BYTES and columns == panel
-    prefetched_lines = ceil_div(TILE_ROWS * columns // LANES, ceil_div(rows * across, 2)) if is_prefetched else 0
-    return TilePlan(height, across, run, rows, blocks, copy, panel, columns, prefetched_lines)
+    rows_extent = extents[-2] if len(extents) > 1 else 1
+    blocks = _count_blocks(problem, ceil_div(rows_extent, rows), rows_extent, parts)
+    rows = ceil_div(rows_extent, blocks)
+    blocks = ceil_div(rows_extent, rows)
+    weight_bytes = problem.weight.layout.storage_bytes(_static(problem.weight.shape), problem.weight.dtype)
+    is_prefetched = weight_bytes > PREFETCH_BYTES and chunk_channels == panel_channels
+    lines = ceil_div(TILE_ROWS * chunk_channels // LANES, ceil_div(rows * row_tiles, 2)) if is_prefetched else 0
+    return TilePlan(height, row_tiles, run, rows, blocks, copy, panel_channels, chunk_channels, lines)
 
 
 def chunk_columns(panel: int) -> int:
@@ -225,7 +225,7 @@ def _static(extents: tuple) -> tuple[int, ...]:
     return extents
 
 
-def _outer(problem: ConvProblem) -> Window:
+def _outer_window(problem: ConvProblem) -> Window:
     """The last window but one; blocks divide its dimension."""
     return problem.windows[-2] if len(problem.windows) > 1 else Window(1)
 
@@ -235,7 +235,7 @@ def _groups(problem: ConvProblem, k0: int) -> int:
     return ceil_div(_static(problem.weight.shape)[1], k0)
 
 
-def _steps_of(problem: ConvProblem, k0: int, may_join: bool, may_share: bool) -> RunSteps:
+def _plan_steps(problem: ConvProblem, k0: int, may_join: bool, may_share: bool) -> RunSteps:
     """The steps of an innermost row of the window.
 
     Parameters
@@ -249,59 +249,59 @@ def _steps_of(problem: ConvProblem, k0: int, may_join: bool, may_share: bool) ->
     separate_steps, joined_steps = even_steps(groups), even_steps(groups * window.size)
     if may_share:
         separate_steps = ceil_div(groups, TILE_ROWS)
-    # Compensation is stored between the taps of a weight; the stride is then even for single groups only.
-    has_even_stride = not problem.weight.layout.compensation or groups == 1
-    if may_join and has_even_stride and window.dilation == 1 and joined_steps < separate_steps * window.size:
+    # Compensation is stored between the taps of a weight; groups have a uniform stride then only if a tap is one group.
+    has_uniform_stride = not problem.weight.layout.compensation or groups == 1
+    if may_join and has_uniform_stride and window.dilation == 1 and joined_steps < separate_steps * window.size:
         return RunSteps(1, joined_steps, groups * window.size // joined_steps)
-    step = ceil_div(groups, separate_steps)
-    return RunSteps(window.size, separate_steps, step, separate_steps * step - groups)
+    step_groups = ceil_div(groups, separate_steps)
+    return RunSteps(window.size, separate_steps, step_groups, separate_steps * step_groups - groups)
 
 
-def _steps_in_place(problem: ConvProblem, k0: int) -> RunSteps | None:
+def _plan_steps_in_place(problem: ConvProblem, k0: int) -> RunSteps | None:
     """The steps without copies; None if something is padded, or the last channels are not a whole group."""
     depth = _static(problem.weight.shape)[1]
     has_whole_groups = depth % k0 == 0 or problem.data.layout.tile(1) == k0
     extents = zip(problem.windows, _static(problem.data.shape[2:]), _static(problem.result.shape[2:]), strict=True)
     is_unpadded = all(
-        w.before == 0 and (places - 1) * w.stride + w.dilated_extent <= extent for w, extent, places in extents
+        w.before == 0 and (pixels - 1) * w.stride + w.dilated_extent <= extent for w, extent, pixels in extents
     )
     if not has_whole_groups or not is_unpadded:
         return None
-    return _steps_of(problem, k0, may_join=problem.groups == 1, may_share=False)
+    return _plan_steps(problem, k0, may_join=problem.groups == 1, may_share=False)
 
 
-def _copy(problem: ConvProblem, run: RunSteps, k0: int) -> Copy:
-    window, outer = problem.windows[-1], _outer(problem)
-    pixel = _groups(problem, k0) * GROUP_BYTES
+def _plan_copy(problem: ConvProblem, run: RunSteps, k0: int) -> Copy:
+    window, outer = problem.windows[-1], _outer_window(problem)
+    pixel_bytes = _groups(problem, k0) * GROUP_BYTES
     lines = ceil_div(run.steps * run.step_bytes, TILE_BYTES)
     # An odd number of cache lines: rows of a tile then map to different sets of the L1 cache.
-    distance = (lines | 1) * TILE_BYTES if run.runs == window.size else pixel
+    pixel_stride = (lines | 1) * TILE_BYTES if run.runs == window.size else pixel_bytes
     width = (_static(problem.result.shape[2:])[-1] - 1) * window.stride + window.dilated_extent
-    return Copy(distance, width, gcd(outer.stride, outer.dilation))
+    return Copy(pixel_stride, width, gcd(outer.stride, outer.dilation))
 
 
 def _copy_bytes(problem: ConvProblem, copy: Copy, rows: int) -> int:
     planes = prod(window.size for window in problem.windows[:-2])
-    return planes * copy.rows(rows, _outer(problem)) * copy.row_bytes
+    return planes * copy.rows(rows, _outer_window(problem)) * copy.row_bytes
 
 
-def _rows_of_block(problem: ConvProblem, copy: Copy | None, places: tuple[int, ...], row: int) -> int:
+def _block_rows(problem: ConvProblem, copy: Copy | None, extents: tuple[int, ...], row_pixels: int) -> int:
     """Rows of the result in a block, which uses a panel of the weight before the next one."""
-    if len(places) == 1:
+    if len(extents) == 1:
         return 1
     if copy is None:
-        outer = _outer(problem)
+        outer = _outer_window(problem)
         row_bytes = prod(_static((problem.data.shape[1], problem.data.shape[-1]))) * bytes_of(problem.data.dtype)
-        return max(1, min(places[-2], BLOCK_BYTES // (row_bytes * outer.stride)))
-    rows = places[-2]
-    while rows > 1 and _copy_bytes(problem, copy, rows) > BLOCK_BYTES and (rows - 1) * row >= MIN_BLOCK_PIXELS:
+        return max(1, min(extents[-2], BLOCK_BYTES // (row_bytes * outer.stride)))
+    rows = extents[-2]
+    while rows > 1 and _copy_bytes(problem, copy, rows) > BLOCK_BYTES and (rows - 1) * row_pixels >= MIN_BLOCK_PIXELS:
         rows -= 1
     while rows > 1 and _copy_bytes(problem, copy, rows) > MAX_BLOCK_BYTES:
         rows -= 1
     return rows
 
 
-def _even_blocks(problem: ConvProblem, blocks: int, extent: int, parts: int) -> int:
+def _count_blocks(problem: ConvProblem, blocks: int, extent: int, parts: int) -> int:
     """The number of blocks, increased if cores can then share them evenly."""
     planes = prod(
         extent for extent in (problem.result.shape[0], *problem.result.shape[2:-2]) if isinstance(extent, int)
@@ -314,7 +314,7 @@ def _even_blocks(problem: ConvProblem, blocks: int, extent: int, parts: int) -> 
 
 @dataclass(frozen=True)
 class AmxConvolution:
-    """A convolution by AMX; see `amx_convolution`."""
+    """A convolution with AMX; see `amx_convolution`."""
 
     conv: Convolution
     instruction: AmxInstruction
@@ -328,8 +328,8 @@ class AmxConvolution:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of `TilePlan.columns` output channels of a group."""
-        return ceil_div(self.conv.channels // self.groups, self.plan.columns)
+        """Number of chunks of `TilePlan.chunk_channels` output channels of a group."""
+        return ceil_div(self.conv.channels // self.groups, self.plan.chunk_channels)
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -344,12 +344,12 @@ class AmxConvolution:
     @property
     def group_bytes(self) -> int:
         """Bytes of a group of input channels in a panel of the weight."""
-        return self.plan.panel * GROUP_BYTES
+        return self.plan.panel_channels * GROUP_BYTES
 
     @property
     def tap_groups(self) -> int:
         """Groups of the weight from one tap to the next, with those of compensation."""
-        return self.conv.weight.stride(f"w{len(self.conv.windows) - 1}") * self.size // self.group_bytes
+        return self.conv.weight.stride(f"w{len(self.conv.windows) - 1}") * self.element_bytes // self.group_bytes
 
     @property
     def group_stride(self) -> int:
@@ -359,18 +359,18 @@ class AmxConvolution:
         return self.tap_groups * self.conv.windows[-1].size // (run.steps * run.groups) if is_joined else 1
 
     @property
-    def size(self) -> int:
+    def element_bytes(self) -> int:
         """Bytes of an element of the data and the weight."""
         return bytes_of(self.conv.data.dtype)
 
     @property
-    def outer_places(self) -> list[Expr]:
+    def outer_extents(self) -> list[Expr]:
         """Extents of the batch and of all but the last two dimensions of the result, which blocks do not divide."""
         return [self.conv.result.extents[0], *self.conv.result.extents[2:-2]]
 
 
 def amx_convolution(conv: Convolution, instruction: AmxInstruction | None) -> AmxConvolution | None:
-    """The convolution by AMX, or None if it is unsupported or slower."""
+    """The convolution with AMX, or None if it is unsupported or slower."""
     if instruction is None or conv.lanes != LANES:
         return None
     columns = chunk_columns(conv.weight.layout.tile(0))
@@ -398,10 +398,10 @@ class _Task:
         self.sums = amx.scratch(2 * TILE_ROWS * 2 * LANES, tiles.conv.problem.acc_dtype)
         # Destination: the first output channel, the outer coordinates, and for each tile the row, the first pixel and
         # the number of pixels in common with the tile before.
-        self.outer = len(tiles.outer_places)
-        self.pending = amx.PendingRows(1 + self.outer + 6)
-        width = plan.run.step_bytes
-        amx.configure([plan.height] * 6 + [plan.run.groups] * 2, [TILE_BYTES] * 4 + [width] * 2 + [TILE_BYTES] * 2)
+        self.outer_rank = len(tiles.outer_extents)
+        self.pending = amx.PendingRows(1 + self.outer_rank + 6)
+        left_bytes = plan.run.step_bytes
+        amx.configure([plan.height] * 6 + [plan.run.groups] * 2, [TILE_BYTES] * 4 + [left_bytes] * 2 + [TILE_BYTES] * 2)
 
 
 def _last(windows: Sequence[Window]) -> Window:
@@ -411,7 +411,7 @@ def _last(windows: Sequence[Window]) -> Window:
 def emit_amx_conv(tiles: AmxConvolution) -> None:
     """Write the body of the kernel, for a process that may use AMX."""
     plan, split, groups = tiles.plan, tiles.split, tiles.groups
-    planes = materialize(prod(tiles.outer_places))
+    planes = materialize(prod(tiles.outer_extents))
     units = groups if groups > 1 else tiles.chunks
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(tiles)
@@ -422,7 +422,7 @@ def emit_amx_conv(tiles: AmxConvolution) -> None:
             group = materialize(first_unit + g) if groups > 1 else 0
             begin, end = (0, tiles.chunks) if groups > 1 else (first_unit, last_unit)
             plane, block_index = unravel(first_block + n, [planes, plan.blocks], materialize, materialize)
-            outer = unravel(plane, tiles.outer_places, materialize, materialize)
+            outer = unravel(plane, tiles.outer_extents, materialize, materialize)
             block = _Block(task, group, outer, materialize(block_index * plan.rows))
             block.copy_rows()
             with loop(end - begin) as chunk:
@@ -438,23 +438,23 @@ class _Block:
     ----------
     outer : list of PrimExpr
         Coordinates of the batch and all but the last two dimensions of the result.
-    first : PrimExpr
-        First row, along the last dimension but one.
+    first_row : PrimExpr
+        First row of the result, along the last dimension but one.
     """
 
-    def __init__(self, task: _Task, group: Expr, outer: list[Expr], first: Expr) -> None:
+    def __init__(self, task: _Task, group: Expr, outer: list[Expr], first_row: Expr) -> None:
         self.task, self.tiles, self.conv = task, task.tiles, task.conv
         self.plan = self.tiles.plan
-        self.outer, self.first = outer, first
+        self.outer, self.first_row = outer, first_row
         extents = self.conv.result.extents
         rows, extent = self.plan.rows, extents[-2] if len(extents) > 3 else 1
-        self.rows = rows if extent % rows == 0 else materialize(T.min(int64(rows), extent - first))
-        self.channel = materialize(group * self.conv.depth)
+        self.rows = rows if extent % rows == 0 else materialize(T.min(int64(rows), extent - first_row))
+        self.first_channel = materialize(group * self.conv.depth)
 
     def _data_address(self, outer_taps: Sequence[Expr], row: Expr, column: Expr) -> Expr:
         """Address of the first channel of a pixel at a row and a column of the image."""
         windows = self.conv.windows
-        at: dict[str, Expr] = {"b": self.outer[0], "c": self.channel, f"x{len(windows) - 1}": column}
+        at: dict[str, Expr] = {"b": self.outer[0], "c": self.first_channel, f"x{len(windows) - 1}": column}
         if len(windows) > 1:
             at[f"x{len(windows) - 2}"] = row
         for d, tap in enumerate(outer_taps):
@@ -470,18 +470,19 @@ class _Block:
         copy = self.plan.copy
         if copy is None:
             return
-        outer = self.tiles.windows[:-1]
+        outer_windows = self.tiles.windows[:-1]
         last = _last(self.tiles.windows)
-        count = prod(window.size for window in outer)
+        planes = prod(window.size for window in outer_windows)
         all_rows = copy.rows(self.plan.rows, last)
         rows: Expr = all_rows
         if not isinstance(self.rows, int):
-            rows = materialize(tirx.floordiv((self.rows - 1) * last.stride + (last.dilated_extent - 1), copy.unit) + 1)
-        begin = materialize(self.first * last.stride - last.before)
-        with loop(count) as plane:
-            taps = unravel(plane, [window.size for window in outer], materialize, materialize) if outer else []
+            last_row = (self.rows - 1) * last.stride + (last.dilated_extent - 1)
+            rows = materialize(tirx.floordiv(last_row, copy.row_step) + 1)
+        begin = materialize(self.first_row * last.stride - last.before)
+        with loop(planes) as plane:
+            taps = unravel(plane, [window.size for window in outer_windows], materialize, materialize)
             with loop(rows) as r:
-                row = materialize(begin + r * copy.unit)
+                row = materialize(begin + r * copy.row_step)
                 target = materialize((plane * all_rows + r) * copy.row_bytes)
                 self._fill_row(copy, taps, row, target)
 
@@ -512,82 +513,84 @@ class _Block:
         copy = self.plan.copy
         assert copy is not None
         empty = T.broadcast(T.int8(0), TILE_BYTES)
-        with loop(ceil_div(count * copy.distance, TILE_BYTES)) as line:
-            start = materialize(target + first * copy.distance + line * TILE_BYTES)
+        with loop(ceil_div(count * copy.pixel_stride, TILE_BYTES)) as line:
+            start = materialize(target + first * copy.pixel_stride + line * TILE_BYTES)
             T.buffer_store(self.task.copied, empty, [lane_indices(start, TILE_BYTES)])
 
     def _copy_row(self, copy: Copy, outer_taps: Sequence[Expr], row: Expr, target: Expr) -> None:
         """Copy a row of the image and its padding, from left to right: a copied line may overwrite what follows it."""
-        conv, size = self.conv, self.tiles.size
-        before = min(conv.windows[-1].before, copy.width)
-        pixels = max(0, min(conv.data.extents[-1], copy.width - before))
-        if before:
-            self._clear(target, 0, before)
+        conv, size = self.conv, self.tiles.element_bytes
+        pixels_before = min(conv.windows[-1].before, copy.width)
+        pixels = max(0, min(conv.data.extents[-1], copy.width - pixels_before))
+        if pixels_before:
+            self._clear(target, 0, pixels_before)
         source = materialize(self._data_address(outer_taps, row, tirx.const(0, "int64")))
         channels = conv.depth if conv.data.layout.tile(1) == 1 else ceil_div(conv.depth, conv.dot.k0) * conv.dot.k0
-        content, stride = channels * size, conv.data.stride(f"x{len(conv.windows) - 1}") * size
-        target = target + before * copy.distance
-        if content == stride == copy.distance:
-            self._copy_bytes(source, target, pixels * content)
+        pixel_bytes, image_stride = channels * size, conv.data.stride(f"x{len(conv.windows) - 1}") * size
+        target = target + pixels_before * copy.pixel_stride
+        if pixel_bytes == image_stride == copy.pixel_stride:
+            self._copy_bytes(source, target, pixels * pixel_bytes)
         elif pixels:
             with loop(pixels) as pixel:
-                start = materialize(source + pixel * (stride // size))
-                self._copy_pixel(start, materialize(target + pixel * copy.distance), content)
-        if before + pixels < copy.width:
-            self._clear(target, pixels, copy.width - before - pixels)
+                start = materialize(source + pixel * (image_stride // size))
+                self._copy_pixel(start, materialize(target + pixel * copy.pixel_stride), pixel_bytes)
+        if pixels_before + pixels < copy.width:
+            self._clear(target, pixels, copy.width - pixels_before - pixels)
 
-    def _copy_pixel(self, source: Expr, target: Expr, content: int) -> None:
+    def _copy_pixel(self, source: Expr, target: Expr, pixel_bytes: int) -> None:
         """Copy the channels of a pixel, with zeros for the groups of the weight that the last step shares."""
         run = self.plan.run
         if not run.shared:
-            self._copy_bytes(source, target, content)
+            self._copy_bytes(source, target, pixel_bytes)
             return
         first = (run.steps - 1) * run.step_bytes
         self._copy_bytes(source, target, first)
         T.buffer_store(self.task.copied, T.broadcast(T.int8(0), TILE_BYTES), [lane_indices(target + first, TILE_BYTES)])
-        self._copy_bytes(source + first // self.tiles.size, target + first + run.shared * GROUP_BYTES, content - first)
+        source = source + first // self.tiles.element_bytes
+        self._copy_bytes(source, target + first + run.shared * GROUP_BYTES, pixel_bytes - first)
 
     def _copy_bytes(self, source: Expr, target: Expr, count: int) -> None:
-        lines, left = divmod(count, TILE_BYTES)
-        data, size = self.conv.data.data, self.tiles.size
+        lines, tail = divmod(count, TILE_BYTES)
+        data, size = self.conv.data.data, self.tiles.element_bytes
 
         def copy(line: Expr, count: int) -> None:
-            origin = amx.address(data, source + line * (TILE_BYTES // size))
-            place = amx.address(self.task.copied, materialize(target + line * TILE_BYTES))
-            amx.copy_line(origin, place, count)
+            source_address = amx.address(data, source + line * (TILE_BYTES // size))
+            target_address = amx.address(self.task.copied, materialize(target + line * TILE_BYTES))
+            amx.copy_line(source_address, target_address, count)
 
         if lines:
             with loop(lines) as line:
                 copy(line, TILE_BYTES)
-        if left:
-            copy(tirx.const(lines, "int64"), left)
+        if tail:
+            copy(tirx.const(lines, "int64"), tail)
 
     def sweep(self, chunk: Expr) -> None:
         """Compute all pixels of the block, for a chunk of output channels."""
         conv, plan = self.conv, self.plan
-        column = materialize(chunk * plan.columns)
-        names = {"n": column, "k": tirx.const(0, "int64")}
-        names |= {f"w{d}": tirx.const(0, "int64") for d in range(len(conv.windows))}
-        weight = materialize(conv.weight.address(names))
-        count = self.rows * plan.across
-        pairs = materialize(ceil_div(count, 2))
+        column = materialize(chunk * plan.chunk_channels)
+        at = {"n": column, "k": tirx.const(0, "int64")}
+        at |= {f"w{d}": tirx.const(0, "int64") for d in range(len(conv.windows))}
+        weight = materialize(conv.weight.address(at))
+        tile_count = self.rows * plan.row_tiles
+        pairs = materialize(ceil_div(tile_count, 2))
         with loop(pairs) as number:
             pair = _Pair(self, number, column, weight)
             if plan.lefts == 1:
                 pair.multiply(1)
-            elif isinstance(count, int) and count % 2 == 0:
+            elif isinstance(tile_count, int) and tile_count % 2 == 0:
                 pair.multiply(2)
             else:
-                either(number * 2 + 1 < count, partial(pair.multiply, 2), partial(pair.multiply, 1))
+                either(number * 2 + 1 < tile_count, partial(pair.multiply, 2), partial(pair.multiply, 1))
 
-    def tile_start(self, row: Expr, first: Expr) -> Expr:
-        """Offset of the first pixel of a tile: in bytes of the copied rows, or in elements of the data."""
+    def tile_start(self, row: Expr, pixel: Expr) -> Expr:
+        """Offset of a tile's first pixel: in bytes of the copied rows, or else in elements of the data."""
         copy, windows = self.plan.copy, self.conv.windows
-        last = _last(self.tiles.windows)
+        window = _last(self.tiles.windows)
         if copy is not None:
-            return row * (last.stride // copy.unit * copy.row_bytes) + first * (windows[-1].stride * copy.distance)
+            row_offset = row * (window.stride // copy.row_step * copy.row_bytes)
+            return row_offset + pixel * (windows[-1].stride * copy.pixel_stride)
         zeros = [tirx.const(0, "int64")] * (len(windows) - 2)
-        return self._data_address(zeros, (self.first + row) * last.stride, first * windows[-1].stride)
+        return self._data_address(zeros, (self.first_row + row) * window.stride, pixel * windows[-1].stride)
 
     def tap_offset(self, taps: Sequence[Expr], inner: Expr) -> Expr:
         """Offset of taps from a tile's first pixel, in the unit of `tile_start`."""
@@ -598,9 +601,9 @@ class _Block:
                 (tap * (w.dilation * self.conv.data.stride(f"x{d}")) for d, (w, tap) in enumerate(pairs)),
                 tirx.const(0, "int64"),
             )
-        offset: Expr = inner * (windows[-1].dilation * copy.distance)
+        offset: Expr = inner * (windows[-1].dilation * copy.pixel_stride)
         if taps:
-            offset = offset + taps[-1] * (windows[-2].dilation // copy.unit * copy.row_bytes)
+            offset = offset + taps[-1] * (windows[-2].dilation // copy.row_step * copy.row_bytes)
         plane: Expr = tirx.const(0, "int64")
         for window, tap in zip(windows, taps[:-1], strict=False):
             plane = plane * window.size + tap
@@ -613,7 +616,7 @@ class _Pair:
     Parameters
     ----------
     number : PrimExpr
-        Number of the pair in its block.
+        Index of the pair in its block.
     weight : PrimExpr
         Offset of the chunk in the weight.
     """
@@ -632,31 +635,31 @@ class _Pair:
             amx.clear(tile)
         outer = [window.size for window in tiles.windows]
         run = plan.run
-        element_bytes = 1 if plan.copy is not None else tiles.size
-        with loop(prod(outer)) as o:
-            taps = unravel(o, outer, materialize, materialize) if outer else []
-            with loop(run.runs) as tap, loop(run.steps) as s:
-                offset = materialize(block.tap_offset(taps, tap) + s * (run.step_bytes // element_bytes))
-                at_group = s * run.groups
+        unit_bytes = 1 if plan.copy is not None else tiles.element_bytes
+        with loop(prod(outer)) as outer_tap:
+            taps = unravel(outer_tap, outer, materialize, materialize)
+            with loop(run.runs) as tap, loop(run.steps) as step:
+                offset = materialize(block.tap_offset(taps, tap) + step * (run.step_bytes // unit_bytes))
+                group = step * run.groups
                 if run.shared:
-                    at_group = T.min(at_group, int64((run.steps - 1) * run.groups - run.shared))
-                groups = (o * tiles.conv.windows[-1].size + tap) * tiles.tap_groups + at_group * tiles.group_stride
-                weight = materialize(self.weight + groups * (tiles.group_bytes // tiles.size))
+                    group = T.min(group, int64((run.steps - 1) * run.groups - run.shared))
+                groups = (outer_tap * tiles.conv.windows[-1].size + tap) * tiles.tap_groups + group * tiles.group_stride
+                weight = materialize(self.weight + groups * (tiles.group_bytes // tiles.element_bytes))
                 self._step([materialize(start + offset) for start in starts], weight, sums)
                 self._prefetch(weight)
                 _finish_pending(self.task, ceil_div(2 * plan.height, tiles.steps))
-        self._end(left_tiles, sums)
+        self._finish(left_tiles, sums)
 
     def _tile_pixels(self, i: int) -> tuple[Expr, Expr, Expr]:
         """Row in the block and first pixel of a tile, and its number of pixels in common with the tile before."""
         plan, last = self.plan, self.tiles.conv.result.extents[-1] - self.plan.height
         number = self.number * 2 + i if plan.lefts > 1 else self.number
-        if plan.across == 1:
+        if plan.row_tiles == 1:
             return materialize(number), tirx.const(0, "int64"), tirx.const(0, "int64")
-        row, across = unravel(number, [0, plan.across], materialize, materialize)
-        nominal = across * plan.height
-        first = materialize(T.min(nominal, tirx.const(last, "int64")))
-        return row, first, materialize(nominal - first)
+        row, across = unravel(number, [0, plan.row_tiles], materialize, materialize)
+        unclamped = across * plan.height
+        first = materialize(T.min(unclamped, tirx.const(last, "int64")))
+        return row, first, materialize(unclamped - first)
 
     def _step(self, lefts: list[Expr], weight: Expr, sums: list[tuple[int, int, int]]) -> None:
         """Write a k-step: all loads, then all products."""
@@ -664,15 +667,15 @@ class _Pair:
         data = tiles.conv.data.data if plan.copy is None else self.task.copied
         window = tiles.conv.windows[-1]
         if plan.copy is not None:
-            distance: Expr = window.stride * plan.copy.distance
+            stride: Expr = window.stride * plan.copy.pixel_stride
         else:
-            distance = window.stride * tiles.conv.data.stride(f"x{len(tiles.conv.windows) - 1}") * tiles.size
+            stride = window.stride * tiles.conv.data.stride(f"x{len(tiles.conv.windows) - 1}") * tiles.element_bytes
         for j in range(plan.vectors):
-            right = weight + j * TILE_BYTES // tiles.size
+            right = weight + j * TILE_BYTES // tiles.element_bytes
             row_stride = tiles.group_bytes * tiles.group_stride
             amx.load(RIGHT_TILES[j], amx.address(tiles.conv.weight.data, right), row_stride)
             for i, left in enumerate(lefts) if j == 0 else ():
-                amx.load(LEFT_TILES[i], amx.address(data, left), distance)
+                amx.load(LEFT_TILES[i], amx.address(data, left), stride)
         for tile, i, j in sums:
             amx.multiply(tiles.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
 
@@ -686,19 +689,19 @@ class _Pair:
         lines = plan.run.groups * tiles.group_bytes // TILE_BYTES
         first = materialize(T.min(self.number * plan.prefetched_lines, int64(lines - 1)))
         for i in range(plan.prefetched_lines):
-            position = weight + panel + (first + i) * (TILE_BYTES // tiles.size)
+            position = weight + panel + (first + i) * (TILE_BYTES // tiles.element_bytes)
             amx.prefetch(amx.address(tiles.conv.weight.data, position))
 
-    def _end(self, places: list[tuple[Expr, Expr, Expr]], sums: list[tuple[int, int, int]]) -> None:
+    def _finish(self, left_tiles: list[tuple[Expr, Expr, Expr]], sums: list[tuple[int, int, int]]) -> None:
         """Store the accumulators, and make their pixels pending."""
         task, height = self.task, self.plan.height
         for tile, i, j in sums:
             begin = i * height * (2 * LANES) + j * LANES
             amx.store(tile, amx.address(task.sums, tirx.const(begin, "int64")), 2 * TILE_BYTES)
-        values = [self.column, *self.block.outer]
-        for row, first, overlap in places:
-            values += [self.block.first + row, first, overlap]
-        task.pending.put(0, len(places) * height, values)
+        destination = [self.column, *self.block.outer]
+        for row, first, overlap in left_tiles:
+            destination += [self.block.first_row + row, first, overlap]
+        task.pending.put(0, len(left_tiles) * height, destination)
 
 
 def _finish_pending(task: _Task, max_pixels: int | None = None) -> None:
@@ -709,30 +712,31 @@ def _finish_pending(task: _Task, max_pixels: int | None = None) -> None:
 def _finish_pixel(task: _Task, number: Expr) -> None:
     """Apply the epilogue to a pending pixel, and store it."""
     conv, plan = task.conv, task.tiles.plan
-    place = task.pending.place
+    destination = task.pending.place
     tile: Expr = materialize(tirx.Cast("int64", number >= plan.height)) if plan.lefts > 1 else 0
     pixel = number - tile * plan.height
-    destination = materialize(tile * 3 + (1 + task.outer))
+    tile_entry = materialize(tile * 3 + (1 + task.outer_rank))
     names = ["b", *(f"y{d}" for d in range(len(conv.windows) - 2))]
-    at: dict[str, Expr] = {name: materialize(place[1 + i]) for i, name in enumerate(names)}
+    at: dict[str, Expr] = {name: materialize(destination[1 + i]) for i, name in enumerate(names)}
     if len(conv.windows) > 1:
-        at[f"y{len(conv.windows) - 2}"] = materialize(place[destination])
-    at[f"y{len(conv.windows) - 1}"] = materialize(place[destination + 1] + pixel)
-    column = materialize(place[0])
+        at[f"y{len(conv.windows) - 2}"] = materialize(destination[tile_entry])
+    at[f"y{len(conv.windows) - 1}"] = materialize(destination[tile_entry + 1] + pixel)
+    column = materialize(destination[0])
 
-    def store(existing: int) -> None:
-        vectors = ceil_div(existing, LANES)
-        for j, mask in enumerate(channel_masks(conv, vectors, existing)):
+    def store(channels: int) -> None:
+        vectors = ceil_div(channels, LANES)
+        for j, mask in enumerate(channel_masks(conv, vectors, channels)):
             coordinates: Coordinates = {**at, "n": column + j * LANES}
             value = let(task.sums[lane_indices(number * (2 * LANES) + j * LANES, LANES)])
             conv.result.store(coordinates, "n", conv.epilogue.result_at(value, coordinates, mask), LANES, mask)
 
     overlap = conv.result.extents[-1] % plan.height != 0
-    with when(pixel >= place[destination + 2] if overlap else True):
-        left = conv.channels % plan.columns
-        if left == 0:
-            store(plan.columns)
-        elif conv.channels < plan.columns:
-            store(left)
+    with when(pixel >= destination[tile_entry + 2] if overlap else True):
+        chunk = plan.chunk_channels
+        tail = conv.channels % chunk
+        if tail == 0:
+            store(chunk)
+        elif conv.channels < chunk:
+            store(tail)
         else:
-            either(column + plan.columns <= conv.channels, lambda: store(plan.columns), lambda: store(left))
+            either(column + chunk <= conv.channels, lambda: store(chunk), lambda: store(tail))

@@ -63,9 +63,9 @@ from .dynamic_height import can_have_dynamic_height, resolve_taps, row_segments
 
 # The micro-kernel of a direct convolution: a register tile of pixels and output channels.
 #
-# A k-step multiplies `DotInstruction.k0` neighbouring input channels, the same in every lane, by as many of each output
-# channel of the panel. If the instruction flips the sign bits of the data, a tile starts from the compensation in the
-# weight's layout, for the taps that it reads: padding is not part of any sum.
+# A k-step multiplies `DotInstruction.k0` neighbouring input channels of a pixel, broadcast to all lanes, by the weights
+# of each output channel of the panel. If the instruction flips the sign bits of the data, a tile starts from the
+# compensation in the weight's layout, for the taps that it reads: padding is not part of any sum.
 
 # Maximum number of steps over the input channels for which the loop is unrolled.
 MAX_UNROLLED_STEPS = 4
@@ -86,16 +86,16 @@ class Panel:
         Number of vectors with existing channels.
     masks : tuple of (PrimExpr or None)
         Existing lanes of each vector.
-    channel : PrimExpr
-        First input channel of its group.
+    first_channel : PrimExpr
+        First input channel of the panel's group.
     next_panel : PrimExpr or None
-        Address of the next panel; None if panels are not prefetched.
+        Offset of the next panel in the weight; None if panels are not prefetched.
     """
 
     column: Expr
     vectors: int
     masks: tuple[Expr | None, ...]
-    channel: Expr
+    first_channel: Expr
     next_panel: Expr | None
 
 
@@ -106,13 +106,13 @@ class PanelPrefetch:
     Attributes
     ----------
     start : PrimExpr
-        Address of the tile's share.
-    step : int
-        Elements of one step.
+        Offset in the weight of the tile's share.
+    elements : int
+        Elements that each step prefetches.
     """
 
     start: Expr
-    step: int
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,15 @@ class ConvTile:
 
     Attributes
     ----------
-    first : PrimExpr
+    first_pixel : PrimExpr
         First pixel along the innermost dimension.
     """
 
     row: ConvRow
     panel: Panel
     segment: Segment
-    first: Expr
-    ahead: PanelPrefetch | None
+    first_pixel: Expr
+    prefetch: PanelPrefetch | None
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,10 @@ class TileRegisters:
 
     @staticmethod
     def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> TileRegisters:
-        """Registers for the tiles of some segments with so many vectors."""
+        """Registers for the tiles of some segments, with `vectors` vectors of output channels."""
         dtype = conv.problem.acc_dtype
-        places = max(conv.dot.whole_rows(segment.width) for segment in segments)
-        sums = Registers(places * vectors, dtype, conv.lanes)
+        pixels = max(conv.dot.whole_rows(segment.width) for segment in segments)
+        sums = Registers(pixels * vectors, dtype, conv.lanes)
         if conv.dot.compensation == 0:
             return TileRegisters(sums, None)
         runs = max(len(segment.taps) for segment in segments)
@@ -166,7 +166,7 @@ def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> No
     conv.epilogue.prefetch(
         f"y{len(conv.windows) - 1}",
         size,
-        lambda _, t, j: result_position(conv, tile.row, tile.first + t, panel.column + j * conv.lanes),
+        lambda _, t, j: result_position(conv, tile.row, tile.first_pixel + t, panel.column + j * conv.lanes),
     )
     if conv.dot.short:
         _accumulate_fp16(conv, tile, accs)
@@ -177,7 +177,9 @@ def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> No
             _start_compensated(conv, tile, registers.compensation, accs)
         over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs)))
         deinterleave_rows(conv.dot, accs, conv.dot.whole_rows(width), panel.vectors)
-    store_pixels(conv, tile.row, tile.first, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j])
+    store_pixels(
+        conv, tile.row, tile.first_pixel, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j]
+    )
 
 
 @dataclass(frozen=True)
@@ -191,20 +193,20 @@ class _Sums:
     """
 
     accs: Registers
-    short: Fp16PartialSums | None = None
+    partial_sums: Fp16PartialSums | None = None
     is_deferred: bool = False
 
     @property
-    def length(self) -> int:
+    def chain_steps(self) -> int:
         """Steps of a chain of fp16 partial sums, else 1."""
-        return self.short.length if self.short else 1
+        return self.partial_sums.length if self.partial_sums else 1
 
     def add(self, size: int, length: int, emit: Callable[[Expr, Any, Registers], None]) -> None:
-        """Write a sum of `size` in chains of `length`; `emit` takes a start, a length and registers."""
-        if self.short is None:
+        """Write a sum of `size` products in chains of `length`; `emit` takes a start, a length and registers."""
+        if self.partial_sums is None:
             emit(0, size, self.accs)
         else:
-            (self.short.add_chains if self.is_deferred else self.short.add)(size, length, emit)
+            (self.partial_sums.add_chains if self.is_deferred else self.partial_sums.add)(size, length, emit)
 
 
 def _clear(conv: Convolution, accs: Registers, count: int) -> None:
@@ -213,24 +215,24 @@ def _clear(conv: Convolution, accs: Registers, count: int) -> None:
 
 
 def _accumulate_fp16(conv: Convolution, tile: ConvTile, accs: Registers) -> None:
-    """Accumulate with fp16 partial sums, and again in float32 if these left their range."""
+    """Accumulate with fp16 partial sums, and again in float32 if one is out of range."""
     count = tile.segment.width * tile.panel.vectors
-    window = prod(window.size for window in conv.windows)
+    tap_count = prod(window.size for window in conv.windows)
     partial_sums = Fp16PartialSums(conv.dot, accs, count, conv.lanes)
-    rows = window // conv.windows[-1].size
+    outer_taps = tap_count // conv.windows[-1].size
     steps = ceil_div(conv.depth, conv.dot.k0)
     chains = sum(ceil_div(run.count * steps, partial_sums.length) for run in tile.segment.taps)
-    is_deferred = rows * chains <= MAX_FP16_CHAINS
+    is_deferred = outer_taps * chains <= MAX_FP16_CHAINS
     _clear(conv, accs, count)
     if is_deferred:
         partial_sums.begin()
     over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs, partial_sums, is_deferred)))
     if is_deferred:
         partial_sums.finish()
-    with when(is_out_of_range([accs[number] for number in range(count)], window * conv.depth, conv.lanes)):
+    with when(is_out_of_range([accs[number] for number in range(count)], tap_count * conv.depth, conv.lanes)):
         _clear(conv, accs, count)
         wide = replace(conv, dot=widened_instruction(conv.dot))
-        without_prefetch = replace(tile, ahead=None)
+        without_prefetch = replace(tile, prefetch=None)
         over_taps(tile.row, lambda taps: _accumulate_row(wide, without_prefetch, taps, _Sums(accs)))
 
 
@@ -263,10 +265,10 @@ def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Register
 
 
 def _weight_position(conv: Convolution, panel: Panel, taps: Sequence[Expr]) -> dict[str, Expr]:
-    """The first input channel of a panel, for outer taps and the first innermost one."""
-    zero_at = tirx.const(0, "int64")
-    at = {f"w{d}": tap for d, tap in enumerate([*taps, zero_at])}
-    return {"n": panel.column, "k": zero_at, **at}
+    """Coordinates of the weight at the first input channel of a panel, for outer taps and the first innermost tap."""
+    first = tirx.const(0, "int64")
+    at = {f"w{d}": tap for d, tap in enumerate([*taps, first])}
+    return {"n": panel.column, "k": first, **at}
 
 
 def _tap_stride(conv: Convolution) -> Expr:
@@ -277,17 +279,18 @@ def _tap_stride(conv: Convolution) -> Expr:
 def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], sums: _Sums) -> None:
     """Accumulate the products with one row of the data."""
     window = conv.windows[-1]
-    at = data_position(conv, tile.row, taps, tile.panel.channel, tile.first * window.stride - window.before)
+    at = data_position(conv, tile.row, taps, tile.panel.first_channel, tile.first_pixel * window.stride - window.before)
     data = materialize(conv.data.address(at))
     weight_at = _weight_position(conv, tile.panel, taps)
     weight = materialize(conv.weight.address(weight_at))
-    ahead = None
-    if tile.ahead is not None:
-        done = conv.weight.address({**weight_at, "n": tirx.const(0, "int64")})
-        steps = tirx.floordiv(done, conv.weight.layout.tile(0) * conv.dot.k0)
-        ahead = PanelPrefetch(materialize(tile.ahead.start + steps * tile.ahead.step), tile.ahead.step)
+    panel_prefetch = None
+    if tile.prefetch is not None:
+        elements_before = conv.weight.address({**weight_at, "n": tirx.const(0, "int64")})
+        steps_before = tirx.floordiv(elements_before, conv.weight.layout.tile(0) * conv.dot.k0)
+        start = materialize(tile.prefetch.start + steps_before * tile.prefetch.elements)
+        panel_prefetch = PanelPrefetch(start, tile.prefetch.elements)
     for run in tile.segment.taps:
-        _accumulate(conv, tile.panel.vectors, run, (data, weight), ahead, sums)
+        _accumulate(conv, tile.panel.vectors, run, (data, weight), panel_prefetch, sums)
 
 
 def _accumulate(
@@ -295,81 +298,81 @@ def _accumulate(
     vectors: int,
     run: Taps,
     start: tuple[Expr, Expr],
-    ahead: PanelPrefetch | None,
+    panel_prefetch: PanelPrefetch | None,
     sums: _Sums,
 ) -> None:
     """Accumulate the products of a run of taps with one row of the data."""
     window, dot = conv.windows[-1], conv.dot
-    along, across = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
-    size, next_tap = conv.weight.layout.tile(0) * dot.k0, _tap_stride(conv)
+    pixel_stride, channel_stride = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
+    step_size, tap_stride = conv.weight.layout.tile(0) * dot.k0, _tap_stride(conv)
     is_padded = conv.data.layout.tile(1) > 1
-    steps, left = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
+    steps, tail = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
 
-    def group_of(data: Expr, t: int, left: int) -> Expr:
+    def load_group(data: Expr, t: int, existing: int) -> Expr:
         # A pixel without the tap adds zeros if a step multiplies it together with its neighbour.
-        existing = left if run.begin <= t < run.end else 0
-        return let(lhs_group(dot, _left_factors(conv, data + t * window.stride * along, existing)))
+        existing = existing if run.begin <= t < run.end else 0
+        return let(lhs_group(dot, _left_factors(conv, data + t * window.stride * pixel_stride, existing)))
 
-    def step(accs: Registers, tap: Expr, number: Expr, left: int = dot.k0) -> None:
+    def emit_step(accs: Registers, tap: Expr, number: Expr, existing: int = dot.k0) -> None:
         data, weight = start
-        data = data + (run.first + tap) * (window.dilation * along) + number * (dot.k0 * across)
-        weight = weight + (run.first + tap) * next_tap + number * size
-        if ahead is not None:
-            done = (run.first + tap) * ceil_div(conv.depth, dot.k0) + number
-            _prefetch(conv, ahead.start + done * ahead.step, ahead.step)
+        data = data + (run.first + tap) * (window.dilation * pixel_stride) + number * (dot.k0 * channel_stride)
+        weight = weight + (run.first + tap) * tap_stride + number * step_size
+        if panel_prefetch is not None:
+            steps_before = (run.first + tap) * ceil_div(conv.depth, dot.k0) + number
+            _prefetch(conv, panel_prefetch.start + steps_before * panel_prefetch.elements, panel_prefetch.elements)
         right = [let(_right_factors(conv, weight, j)) for j in range(vectors)]
         for first in range(run.begin // dot.rows * dot.rows, run.end, dot.rows):
-            places = range(first, first + dot.rows)
-            group = rows_group([group_of(data, t, left) for t in places])
+            pixels = range(first, first + dot.rows)
+            group = rows_group([load_group(data, t, existing) for t in pixels])
             for j in range(vectors):
-                add_step(dot, accs, [t * vectors + j for t in places], group, right[j], conv.lanes)
+                add_step(dot, accs, [t * vectors + j for t in pixels], group, right[j], conv.lanes)
 
-    is_one_run = along * window.dilation == steps * dot.k0 * across and next_tap == steps * size
-    if left == 0 and (is_one_run or (isinstance(run.count, int) and run.count == 1)):
+    is_dense = pixel_stride * window.dilation == steps * dot.k0 * channel_stride and tap_stride == steps * step_size
+    if tail == 0 and (is_dense or (isinstance(run.count, int) and run.count == 1)):
 
-        def steps_of(first: Expr, count: Expr, accs: Registers) -> None:
+        def emit_steps(first: Expr, count: Expr, accs: Registers) -> None:
             # The channels of neighbouring taps are contiguous.
             with loop(count) as s:
-                step(accs, 0, first + s)
+                emit_step(accs, 0, first + s)
 
-        sums.add(run.count * steps, sums.length, steps_of)
+        sums.add(run.count * steps, sums.chain_steps, emit_steps)
         return
 
-    def channels_of(tap: Expr, first: Expr, count: int, accs: Registers) -> None:
+    def emit_channels(tap: Expr, first: Expr, count: int, accs: Registers) -> None:
         number, rest = divmod(count, dot.k0)
         begin = materialize(first // dot.k0)
         if number <= MAX_UNROLLED_STEPS:
             for s in range(number):
-                step(accs, tap, begin + s)
+                emit_step(accs, tap, begin + s)
         else:
             with loop(number) as s:
-                step(accs, tap, begin + s)
+                emit_step(accs, tap, begin + s)
         if rest:
-            step(accs, tap, begin + number, rest)
+            emit_step(accs, tap, begin + number, rest)
 
-    def taps_of(first: Expr, count: Expr, accs: Registers) -> None:
+    def emit_taps(first: Expr, count: Expr, accs: Registers) -> None:
         with loop(count) as tap:
-            channels_of(first + tap, 0, channels, accs)
+            emit_channels(first + tap, 0, channels, accs)
 
-    channels = steps * dot.k0 + left
+    channels = steps * dot.k0 + tail
     if steps < MAX_UNROLLED_STEPS:
-        sums.add(run.count, max(1, sums.length // (steps + (left > 0))), taps_of)
+        sums.add(run.count, max(1, sums.chain_steps // (steps + (tail > 0))), emit_taps)
         return
     with loop(run.count) as tap:
-        sums.add(channels, sums.length * dot.k0, lambda first, count, accs: channels_of(tap, first, count, accs))
+        sums.add(channels, sums.chain_steps * dot.k0, lambda first, count, accs: emit_channels(tap, first, count, accs))
 
 
 def _left_factors(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
     """The input channels of a step, with zeros after the `existing` ones."""
-    k0, across = conv.dot.k0, conv.data.stride("c")
-    if across == 1 and existing == k0:
+    k0, channel_stride = conv.dot.k0, conv.data.stride("c")
+    if channel_stride == 1 and existing == k0:
         return conv.data.data[lane_indices(address, k0)]
     zero_element = zeros(conv.data.dtype, 1)
-    return [conv.data.data[address + i * across] if i < existing else zero_element for i in range(k0)]
+    return [conv.data.data[address + i * channel_stride] if i < existing else zero_element for i in range(k0)]
 
 
 def _right_factors(conv: Convolution, start: Expr, vector: int) -> Expr:
-    """The factors of a vector of a panel; lanes outside of the panel are zero."""
+    """The weights of a vector of a panel, for a step; lanes outside of the panel are zero."""
     groups = rhs_groups(conv.dot, _panel_vector(conv, start, vector), conv.lanes)
     mask = lane_mask(conv.weight.layout.tile(0) - vector * conv.lanes, conv.lanes)
     if mask is None:
@@ -398,15 +401,15 @@ def _prefetch(conv: Convolution, start: Expr, count: int) -> None:
 # and input channels. The whole reduction is in registers. Data are read in place, a few input channels broadcast to
 # every lane; the weight is packed panel by panel.
 #
-# CPUs with Intel AMX multiply some types with it (`amx_conv`), from the same weights; the loops here are then for
+# CPUs with Intel AMX use it for some types (`amx_conv`), from the same weights; the loops here are then for
 # processes that may not use AMX.
 
-# Elements at multiples of this distance map to one set of the L1 cache, which has 8 to 12 ways.
+# Addresses a multiple of this distance apart map to one set of the L1 cache, which has 8 to 12 ways.
 CACHE_WAY_BYTES = 4096
-PIXELS_IN_ONE_SET = 8
+MAX_PIXELS_IN_ONE_SET = 8
 # Weights of more bytes are prefetched, panel by panel: other kernels have probably evicted them from the caches.
 PREFETCH_BYTES = 1 << 16
-# Pixels of a tile in the fallback of an AMX kernel: short code, which compiles in half the time.
+# Maximum pixels of a tile in the fallback of an AMX kernel: short code, which compiles in half the time.
 AMX_FALLBACK_PIXELS = 6
 
 
@@ -438,36 +441,37 @@ def emit_direct(conv: Convolution) -> None:
         amx_or_vectors(lambda: emit_amx_conv(tiles), lambda: _emit_vectors(conv, AMX_FALLBACK_PIXELS))
 
 
-def _emit_vectors(conv: Convolution, places: int) -> None:
+def _emit_vectors(conv: Convolution, max_pixels: int) -> None:
     width = conv.weight.layout.tile(0)
     panels = ceil_div(conv.channels, width)
-    max_width = min(places, _max_pixels(conv, ceil_div(width, conv.lanes)))
+    max_width = min(max_pixels, _max_pixels(conv, ceil_div(width, conv.lanes)))
     segments = row_segments(conv.windows[-1], conv.data.extents[-1], conv.result.extents[-1], max_width)
     macs = prod(window.size for window in conv.windows) * conv.depth
     split = split_rows(conv, panels, width * macs, max_width)
     rows = conv.row_count()
-    sweep = PanelTiles(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
+    panel_tiles = PanelTiles(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
     vectors = ceil_div(min(width, conv.channels), conv.lanes)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         registers = TileRegisters.of(conv, segments, vectors)
-        place_part, row_part, panel_part = split.parts_of(task)
-        tiles = [part(segment.count, split.batch, place_part) for segment in segments]
+        # `Split.batch` has the parts of a single row (see `split_rows`).
+        tile_part, row_part, panel_part = split.parts_of(task)
+        tiles = [part(segment.count, split.batch, tile_part) for segment in segments]
         first_row, last_row = part(rows, split.rows, row_part)
         first_panel, last_panel = part(panels, split.columns, panel_part)
         with loop(last_panel - first_panel) as number:
             panel_number = materialize(first_panel + number)
             next_panel = materialize(minimum(panel_number + 1, last_panel - 1) * _panel_elements(conv))
 
-            def rows_of(existing: int, number: Expr = panel_number, next_panel: Expr = next_panel) -> None:
-                panel = _make_panel(conv, number, existing, next_panel)
+            def emit_rows(channels: int, number: Expr = panel_number, next_panel: Expr = next_panel) -> None:
+                panel = _make_panel(conv, number, channels, next_panel)
                 with loop(last_row - first_row) as r:
-                    _emit_row(conv, first_row + r, panel, (segments, tiles), registers, (r, sweep))
+                    _emit_row(conv, first_row + r, panel, (segments, tiles), registers, (r, panel_tiles))
 
-            left = conv.channels % width
-            if left == 0 or panels == 1:
-                rows_of(min(width, conv.channels))
+            tail = conv.channels % width
+            if tail == 0 or panels == 1:
+                emit_rows(min(width, conv.channels))
             else:
-                either(panel_number < panels - 1, lambda: rows_of(width), lambda: rows_of(left))
+                either(panel_number < panels - 1, lambda: emit_rows(width), lambda: emit_rows(tail))
 
 
 def _panel_elements(conv: Convolution) -> int:
@@ -479,19 +483,19 @@ def _max_pixels(conv: Convolution, vectors: int) -> int:
     """Maximum width of a tile: limited by registers, and by cache sets if pixels map to the same one."""
     pixels = conv_pixels(conv.cpu, conv.dot, vectors)
     distance = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
-    return min(pixels, PIXELS_IN_ONE_SET) if distance % CACHE_WAY_BYTES == 0 else pixels
+    return min(pixels, MAX_PIXELS_IN_ONE_SET) if distance % CACHE_WAY_BYTES == 0 else pixels
 
 
-def _make_panel(conv: Convolution, number: Expr, existing: int, next_panel: Expr) -> Panel:
+def _make_panel(conv: Convolution, number: Expr, channels: int, next_panel: Expr) -> Panel:
     width = conv.weight.layout.tile(0)
     column = materialize(number * width)
-    vectors = ceil_div(existing, conv.lanes)
+    vectors = ceil_div(channels, conv.lanes)
     channel: Expr = tirx.const(0, "int64")
     if conv.problem.groups > 1:
         channel = materialize(column // (conv.channels // conv.problem.groups) * conv.depth)
     size = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
     return Panel(
-        column, vectors, channel_masks(conv, vectors, existing), channel, next_panel if size > PREFETCH_BYTES else None
+        column, vectors, channel_masks(conv, vectors, channels), channel, next_panel if size > PREFETCH_BYTES else None
     )
 
 
@@ -506,23 +510,24 @@ def _emit_row(
     """Write the tiles of a row: a range of tiles of each segment."""
     row = make_conv_row(conv, materialize(row_number))
     number, panel_tiles = sweep
-    before: Expr = 0
+    tiles_before: Expr = 0
     for segment, (begin, end) in zip(*tiles, strict=True):
         with loop(end - begin) as tile:
             first = materialize((tile + begin) * segment.width + segment.start)
-            ahead = _make_panel_prefetch(conv, panel, number * panel_tiles.tiles + before + tile, panel_tiles)
+            tile_number = number * panel_tiles.tiles + tiles_before + tile
+            panel_prefetch = _make_panel_prefetch(conv, panel, tile_number, panel_tiles)
             resolved = resolve_taps(segment, conv.windows[-1], conv.data.extents[-1], first)
-            emit_tile(conv, ConvTile(row, panel, resolved, first, ahead), registers)
-        before += segment.count
+            emit_tile(conv, ConvTile(row, panel, resolved, first, panel_prefetch), registers)
+        tiles_before += segment.count
 
 
-def _make_panel_prefetch(conv: Convolution, panel: Panel, number: Expr, sweep: PanelTiles) -> PanelPrefetch | None:
-    if panel.next_panel is None or not isinstance(sweep.rows, int) or not isinstance(sweep.tiles, int):
+def _make_panel_prefetch(conv: Convolution, panel: Panel, number: Expr, tiles: PanelTiles) -> PanelPrefetch | None:
+    if panel.next_panel is None or not isinstance(tiles.rows, int) or not isinstance(tiles.tiles, int):
         return None
-    tiles = sweep.rows * sweep.tiles
-    share = ceil_div(_panel_elements(conv), tiles)
+    count = tiles.rows * tiles.tiles
+    share = ceil_div(_panel_elements(conv), count)
     step = conv.weight.layout.tile(0) * conv.dot.k0
-    return PanelPrefetch(materialize(panel.next_panel + number * share), ceil_div(step, tiles))
+    return PanelPrefetch(materialize(panel.next_panel + number * share), ceil_div(step, count))
 
 
 def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -580,10 +585,10 @@ def _check_problem(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
             )
         )
     has_symbolic_images = bool(problem.weight.layout.winograd) or can_have_dynamic_height(dot)
-    last, exception = (2, "images") if has_symbolic_images else (None, "the batch")
-    fixed = (*problem.data.shape[1:last], *problem.weight.shape, *problem.result.shape[1:last])
-    if not all(isinstance(extent, int) for extent in fixed):
-        raise EncodingError(f"convolution: found extents {fixed}, expected numbers for all but {exception}")
+    end, exception = (2, "images") if has_symbolic_images else (None, "the batch")
+    static_extents = (*problem.data.shape[1:end], *problem.weight.shape, *problem.result.shape[1:end])
+    if not all(isinstance(extent, int) for extent in static_extents):
+        raise EncodingError(f"convolution: found extents {static_extents}, expected numbers for all but {exception}")
     for d, window in enumerate(problem.windows):
         extent, actual = problem.data.shape[2 + d], problem.result.shape[2 + d]
         expected = window.output_extent(extent) if isinstance(extent, int) and isinstance(actual, int) else actual
@@ -595,26 +600,26 @@ def _check_problem(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
 
 def _check_layouts(problem: ConvProblem, dot: DotInstruction) -> None:
     rank = len(problem.windows) + 2
-    perm, last = (0, *range(2, rank), 1), (1, *range(2, rank), 0)
+    channels_last, depthwise_order = (0, *range(2, rank), 1), (1, *range(2, rank), 0)
     data, result, weight = problem.data.layout, problem.result.layout, problem.weight.layout
-    padded = PackedLayout(perm, (1,), (dot.k0,))
+    padded = PackedLayout(channels_last, (1,), (dot.k0,))
     if data.inner_dims and (data != padded or problem.groups > 1 or dot.k0 == 1):
         raise EncodingError(f"convolution: found data stored as {data}, expected no tiles but those of {padded}")
     if result.inner_dims:
         raise EncodingError(f"convolution: found result stored as {result}, expected no tiles")
-    if problem.weight.shape[1] == 1 and weight == PackedLayout(last):
+    if problem.weight.shape[1] == 1 and weight == PackedLayout(depthwise_order):
         return
     # Transformed windows are stored before the reduced dimensions: outer taps, input channels.
-    order = (0, *perm[-3:-1], *perm[1:-3], 1) if weight.winograd else perm
+    order = (0, *channels_last[-3:-1], *channels_last[1:-3], 1) if weight.winograd else channels_last
     expected = PackedLayout(order, (0,), (weight.tile(0),), winograd=weight.winograd)
     if dot.k0 > 1 and not (weight.inner_dims and _is_depthwise(problem)):
-        expected = PackedLayout(perm, (0, 1), (weight.tile(0), dot.k0), dot.compensation != 0)
+        expected = PackedLayout(channels_last, (0, 1), (weight.tile(0), dot.k0), dot.compensation != 0)
     if weight.winograd:
         _check_winograd(problem, dot)
     if weight != expected:
         raise EncodingError(
             f"convolution: found the weight stored as {weight}, expected {expected} with any tile of dimension 0, "
-            f"or outer={list(last)} where groups have one input channel"
+            f"or outer={list(depthwise_order)} where groups have one input channel"
         )
 
 
@@ -625,9 +630,9 @@ def _check_winograd(problem: ConvProblem, dot: DotInstruction) -> None:
             f"convolution: found transformed windows {problem.weight.layout} of {dot.types[1]}, sizes, strides and "
             f"dilations {windows}; expected float32 and two (inner) dimensions of {WINDOW}, 1 and 1"
         )
-    for side, operand in (("data", problem.data), ("result", problem.result)):
+    for name, operand in (("data", problem.data), ("result", problem.result)):
         if operand.layout != PackedLayout((0, *range(2, len(windows) + 2), 1)):
-            raise EncodingError(f"convolution: found {side} stored as {operand.layout}, expected channels last")
+            raise EncodingError(f"convolution: found {name} stored as {operand.layout}, expected channels last")
     channels = int(problem.weight.shape[0]) // problem.groups
     if problem.groups > 1 and channels % problem.weight.layout.tile(0):
         raise EncodingError(

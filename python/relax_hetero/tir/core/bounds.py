@@ -15,7 +15,7 @@ BOUNDED = "relax_hetero.bounded"
 
 
 def clamped(index: Expr, extent: Expr) -> Expr:
-    """The index clamped to 0 and the last index of an axis."""
+    """The index clamped to the range from 0 to the last index of an axis."""
     index, end = _to_common_type(index, extent)
     if end is not None:
         index = tirx.Min(index, end - tirx.const(1, _type(end)))
@@ -23,10 +23,10 @@ def clamped(index: Expr, extent: Expr) -> Expr:
 
 
 def inside(index: Expr, extent: Expr) -> Expr:
-    """Return whether a nonnegative index lies in an axis."""
+    """Return whether an index lies in an axis; a negative one does not."""
     index, end = _to_common_type(index, extent)
-    is_positive = index >= tirx.const(0, _type(index))
-    return is_positive if end is None else tirx.all(is_positive, index < end)
+    is_nonnegative = index >= tirx.const(0, _type(index))
+    return is_nonnegative if end is None else tirx.all(is_nonnegative, index < end)
 
 
 def from_front(index: Expr, extent: Expr) -> Expr:

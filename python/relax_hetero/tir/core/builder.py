@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import Dim
 
 CACHE_LINE_BYTES = 64
-"""Bytes that a prefetch fetches."""
+"""Bytes of a cache line, which a prefetch fetches."""
 
 Expr = Any
 """A PrimExpr, or a number where TVM takes one."""
@@ -87,9 +87,9 @@ class Function:
 def flat(buffer: Any, extents: Sequence[Expr], dtype: str | None = None) -> Any:
     """The elements of a parameter as one dimension, optionally reinterpreted as `dtype` of at least the same width."""
     count: Expr = prod(extents, start=tirx.IntImm("int64", 1))
-    own, other = tvm.DataType(buffer.dtype), tvm.DataType(dtype or buffer.dtype)
-    if own.bits != other.bits:
-        count = tirx.floordiv(count * own.bits, other.bits)
+    stored_type, view_type = tvm.DataType(buffer.dtype), tvm.DataType(dtype or buffer.dtype)
+    if stored_type.bits != view_type.bits:
+        count = tirx.floordiv(count * stored_type.bits, view_type.bits)
     return T.decl_buffer((count,), dtype or buffer.dtype, data=buffer.data)
 
 
@@ -205,7 +205,7 @@ def when(condition: Expr) -> Iterator[None]:
 
 
 def _materialize_condition(condition: Expr) -> Expr:
-    # TVM would intersect the condition with every region that the branch accesses, which takes a millisecond each.
+    # TVM would intersect the condition with each region that the branch accesses, in a millisecond each.
     slot = T.alloc_buffer((1,), "bool", scope=_register_scope.get())
     T.buffer_store(slot, condition, [tirx.const(0, "int64")])
     return slot[tirx.const(0, "int64")]
@@ -254,7 +254,7 @@ def over_lanes(vector: Expr, apply: Callable[[Expr, Expr], Expr], lanes: int) ->
 
 
 def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
-    """Write the masked lanes of `value`; the mask is true up to some lane.
+    """Write the masked lanes of `value`; the mask is true up to some lane, and false after it.
 
     A single lane of a narrow type is written as a scalar: LLVM 22 turns a truncating store of one lane with a known
     mask into a store of the type before truncation, which overwrites the neighbours.
@@ -271,5 +271,5 @@ def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
 
 def prefetch(buffer: Any, index: Expr) -> None:
     """Prefetch the cache line of an element; an address after the end of storage is harmless."""
-    read, keep, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buffer[index]), read, keep, data))
+    read, locality, data = tirx.const(0, "int32"), tirx.const(3, "int32"), tirx.const(1, "int32")
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(buffer[index]), read, locality, data))

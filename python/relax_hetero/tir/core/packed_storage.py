@@ -46,33 +46,33 @@ class PackedStorage(View):
         self.shape, self.layout = tuple(shape), layout
         self.extents: list[Any] = []
         self.tiles: list[Expr] = []
-        blocks: dict[int, Expr] = {}
+        stored_tiles: dict[int, Expr] = {}
         for d, dim in enumerate(shape):
             tile = layout.tile(d)
-            extra = 1 if layout.compensation and d == layout.inner_dims[-1] else 0
+            compensation_tiles = 1 if layout.compensation and d == layout.inner_dims[-1] else 0
             if isinstance(dim, int):
                 self.extents.append(dim)
                 self.tiles.append(ceil_div(dim, tile))
-                blocks[d] = self.tiles[d] + extra
+                stored_tiles[d] = self.tiles[d] + compensation_tiles
             elif tile == 1 or dim in bound:
                 self.extents.append(function.symbol(dim))
                 self.tiles.append(ceil_div(function.symbol(dim), tile))
-                blocks[d] = self.tiles[d] + extra
+                stored_tiles[d] = self.tiles[d] + compensation_tiles
             else:
                 # The shape binds the number of tiles, not the extent.
-                blocks[d] = function.symbol(f"{name}_blocks_{d}")
+                stored_tiles[d] = function.symbol(f"{name}_blocks_{d}")
                 self.extents.append(None)
-                self.tiles.append(blocks[d] - extra if extra else blocks[d])
+                self.tiles.append(stored_tiles[d] - compensation_tiles if compensation_tiles else stored_tiles[d])
         for d in layout.window_dims:
-            blocks[d] = positions(layout.winograd)
+            stored_tiles[d] = positions(layout.winograd)
         bound.update(d for d, e in zip(self.shape, self.extents, strict=True) if isinstance(d, str) and e is not None)
-        physical = [int64(blocks[d]) for d in layout.outer_perm] + [int64(tile) for tile in layout.inner_tiles]
+        physical = [int64(stored_tiles[d]) for d in layout.outer_perm] + [int64(tile) for tile in layout.inner_tiles]
         super().__init__(function, name, physical, dtype)
 
     def offset(self, outer: Mapping[int, Expr], inner: Mapping[int, Expr]) -> Expr:
         """Offset of an element, by tile and position in the tile along every dimension (0 if missing)."""
-        shift = self.layout.inner_dims[-1] if self.layout.compensation else -1
-        positions = [outer.get(d, 0) + (1 if d == shift else 0) for d in self.layout.outer_perm]
+        compensated_dim = self.layout.inner_dims[-1] if self.layout.compensation else -1
+        positions = [outer.get(d, 0) + (1 if d == compensated_dim else 0) for d in self.layout.outer_perm]
         positions += [inner.get(d, 0) for d in self.layout.inner_dims]
         if self.layout.swizzle:
             row, column = map(int64, positions[-2:])
@@ -91,16 +91,16 @@ class PackedStorage(View):
         return self._strides()[self.layout.outer_perm.index(dim)]
 
     def _strides(self) -> list[Expr]:
-        return row_major(self.physical, _times)
+        return row_major(self.physical, _times_extent)
 
 
 def extents_of(storages: Sequence[PackedStorage]) -> list[Expr]:
     """Logical extents of a tensor with several storages; whole tiles if no shape binds the extent."""
     extents: list[Expr] = []
     for d in range(len(storages[0].extents)):
-        exact = [storage.extents[d] for storage in storages if storage.extents[d] is not None]
-        stored = [storage.tiles[d] * storage.layout.tile(d) for storage in storages]
-        extents.append(exact[0] if exact else reduce(T.min, stored))
+        bound_extents = [storage.extents[d] for storage in storages if storage.extents[d] is not None]
+        padded_extents = [storage.tiles[d] * storage.layout.tile(d) for storage in storages]
+        extents.append(bound_extents[0] if bound_extents else reduce(T.min, padded_extents))
     return extents
 
 
@@ -121,7 +121,7 @@ def split_tail(extent: Expr, tile: int, number: Expr, visit: Callable[[bool], No
             visit(False)
 
 
-def _times(left: Expr, right: Expr) -> Expr:
+def _times_extent(left: Expr, right: Expr) -> Expr:
     return left * plain_extent(right)
 
 

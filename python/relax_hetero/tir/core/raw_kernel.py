@@ -91,13 +91,13 @@ def _can_be_passed(param: tirx.Var) -> bool:
 def raw_kernel(kernel: tirx.PrimFunc, signature: RawSignature) -> tirx.PrimFunc:
     """The kernel as a private function with `signature`; it returns an int32 status, 0 for success."""
     pointers = [tirx.Var(f"{b.name}_data", _pointer_type(b)) for b in signature.buffers]
-    declared = [tirx.DeclBuffer(b, data=p) for b, p in zip(signature.buffers, pointers, strict=True)]
-    body = in_root_block(kernel.body, lambda inner: tirx.SeqStmt([*declared, inner, tirx.stmt.Return(_ZERO)]))
+    declarations = [tirx.DeclBuffer(b, data=p) for b, p in zip(signature.buffers, pointers, strict=True)]
+    body = in_root_block(kernel.body, lambda inner: tirx.SeqStmt([*declarations, inner, tirx.stmt.Return(_ZERO)]))
     params = [*pointers, *signature.scalars]
-    empty = tirx.PrimFunc(params, tirx.Evaluate(_ZERO), tvm.ir.PrimType("int32"), kernel.attrs, kernel.span)
+    without_body = tirx.PrimFunc(params, tirx.Evaluate(_ZERO), tvm.ir.PrimType("int32"), kernel.attrs, kernel.span)
     # The body is inserted afterwards: the constructor searches it for effects, which takes longer than everything else
     # here and is useless for functions that only PrimFuncs call.
-    raw = structural_map(empty, (tirx.Evaluate, lambda _: body))
+    raw = structural_map(without_body, (tirx.Evaluate, lambda _: body))
     raw = raw.without_attr("global_symbol").with_attr("tirx.noalias", kernel.attrs.get("tirx.noalias", False))
     return _with_launch_bounds(raw)
 
@@ -146,7 +146,7 @@ def _is_zero(value: Expr) -> bool:
 def has_temporaries(kernel: tirx.PrimFunc) -> bool:
     """Return whether a kernel may have temporaries in TVM's workspace, which are those of at least a kilobyte."""
 
-    def large(buffer: tirx.Var) -> bool:
+    def is_large(buffer: tirx.Var) -> bool:
         ty = buffer.ty
         bits: Any = tvm.DataType(str(ty.dtype)).bits
         for extent in ty.shape:
@@ -156,10 +156,10 @@ def has_temporaries(kernel: tirx.PrimFunc) -> bool:
         return ty.storage_scope in ("", "global") and bits >= 8 * _MIN_WORKSPACE_BYTES
 
     def in_block(block: s_tir.SBlock) -> VisitInterrupt | None:
-        return VisitInterrupt(block) if any(map(large, block.alloc_buffers)) else None
+        return VisitInterrupt(block) if any(map(is_large, block.alloc_buffers)) else None
 
     def at_statement(alloc: tirx.AllocBuffer) -> VisitInterrupt | None:
-        return VisitInterrupt(alloc) if large(alloc.buffer) else None
+        return VisitInterrupt(alloc) if is_large(alloc.buffer) else None
 
     return structural_walk(kernel.body, [(s_tir.SBlock, in_block), (tirx.AllocBuffer, at_statement)]) is not None
 

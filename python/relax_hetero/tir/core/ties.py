@@ -39,13 +39,13 @@ Tie = tuple[int, int]
 
 
 def with_ties(func: tirx.PrimFunc, ties: Iterable[Tie]) -> tirx.PrimFunc:
-    """A kernel with the attribute for those of `ties` whose parameters have equal types and shapes."""
+    """A kernel with the attribute for the ties whose two parameters have equal types and shapes."""
     pairs = [[operand, result] for operand, result in ties if _same_type(func.params[operand], func.params[result])]
     return func.with_attr(TIED, pairs) if pairs else _without(func, TIED)
 
 
 def tied_to(func: tirx.PrimFunc, operands: Sequence[Operand], first: int, result: Operand) -> tirx.PrimFunc:
-    """A kernel whose last parameter is tied to those of `operands`, numbered from `first` on, that equal `result`."""
+    """A kernel with its last parameter tied to the operands, parameters from `first` on, that equal `result`."""
     last = len(func.params) - 1
     return with_ties(func, [(first + i, last) for i, operand in enumerate(operands) if operand == result])
 
@@ -77,16 +77,16 @@ def in_place(func: tirx.PrimFunc, tie: Tie) -> tirx.PrimFunc:
         return tirx.Evaluate(0) if is_copy_of_source and structural_equal(value.indices, store.indices) else store
 
     def on_loop(loop: tirx.For) -> tirx.Stmt:
-        return loop.body if _is_nothing(loop.body) else loop
+        return loop.body if _is_empty(loop.body) else loop
 
-    renamed = structural_map(func.body, (tvm.ir.Var, lambda var: operand if var.same_as(result) else var))
-    plain = structural_map(_with_one_view(renamed, operand), (tirx.BufferStore, on_store))
-    body = structural_map(plain, (tirx.For, on_loop))
+    with_operand = structural_map(func.body, (tvm.ir.Var, lambda var: operand if var.same_as(result) else var))
+    without_copies = structural_map(_with_one_view(with_operand, operand), (tirx.BufferStore, on_store))
+    body = structural_map(without_copies, (tirx.For, on_loop))
     params = [param for param in func.params if not param.same_as(result)]
-    empty = tirx.PrimFunc(params, tirx.Evaluate(0), func.ret_type, func.attrs, func.span)
+    without_body = tirx.PrimFunc(params, tirx.Evaluate(0), func.ret_type, func.attrs, func.span)
     # Inserted afterwards, as in `raw_kernel`: the constructor would search the body for effects.
-    written = structural_map(empty, (tirx.Evaluate, lambda _: body))
-    return _without(_without(written, "global_symbol"), TIED).with_attr("tirx.noalias", False)
+    kernel = structural_map(without_body, (tirx.Evaluate, lambda _: body))
+    return _without(_without(kernel, "global_symbol"), TIED).with_attr("tirx.noalias", False)
 
 
 def _without(func: tirx.PrimFunc, attribute: str) -> tirx.PrimFunc:
@@ -96,26 +96,26 @@ def _without(func: tirx.PrimFunc, attribute: str) -> tirx.PrimFunc:
 def _with_one_view(body: tirx.Stmt, param: tirx.Var) -> tirx.Stmt:
     """`body` with equal views of a parameter replaced by the first of them."""
     views: list[tirx.Var] = []
-    first: dict[tirx.Var, tirx.Var] = {}
+    original_of: dict[tirx.Var, tirx.Var] = {}
 
     def on_view(view: tirx.DeclBuffer) -> None:
         data = view.data
         is_of_param = isinstance(data, tvm.ir.Call) and data.args and data.args[0].same_as(param)
         if is_of_param:
-            first[view.buffer] = next((v for v in views if structural_equal(v.ty, view.buffer.ty)), view.buffer)
+            original_of[view.buffer] = next((v for v in views if structural_equal(v.ty, view.buffer.ty)), view.buffer)
             views.append(view.buffer)
 
     structural_walk(body, (tirx.DeclBuffer, on_view))
-    duplicates = {view for view, original in first.items() if not view.same_as(original)}
+    duplicates = {view for view, original in original_of.items() if not view.same_as(original)}
 
     def on_declaration(view: tirx.DeclBuffer) -> tirx.Stmt:
         return tirx.Evaluate(0) if view.buffer in duplicates else view
 
-    bare = structural_map(body, (tirx.DeclBuffer, on_declaration))
-    return structural_map(bare, (tvm.ir.Var, lambda var: first.get(var, var)))
+    without_duplicates = structural_map(body, (tirx.DeclBuffer, on_declaration))
+    return structural_map(without_duplicates, (tvm.ir.Var, lambda var: original_of.get(var, var)))
 
 
-def _is_nothing(statement: tirx.Stmt) -> bool:
+def _is_empty(statement: tirx.Stmt) -> bool:
     if isinstance(statement, tirx.SeqStmt):
-        return all(map(_is_nothing, statement.seq))
+        return all(map(_is_empty, statement.seq))
     return isinstance(statement, tirx.Evaluate) and isinstance(statement.value, tirx.IntImm)

@@ -129,9 +129,9 @@ class OperandView(View):
                 self.extents.append(function.symbol(dim))
             else:
                 # The shape binds the number of tiles, not the extent.
-                blocks = function.symbol(f"{name}_tiles_{d}")
+                tiles = function.symbol(f"{name}_tiles_{d}")
                 compensated = operand.layout.compensation and d == operand.layout.inner_dims[-1]
-                self.extents.append((blocks - 1 if compensated else blocks) * tile)
+                self.extents.append((tiles - 1 if compensated else tiles) * tile)
         for extent in operand.layout.packed_shape(self.extents):
             physical.append(int64(extent) if isinstance(extent, int) else _simplify(extent))
         super().__init__(function, name, physical, operand.dtype)
@@ -165,7 +165,7 @@ class OperandView(View):
         self.layout = PackedLayout.identity(len(self.extents))
 
     def split(self, name: str, outer: str, count: int) -> None:
-        """Split a dimension of row-major storage, if there is one, into `count` parts, a new dimension `outer`."""
+        """Split a dimension of row-major storage, if the operand has it, into `outer`, `count` long, and the rest."""
         if not self.runs_along(name):
             return
         d = self.index_map.index(name)
@@ -211,13 +211,13 @@ class OperandView(View):
         stride = self.stride(along)
         if lanes == 1:
             scalar = self.data[self.address(at)]
-            return scalar if mask is None else _guarded(scalar, mask, self.dtype)
+            return scalar if mask is None else _load_or_zero(scalar, mask, self.dtype)
         if mask is None:
             return self.data[lane_indices(self.address(at), lanes, stride)]
         if isinstance(stride, int) and stride == 1:
             return T.masked_load(vector_type(self.dtype, lanes), self.data, lane_indices(self.address(at), lanes), mask)
         return T.Shuffle(
-            [self.load(_moved(at, along, lane), along, 1, lane_of(mask, lane)) for lane in range(lanes)],
+            [self.load(_shifted(at, along, lane), along, 1, lane_of(mask, lane)) for lane in range(lanes)],
             list(range(lanes)),
         )
 
@@ -245,11 +245,11 @@ class OperandView(View):
             vector = T.bind(value)
             for lane in range(lanes):
                 with T.If(lane_of(mask, lane)), T.Then():
-                    T.buffer_store(self.data, lane_of(vector, lane), [self.address(_moved(at, along, lane))])
+                    T.buffer_store(self.data, lane_of(vector, lane), [self.address(_shifted(at, along, lane))])
 
 
-def _guarded(scalar: Expr, mask: Expr, dtype: str) -> Expr:
-    """A load under a condition, else zero."""
+def _load_or_zero(scalar: Expr, mask: Expr, dtype: str) -> Expr:
+    """The loaded scalar if `mask` is true, else zero."""
     if dtype != "bfloat16":
         return T.if_then_else(mask, scalar, tirx.const(0, dtype))
     # Selected as bits: TVM's legalization would select between float32 values.
@@ -257,7 +257,7 @@ def _guarded(scalar: Expr, mask: Expr, dtype: str) -> Expr:
     return tirx.reinterpret("bfloat16", bits)
 
 
-def _moved(at: Coordinates, along: str, by: int) -> Coordinates:
+def _shifted(at: Coordinates, along: str, by: int) -> Coordinates:
     return {**at, along: at[along] + by}
 
 

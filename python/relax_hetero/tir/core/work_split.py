@@ -1,7 +1,7 @@
-"""Sharing of work among cores: the work from which on it is worth it, and the parts of a kernel's loops.
+"""Sharing of work among cores: the minimum work that is worth sharing, and the parts of a kernel's loops.
 
 A kernel with little work is compiled for one thread: waking another core would take longer. `MIN_WORK` has the limit
-for each kind of kernel, in the unit that its work is counted in.
+for each kind of kernel, in the kernel's unit of work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MIN_WORK: dict[Unit, int] = {
     "multiply-adds": 250_000,
     # Copies and elementwise work: waking another core takes about as long as copying a quarter of a MiB.
     "bytes": (1 << 18) + 1,
-    # Rows: as long as handing work to another core and waiting for it (about 2 us).
+    # Row operations such as softmax: as long as handing work to another core and waiting for it (about 2 us).
     "vector instructions a task": 10_001,
     # Scatter: elements that a task copies, 128 KiB of float32.
     "elements": 1 << 15,
@@ -92,15 +92,15 @@ def split_work(cores: int, batch: Expr, rows: Expr, columns: Expr, tile: tuple[i
     if tasks_for(cores, "multiply-adds", work) == 1:
         return Split(1, 1, 1, 1)
     if not isinstance(rows, int) and not isinstance(columns, int):
-        wide = columns * tile[1] >= rows * tile[0]
-        return Split(1, materialize(_select(wide, 1, cores)), materialize(_select(wide, cores, 1)), cores)
-    # Symbolic: batches may be one, rows may be few, columns are many.
-    estimate = [size if isinstance(size, int) else unknown for size, unknown in ((batch, 1), (rows, 2), (columns, 256))]
-    few = estimate[1] * tile[0] <= FEW_ROWS
+        is_wide = columns * tile[1] >= rows * tile[0]
+        return Split(1, materialize(_select(is_wide, 1, cores)), materialize(_select(is_wide, cores, 1)), cores)
+    # Guesses for symbolic sizes: one batch, few rows, many columns.
+    estimate = [size if isinstance(size, int) else guess for size, guess in ((batch, 1), (rows, 2), (columns, 256))]
+    has_few_rows = estimate[1] * tile[0] <= FEW_ROWS
 
     def cost(parts: tuple[int, int, int]) -> tuple[Any, ...]:
-        longest = prod([ceil_div(size, count) for size, count in zip(estimate, parts, strict=True)])
-        return longest, -parts[0], -parts[2] if few else -parts[1]
+        max_part = prod([ceil_div(size, count) for size, count in zip(estimate, parts, strict=True)])
+        return max_part, -parts[0], -parts[2] if has_few_rows else -parts[1]
 
     best = min(
         ((b, r, cores // (b * r)) for b in range(1, cores + 1) for r in range(1, cores // b + 1)),
@@ -176,8 +176,8 @@ def unravel(
     extents : sequence of int or PrimExpr
         The first is not used: the last quotient is the coordinate along it.
     place, rest : callable
-        Functions that are applied to each coordinate, and to each quotient: `materialize` where they are used more than
-        once.
+        Functions that are applied to each coordinate, and to each quotient: `materialize` for values that are used more
+        than once.
     """
     inner: list[Expr] = []
     for extent in reversed(extents[1:]):

@@ -1,13 +1,14 @@
-"""Products of many rows with block-quantized weights by AMX, as exact as in float32 or in bfloat16.
+"""Products of many rows with block-quantized weights, with AMX, as exact as products of float32 or of bfloat16.
 
-Quants are integers that bfloat16 represents, and a float16 weight is the sum of two bfloat16 terms. A float32 factor is
-the sum of three terms; each multiplies the weights in tiles, which accumulate in float32. If activations may have 8
-bits, the first term is enough: its error is at most one in 512, at a third of the work. Sums of the weights of one
-scale are stored, scaled and added with vectors, so that the block of a scale has to be whole k-steps of 32, or of 16 in
-tiles of half the size.
+bfloat16 represents quants exactly, a float16 weight as the sum of two bfloat16 terms, and a float32 activation as the
+sum of three. AMX multiplies each term of the activations by each term of the weights, and accumulates in float32. If
+activations may have 8 bits, their first term is enough: its error is at most one in 512, at a third of the work.
+
+The products of a chain, weights of one scale, accumulate in tiles; vectors then scale the sums and add them to totals.
+A chain therefore consists of whole k-steps of 32, or of 16 in tiles of half the size.
 
 The loops, outermost first: tasks, blocks of rows, whose terms are copied to scratch, panels of columns, which are
-unpacked once per block of rows, pairs of tiles of rows, blocks of one scale, k-steps.
+unpacked once per block of rows, pairs of tiles of rows, chains, k-steps.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ MIN_ROWS = 16
 # Bytes of the terms of a block of rows: most of the L2 cache.
 ROW_BLOCK_BYTES = 3 << 19
 
-_TERMS = {8: 1, 16: 3}
+_ACTIVATION_TERMS = {8: 1, 16: 3}
 """Number of bfloat16 terms of a float32 factor, by `activation_bits`."""
 
 _UNSCALED_CHAIN = 1024
-"""Weights without a scale that accumulate in a tile before it is stored, which takes as long as several steps."""
+"""Length of a chain of weights without a scale; storing its tiles takes as long as several steps."""
 
-_STEP = 2 * TILE_ROWS  # k of a step, or half of it
+_MAX_STEP = 2 * TILE_ROWS  # k of a step; chains of an odd multiple of 16 have steps of half of it
 
 
 def amx_for_blocks(spec: BlockSpec, cpu: CpuTarget) -> AmxInstruction | None:
     """The AMX instruction for a block-quantized product; None if it is unsupported, or vectors are better."""
     problem = spec.problem
-    is_whole = spec.chain % TILE_ROWS == 0 or spec.chains == 1
-    is_few = isinstance(spec.m, int) and spec.m < MIN_ROWS
-    prefers_vectors = problem.rows == "decode" or (is_few and not problem.rows)
-    if not is_whole or prefers_vectors or problem.panel != 2 * LANES or 0 in (problem.depth, problem.columns):
+    has_whole_steps = spec.chain % TILE_ROWS == 0 or spec.chains == 1
+    has_few_rows = isinstance(spec.m, int) and spec.m < MIN_ROWS
+    prefers_vectors = problem.rows == "decode" or (has_few_rows and not problem.rows)
+    if not has_whole_steps or prefers_vectors or problem.panel != 2 * LANES or 0 in (problem.depth, problem.columns):
         return None
     return amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
 
@@ -62,25 +63,25 @@ class _Loops:
 
     def __init__(self, spec: BlockSpec, instruction: AmxInstruction) -> None:
         self.spec, self.instruction = spec, instruction
-        self.terms = _TERMS[16 if spec.plan.form.is_plain else spec.problem.activation_bits]
+        self.terms = _ACTIVATION_TERMS[16 if spec.plan.form.is_plain else spec.problem.activation_bits]
         depth, columns = spec.problem.depth, spec.problem.panel
-        self.step = _STEP if spec.chain % _STEP == 0 or spec.chains == 1 else TILE_ROWS
-        self.steps = ceil_div(depth, self.step)
+        self.step_k = _MAX_STEP if spec.chain % _MAX_STEP == 0 or spec.chains == 1 else TILE_ROWS
+        self.steps = ceil_div(depth, self.step_k)
         chain = _UNSCALED_CHAIN if spec.plan.form.is_plain else spec.chain
-        self.chain = self.steps if spec.chains == 1 else chain // self.step
+        self.chain_steps = self.steps if spec.chains == 1 else chain // self.step_k
         """Steps whose products accumulate in tiles."""
         self.weight_terms = 2 if spec.plan.form.name == "f16" else 1
-        self.panel_words = self.steps * self.step // 2 * columns
-        self.row_bytes = (ceil_div(self.terms * self.steps * self.step * 2, TILE_BYTES) | 1) * TILE_BYTES
+        self.panel_words = self.steps * self.step_k // 2 * columns
+        self.row_bytes = (ceil_div(self.terms * self.steps * self.step_k * 2, TILE_BYTES) | 1) * TILE_BYTES
         rows = 2 * TILE_ROWS
         self.height = ceil_div(spec.m, ceil_div(spec.m, rows)) if isinstance(spec.m, int) else rows
-        low = self.height if self.height <= TILE_ROWS else ceil_div(self.height, 2)
-        self.heights = (low, self.height - low)
-        self.lefts = (0, 1) if self.heights[1] else (0,)
-        self.sums = [(2 * i + j, i, j) for j in (0, 1) for i in self.lefts]
-        self.pairs_of_block = max(1, ROW_BLOCK_BYTES // (rows * self.row_bytes))
+        first = self.height if self.height <= TILE_ROWS else ceil_div(self.height, 2)
+        self.heights = (first, self.height - first)
+        self.row_tiles = (0, 1) if self.heights[1] else (0,)
+        self.accumulators = [(2 * i + j, i, j) for j in (0, 1) for i in self.row_tiles]
+        self.block_pairs = max(1, ROW_BLOCK_BYTES // (rows * self.row_bytes))
         if isinstance(spec.m, int):
-            self.pairs_of_block = min(self.pairs_of_block, ceil_div(spec.m, self.height))
+            self.block_pairs = min(self.block_pairs, ceil_div(spec.m, self.height))
 
     def write(self, cpu: CpuTarget) -> None:
         spec, problem = self.spec, self.spec.problem
@@ -88,30 +89,30 @@ class _Loops:
         work = ceil_div(problem.depth * self.terms, self.instruction.rate)
         split = split_work(cpu.cores, 1, pairs, panels, (self.height, problem.panel), work)
         with loop(split.tasks, parallel=split.tasks > 1) as task:
-            self.rows = amx.scratch(self.pairs_of_block * self.height * self.row_bytes // 2, "uint16")
+            self.row_terms = amx.scratch(self.block_pairs * self.height * self.row_bytes // 2, "uint16")
             self.weights = amx.scratch(self.weight_terms * self.panel_words, "int32")
             self._allocate_scales()
             self.products = amx.scratch(self.height * problem.panel, "float32")
             self.totals = amx.scratch(self.height * problem.panel, "float32")
-            low, high = self.heights
-            second = high or 1
-            factor = [self.step // 2] * 2
-            widths = [TILE_BYTES] * 4 + [2 * self.step] * 2 + [TILE_BYTES] * 2
-            amx.configure([low, low, second, second, low, second, *factor], widths)
+            first, second = self.heights[0], self.heights[1] or 1
+            # Rows, and bytes of a row, of four accumulators, two left tiles and two right tiles.
+            right_rows = [self.step_k // 2] * 2
+            widths = [TILE_BYTES] * 4 + [2 * self.step_k] * 2 + [TILE_BYTES] * 2
+            amx.configure([first, first, second, second, first, second, *right_rows], widths)
             _, row_part, column_part = split.parts_of(task)
             first_m, last_m = part(pairs, split.rows, row_part)
             first_n, last_n = part(panels, split.columns, column_part)
-            with loop(materialize(ceil_div(last_m - first_m, self.pairs_of_block))) as block:
-                begin = materialize(first_m + block * self.pairs_of_block)
-                end = materialize(minimum(begin + self.pairs_of_block, last_m))
+            with loop(materialize(ceil_div(last_m - first_m, self.block_pairs))) as block:
+                begin = materialize(first_m + block * self.block_pairs)
+                end = materialize(minimum(begin + self.block_pairs, last_m))
                 first_row = materialize(begin * self.height)
                 with loop(materialize(minimum(end * self.height, spec.m)) - first_row) as r:
                     self._copy_row(materialize(first_row + r), materialize(r * (self.row_bytes // 2)))
                     if self.row_sums is not None:
-                        place = (self.row_sums, materialize(r * spec.chains))
-                        rounded = _round_to_bfloat16 if self.terms == 1 else let
+                        target = (self.row_sums, materialize(r * spec.chains))
+                        rounding = _round_to_bfloat16 if self.terms == 1 else let
                         row = materialize(first_row + r)
-                        emit_row_sums(spec.lhs, row, problem.depth, spec.chain, LANES, place, rounded)
+                        emit_row_sums(spec.lhs, row, problem.depth, spec.chain, LANES, target, rounding)
                 with loop(last_n - first_n) as n:
                     panel = materialize(first_n + n)
                     self._unpack(panel)
@@ -125,27 +126,27 @@ class _Loops:
         count = spec.chains * spec.problem.panel
         self.scales = T.alloc_buffer((count,), "float32", scope="global") if form.scale else None
         self.minimums = T.alloc_buffer((count,), "float32", scope="global") if form.minimum else None
-        rows = self.pairs_of_block * self.height
+        rows = self.block_pairs * self.height
         self.row_sums: Any = T.alloc_buffer((rows * spec.chains,), "float32", scope="global") if form.minimum else None
 
     def _copy_row(self, row: Expr, target: Expr) -> None:
-        """The terms of a row of the left operand, with zeros after the end of each."""
+        """Copy the terms of a row of the left operand, with zeros after the end of each."""
         lhs, depth = self.spec.lhs, self.spec.problem.depth
-        length = self.steps * self.step
+        length = self.steps * self.step_k
 
         def store(column: Expr, terms: list[Expr]) -> None:
             for number, bits in enumerate(terms):
                 index = lane_indices(target + number * length + column, LANES)
-                T.buffer_store(self.rows, bits, [index])
+                T.buffer_store(self.row_terms, bits, [index])
 
         def copy(column: Expr, mask: Expr | None) -> None:
-            store(column, _terms(self.terms, let(lhs.load({"m": row, "k": column}, "k", LANES, mask))))
+            store(column, _split_float32(self.terms, let(lhs.load({"m": row, "k": column}, "k", LANES, mask))))
 
-        whole, left = divmod(depth, LANES)
-        with loop(whole) as vector:
+        vectors, tail = divmod(depth, LANES)
+        with loop(vectors) as vector:
             copy(materialize(vector * LANES), None)
-        if left:
-            copy(tirx.const(whole * LANES, "int64"), lane_mask(left, LANES))
+        if tail:
+            copy(tirx.const(vectors * LANES, "int64"), lane_mask(tail, LANES))
         for column in range(ceil_div(depth, LANES) * LANES, length, LANES):
             store(tirx.const(column, "int64"), [zeros("uint16", LANES)] * self.terms)
 
@@ -156,23 +157,23 @@ class _Loops:
         with loop(groups) as group:
             first = materialize(group * plan.group)
             superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
-            place = materialize(first % plan.superblock_size // plan.group)
+            group_in_superblock = materialize(first % plan.superblock_size // plan.group)
             for j in (0, 1):
-                number = reader.group(superblock, place, j)
+                number_at = reader.group(superblock, group_in_superblock, j)
                 for pair in range(plan.group // 2):
                     start = first // 2 * columns + pair * columns + j * LANES
-                    self._store_pair([let(number(2 * pair + i)) for i in (0, 1)], start)
-        written = groups * (plan.group // 2) * columns
-        if self.panel_words > written:
+                    self._store_pair([let(number_at(2 * pair + i)) for i in (0, 1)], start)
+        written_words = groups * (plan.group // 2) * columns
+        if self.panel_words > written_words:
             for term in range(self.weight_terms):
-                with loop((self.panel_words - written) // LANES) as vector:
-                    index = lane_indices(term * self.panel_words + written + vector * LANES, LANES)
+                with loop((self.panel_words - written_words) // LANES) as vector:
+                    index = lane_indices(term * self.panel_words + written_words + vector * LANES, LANES)
                     T.buffer_store(self.weights, zeros("int32", LANES), [index])
         if self.scales is not None:
             self._unpack_scales(panel)
 
     def _store_pair(self, numbers: list[Expr], start: Expr) -> None:
-        """Store two vectors of neighbours along k as bfloat16; the remainders are the second term, if any."""
+        """Store two vectors of neighbours along k as bfloat16 terms; the second term, if any, is the remainder."""
         for term in range(self.weight_terms):
             low, high = (T.reinterpret("uint32x16", number) for number in numbers)
             high = let(tirx.bitwise_and(high, constant(0xFFFF0000, "uint32", LANES)))
@@ -193,28 +194,28 @@ class _Loops:
             superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
             block = materialize(first % plan.superblock_size // plan.block)
             for j in (0, 1):
-                outer = reader.outer(superblock, j)
+                outer_scales = reader.outer(superblock, j)
                 index = lane_indices(materialize(chain * plan.columns + j * LANES), LANES)
-                T.buffer_store(self.scales, reader.scale(superblock, block, outer, j), [index])
+                T.buffer_store(self.scales, reader.scale(superblock, block, outer_scales, j), [index])
                 if self.minimums is not None:
-                    T.buffer_store(self.minimums, reader.minimum(superblock, block, outer, j), [index])
+                    T.buffer_store(self.minimums, reader.minimum(superblock, block, outer_scales, j), [index])
 
-    def _multiply(self, pair: Expr, within: Expr, panel: Expr) -> None:
-        """Multiply a pair of tiles of rows, from `within` on in their block, by a panel, and store the result."""
+    def _multiply(self, pair: Expr, row_in_block: Expr, panel: Expr) -> None:
+        """Multiply a pair of tiles of rows by a panel, and store the result; their copies begin at `row_in_block`."""
         spec, columns = self.spec, self.spec.problem.panel
         row = materialize(pair * self.height)
         count = materialize(minimum(spec.m - row, self.height))
-        chains = ceil_div(self.steps, self.chain)
+        chains = ceil_div(self.steps, self.chain_steps)
         with loop(chains) as chain:
-            first = materialize(chain * self.chain)
-            for tile, _, _ in self.sums:
+            first = materialize(chain * self.chain_steps)
+            for tile, _, _ in self.accumulators:
                 amx.clear(tile)
-            with loop(materialize(minimum(self.steps - first, self.chain)) if chains > 1 else self.steps) as s:
-                self._step(within, materialize(first + s))
-            for tile, i, j in self.sums:
+            with loop(materialize(minimum(self.steps - first, self.chain_steps)) if chains > 1 else self.steps) as step:
+                self._step(row_in_block, materialize(first + step))
+            for tile, i, j in self.accumulators:
                 start = (self.heights[0] if i else 0) * columns + j * LANES
                 amx.store(tile, amx.address(self.products, start), columns * 4)
-            self._add_scaled(count, within, chain)
+            self._add_scaled(count, row_in_block, chain)
 
         def store(masks: list[Expr]) -> None:
             with loop(count) as r:
@@ -223,29 +224,29 @@ class _Loops:
 
         for_columns(spec, panel, store)
 
-    def _step(self, within: Expr, step: Expr) -> None:
+    def _step(self, row_in_block: Expr, step: Expr) -> None:
         """Add the products of a k-step's terms of weights and of rows."""
-        columns, depth = self.spec.problem.panel, self.step
+        columns, step_k = self.spec.problem.panel, self.step_k
         for weight_term in range(self.weight_terms):
             for j in (0, 1):
-                start = weight_term * self.panel_words + step * (depth // 2 * columns) + j * LANES
+                start = weight_term * self.panel_words + step * (step_k // 2 * columns) + j * LANES
                 amx.load(RIGHT_TILES[j], amx.address(self.weights, start), columns * 4)
-            # Products of the smallest terms are below the last bit of the sum.
+            # Products of two small terms are below the last bit of the sum.
             for term in range(max(1, self.terms - weight_term)):
-                for i in self.lefts:
-                    start = (within + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
+                for i in self.row_tiles:
+                    start = (row_in_block + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
                         term * self.steps + step
-                    ) * depth
-                    amx.load(LEFT_TILES[i], amx.address(self.rows, start), self.row_bytes, streamed=True)
-                for tile, i, j in self.sums:
+                    ) * step_k
+                    amx.load(LEFT_TILES[i], amx.address(self.row_terms, start), self.row_bytes, streamed=True)
+                for tile, i, j in self.accumulators:
                     amx.multiply(self.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
 
-    def _add_scaled(self, count: Expr, within: Expr, chain: Expr) -> None:
+    def _add_scaled(self, count: Expr, row_in_block: Expr, chain: Expr) -> None:
         """Add the scaled sums of a chain to the totals."""
         columns, chains = self.spec.problem.panel, self.spec.chains
         indices = [lane_indices(materialize(chain * columns + j * LANES), LANES) for j in (0, 1)]
-        scales = [None if self.scales is None else let(self.scales[place]) for place in indices]
-        minimums = [None if self.minimums is None else let(self.minimums[place]) for place in indices]
+        scales = [None if self.scales is None else let(self.scales[index]) for index in indices]
+        minimums = [None if self.minimums is None else let(self.minimums[index]) for index in indices]
         is_first = T.broadcast(chain < 1, LANES)
         with loop(count) as r:
             for j in (0, 1):
@@ -254,13 +255,13 @@ class _Loops:
                 product = let(self.products[index])
                 total = total + (product if scales[j] is None else product * scales[j])
                 if minimums[j] is not None:
-                    row_sum = self.row_sums[materialize((within + r) * chains + chain)]
+                    row_sum = self.row_sums[materialize((row_in_block + r) * chains + chain)]
                     total = total + minimums[j] * T.broadcast(row_sum, LANES)
                 T.buffer_store(self.totals, total, [index])
 
 
-def _terms(count: int, x: Expr) -> list[Expr]:
-    """Vectors of bfloat16, as bits, three of which add up to float32; only the first is nonzero if x is not finite."""
+def _split_float32(count: int, x: Expr) -> list[Expr]:
+    """The first `count` bfloat16 terms of x, as bits; three add up to x. If x is not finite, the others are zero."""
     lowest = constant(-3.4028234663852886e38, "float32", LANES)
     terms = []
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Products with block-quantized weights by dot products of bytes (VNNI).
+"""Products with block-quantized weights, computed with dot products of bytes (VNNI).
 
 Quants are small integers, which need no conversion: a lane holds four of a column, and one instruction multiplies them
 by four bytes of a row and accumulates. Activations are quantized to one or two bytes (`Codes`), so four weights of a
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import gcd
 from typing import Any
@@ -49,7 +50,7 @@ from ..math.vector_math import ROUNDER, ROUNDER_BITS
 from .block_spec import BlockSpec, BlockTile, for_columns, store_row
 from .k_step import emit_step
 from .matmul_spec import emit_cases, row_cases
-from .matmul_tile import IN_FLIGHT
+from .matmul_tile import FMAS_IN_FLIGHT
 from .weight_bytes import ByteReader, byte_order
 
 # A panel of weights is unpacked to scratch once for all rows of a block, as bytes and float32 scales, in the order in
@@ -65,7 +66,7 @@ class UnpackedPanel:
     ----------
     reader : ByteReader
     chain : int
-        Weights that are added up as integers.
+        Number of weights that are added up as integers.
     words : Buffer
         int32 ``[vector, chain, ...]``: lanes of four bytes, as from `ByteReader.group`.
     scales, minimums : Buffer or None
@@ -104,38 +105,38 @@ class UnpackedPanel:
                 first = materialize(chain * self.chain)
                 superblock = materialize(reader.superblock(panel, first // plan.superblock_size))
                 group = materialize(first % plan.superblock_size // plan.group)
-                start, quad = self.word(vector, chain), 0
+                start, quad = self.chain_offset(vector, chain), 0
                 for number in range(self.chain // plan.group):
                     for quad_lanes in self.reader.group(superblock, group + number, vector):
                         index = lane_indices(start + quad * reader.lanes, reader.lanes)
                         T.buffer_store(self.words, quad_lanes, [index])
                         quad += 1
 
-    def _fill_scales(self, superblock: Expr, vector: Expr, block: Expr, number: Expr) -> None:
+    def _fill_scales(self, superblock: Expr, vector: Expr, block: Expr, block_in_superblock: Expr) -> None:
         reader = self.reader.panel
-        outer = reader.outer(superblock, vector)
+        outer_scales = reader.outer(superblock, vector)
         for buffer, read in ((self.scales, reader.scale), (self.minimums, reader.minimum)):
-            value = read(superblock, number, outer, vector)
+            value = read(superblock, block_in_superblock, outer_scales, vector)
             if value is not None:
                 T.buffer_store(buffer, value, [self._block_lanes(vector, block)])
 
-    def quads(self, words: Sequence[Expr], first: Expr, count: int) -> Iterator[Sequence[Expr]]:
-        """`count` weights of chains from `first` on, four of each column at a time; `words` has the chains' offsets."""
+    def quads(self, offsets: Sequence[Expr], first: Expr, count: int) -> Iterator[Sequence[Expr]]:
+        """Iterate over `count` weights of the chains at `offsets`, from `first` on, four of each column at a time."""
         lanes = self.reader.panel.lanes
-        starts = [word + first * (lanes // 4) for word in words]
+        starts = [offset + first * (lanes // 4) for offset in offsets]
         for number in range(count // 4):
             yield [self.words[lane_indices(start + number * lanes, lanes)] for start in starts]
 
     def scale_and_minimum(self, vector: Expr, first: Expr) -> tuple[Expr | None, Expr | None]:
         """Scale and minimum of the block at k = `first`; None if the format lacks them."""
-        at = self._block_lanes(vector, materialize(first // self.reader.panel.plan.block))
+        index = self._block_lanes(vector, materialize(first // self.reader.panel.plan.block))
         return (
-            None if self.scales is None else self.scales[at],
-            None if self.minimums is None else self.minimums[at],
+            None if self.scales is None else self.scales[index],
+            None if self.minimums is None else self.minimums[index],
         )
 
-    def word(self, vector: Expr, chain: Expr) -> Expr:
-        """Offset of the weights of a vector of columns and a chain."""
+    def chain_offset(self, vector: Expr, chain: Expr) -> Expr:
+        """Offset in `words` of the weights of a vector of columns and a chain."""
         plan, lanes = self.reader.panel.plan, self.reader.panel.lanes
         return materialize((vector * ceil_div(plan.depth, self.chain) + chain) * (self.chain // 4 * lanes))
 
@@ -150,7 +151,7 @@ class UnpackedPanel:
 # work. The error is at most 1/65,024 of the largest number of the chain, or 1/254.
 
 _MAX_INTEGER = {1: 127, 2: 127 * 256}
-"""Largest integer, by the bytes of a number."""
+"""Largest magnitude of a quantized number, by its bytes."""
 
 _MIN_MAGNITUDE = 1e-30
 """A chain whose numbers are all smaller becomes zeros: the reciprocal of its scale would overflow float32."""
@@ -169,13 +170,13 @@ class Codes:
     scales : Buffer
         float32 ``[row, chain]``.
     sums : Buffer or None
-        Sums of integers ``[row, chain]``: times `low` as int32, or times the scale as float32 if `low` is 0.
+        Sums of integers ``[row, chain]``: times `min_code` as int32, or times the scale as float32 if that is 0.
     chain, chains : int
         Numbers of a chain, and chains of a row.
-    low : int
-        Smallest weight of the format, the factor of the sums of integers; 0 if the sums are scaled instead.
+    min_code : int
+        Smallest code of the format, the factor of the sums of integers; 0 if the sums are scaled instead.
     order : sequence of int
-        Positions of the numbers of a group in the order of their bytes.
+        Permutation of the numbers of a group in which their bytes are stored.
     """
 
     terms: int
@@ -184,30 +185,30 @@ class Codes:
     sums: Any
     chain: int
     chains: int
-    low: int
+    min_code: int
     order: Sequence[int]
 
     @property
     def row_words(self) -> int:
-        """Lanes of a row."""
+        """Number of words of a row."""
         return self.chains * self.chain_words
 
     @property
     def chain_words(self) -> int:
-        """Lanes of a chain."""
+        """Number of words of a chain."""
         return self.terms * self.chain // 4
 
-    def write_chain(self, lhs: OperandView, row: Expr, at: Expr, number: Expr, size: int, lanes: int) -> None:
+    def write_chain(self, lhs: OperandView, row: Expr, row_in_block: Expr, number: Expr, size: int, lanes: int) -> None:
         """Write the bytes of a chain.
 
         Parameters
         ----------
         lhs : OperandView
             Operand of float32.
-        row, at : PrimExpr
-            Number of the row in the operand and in the block.
+        row, row_in_block : PrimExpr
+            Index of the row in the operand and in the block.
         number : PrimExpr
-            Number of the chain.
+            Index of the chain.
         size : int
             Number of its elements that exist.
         lanes : int
@@ -220,24 +221,26 @@ class Codes:
         ]
         while len(values) * lanes < self.chain:
             values.append(constant(0.0, "float32", lanes))
-        index = materialize(at * self.chains + number)
-        scale, factor = self._scale(values, lanes)
+        index = materialize(row_in_block * self.chains + number)
+        scale, inverse_scale = self._scale(values, lanes)
         T.buffer_store(self.scales, scale, [index])
         integers = [
-            let(_nearest(value * broadcast(factor, lanes), lanes)) for value in self._in_byte_order(values, lanes)
+            let(_nearest(value * broadcast(inverse_scale, lanes), lanes))
+            for value in self._in_byte_order(values, lanes)
         ]
         if self.sums is not None:
-            # Sums of the rounded integers: rounding errors then multiply weights, which are smaller than quants.
+            # Sums of the rounded integers: a rounding error is then multiplied by a weight, not by its larger quant.
             total = _total(integers, lanes)
-            low = tirx.const(self.low, "int32")
-            T.buffer_store(self.sums, total * low if self.low else tirx.Cast("float32", total) * scale, [index])
-        words = materialize(at * self.row_words + number * self.chain_words)
-        eight = constant(8, "int32", lanes)
+            min_code = tirx.const(self.min_code, "int32")
+            row_sum = total * min_code if self.min_code else tirx.Cast("float32", total) * scale
+            T.buffer_store(self.sums, row_sum, [index])
+        words = materialize(row_in_block * self.row_words + number * self.chain_words)
+        byte_bits = constant(8, "int32", lanes)
         for vector, integer in enumerate(integers):
             term_bytes = [integer]
             if self.terms == 2:
-                high = let(tirx.shift_right(integer + constant(128, "int32", lanes), eight))
-                term_bytes = [high, integer - tirx.shift_left(high, eight)]
+                high = let(tirx.shift_right(integer + constant(128, "int32", lanes), byte_bits))
+                term_bytes = [high, integer - tirx.shift_left(high, byte_bits)]
             for term, byte in enumerate(term_bytes):
                 start = words + term * (self.chain // 4) + vector * (lanes // 4)
                 packed = tirx.reinterpret(vector_type("int32", lanes // 4), tirx.Cast(vector_type("int8", lanes), byte))
@@ -245,14 +248,14 @@ class Codes:
 
     def _scale(self, values: list[Expr], lanes: int) -> tuple[Expr, Expr]:
         """The scale of a chain and its reciprocal; NaN if a number is NaN."""
-        largest = None
+        max_bits = None
         for value in values:
             bits = tirx.bitwise_and(
                 tirx.reinterpret(vector_type("int32", lanes), value), constant(0x7FFFFFFF, "int32", lanes)
             )
-            # The maximum of bits, in which NaN is larger than all numbers.
-            largest = let(bits) if largest is None else let(T.max(largest, bits))
-        max_magnitude = T.bind(tirx.reinterpret("float32", over_lanes(largest, T.max, lanes)))
+            # As bits, NaN is larger than all numbers.
+            max_bits = let(bits) if max_bits is None else let(T.max(max_bits, bits))
+        max_magnitude = T.bind(tirx.reinterpret("float32", over_lanes(max_bits, T.max, lanes)))
         is_zero = max_magnitude < tirx.const(_MIN_MAGNITUDE, "float32")
         zero, max_integer = tirx.const(0, "float32"), _MAX_INTEGER[self.terms]
         scale = T.bind(tirx.Select(is_zero, zero, max_magnitude * tirx.const(1 / max_integer, "float32")))
@@ -260,14 +263,14 @@ class Codes:
 
     def _in_byte_order(self, values: list[Expr], lanes: int) -> list[Expr]:
         """The numbers of a chain in byte order."""
-        run = max(len(self.order), lanes)
-        order = [start + at for start in range(0, run, len(self.order)) for at in self.order]
-        if order == list(range(run)):
+        run_length = max(len(self.order), lanes)
+        order = [start + position for start in range(0, run_length, len(self.order)) for position in self.order]
+        if order == list(range(run_length)):
             return values
         reordered = []
-        for first in range(0, len(values), run // lanes):
-            run_values = values[first : first + run // lanes]
-            for start in range(0, run, lanes):
+        for first in range(0, len(values), run_length // lanes):
+            run_values = values[first : first + run_length // lanes]
+            for start in range(0, run_length, lanes):
                 reordered.append(let(T.Shuffle(run_values, order[start : start + lanes])))
         return reordered
 
@@ -293,12 +296,12 @@ MAX_CHAIN = {1: 32, 2: 128}
 to the largest number of the chain. (Formats of files have scales for 16 or 32 weights.)"""
 
 _ROWS = 8
-"""Rows of a register tile, with two sums each. (Measured: 6 and 12 are slower by 2 to 15 %.)"""
+"""Rows of a register tile, with a sum for each byte of an activation. (Measured: 6 and 12 are slower by 2 to 15 %.)"""
 
 _UNROLLED_WEIGHTS = 32
-"""Weights of a chain whose steps are unrolled; longer chains are loops."""
+"""Maximum number of weights of a chain whose steps are unrolled; longer chains are loops."""
 
-UNPACKED_ROWS = {1: 24, 2: 8}
+MIN_UNPACKED_ROWS = {1: 24, 2: 8}
 """Minimum number of rows for which panels are unpacked first, by bytes of an activation. (Measured on a Zen 5: 8 to 16
 rows are then 1.3 to 2.0 times as fast with two bytes, 0.85 to 1.0 times with one.)"""
 
@@ -311,18 +314,18 @@ def byte_dot_instruction(spec: BlockSpec, cpu: CpuTarget) -> DotInstruction | No
     form, lanes = spec.plan.form, spec.lanes
     if cpu.isa.name != "avx512" or form.is_plain or spec.problem.panel != 2 * lanes:
         return None
-    if 0 in (spec.m, spec.problem.columns, spec.problem.depth) or _chain(spec) % max(lanes, spec.plan.group):
+    if 0 in (spec.m, spec.problem.columns, spec.problem.depth) or _chain_length(spec) % max(lanes, spec.plan.group):
         return None
     dot = dot_instruction_for(cpu, "int8", "uint8", "int32")
     return dot if dot is not None and dot.form == "dot" else None
 
 
-def _chain(spec: BlockSpec) -> int:
-    block, max_chain = spec.plan.block, MAX_CHAIN[_terms(spec)]
+def _chain_length(spec: BlockSpec) -> int:
+    block, max_chain = spec.plan.block, MAX_CHAIN[_activation_bytes(spec)]
     return block if block <= max_chain else gcd(block, max_chain)
 
 
-def _terms(spec: BlockSpec) -> int:
+def _activation_bytes(spec: BlockSpec) -> int:
     return spec.problem.activation_bits // 8
 
 
@@ -332,7 +335,7 @@ def emit_block_dots(spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction) -> Non
     def write(unpacks: bool) -> None:
         _Loops(spec, cpu, dot, unpacks).write()
 
-    either(spec.m >= UNPACKED_ROWS[_terms(spec)], lambda: write(True), lambda: write(False))
+    either(spec.m >= MIN_UNPACKED_ROWS[_activation_bytes(spec)], lambda: write(True), lambda: write(False))
 
 
 class _Loops:
@@ -340,9 +343,9 @@ class _Loops:
 
     def __init__(self, spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction, unpacks: bool) -> None:
         self.spec, self.cpu, self.dot, self.unpacks = spec, cpu, dot, unpacks
-        self.terms = _terms(spec)
+        self.terms = _activation_bytes(spec)
         self.reader = ByteReader.of(spec.reader, cpu)
-        self.chain = _chain(spec)
+        self.chain = _chain_length(spec)
         self.chains = ceil_div(spec.problem.depth, self.chain)
         self.unrolled_weights = gcd(self.chain, _UNROLLED_WEIGHTS)
         self.rows = min(_ROWS, spec.m) if isinstance(spec.m, int) else _ROWS
@@ -362,14 +365,14 @@ class _Loops:
                 self.terms,
                 T.alloc_buffer((height * row_bytes // 4,), "int32", scope="global"),
                 T.alloc_buffer((count,), "float32", scope="global"),
-                self._sums(count),
+                self._allocate_row_sums(count),
                 self.chain,
                 self.chains,
                 0 if form.minimum else form.min_code,
                 byte_order(form.bits),
             )
             tile_vectors = spec.vectors if self.rows <= _FEW_ROWS else 1
-            banks = max(1, IN_FLIGHT // (self.rows * tile_vectors * self.terms))
+            banks = max(1, FMAS_IN_FLIGHT // (self.rows * tile_vectors * self.terms))
             self.sums = Registers(self.rows * tile_vectors * self.terms * banks, "int32", spec.lanes)
             self.chain_totals = Registers(self.rows * tile_vectors, "float32", spec.lanes)
             self.totals = T.alloc_buffer((self.rows * spec.vectors * spec.lanes,), "float32", scope="global")
@@ -381,39 +384,39 @@ class _Loops:
                 begin = materialize(first_m + block * tiles_per_block)
                 end = materialize(minimum(begin + tiles_per_block, last_m))
                 first_row = materialize(begin * self.rows)
-                self._write_codes(first_row, materialize(minimum(end * self.rows, spec.m)))
+                self._quantize_rows(first_row, materialize(minimum(end * self.rows, spec.m)))
                 with loop(last_n - first_n) as number:
                     panel = materialize(first_n + number)
                     if self.unpacked is not None:
                         self.unpacked.fill(panel)
                     with loop(end - begin) as tile:
                         row = materialize(materialize(begin + tile) * self.rows)
-                        self._write_rows(BlockTile(row, self.rows, None, panel, first_row))
+                        self._write_tile_cases(BlockTile(row, self.rows, None, panel, first_row))
 
-    def _sums(self, count: int) -> Expr:
+    def _allocate_row_sums(self, count: int) -> Expr:
         form = self.spec.plan.form
         if form.minimum:
             return T.alloc_buffer((count,), "float32", scope="global")
         return T.alloc_buffer((count,), "int32", scope="global") if form.min_code else None
 
-    def _write_codes(self, begin: Expr, end: Expr) -> None:
+    def _quantize_rows(self, begin: Expr, end: Expr) -> None:
         """Quantize some rows."""
-        whole, rest = divmod(self.spec.problem.depth, self.chain)
+        chains, tail = divmod(self.spec.problem.depth, self.chain)
 
         with loop(end - begin) as r:
             row = materialize(begin + r)
 
-            def chain(number: Expr, size: int) -> None:
+            def quantize_chain(number: Expr, size: int) -> None:
                 self.codes.write_chain(self.spec.lhs, row, r, number, size, self.spec.lanes)
 
-            if whole:
-                with loop(whole) as number:
-                    chain(number, self.chain)
-            if rest:
-                chain(tirx.const(whole, "int64"), rest)
+            if chains:
+                with loop(chains) as number:
+                    quantize_chain(number, self.chain)
+            if tail:
+                quantize_chain(tirx.const(chains, "int64"), tail)
 
-    def _write_rows(self, tile: BlockTile) -> None:
-        """Write a tile: whole, or for the remaining rows."""
+    def _write_tile_cases(self, tile: BlockTile) -> None:
+        """Write the cases of a tile: whole, or the remaining rows."""
         emit_cases(
             row_cases(self.spec.m, tile.row, tile.rows),
             lambda count, end: self._write_tile(BlockTile(tile.row, count, end, tile.panel, tile.first)),
@@ -432,7 +435,7 @@ class _Loops:
                 self._write_vectors(tile, [vector])
 
         def store_tile_row(i: int, row: Expr, masks: list[Expr]) -> None:
-            store_row(spec, row, tile.panel, masks, lambda j: self.totals[self._total_at(i, j)])
+            store_row(spec, row, tile.panel, masks, lambda j: self.totals[self._total_index(i, j)])
 
         def store(masks: list[Expr]) -> None:
             for i, row in enumerate(tile.row_numbers):
@@ -454,7 +457,7 @@ class _Loops:
             for j in range(spec.vectors):
                 prefetch(spec.result.data, spec.result.address(at(spec.result, i, j)))
 
-    def _total_at(self, i: int, vector: Expr) -> list[Expr]:
+    def _total_index(self, i: int, vector: Expr) -> list[Expr]:
         return [lane_indices((i * self.spec.vectors + vector) * self.spec.lanes, self.spec.lanes)]
 
     def _write_vectors(self, tile: BlockTile, vectors: list[Expr]) -> None:
@@ -465,108 +468,108 @@ class _Loops:
         with loop(self.chains) as chain:
             self._write_chain(tile, chain, vectors)
         for number in range(count):
-            i, at = divmod(number, len(vectors))
-            T.buffer_store(self.totals, self.chain_totals[number], self._total_at(i, vectors[at]))
+            i, vector = divmod(number, len(vectors))
+            T.buffer_store(self.totals, self.chain_totals[number], self._total_index(i, vectors[vector]))
 
     def _write_chain(self, tile: BlockTile, chain: Expr, vectors: list[Expr]) -> None:
         """Add the products of a chain of weights."""
         first = materialize(chain * self.chain)
         rows = [materialize(row - tile.first) for row in tile.row_numbers]
-        codes = [materialize(row * self.codes.row_words + chain * self.codes.chain_words) for row in rows]
-        indices = [materialize(row * self.chains + chain) for row in rows]
+        code_at = [materialize(row * self.codes.row_words + chain * self.codes.chain_words) for row in rows]
+        scale_at = [materialize(row * self.chains + chain) for row in rows]
         if self.unpacked is not None:
             unpacked = self.unpacked
-            words = [unpacked.word(j, chain) for j in vectors]
-            self._add_up(
-                tile, len(vectors), lambda first: unpacked.quads(words, first, self.unrolled_weights), codes, indices
-            )
-            for at, j in enumerate(vectors):
-                self._scale(tile, at, len(vectors), *unpacked.scale_and_minimum(j, first), indices)
+            starts = [unpacked.chain_offset(j, chain) for j in vectors]
+            read_quads = partial(unpacked.quads, starts, count=self.unrolled_weights)
+            self._add_products(tile, len(vectors), read_quads, code_at, scale_at)
+            for number, j in enumerate(vectors):
+                self._scale(tile, number, len(vectors), *unpacked.scale_and_minimum(j, first), scale_at)
             return
         spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
-        in_superblock = materialize(first % plan.superblock_size) if plan.superblocks > 1 else first
-        superblock = materialize(
-            reader.superblock(tile.panel, first // plan.superblock_size if plan.superblocks > 1 else 0)
-        )
-        block = materialize(in_superblock // plan.block) if plan.blocks > 1 else 0
+        start_in_superblock = materialize(first % plan.superblock_size) if plan.superblocks > 1 else first
+        number = first // plan.superblock_size if plan.superblocks > 1 else 0
+        superblock = materialize(reader.superblock(tile.panel, number))
+        block = materialize(start_in_superblock // plan.block) if plan.blocks > 1 else 0
         if isinstance(spec.m, int) and spec.m <= _FEW_ROWS and plan.form.bits < 8:
             reader.prefetch_weights(tile.panel, first, self.chain)
-        group = materialize(in_superblock // plan.group)
+        group = materialize(start_in_superblock // plan.group)
 
         def quads(first: Expr) -> Iterator[Sequence[Expr]]:
             return self._unpack_quads(vectors, superblock, materialize(group + first // plan.group))
 
-        self._add_up(tile, len(vectors), quads, codes, indices)
-        for at, j in enumerate(vectors):
-            outer = reader.outer(superblock, j)
-            factors = (reader.scale(superblock, block, outer, j), reader.minimum(superblock, block, outer, j))
-            self._scale(tile, at, len(vectors), *factors, indices)
+        self._add_products(tile, len(vectors), quads, code_at, scale_at)
+        for number, j in enumerate(vectors):
+            outer_scales = reader.outer(superblock, j)
+            scale = reader.scale(superblock, block, outer_scales, j)
+            minimum = reader.minimum(superblock, block, outer_scales, j)
+            self._scale(tile, number, len(vectors), scale, minimum, scale_at)
 
     def _unpack_quads(self, vectors: list[Expr], superblock: Expr, group: Expr) -> Iterator[Sequence[Expr]]:
         """Weights of an unrolled loop body for some vectors of columns, four of each column at a time."""
-        for place in range(self.unrolled_weights // self.spec.plan.group):
-            yield from zip(*(self.reader.group(superblock, group + place, j) for j in vectors), strict=True)
+        for number in range(self.unrolled_weights // self.spec.plan.group):
+            yield from zip(*(self.reader.group(superblock, group + number, j) for j in vectors), strict=True)
 
-    def _number(self, bank: int, i: int, at: int, tile_vectors: int, term: int, rows: int) -> int:
-        return ((bank * rows + i) * tile_vectors + at) * self.terms + term
+    def _sum_index(self, bank: int, i: int, vector: int, tile_vectors: int, term: int, rows: int) -> int:
+        return ((bank * rows + i) * tile_vectors + vector) * self.terms + term
 
     def _banks(self, rows: int, tile_vectors: int) -> int:
-        return max(1, min(len(self.sums), IN_FLIGHT) // (rows * tile_vectors * self.terms))
+        return max(1, min(len(self.sums), FMAS_IN_FLIGHT) // (rows * tile_vectors * self.terms))
 
-    def _add_up(
+    def _add_products(
         self,
         tile: BlockTile,
         tile_vectors: int,
         quads: Callable[[Expr], Iterable[Sequence[Expr]]],
-        codes: list[Expr],
-        indices: list[Expr],
+        code_at: list[Expr],
+        scale_at: list[Expr],
     ) -> None:
-        """Write the sums of a chain's integers for some vectors; `quads` returns the weights from an offset on."""
-        lanes, count = self.spec.lanes, self.chain // self.unrolled_weights
+        """Add the products of a chain; `quads` gives its weights from a k on, the lists have its index for each row."""
+        lanes, iterations = self.spec.lanes, self.chain // self.unrolled_weights
         banks, last_term = self._banks(tile.rows, tile_vectors), self.terms - 1
         for i in range(tile.rows):
-            for bank, at, term in product(range(banks), range(tile_vectors), range(self.terms)):
-                starts_with_sum = self.codes.low and bank == 0 and term == last_term
-                start = broadcast(self.codes.sums[indices[i]], lanes) if starts_with_sum else zeros("int32", lanes)
-                self.sums[self._number(bank, i, at, tile_vectors, term, tile.rows)] = start
+            for bank, vector, term in product(range(banks), range(tile_vectors), range(self.terms)):
+                starts_with_sum = self.codes.min_code and bank == 0 and term == last_term
+                start = broadcast(self.codes.sums[scale_at[i]], lanes) if starts_with_sum else zeros("int32", lanes)
+                self.sums[self._sum_index(bank, i, vector, tile_vectors, term, tile.rows)] = start
 
-        def add_unrolled(first: Expr, codes: list[Expr]) -> None:
+        def add_unrolled(first: Expr, code_at: list[Expr]) -> None:
             for quad, quad_lanes in enumerate(quads(first)):
                 for i in range(tile.rows):
                     for term in range(self.terms):
-                        left = self.codes.words[codes[i] + (term * self.chain // 4 + quad)]
-                        for at, right in enumerate(quad_lanes):
-                            number = self._number(quad % banks, i, at, tile_vectors, term, tile.rows)
+                        left = self.codes.words[code_at[i] + (term * self.chain // 4 + quad)]
+                        for vector, right in enumerate(quad_lanes):
+                            number = self._sum_index(quad % banks, i, vector, tile_vectors, term, tile.rows)
                             self.sums[number] = emit_step(self.dot, self.sums[number], left, right, lanes)
 
-        if count == 1:
-            add_unrolled(0, codes)
+        if iterations == 1:
+            add_unrolled(0, code_at)
             return
-        with loop(count) as iteration:
+        with loop(iterations) as iteration:
             first = materialize(iteration * self.unrolled_weights)
-            add_unrolled(first, [materialize(code + first // 4) for code in codes])
+            add_unrolled(first, [materialize(offset + first // 4) for offset in code_at])
 
     def _scale(
-        self, tile: BlockTile, at: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, indices: list[Expr]
+        self, tile: BlockTile, j: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, scale_at: list[Expr]
     ) -> None:
-        """Scale the sums of a vector of columns, and add them to the totals."""
-        lanes, codes, low = self.spec.lanes, self.codes, self.spec.plan.form.min_code
-        if minimum is not None and low:
-            minimum = let(minimum + scale * constant(float(low), "float32", lanes))
+        """Scale the sums of vector j of the tile, and add them to its totals."""
+        lanes, codes, min_code = self.spec.lanes, self.codes, self.spec.plan.form.min_code
+        if minimum is not None and min_code:
+            minimum = let(minimum + scale * constant(float(min_code), "float32", lanes))
         banks = self._banks(tile.rows, tile_vectors)
         for i in range(tile.rows):
             terms = []
             for term in range(self.terms):
-                total = self.sums[self._number(0, i, at, tile_vectors, term, tile.rows)]
+                total = self.sums[self._sum_index(0, i, j, tile_vectors, term, tile.rows)]
                 for bank in range(1, banks):
-                    total = total + self.sums[self._number(bank, i, at, tile_vectors, term, tile.rows)]
+                    total = total + self.sums[self._sum_index(bank, i, j, tile_vectors, term, tile.rows)]
                 terms.append(total)
             integer_sum = (
                 terms[0] if self.terms == 1 else tirx.shift_left(terms[0], constant(8, "int32", lanes)) + terms[1]
             )
-            factor = broadcast(codes.scales[indices[i]], lanes)
+            factor = broadcast(codes.scales[scale_at[i]], lanes)
             factor = factor if scale is None else scale * factor
-            total = self.chain_totals[i * tile_vectors + at] + tirx.Cast(f"float32x{lanes}", let(integer_sum)) * factor
+            number = i * tile_vectors + j
+            total = self.chain_totals[number] + tirx.Cast(f"float32x{lanes}", let(integer_sum)) * factor
             if minimum is not None:
-                total = total + minimum * broadcast(codes.sums[indices[i]], lanes)
-            self.chain_totals[i * tile_vectors + at] = total
+                total = total + minimum * broadcast(codes.sums[scale_at[i]], lanes)
+            self.chain_totals[number] = total

@@ -3,13 +3,14 @@
 The loops, outermost first: tasks, batches, blocks of rows (mc), blocks of k (kc), panels of columns, register tiles. A
 panel of the right operand stays in the L2 cache while the tiles of a block of rows use it.
 
-CPUs with Intel AMX multiply some types with it (`amx_matmul`), from the same packed weights; the loops here are then
+CPUs with Intel AMX use it for some types (`amx_matmul`), from the same packed weights; the loops here are then
 for few rows, and for processes that may not use AMX.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from math import prod
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -33,11 +34,11 @@ from .amx_matmul import emit_amx_product, supports_amx
 from .fp16_partial_sums import mark_fp16_partial_sums
 from .k_step import llvm_import
 from .matmul_spec import Case, KRange, MatmulSpec, Sweep, emit_cases, make_tile, row_cases
-from .matmul_tile import IN_FLIGHT, accumulator_count, emit_tile, k_blocks
+from .matmul_tile import FMAS_IN_FLIGHT, accumulator_count, emit_tile, k_blocks
 
 # Approximate rows of a block (mc): with one block of k, they fill half of the L2 cache. Blocks have equal sizes,
-# because each reads the right operand again (measured for 128 rows and weights in memory: one block is 3 % faster than
-# blocks of 96 and 32 rows).
+# because each reads the whole right operand, however few its rows (measured for 128 rows and weights in memory: one
+# block is 3 % faster than blocks of 96 and 32 rows).
 ROWS_PER_BLOCK = 96
 
 # Right operands of more bytes are prefetched, panel by panel: measured 20 % faster for 8 rows, 30 % for 32, 8 % for
@@ -73,33 +74,33 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
         views = [lhs, rhs, *([init] if init else []), *epilogue.views, *phase_operands, result]
         batch = merge_batches(views, lhs, rhs, result)
         # One register holds the broadcast left factor.
-        free = cpu.isa.registers - 1 - dot.temporaries
+        free_registers = cpu.isa.registers - 1 - dot.temporaries
         m, n, k = (extent_of(views, name) for name in "mnk")
-        spec = MatmulSpec(lhs, rhs, result, init, epilogue, dot, lanes, free, m, n, k)
+        spec = MatmulSpec(lhs, rhs, result, init, epilogue, dot, lanes, free_registers, m, n, k)
         with function.body():
             for view in views:
                 view.open()
             rows = phase_code(problem.rows, phase_operands, result, cpu, n) if problem.rows else None
-            tiles = amx_instruction_for(cpu, *types)
-            if tiles is not None and not supports_amx(spec, tiles):
-                tiles = None
-            texts = [text for text in (llvm_import(dot, lanes), LLVM_TEXT if tiles else None) if text is not None]
+            instruction = amx_instruction_for(cpu, *types)
+            if instruction is not None and not supports_amx(spec, instruction):
+                instruction = None
+            texts = [text for text in (llvm_import(dot, lanes), LLVM_TEXT if instruction else None) if text is not None]
             with T.attr(0, "pragma_import_llvm", "".join(texts)) if texts else nullcontext():
-                _emit_product(spec, cpu, batch, rows, tiles)
+                _emit_product(spec, cpu, batch, rows, instruction)
     return mark_fp16_partial_sums(_with_ties(function.result, problem, spec), dot)
 
 
 def _emit_product(
-    spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows: RowSpec | None, tiles: AmxInstruction | None
+    spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows: RowSpec | None, instruction: AmxInstruction | None
 ) -> None:
     """Write the product with AMX, if the CPU and the process may use it and m is large enough, and with vectors."""
-    if tiles is None:
+    if instruction is None:
         _emit_loops(spec, cpu, batch, rows)
         return
     amx_or_vectors(
-        lambda: emit_amx_product(spec, cpu, batch, rows, tiles),
+        lambda: emit_amx_product(spec, cpu, batch, rows, instruction),
         lambda: _emit_loops(spec, cpu, batch, rows),
-        True if isinstance(spec.m, int) else spec.m >= tiles.min_rows,
+        True if isinstance(spec.m, int) else spec.m >= instruction.min_rows,
     )
 
 
@@ -108,7 +109,7 @@ def _with_ties(func: tirx.PrimFunc, problem: MatmulProblem, spec: MatmulSpec) ->
 
     Operands of a row phase cannot be tied: they are read after the product's rows are stored.
     """
-    blocks, _ = _k_blocks(spec)
+    blocks, _ = _loop_k_blocks(spec)
     has_one_block = isinstance(blocks, int) and blocks == 1
     tile_operands = [
         *([problem.init] if problem.init else []),
@@ -144,66 +145,64 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
     rows, vectors = _tile_size(spec, cpu)
     tiles, panels = ceil_div(spec.m, rows), ceil_div(spec.n, vectors * spec.lanes)
     extents = {name: extent_of([spec.result], name) for name in batch}
-    count: Expr = 1
-    for extent in extents.values():
-        count = count * extent
-    blocks_k, block_k = _k_blocks(spec)
-    count, tiles, panels, blocks_k = (materialize(value) for value in (count, tiles, panels, blocks_k))
-    split = split_work(cpu.cores, count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
+    batch_count = prod(extents.values())
+    k_block_count, k_block_size = _loop_k_blocks(spec)
+    batch_count, tiles, panels, k_block_count = (
+        materialize(value) for value in (batch_count, tiles, panels, k_block_count)
+    )
+    split = split_work(cpu.cores, batch_count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
     prefetches = _prefetches_panels(spec, cpu, split)
-    in_task = isinstance(split.columns, int) and split.columns == 1  # a task computes whole rows
+    tasks_have_whole_rows = isinstance(split.columns, int) and split.columns == 1
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(accumulator_count(spec.dot, rows, vectors), spec.dot.types[2], spec.lanes)
-        parts = split.parts_of(task)
-        first_b, last_b = part(count, split.batch, parts[0])
-        first_m, last_m = part(tiles, split.rows, parts[1])
-        first_n, last_n = part(panels, split.columns, parts[2])
-        block_m = _tiles_per_block(tiles, split, rows)
-        row = RowWriter(rows_code) if rows_code is not None and in_task else None
-        with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_m))) as block:
-            at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=materialize), strict=True))
-            begin_m = materialize(first_m + block * block_m)
-            end_m = materialize(minimum(begin_m + block_m, last_m))
-            sweep_tiles = min(ceil_div(tiles, split.rows), block_m) if isinstance(tiles, int) else end_m - begin_m
-            with loop(blocks_k) as kb, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
-                step = KRange.of(spec.k, blocks_k, block_k, kb)
-                first_row, column = (
-                    materialize(begin_m + tile) * rows,
-                    materialize(first_n + panel) * (vectors * spec.lanes),
-                )
+        batch_part, row_part, column_part = split.parts_of(task)
+        first_b, last_b = part(batch_count, split.batch, batch_part)
+        first_m, last_m = part(tiles, split.rows, row_part)
+        first_n, last_n = part(panels, split.columns, column_part)
+        block_tiles = _tiles_per_block(tiles, split, rows)
+        row_writer = RowWriter(rows_code) if rows_code is not None and tasks_have_whole_rows else None
+        with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_tiles))) as block:
+            batch_at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=materialize), strict=True))
+            begin_m = materialize(first_m + block * block_tiles)
+            end_m = materialize(minimum(begin_m + block_tiles, last_m))
+            sweep_tiles = min(ceil_div(tiles, split.rows), block_tiles) if isinstance(tiles, int) else end_m - begin_m
+            with loop(k_block_count) as k_block, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
+                k_range = KRange.of(spec.k, k_block_count, k_block_size, k_block)
+                first_row = materialize(begin_m + tile) * rows
+                column = materialize(first_n + panel) * (vectors * spec.lanes)
                 sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
-                _emit_tile_cases(spec, at, (first_row, column), (rows, vectors), step, accs, sweep)
-            if row is not None:
+                _emit_tile_cases(spec, batch_at, (first_row, column), (rows, vectors), k_range, accs, sweep)
+            if row_writer is not None:
                 first_row = materialize(begin_m * rows)
-                with loop(materialize(minimum(end_m * rows, spec.m)) - first_row) as number:
-                    row.emit({**at, "m": materialize(first_row + number)})
-    if rows_code is not None and not in_task:
+                with loop(materialize(minimum(end_m * rows, spec.m)) - first_row) as r:
+                    row_writer.emit({**batch_at, "m": materialize(first_row + r)})
+    if rows_code is not None and not tasks_have_whole_rows:
         emit_rows(rows_code, [*batch, "m"], cpu)
 
 
 def _tile_size(spec: MatmulSpec, cpu: CpuTarget) -> tuple[int, int]:
     """Rows and vectors of a register tile: as wide as a packed panel, as high as registers allow."""
     sizes = tile_sizes(cpu)
-    packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
-    vectors = packed if 0 < packed <= sizes.vectors * 2 else sizes.vectors
-    if packed == 0 and isinstance(spec.m, int) and 0 < spec.m <= sizes.rows and spec.lanes > 1:
-        # Rows of a row-major right operand are far apart: tiles of fewer rows read longer runs of each. A single row
-        # takes right factors from memory, several hold them in registers.
-        wide = spec.registers // (spec.m + 1 if spec.m > 1 else 1)
-        vectors = max(vectors, min(wide, 16))
+    panel_vectors = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
+    vectors = panel_vectors if 0 < panel_vectors <= sizes.vectors * 2 else sizes.vectors
+    if panel_vectors == 0 and isinstance(spec.m, int) and 0 < spec.m <= sizes.rows and spec.lanes > 1:
+        # Rows of a row-major right operand are far apart: tiles of fewer rows read longer runs of each. The
+        # multiply-adds of a single row read right factors from memory; those of several rows, from registers.
+        max_vectors = spec.registers // (spec.m + 1 if spec.m > 1 else 1)
+        vectors = max(vectors, min(max_vectors, 16))
     rows = max(1, min(sizes.rows, (spec.registers - vectors) // vectors))
     if not isinstance(spec.m, int):
         return rows, vectors
     rows = max(1, min(rows, spec.m))
-    return rows, vectors * (_panels_per_tile(spec, cpu, rows, vectors) if packed and spec.lanes > 1 else 1)
+    return rows, vectors * (_panels_per_tile(spec, cpu, rows, vectors) if panel_vectors and spec.lanes > 1 else 1)
 
 
 def _panels_per_tile(spec: MatmulSpec, cpu: CpuTarget, rows: int, vectors: int) -> int:
     """Number of panels of a tile of few rows, such that enough multiply-adds are in flight.
 
-    The number minimizes the tiles of a task, whose time is bound by the latency of the instructions.
+    It minimizes the number of tiles of a task: a tile takes as long as the latency of its chained instructions.
     """
-    max_panels = min(IN_FLIGHT, spec.registers // (rows + 1)) // (rows * vectors)
+    max_panels = min(FMAS_IN_FLIGHT, spec.registers // (rows + 1)) // (rows * vectors)
     if max_panels < 2 or not isinstance(spec.n, int):
         return 1
     panels = ceil_div(spec.n, vectors * spec.lanes)
@@ -225,54 +224,54 @@ def _prefetches_panels(spec: MatmulSpec, cpu: CpuTarget, split: Split) -> bool:
 
     It pays if a packed right operand comes from memory or the L3 cache, except for one or two rows.
     """
-    packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) > 1
-    if cpu.kind != "llvm" or spec.lanes == 1 or not packed or not isinstance(split.rows, int):
+    is_packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) > 1
+    if cpu.kind != "llvm" or spec.lanes == 1 or not is_packed or not isinstance(split.rows, int):
         return False
     if not isinstance(spec.n, int) or not isinstance(spec.k, int):
         return False
     # If a product needs temporaries, the addresses of prefetches would make LLVM spill accumulators.
     if spec.dot.temporaries:
         return False
-    is_read_only = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
-    return spec.n * spec.k * bytes_of(spec.rhs.dtype) > PREFETCH_BYTES and not is_read_only
+    is_read_bound = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
+    return spec.n * spec.k * bytes_of(spec.rhs.dtype) > PREFETCH_BYTES and not is_read_bound
 
 
-def _k_blocks(spec: MatmulSpec) -> tuple[Expr, Expr]:
+def _loop_k_blocks(spec: MatmulSpec) -> tuple[Expr, Expr]:
     """Number of blocks of k in the loops, and the k of a block; (1, 0) if a tile sums over all of k."""
-    few = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
-    return (1, 0) if spec.result.dtype != spec.dot.types[2] or few else k_blocks(spec)
+    has_few_rows = isinstance(spec.m, int) and spec.m < PREFETCH_ROWS
+    return (1, 0) if spec.result.dtype != spec.dot.types[2] or has_few_rows else k_blocks(spec)
 
 
-def _row_cases(spec: MatmulSpec, row: Expr, rows: int) -> list[Case]:
-    """The cases of a tile along m: whole, and the tail."""
+def _cases_along_m(spec: MatmulSpec, row: Expr, rows: int) -> list[Case]:
+    """The cases of a tile along m: whole, or the tail."""
     views = (spec.lhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     if all(view.is_padded("m", rows) for view in views if view.runs_along("m")):
         return [(None, rows, None)]
     return row_cases(spec.m, row, rows)
 
 
-def _column_cases(spec: MatmulSpec, column: Expr, vectors: int) -> list[Case]:
-    """The cases of a tile along n."""
+def _cases_along_n(spec: MatmulSpec, column: Expr, vectors: int) -> list[Case]:
+    """The cases of a tile along n: whole, or the tail."""
     views = (spec.rhs, spec.result, *([spec.init] if spec.init else []), *spec.epilogue.views)
     columns = vectors * spec.lanes
     if all(view.is_padded("n", columns) for view in views if view.runs_along("n")):
-        left = spec.n % columns if isinstance(spec.n, int) else 0
-        whole = ceil_div(left, spec.lanes)
+        tail = spec.n % columns if isinstance(spec.n, int) else 0
+        count = ceil_div(tail, spec.lanes)
         return (
-            [(None, vectors, None)] if left == 0 else [(column + columns <= spec.n, vectors, None), (None, whole, None)]
+            [(None, vectors, None)] if tail == 0 else [(column + columns <= spec.n, vectors, None), (None, count, None)]
         )
     if not isinstance(spec.n, int):
         return [(column + columns <= spec.n, vectors, None), (None, vectors, spec.n)]
-    left = spec.n % columns
-    last: Case = (None, ceil_div(left, spec.lanes), left)
-    if left == 0:
+    tail = spec.n % columns
+    tail_case: Case = (None, ceil_div(tail, spec.lanes), tail)
+    if tail == 0:
         return [(None, vectors, None)]
-    return [last] if spec.n < columns else [(column + columns <= spec.n, vectors, None), last]
+    return [tail_case] if spec.n < columns else [(column + columns <= spec.n, vectors, None), tail_case]
 
 
 def _emit_tile_cases(
     spec: MatmulSpec,
-    at: Coordinates,
+    batch: Coordinates,
     origin: tuple[Expr, Expr],
     size: tuple[int, int],
     k_range: KRange,
@@ -281,13 +280,12 @@ def _emit_tile_cases(
 ) -> None:
     """Write the cases of the tile at (row, column)."""
 
-    def columns_of(rows: int, rows_end: Expr) -> None:
-        def tile_of(vectors: int, columns_end: Expr) -> None:
+    def emit_columns(rows: int, rows_end: Expr) -> None:
+        def emit_one_tile(vectors: int, columns_end: Expr) -> None:
             tile_sweep = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
-            emit_tile(
-                spec, make_tile(spec, at, origin, (rows, vectors), (rows_end, columns_end), tile_sweep), k_range, accs
-            )
+            tile = make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep)
+            emit_tile(spec, tile, k_range, accs)
 
-        emit_cases(_column_cases(spec, origin[1], size[1]), tile_of)
+        emit_cases(_cases_along_n(spec, origin[1], size[1]), emit_one_tile)
 
-    emit_cases(_row_cases(spec, origin[0], size[0]), columns_of)
+    emit_cases(_cases_along_m(spec, origin[0], size[0]), emit_columns)

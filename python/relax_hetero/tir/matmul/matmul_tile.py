@@ -1,4 +1,4 @@
-"""The micro-kernel of a matrix product: a register tile of accumulators from its start to its stores."""
+"""The micro-kernel of a matrix product: a register tile of accumulators, from their initialization to their stores."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from .fp16_partial_sums import Fp16PartialSums, is_out_of_range
 from .k_step import add_step, deinterleave_rows, lhs_group, rhs_groups, rows_group, zero
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
 
-# Multiply-adds that must be in flight: 4 cycles of latency times 2 per cycle on all supported cores.
-IN_FLIGHT = 8
+# Multiply-adds in flight that fill the pipelines: 4 cycles of latency times 2 per cycle on all supported cores.
+FMAS_IN_FLIGHT = 8
 
-# Bytes of a row of the left operand in a block of k (kc): a panel of 32 such columns is a fraction of the L2 cache. The
+# Bytes of a row of the left operand in a block of k (kc): 32 columns of that length are a fraction of the L2 cache. The
 # error of a sum of random numbers grows with their count, that of a sum of block sums with its square root.
 K_BLOCK_BYTES = 4096
 
@@ -52,23 +52,23 @@ def k_blocks(spec: MatmulSpec) -> tuple[Expr, Expr]:
 
 def accumulator_count(dot: DotInstruction, rows: int, vectors: int) -> int:
     """Number of accumulators of a tile with at most so many rows and vectors."""
-    return max(dot.whole_rows(rows) * vectors, IN_FLIGHT)
+    return max(dot.whole_rows(rows) * vectors, FMAS_IN_FLIGHT)
 
 
 def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     """Write the code of a tile for a range of k; `accs` has at least `accumulator_count` registers."""
     rows = spec.dot.whole_rows(tile.rows)
     count = rows * tile.vectors
-    unroll = _unroll(spec, tile, rows)
+    banks = _bank_count(spec, tile, rows)
     if k.whole:
         spec.epilogue.prefetch("m", (tile.rows, tile.vectors), lambda view, i, j: position_in(spec, tile, view, i, j))
     starts_at_zero = spec.dot.short > 0 or spec.dot.rows > 1
     if starts_at_zero:
         _clear(spec, accs, range(count))
     else:
-        either(k.first, lambda: _start(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
+        either(k.first, lambda: _initialize(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
     add = _accumulate_fp16 if spec.dot.short else _accumulate_banks
-    _accumulate_blocks(spec, k, accs, count, lambda block: add(spec, tile, accs, block, unroll))
+    _accumulate_blocks(spec, k, accs, count, lambda block: add(spec, tile, accs, block, banks))
     if not spec.dot.short:
         deinterleave_rows(spec.dot, accs, rows, tile.vectors)
     if starts_at_zero and spec.init is not None:
@@ -77,7 +77,7 @@ def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     if k.first is not True:
         with when(tirx.Not(k.first)):
             _add_operand(spec, tile, spec.result, accs)
-    either(k.last, lambda: _finish(spec, tile, accs), lambda: _suspend(spec, tile, accs))
+    either(k.last, lambda: _store_result(spec, tile, accs), lambda: _store_partial_sums(spec, tile, accs))
 
 
 def _clear(spec: MatmulSpec, accs: Registers, numbers: range) -> None:
@@ -85,17 +85,17 @@ def _clear(spec: MatmulSpec, accs: Registers, numbers: range) -> None:
         accs[number] = zero(spec.dot, spec.lanes)
 
 
-def _unroll(spec: MatmulSpec, tile: Tile, rows: int) -> int:
+def _bank_count(spec: MatmulSpec, tile: Tile, rows: int) -> int:
     """Number of banks of accumulators that alternate between steps, so that enough multiply-adds are in flight.
 
-    A single bank if m is static, else the order of additions would depend on it; wide tiles then fill the pipeline.
+    Packed columns and static m have one bank, else the order of additions would depend on m; their tiles are wide.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
     if spec.lanes == 1 or (packed and isinstance(spec.m, int)):
         return 1
-    # The banks of a whole panel, whatever the width: equal columns have bitwise equal sums.
+    # The same number for all tiles of a panel, so that equal columns have bitwise equal sums.
     panel = max(tile.vectors, packed)
-    return max(1, min(IN_FLIGHT, spec.registers - panel) // (rows * panel))
+    return max(1, min(FMAS_IN_FLIGHT, spec.registers - panel) // (rows * panel))
 
 
 def _accumulate_blocks(spec: MatmulSpec, k: KRange, accs: Registers, count: int, add: Callable[[KRange], None]) -> None:
@@ -117,38 +117,38 @@ def _accumulate_blocks(spec: MatmulSpec, k: KRange, accs: Registers, count: int,
         accs[number] = totals[number]
 
 
-def _accumulate_banks(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
-    """Accumulate a range of k in `unroll` banks, and add them up."""
+def _accumulate_banks(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, banks: int) -> None:
+    """Accumulate a range of k in `banks` banks, and add them up."""
     count = spec.dot.whole_rows(tile.rows) * tile.vectors
-    spares = range(count, count * unroll)
-    _clear(spec, accs, spares)
-    _accumulate(spec, tile, accs, k, unroll)
-    for spare in spares:
-        accs[spare % count] = accs[spare % count] + accs[spare]
+    other_banks = range(count, count * banks)
+    _clear(spec, accs, other_banks)
+    _accumulate(spec, tile, accs, k, banks)
+    for acc in other_banks:
+        accs[acc % count] = accs[acc % count] + accs[acc]
 
 
-def _accumulate_fp16(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
-    """Accumulate a range of k with fp16 partial sums, and again in float32 if these left their range."""
+def _accumulate_fp16(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, banks: int) -> None:
+    """Accumulate a range of k with fp16 partial sums, and again in float32 if one is out of range."""
     count = tile.rows * tile.vectors
 
-    def steps(first: Expr, size: Expr, registers: Registers) -> None:
+    def accumulate_steps(first: Expr, size: Expr, registers: Registers) -> None:
         begin = k.begin + first
-        _accumulate(spec, tile, registers, KRange(begin, begin + size, True, True), unroll)
+        _accumulate(spec, tile, registers, KRange(begin, begin + size, True, True), banks)
 
-    partial_sums = Fp16PartialSums(spec.dot, accs, count, spec.lanes, unroll)
-    partial_sums.add(k.size, partial_sums.length * spec.dot.k0, steps)
+    partial_sums = Fp16PartialSums(spec.dot, accs, count, spec.lanes, banks)
+    partial_sums.add(k.size, partial_sums.length * spec.dot.k0, accumulate_steps)
 
-    def existing(number: int) -> Expr:
+    def masked_sum(number: int) -> Expr:
         mask = mask_in(spec, tile, spec.rhs, number % tile.vectors)
         return accs[number] if mask is None else T.Select(mask, accs[number], zero(spec.dot, spec.lanes))
 
-    with when(is_out_of_range([existing(number) for number in range(count)], k.size, spec.lanes)):
+    with when(is_out_of_range([masked_sum(number) for number in range(count)], k.size, spec.lanes)):
         _clear(spec, accs, range(count))
         wide = replace(spec, dot=widened_instruction(spec.dot))
         _accumulate(wide, replace(tile, sweep=None), accs, k, 1)
 
 
-def _start(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
+def _initialize(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     for j in range(tile.vectors):
         compensation = _compensation(spec, tile, j)
         for i in range(tile.rows):
@@ -180,90 +180,90 @@ def _compensation(spec: MatmulSpec, tile: Tile, j: int) -> Expr | None:
     return sums if sign > 0 else zero(spec.dot, spec.lanes) - sums
 
 
-def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, unroll: int) -> None:
+def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, banks: int) -> None:
     dot, k0 = spec.dot, spec.dot.k0
     rows = dot.whole_rows(tile.rows)
 
-    def group_of(i: int, at_k: Expr, left: Expr | None) -> Expr:
-        at = {**tile.batch, "m": row_in(tile, spec.lhs, min(i, tile.rows - 1)), "k": at_k}
-        return let(lhs_group(dot, _left_factors(spec, at, left)))
+    def load_lhs_group(i: int, at_k: Expr, k_left: Expr | None) -> Expr:
+        coordinates = {**tile.batch, "m": row_in(tile, spec.lhs, min(i, tile.rows - 1)), "k": at_k}
+        return let(lhs_group(dot, _left_factors(spec, coordinates, k_left)))
 
-    def step(at_k: Expr, bank: int, left: Expr | None = None) -> None:
+    def emit_step(at_k: Expr, bank: int, k_left: Expr | None = None) -> None:
         right = [
-            let(rhs_groups(dot, _right_factors(spec, tile, at_k, j, left), spec.lanes)) for j in range(tile.vectors)
+            let(rhs_groups(dot, _right_factors(spec, tile, at_k, j, k_left), spec.lanes)) for j in range(tile.vectors)
         ]
         for first in range(0, rows, dot.rows):
-            group = rows_group([group_of(first + i, at_k, left) for i in range(dot.rows)])
+            group = rows_group([load_lhs_group(first + i, at_k, k_left) for i in range(dot.rows)])
             for j in range(tile.vectors):
                 numbers = [(bank * rows + first + i) * tile.vectors + j for i in range(dot.rows)]
                 add_step(dot, accs, numbers, group, right[j], spec.lanes)
 
     size = k.size
     steps = materialize(size // k0)
-    unrolled = unroll if tile.sweep is None else tile.sweep.prefetch_steps(unroll, tile.vectors, spec.dot.short > 0)
-    iterations = materialize(steps // unrolled)
-    with loop(iterations) as s:
+    unroll = banks if tile.sweep is None else tile.sweep.prefetch_steps(banks, tile.vectors, spec.dot.short > 0)
+    iterations = materialize(steps // unroll)
+    with loop(iterations) as iteration:
         if tile.sweep is not None:
-            _prefetch_panel(spec, tile, tile.sweep, k, iterations, s, unrolled)
-        for number in range(unrolled):
-            step(k.begin + s * (k0 * unrolled) + number * k0, number % unroll)
-    if unrolled > 1 and not (isinstance(steps, int) and steps % unrolled == 0):
-        with loop(materialize(steps % unrolled)) as s:
-            step(k.begin + (iterations * unrolled + s) * k0, 0)
+            _prefetch_panel(spec, tile, tile.sweep, k, iterations, iteration, unroll)
+        for number in range(unroll):
+            emit_step(k.begin + iteration * (k0 * unroll) + number * k0, number % banks)
+    if unroll > 1 and not (isinstance(steps, int) and steps % unroll == 0):
+        with loop(materialize(steps % unroll)) as iteration:
+            emit_step(k.begin + (iterations * unroll + iteration) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
-        left = materialize(size % k0)
-        with when(True if isinstance(left, int) else left > 0):
-            step(k.begin + steps * k0, 0, left)
+        k_left = materialize(size % k0)
+        with when(True if isinstance(k_left, int) else k_left > 0):
+            emit_step(k.begin + steps * k0, 0, k_left)
 
 
 def _prefetch_panel(
-    spec: MatmulSpec, tile: Tile, sweep: Sweep, k: KRange, iterations: Expr, number: Expr, unrolled: int
+    spec: MatmulSpec, tile: Tile, sweep: Sweep, k: KRange, iterations: Expr, iteration: Expr, unroll: int
 ) -> None:
-    """Prefetch the share of the next panel of iteration `number` of the loop over k."""
-    lines = sweep.lines(unrolled, tile.vectors)
+    """Prefetch the share of the next panel that belongs to an iteration of the loop over k."""
+    lines = sweep.lines(unroll, tile.vectors)
     start = spec.rhs.address({**tile.batch, "k": tirx.const(0, "int64") + k.begin, "n": sweep.panel})
-    share = sweep.number if isinstance(sweep.tiles, int) else materialize(sweep.number % (unrolled * tile.vectors))
-    first = materialize(share * iterations + number) * lines
+    number = sweep.number if isinstance(sweep.tiles, int) else materialize(sweep.number % (unroll * tile.vectors))
+    first = materialize(number * iterations + iteration) * lines
 
-    def line(position: Expr) -> None:
-        prefetch(spec.rhs.data, start + (first + position) * (CACHE_LINE_BYTES // bytes_of(spec.rhs.dtype)))
+    def prefetch_line(line: Expr) -> None:
+        prefetch(spec.rhs.data, start + (first + line) * (CACHE_LINE_BYTES // bytes_of(spec.rhs.dtype)))
 
     if isinstance(lines, int):
-        for position in range(lines):
-            line(position)
+        for line in range(lines):
+            prefetch_line(line)
     else:
-        with loop(lines) as position:
-            line(position)
+        with loop(lines) as line:
+            prefetch_line(line)
 
 
-def _left_factors(spec: MatmulSpec, at: Coordinates, left: Expr | None) -> Expr | list[Expr]:
-    """The k0 left factors from a position on; zeros after the first `left` ones, if given."""
+def _left_factors(spec: MatmulSpec, at: Coordinates, k_left: Expr | None) -> Expr | list[Expr]:
+    """The k0 left factors from a position on; zeros after the first `k_left` ones (None: all remain)."""
     k0 = spec.dot.k0
-    if left is None and spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0):
+    if k_left is None and spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0):
         return spec.lhs.load(at, "k", k0)
-    return [_element_or_zero(spec.lhs, at, i, left, 1) for i in range(k0)]
+    return [_element_or_zero(spec.lhs, at, i, k_left, 1) for i in range(k0)]
 
 
 def _element_or_zero(
-    view: OperandView, at: Coordinates, i: int, left: Expr | None, lanes: int, mask: Expr | None = None
+    view: OperandView, at: Coordinates, i: int, k_left: Expr | None, lanes: int, mask: Expr | None = None
 ) -> Expr:
-    """The element at k + i of every lane, or zero unless i is less than `left`."""
-    if left is None or i == 0:
+    """The element at k + i of every lane, or zero from i = `k_left` on."""
+    if k_left is None or i == 0:
         return view.load({**at, "k": at["k"] + i}, "n", lanes, mask)
-    if isinstance(left, int):
-        return view.load({**at, "k": at["k"] + i}, "n", lanes, mask) if i < left else zeros(view.dtype, lanes)
+    if isinstance(k_left, int):
+        return view.load({**at, "k": at["k"] + i}, "n", lanes, mask) if i < k_left else zeros(view.dtype, lanes)
     # Without a branch: the last existing element is read in place of a missing one.
-    value = view.load({**at, "k": at["k"] + T.min(left - 1, i)}, "n", lanes, mask)
+    value = view.load({**at, "k": at["k"] + T.min(k_left - 1, i)}, "n", lanes, mask)
     if view.dtype != "bfloat16":
-        return tirx.Select(broadcast(left > i, lanes), let(value), zeros(view.dtype, lanes))
+        return tirx.Select(broadcast(k_left > i, lanes), let(value), zeros(view.dtype, lanes))
     # Selected as bits: TVM's legalization would select between float32 values.
     bits = let(tirx.reinterpret(vector_type("uint16", lanes), value))
-    selected = tirx.Select(broadcast(left > i, lanes), bits, zeros("uint16", lanes))
+    selected = tirx.Select(broadcast(k_left > i, lanes), bits, zeros("uint16", lanes))
     return tirx.reinterpret(vector_type(view.dtype, lanes), selected)
 
 
-def _right_factors(spec: MatmulSpec, tile: Tile, k: Expr, j: int, left: Expr | None) -> Expr:
-    """The right factors of vector j, k0 of a column together; for `left` see `_left_factors`."""
+def _right_factors(spec: MatmulSpec, tile: Tile, k: Expr, j: int, k_left: Expr | None) -> Expr:
+    """The right factors of vector j, the k0 of a column adjacent; for `k_left` see `_left_factors`."""
     k0, lanes = spec.dot.k0, spec.lanes
     at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
     mask = mask_in(spec, tile, spec.rhs, j)
@@ -271,17 +271,17 @@ def _right_factors(spec: MatmulSpec, tile: Tile, k: Expr, j: int, left: Expr | N
         return spec.rhs.load(at, "n", lanes, mask)
     if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
         return spec.rhs.load_run(at, lanes * k0)
-    rows = [_element_or_zero(spec.rhs, at, i, left, lanes, mask) for i in range(k0)]
+    rows = [_element_or_zero(spec.rhs, at, i, k_left, lanes, mask) for i in range(k0)]
     if spec.rhs.dtype == "bfloat16":  # as bits: TVM's legalization would widen shuffled values
         rows = [tirx.reinterpret(vector_type("uint16", lanes), row) for row in rows]
     return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])
 
 
-def _suspend(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
+def _store_partial_sums(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     _store(spec, tile, lambda i, j: accs[i * tile.vectors + j])
 
 
-def _finish(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
+def _store_result(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
     def value(i: int, j: int) -> Expr:
         return spec.epilogue.result(accs[i * tile.vectors + j], lambda view: _load(spec, tile, view, i, j))
 
@@ -289,13 +289,13 @@ def _finish(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
 
 
 def _store(spec: MatmulSpec, tile: Tile, value: Callable[[int, int], Expr]) -> None:
-    guarded = tile.existing_rows is not None and not spec.result.is_padded("m", tile.rows)
+    is_partial = tile.existing_rows is not None and not spec.result.is_padded("m", tile.rows)
 
-    def row(i: int) -> None:
+    def store_row(i: int) -> None:
         for j in range(tile.vectors):
             at = {**tile.batch, "m": tile.row + i, "n": tile.column + j * spec.lanes}
             spec.result.store(at, "n", value(i, j), spec.lanes, mask_in(spec, tile, spec.result, j))
 
     for i in range(tile.rows):
-        with when(tile.row + i < tile.rows_end if guarded and i > 0 else True):
-            row(i)
+        with when(tile.row + i < tile.rows_end if is_partial and i > 0 else True):
+            store_row(i)

@@ -3,11 +3,12 @@
 A panel of columns is contiguous in memory (see `relax_hetero.encoding.block_panels`). Turning a quant into a number
 takes two or three instructions, a share of the work that falls with the rows of a tile; scales are applied to the sums
 of a block, and minimums to the sums of the left factors of the block. Nothing is unpacked to memory: a single row reads
-only the bits of the file, and many rows are nearly as fast as a product of float32.
+only the quantized bits, and many rows are nearly as fast as a product of float32.
 
-The loops, outermost first: tasks, blocks of rows, panels of columns, tiles of rows; within a tile the chains of weights
-of one scale, groups, the weights of a group. CPUs multiply many rows by AMX (`amx_blocks`), or by dot products of bytes
-(`block_dots`), where they can. If each row selects a matrix (mixture of experts), rows are sorted by expert first.
+The loops, outermost first: tasks, blocks of rows, panels of columns, tiles of rows; within a tile chains (weights of
+one scale, which an accumulator adds up), groups, the weights of a group. CPUs that can use AMX for many rows
+(`amx_blocks`), or dot products of bytes (`block_dots`). If each row selects a matrix (mixture of experts), rows are
+sorted by expert first.
 """
 
 from __future__ import annotations
@@ -44,23 +45,23 @@ from .amx_blocks import MIN_ROWS, amx_for_blocks, emit_amx_blocks
 from .block_dots import byte_dot_instruction, emit_block_dots
 from .block_spec import BlockSpec, BlockTile, clamped_rows, emit_row_sums, for_columns, store_row
 from .matmul_spec import emit_cases, row_cases
-from .matmul_tile import IN_FLIGHT
+from .matmul_tile import FMAS_IN_FLIGHT
 from .weight_unpacking import PanelReader
 
 PREFETCH_ROWS = 16
 """Maximum number of rows for which weights are prefetched: reading them takes most of the time."""
 
-PREFETCHED_CHAIN = 64
-"""Maximum length of a chain that is prefetched as a whole."""
+MAX_PREFETCHED_CHAIN = 64
+"""Maximum number of weights of a chain that is prefetched as a whole."""
 
 
 @dataclass(frozen=True)
 class BlockSums:
-    """Sums of a task: of a chain, of a tile, and of the rows of the left operand (None without minimums)."""
+    """Accumulators of chains, totals of a tile, and sums of rows of the left operand (None without minimums)."""
 
     accs: Registers
     totals: Registers
-    rows: Expr
+    row_sums: Expr
 
 
 def max_tile_rows(spec: BlockSpec, cpu: CpuTarget) -> int:
@@ -69,90 +70,93 @@ def max_tile_rows(spec: BlockSpec, cpu: CpuTarget) -> int:
 
 
 def emit_tile(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
-    """Multiply the rows of a tile by a panel, and store what exists.
+    """Multiply the rows of a tile by a panel, and store those that exist.
 
     The order of additions does not depend on the rows of a tile: weights within a chain, then chains in order. Few rows
     accumulate several chains in parallel, so that enough additions are in flight.
     """
     count = tile.rows * spec.vectors
-    whole, rest = divmod(spec.problem.depth, spec.chain)
-    parallel_chains = max(1, min(min(IN_FLIGHT, spec.free) // count, whole))
-    for number in range(count):
-        sums.totals[number] = zeros("float32", spec.lanes)
+    whole_chains, tail = divmod(spec.problem.depth, spec.chain)
+    parallel_chains = max(1, min(min(FMAS_IN_FLIGHT, spec.free) // count, whole_chains))
+    for index in range(count):
+        sums.totals[index] = zeros("float32", spec.lanes)
 
-    def chains(first: Expr, parallel_chains: int, size: int) -> None:
-        _emit_chains(spec, tile, sums, [materialize(first + number) for number in range(parallel_chains)], size)
+    def emit_chains(first: Expr, parallel_chains: int, size: int) -> None:
+        _emit_chains(spec, tile, sums, [materialize(first + index) for index in range(parallel_chains)], size)
 
-    if whole >= parallel_chains:
-        with loop(whole // parallel_chains) as number:
-            chains(materialize(number * parallel_chains), parallel_chains, spec.chain)
-    if whole % parallel_chains:
-        chains(tirx.const(whole // parallel_chains * parallel_chains, "int64"), whole % parallel_chains, spec.chain)
+    if whole_chains >= parallel_chains:
+        with loop(whole_chains // parallel_chains) as index:
+            emit_chains(materialize(index * parallel_chains), parallel_chains, spec.chain)
+    rest = whole_chains % parallel_chains
     if rest:
-        chains(tirx.const(whole, "int64"), 1, rest)
+        emit_chains(tirx.const(whole_chains - rest, "int64"), rest, spec.chain)
+    if tail:
+        emit_chains(tirx.const(whole_chains, "int64"), 1, tail)
     _finish(spec, tile, sums.totals)
 
 
 def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list[Expr], size: int) -> None:
-    """Add the products of `size` weights of every column in each of some chains of one scale."""
+    """Add the products of the first `size` weights of every column in each of `chains`."""
     lanes, plan, reader, accs = spec.lanes, spec.plan, spec.reader, sums.accs
     count = tile.rows * spec.vectors
-    lefts, packed = tile.lefts or tile.row_numbers, tile.panel if tile.packed is None else tile.packed
-    firsts = [materialize(chain * spec.chain) for chain in chains]
-    in_superblocks = [materialize(first % plan.superblock_size) if plan.superblocks > 1 else first for first in firsts]
-    superblocks = [
-        materialize(reader.superblock(packed, first // plan.superblock_size if plan.superblocks > 1 else 0))
-        for first in firsts
+    left_rows, panel = tile.lefts or tile.row_numbers, tile.panel if tile.packed is None else tile.packed
+    starts = [materialize(chain * spec.chain) for chain in chains]
+    starts_in_superblock = [
+        materialize(start % plan.superblock_size) if plan.superblocks > 1 else start for start in starts
     ]
-    rows = [[materialize(spec.lhs.address({"m": row, "k": first})) for row in lefts] for first in firsts]
+    superblocks = [
+        materialize(reader.superblock(panel, start // plan.superblock_size if plan.superblocks > 1 else 0))
+        for start in starts
+    ]
+    rows = [[materialize(spec.lhs.address({"m": row, "k": start})) for row in left_rows] for start in starts]
     # The C target lacks prefetching (and vectors). 8-bit quants are unpacked faster than they arrive, and prefetching
-    # takes line buffers from the CPU's own: a table of 178 MB was read in 15.8 ms without it, in 18.5 ms with it
-    # (Xeon), while 4 to 6 bits took two thirds of the time with it.
+    # takes line fill buffers from the CPU's own prefetcher: weights of 178 MB were read in 15.8 ms without it, in
+    # 18.5 ms with it (Xeon), while those of 4 to 6 bits took two thirds of the time with it.
     has_few_rows = isinstance(spec.m, int) and spec.m // max(1, spec.problem.experts) <= PREFETCH_ROWS
     prefetches = spec.lanes > 1 and has_few_rows and plan.form.bits < 8
-    prefetches_chain = prefetches and spec.chain <= PREFETCHED_CHAIN
+    prefetches_chain = prefetches and spec.chain <= MAX_PREFETCHED_CHAIN
     for number in range(count * len(chains)):
         accs[number] = zeros("float32", lanes)
 
     if prefetches_chain:
-        for first in firsts:
-            reader.prefetch_weights(packed, first, spec.chain)
+        for start in starts:
+            reader.prefetch_weights(panel, start, spec.chain)
 
-    def group(number: Expr, steps: int) -> None:
-        numbers = []
-        for first, in_superblock, superblock in zip(firsts, in_superblocks, superblocks, strict=True):
-            group_index = materialize(in_superblock // plan.group + number)
+    def emit_group(number: Expr, steps: int) -> None:
+        readers = []
+        for start, start_in_superblock, superblock in zip(starts, starts_in_superblock, superblocks, strict=True):
+            group_index = materialize(start_in_superblock // plan.group + number)
             if prefetches and not prefetches_chain:
-                reader.prefetch_weights(packed, first + number * plan.group, plan.group)
-            numbers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
+                reader.prefetch_weights(panel, start + number * plan.group, plan.group)
+            readers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
         for step in range(steps):
             for c in range(len(chains)):
-                right = [let(number_at(step)) for number_at in numbers[c]]
+                right = [let(number_at(step)) for number_at in readers[c]]
                 for i in range(tile.rows):
                     left = broadcast(spec.lhs.data[rows[c][i] + number * plan.group + step], lanes)
                     for j in range(spec.vectors):
                         acc = c * count + i * spec.vectors + j
                         accs[acc] = accs[acc] + left * right[j]
 
-    whole, rest = divmod(size, plan.group)
-    if whole:
-        with loop(whole) as number:
-            group(number, plan.group)
-    if rest:
-        group(tirx.const(whole, "int64"), rest)
+    groups, tail = divmod(size, plan.group)
+    if groups:
+        with loop(groups) as number:
+            emit_group(number, plan.group)
+    if tail:
+        emit_group(tirx.const(groups, "int64"), tail)
     for c, chain in enumerate(chains):
-        block = materialize(in_superblocks[c] // plan.block) if plan.blocks > 1 else 0
+        block = materialize(starts_in_superblock[c] // plan.block) if plan.blocks > 1 else 0
         for j in range(spec.vectors):
-            outer = reader.outer(superblocks[c], j)
-            scale = reader.scale(superblocks[c], block, outer, j)
-            minimum = reader.minimum(superblocks[c], block, outer, j)
-            for i, row in enumerate(lefts):
+            outer_scales = reader.outer(superblocks[c], j)
+            scale = reader.scale(superblocks[c], block, outer_scales, j)
+            minimum = reader.minimum(superblocks[c], block, outer_scales, j)
+            for i, row in enumerate(left_rows):
                 number = i * spec.vectors + j
                 total = accs[c * count + number]
                 scaled = total if scale is None else total * scale
                 sums.totals[number] = sums.totals[number] + scaled
                 if minimum is not None:
-                    row_sum = sums.rows[materialize((row - tile.first) * spec.chains + chain)]
+                    row_sum = sums.row_sums[materialize((row - tile.first) * spec.chains + chain)]
                     sums.totals[number] = sums.totals[number] + minimum * broadcast(row_sum, lanes)
 
 
@@ -174,138 +178,140 @@ def _finish(spec: BlockSpec, tile: BlockTile, totals: Registers) -> None:
 # Mixture of experts: each row is multiplied by the matrix of one of many experts.
 #
 # A row of the result is a pair of a token and one of its experts. Every task sorts all pairs by expert, which takes a
-# few microseconds and saves a barrier; then the rows of an expert meet its panels in tiles, as in any product. A panel
-# is read once for all rows of its expert, and panels of unused experts are not read.
+# few microseconds and saves a barrier; then tiles of an expert's rows are multiplied by its panels, as in any product.
+# A panel is read once for all rows of its expert, and panels of unused experts are not read.
 #
-# The loops, outermost first: tasks, blocks of tokens, panels of columns, used experts, tiles of rows. A task has an
-# equal share of pairs of panel and expert, panels outermost, so that an expert of many rows is shared among tasks.
+# The loops, outermost first: tasks, blocks of tokens, panels of columns, used experts, tiles of rows. Tasks have
+# equal shares of the used experts' panels, panels outermost, so that they share an expert with many rows.
 
 TOKEN_BLOCK = 512
 """Number of tokens that are sorted together: more give more rows of each expert, and take more memory."""
 
 
 def emit_expert_loops(spec: BlockSpec, cpu: CpuTarget, index: OperandView) -> None:
-    """Write the loops; `index` has the expert of each row of the result."""
-    tokens, used = index.extents
-    if 0 in (tokens, used, spec.problem.columns):
+    """Write the loops; `index` is the operand ``(token, top_k)`` with the experts of each token."""
+    tokens, top_k = index.extents
+    if 0 in (tokens, top_k, spec.problem.columns):
         T.evaluate(0)
         return
-    _Loops(spec, cpu, index, tokens, used).write()
+    _Loops(spec, cpu, index, tokens, top_k).write()
 
 
 @dataclass(frozen=True)
-class _Sorted:
-    """The pairs of a block of tokens, sorted by expert.
+class _SortedPairs:
+    """The (token, expert) pairs of a block of tokens, sorted by expert.
 
     Attributes
     ----------
     order : Buffer
-        Numbers of pairs within the block, grouped by expert.
-    ends : Buffer
-        Start of each expert's pairs, and the end of the last.
+        Indices of pairs within the block, sorted by expert.
+    offsets : Buffer
+        Start of each expert's pairs in `order`, then the number of pairs.
     used_experts : Buffer
         The experts with pairs.
-    count : PrimExpr
+    used_count : PrimExpr
         Number of experts with pairs.
     """
 
     order: Any
-    ends: Any
+    offsets: Any
     used_experts: Any
-    count: Expr
+    used_count: Expr
 
 
 class _Loops:
     """Sizes, and the code of each loop."""
 
-    def __init__(self, spec: BlockSpec, cpu: CpuTarget, index: OperandView, tokens: Expr, used: int) -> None:
-        self.spec, self.index, self.tokens, self.used = spec, index, tokens, used
+    def __init__(self, spec: BlockSpec, cpu: CpuTarget, index: OperandView, tokens: Expr, top_k: int) -> None:
+        self.spec, self.index, self.tokens, self.top_k = spec, index, tokens, top_k
         self.experts, self.panels = spec.problem.experts, ceil_div(spec.problem.columns, spec.problem.panel)
-        self.block = minimum(tokens, TOKEN_BLOCK) if isinstance(tokens, int) else TOKEN_BLOCK
-        self.rows = min(max_tile_rows(spec, cpu), self.block)
-        self.lefts = used if spec.problem.has_row_per_expert else 1
+        self.block_tokens = minimum(tokens, TOKEN_BLOCK) if isinstance(tokens, int) else TOKEN_BLOCK
+        self.tile_rows = min(max_tile_rows(spec, cpu), self.block_tokens)
+        self.rows_per_token = top_k if spec.problem.has_row_per_expert else 1
         """Rows of the left operand per token."""
-        work = tokens * used * spec.problem.columns * spec.problem.depth if isinstance(tokens, int) else None
+        work = tokens * top_k * spec.problem.columns * spec.problem.depth if isinstance(tokens, int) else None
         self.tasks = tasks_for(cpu.cores, "multiply-adds", work)
 
     def write(self) -> None:
         spec = self.spec
         with loop(self.tasks, parallel=self.tasks > 1) as task:
-            accs = Registers(max(self.rows * spec.vectors, IN_FLIGHT), "float32", spec.lanes)
-            totals = Registers(self.rows * spec.vectors, "float32", spec.lanes)
+            accs = Registers(max(self.tile_rows * spec.vectors, FMAS_IN_FLIGHT), "float32", spec.lanes)
+            totals = Registers(self.tile_rows * spec.vectors, "float32", spec.lanes)
             row_sums = None
             if spec.plan.form.minimum:
-                size = self.block * self.lefts * spec.chains
+                size = self.block_tokens * self.rows_per_token * spec.chains
                 row_sums = T.alloc_buffer((size,), "float32", scope="global")
-            order = T.alloc_buffer((self.block * self.used,), "int32", scope="global")
-            ends = T.alloc_buffer((self.experts + 1,), "int32", scope="global")
+            order = T.alloc_buffer((self.block_tokens * self.top_k,), "int32", scope="global")
+            offsets = T.alloc_buffer((self.experts + 1,), "int32", scope="global")
             used_experts = T.alloc_buffer((self.experts,), "int32", scope="global")
-            with loop(ceil_div(self.tokens, self.block)) as block:
-                begin = materialize(block * self.block)
-                end = materialize(minimum(begin + self.block, self.tokens))
+            with loop(ceil_div(self.tokens, self.block_tokens)) as block:
+                begin = materialize(block * self.block_tokens)
+                end = materialize(minimum(begin + self.block_tokens, self.tokens))
                 if row_sums is not None:
-                    _emit_sums(spec, row_sums, materialize(begin * self.lefts), materialize(end * self.lefts))
-                first_pair = materialize(begin * self.used)
-                count = self._emit_sort(
-                    order, ends, used_experts, first_pair, materialize(end * self.used - first_pair)
-                )
-                pairs = _Sorted(order, ends, used_experts, count)
-                first, last = part(materialize(count * self.panels), self.tasks, task)
+                    first_row = materialize(begin * self.rows_per_token)
+                    end_row = materialize(end * self.rows_per_token)
+                    _emit_block_row_sums(spec, row_sums, first_row, end_row)
+                first_pair = materialize(begin * self.top_k)
+                pair_count = materialize(end * self.top_k - first_pair)
+                used_count = self._sort_pairs(order, offsets, used_experts, first_pair, pair_count)
+                pairs = _SortedPairs(order, offsets, used_experts, used_count)
+                first, last = part(materialize(used_count * self.panels), self.tasks, task)
                 with loop(last - first) as number:
                     self._emit_panel(pairs, materialize(first + number), begin, BlockSums(accs, totals, row_sums))
 
-    def _emit_sort(self, order: Any, ends: Any, used_experts: Any, first: Expr, count: Expr) -> Expr:
-        """Sort `count` pairs from `first` on by counting, and return the number of their experts."""
+    def _sort_pairs(self, order: Any, offsets: Any, used_experts: Any, first: Expr, count: Expr) -> Expr:
+        """Sort `count` pairs from `first` on with counting sort, and return the number of used experts."""
         one, zero = tirx.const(1, "int32"), tirx.const(0, "int32")
         counters = T.alloc_buffer((2,), "int32", scope="global")
-        experts, begin = int64(0), int64(1)
-        for counter in (experts, begin):
+        used_counter, offset_counter = int64(0), int64(1)
+        for counter in (used_counter, offset_counter):
             T.buffer_store(counters, zero, [counter])
-        with loop(self.experts + 1) as e:
-            T.buffer_store(ends, zero, [e])
-        with loop(count) as p:
-            e = self._expert(materialize(first + p))
-            T.buffer_store(ends, ends[e + 1] + one, [e + 1])
-        with loop(self.experts) as e:
-            # Written after the last used expert, and overwritten by the next unless the expert has pairs.
-            T.buffer_store(used_experts, tirx.Cast("int32", e), [tirx.Cast("int64", counters[experts])])
-            size = materialize(tirx.Cast("int64", ends[e + 1]))
-            T.buffer_store(ends, counters[begin], [e + 1])
-            T.buffer_store(counters, counters[begin] + tirx.Cast("int32", size), [begin])
-            T.buffer_store(counters, counters[experts] + tirx.Cast("int32", T.min(size, int64(1))), [experts])
-        with loop(count) as p:
-            e = self._expert(materialize(first + p))
-            T.buffer_store(order, tirx.Cast("int32", p), [tirx.Cast("int64", ends[e + 1])])
-            T.buffer_store(ends, ends[e + 1] + one, [e + 1])
-        return materialize(tirx.Cast("int64", counters[experts]))
+        with loop(self.experts + 1) as expert:
+            T.buffer_store(offsets, zero, [expert])
+        with loop(count) as pair:
+            expert = self._expert(materialize(first + pair))
+            T.buffer_store(offsets, offsets[expert + 1] + one, [expert + 1])
+        with loop(self.experts) as expert:
+            # Every expert is written after the last used one; unless it has pairs, the next expert overwrites it.
+            T.buffer_store(used_experts, tirx.Cast("int32", expert), [tirx.Cast("int64", counters[used_counter])])
+            size = materialize(tirx.Cast("int64", offsets[expert + 1]))
+            T.buffer_store(offsets, counters[offset_counter], [expert + 1])
+            T.buffer_store(counters, counters[offset_counter] + tirx.Cast("int32", size), [offset_counter])
+            T.buffer_store(counters, counters[used_counter] + tirx.Cast("int32", T.min(size, int64(1))), [used_counter])
+        with loop(count) as pair:
+            expert = self._expert(materialize(first + pair))
+            T.buffer_store(order, tirx.Cast("int32", pair), [tirx.Cast("int64", offsets[expert + 1])])
+            T.buffer_store(offsets, offsets[expert + 1] + one, [expert + 1])
+        return materialize(tirx.Cast("int64", counters[used_counter]))
 
     def _expert(self, pair: Expr) -> Expr:
         """Expert of a pair, clamped to the existing ones."""
         expert = tirx.Cast("int64", self.index.data[pair])
         return materialize(T.max(T.min(expert, int64(self.experts - 1)), int64(0)))
 
-    def _emit_panel(self, pairs: _Sorted, number: Expr, begin: Expr, sums: BlockSums) -> None:
-        """Multiply all rows of an expert by one of its panels."""
-        panel = materialize(number // pairs.count)
-        expert = materialize(tirx.Cast("int64", pairs.used_experts[number % pairs.count]))
-        first, end = (materialize(tirx.Cast("int64", pairs.ends[expert + i])) for i in (0, 1))
-        packed = materialize(expert * self.panels + panel)
-        with loop(ceil_div(end - first, self.rows)) as tile:
-            row = materialize(first + tile * self.rows)
+    def _emit_panel(self, pairs: _SortedPairs, number: Expr, first_token: Expr, sums: BlockSums) -> None:
+        """Multiply all rows of an expert by a panel: `number` counts the used experts' panels, panels outermost."""
+        panel = materialize(number // pairs.used_count)
+        expert = materialize(tirx.Cast("int64", pairs.used_experts[number % pairs.used_count]))
+        first, end = (materialize(tirx.Cast("int64", pairs.offsets[expert + i])) for i in (0, 1))
+        weight_panel = materialize(expert * self.panels + panel)
+        with loop(ceil_div(end - first, self.tile_rows)) as tile:
+            row = materialize(first + tile * self.tile_rows)
 
             def emit(count: int, tile_end: Expr, row: Expr = row) -> None:
-                positions = clamped_rows(row, count, tile_end)
-                numbers = [materialize(tirx.Cast("int64", pairs.order[position])) for position in positions]
-                results = [materialize(begin * self.used + pair) for pair in numbers]
-                lefts = results if self.lefts == self.used else [materialize(pair // self.used) for pair in results]
-                first_left = materialize(begin * self.lefts)
+                indices = clamped_rows(row, count, tile_end)
+                pair_numbers = [materialize(tirx.Cast("int64", pairs.order[index])) for index in indices]
+                results = [materialize(first_token * self.top_k + pair) for pair in pair_numbers]
+                has_own_rows = self.rows_per_token == self.top_k
+                left_rows = results if has_own_rows else [materialize(pair // self.top_k) for pair in results]
+                first_left = materialize(first_token * self.rows_per_token)
                 emit_tile(
                     self.spec,
-                    BlockTile(row, count, tile_end, panel, first_left, tuple(lefts), tuple(results), packed),
+                    BlockTile(row, count, tile_end, panel, first_left, tuple(left_rows), tuple(results), weight_panel),
                     sums,
                 )
 
-            emit_cases(row_cases(end, row, self.rows), emit)
+            emit_cases(row_cases(end, row, self.tile_rows), emit)
 
 
 # Bytes of a block of rows of the left operand (mc): half of an L2 cache.
@@ -335,25 +341,25 @@ def quantized_matmul_kernel(problem: QuantizedMatmulProblem, cpu: CpuTarget) -> 
             vectors = problem.panel // lanes
             reader = PanelReader.of(cpu, packed, problem.plan)
             vector_registers, kernel_registers = reader.shape
-            free = cpu.isa.registers - vector_registers * vectors - kernel_registers - 1
+            free_registers = cpu.isa.registers - vector_registers * vectors - kernel_registers - 1
             m = extent_of([result], "m")
-            spec = BlockSpec(problem, lhs, result, epilogue, reader, lanes, vectors, free, m)
-            tiles = amx_for_blocks(spec, cpu) if index is None else None
+            spec = BlockSpec(problem, lhs, result, epilogue, reader, lanes, vectors, free_registers, m)
+            instruction = amx_for_blocks(spec, cpu) if index is None else None
             if index is not None:
                 emit_expert_loops(spec, cpu, index)
-            elif tiles is None:
+            elif instruction is None:
                 _emit_vectors(spec, cpu)
             else:
                 with T.attr(0, "pragma_import_llvm", amx.LLVM_TEXT):
-                    may_use_amx = amx.may_use_amx()
+                    use_amx = amx.may_use_amx()
                     if not isinstance(spec.m, int) and not problem.rows:
-                        may_use_amx = tirx.And(spec.m >= MIN_ROWS, may_use_amx)
-                    either(may_use_amx, lambda: emit_amx_blocks(spec, cpu, tiles), lambda: _emit_vectors(spec, cpu))
+                        use_amx = tirx.And(spec.m >= MIN_ROWS, use_amx)
+                    either(use_amx, lambda: emit_amx_blocks(spec, cpu, instruction), lambda: _emit_vectors(spec, cpu))
     return function.result
 
 
 def _emit_vectors(spec: BlockSpec, cpu: CpuTarget) -> None:
-    """Write the product with dot products of bytes if the CPU has them, else with floats."""
+    """Write the product with dot products of bytes if the CPU has them, else in float32."""
     dot = byte_dot_instruction(spec, cpu)
     if dot is None:
         _emit_loops(spec, cpu)
@@ -375,7 +381,7 @@ def _emit_loops(spec: BlockSpec, cpu: CpuTarget) -> None:
     if isinstance(tiles, int):
         tiles_per_block = min(tiles_per_block, tiles)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
-        accs = Registers(max(rows * spec.vectors, IN_FLIGHT), "float32", spec.lanes)
+        accs = Registers(max(rows * spec.vectors, FMAS_IN_FLIGHT), "float32", spec.lanes)
         totals = Registers(rows * spec.vectors, "float32", spec.lanes)
         row_sums = None
         if spec.plan.form.minimum:
@@ -389,21 +395,21 @@ def _emit_loops(spec: BlockSpec, cpu: CpuTarget) -> None:
             end = materialize(minimum(begin + tiles_per_block, last_m))
             first_row = materialize(begin * rows)
             if row_sums is not None:
-                _emit_sums(spec, row_sums, first_row, materialize(minimum(end * rows, spec.m)))
+                _emit_block_row_sums(spec, row_sums, first_row, materialize(minimum(end * rows, spec.m)))
             with loop(last_n - first_n) as panel, loop(end - begin) as tile:
                 row = materialize(materialize(begin + tile) * rows)
-                _emit_rows(spec, BlockTile(row, rows, None, materialize(first_n + panel), first_row), sums)
+                _emit_tile_cases(spec, BlockTile(row, rows, None, materialize(first_n + panel), first_row), sums)
 
 
-def _emit_sums(spec: BlockSpec, target: Expr, begin: Expr, end: Expr) -> None:
+def _emit_block_row_sums(spec: BlockSpec, target: Expr, begin: Expr, end: Expr) -> None:
     """Write the sums of the elements of some rows to `target`."""
     with loop(end - begin) as r:
         sums = (target, materialize(r * spec.chains))
         emit_row_sums(spec.lhs, materialize(begin + r), spec.problem.depth, spec.chain, spec.lanes, sums)
 
 
-def _emit_rows(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
-    """Write a tile: whole, or for the remaining rows."""
+def _emit_tile_cases(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
+    """Write the cases of a tile: whole, or the remaining rows."""
     emit_cases(
         row_cases(spec.m, tile.row, tile.rows),
         lambda count, end: emit_tile(spec, replace(tile, rows=count, end=end), sums),

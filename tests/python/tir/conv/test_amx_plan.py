@@ -51,7 +51,7 @@ def test_an_image_of_three_channels_takes_a_row_of_the_window_a_step():
     layout = PackedLayout((0, 2, 3, 1), (1,), (2,))
     plan = _plan(_square((3, 64), 224, Window(7, 2, 1, 3, 3), data_layout=layout))
     assert plan.run == RunSteps(1, 1, 14)
-    assert (plan.height, plan.across, plan.copy.distance, plan.copy.width) == (16, 7, 8, 229)
+    assert (plan.height, plan.row_tiles, plan.copy.pixel_stride, plan.copy.width) == (16, 7, 8, 229)
 
 
 def test_data_without_padding_are_read_where_they_lie():

@@ -8,7 +8,7 @@ import pytest
 from relax_hetero.encoding.block_formats import FILE_FORMATS
 from relax_hetero.encoding.block_panels import PanelPlan
 from relax_hetero.encoding.block_weights import panel_columns
-from relax_hetero.tir.matmul.block_dots import MAX_CHAIN, UNPACKED_ROWS
+from relax_hetero.tir.matmul.block_dots import MAX_CHAIN, MIN_UNPACKED_ROWS
 from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from relax_hetero.tir.matmul.weight_bytes import byte_order
 from seeds import fresh_rng
@@ -17,7 +17,7 @@ from tir.matmul.block_problems import Weights, as_bytes, assert_close, call, int
 
 NAMES = [name for name in ("vnni", "early_vnni") if runs_here(name)]
 PLAIN = ("f16", "bf16")
-MANY = max(UNPACKED_ROWS.values())
+MANY = max(MIN_UNPACKED_ROWS.values())
 
 ROUNDING = 3e-5
 """Relative error of 16-bit numbers: one in 65,024 of a chain's largest element."""
@@ -83,7 +83,7 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
     weights = integers(rng, 70, 96, 32, "uint8")
     packed = weights.packed(panel_columns(cpu))
     function = kernel(quantized_matmul_kernel(problem_of(weights, "s0", panel_columns(cpu)), cpu), name, tmp_path)
-    for rows in (0, 1, 3, UNPACKED_ROWS[2] - 1, UNPACKED_ROWS[2], 9, 31):
+    for rows in (0, 1, 3, MIN_UNPACKED_ROWS[2] - 1, MIN_UNPACKED_ROWS[2], 9, 31):
         x = rng.standard_normal((rows, 96), "float32")
         assert_close(call(function, x, packed, 70), x, weights.numbers, ROUNDING)
 
