@@ -180,7 +180,7 @@ def serve_toy() -> None:
     from llm.toy_model import ToyCodec, ToyModel
     from relax_hetero.llm import Engine
     from relax_hetero.llm.server.app import Settings
-    from relax_hetero.llm.server.run import serve
+    from relax_hetero.llm.server.serve import serve
 
     model = ToyModel(slots=16, context=2000, pages=800)
     with Engine(model, ToyCodec()) as engine:

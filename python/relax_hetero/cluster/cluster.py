@@ -24,8 +24,8 @@ from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
 from .bindings import bind_hosts
 from .calls import ClusterCall, bind, result_of, result_of_runs, untyped_signature
+from .cut.cluster_program import hosts_needed, program_of
 from .cut.compiled_program import load
-from .cut.program import hosts_needed, program_of
 from .payloads import pack
 from .replica import Listener, Replica
 from .route import routes_of

@@ -170,7 +170,7 @@ class HostMachine:
         import ray
 
         from . import wire
-        from .graph import set_channel_bytes
+        from .cluster_graph import set_channel_bytes
 
         # Cached, since an import inside of a function takes a microsecond each time.
         self._wire, self._get, self._store = wire, ray.get, ray.put
@@ -189,7 +189,7 @@ class HostMachine:
 
     def remove_semaphores(self) -> bool:
         """Remove the names of this process's semaphores, which all processes have opened by now."""
-        from .graph import process_semaphores, remove_names
+        from .cluster_graph import process_semaphores, remove_names
 
         remove_names(process_semaphores())
         return True

@@ -16,7 +16,7 @@ from ..vm.queue.fence import thread_state
 from .actors import Actors, first_line
 from .call_plan import CALL
 from .calls import ClusterCall, run_on_all_hosts
-from .graph import Graph
+from .cluster_graph import Graph
 from .links import LinkTexts, abort_links, connect_links
 from .route import END, Route
 from .wire import CHANNEL_BYTES, HEAD_BYTES, Message, channel_bytes_for, fit

@@ -11,7 +11,7 @@ import tvm
 from ..errors import FrontendError
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
-from .gguf.activations import ActivationTypes, check_activations, trained_type
+from .gguf.activation_types import ActivationTypes, check_activations, trained_type
 from .gguf.file import GgufFile, read_gguf
 from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
 from .gguf.language_graph import language_module

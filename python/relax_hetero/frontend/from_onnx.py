@@ -17,8 +17,8 @@ from .import_limits import ImportLimits
 from .onnx.coded_strings import with_coded_strings
 from .onnx.importer import import_nodes
 from .onnx.inputs import Shapes
-from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.node_names import name_nodes
+from .onnx.onnx_model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.placement_rules import PlacementRules, assign_devices
 from .onnx_decoder.decoder_module import decoder_module
 from .paged_cache import PagedCache

@@ -10,7 +10,7 @@ import tvm
 from .import_limits import ImportLimits
 from .placed_import import ImportSource, check_placement, placed_module
 from .torch.exporting import dimension_names, exported_program, torch_package
-from .torch.importer import import_program
+from .torch.torch_importer import import_program
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry

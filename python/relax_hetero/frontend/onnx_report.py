@@ -18,8 +18,8 @@ from .onnx.coded_strings import with_coded_strings
 from .onnx.functions import function_table
 from .onnx.importer import default_inputs
 from .onnx.inputs import Shapes, graph_inputs
-from .onnx.model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.node_names import NodeInfo, name_nodes, variable_name, walk_nodes
+from .onnx.onnx_model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.support import has_converter, opset_of
 from .onnx.survey import NO_CONVERTER, Survey, survey_nodes
 from .placed_import import ImportSource, node_of_variable, placed_module

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from ..frontend.auto.auto_placement import MemoryLimit
-    from ..frontend.onnx.model import ModelSource
+    from ..frontend.onnx.onnx_model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
 

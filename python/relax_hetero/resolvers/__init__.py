@@ -5,7 +5,7 @@ Only this package maps problems to generators of kernels.
 
 from __future__ import annotations
 
-from .cpu import CpuResolver, GenericResolver
-from .cuda import CudaResolver
+from .cpu_resolver import CpuResolver, GenericResolver
+from .cuda_resolver import CudaResolver
 
 __all__ = ["CpuResolver", "CudaResolver", "GenericResolver"]

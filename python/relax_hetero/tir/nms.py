@@ -4,7 +4,7 @@ The CPU kernel pops the boxes of a class from a heap, best first: most calls wan
 boxes selected before, a vector of them at a time. Classes are independent and share the cores; each writes to a segment
 of its own, and the segments are compacted at the end.
 
-The GPU kernel of the same problem is in `relax_hetero.tir.cuda.loops.nms`.
+The GPU kernel of the same problem is in `relax_hetero.tir.cuda.loops.cuda_nms`.
 """
 
 from __future__ import annotations

@@ -174,6 +174,6 @@ def load_library(path: Path, placing: PlacementOptions, key: bytes | None = None
 
 def input_names(path: Path) -> list[str]:
     """Names of an ONNX file's inputs; external weights are not read."""
-    from ..frontend.onnx.model import read_model
+    from ..frontend.onnx.onnx_model import read_model
 
     return [value.name for value in read_model(path)[0].graph.input]

@@ -161,7 +161,7 @@ def serve_command(
 
         run_replicas(_Loader(model_options, limits.in_flight, prefixes), settings, replicas, host, port, on_ready)
         return
-    from ..llm.server.run import serve
+    from ..llm.server.serve import serve
 
     model = _Loader(model_options, limits.in_flight, prefixes)()
     with model["engine"] as engine:

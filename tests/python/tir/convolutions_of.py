@@ -14,7 +14,7 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.encoding import CONVOLUTIONS, RHS, ConvAttrs, Encoding, conv_maps
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
-from relax_hetero.resolvers.cpu import conv_layout
+from relax_hetero.resolvers.cpu_resolver import conv_layout
 from relax_hetero.target.cpu_target import CpuTarget
 from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng

@@ -165,7 +165,7 @@ def test_models_without_a_template(loaded, monkeypatch):
 
 
 def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):
-    import relax_hetero.llm.server.run as run
+    import relax_hetero.llm.server.serve as run
 
     servers, ready = [], threading.Event()
     make = run.make_server

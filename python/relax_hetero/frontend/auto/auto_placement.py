@@ -33,7 +33,7 @@ from .work_graph import WorkGraph, work_graph
 if TYPE_CHECKING:
     from ...target.make_vdevice import VDeviceEntry
     from ..onnx.importer import ImportedGraph
-    from ..onnx.model import ModelSource
+    from ..onnx.onnx_model import ModelSource
 
 
 _MAX_WINDOWS = 50

@@ -21,7 +21,7 @@ from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
 from ..paged_cache import DECODE, PagedCache
-from .activations import ActivationTypes
+from .activation_types import ActivationTypes
 from .hyperparameters import Hyperparameters
 from .weights import Weights
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ...errors import FrontendError
 from ..ops.table import CLASSICAL
 from .check_model import STANDARD_DOMAINS
-from .model import OnnxModel
+from .onnx_model import OnnxModel
 
 _ALL_INPUTS = -1
 # Ops that move elements unchanged -> the inputs that hold the elements.

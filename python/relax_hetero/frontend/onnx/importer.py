@@ -25,7 +25,6 @@ from ..ops.node import Node, array_of
 from ..ops.required_sizes import computed_sizes
 from ..ops.table import expansion_with_graphs, takes_size
 from .check_model import STANDARD_DOMAINS
-from .constants import FOLDED_OPS, fold_node, make_const
 from .control_flow.branches import convert_if
 from .control_flow.loop_nodes import convert_loop, convert_scan
 from .control_flow.open_sequences import convert_sequence_map, is_sequence
@@ -33,8 +32,9 @@ from .control_flow.recurrent_loop import RECURRENT_OPS, convert_recurrent
 from .control_flow.subgraphs import ImportedLoop, readers_of, sizes_in
 from .functions import body_of_call, function_of, function_table
 from .inputs import Shapes, graph_inputs
-from .model import ModelSource, OnnxModel, load_model, opset_in
 from .node_names import NodeInfo, inner_names, name_nodes
+from .onnx_constants import FOLDED_OPS, fold_node, make_const
+from .onnx_model import ModelSource, OnnxModel, load_model, opset_in
 from .owned_bindings import OwnedBindings
 from .support import SEQUENCE_OPS, check_supported, find_converter
 

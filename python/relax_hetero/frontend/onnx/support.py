@@ -8,8 +8,8 @@ from ..ops.node import STANDARD
 from ..ops.table import Converter
 from .check_model import STANDARD_DOMAINS
 from .functions import FunctionTable, function_of
-from .model import OnnxModel
 from .node_names import NodeInfo, walk_nodes
+from .onnx_model import OnnxModel
 
 # Ops that the importer converts itself.
 _IMPORTER_OPS = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})

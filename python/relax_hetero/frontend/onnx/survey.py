@@ -20,8 +20,8 @@ from .check_model import STANDARD_DOMAINS
 from .external_data import is_external
 from .importer import GraphImporter, ImportedGraph, import_graph
 from .inputs import dim_name, dtype_name
-from .model import OnnxModel
 from .node_names import NodeInfo, subgraphs_of, variable_name, walk_nodes
+from .onnx_model import OnnxModel
 from .support import has_converter
 
 # Constants up to this number of elements may hold sizes, axes or pads.

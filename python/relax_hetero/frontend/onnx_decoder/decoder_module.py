@@ -22,12 +22,12 @@ from ...errors import FrontendError
 from ...op.cached_attention import cached_attention
 from ..joined_sizes import Bounds
 from ..narrow_storage import with_narrow_storage
-from ..onnx.constants import make_const
 from ..onnx.functions import function_table
 from ..onnx.importer import GraphImporter, ImportedGraph, import_graph
-from ..onnx.model import OnnxModel
 from ..onnx.name_bindings import build_function, build_loops
 from ..onnx.node_names import NodeInfo
+from ..onnx.onnx_constants import make_const
+from ..onnx.onnx_model import OnnxModel
 from ..onnx.support import check_supported
 from ..ops.elementwise import cast
 from ..ops.node import Node, shared_constants

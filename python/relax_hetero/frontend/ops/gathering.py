@@ -13,8 +13,8 @@ from ...tir.math.extremes import is_nan
 from .elementwise import cast, widened
 from .node import Dim, Node, Position, as_constant, const, dtype_of, is_float, onnx_dtype
 from .required_sizes import MAX_ELEMENTS, as_expr, renamed, require_equal, require_shape, shown
-from .run_time.axes import axes_input, with_named_axis_second
 from .run_time.numbers import dims_at_run_time
+from .run_time.run_time_axes import axes_input, with_named_axis_second
 from .slicing import slice_axes
 from .table import converts
 

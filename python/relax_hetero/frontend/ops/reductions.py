@@ -14,7 +14,7 @@ from ...tir.math.extremes import index_wins
 from .elementwise import HALF, cast, widened
 from .node import Node, Position, const, dtype_of, is_float
 from .required_sizes import any_of, as_expr, equal, shown
-from .run_time.axes import axes_input, with_named_axes_last, without_named_axes
+from .run_time.run_time_axes import axes_input, with_named_axes_last, without_named_axes
 from .table import converts
 
 Reduce = Callable[[Node, relax.Expr, list[int], bool], relax.Expr]

@@ -30,7 +30,7 @@ from .elementwise import cast
 from .node import Node, Position, as_constant, const, dtype_of, is_float
 from .required_sizes import as_expr, require_equal, require_shape
 from .run_time.numbers import dims_of_vector
-from .run_time.resizing import resize_at_run_time, rounded_to
+from .run_time.run_time_resizing import resize_at_run_time, rounded_to
 from .table import convert_by_stock, converts
 
 _MAX_UNROLLED_TAPS = 16

@@ -16,8 +16,8 @@ from ..symbolic_sizes import with_safe_divisions
 from .elementwise import cast
 from .node import Dim, Node, Position, as_constant, as_dim, const, dtype_of, is_float
 from .required_sizes import MAX_ELEMENTS, any_of, as_expr, broadcast, equal, joined, shown
-from .run_time.axes import axes_input, new_axes_input, with_new_axes, without_named_axes
 from .run_time.numbers import dims_at_run_time, dims_of_vector, sizes_of, written_numbers
+from .run_time.run_time_axes import axes_input, new_axes_input, with_new_axes, without_named_axes
 from .table import convert_by_body, converts
 
 _log = logging.getLogger("relax_hetero")

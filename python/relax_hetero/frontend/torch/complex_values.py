@@ -16,7 +16,7 @@ from tvm import relax
 from ...errors import FrontendError
 from ..ops.node import const
 from .exporting import torch_package
-from .node import TABLE, Converter, TorchNode
+from .torch_node import TABLE, Converter, TorchNode
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from ..request import Request
 from ..sampling import TokenLogprob
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody
+from .chat_messages import render_checked
 from .guard import Guard, Limits
-from .messages import render_checked
 from .responses import ChatResponses, Choices, CompletionResponses, ResponseFormat, wait_for_disconnect
 
 LOG = logging.getLogger(__name__)

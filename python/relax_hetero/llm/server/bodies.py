@@ -9,8 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from ..params import SamplingParams
 from .api_errors import ApiError
+from .chat_messages import Message
 from .fields import NEUTRAL_STREAM_VALUES, NEUTRAL_VALUES, refuse_unsupported_fields
-from .messages import Message
 
 _MAX_TOKEN_ID_DIGITS = 9
 

@@ -17,7 +17,7 @@ import tvm
 from tvm import relax, tirx
 
 from ...target.backend import backend_of
-from ...tir.cuda.loops.scatter import GpuScatter, scatter_in_order, scatter_sorted, scatter_targets
+from ...tir.cuda.loops.cuda_scatter import GpuScatter, scatter_in_order, scatter_sorted, scatter_targets
 from ...tir.cuda.loops.sort import SortProblem
 from ...tir.scatter import REDUCTIONS, ScatterProblem, scatter_elements_kernel, scatter_nd_kernel
 from ..ir.blocks import tensor_type

@@ -31,7 +31,7 @@ from tvm_ffi import StructuralKey, VisitInterrupt, structural_map, structural_wa
 
 from ...target.backend import backend_of
 from ...tir.cuda.loops import Launch, launches_of
-from ...tir.cuda.loops.scatter import SEVERAL_LAUNCHES
+from ...tir.cuda.loops.cuda_scatter import SEVERAL_LAUNCHES
 from ..ir.blocks import Block, rewrite_function, shape_of, tensor_type
 from ..ir.declare import declare_pass
 from ..ir.kernels import called_prim_func

@@ -385,7 +385,7 @@ def _relayout_kernel(
 ) -> tirx.PrimFunc:
     """The kernel that changes a tensor's layout; its generator is imported only here, when it is needed."""
     if "gpu" in target.keys:
-        from ...tir.cuda.pack import relayout_kernel
+        from ...tir.cuda.cuda_pack import relayout_kernel
 
         return relayout_kernel(shape, dtype, source, result, gpu_target_of(target))
     from ...tir.pack import pack

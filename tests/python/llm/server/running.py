@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from relax_hetero.llm import ChatTemplate, Engine
 from relax_hetero.llm.server.app import Settings
 from relax_hetero.llm.server.guard import Limits
-from relax_hetero.llm.server.run import serve
+from relax_hetero.llm.server.serve import serve
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tool speaks') }}{% endif %}"
@@ -29,7 +29,7 @@ class Server:
 @contextmanager
 def running(engine: Engine, **settings) -> Iterator[Server]:
     """A server over an engine, which is closed at the end."""
-    import relax_hetero.llm.server.run as module
+    import relax_hetero.llm.server.serve as module
 
     servers, ready = [], threading.Event()
     address: list[str] = []

@@ -18,12 +18,13 @@ from llm.server.running import Server, running  # noqa: E402
 from llm.toy_model import EOS, ToyCodec, ToyModel, alone  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
 from relax_hetero.llm import ChatTemplate, Engine, SamplingParams  # noqa: E402
-from relax_hetero.llm.server import app, run  # noqa: E402
+from relax_hetero.llm.server import app  # noqa: E402
+from relax_hetero.llm.server import serve as run  # noqa: E402
 from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.bodies import ChatBody, CompletionBody  # noqa: E402
+from relax_hetero.llm.server.chat_messages import Message, render_checked  # noqa: E402
 from relax_hetero.llm.server.guard import Limits  # noqa: E402
-from relax_hetero.llm.server.messages import Message, render_checked  # noqa: E402
 from relax_hetero.llm.server.responses import Choices, CompletionResponses  # noqa: E402
 
 CODEC = ToyCodec()

@@ -16,7 +16,7 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
-from relax_hetero.tir.cuda.elementwise import elementwise_kernel
+from relax_hetero.tir.cuda.cuda_elementwise import elementwise_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 from tir.elementwise.test_elementwise import FLOAT_OPS, INT_OPS, TRANSCENDENTAL

@@ -12,7 +12,7 @@ from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
-from relax_hetero.tir.cuda.pack import relayout_kernel
+from relax_hetero.tir.cuda.cuda_pack import relayout_kernel
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 from tir.kernel_runs import poisoned, random_bits, same_bits, stored
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tvm import relax, te
 
-from ...ops.contrib.recurrent import as_lstm
+from ...ops.contrib.contrib_recurrent import as_lstm
 from ...ops.node import Node, as_dim
 from ...ops.recurrent import MAX_STEPS, Direction, recurrent_outputs, steps_of
 from ..node_names import NodeInfo

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 # Importing a module registers its converters.
 from . import (  # noqa: F401
-    activations,
-    attention,
-    block_weights,
+    contrib_activations,
+    contrib_attention,
+    contrib_block_weights,
+    contrib_moving,
+    contrib_normalization,
+    contrib_products,
+    contrib_recurrent,
     experts,
     grouped_attention,
     matrices,
-    moving,
-    normalization,
     position_biases,
-    products,
     quantized_ops,
-    recurrent,
 )

@@ -15,7 +15,7 @@ from ..products import shifted
 from ..quantization import dequantize_linear, dynamic_quantize_linear, quantize_linear
 from ..quantization_parameters import as_type
 from ..table import MICROSOFT, convert_node, converts
-from .products import channels_first, channels_last
+from .contrib_products import channels_first, channels_last
 
 _PLAIN = {
     name: name.removeprefix("QLinear")

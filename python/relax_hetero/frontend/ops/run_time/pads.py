@@ -8,8 +8,8 @@ from tvm import relax, te, tirx
 
 from ..node import Node, Position, const
 from ..required_sizes import as_expr, require_shape
-from .axes import axes_input, from_front
 from .numbers import dims_of_vector, sizes_of
+from .run_time_axes import axes_input, from_front
 
 
 def pads_of_named_axes(node: Node, rank: int) -> relax.Expr:

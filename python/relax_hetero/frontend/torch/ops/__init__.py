@@ -1,29 +1,15 @@
 """Converters of ATen ops, one module for each family; importing this package registers them."""
 
-from . import (
+from . import (  # noqa: F401
     control_flow,
     detection,
-    elementwise,
     indexing,
-    moving,
     neural,
     quantized,
-    recurrent,
-    reductions,
     run_time,
     searching,
+    torch_elementwise,
+    torch_moving,
+    torch_recurrent,
+    torch_reductions,
 )
-
-__all__ = [
-    "control_flow",
-    "detection",
-    "elementwise",
-    "indexing",
-    "moving",
-    "neural",
-    "quantized",
-    "recurrent",
-    "reductions",
-    "run_time",
-    "searching",
-]

@@ -10,7 +10,7 @@ from ...onnx.control_flow.branches import join_branches
 from ...onnx.control_flow.loop import Loop, Trip
 from ...onnx.control_flow.loop_nodes import run, slice_at
 from ...onnx.control_flow.subgraphs import known_number
-from ..node import TorchNode, converts
+from ..torch_node import TorchNode, converts
 
 
 def _num_nodes(module: Any) -> int:

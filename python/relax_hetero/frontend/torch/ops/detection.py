@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import relax
 
 from ...ops.node import const
-from ..node import TorchNode, converts
+from ..torch_node import TorchNode, converts
 
 
 @converts("roi_align")

@@ -9,8 +9,8 @@ from tvm import relax
 
 from ...ops.node import const, is_float
 from ...ops.required_sizes import require_shape
-from ..node import TorchNode, converts
-from .moving import cut_axis
+from ..torch_node import TorchNode, converts
+from .torch_moving import cut_axis
 
 
 @converts("embedding")

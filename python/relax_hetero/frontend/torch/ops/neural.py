@@ -10,7 +10,7 @@ from tvm import relax
 
 from ...ops.node import const, is_float
 from ..exporting import torch_package
-from ..node import TorchNode, converts
+from ..torch_node import TorchNode, converts
 
 
 @converts("mm", "bmm", "matmul", "mv", "dot")

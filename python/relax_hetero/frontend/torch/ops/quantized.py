@@ -8,7 +8,7 @@ import numpy as np
 from tvm import relax
 
 from ...ops.node import const
-from ..node import TorchNode, converts, dtype_name
+from ..torch_node import TorchNode, converts, dtype_name
 
 _RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
 

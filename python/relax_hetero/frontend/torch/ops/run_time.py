@@ -9,7 +9,7 @@ from tvm import relax, te, tirx
 from ...ops.node import Position, const
 from ...ops.required_sizes import as_expr
 from ..exporting import torch_package
-from ..node import TorchNode, converts
+from ..torch_node import TorchNode, converts
 
 
 @converts("_local_scalar_dense", "item")

@@ -10,9 +10,9 @@ from tvm import relax, te, tirx
 
 from ...ops.node import Position, const, is_float
 from ...ops.required_sizes import as_expr
-from ..node import TorchNode, converts
-from .moving import cut_axis
-from .reductions import vector_norm
+from ..torch_node import TorchNode, converts
+from .torch_moving import cut_axis
+from .torch_reductions import vector_norm
 
 
 @converts("searchsorted", "bucketize")

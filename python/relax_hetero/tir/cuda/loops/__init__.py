@@ -14,11 +14,11 @@ from ....target.gpu_target import GpuTarget
 from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
 from ...nms import NMS
+from .cuda_loops import write_function
+from .cuda_nms import nms_kernel
 from .launches import Launch, launches_of
-from .nms import nms_kernel
 from .statements import write_statements
 from .wide_axes import with_wide_axes
-from .write import write_function
 
 __all__ = ["Launch", "launches_of", "schedule"]
 

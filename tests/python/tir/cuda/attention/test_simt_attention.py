@@ -7,7 +7,7 @@ import pytest
 from tvm.target import Target
 
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.attention.attention import cuda_attention_kernel
+from relax_hetero.tir.cuda.attention.cuda_attention import cuda_attention_kernel
 from relax_hetero.tir.cuda.attention.simt_attention import PLANS, choose_simt_plan, simt_attention_kernel
 from seeds import fresh_rng
 from tir.attention_runs import case, problem_of

@@ -12,7 +12,7 @@ from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.encoding import CONVOLUTIONS, ConvAttrs, Encoding, conv_maps
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Dim, Epilogue, Operand, Window
-from relax_hetero.resolvers.cuda import conv_layout
+from relax_hetero.resolvers.cuda_resolver import conv_layout
 from relax_hetero.target.element_types import TF32, numpy_dtype, stored_type
 from relax_hetero.target.gpu_target import gpu_target_of
 from tir.convolutions_of import reference

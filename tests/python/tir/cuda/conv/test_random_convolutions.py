@@ -12,7 +12,7 @@ from gpu_interpreter import run
 from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.target.gpu_target import GpuTarget, gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
-from relax_hetero.tir.cuda.conv.convolution import cuda_conv_kernel
+from relax_hetero.tir.cuda.conv.cuda_convolution import cuda_conv_kernel
 from seeds import fresh_rng
 from tir.cuda.conv.convolutions_on_gpus import assert_near, conv_problem, operands_of
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu

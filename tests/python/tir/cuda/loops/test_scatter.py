@@ -8,7 +8,7 @@ from tvm import relax
 import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
 from relax_hetero.target.vdevice import with_vdevices
-from relax_hetero.tir.cuda.loops import scatter
+from relax_hetero.tir.cuda.loops import cuda_scatter as scatter
 from seeds import fresh_rng
 
 HOPPER = rh.VDevice({"kind": "cuda", "arch": "sm_90a"})

@@ -22,7 +22,7 @@ from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
 from relax_hetero.tir.cuda.matmul import block_plan
 from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, block_plans
-from relax_hetero.tir.cuda.matmul.quantized_matmul import quantized_matmul_kernel
+from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 

@@ -11,7 +11,7 @@ from gpu_interpreter import run
 from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows
 from relax_hetero.encoding.problem import BlockUnpackProblem, Operand
 from relax_hetero.errors import EncodingError
-from relax_hetero.resolvers.cuda import CudaResolver
+from relax_hetero.resolvers.cuda_resolver import CudaResolver
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.cuda.matmul.block_unpack import block_unpack_kernel

@@ -15,7 +15,7 @@ from relax_hetero.encoding.block_weights import Fragments, stored_bits
 from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.matmul.quantized_matmul import quantized_matmul_kernel
+from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 

@@ -11,7 +11,7 @@ from cuda_reports import reports_of
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.matmul.matmul import cuda_matmul_kernel
+from relax_hetero.tir.cuda.matmul.cuda_matmul import cuda_matmul_kernel
 from relax_hetero.tir.cuda.matmul.mma_matmul import mma_matmul_kernel, unsupported_reason
 from relax_hetero.tir.cuda.matmul.mma_tiling import MmaTiling, choose_mma_tiling
 from seeds import fresh_rng

@@ -9,7 +9,7 @@ from tvm.target import Target
 from gpu_interpreter import run
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.paged.cached_attention import page_append_kernel
+from relax_hetero.tir.cuda.paged.cuda_cached_attention import page_append_kernel
 from relax_hetero.tir.cuda.paged.paged_chunk import ChunkPlan, paged_chunk_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu

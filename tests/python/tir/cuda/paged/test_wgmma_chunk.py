@@ -11,7 +11,7 @@ from gpu_interpreter import run
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.paged.cached_attention import page_append_kernel, wgmma_chunk_kernel, wgmma_chunk_plan
+from relax_hetero.tir.cuda.paged.cuda_cached_attention import page_append_kernel, wgmma_chunk_kernel, wgmma_chunk_plan
 from relax_hetero.tir.cuda.paged.paged_chunk import ChunkPlan
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu

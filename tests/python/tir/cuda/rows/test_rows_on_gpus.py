@@ -18,8 +18,8 @@ from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.core.ties import ties_of
+from relax_hetero.tir.cuda.rows.cuda_rows import rows_kernel
 from relax_hetero.tir.cuda.rows.row_shape import RowShape, lanes_for, looped_shape, register_shape
-from relax_hetero.tir.cuda.rows.rows import rows_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 from tir.rows.test_rows import NORM, SOFTMAX, expressions, norm, problem, softmax

@@ -26,8 +26,8 @@ from ..ops.required_sizes import equal, renamed
 from . import ops  # noqa: F401 - registers the converters
 from .complex_values import Complex, convert_complex, converts_complex, has_complex, is_complex, part_of
 from .exporting import NodeNames, output_names, torch_package, unreadable_reason
-from .node import TABLE, Converter, TorchNode, dtype_name
 from .sizes import Sizes, as_shape
+from .torch_node import TABLE, Converter, TorchNode, dtype_name
 
 if TYPE_CHECKING:
     import torch

@@ -18,9 +18,9 @@ from ...artifact.regular_files import read_regular
 from ...errors import FrontendError, HeteroError
 from ..import_limits import Budget, ImportLimits
 from .check_model import STANDARD_DOMAINS, all_tensors, check_by_onnx, check_form, check_size
-from .constants import Tensors
 from .external_data import ExternalData, is_external
 from .node_names import subgraphs_of
+from .onnx_constants import Tensors
 
 
 def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:

@@ -7,8 +7,9 @@ from tvm import tirx
 from ....encoding.problem import ConvProblem
 from ....target.gpu_target import GpuTarget
 from ...conv.conv_products import as_product
-from ..matmul.matmul import cuda_matmul_kernel
-from . import depthwise_conv, simt_conv, tensor_core_conv
+from ..matmul.cuda_matmul import cuda_matmul_kernel
+from . import cuda_depthwise_conv as depthwise_conv
+from . import simt_conv, tensor_core_conv
 
 
 def cuda_conv_kernel(problem: ConvProblem, gpu: GpuTarget) -> tirx.PrimFunc:

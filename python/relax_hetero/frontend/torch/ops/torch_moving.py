@@ -10,7 +10,7 @@ from tvm import relax, te, tirx
 from ...ops.node import Position, const
 from ...ops.required_sizes import as_expr
 from ...ops.slicing import slice_axes
-from ..node import TorchNode, converts
+from ..torch_node import TorchNode, converts
 
 
 @converts(

@@ -9,7 +9,7 @@ from typing import Any
 from tvm import relax
 
 from ...ops.node import const
-from ..node import TorchNode, converts
+from ..torch_node import TorchNode, converts
 
 
 def _reduce(node: TorchNode, kind: str, x: relax.Expr, axes: Any, keepdim: bool) -> relax.Expr:

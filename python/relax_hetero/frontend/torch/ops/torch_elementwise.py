@@ -16,7 +16,7 @@ from ....op.functions import apply_function
 from ...ops.node import const, is_float
 from ..complex_values import Complex, magnitude
 from ..exporting import torch_package
-from ..node import TABLE, TorchNode, converts, dtype_name
+from ..torch_node import TABLE, TorchNode, converts, dtype_name
 
 _Emit = Callable[..., relax.Expr]
 

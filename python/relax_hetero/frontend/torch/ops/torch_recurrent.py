@@ -8,7 +8,7 @@ from tvm import relax
 
 from ...onnx.control_flow.recurrent_loop import convert_recurrent
 from ...ops.table import convert_node
-from ..node import TorchNode, converts
+from ..torch_node import TorchNode, converts
 
 # Op -> ONNX's op, and the indices of torch's gates in ONNX's order.
 _ONNX_OPS = {
