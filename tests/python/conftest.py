@@ -51,14 +51,13 @@ OPTIONAL = ("slow", "timing")
 # One in so many variants of a test runs by default, unless the test has a number of its own: kernels are compiled
 # for each, an interpreter runs those of GPUs here, and `-m slow` and `-m gpu` run the rest.
 ONE_OF = {
-    "tests/python/tir/cuda/": 5,
-    "tests/python/tir/": 4,
-    "tests/python/frontend/ops/": 3,
+    "tests/python/tir/": 6,
+    "tests/python/frontend/ops/": 4,
     "tests/python/transform/": 3,
-    "tests/python/models/": 2,
-    "tests/python/driver/": 2,
-    "tests/python/llm/": 2,
-    "tests/python/vm/": 2,
+    "tests/python/driver/": 3,
+    "tests/python/llm/": 3,
+    "tests/python/test_": 1,
+    "tests/python/": 2,
     "": 1,
 }
 

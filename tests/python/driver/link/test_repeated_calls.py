@@ -185,7 +185,7 @@ def test_an_emptied_pool_is_notified_of_sizes_again(monkeypatch):
     for _ in range(4):
         vm["main"](x, x)
     assert len(noted) == count
-    vm._pool.round += 1
+    vm._pool_watch.epoch += 1
     for _ in range(4):
         vm["main"](x, x)
     assert len(noted) == count + 1
