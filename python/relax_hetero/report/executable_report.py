@@ -81,7 +81,7 @@ def _overhead_suggestions(metadata: Metadata, rows: Sequence[Data]) -> Iterator[
         text = f"{100 * overhead:.0f} % of a call is spent around kernels, on allocation, shapes and bytecode"
         if metadata.single_calls:
             ((why, _),) = Counter(call.why for call in metadata.single_calls).most_common(1)
-            text += f": {len(metadata.single_calls)} kernel calls are outside of command buffers, most because {why}"
+            text += f": {len(metadata.single_calls)} kernel calls are outside of command buffers (mostly: {why})"
         yield overhead, f"{text}."
 
 
