@@ -51,6 +51,7 @@ OPTIONAL = ("slow", "timing")
 # One in so many variants of a test runs by default, unless the test has a number of its own: kernels are compiled
 # for each, an interpreter runs those of GPUs here, and `-m slow` and `-m gpu` run the rest.
 ONE_OF = {
+    "tests/python/tir/matmul/": 12,
     "tests/python/tir/": 6,
     "tests/python/frontend/ops/": 4,
     "tests/python/transform/": 3,

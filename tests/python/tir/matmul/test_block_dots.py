@@ -44,7 +44,7 @@ def check(weights: Weights, rows: int, name: str, folder, bits: int = 16) -> Non
 @pytest.mark.parametrize(("rows", "columns", "superblocks"), [(1, 37, 3), (4, 64, 1), (13, 5, 2)])
 @pytest.mark.parametrize("form", [form for form in FILE_FORMATS if form not in PLAIN])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_formats_of_files(name, form, rows, columns, superblocks, tmp_path):
     check(of_file(form, columns, superblocks * FILE_FORMATS[form].superblock_size), rows, name, tmp_path)
 
@@ -52,7 +52,7 @@ def test_formats_of_files(name, form, rows, columns, superblocks, tmp_path):
 @pytest.mark.parametrize(("rows", "columns", "superblocks"), [(1, 37, 3), (MANY + 3, 70, 2), (13, 5, 2)])
 @pytest.mark.parametrize("form", [form for form in FILE_FORMATS if form not in PLAIN])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_activations_of_bytes(name, form, rows, columns, superblocks, tmp_path):
     check(of_file(form, columns, superblocks * FILE_FORMATS[form].superblock_size), rows, name, tmp_path, bits=8)
 
@@ -71,7 +71,7 @@ def test_activations_of_bytes(name, form, rows, columns, superblocks, tmp_path):
 )
 @pytest.mark.parametrize("activation_bits", [8, 16])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 def test_integers(name, activation_bits, rows, columns, depth, block, bits, zeros, tmp_path):
     """Ragged ends of rows, columns and blocks; blocks longer than what is added up at once; panels unpacked first."""
     check(integers(fresh_rng(), columns, depth, block, zeros, bits), rows, name, tmp_path, activation_bits)

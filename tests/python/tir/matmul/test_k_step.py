@@ -122,7 +122,7 @@ def _run(executable: tvm.runtime.Executable, arrays: list[np.ndarray], path) -> 
     return tensors[-1].numpy()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("types", TYPES, ids="-".join)
 @pytest.mark.parametrize("name", TARGETS)
 def test_numbers(name, types, tmp_path):
