@@ -18,8 +18,7 @@ from llm.server.running import Server, running  # noqa: E402
 from llm.toy_model import EOS, ToyCodec, ToyModel, alone  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
 from relax_hetero.llm import ChatTemplate, Engine, SamplingParams  # noqa: E402
-from relax_hetero.llm.server import app  # noqa: E402
-from relax_hetero.llm.server import serve as run  # noqa: E402
+from relax_hetero.llm.server import app, serve  # noqa: E402
 from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.bodies import ChatBody, CompletionBody  # noqa: E402
@@ -507,8 +506,8 @@ def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         return listener
 
-    original = run._listen
-    monkeypatch.setattr(run, "_listen", listen)
+    original = serve._listen
+    monkeypatch.setattr(serve, "_listen", listen)
     engine = Engine(ToyModel(ends=False, context=9_000, chunk=9_000, pages=10_000), CODEC)
     with running(engine, limits=Limits(in_flight=1, choices=40, read_seconds=0.1)) as server:
         # Its stream begins with 320 KB, which no buffer takes.
@@ -525,7 +524,7 @@ def test_a_client_that_does_not_read_loses_its_connection(monkeypatch):
     ("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("2001:db8::1:2:3:4", "2001:db8::/64"), ("", "")
 ])  # fmt: skip
 def test_addresses_that_are_counted_together(client, address):
-    assert run._client_address((client, 1)) == address
+    assert serve._client_address((client, 1)) == address
 
 
 def test_a_context_beyond_the_trained_one_is_reported():

@@ -16,6 +16,7 @@ from ...core.builder import Expr, int64, when
 from ...core.view import Coordinates
 from ..core.expression import emit
 from ..core.launch import local, unrolled
+from ..core.operand import divides
 from ..tile.register_tile import RegisterTile, first_column, row_of
 from ..tile.softmax import OnlineSoftmax, average_factor, averaged
 from .heads import GpuHeads, Rows
@@ -129,7 +130,7 @@ class ScoreTile:
                         half = tirx.floormod(tirx.floordiv(number, 2), 2)
                         column = tirx.floordiv(number, 4) * 2 + tirx.floormod(number, 2)
                     key = T.Cast("int64", first + self._column(column))
-                    at["n"] = key if _divides(self.keys, sizes["n"]) else T.min(key, int64(sizes["n"] - 1))
+                    at["n"] = key if divides(sizes["n"], self.keys) else T.min(key, int64(sizes["n"] - 1))
                 elif by_row:
                     half = number
                 if by_row:
@@ -172,7 +173,3 @@ class ScoreTile:
         for h in range(2):
             T.buffer_store(softmax.rescale, average_factor(softmax.row_sum[h], nan_to_zero), [h])
         sums.map(lambda value, i: averaged(value, softmax.rescale[row_of(i)], nan_to_zero))
-
-
-def _divides(unit: int, extent: Expr) -> bool:
-    return isinstance(extent, int) and extent % unit == 0

@@ -53,6 +53,11 @@ def is_multiple(value: Expr, divisor: int) -> bool:
     return bool(sym.Analyzer().can_prove_equal(tirx.floormod(value, tirx.const(divisor, str(value.ty.dtype))), 0))
 
 
+def divides(extent: Expr, size: int) -> bool:
+    """Return whether an extent is known to be a positive multiple of a tile size."""
+    return isinstance(extent, int) and extent > 0 and extent % size == 0
+
+
 class GpuOperand(GlobalView):
     """A parameter whose elements the kernel computes with.
 

@@ -20,6 +20,7 @@ from ...core.builder import Expr, int64
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SharedMemory, local, unrolled
+from ..core.operand import divides
 
 PRODUCERS = 128
 """Producer threads."""
@@ -258,7 +259,7 @@ class OperandTile(SwizzledLines):
         skip = block * PACKED_ROWS
         row = self._clamp_block(first + (skip if isinstance(skip, int) else T.Cast("int64", skip)))
         k = T.Cast("int64", step) * self.step
-        if not self.is_swizzled and not _divides(self.step, self.depth):
+        if not self.is_swizzled and not divides(self.depth, self.step):
             # An incomplete last step begins earlier: the left operand is zero where it overlaps the step before.
             k = T.min(k, int64(self.depth - self.step))
         source = T.address_of(self.view.data[self.view.address({**at, self.row_dim: row, "k": k})])
@@ -332,13 +333,13 @@ class OperandTile(SwizzledLines):
         units = {self.row_dim: self.rows if not self.is_transposed else PACKED_ROWS, "k": self.step}
         for i in range(lines // self.lines):
             position = begin[across] + T.Cast("int64", line + i * self.lines)
-            is_line = None if _divides(units[across], ends[across]) else position < ends[across]
+            is_line = None if divides(ends[across], units[across]) else position < ends[across]
             for copy in range(CHUNK_BYTES // self.width):
                 element = begin[along] + T.Cast("int64", chunk * (CHUNK_BYTES // self.element))
                 element = element + copy * self.width // self.element
                 valid_bytes: Expr = None
                 clamped_element, clamped_line = element, position
-                if not _divides(units[along], ends[along]):
+                if not divides(ends[along], units[along]):
                     bytes_left = T.max(T.min((ends[along] - element) * self.element, int64(self.width)), int64(0))
                     valid_bytes = T.Cast("int32", bytes_left)
                     clamped_element = T.Select(element < ends[along], element, int64(0))
@@ -371,14 +372,14 @@ class OperandTile(SwizzledLines):
             with unrolled(group) as i:
                 row, chunk = row_and_chunk(batch * group + i)
                 position = first + T.Cast("int64", row)
-                is_row = None if _divides(self.rows, self.extent) else position < self.extent
+                is_row = None if divides(self.extent, self.rows) else position < self.extent
                 for word in range(words):
                     value: Expr = None
                     for e in range(per_word):
                         k = T.Cast("int64", step) * self.step + T.Cast(
                             "int64", chunk * (words * per_word) + word * per_word + e
                         )
-                        in_k = None if _divides(self.step, self.depth) else k < self.depth
+                        in_k = None if divides(self.depth, self.step) else k < self.depth
                         bits = self._load_guarded({**at, self.row_dim: position, "k": k}, is_row, in_k)
                         bits = bits if e == 0 else T.shift_left(bits, T.uint32(8 * self.element * e))
                         value = bits if value is None else T.bitwise_or(value, bits)
@@ -394,10 +395,6 @@ class OperandTile(SwizzledLines):
         bits = T.Cast("uint32", self.view.data[self.view.address(at)])
         predicates = [condition for condition in conditions if condition is not None]
         return T.if_then_else(tirx.all(*predicates), bits, T.uint32(0)) if predicates else bits
-
-
-def _divides(unit: int, extent: Expr) -> bool:
-    return isinstance(extent, int) and extent % unit == 0
 
 
 def source_of(view: TileView, row_dim: str) -> tuple[Source, int]:

@@ -21,9 +21,9 @@ from ...core.view import Coordinates, extent_of
 from ...matmul.matmul import merge_batches
 from ..core.epilogue import EpilogueWriter
 from ..core.launch import at_least_one, launch, local, unrolled
-from ..core.operand import GpuOperand
+from ..core.operand import GpuOperand, divides
 from .simt_plan import SimtPlan, simt_plan
-from .simt_tiles import SHARED, Batches, SimtOperand, TiledProduct, barrier, divides, known
+from .simt_tiles import SHARED, Batches, SimtOperand, TiledProduct, barrier, known
 
 # GEMV: products with few rows, bound by the bandwidth of reading the other operand, the weight, once.
 #

@@ -23,7 +23,7 @@ from ...core.view import Coordinates
 from ..core import ptx
 from ..core.epilogue import EpilogueWriter
 from ..core.launch import at_least_one, launch, local, unrolled
-from ..core.operand import GpuOperand
+from ..core.operand import GpuOperand, divides
 from .simt_plan import SimtPlan
 
 SHARED = "shared.dyn"
@@ -86,11 +86,6 @@ def barrier() -> None:
 def known(extent: Expr) -> int | None:
     """Return a static extent; None if it is symbolic."""
     return extent if isinstance(extent, int) else None
-
-
-def divides(extent: Expr, size: int) -> bool:
-    """Return whether an extent is known to be a positive multiple of a tile size."""
-    return isinstance(extent, int) and extent > 0 and extent % size == 0
 
 
 _MAX_LOADED_ELEMENTS = 32  # elements of an epilogue operand that a thread loads before it stores results

@@ -149,25 +149,22 @@ class _Kernel(ChunkKernel):
                 self._reload_stage(T.bind(index + (stages - 1)))
             tile, page_mask = self._page(next_index)
             scores.issue_scores(tile)
-            scores.issue_values(self._tile(index))
+            scores.issue_values(self.ring.tile(index))
             ptx.wgmma_wait(1)
             self._update(scores, next_index, page_mask)
             ptx.wgmma_wait(0)
             with when(self.lane == 0):
-                self.ring.ring.release(index)
+                self.ring.release(index)
             scores.rescale()
-        scores.issue_values(self._tile(num_pages - 1))
+        scores.issue_values(self.ring.tile(num_pages - 1))
         ptx.wgmma_wait(0)
         scores.softmax.finish()
         self._store(scores)
 
     def _reload_stage(self, index: Expr) -> None:
         """Load a page into a reused stage, once all warps have released it."""
-        self.ring.ring.acquire(index)
+        self.ring.acquire(index)
         self._load_page(index)
-
-    def _tile(self, index: Expr) -> Expr:
-        return T.bind(self.ring.offset + self.ring.ring.stage(index) * self.ring.stage_bytes)
 
     def _page(self, index: Expr) -> tuple[Expr, Expr]:
         """Wait for a page; its offset, and a mask of all ones, or 0 if the page is missing."""

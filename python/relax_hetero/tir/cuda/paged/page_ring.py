@@ -13,7 +13,7 @@ from ..tile.ring import Ring
 from .paged_work import CHUNK, PagedTensors
 
 
-class PageRing:
+class PageRing(Ring):
     """Ring of the keys and values of one key head, in the pages of one sequence.
 
     Parameters
@@ -28,30 +28,34 @@ class PageRing:
     """
 
     def __init__(self, tensors: PagedTensors, shared: SharedMemory, stages: int, consumers: int = 0) -> None:
-        self.tensors, self.shared, self.stages = tensors, shared, stages
+        self.tensors = tensors
         self.stage_bytes = 2 * tensors.work.tile_bytes
         self.offset = shared.reserve(stages * self.stage_bytes, 128)
-        self.ring = Ring(shared, stages, producers=1, consumers=consumers)
+        super().__init__(shared, stages, producers=1, consumers=consumers)
 
-    def init(self) -> None:
+    def initialize(self) -> None:
         """Initialize the barriers, by one thread, before a block barrier."""
-        self.ring.initialize()
+        super().initialize()
         ptx.barrier_init_fence()
+
+    def tile(self, index: Expr) -> Expr:
+        """Offset in shared memory of the keys of a page, which its values follow."""
+        return T.bind(self.offset + self.stage(index) * self.stage_bytes)
 
     def load(self, index: Expr, page: Expr, kv_head: Expr) -> None:
         """Issue the bulk copy of page number `index`, by one thread, when all threads have read the stage's last page.
 
         Page 0 stands for a missing page (-1).
         """
-        stage = self.ring.stage(index)
-        barrier = self.ring.full(stage)
+        stage = self.stage(index)
+        barrier = self.full(stage)
         ptx.barrier_expect(barrier, self.stage_bytes)
         source = T.address_of(self.tensors.pages[self.tensors.tile(T.max(page, 0), kv_head, 0)])
         ptx.bulk_load(self.shared.at(self.offset + stage * self.stage_bytes), source, self.stage_bytes, barrier)
 
     def wait(self, index: Expr) -> Expr:
         """Wait for a page; the offset of its keys in shared memory, which its values follow."""
-        stage = self.ring.wait(index)
+        stage = super().wait(index)
         return T.bind(self.offset + stage * self.stage_bytes)
 
     def clear_values(self, tile: Expr, first: Expr, thread: Expr, threads: int) -> None:

@@ -93,7 +93,7 @@ class ChunkKernel:
             self.shared.open()
             self.thread = place.thread
             with when(self.thread == 0):
-                self.ring.init()
+                self.ring.initialize()
             ptx.griddepcontrol_wait()
             ptx.launch_dependents()
             block = T.bind(T.Cast("int32", place.block))

@@ -123,7 +123,7 @@ class _Kernel:
             self.shared.open()
             self.thread, self.rank = place.thread, place.rank
             with when(self.thread == 0):
-                self.ring.init()
+                self.ring.initialize()
             item = T.bind(tirx.floordiv(T.Cast("int32", place.block), split))
             self.kv_head = T.bind(tirx.floormod(item, work.kv_heads))
             self.row = T.bind(tirx.floordiv(item, work.kv_heads))

@@ -62,8 +62,7 @@ class Ring:
     def acquire(self, index: Expr) -> Expr:
         """Wait until the stage of a tile is empty, and return it. The first tile of a stage does not wait."""
         stage = self.stage(index)
-        parity = self.parity(index)
-        ptx.barrier_wait(self.empty(stage), T.bitwise_xor(parity, 1) if not isinstance(parity, int) else parity ^ 1)
+        ptx.barrier_wait(self.empty(stage), T.bitwise_xor(self.parity(index), 1))
         return stage
 
     def wait(self, index: Expr) -> Expr:

@@ -89,11 +89,11 @@ class SplitSums:
 
     Attributes
     ----------
-    row_sum, total : Buffer
-        Sum of probabilities and four weighted sums, after `add`.
+    state : Buffer
+        Greatest score and sum of probabilities, after `add`.
+    total : Buffer
+        Four weighted sums of values, after `add`.
     """
-
-    COLUMNS = 4
 
     def __init__(self, parts: int, factor: float) -> None:
         self.parts, self.factor = parts, factor

@@ -8,7 +8,7 @@ from tvm import relax
 import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
 from relax_hetero.target.vdevice import with_vdevices
-from relax_hetero.tir.cuda.loops import cuda_scatter as scatter
+from relax_hetero.tir.cuda.loops import cuda_scatter
 from seeds import fresh_rng
 
 HOPPER = rh.VDevice({"kind": "cuda", "arch": "sm_90a"})
@@ -65,7 +65,7 @@ def scattered(data, indices, updates, axis, reduction):
     ],
 )
 def test_scatters(data, indices, updates, dtype, axis, reduction, symbolic, kernels, monkeypatch):
-    monkeypatch.setattr(scatter, "MAX_IN_ORDER", 16)
+    monkeypatch.setattr(cuda_scatter, "MAX_IN_ORDER", 16)
     rng = fresh_rng()
     x, new = rng.integers(-5, 5, data).astype(dtype), rng.integers(-3, 4, updates).astype(dtype)
     if axis is None:
