@@ -24,7 +24,7 @@ from ..display.text import bytes_text, plural, text_table
 from ..errors import HeteroError, VDeviceError
 from ..target.element_types import bytes_for
 from ..target.vdevice import device_name, vdevices_of
-from ..transform.ir.extents import NoTextError, dim_text, known_extents
+from ..transform.ir.extents import dim_or_script, known_extents
 from ..transform.ir.kernels import call_vdevice, called_prim_func, operations_of, ops_of, precision_of
 from ..transform.ir.op_names import TRANSFER
 from ..transform.ir.remarks import remarks_of
@@ -341,14 +341,7 @@ def _tensor(ty: relax.TensorType) -> dict[str, Any]:
         return {"shape": shape, "dtype": dtype, "bytes": None, "layout": None}
     is_static = all(isinstance(extent, int) for extent in extents)
     nbytes = bytes_for(tuple(extents), dtype) if is_static else None
-    return {"shape": [_extent(extent) for extent in extents], "dtype": dtype, "bytes": nbytes, "layout": None}
-
-
-def _extent(extent: Any) -> int | str:
-    try:
-        return dim_text(extent)
-    except NoTextError:
-        return str(extent)
+    return {"shape": [dim_or_script(extent) for extent in extents], "dtype": dtype, "bytes": nbytes, "layout": None}
 
 
 def _total_bytes(nodes: list[dict[str, Any]]) -> int:

@@ -26,9 +26,6 @@ Dim: TypeAlias = "int | tirx.Expr"
 Position: TypeAlias = "tuple[tirx.Expr, ...]"
 """Indices of an element in a kernel."""
 
-WITHOUT_PATTERN = 8
-"""TVM's ``op_pattern`` of a kernel that is not fused."""
-
 STANDARD = ""
 """Domain of standard ops."""
 

@@ -8,8 +8,9 @@ from tvm import relax, te, tirx
 
 from ...tir.determinant import determinant_kernel
 from ...transform.ir.extents import Symbols
+from ...transform.ir.kernels import opaque_kernel
 from .elementwise import HALF
-from .node import WITHOUT_PATTERN, Dim, Node, Position, as_dim, const, dtype_of
+from .node import Dim, Node, Position, as_dim, const, dtype_of
 from .quantization_parameters import as_type, is_zero, reshaped
 from .required_sizes import as_expr, require_broadcast, require_equal, shown, stretched
 from .table import convert_by_body, convert_by_stock, converts
@@ -150,8 +151,6 @@ def determinant(node: Node) -> relax.Expr:
     data = node.emit(relax.op.reshape(data, [batch, rows, rows]))
     symbols = Symbols()
     kernel = determinant_kernel(symbols.dim(as_expr(batch)), symbols.dim(as_expr(rows)), dtype_of(data))
-    symbol = node.builder.add_func(
-        kernel.without_attr("global_symbol").with_attr("op_pattern", WITHOUT_PATTERN), "determinant"
-    )
+    symbol = node.builder.add_func(opaque_kernel(kernel), "determinant")
     determinants = node.emit(relax.op.call_tir(symbol, [data], relax.TensorType([batch], dtype_of(data))))
     return node.emit(relax.op.reshape(determinants, front))

@@ -68,3 +68,11 @@ def dim_text(expr: Any, names: Mapping[Any, str] | None = None) -> Dim:
         if isinstance(expr, node):
             return f"{symbol}({dim_text(expr.a, names)}, {dim_text(expr.b, names)})"
     raise NoTextError
+
+
+def dim_or_script(extent: Any) -> Dim:
+    """`dim_text` of an extent; one that is beyond the grammar as TVM writes it."""
+    try:
+        return dim_text(extent)
+    except NoTextError:
+        return str(extent)

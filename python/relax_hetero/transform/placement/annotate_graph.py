@@ -38,7 +38,7 @@ from ...artifact.model_graph import (
 )
 from ...target.vdevice import device_name, vdevices_of
 from ..ir.declare import declare_pass
-from ..ir.extents import NoTextError, dim_text
+from ..ir.extents import dim_or_script
 from ..ir.kernels import tensor_bytes
 from ..ir.module_attrs import is_lowered
 from ..ir.remarks import Aliases, records_remarks, remarks_of, with_remarks
@@ -111,7 +111,7 @@ class _Tables:
         dtype = "" if ty.dtype is None else str(ty.dtype.dtype if isinstance(ty.dtype, tvm.ir.PrimType) else ty.dtype)
         shape: tuple[int | str, ...] | None = None
         if isinstance(ty.shape, relax.ShapeExpr):
-            shape = tuple(_extent(extent) for extent in ty.shape.values)
+            shape = tuple(dim_or_script(extent) for extent in ty.shape.values)
         sizes = [extent for extent in shape or () if isinstance(extent, int)]
         is_static = shape is not None and dtype != "" and len(sizes) == len(shape)
         value = GraphValue(shape, self.text(dtype), int(tensor_bytes(sizes, tvm.DataType(dtype))) if is_static else -1)
@@ -124,13 +124,6 @@ def _tensors(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
     elif isinstance(ty, tvm.ir.TupleType):
         for field in ty.fields:
             yield from _tensors(field)
-
-
-def _extent(extent: Any) -> int | str:
-    try:
-        return dim_text(extent)
-    except NoTextError:
-        return str(extent)
 
 
 class _Function:

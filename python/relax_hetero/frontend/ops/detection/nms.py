@@ -7,8 +7,9 @@ from tvm import relax, tirx
 
 from ....tir.nms import NmsProblem, nms_kernel
 from ....transform.ir.extents import Symbols
+from ....transform.ir.kernels import opaque_kernel
 from ..elementwise import cast
-from ..node import WITHOUT_PATTERN, Node, const
+from ..node import Node, const
 from ..required_sizes import as_expr, require_shape
 from ..run_time.numbers import dims_at_run_time
 from ..table import converts
@@ -42,7 +43,7 @@ def non_max_suppression(node: Node) -> relax.Expr:
         None if max_boxes is not None and max_boxes >= np.iinfo("int32").max else max_boxes,
         bool(node.attribute("center_point_box", 0)),
     )
-    kernel = nms_kernel(problem).without_attr("global_symbol").with_attr("op_pattern", WITHOUT_PATTERN)
+    kernel = opaque_kernel(nms_kernel(problem))
     limit = as_expr(count) if problem.most is None else tirx.min(as_expr(count), as_expr(problem.most))
     results = node.emit(
         relax.op.call_tir(
