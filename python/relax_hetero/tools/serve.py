@@ -9,7 +9,7 @@ import click
 
 from ..display.console import console
 from ..errors import HeteroError
-from ..llm.server.guard import Limits
+from ..llm.server.limits import Limits
 from .command import command
 from .language_model import LanguageModelOptions, language_model_options
 from .placement_options import BytesParam

@@ -33,6 +33,32 @@ def test_help_does_not_import_tvm():
     assert shown.returncode == 0 and "Usage: relax-hetero" in shown.stdout
 
 
+_WITHOUT_EXTRAS = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {extras!r}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refuse())
+from relax_hetero.tools.cli import cli
+print(*cli.commands)
+cli()
+"""
+EXTRAS = {
+    "cuda", "cupy", "fastapi", "gguf", "httpx", "jinja2", "onnxruntime", "openai", "pandas", "prometheus_client",
+    "pydantic", "ray", "safetensors", "sentencepiece", "starlette", "tokenizers", "torch", "uvicorn",
+}  # fmt: skip
+
+
+def test_the_commands_need_no_extra(model: Path, tmp_path: Path):
+    code = _WITHOUT_EXTRAS.replace("{extras!r}", repr(EXTRAS))
+    for arguments in (["serve", "--help"], ["compile", str(model), "-o", str(tmp_path / "model.so"), *TWO]):
+        shown = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+        assert shown.returncode == 0 and "serve" in shown.stdout, shown.stderr
+
+
 def test_compile_then_run_then_check(invoke: Invoke, model: Path, tmp_path: Path):
     library = tmp_path / "model.so"
     summary = parsed(invoke("compile", model, "-o", library, *TWO, "--place", "/upper/*=llvm:1", "--json"))

@@ -34,7 +34,8 @@ from ..sampling import TokenLogprob
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody
 from .chat_messages import render_checked
-from .guard import Guard, Limits
+from .guard import Guard
+from .limits import Limits
 from .responses import ChatResponses, Choices, CompletionResponses, ResponseFormat, wait_for_disconnect
 
 LOG = logging.getLogger(__name__)

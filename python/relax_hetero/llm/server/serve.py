@@ -20,7 +20,7 @@ from ..chat_template import ChatTemplate
 from ..engine import Engine
 from .api_errors import ApiError
 from .app import Settings, make_app
-from .guard import Limits
+from .limits import Limits
 
 _OTHER_FILES = 128
 """Open files of the process besides connections."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from relax_hetero.llm import ChatTemplate, Engine
 from relax_hetero.llm.server.app import Settings
-from relax_hetero.llm.server.guard import Limits
+from relax_hetero.llm.server.limits import Limits
 from relax_hetero.llm.server.serve import serve
 
 TEMPLATE = (

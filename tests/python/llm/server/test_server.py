@@ -23,7 +23,7 @@ from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.bodies import ChatBody, CompletionBody  # noqa: E402
 from relax_hetero.llm.server.chat_messages import Message, render_checked  # noqa: E402
-from relax_hetero.llm.server.guard import Limits  # noqa: E402
+from relax_hetero.llm.server.limits import Limits  # noqa: E402
 from relax_hetero.llm.server.responses import Choices, CompletionResponses  # noqa: E402
 
 CODEC = ToyCodec()
