@@ -9,8 +9,8 @@ import sys
 NEEDED = {
     "tvm": "apache-tvm==0.27.0.post1", "numpy": "numpy", "onnx": "onnx", "onnxruntime": "onnxruntime", "click": "click",
     "rich": "rich", "lazy_loader": "lazy_loader", "packaging": "packaging", "pytest": "pytest", "xdist": "pytest-xdist",
-    "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis", "gguf": "gguf", "httpx": "httpx", "jinja2": "jinja2",
-    "cuda.bindings": "cuda-bindings",
+    "pytest_timeout": "pytest-timeout", "hypothesis": "hypothesis", "gguf": "gguf", "httpx": "httpx",
+    "jinja2": "jinja2", "cuda.bindings": "cuda-bindings",
 }  # fmt: skip
 
 
