@@ -143,7 +143,7 @@ def _file_of(name: str, skeletons: Path | None) -> str:
     "--skeletons", type=click.Path(path_type=Path), help=f"A folder of NAME{SUFFIX} files to take models from."
 )
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Append JSON lines to this file.")
-@smoke(models=(SMALL_MODEL,), peer=False, slowest=1)
+@smoke(models=(SMALL_MODEL,), peer=False, compiled="", batch="1", slowest=1)
 def main(
     models: tuple[str, ...],
     precision: str,

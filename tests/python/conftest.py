@@ -77,6 +77,11 @@ def _rare(items: list[pytest.Item]) -> Generator[pytest.Item]:
         yield from sorted(of_test, key=lambda item: crc32(item.nodeid.encode()))[-(-len(of_test) // each) :]
 
 
+def _is_short(item: pytest.Item) -> bool:
+    limit = item.get_closest_marker("timeout")
+    return limit is None or limit.args[0] < float(item.config.getini("timeout"))
+
+
 def pytest_report_header() -> str:
     """The seed of all fresh random numbers, at the top of the output."""
     return f"random numbers: RELAX_HETERO_TEST_SEED={os.environ['RELAX_HETERO_TEST_SEED']}"
@@ -86,8 +91,10 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect slow tests and timing tests, unless `-m` selects them or a test is given by its name.
 
-    `-m gpu` includes slow ones; timing tests run only where `-m` names them, as parallel tests falsify them.
+    `-m gpu` includes slow ones; timing tests run only where `-m` names them, as parallel tests falsify them. Tests that
+    may take minutes begin first, while other processes have work.
     """
+    items.sort(key=_is_short)
     for item in _rare(items):
         item.add_marker(pytest.mark.slow)
     chosen = config.option.markexpr

@@ -65,7 +65,7 @@ def commands():
         marks = [] if command in QUICK else [pytest.mark.slow]
         if "cuda" in command or "_gpu.py" in command or ("/gpu_" in command and "--gpu llvm" not in command):
             absent = pytest.mark.skipif(not tvm.cuda(1 if "cuda:1" in command else 0).exist, reason="needs NVIDIA GPUs")
-            marks = [pytest.mark.gpu, absent]
+            marks = [pytest.mark.gpu, pytest.mark.timeout(300), absent]
         yield pytest.param(command, marks=marks, id=f"{document}: {command}")
 
 

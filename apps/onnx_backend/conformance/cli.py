@@ -147,7 +147,7 @@ def main() -> None:
     if unknown := set(arguments.config) - set(CONFIGURATIONS):
         parser.error(f"--config {''.join(sorted(unknown))}: configurations are {''.join(CONFIGURATIONS)}")
     if arguments.smoke:
-        arguments.every, arguments.write_docs = 500, False
+        arguments.every, arguments.workers, arguments.write_docs = 1000, 1, False
         arguments.results = Path(tempfile.mkdtemp())
     console = Console(emoji=False)
     _check_gpu(parser, arguments)

@@ -149,7 +149,8 @@ def python(folder, code, *args, **environment):
     script = folder / "script.py"
     script.write_text(code)
     command = [sys.executable, str(script), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -81,7 +81,7 @@ class ScoreTile:
         """Allocate registers, within the launch."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
         self.scores, self.weights = RegisterTile(self.keys), local(self.keys // 4, "uint32")
-        self.softmax = OnlineSoftmax(self.scores, 1.0 if self.scale is None else self.scale)
+        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow=self.scale is None)
         self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
     def begin(self, at: Coordinates, row: Expr, visible: Sequence[Expr], min_visible: Expr) -> None:

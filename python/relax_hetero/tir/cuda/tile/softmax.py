@@ -21,6 +21,8 @@ from ..core.launch import local, unrolled
 from .register_tile import ROW_LANES, RegisterTile, add, reduce_lanes, row_of
 
 LOG2_E = math.log2(math.e)
+_LOW = -1e38
+"""Scores below it are further apart than exponents of float32 reach, unless they are equal."""
 
 
 class OnlineSoftmax:
@@ -32,6 +34,9 @@ class OnlineSoftmax:
         Scores of a tile; after `update` the probabilities, not yet divided by the row's sum.
     scale : float
         Factor of the scores, fused into the exponents.
+    may_overflow : bool
+        Whether scores may be so low that their product with `LOG2_E` is -inf, as where a mask adds float32's minimum.
+        Rows of such scores then have a factor of 1: scores other than their maximum are too far from it to matter.
 
     Attributes
     ----------
@@ -40,8 +45,9 @@ class OnlineSoftmax:
         before the last `update`; for a lane's two rows.
     """
 
-    def __init__(self, scores: RegisterTile, scale: float) -> None:
+    def __init__(self, scores: RegisterTile, scale: float, may_overflow: bool = False) -> None:
         self.scores, self.factor = scores, scale * LOG2_E
+        self._row_factor = local(2, "float32") if may_overflow else None
         self.row_max, self.row_sum, self.rescale = (local(2, "float32") for _ in range(3))
         self._new_max, self._base = local(2, "float32"), local(2, "float32")
 
@@ -53,7 +59,6 @@ class OnlineSoftmax:
 
     def update(self) -> None:
         """Turn the scores of the next tile into probabilities; hidden scores are -inf."""
-        factor = T.float32(self.factor)
         for h in range(2):
             T.buffer_store(self._new_max, self.row_max[h], [h])
         self.scores.row_max(self._new_max)
@@ -61,13 +66,20 @@ class OnlineSoftmax:
             reduce_lanes(self._new_max, h, T.max, ROW_LANES)
             # Rows whose scores are all -inf subtract 0, as -inf - -inf is NaN.
             is_empty = self._new_max[h] == T.float32(-math.inf)
+            if self._row_factor is not None:
+                is_low = self._new_max[h] < T.float32(_LOW)
+                T.buffer_store(self._row_factor, T.Select(is_low, T.float32(1), T.float32(self.factor)), [h])
+            factor = self._factor(h)
             T.buffer_store(self._base, T.Select(is_empty, T.float32(0), self._new_max[h] * factor), [h])
             ptx.power_of_two(self.rescale[h], self.row_max[h] * factor - self._base[h])
             T.buffer_store(self.row_sum, self.row_sum[h] * self.rescale[h], [h])
             T.buffer_store(self.row_max, self._new_max[h], [h])
         with unrolled(self.scores.columns // 2) as i:
-            ptx.power_of_two(self.scores[i], self.scores[i] * factor - self._base[row_of(i)])
+            ptx.power_of_two(self.scores[i], self.scores[i] * self._factor(row_of(i)) - self._base[row_of(i)])
             T.buffer_store(self.row_sum, self.row_sum[row_of(i)] + self.scores[i], [row_of(i)])
+
+    def _factor(self, row: Expr) -> Expr:
+        return self._row_factor[row] if self._row_factor is not None else T.float32(self.factor)
 
     def finish(self) -> None:
         """Reduce row sums over the lanes of a row, after the last tile."""

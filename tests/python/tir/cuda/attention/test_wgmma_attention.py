@@ -99,6 +99,15 @@ def test_against_float64(name):
     check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng())
 
 
+@pytest.mark.parametrize("split_keys", [1, 2])
+def test_rows_that_a_mask_hides_by_the_lowest_float(split_keys):
+    lowest = np.zeros((1, 1, 5, 64), "float32")
+    lowest[..., 0, :] = lowest[..., 1, 32:] = lowest[..., 2, :32] = np.finfo("float32").min
+    one = half(1, 1, 1, 5, 64, 32, 32, mask=lowest, scores=ADDED)
+    plan = AttentionPlan(1, 32, 1, split_keys)
+    check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng())
+
+
 def test_no_keys_at_all():
     one = half(1, 1, 1, 3, 1, 32, 32, symbolic=True, mask=lines(1, 1, 3, 1), scores=ADDED, nan_to_zero=True)
     func = wgmma_attention_kernel(problem_of(one), GPU)
