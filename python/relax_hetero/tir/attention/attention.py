@@ -40,10 +40,10 @@ from ..core.builder import (
 )
 from ..core.work_split import part
 from ..math.vector_math import constant, exp_nonpositive
-from ..matmul import amx
-from ..matmul.amx import LEFT_TILES, RIGHT_TILES
-from ..matmul.fp16_partial_sums import mark_fp16_partial_sums
-from ..matmul.k_step import llvm_import
+from ..microkernel import amx
+from ..microkernel.amx import LEFT_TILES, RIGHT_TILES
+from ..microkernel.fp16_partial_sums import mark_fp16_partial_sums
+from ..microkernel.k_step import llvm_import
 from .attention_operands import pack_keys, pack_values, store_weights
 from .attention_spec import (
     DECODE_QUERIES,

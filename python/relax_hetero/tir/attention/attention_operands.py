@@ -26,8 +26,8 @@ from ..core.builder import (
     zeros,
 )
 from ..math.casts import cast
-from ..matmul.fp16_partial_sums import Fp16PartialSums, is_out_of_range
-from ..matmul.k_step import emit_step
+from ..microkernel.fp16_partial_sums import Fp16PartialSums, is_out_of_range
+from ..microkernel.k_step import emit_step
 from ..pack.tile_transpose import riffle
 from .attention_spec import AttentionSpec
 

@@ -24,7 +24,7 @@ from ..core.builder import (
 from ..elementwise import expression_code
 from ..math import vector_math
 from ..math.vector_math import exp_nonpositive, once
-from ..matmul.fp16_partial_sums import MIN_SQUARE
+from ..microkernel.fp16_partial_sums import MIN_SQUARE
 from ..pack.tile_transpose import riffle_orders
 from .attention_operands import accumulate, factors_of_scores, factors_of_values, store_weights, widen_queries
 from .attention_spec import AttentionSpec

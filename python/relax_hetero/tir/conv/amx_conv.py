@@ -32,8 +32,8 @@ from ..core.builder import (
 )
 from ..core.view import Coordinates
 from ..core.work_split import Split, part, unravel
-from ..matmul import amx
-from ..matmul.amx import LANES, LEFT_TILES, RIGHT_TILES
+from ..microkernel import amx
+from ..microkernel.amx import LANES, LEFT_TILES, RIGHT_TILES
 from .conv_spec import Convolution, channel_masks, split_rows
 
 # The plan of tiles: plain integers, no code.

@@ -32,6 +32,7 @@ from ..core.builder import (
     constant,
     either,
     lane_indices,
+    lane_mask,
     lane_numbers,
     let,
     loop,
@@ -43,7 +44,8 @@ from ..core.builder import (
 )
 from ..core.view import Coordinates
 from ..core.work_split import part, unravel
-from ..matmul.amx import scratch
+from ..microkernel.amx import scratch
+from ..microkernel.microkernel import VectorTile
 from .conv_spec import Convolution, channel_masks
 from .winograd_plan import Plan, Shape, make_plan
 
@@ -261,19 +263,18 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
         first = materialize(T.max(zero, minimum(group * rows, count - rows)))
         data = materialize(plane + first * work.distance)
         next_panel = materialize(start + work.depth * tile + group * (work.depth // unrolled * lines * LINE_ELEMENTS))
-        for number in range(rows * vectors):
-            registers[number] = zeros(conv.problem.acc_dtype, lanes)
+        sums = VectorTile(conv.dot, registers, rows, vectors, lanes)
+        sums.clear()
         with loop(work.depth // unrolled) as step:
             for line_number in range(lines):
                 prefetch(weight.data, next_panel + (step * lines + line_number) * (LINE_ELEMENTS))
             for channel in range(unrolled):
                 k = step * unrolled + channel
-                right = [_weights(work, start + k * tile, j) for j in range(vectors)]
-                for row in range(rows):
-                    left = let(broadcast(work.data[data + row * work.distance + k], lanes))
-                    for j in range(vectors):
-                        number = row * vectors + j
-                        registers[number] = registers[number] + left * right[j]
+                left, right = data + k, start + k * tile
+                sums.step(
+                    lambda row, left=left: work.data[left + row * work.distance],
+                    lambda j, right=right: _weights(work, right, j),
+                )
         for row in range(rows):
             for j in range(vectors):
                 to = line + (first + row) * work.width + j * lanes
@@ -285,10 +286,10 @@ def _weights(work: _Work, start: Expr, vector: int) -> Expr:
     left = weight.layout.tile(0) - vector * lanes
     index = lane_indices(start + vector * lanes, lanes)
     if left >= lanes:
-        return let(weight.data[index])
-    mask = lane_numbers(lanes) < broadcast(tirx.const(left, "int32"), lanes)
+        return weight.data[index]
+    mask = lane_mask(left, lanes)
     value = let(T.masked_load(vector_type(weight.dtype, lanes), weight.data, index, mask))
-    return let(T.Select(mask, value, zeros(weight.dtype, lanes)))
+    return T.Select(mask, value, zeros(weight.dtype, lanes))
 
 
 def _finish_panel(

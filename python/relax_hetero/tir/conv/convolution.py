@@ -16,7 +16,7 @@ from ...encoding.winograd import WINDOW
 from ...errors import EncodingError
 from ...target.amx_instructions import amx_instruction_for
 from ...target.cpu_target import CpuTarget
-from ...target.dot_instructions import DotInstruction, dot_instruction_for, widened_instruction
+from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ...target.element_types import bytes_of
 from ...target.tiles import MAX_PIXELS, conv_pixels
 from ..core.builder import (
@@ -34,15 +34,15 @@ from ..core.builder import (
     minimum,
     prefetch,
     vector_type,
-    when,
     zeros,
 )
 from ..core.ties import tied_to
 from ..core.work_split import part
-from ..matmul.amx import LLVM_TEXT, amx_or_vectors
-from ..matmul.fp16_partial_sums import Fp16PartialSums, is_out_of_range, mark_fp16_partial_sums
-from ..matmul.k_step import add_step, deinterleave_rows, lhs_group, llvm_import, rhs_groups, rows_group, zero
 from ..matmul.matmul import matmul_kernel
+from ..microkernel.amx import LLVM_TEXT, amx_or_vectors
+from ..microkernel.fp16_partial_sums import Fp16PartialSums, mark_fp16_partial_sums
+from ..microkernel.k_step import lhs_group, llvm_import, rhs_groups, zero
+from ..microkernel.microkernel import VectorTile
 from .amx_conv import amx_convolution, emit_amx_conv
 from .conv_geometry import Segment, Taps
 from .conv_products import as_product
@@ -168,15 +168,16 @@ def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> No
         size,
         lambda _, t, j: result_position(conv, tile.row, tile.first_pixel + t, panel.column + j * conv.lanes),
     )
+    sums = VectorTile(conv.dot, accs, conv.dot.whole_rows(width), panel.vectors, conv.lanes)
     if conv.dot.short:
-        _accumulate_fp16(conv, tile, accs)
+        _accumulate_fp16(conv, tile, sums)
     else:
         if registers.compensation is None:
-            _clear(conv, accs, conv.dot.whole_rows(width) * panel.vectors)
+            sums.clear()
         else:
             _start_compensated(conv, tile, registers.compensation, accs)
-        over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs)))
-        deinterleave_rows(conv.dot, accs, conv.dot.whole_rows(width), panel.vectors)
+        over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(sums)))
+        sums.deinterleave()
     store_pixels(
         conv, tile.row, tile.first_pixel, panel.column, size, panel.masks, lambda t, j: accs[t * panel.vectors + j]
     )
@@ -192,7 +193,7 @@ class _Sums:
         Whether partial sums of the whole window are added to the accumulators only at the end.
     """
 
-    accs: Registers
+    tile: VectorTile
     partial_sums: Fp16PartialSums | None = None
     is_deferred: bool = False
 
@@ -201,39 +202,35 @@ class _Sums:
         """Steps of a chain of fp16 partial sums, else 1."""
         return self.partial_sums.length if self.partial_sums else 1
 
-    def add(self, size: int, length: int, emit: Callable[[Expr, Any, Registers], None]) -> None:
-        """Write a sum of `size` products in chains of `length`; `emit` takes a start, a length and registers."""
+    def add(self, size: int, length: int, emit: Callable[[Expr, Any, VectorTile], None]) -> None:
+        """Write a sum of `size` products in chains of `length`; `emit` takes a start, a length and a tile."""
         if self.partial_sums is None:
-            emit(0, size, self.accs)
-        else:
-            (self.partial_sums.add_chains if self.is_deferred else self.partial_sums.add)(size, length, emit)
+            emit(0, size, self.tile)
+            return
+        add = self.partial_sums.add_chains if self.is_deferred else self.partial_sums.add
+        add(size, length, lambda first, count, sums: emit(first, count, replace(self.tile, sums=sums)))
 
 
-def _clear(conv: Convolution, accs: Registers, count: int) -> None:
-    for number in range(count):
-        accs[number] = zero(conv.dot, conv.lanes)
-
-
-def _accumulate_fp16(conv: Convolution, tile: ConvTile, accs: Registers) -> None:
+def _accumulate_fp16(conv: Convolution, tile: ConvTile, sums: VectorTile) -> None:
     """Accumulate with fp16 partial sums, and again in float32 if one is out of range."""
-    count = tile.segment.width * tile.panel.vectors
     tap_count = prod(window.size for window in conv.windows)
-    partial_sums = Fp16PartialSums(conv.dot, accs, count, conv.lanes)
+    partial_sums = Fp16PartialSums(conv.dot, sums.sums, sums.count, conv.lanes)
     outer_taps = tap_count // conv.windows[-1].size
     steps = ceil_div(conv.depth, conv.dot.k0)
     chains = sum(ceil_div(run.count * steps, partial_sums.length) for run in tile.segment.taps)
     is_deferred = outer_taps * chains <= MAX_FP16_CHAINS
-    _clear(conv, accs, count)
+    sums.clear()
     if is_deferred:
         partial_sums.begin()
-    over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(accs, partial_sums, is_deferred)))
+    over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(sums, partial_sums, is_deferred)))
     if is_deferred:
         partial_sums.finish()
-    with when(is_out_of_range([accs[number] for number in range(count)], tap_count * conv.depth, conv.lanes)):
-        _clear(conv, accs, count)
-        wide = replace(conv, dot=widened_instruction(conv.dot))
-        without_prefetch = replace(tile, prefetch=None)
-        over_taps(tile.row, lambda taps: _accumulate_row(wide, without_prefetch, taps, _Sums(accs)))
+
+    def accumulate_wide(wide: VectorTile) -> None:
+        wide_conv, without_prefetch = replace(conv, dot=wide.dot), replace(tile, prefetch=None)
+        over_taps(tile.row, lambda taps: _accumulate_row(wide_conv, without_prefetch, taps, _Sums(wide)))
+
+    sums.again_if_out_of_range(tap_count * conv.depth, accumulate_wide)
 
 
 def _start_compensated(conv: Convolution, tile: ConvTile, compensation: Registers, accs: Registers) -> None:
@@ -290,12 +287,11 @@ def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], sum
         start = materialize(tile.prefetch.start + steps_before * tile.prefetch.elements)
         panel_prefetch = PanelPrefetch(start, tile.prefetch.elements)
     for run in tile.segment.taps:
-        _accumulate(conv, tile.panel.vectors, run, (data, weight), panel_prefetch, sums)
+        _accumulate(conv, run, (data, weight), panel_prefetch, sums)
 
 
 def _accumulate(
     conv: Convolution,
-    vectors: int,
     run: Taps,
     start: tuple[Expr, Expr],
     panel_prefetch: PanelPrefetch | None,
@@ -308,58 +304,55 @@ def _accumulate(
     is_padded = conv.data.layout.tile(1) > 1
     steps, tail = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
 
-    def load_group(data: Expr, t: int, existing: int) -> Expr:
-        # A pixel without the tap adds zeros if a step multiplies it together with its neighbour.
-        existing = existing if run.begin <= t < run.end else 0
-        return let(lhs_group(dot, _left_factors(conv, data + t * window.stride * pixel_stride, existing)))
-
-    def emit_step(accs: Registers, tap: Expr, number: Expr, existing: int = dot.k0) -> None:
+    def emit_step(tile: VectorTile, tap: Expr, number: Expr, existing: int = dot.k0) -> None:
         data, weight = start
         data = data + (run.first + tap) * (window.dilation * pixel_stride) + number * (dot.k0 * channel_stride)
         weight = weight + (run.first + tap) * tap_stride + number * step_size
         if panel_prefetch is not None:
             steps_before = (run.first + tap) * ceil_div(conv.depth, dot.k0) + number
             _prefetch(conv, panel_prefetch.start + steps_before * panel_prefetch.elements, panel_prefetch.elements)
-        right = [let(_right_factors(conv, weight, j)) for j in range(vectors)]
-        for first in range(run.begin // dot.rows * dot.rows, run.end, dot.rows):
-            pixels = range(first, first + dot.rows)
-            group = rows_group([load_group(data, t, existing) for t in pixels])
-            for j in range(vectors):
-                add_step(dot, accs, [t * vectors + j for t in pixels], group, right[j], conv.lanes)
+
+        def left(t: int) -> Expr:
+            # A pixel without the tap adds zeros if a step multiplies it together with its neighbour.
+            count = existing if run.begin <= t < run.end else 0
+            return lhs_group(dot, _left_factors(conv, data + t * window.stride * pixel_stride, count))
+
+        rows = range(run.begin // dot.rows * dot.rows, run.end, dot.rows)
+        tile.step(left, lambda j: _right_factors(conv, weight, j), rows=rows)
 
     is_dense = pixel_stride * window.dilation == steps * dot.k0 * channel_stride and tap_stride == steps * step_size
     if tail == 0 and (is_dense or (isinstance(run.count, int) and run.count == 1)):
 
-        def emit_steps(first: Expr, count: Expr, accs: Registers) -> None:
+        def emit_steps(first: Expr, count: Expr, tile: VectorTile) -> None:
             # The channels of neighbouring taps are contiguous.
             with loop(count) as s:
-                emit_step(accs, 0, first + s)
+                emit_step(tile, 0, first + s)
 
         sums.add(run.count * steps, sums.chain_steps, emit_steps)
         return
 
-    def emit_channels(tap: Expr, first: Expr, count: int, accs: Registers) -> None:
+    def emit_channels(tap: Expr, first: Expr, count: int, tile: VectorTile) -> None:
         number, rest = divmod(count, dot.k0)
         begin = materialize(first // dot.k0)
         if number <= MAX_UNROLLED_STEPS:
             for s in range(number):
-                emit_step(accs, tap, begin + s)
+                emit_step(tile, tap, begin + s)
         else:
             with loop(number) as s:
-                emit_step(accs, tap, begin + s)
+                emit_step(tile, tap, begin + s)
         if rest:
-            emit_step(accs, tap, begin + number, rest)
+            emit_step(tile, tap, begin + number, rest)
 
-    def emit_taps(first: Expr, count: Expr, accs: Registers) -> None:
+    def emit_taps(first: Expr, count: Expr, tile: VectorTile) -> None:
         with loop(count) as tap:
-            emit_channels(first + tap, 0, channels, accs)
+            emit_channels(first + tap, 0, channels, tile)
 
     channels = steps * dot.k0 + tail
     if steps < MAX_UNROLLED_STEPS:
         sums.add(run.count, max(1, sums.chain_steps // (steps + (tail > 0))), emit_taps)
         return
     with loop(run.count) as tap:
-        sums.add(channels, sums.chain_steps * dot.k0, lambda first, count, accs: emit_channels(tap, first, count, accs))
+        sums.add(channels, sums.chain_steps * dot.k0, lambda first, count, tile: emit_channels(tap, first, count, tile))
 
 
 def _left_factors(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:

@@ -23,8 +23,8 @@ from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, ceil_div, constant, lane_indices, lane_mask, let, loop, materialize, minimum, zeros
 from ..core.work_split import part, split_work
 from ..math.casts import bfloat16_bits
-from . import amx
-from .amx import LANES, LEFT_TILES, RIGHT_TILES
+from ..microkernel import amx
+from ..microkernel.amx import LANES, LEFT_TILES, RIGHT_TILES
 from .block_spec import BlockSpec, emit_row_sums, for_columns, store_row
 
 MIN_ROWS = 16

@@ -41,10 +41,10 @@ from ..core.builder import (
 )
 from ..core.view import Coordinates, OperandView, extent_of, raw_type
 from ..core.work_split import Split, part, split_work, unravel
+from ..microkernel import amx
+from ..microkernel.amx import LANES, LEFT_TILES, RIGHT_TILES
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows
-from . import amx
-from .amx import LANES, LEFT_TILES, RIGHT_TILES
 from .matmul_spec import MatmulSpec
 
 # A row-major right operand, such as an activation, is packed for AMX panel by panel, just before the product reads it.

@@ -47,10 +47,10 @@ from ..core.builder import (
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import part, split_work
 from ..math.vector_math import ROUNDER, ROUNDER_BITS
+from ..microkernel.k_step import emit_step
+from ..microkernel.microkernel import FMAS_IN_FLIGHT
 from .block_spec import BlockSpec, BlockTile, for_columns, store_row
-from .k_step import emit_step
 from .matmul_spec import emit_cases, row_cases
-from .matmul_tile import FMAS_IN_FLIGHT
 from .weight_bytes import ByteReader, byte_order
 
 # A panel of weights is unpacked to scratch once for all rows of a block, as bytes and float32 scales, in the order in

@@ -27,14 +27,15 @@ from ..core.ties import tied_to
 from ..core.view import Coordinates, OperandView, extent_of
 from ..core.work_split import Split, part, split_work, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
+from ..microkernel.amx import LLVM_TEXT, amx_or_vectors
+from ..microkernel.fp16_partial_sums import mark_fp16_partial_sums
+from ..microkernel.k_step import llvm_import
+from ..microkernel.microkernel import FMAS_IN_FLIGHT
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
-from .amx import LLVM_TEXT, amx_or_vectors
 from .amx_matmul import emit_amx_product, supports_amx
-from .fp16_partial_sums import mark_fp16_partial_sums
-from .k_step import llvm_import
 from .matmul_spec import Case, KRange, MatmulSpec, Sweep, emit_cases, make_tile, row_cases
-from .matmul_tile import FMAS_IN_FLIGHT, accumulator_count, emit_tile, k_blocks
+from .matmul_tile import accumulator_count, emit_tile, k_blocks
 
 # Approximate rows of a block (mc): with one block of k, they fill half of the L2 cache. Blocks have equal sizes,
 # because each reads the whole right operand, however few its rows (measured for 128 rows and weights in memory: one

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import DotInstruction, widened_instruction
+from ...target.dot_instructions import DotInstruction
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -27,12 +27,10 @@ from ..core.builder import (
     zeros,
 )
 from ..core.view import Coordinates, OperandView
-from .fp16_partial_sums import Fp16PartialSums, is_out_of_range
-from .k_step import add_step, deinterleave_rows, lhs_group, rhs_groups, rows_group, zero
+from ..microkernel.fp16_partial_sums import Fp16PartialSums
+from ..microkernel.k_step import lhs_group, rhs_groups, zero
+from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
 from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
-
-# Multiply-adds in flight that fill the pipelines: 4 cycles of latency times 2 per cycle on all supported cores.
-FMAS_IN_FLIGHT = 8
 
 # Bytes of a row of the left operand in a block of k (kc): 32 columns of that length are a fraction of the L2 cache. The
 # error of a sum of random numbers grows with their count, that of a sum of block sums with its square root.
@@ -57,20 +55,19 @@ def accumulator_count(dot: DotInstruction, rows: int, vectors: int) -> int:
 
 def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     """Write the code of a tile for a range of k; `accs` has at least `accumulator_count` registers."""
-    rows = spec.dot.whole_rows(tile.rows)
-    count = rows * tile.vectors
-    banks = _bank_count(spec, tile, rows)
+    sums = VectorTile(spec.dot, accs, spec.dot.whole_rows(tile.rows), tile.vectors, spec.lanes)
+    banks = _bank_count(spec, tile, sums.rows)
     if k.whole:
         spec.epilogue.prefetch("m", (tile.rows, tile.vectors), lambda view, i, j: position_in(spec, tile, view, i, j))
     starts_at_zero = spec.dot.short > 0 or spec.dot.rows > 1
     if starts_at_zero:
-        _clear(spec, accs, range(count))
+        sums.clear()
     else:
-        either(k.first, lambda: _initialize(spec, tile, accs), lambda: _clear(spec, accs, range(count)))
+        either(k.first, lambda: _initialize(spec, tile, accs), sums.clear)
     add = _accumulate_fp16 if spec.dot.short else _accumulate_banks
-    _accumulate_blocks(spec, k, accs, count, lambda block: add(spec, tile, accs, block, banks))
+    _accumulate_blocks(spec, k, sums, lambda block: add(spec, tile, sums, block, banks))
     if not spec.dot.short:
-        deinterleave_rows(spec.dot, accs, rows, tile.vectors)
+        sums.deinterleave()
     if starts_at_zero and spec.init is not None:
         with when(k.first):
             _add_operand(spec, tile, spec.init, accs)
@@ -78,11 +75,6 @@ def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
         with when(tirx.Not(k.first)):
             _add_operand(spec, tile, spec.result, accs)
     either(k.last, lambda: _store_result(spec, tile, accs), lambda: _store_partial_sums(spec, tile, accs))
-
-
-def _clear(spec: MatmulSpec, accs: Registers, numbers: range) -> None:
-    for number in numbers:
-        accs[number] = zero(spec.dot, spec.lanes)
 
 
 def _bank_count(spec: MatmulSpec, tile: Tile, rows: int) -> int:
@@ -98,54 +90,44 @@ def _bank_count(spec: MatmulSpec, tile: Tile, rows: int) -> int:
     return max(1, min(FMAS_IN_FLIGHT, spec.registers - panel) // (rows * panel))
 
 
-def _accumulate_blocks(spec: MatmulSpec, k: KRange, accs: Registers, count: int, add: Callable[[KRange], None]) -> None:
+def _accumulate_blocks(spec: MatmulSpec, k: KRange, sums: VectorTile, add: Callable[[KRange], None]) -> None:
     """Accumulate a range of k with `add`; all of k in blocks with separate sums, which limits rounding errors."""
     blocks, block = k_blocks(spec)
     if "float" not in spec.dot.types[2] or not k.whole or (isinstance(blocks, int) and blocks == 1):
         add(k)
         return
-    totals = Registers(count, spec.dot.types[2], spec.lanes)
-    for number in range(count):
-        totals[number] = zero(spec.dot, spec.lanes)
+    totals = replace(sums, sums=Registers(sums.count, spec.dot.types[2], spec.lanes))
+    totals.clear()
     with loop(materialize(blocks)) as number:
         begin = materialize(number) * block
         add(KRange(begin, materialize(minimum(begin + block, k.end)), True, True))
-        for acc in range(count):
-            totals[acc] = totals[acc] + accs[acc]
-        _clear(spec, accs, range(count))
-    for number in range(count):
-        accs[number] = totals[number]
+        for acc in range(sums.count):
+            totals.sums[acc] = totals.sums[acc] + sums.sums[acc]
+        sums.clear()
+    for acc in range(sums.count):
+        sums.sums[acc] = totals.sums[acc]
 
 
-def _accumulate_banks(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, banks: int) -> None:
+def _accumulate_banks(spec: MatmulSpec, tile: Tile, sums: VectorTile, k: KRange, banks: int) -> None:
     """Accumulate a range of k in `banks` banks, and add them up."""
-    count = spec.dot.whole_rows(tile.rows) * tile.vectors
-    other_banks = range(count, count * banks)
-    _clear(spec, accs, other_banks)
-    _accumulate(spec, tile, accs, k, banks)
-    for acc in other_banks:
-        accs[acc % count] = accs[acc % count] + accs[acc]
+    sums.clear(1, banks - 1)
+    _accumulate(spec, tile, sums, k, banks)
+    sums.add_banks(banks)
 
 
-def _accumulate_fp16(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, banks: int) -> None:
+def _accumulate_fp16(spec: MatmulSpec, tile: Tile, sums: VectorTile, k: KRange, banks: int) -> None:
     """Accumulate a range of k with fp16 partial sums, and again in float32 if one is out of range."""
-    count = tile.rows * tile.vectors
 
     def accumulate_steps(first: Expr, size: Expr, registers: Registers) -> None:
         begin = k.begin + first
-        _accumulate(spec, tile, registers, KRange(begin, begin + size, True, True), banks)
+        _accumulate(spec, tile, replace(sums, sums=registers), KRange(begin, begin + size, True, True), banks)
 
-    partial_sums = Fp16PartialSums(spec.dot, accs, count, spec.lanes, banks)
+    partial_sums = Fp16PartialSums(spec.dot, sums.sums, sums.count, spec.lanes, banks)
     partial_sums.add(k.size, partial_sums.length * spec.dot.k0, accumulate_steps)
-
-    def masked_sum(number: int) -> Expr:
-        mask = mask_in(spec, tile, spec.rhs, number % tile.vectors)
-        return accs[number] if mask is None else T.Select(mask, accs[number], zero(spec.dot, spec.lanes))
-
-    with when(is_out_of_range([masked_sum(number) for number in range(count)], k.size, spec.lanes)):
-        _clear(spec, accs, range(count))
-        wide = replace(spec, dot=widened_instruction(spec.dot))
-        _accumulate(wide, replace(tile, sweep=None), accs, k, 1)
+    masks = [mask_in(spec, tile, spec.rhs, j) for j in range(tile.vectors)]
+    sums.again_if_out_of_range(
+        k.size, lambda wide: _accumulate(replace(spec, dot=wide.dot), replace(tile, sweep=None), wide, k, 1), masks
+    )
 
 
 def _initialize(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
@@ -180,23 +162,18 @@ def _compensation(spec: MatmulSpec, tile: Tile, j: int) -> Expr | None:
     return sums if sign > 0 else zero(spec.dot, spec.lanes) - sums
 
 
-def _accumulate(spec: MatmulSpec, tile: Tile, accs: Registers, k: KRange, banks: int) -> None:
+def _accumulate(spec: MatmulSpec, tile: Tile, sums: VectorTile, k: KRange, banks: int) -> None:
     dot, k0 = spec.dot, spec.dot.k0
-    rows = dot.whole_rows(tile.rows)
 
-    def load_lhs_group(i: int, at_k: Expr, k_left: Expr | None) -> Expr:
+    def left(i: int, at_k: Expr, k_left: Expr | None) -> Expr:
         coordinates = {**tile.batch, "m": row_in(tile, spec.lhs, min(i, tile.rows - 1)), "k": at_k}
-        return let(lhs_group(dot, _left_factors(spec, coordinates, k_left)))
+        return lhs_group(dot, _left_factors(spec, coordinates, k_left))
+
+    def right(j: int, at_k: Expr, k_left: Expr | None) -> Expr:
+        return rhs_groups(dot, _right_factors(spec, tile, at_k, j, k_left), spec.lanes)
 
     def emit_step(at_k: Expr, bank: int, k_left: Expr | None = None) -> None:
-        right = [
-            let(rhs_groups(dot, _right_factors(spec, tile, at_k, j, k_left), spec.lanes)) for j in range(tile.vectors)
-        ]
-        for first in range(0, rows, dot.rows):
-            group = rows_group([load_lhs_group(first + i, at_k, k_left) for i in range(dot.rows)])
-            for j in range(tile.vectors):
-                numbers = [(bank * rows + first + i) * tile.vectors + j for i in range(dot.rows)]
-                add_step(dot, accs, numbers, group, right[j], spec.lanes)
+        sums.step(lambda i: left(i, at_k, k_left), lambda j: right(j, at_k, k_left), bank)
 
     size = k.size
     steps = materialize(size // k0)

@@ -40,12 +40,12 @@ from ..core.builder import (
 from ..core.view import OperandView, extent_of
 from ..core.work_split import part, split_work, tasks_for
 from ..elementwise.expression_code import EpilogueCode
-from . import amx
+from ..microkernel import amx
+from ..microkernel.microkernel import FMAS_IN_FLIGHT
 from .amx_blocks import MIN_ROWS, amx_for_blocks, emit_amx_blocks
 from .block_dots import byte_dot_instruction, emit_block_dots
 from .block_spec import BlockSpec, BlockTile, clamped_rows, emit_row_sums, for_columns, store_row
 from .matmul_spec import emit_cases, row_cases
-from .matmul_tile import FMAS_IN_FLIGHT
 from .weight_unpacking import PanelReader
 
 PREFETCH_ROWS = 16

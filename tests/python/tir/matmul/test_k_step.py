@@ -20,7 +20,7 @@ from relax_hetero.target.dot_instructions import (
     widened_instruction,
 )
 from relax_hetero.tir.core.builder import Function, Registers, lane_indices, loop
-from relax_hetero.tir.matmul.k_step import FORMS, emit_step, lhs_group, llvm_import, rhs_groups, zero
+from relax_hetero.tir.microkernel.k_step import FORMS, emit_step, lhs_group, llvm_import, rhs_groups, zero
 
 TARGETS = {
     "avx512": {"kind": "llvm", "mcpu": "x86-64-v4", "mattr": ["+avx512vnni", "+avx512bf16"]},

@@ -50,7 +50,7 @@ from ...core.builder import (
 from ...core.work_split import part, tasks_for
 from ...math.casts import cast
 from ...math.vector_math import ROUNDER, clamp, constant, exp_nonpositive, tanh
-from ...matmul import amx
+from ...microkernel import amx
 from .heads import emit_head
 from .spec import BLOCK_PAGES, MIN_SCORE, Page, Plan, Tensors, Unit, page_of, plan_for, slot_position, table_entry
 

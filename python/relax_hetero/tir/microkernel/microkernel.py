@@ -1,0 +1,211 @@
+"""The micro-kernel: a tile of accumulators, and the k-steps that add products to it.
+
+Both back ends have the same interface. `clear` sets the accumulators to zero, and `step` adds one k-step, the outer
+product of the factors of the tile's rows and of its vectors of columns. The kernel says how factors are addressed, with
+``left(i)`` for row i and ``right(j)`` for vector j::
+
+    tile.clear()
+    with loop(steps) as k:
+        tile.step(lambda i: left(k, i), lambda j: right(k, j))
+
+`VectorTile` accumulates in vector registers, and factors are values; `AmxTile` in AMX tiles, and factors are addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tvm.script.ir_builder import tirx as T
+
+from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
+from ...target.dot_instructions import DotInstruction, widened_instruction
+from ..core.builder import Expr, Registers, ceil_div, let, when, zeros
+from . import amx
+from .fp16_partial_sums import MIN_SQUARE, is_out_of_range
+from .k_step import add_step, deinterleave_rows, rows_group
+
+FMAS_IN_FLIGHT = 8
+"""Multiply-adds that fill the pipelines: 4 cycles of latency times 2 per cycle on all supported cores."""
+
+
+@dataclass(frozen=True)
+class VectorTile:
+    """Accumulators in vector registers: number ``i * vectors + j`` is vector j of row i.
+
+    Attributes
+    ----------
+    dot : DotInstruction
+        Instruction that multiplies.
+    sums : Registers
+        Accumulators; several banks of them may alternate between steps.
+    rows, vectors : int
+        Size of the tile; rows are a multiple of `DotInstruction.rows`.
+    lanes : int
+        Lanes of an accumulator.
+    """
+
+    dot: DotInstruction
+    sums: Registers
+    rows: int
+    vectors: int
+    lanes: int
+
+    @property
+    def count(self) -> int:
+        """Accumulators of a bank."""
+        return self.rows * self.vectors
+
+    def clear(self, first_bank: int = 0, banks: int = 1) -> None:
+        """Set the accumulators of some banks to zero."""
+        for number in range(first_bank * self.count, (first_bank + banks) * self.count):
+            self.sums[number] = zeros(self.dot.types[2], self.lanes)
+
+    def step(
+        self,
+        left: Callable[[int], Expr],
+        right: Callable[[int], Expr],
+        bank: int = 0,
+        rows: Iterable[int] | None = None,
+    ) -> None:
+        """Add a k-step.
+
+        Parameters
+        ----------
+        left : callable
+            Function from a row to its factor, as `k_step.lhs_group` returns it.
+        right : callable
+            Function from a vector to its factors, as `k_step.rhs_groups` returns them.
+        bank : int
+            Bank of accumulators.
+        rows : iterable of int, optional
+            First rows of the groups of `DotInstruction.rows` that take part; by default all.
+        """
+        rights = [let(right(j)) for j in range(self.vectors)]
+        for first in range(0, self.rows, self.dot.rows) if rows is None else rows:
+            group = rows_group([let(left(first + i)) for i in range(self.dot.rows)])
+            for j in range(self.vectors):
+                numbers = [bank * self.count + (first + i) * self.vectors + j for i in range(self.dot.rows)]
+                add_step(self.dot, self.sums, numbers, group, rights[j], self.lanes)
+
+    def add_banks(self, banks: int) -> None:
+        """Add the accumulators of all other banks to the first."""
+        for number in range(self.count, self.count * banks):
+            self.sums[number % self.count] = self.sums[number % self.count] + self.sums[number]
+
+    def deinterleave(self) -> None:
+        """Reorder accumulators to vectors of rows, after the last step."""
+        deinterleave_rows(self.dot, self.sums, self.rows, self.vectors)
+
+    def again_if_out_of_range(
+        self,
+        terms: Expr,
+        accumulate: Callable[[VectorTile], None],
+        masks: Sequence[Expr | None] | None = None,
+        min_square: float = MIN_SQUARE,
+    ) -> None:
+        """Accumulate again in float32, if fp16 partial sums left the range of their type.
+
+        Parameters
+        ----------
+        terms : PrimExpr or int
+            Number of products in each accumulator.
+        accumulate : callable
+            Function that accumulates all of them in a tile with a wider instruction.
+        masks : sequence of (PrimExpr or None), optional
+            Relevant lanes of each vector; None: all.
+        min_square : float
+            Minimum mean square of products; 0 if the loss of small products does not matter.
+        """
+        existing = []
+        for number in range(self.count):
+            mask = masks[number % self.vectors] if masks else None
+            total = self.sums[number]
+            existing.append(total if mask is None else T.Select(mask, total, zeros("float32", self.lanes)))
+        with when(is_out_of_range(existing, terms, self.lanes, min_square)):
+            self.clear()
+            accumulate(replace(self, dot=widened_instruction(self.dot)))
+
+
+def pair_heights(rows: int) -> tuple[int, int]:
+    """Rows of the two tiles of a pair; 0 for the second if one tile is enough."""
+    return (ceil_div(rows, 2), rows // 2) if rows > TILE_ROWS else (rows, 0)
+
+
+@dataclass(frozen=True)
+class AmxTile:
+    """Accumulators in AMX tiles: a pair of tiles of rows, or one, by one or two tiles of columns.
+
+    Attributes
+    ----------
+    instruction : AmxInstruction
+    heights : tuple of (PrimExpr or int)
+        Rows of the two tiles of a pair; 0 for the second if there is only one.
+    vectors : int
+        Number of tiles of columns.
+    streamed : bool
+        Whether loads of rows bypass the L1 cache.
+    """
+
+    instruction: AmxInstruction
+    heights: tuple[Expr, Expr]
+    vectors: int
+    streamed: bool = False
+
+    @property
+    def row_tiles(self) -> tuple[int, ...]:
+        """The tiles of a pair that exist."""
+        return (0,) if isinstance(self.heights[1], int) and self.heights[1] == 0 else (0, 1)
+
+    @property
+    def sums(self) -> list[tuple[int, int, int]]:
+        """Accumulators: the number of each, of its tile of rows and of its tile of columns."""
+        return [(2 * i + j, i, j) for j in range(self.vectors) for i in self.row_tiles]
+
+    def first_row(self, i: int) -> Expr:
+        """First row of tile i of the pair."""
+        return self.heights[0] if i else 0
+
+    def configure(self, right_rows: int = TILE_ROWS, left_bytes: int = TILE_BYTES) -> None:
+        """Configure the tiles, for a task; `right_rows` of a tile of columns, `left_bytes` of a row's factors."""
+        first, second = self.heights[0], self.heights[1] if len(self.row_tiles) > 1 else 1
+        rows = [first, first, second, second, first, second, right_rows, right_rows]
+        amx.configure(rows, [TILE_BYTES] * 4 + [left_bytes] * 2 + [TILE_BYTES] * 2)
+
+    def clear(self) -> None:
+        """Set the accumulators to zero."""
+        for tile, _, _ in self.sums:
+            amx.clear(tile)
+
+    def step(
+        self, left: Callable[[int], tuple[Expr, Expr]], right: Callable[[int], tuple[Expr, Expr]] | None = None
+    ) -> None:
+        """Add a k-step: all loads, then all products.
+
+        Parameters
+        ----------
+        left, right : callable
+            Function from a tile of rows or of columns to the address of its factors, and the distance of their rows in
+            bytes. Without `right`, factors of columns are those of the step before.
+        """
+        for j in range(self.vectors):
+            if right is not None:
+                amx.load(amx.RIGHT_TILES[j], *right(j))
+            for i in self.row_tiles if j == 0 else ():
+                amx.load(amx.LEFT_TILES[i], *left(i), streamed=self.streamed)
+        for tile, i, j in self.sums:
+            amx.multiply(self.instruction, tile, amx.LEFT_TILES[i], amx.RIGHT_TILES[j])
+
+    def store(self, memory: Any, start: Expr, distance: Expr) -> None:
+        """Store the accumulators as rows of 4-byte numbers, `distance` numbers apart."""
+        self._move(amx.store, memory, start, distance)
+
+    def load(self, memory: Any, start: Expr, distance: Expr) -> None:
+        """Load the accumulators from where `store` wrote them."""
+        self._move(amx.load, memory, start, distance)
+
+    def _move(self, move: Callable[[int, Expr, Expr], None], memory: Any, start: Expr, distance: Expr) -> None:
+        for tile, i, j in self.sums:
+            at = start + (self.first_row(i) * distance + j * amx.LANES)
+            move(tile, amx.address(memory, at), distance * 4)
