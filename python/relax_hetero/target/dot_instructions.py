@@ -43,7 +43,7 @@ class DotInstruction:
     types : tuple of str
         Element types of left operand, right operand and accumulator.
     form : str
-        Key of `relax_hetero.tir.matmul.k_step.FORMS`, which emits the code.
+        Key of `relax_hetero.tir.microkernel.k_step.FORMS`, which emits the code.
     k0 : int
         Number of k values of a step; the right operand is packed with innermost tiles of k0 along k.
     instruction : str
@@ -88,6 +88,9 @@ class DotInstruction:
 _VECTOR = ("avx512", "avx2", "sse", "neon")
 _ANY = (*_VECTOR, "generic")
 
+FLOAT32_FMA = DotInstruction("fma", _ANY, (), ("float32",) * 3, "fma")
+"""Multiply-adds of float32, which every CPU has."""
+
 _U8S8 = ("uint8", "int8", "int32")
 _S8S8 = ("int8", "int8", "int32")
 _S8U8 = ("int8", "uint8", "int32")
@@ -116,7 +119,8 @@ _I8MM = (("neon",), ("i8mm",))
 # Sources: Intel SDM vol. 2 (VPDPBUSD, VDPBF16PS, PMADDWD, VCVTPH2PS); Arm ARM (SDOT, UDOT, BFDOT, SMMLA, UMMLA, USMMLA,
 # BFMMLA).
 DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
-    *(DotInstruction("fma", _ANY, (), (t, t, t), "fma") for t in ("float32", "float64")),
+    FLOAT32_FMA,
+    DotInstruction("fma", _ANY, (), ("float64",) * 3, "fma"),
     *(DotInstruction("mla", _ANY, (), (t, t, t), "fma", temporaries=2) for t in ("int32", "uint32")),
     DotInstruction("mla", _ANY, (), ("int64",) * 3, "fma", temporaries=7),
     # bytes

@@ -6,28 +6,25 @@ are packed, a block of keys at a time; left factors are queries, widened if they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import DotInstruction, widened_instruction
 from ..core.builder import (
     Expr,
-    Registers,
     ceil_div,
     either,
     lane_indices,
-    let,
     loop,
     materialize,
     minimum,
     vector_type,
-    when,
     zeros,
 )
 from ..math.casts import cast
-from ..microkernel.fp16_partial_sums import Fp16PartialSums, is_out_of_range
-from ..microkernel.k_step import emit_step
+from ..microkernel.fp16_partial_sums import Fp16PartialSums
+from ..microkernel.microkernel import VectorTile
 from ..pack.tile_transpose import riffle
 from .attention_spec import AttentionSpec
 
@@ -141,45 +138,29 @@ def accumulate(
     steps: Expr,
     left: Factor,
     right: Callable[[Expr, int], Expr],
-    exact: tuple[list[Expr | None], float] = ([], 0.0),
+    exact: tuple[Sequence[Expr | None] | None, float] = (None, 0.0),
 ) -> None:
     """Accumulate ``left(i, k) * right(k, j)`` over steps k, from zeros, for ``size`` rows i and vectors j.
 
     For fp16 partial sums, `exact` has the relevant lanes of each vector (None: all), and the minimum mean square of
     products (`is_out_of_range`).
     """
-    (rows, vectors), accs, lanes = size, spec.registers, spec.blocks.lanes
-    count = rows * vectors
+    tile = VectorTile(spec.dot, spec.registers, *size, spec.blocks.lanes)
 
-    def emit(dot: DotInstruction, first: Expr, size: Expr, registers: Registers) -> None:
-        with loop(size) as number:
+    def add_steps(tile: VectorTile, first: Expr, count: Expr) -> None:
+        with loop(count) as number:
             k = first + number
-            rights = [let(right(k, j)) for j in range(vectors)]
-            for i in range(rows):
-                factor = let(left(i, k))
-                for j in range(vectors):
-                    acc = i * vectors + j
-                    registers[acc] = emit_step(dot, registers[acc], factor, rights[j], lanes)
+            tile.step(lambda i: left(i, k), lambda j: right(k, j))
 
-    def clear() -> None:
-        for number in range(count):
-            accs[number] = zeros("float32", lanes)
-
-    clear()
+    tile.clear()
     if not spec.dot.short:
-        emit(spec.dot, 0, steps, accs)
+        add_steps(tile, 0, steps)
         return
-    partial_sums = Fp16PartialSums(spec.dot, accs, count, lanes)
-    partial_sums.add(steps, partial_sums.length, lambda first, size, registers: emit(spec.dot, first, size, registers))
-    masks, min_square = exact
-    zero_vector = zeros("float32", lanes)
-    existing = []
-    for number in range(count):
-        mask = masks[number % vectors]
-        existing.append(accs[number] if mask is None else T.Select(mask, accs[number], zero_vector))
-    with when(is_out_of_range(existing, steps * spec.dot.k0, lanes, min_square)):
-        clear()
-        emit(widened_instruction(spec.dot), 0, steps, accs)
+    partial_sums = Fp16PartialSums(spec.dot, tile.sums, tile.count, tile.lanes)
+    partial_sums.add(
+        steps, partial_sums.length, lambda first, count, sums: add_steps(replace(tile, sums=sums), first, count)
+    )
+    tile.again_if_out_of_range(steps * spec.dot.k0, lambda wide: add_steps(wide, 0, steps), *exact)
 
 
 def factors_of_scores(spec: AttentionSpec, at: dict[str, Expr], row: Expr) -> Factor:

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ...encoding.problem import AttentionProblem, Operand
 from ...target.amx_instructions import TILE_ROWS, amx_instruction_for
 from ...target.cpu_target import CpuTarget
-from ...target.dot_instructions import DotInstruction, dot_instruction_for
+from ...target.dot_instructions import FLOAT32_FMA, DotInstruction, dot_instruction_for
 from ...target.element_types import HALF_TYPES
 from ...target.tiles import tile_sizes
 from ..core.builder import (
@@ -318,11 +318,9 @@ def _is_decode(problem: AttentionProblem) -> bool:
 
 def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
     """The instruction that accumulates products: two terms per step if the CPU and the layouts allow it."""
-    single = dot_instruction_for(cpu, *("float32",) * 3)
-    assert single is not None, "every CPU multiplies float32"
     dtype = problem.query.dtype
     dot = dot_instruction_for(cpu, dtype, dtype, "float32", by_rows=True) if dtype in HALF_TYPES else None
-    return dot if dot is not None and dot.form in _PAIRED_FORMS and _is_paired(problem, dtype) else single
+    return dot if dot is not None and dot.form in _PAIRED_FORMS and _is_paired(problem, dtype) else FLOAT32_FMA
 
 
 def _is_paired(problem: AttentionProblem, dtype: str) -> bool:

@@ -283,7 +283,7 @@ class _QueryTile(QueryRows):
                 steps,
                 factor,
                 lambda k, j: self._load_scratch(values + k * blocks.columns + j * self.lanes),
-                ([None] * len(masks), MIN_SQUARE),
+                (None, MIN_SQUARE),
             )
 
         def finish() -> None:

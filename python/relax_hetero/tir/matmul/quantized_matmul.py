@@ -21,6 +21,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import QuantizedMatmulProblem
 from ...target.cpu_target import CpuTarget
+from ...target.dot_instructions import FLOAT32_FMA
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -30,7 +31,6 @@ from ..core.builder import (
     ceil_div,
     either,
     int64,
-    let,
     loop,
     materialize,
     minimum,
@@ -41,7 +41,7 @@ from ..core.view import OperandView, extent_of
 from ..core.work_split import part, split_work, tasks_for
 from ..elementwise.expression_code import EpilogueCode
 from ..microkernel import amx
-from ..microkernel.microkernel import FMAS_IN_FLIGHT
+from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
 from .amx_blocks import MIN_ROWS, amx_for_blocks, emit_amx_blocks
 from .block_dots import byte_dot_instruction, emit_block_dots
 from .block_spec import BlockSpec, BlockTile, clamped_rows, emit_row_sums, for_columns, store_row
@@ -115,8 +115,8 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
     has_few_rows = isinstance(spec.m, int) and spec.m // max(1, spec.problem.experts) <= PREFETCH_ROWS
     prefetches = spec.lanes > 1 and has_few_rows and plan.form.bits < 8
     prefetches_chain = prefetches and spec.chain <= MAX_PREFETCHED_CHAIN
-    for number in range(count * len(chains)):
-        accs[number] = zeros("float32", lanes)
+    chain_sums = VectorTile(FLOAT32_FMA, accs, tile.rows, spec.vectors, lanes)
+    chain_sums.clear(banks=len(chains))
 
     if prefetches_chain:
         for start in starts:
@@ -131,12 +131,12 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
             readers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
         for step in range(steps):
             for c in range(len(chains)):
-                right = [let(number_at(step)) for number_at in readers[c]]
-                for i in range(tile.rows):
-                    left = broadcast(spec.lhs.data[rows[c][i] + number * plan.group + step], lanes)
-                    for j in range(spec.vectors):
-                        acc = c * count + i * spec.vectors + j
-                        accs[acc] = accs[acc] + left * right[j]
+                at_k = number * plan.group + step
+                chain_sums.step(
+                    lambda i, c=c, at_k=at_k: spec.lhs.data[rows[c][i] + at_k],
+                    lambda j, c=c, step=step: readers[c][j](step),
+                    bank=c,
+                )
 
     groups, tail = divmod(size, plan.group)
     if groups:

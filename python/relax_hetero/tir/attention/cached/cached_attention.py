@@ -26,6 +26,7 @@ from ....encoding.pages import PAGE
 from ....encoding.problem import CachedAttentionProblem
 from ....errors import EncodingError
 from ....target.cpu_target import CpuTarget
+from ....target.dot_instructions import FLOAT32_FMA
 from ....target.element_types import bytes_of
 from ...core.builder import (
     CACHE_LINE_BYTES,
@@ -51,6 +52,7 @@ from ...core.work_split import part, tasks_for
 from ...math.casts import cast
 from ...math.vector_math import ROUNDER, clamp, constant, exp_nonpositive, tanh
 from ...microkernel import amx
+from ...microkernel.microkernel import VectorTile
 from .heads import emit_head
 from .spec import BLOCK_PAGES, MIN_SCORE, Page, Plan, Tensors, Unit, page_of, plan_for, slot_position, table_entry
 
@@ -174,19 +176,13 @@ def _products(
     prefetch_step: Callable[[Expr], None] | None = None,
 ) -> Registers:
     """Sums over steps of ``left(k, row) * right(k, vector)``, row by row; `prefetch_step` adds code to a step."""
-    sums = Registers(rows * vectors, "float32", lanes)
-    for number in range(rows * vectors):
-        sums[number] = zeros("float32", lanes)
+    tile = VectorTile(FLOAT32_FMA, Registers(rows * vectors, "float32", lanes), rows, vectors, lanes)
+    tile.clear()
     with loop(steps) as k:
         if prefetch_step is not None:
             prefetch_step(k)
-        factors = [let(right(k, vector)) for vector in range(vectors)]
-        for row in range(rows):
-            factor = let(broadcast(left(k, row), lanes))
-            for vector in range(vectors):
-                number = row * vectors + vector
-                sums[number] = sums[number] + factor * factors[vector]
-    return sums
+        tile.step(lambda row: left(k, row), lambda vector: right(k, vector))
+    return tile.sums
 
 
 def _prefetcher(unit: Unit, page: Page, start: Expr, each: int) -> Callable[[Expr], None] | None:
