@@ -9,7 +9,6 @@ row maximum rescales earlier sums (Milakov and Gimelshein, "Online normalizer ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -41,9 +40,9 @@ from ..core.builder import (
 from ..core.work_split import part
 from ..math.vector_math import constant, exp_nonpositive
 from ..microkernel import amx
-from ..microkernel.amx import LEFT_TILES, RIGHT_TILES
 from ..microkernel.fp16_partial_sums import mark_fp16_partial_sums
 from ..microkernel.k_step import llvm_import
+from ..microkernel.microkernel import AmxTile, pair_heights
 from .attention_operands import pack_keys, pack_values, store_weights
 from .attention_spec import (
     DECODE_QUERIES,
@@ -71,12 +70,9 @@ _SOFTMAX_ROWS = 4
 _WORD_BYTES = 4  # an element of scratch: a float32, or a pair of bfloat16
 
 
-def begin_amx_task(spec: AttentionSpec) -> None:
+def begin_amx_task(spec: AttentionSpec, instruction: AmxInstruction) -> None:
     """Begin a task: configure tiles, and clear packed keys after their width, up to a whole k-step."""
-    first, second = _heights(spec)
-    second = second or 1
-    # Rows of four accumulators, two left tiles and two right tiles.
-    amx.configure([first, first, second, second, first, second, TILE_ROWS, TILE_ROWS])
+    _amx_tile(spec, instruction).configure()
     blocks = spec.blocks
     padded_pairs, pairs = blocks.width // 2, spec.sizes["d"] // 2
     if padded_pairs == pairs:
@@ -116,10 +112,9 @@ def emit_amx_queries(
         tiles.values()
 
 
-def _heights(spec: AttentionSpec) -> tuple[int, int]:
-    """Queries of the two tiles of a pair; 0 for the second if there is only one."""
-    rows = spec.blocks.rows
-    return (ceil_div(rows, 2), rows // 2) if rows > TILE_ROWS else (rows, 0)
+def _amx_tile(spec: AttentionSpec, instruction: AmxInstruction) -> AmxTile:
+    """The accumulators of queries by keys, or by elements of values."""
+    return AmxTile(instruction, pair_heights(spec.blocks.rows), spec.blocks.vectors)
 
 
 class _AmxQueryTiles(QueryRows):
@@ -136,52 +131,32 @@ class _AmxQueryTiles(QueryRows):
         span: Span,
     ) -> None:
         super().__init__(spec, at, row, 0 if spec.blocks.is_single else row_in_block, rows, span)
-        self.instruction = instruction
-        self.heights = _heights(spec)
-        self.left_tiles = (0, 1) if self.heights[1] else (0,)
-        self.accumulators = [(2 * i + j, i, j) for j in range(self.vectors) for i in self.left_tiles]
+        self.tile = _amx_tile(spec, instruction)
         self.steps = materialize(ceil_div(self.count, spec.blocks.columns))
         """Number of pairs of tiles of keys, and of k-steps along keys."""
 
-    def _address(self, start: Expr) -> Expr:
-        return amx.address(self.spec.scratch, start)
-
     def _multiply(self, left: Expr, distance: int, right: Expr) -> None:
         """Write a k-step of 64 bytes: left factors, with rows `distance` elements apart, times right factors."""
-        columns = self.spec.blocks.columns
-        for j in range(self.vectors):
-            amx.load(RIGHT_TILES[j], self._address(right + j * self.lanes), columns * _WORD_BYTES)
-        for i in self.left_tiles:
-            offset = self.heights[0] * distance if i else 0
-            amx.load(LEFT_TILES[i], self._address(left + offset), distance * _WORD_BYTES)
-        for tile, i, j in self.accumulators:
-            amx.multiply(self.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
+        columns, scratch = self.spec.blocks.columns, self.spec.scratch
 
-    def _clear(self) -> None:
-        for tile, _, _ in self.accumulators:
-            amx.clear(tile)
+        def address(start: Expr, distance: int) -> tuple[Expr, Expr]:
+            return amx.address(scratch, start), distance * _WORD_BYTES
 
-    def _move_accumulators(self, start: Expr, distance: int, move: Callable[[int, Expr, Expr], None]) -> None:
-        """Load or store accumulators at `start`, with rows `distance` elements apart, using `move`."""
-        for tile, i, j in self.accumulators:
-            offset = self.heights[0] * distance if i else 0
-            move(tile, self._address(start + (offset + j * self.lanes)), distance * _WORD_BYTES)
+        self.tile.step(
+            lambda i: address(left + self.tile.first_row(i) * distance, distance),
+            lambda j: address(right + j * self.lanes, columns),
+        )
 
     # -- scores
 
     def copy_queries(self) -> None:
         """Copy the queries to scratch, with zeros after their width."""
         spec, view = self.spec, self.spec.query
-        line_elements = TILE_BYTES // bytes_of(view.nominal)
-        whole_lines, tail = divmod(spec.sizes["d"], line_elements)
-        distance = spec.blocks.query_distance
+        width_bytes = spec.sizes["d"] * bytes_of(view.nominal)
         with loop(self.rows) as r:
             source = materialize(view.address({**self.at, "m": self.row + r}))
-            target = materialize(spec.at("queries") + r * distance)
-            for number in range(whole_lines + (tail > 0)):
-                count = TILE_BYTES if number < whole_lines else tail * bytes_of(view.nominal)
-                target_address = self._address(target + number * (TILE_BYTES // _WORD_BYTES))
-                amx.copy_line(amx.address(view.data, source + number * line_elements), target_address, count)
+            target = materialize(spec.at("queries") + r * spec.blocks.query_distance)
+            amx.copy_bytes((view.data, source), (spec.scratch, target), width_bytes)
 
     def scores(self) -> None:
         """Write products of queries and keys to scratch."""
@@ -190,11 +165,11 @@ class _AmxQueryTiles(QueryRows):
         queries, scores = materialize(spec.at("queries")), materialize(spec.at("scores"))
         with loop(self.steps) as panel:
             keys = materialize(spec.at("keys") + panel * (depth * blocks.columns))
-            self._clear()
+            self.tile.clear()
             for step in range(depth // TILE_ROWS):
                 left = queries + step * (TILE_BYTES // _WORD_BYTES)
                 self._multiply(left, blocks.query_distance, keys + step * (TILE_ROWS * blocks.columns))
-            self._move_accumulators(scores + panel * blocks.columns, blocks.score_distance, amx.store)
+            self.tile.store(spec.scratch, scores + panel * blocks.columns, blocks.score_distance)
 
     def _visible_lanes(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
         # The loops over a row visit visible keys only.
@@ -269,13 +244,13 @@ class _AmxQueryTiles(QueryRows):
             start = materialize(spec.at("partial") + self.within * distance + panel * blocks.columns)
 
             if self.online:
-                either(self.is_first, self._clear, partial(self._move_accumulators, start, distance, amx.load))
+                either(self.is_first, self.tile.clear, partial(self.tile.load, spec.scratch, start, distance))
             else:
-                self._clear()
+                self.tile.clear()
             with loop(self.steps) as step:
                 left = materialize(weights + step * (TILE_BYTES // _WORD_BYTES))
                 self._multiply(left, blocks.weight_distance, materialize(values + step * (TILE_ROWS * blocks.columns)))
-            self._move_accumulators(start, distance, amx.store)
+            self.tile.store(spec.scratch, start, distance)
         with when(self.is_last if self.online else True), loop(self.rows) as r:
             average = self._row_factor(r) if not self.online else let(self._average(self._state("sums", r)))
             for j, mask in enumerate(spec.value_masks):
@@ -379,7 +354,7 @@ def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
     blocks, sizes = spec.blocks, spec.sizes
     instruction = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.uses_amx else None
     if instruction is not None:
-        begin_amx_task(spec)
+        begin_amx_task(spec, instruction)
     query_blocks = materialize(ceil_div(sizes["m"], blocks.queries))
     block_count = materialize(sizes["b"] * sizes["h"] * query_blocks)
     begin, end = part(block_count, blocks.tasks, task)

@@ -33,7 +33,8 @@ from ..core.builder import (
 from ..core.view import Coordinates
 from ..core.work_split import Split, part, unravel
 from ..microkernel import amx
-from ..microkernel.amx import LANES, LEFT_TILES, RIGHT_TILES
+from ..microkernel.amx import LANES
+from ..microkernel.microkernel import AmxTile
 from .conv_spec import Convolution, channel_masks, split_rows
 
 # The plan of tiles: plain integers, no code.
@@ -363,6 +364,10 @@ class AmxConvolution:
         """Bytes of an element of the data and the weight."""
         return bytes_of(self.conv.data.dtype)
 
+    def tile(self, lefts: int) -> AmxTile:
+        """The accumulators of one or two tiles of pixels."""
+        return AmxTile(self.instruction, (self.plan.height, self.plan.height * (lefts - 1)), self.plan.vectors)
+
     @property
     def outer_extents(self) -> list[Expr]:
         """Extents of the batch and of all but the last two dimensions of the result, which blocks do not divide."""
@@ -400,8 +405,7 @@ class _Task:
         # the number of pixels in common with the tile before.
         self.outer_rank = len(tiles.outer_extents)
         self.pending = amx.PendingRows(1 + self.outer_rank + 6)
-        left_bytes = plan.run.step_bytes
-        amx.configure([plan.height] * 6 + [plan.run.groups] * 2, [TILE_BYTES] * 4 + [left_bytes] * 2 + [TILE_BYTES] * 2)
+        tiles.tile(2).configure(plan.run.groups, plan.run.step_bytes)
 
 
 def _last(windows: Sequence[Window]) -> Window:
@@ -550,19 +554,7 @@ class _Block:
         self._copy_bytes(source, target + first + run.shared * GROUP_BYTES, pixel_bytes - first)
 
     def _copy_bytes(self, source: Expr, target: Expr, count: int) -> None:
-        lines, tail = divmod(count, TILE_BYTES)
-        data, size = self.conv.data.data, self.tiles.element_bytes
-
-        def copy(line: Expr, count: int) -> None:
-            source_address = amx.address(data, source + line * (TILE_BYTES // size))
-            target_address = amx.address(self.task.copied, materialize(target + line * TILE_BYTES))
-            amx.copy_line(source_address, target_address, count)
-
-        if lines:
-            with loop(lines) as line:
-                copy(line, TILE_BYTES)
-        if tail:
-            copy(tirx.const(lines, "int64"), tail)
+        amx.copy_bytes((self.conv.data.data, source), (self.task.copied, target), count)
 
     def sweep(self, chunk: Expr) -> None:
         """Compute all pixels of the block, for a chunk of output channels."""
@@ -630,9 +622,8 @@ class _Pair:
         tiles, plan, block = self.tiles, self.plan, self.block
         left_tiles = [self._tile_pixels(i) for i in range(lefts)]
         starts = [materialize(block.tile_start(row, first)) for row, first, _ in left_tiles]
-        sums = [(2 * i + j, i, j) for j in range(plan.vectors) for i in range(lefts)]
-        for tile, _, _ in sums:
-            amx.clear(tile)
+        tile = tiles.tile(lefts)
+        tile.clear()
         outer = [window.size for window in tiles.windows]
         run = plan.run
         unit_bytes = 1 if plan.copy is not None else tiles.element_bytes
@@ -645,10 +636,10 @@ class _Pair:
                     group = T.min(group, int64((run.steps - 1) * run.groups - run.shared))
                 groups = (outer_tap * tiles.conv.windows[-1].size + tap) * tiles.tap_groups + group * tiles.group_stride
                 weight = materialize(self.weight + groups * (tiles.group_bytes // tiles.element_bytes))
-                self._step([materialize(start + offset) for start in starts], weight, sums)
+                self._step(tile, [materialize(start + offset) for start in starts], weight)
                 self._prefetch(weight)
                 _finish_pending(self.task, ceil_div(2 * plan.height, tiles.steps))
-        self._finish(left_tiles, sums)
+        self._finish(tile, left_tiles)
 
     def _tile_pixels(self, i: int) -> tuple[Expr, Expr, Expr]:
         """Row in the block and first pixel of a tile, and its number of pixels in common with the tile before."""
@@ -661,8 +652,7 @@ class _Pair:
         first = materialize(T.min(unclamped, tirx.const(last, "int64")))
         return row, first, materialize(unclamped - first)
 
-    def _step(self, lefts: list[Expr], weight: Expr, sums: list[tuple[int, int, int]]) -> None:
-        """Write a k-step: all loads, then all products."""
+    def _step(self, tile: AmxTile, lefts: list[Expr], weight: Expr) -> None:
         tiles, plan = self.tiles, self.plan
         data = tiles.conv.data.data if plan.copy is None else self.task.copied
         window = tiles.conv.windows[-1]
@@ -670,14 +660,12 @@ class _Pair:
             stride: Expr = window.stride * plan.copy.pixel_stride
         else:
             stride = window.stride * tiles.conv.data.stride(f"x{len(tiles.conv.windows) - 1}") * tiles.element_bytes
-        for j in range(plan.vectors):
-            right = weight + j * TILE_BYTES // tiles.element_bytes
-            row_stride = tiles.group_bytes * tiles.group_stride
-            amx.load(RIGHT_TILES[j], amx.address(tiles.conv.weight.data, right), row_stride)
-            for i, left in enumerate(lefts) if j == 0 else ():
-                amx.load(LEFT_TILES[i], amx.address(data, left), stride)
-        for tile, i, j in sums:
-            amx.multiply(tiles.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
+        element_bytes, row_stride = tiles.element_bytes, tiles.group_bytes * tiles.group_stride
+
+        def right(j: int) -> tuple[Expr, Expr]:
+            return amx.address(tiles.conv.weight.data, weight + j * TILE_BYTES // element_bytes), row_stride
+
+        tile.step(lambda i: (amx.address(data, lefts[i]), stride), right)
 
     def _prefetch(self, weight: Expr) -> None:
         """Prefetch this step's share of the next panel."""
@@ -692,12 +680,10 @@ class _Pair:
             position = weight + panel + (first + i) * (TILE_BYTES // tiles.element_bytes)
             amx.prefetch(amx.address(tiles.conv.weight.data, position))
 
-    def _finish(self, left_tiles: list[tuple[Expr, Expr, Expr]], sums: list[tuple[int, int, int]]) -> None:
+    def _finish(self, tile: AmxTile, left_tiles: list[tuple[Expr, Expr, Expr]]) -> None:
         """Store the accumulators, and make their pixels pending."""
         task, height = self.task, self.plan.height
-        for tile, i, j in sums:
-            begin = i * height * (2 * LANES) + j * LANES
-            amx.store(tile, amx.address(task.sums, tirx.const(begin, "int64")), 2 * TILE_BYTES)
+        tile.store(task.sums, int64(0), 2 * LANES)
         destination = [self.column, *self.block.outer]
         for row, first, overlap in left_tiles:
             destination += [self.block.first_row + row, first, overlap]

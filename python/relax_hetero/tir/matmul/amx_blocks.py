@@ -20,11 +20,24 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction, amx_instruction_for
 from ...target.cpu_target import CpuTarget
-from ..core.builder import Expr, ceil_div, constant, lane_indices, lane_mask, let, loop, materialize, minimum, zeros
+from ..core.builder import (
+    Expr,
+    ceil_div,
+    constant,
+    int64,
+    lane_indices,
+    lane_mask,
+    let,
+    loop,
+    materialize,
+    minimum,
+    zeros,
+)
 from ..core.work_split import part, split_work
 from ..math.casts import bfloat16_bits
 from ..microkernel import amx
-from ..microkernel.amx import LANES, LEFT_TILES, RIGHT_TILES
+from ..microkernel.amx import LANES
+from ..microkernel.microkernel import AmxTile, pair_heights
 from .block_spec import BlockSpec, emit_row_sums, for_columns, store_row
 
 MIN_ROWS = 16
@@ -62,7 +75,7 @@ class _Loops:
     """Sizes, and the code of each loop."""
 
     def __init__(self, spec: BlockSpec, instruction: AmxInstruction) -> None:
-        self.spec, self.instruction = spec, instruction
+        self.spec = spec
         self.terms = _ACTIVATION_TERMS[16 if spec.plan.form.is_plain else spec.problem.activation_bits]
         depth, columns = spec.problem.depth, spec.problem.panel
         self.step_k = _MAX_STEP if spec.chain % _MAX_STEP == 0 or spec.chains == 1 else TILE_ROWS
@@ -75,10 +88,7 @@ class _Loops:
         self.row_bytes = (ceil_div(self.terms * self.steps * self.step_k * 2, TILE_BYTES) | 1) * TILE_BYTES
         rows = 2 * TILE_ROWS
         self.height = ceil_div(spec.m, ceil_div(spec.m, rows)) if isinstance(spec.m, int) else rows
-        first = self.height if self.height <= TILE_ROWS else ceil_div(self.height, 2)
-        self.heights = (first, self.height - first)
-        self.row_tiles = (0, 1) if self.heights[1] else (0,)
-        self.accumulators = [(2 * i + j, i, j) for j in (0, 1) for i in self.row_tiles]
+        self.tile = AmxTile(instruction, pair_heights(self.height), 2, streamed=True)
         self.block_pairs = max(1, ROW_BLOCK_BYTES // (rows * self.row_bytes))
         if isinstance(spec.m, int):
             self.block_pairs = min(self.block_pairs, ceil_div(spec.m, self.height))
@@ -86,7 +96,7 @@ class _Loops:
     def write(self, cpu: CpuTarget) -> None:
         spec, problem = self.spec, self.spec.problem
         pairs, panels = materialize(ceil_div(spec.m, self.height)), ceil_div(problem.columns, problem.panel)
-        work = ceil_div(problem.depth * self.terms, self.instruction.rate)
+        work = ceil_div(problem.depth * self.terms, self.tile.instruction.rate)
         split = split_work(cpu.cores, 1, pairs, panels, (self.height, problem.panel), work)
         with loop(split.tasks, parallel=split.tasks > 1) as task:
             self.row_terms = amx.scratch(self.block_pairs * self.height * self.row_bytes // 2, "uint16")
@@ -94,11 +104,7 @@ class _Loops:
             self._allocate_scales()
             self.products = amx.scratch(self.height * problem.panel, "float32")
             self.totals = amx.scratch(self.height * problem.panel, "float32")
-            first, second = self.heights[0], self.heights[1] or 1
-            # Rows, and bytes of a row, of four accumulators, two left tiles and two right tiles.
-            right_rows = [self.step_k // 2] * 2
-            widths = [TILE_BYTES] * 4 + [2 * self.step_k] * 2 + [TILE_BYTES] * 2
-            amx.configure([first, first, second, second, first, second, *right_rows], widths)
+            self.tile.configure(self.step_k // 2, 2 * self.step_k)
             _, row_part, column_part = split.parts_of(task)
             first_m, last_m = part(pairs, split.rows, row_part)
             first_n, last_n = part(panels, split.columns, column_part)
@@ -208,13 +214,10 @@ class _Loops:
         chains = ceil_div(self.steps, self.chain_steps)
         with loop(chains) as chain:
             first = materialize(chain * self.chain_steps)
-            for tile, _, _ in self.accumulators:
-                amx.clear(tile)
+            self.tile.clear()
             with loop(materialize(minimum(self.steps - first, self.chain_steps)) if chains > 1 else self.steps) as step:
                 self._step(row_in_block, materialize(first + step))
-            for tile, i, j in self.accumulators:
-                start = (self.heights[0] if i else 0) * columns + j * LANES
-                amx.store(tile, amx.address(self.products, start), columns * 4)
+            self.tile.store(self.products, int64(0), columns)
             self._add_scaled(count, row_in_block, chain)
 
         def store(masks: list[Expr]) -> None:
@@ -228,18 +231,19 @@ class _Loops:
         """Add the products of a k-step's terms of weights and of rows."""
         columns, step_k = self.spec.problem.panel, self.step_k
         for weight_term in range(self.weight_terms):
-            for j in (0, 1):
-                start = weight_term * self.panel_words + step * (step_k // 2 * columns) + j * LANES
-                amx.load(RIGHT_TILES[j], amx.address(self.weights, start), columns * 4)
+            weights = weight_term * self.panel_words + step * (step_k // 2 * columns)
             # Products of two small terms are below the last bit of the sum.
             for term in range(max(1, self.terms - weight_term)):
-                for i in self.row_tiles:
-                    start = (row_in_block + (self.heights[0] if i else 0)) * (self.row_bytes // 2) + (
-                        term * self.steps + step
-                    ) * step_k
-                    amx.load(LEFT_TILES[i], amx.address(self.row_terms, start), self.row_bytes, streamed=True)
-                for tile, i, j in self.accumulators:
-                    amx.multiply(self.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
+                at = (term * self.steps + step) * step_k
+
+                def left(i: int, at: Expr = at) -> tuple[Expr, Expr]:
+                    row = row_in_block + self.tile.first_row(i)
+                    return amx.address(self.row_terms, row * (self.row_bytes // 2) + at), self.row_bytes
+
+                def right(j: int, weights: Expr = weights) -> tuple[Expr, Expr]:
+                    return amx.address(self.weights, weights + j * LANES), columns * 4
+
+                self.tile.step(left, right if term == 0 else None)
 
     def _add_scaled(self, count: Expr, row_in_block: Expr, chain: Expr) -> None:
         """Add the scaled sums of a chain to the totals."""

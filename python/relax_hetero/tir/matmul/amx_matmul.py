@@ -15,6 +15,7 @@ Measured on a Xeon (Sapphire Rapids, 2 MiB of L2), where such a step takes 20 ns
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -42,7 +43,8 @@ from ..core.builder import (
 from ..core.view import Coordinates, OperandView, extent_of, raw_type
 from ..core.work_split import Split, part, split_work, unravel
 from ..microkernel import amx
-from ..microkernel.amx import LANES, LEFT_TILES, RIGHT_TILES
+from ..microkernel.amx import LANES
+from ..microkernel.microkernel import AmxTile, pair_heights
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows
 from .matmul_spec import MatmulSpec
@@ -195,14 +197,12 @@ class _ProductPlan:
 
     Attributes
     ----------
-    heights : tuple of (PrimExpr or int)
-        Rows of the two tiles of a pair of tiles of rows; the second is 0 if a pair is a single tile.
-    column_tiles : int
-        Tiles of columns in a panel.
+    tile : AmxTile
+        A pair of tiles of rows by the tiles of columns of a panel.
     element_bytes : int
         Bytes of an element of the factors.
-    steps, tail_bytes : int
-        Whole k-steps of a row, and the bytes after them.
+    row_bytes : int
+        Bytes of a row of the left operand.
     block_pairs : int
         Maximum number of pairs of tiles in a block of rows.
     copy_stride : int
@@ -214,13 +214,10 @@ class _ProductPlan:
     """
 
     spec: MatmulSpec
-    instruction: AmxInstruction
     batch: tuple[str, ...]
-    heights: tuple[Expr, Expr]
-    column_tiles: int
+    tile: AmxTile
     element_bytes: int
-    steps: int
-    tail_bytes: int
+    row_bytes: int
     block_pairs: int
     copy_stride: int
     k_blocks: int
@@ -230,7 +227,7 @@ class _ProductPlan:
     @property
     def pair_height(self) -> Expr:
         """Number of rows of a pair."""
-        return self.heights[0] + self.heights[1]
+        return self.tile.heights[0] + self.tile.heights[1]
 
     @property
     def max_pair_height(self) -> int:
@@ -238,19 +235,19 @@ class _ProductPlan:
         return self.pair_height if isinstance(self.pair_height, int) else 2 * TILE_ROWS
 
     @property
-    def row_tiles(self) -> tuple[int, ...]:
-        """The tiles of a pair that exist."""
-        return (0,) if isinstance(self.heights[1], int) and self.heights[1] == 0 else (0, 1)
+    def steps(self) -> int:
+        """Whole k-steps of a row."""
+        return self.row_bytes // TILE_BYTES
 
     @property
-    def accumulators(self) -> list[tuple[int, int, int]]:
-        """Accumulator tiles: the number of each, of its left and of its right tile."""
-        return [(2 * i + j, i, j) for j in range(self.column_tiles) for i in self.row_tiles]
+    def tail_bytes(self) -> int:
+        """Bytes of a row after the last whole step."""
+        return self.row_bytes % TILE_BYTES
 
     @property
     def step_bytes(self) -> int:
         """Bytes of a panel that a step multiplies."""
-        return TILE_ROWS * self.column_tiles * TILE_BYTES
+        return TILE_ROWS * self.tile.vectors * TILE_BYTES
 
 
 class _Task:
@@ -265,7 +262,7 @@ class _Task:
         self.copied_rows = amx.scratch(rows * product.copy_stride, "int8") if product.copy_stride else None
         self.tail_groups = amx.scratch(product.step_bytes, "int8") if product.tail_bytes else None
         self.partials = amx.scratch(product.block_pairs * 4 * TILE_ROWS * LANES, acc) if product.k_blocks > 1 else None
-        self.panels = RightPanels.of(spec, product.instruction.k0) if is_row_major(spec.rhs) else None
+        self.panels = RightPanels.of(spec, product.tile.instruction.k0) if is_row_major(spec.rhs) else None
         self.right_data = spec.rhs.data if self.panels is None else self.panels.buffer
         # Destination: the first row, the column, batch coordinates.
         self.pending = amx.PendingRows(2 + len(product.batch))
@@ -273,10 +270,7 @@ class _Task:
             with loop(product.step_bytes // TILE_BYTES) as line:
                 empty = T.broadcast(T.int8(0), TILE_BYTES)
                 T.buffer_store(self.tail_groups, empty, [lane_indices(line * TILE_BYTES, TILE_BYTES)])
-        first = product.heights[0]
-        second = product.heights[1] if len(product.row_tiles) > 1 else 1
-        # Rows of four accumulators, two left tiles and two right tiles.
-        amx.configure([first, first, second, second, first, second, TILE_ROWS, TILE_ROWS])
+        product.tile.configure()
 
 
 def emit_amx_product(
@@ -291,7 +285,7 @@ def emit_amx_product(
     batch_count = materialize(prod(extents.values()))
     max_height = height if isinstance(height, int) else 2 * TILE_ROWS
     split = split_work(cpu.cores, batch_count, pairs, panels, (max_height, panel), ceil_div(spec.k, instruction.rate))
-    product = _plan_product(spec, instruction, tuple(batch), heights, panel, pairs, split)
+    product = _plan_product(spec, tuple(batch), AmxTile(instruction, heights, panel // LANES, True), pairs, split)
     tasks_have_whole_rows = isinstance(split.columns, int) and split.columns == 1
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(product)
@@ -323,7 +317,7 @@ def _heights(m: Expr) -> tuple[Expr, tuple[Expr, Expr]]:
     max_height = 2 * TILE_ROWS
     if isinstance(m, int):
         height = ceil_div(m, ceil_div(m, max_height))
-        return height, ((ceil_div(height, 2), height // 2) if height > TILE_ROWS else (height, 0))
+        return height, pair_heights(height)
     count = materialize(ceil_div(m, max_height))
     height = materialize(tirx.floordiv(m + (count - 1), count))
     first = materialize(ceil_div(height, 2))
@@ -331,17 +325,12 @@ def _heights(m: Expr) -> tuple[Expr, tuple[Expr, Expr]]:
 
 
 def _plan_product(
-    spec: MatmulSpec,
-    instruction: AmxInstruction,
-    batch: tuple[str, ...],
-    heights: tuple[Expr, Expr],
-    panel: int,
-    pairs: Expr,
-    split: Split,
+    spec: MatmulSpec, batch: tuple[str, ...], tile: AmxTile, pairs: Expr, split: Split
 ) -> _ProductPlan:
     element_bytes = bytes_of(spec.lhs.dtype)
     row_bytes = spec.k * element_bytes
     steps, tail_bytes = divmod(row_bytes, TILE_BYTES)
+    panel = tile.vectors * LANES
     panels = ceil_div(spec.n, panel)
     is_packed = not is_row_major(spec.rhs)
     task_panels = ceil_div(panels, split.columns) if isinstance(split.columns, int) else panels
@@ -355,10 +344,9 @@ def _plan_product(
     copy_stride = ((ceil_div(row_bytes, TILE_BYTES) | 1) * TILE_BYTES) if tail_bytes or conflicts else 0
     k_blocks = ceil_div(steps, MAX_K_BLOCK_STEPS) if steps > MAX_K_BLOCK_STEPS and block_pairs > 1 else 1
     is_prefetched = is_packed and many_rows and panels * panel * row_bytes > PREFETCH_BYTES
-    column_tiles = panel // LANES
-    prefetched_lines = ceil_div(TILE_ROWS * column_tiles, block_pairs) if is_prefetched else 0
+    prefetched_lines = ceil_div(TILE_ROWS * tile.vectors, block_pairs) if is_prefetched else 0
     return _ProductPlan(
-        spec, instruction, batch, heights, column_tiles, element_bytes, steps, tail_bytes, block_pairs, copy_stride,
+        spec, batch, tile, element_bytes, row_bytes, block_pairs, copy_stride,
         k_blocks, ceil_div(steps, k_blocks), prefetched_lines,
     )  # fmt: skip
 
@@ -371,22 +359,13 @@ def _first_row(product: _ProductPlan, pair: Expr) -> Expr:
 def _copy_rows(task: _Task, at: Coordinates, begin: Expr, end: Expr) -> None:
     """Copy the rows of a block, each with zeros after its end."""
     product = task.product
-    lhs, line_elements = product.spec.lhs, TILE_BYTES // product.element_bytes
+    lhs = product.spec.lhs
     with loop(end - begin) as pair:
         first = _first_row(product, begin + pair)
         with loop(product.pair_height) as r:
             source = materialize(lhs.address({**at, "m": first + r, "k": tirx.const(0, "int64")}))
             target = materialize((pair * product.pair_height + r) * product.copy_stride)
-
-            def copy(s: Expr, count: int, source: Expr = source, target: Expr = target) -> None:
-                line_address = amx.address(task.copied_rows, target + s * TILE_BYTES)
-                amx.copy_line(amx.address(lhs.data, source + s * line_elements), line_address, count)
-
-            if product.steps:
-                with loop(product.steps) as s:
-                    copy(s, TILE_BYTES)
-            if product.tail_bytes:
-                copy(product.steps, product.tail_bytes)
+            amx.copy_bytes((lhs.data, source), (task.copied_rows, target), product.row_bytes)
 
 
 def _sweep_panels(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], panels: tuple[Expr, Expr]) -> None:
@@ -414,7 +393,7 @@ def _sweep_panel(task: _Task, at: Coordinates, pairs: tuple[Expr, Expr], column:
     product = task.product
     begin, end = pairs
     if product.tail_bytes:
-        with loop(ceil_div(product.tail_bytes, TILE_BYTES // TILE_ROWS) * product.column_tiles) as line:
+        with loop(ceil_div(product.tail_bytes, TILE_BYTES // TILE_ROWS) * product.tile.vectors) as line:
             position = start + (product.steps * product.step_bytes + line * TILE_BYTES) // product.element_bytes
             amx.copy_line(amx.address(task.right_data, position), amx.address(task.tail_groups, line * TILE_BYTES))
     with loop(product.k_blocks) as k_block, loop(end - begin) as number:
@@ -444,7 +423,7 @@ class _Pair:
         """Accumulate a block of k; store the accumulators, or make the rows pending after the last block."""
         product = self.product
         has_blocks = product.k_blocks > 1
-        either(k_block == 0 if has_blocks else True, self._clear, self._load_partial_sums)
+        either(k_block == 0 if has_blocks else True, product.tile.clear, self._load_partial_sums)
         first = materialize(k_block * product.block_steps) if has_blocks else 0
         if product.steps:
             end = materialize(minimum(first + product.block_steps, product.steps)) if has_blocks else product.steps
@@ -455,25 +434,21 @@ class _Pair:
                 _finish_pending(self.task, ceil_div(product.max_pair_height, min_steps))
         either(k_block == product.k_blocks - 1 if has_blocks else True, self._finish, self._store_partial_sums)
 
-    def _clear(self) -> None:
-        for tile, _, _ in self.product.accumulators:
-            amx.clear(tile)
-
     def _partial_address(self, tile: int) -> Expr:
         return amx.address(self.task.partials, (self.pair_in_block * 4 + tile) * (TILE_ROWS * LANES))
 
     def _load_partial_sums(self) -> None:
-        for tile, _, _ in self.product.accumulators:
+        for tile, _, _ in self.product.tile.sums:
             amx.load(tile, self._partial_address(tile), TILE_BYTES)
 
     def _store_partial_sums(self) -> None:
-        for tile, _, _ in self.product.accumulators:
+        for tile, _, _ in self.product.tile.sums:
             amx.store(tile, self._partial_address(tile), TILE_BYTES)
 
-    def _left_tile(self, i: int, step: Expr) -> tuple[Expr, Expr]:
+    def _left_tile(self, step: Expr, i: int) -> tuple[Expr, Expr]:
         """Address and stride of a tile of rows."""
         product, lhs = self.product, self.product.spec.lhs
-        first = product.heights[0] if i else 0
+        first = product.tile.first_row(i)
         if product.copy_stride:
             row = self.pair_in_block * product.pair_height + first
             start = row * product.copy_stride + step * TILE_BYTES
@@ -481,24 +456,14 @@ class _Pair:
         at = {**self.at, "m": self.first_row + first, "k": int64(step * (TILE_BYTES // product.element_bytes))}
         return amx.address(lhs.data, lhs.address(at)), lhs.stride("m") * product.element_bytes
 
-    def _right_tile(self, j: int, step: Expr) -> Expr:
-        """Address of a tile of columns."""
-        product = self.product
-        offset = self.panel_start + (step * product.step_bytes + j * TILE_BYTES) // product.element_bytes
-        return amx.address(self.task.right_data, offset)
-
-    def _load_and_multiply(self, rights: list[Expr], step: Expr) -> None:
-        """Write a k-step: all loads, then all products."""
-        product = self.product
-        for j, right in enumerate(rights):
-            amx.load(RIGHT_TILES[j], right, product.column_tiles * TILE_BYTES)
-            for i in product.row_tiles if j == 0 else ():
-                amx.load(LEFT_TILES[i], *self._left_tile(i, step), streamed=True)
-        for tile, i, j in product.accumulators:
-            amx.multiply(product.instruction, tile, LEFT_TILES[i], RIGHT_TILES[j])
-
     def _step(self, step: Expr) -> None:
-        self._load_and_multiply([self._right_tile(j, step) for j in range(self.product.column_tiles)], step)
+        product = self.product
+
+        def right(j: int) -> tuple[Expr, Expr]:
+            offset = self.panel_start + (step * product.step_bytes + j * TILE_BYTES) // product.element_bytes
+            return amx.address(self.task.right_data, offset), product.tile.vectors * TILE_BYTES
+
+        product.tile.step(partial(self._left_tile, step), right)
 
     def _prefetch(self, first_step: Expr, step: Expr) -> None:
         """Prefetch this step's share of the next panel."""
@@ -516,17 +481,15 @@ class _Pair:
         """Multiply the tail of k, then store the accumulators, or make their rows pending."""
         product, task, spec = self.product, self.task, self.product.spec
         if product.tail_bytes:
-            groups = [amx.address(task.tail_groups, j * TILE_BYTES) for j in range(product.column_tiles)]
-            self._load_and_multiply(groups, tirx.const(product.steps, "int64"))
+            product.tile.step(
+                partial(self._left_tile, tirx.const(product.steps, "int64")),
+                lambda j: (amx.address(task.tail_groups, j * TILE_BYTES), product.tile.vectors * TILE_BYTES),
+            )
         if _stores_directly(product):
-            distance = spec.result.stride("m") * bytes_of(spec.result.dtype)
-            for tile, i, j in product.accumulators:
-                at = {**self.at, "m": self.first_row + (product.heights[0] if i else 0), "n": self.column + j * LANES}
-                amx.store(tile, amx.address(spec.result.data, spec.result.address(at)), distance)
+            start = spec.result.address({**self.at, "m": self.first_row, "n": self.column})
+            product.tile.store(spec.result.data, start, spec.result.stride("m"))
             return
-        for tile, i, j in product.accumulators:
-            begin = (product.heights[0] if i else 0) * (2 * LANES) + j * LANES
-            amx.store(tile, amx.address(task.sums, begin), 2 * TILE_BYTES)
+        product.tile.store(task.sums, int64(0), 2 * LANES)
         # Rows that overlap the pair before are finished with that pair.
         overlap = self.pair * product.pair_height - self.first_row
         destination = [self.first_row, self.column, *(self.at[name] for name in product.batch)]
@@ -539,7 +502,7 @@ def _stores_directly(product: _ProductPlan) -> bool:
     """Return whether accumulator tiles are stored directly to the result."""
     spec = product.spec
     has_no_epilogue = spec.epilogue.expression == Expression.operand(0) and spec.result.dtype == spec.dot.types[2]
-    columns = product.column_tiles * LANES
+    columns = product.tile.vectors * LANES
     is_whole = isinstance(spec.m, int) and spec.m % product.pair_height == 0 and spec.n % columns == 0
     is_row_major = spec.result.layout.is_identity and spec.result.index_map[-1] == "n"
     is_cached = is_whole and spec.m * spec.n * bytes_of(spec.result.dtype) <= MAX_DIRECT_STORE_BYTES
@@ -555,7 +518,7 @@ def _finish_pending(task: _Task, max_rows: int | None = None) -> None:
 def _finish_row(task: _Task, r: Expr) -> None:
     """Apply the epilogue to a pending row, and store it."""
     product, spec = task.product, task.product.spec
-    columns = product.column_tiles * LANES
+    columns = product.tile.vectors * LANES
     destination = task.pending.place
     row, column = materialize(destination[0] + r), materialize(destination[1])
     at = {name: materialize(destination[2 + i]) for i, name in enumerate(product.batch)}
@@ -574,7 +537,7 @@ def _finish_row(task: _Task, r: Expr) -> None:
 
     tail = spec.n % columns
     tail_masks = [lane_mask(tail - j * LANES, LANES) for j in range(ceil_div(tail, LANES))]
-    no_masks: list[Expr | None] = [None] * product.column_tiles
+    no_masks: list[Expr | None] = [None] * product.tile.vectors
     if tail == 0:
         store(no_masks)
     elif spec.n < columns:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -74,8 +75,8 @@ def _emit(name: str, *args: Expr) -> None:
     T.evaluate(tirx.call_llvm_intrin("void", name, *args))
 
 
-def configure(rows: list[Expr], widths: list[int] | None = None) -> None:
-    """Configure the rows and the bytes per row (None: 64) of the eight tiles; Intel SDM, LDTILECFG, palette 1."""
+def configure(rows: list[Expr], widths: list[int]) -> None:
+    """Configure the rows and the bytes per row of the eight tiles; Intel SDM, LDTILECFG, palette 1."""
     words = T.alloc_buffer((16,), "int32", scope="global")
     counts = [tirx.Cast("int32", r) if isinstance(r, tirx.Expr) else tirx.const(r, "int32") for r in rows]
 
@@ -85,8 +86,7 @@ def configure(rows: list[Expr], widths: list[int] | None = None) -> None:
             word = tirx.bitwise_or(word, tirx.shift_left(counts[first + i], tirx.const(8 * i, "int32")))
         return word
 
-    sizes = widths or [TILE_BYTES] * 8
-    pairs = [tirx.const(high << 16 | low, "int32") for low, high in zip(sizes[::2], sizes[1::2], strict=True)]
+    pairs = [tirx.const(high << 16 | low, "int32") for low, high in zip(widths[::2], widths[1::2], strict=True)]
     zero = tirx.const(0, "int32")
     for i, word in enumerate([tirx.const(1, "int32"), *[zero] * 3, *pairs, *[zero] * 4, four(0), four(4), zero, zero]):
         T.buffer_store(words, word, [i])
@@ -132,6 +132,28 @@ def copy_line(source: Expr, target: Expr, count: int = TILE_BYTES) -> None:
     """
     mask = -1 if count >= TILE_BYTES else (1 << count) - 1
     T.evaluate(tirx.call_extern("void", _COPY, source, target, T.int64(mask)))
+
+
+def copy_bytes(source: tuple[Any, Expr], target: tuple[Any, Expr], count: int) -> None:
+    """Copy `count` bytes between buffers in one dimension, given with the first element, in lines of 64 bytes.
+
+    The rest of the last line of the target becomes zero; the rest of the source is not read.
+    """
+    lines, tail = divmod(count, TILE_BYTES)
+
+    def copy(line: Expr, count: int) -> None:
+        addresses = (address(memory, start + line * _line_elements(memory)) for memory, start in (source, target))
+        copy_line(*addresses, count)
+
+    if lines:
+        with loop(lines) as line:
+            copy(line, TILE_BYTES)
+    if tail:
+        copy(tirx.const(lines, "int64"), tail)
+
+
+def _line_elements(memory: Any) -> int:
+    return TILE_BYTES * 8 // tvm.DataType(memory.dtype).bits
 
 
 def scratch(size: int, dtype: str) -> Any:
