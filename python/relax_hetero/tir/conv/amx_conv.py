@@ -21,6 +21,7 @@ from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
 from ...target.element_types import bytes_of
 from ..core.builder import (
     Expr,
+    Masks,
     ceil_div,
     either,
     int64,
@@ -28,6 +29,7 @@ from ..core.builder import (
     let,
     loop,
     materialize,
+    over_columns,
     when,
 )
 from ..core.view import Coordinates
@@ -35,7 +37,7 @@ from ..core.work_split import Split, part, unravel
 from ..microkernel import amx
 from ..microkernel.amx import LANES
 from ..microkernel.microkernel import AmxTile
-from .conv_spec import Convolution, channel_masks, split_rows
+from .conv_spec import Convolution, split_rows
 
 # The plan of tiles: plain integers, no code.
 #
@@ -709,20 +711,12 @@ def _finish_pixel(task: _Task, number: Expr) -> None:
     at[f"y{len(conv.windows) - 1}"] = materialize(destination[tile_entry + 1] + pixel)
     column = materialize(destination[0])
 
-    def store(channels: int) -> None:
-        vectors = ceil_div(channels, LANES)
-        for j, mask in enumerate(channel_masks(conv, vectors, channels)):
+    def store(masks: Masks) -> None:
+        for j, mask in enumerate(masks):
             coordinates: Coordinates = {**at, "n": column + j * LANES}
             value = let(task.sums[lane_indices(number * (2 * LANES) + j * LANES, LANES)])
             conv.result.store(coordinates, "n", conv.epilogue.result_at(value, coordinates, mask), LANES, mask)
 
     overlap = conv.result.extents[-1] % plan.height != 0
     with when(pixel >= destination[tile_entry + 2] if overlap else True):
-        chunk = plan.chunk_channels
-        tail = conv.channels % chunk
-        if tail == 0:
-            store(chunk)
-        elif conv.channels < chunk:
-            store(tail)
-        else:
-            either(column + chunk <= conv.channels, lambda: store(chunk), lambda: store(tail))
+        over_columns(column, plan.chunk_channels, conv.channels, LANES, store)

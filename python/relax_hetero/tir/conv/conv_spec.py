@@ -9,7 +9,7 @@ from math import prod
 from ...encoding.problem import ConvProblem, Window
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, Function, ceil_div, lane_mask, loop, materialize
+from ..core.builder import Expr, Function, Masks, ceil_div, loop, materialize
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import Split, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
@@ -134,11 +134,6 @@ def over_taps(row: ConvRow, visit: Callable[[Sequence[Expr]], None], taps: Seque
         over_taps(row, visit, [*taps, materialize(first + tap)])
 
 
-def channel_masks(conv: Convolution, vectors: int, existing: int) -> tuple[Expr | None, ...]:
-    """The mask of existing lanes of each vector of output channels, if there are `existing` channels; None: all."""
-    return tuple(lane_mask(existing - j * conv.lanes, conv.lanes) for j in range(vectors))
-
-
 def result_position(conv: Convolution, row: ConvRow, place: Expr, column: Expr) -> Coordinates:
     """Coordinates of a pixel and an output channel in a row."""
     return {**row.at, f"y{len(conv.windows) - 1}": place, "n": column}
@@ -150,7 +145,7 @@ def store_pixels(
     place: Expr,
     column: Expr,
     size: tuple[int, int],
-    masks: Sequence[Expr | None],
+    masks: Masks,
     value: Callable[[int, int], Expr],
 ) -> None:
     """Apply the epilogue to accumulators and write them.

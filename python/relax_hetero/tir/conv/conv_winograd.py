@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -26,6 +27,7 @@ from ...encoding.winograd import POINTS, positions
 from ..core.builder import (
     CACHE_LINE_BYTES,
     Expr,
+    Masks,
     Registers,
     broadcast,
     ceil_div,
@@ -38,6 +40,7 @@ from ..core.builder import (
     loop,
     materialize,
     minimum,
+    over_columns,
     prefetch,
     vector_type,
     zeros,
@@ -46,7 +49,7 @@ from ..core.view import Coordinates
 from ..core.work_split import part, unravel
 from ..microkernel.amx import scratch
 from ..microkernel.microkernel import VectorTile
-from .conv_spec import Convolution, channel_masks
+from .conv_spec import Convolution
 from .winograd_plan import Plan, Shape, make_plan
 
 MAX_UNROLLED_CHANNELS = 8
@@ -258,6 +261,10 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
     usual_groups = max(1, work.plan.tiles // rows)
     unrolled = next(u for u in range(min(MAX_UNROLLED_CHANNELS, work.depth), 0, -1) if work.depth % u == 0)
     lines = ceil_div(unrolled * tile * 4, CACHE_LINE_BYTES * usual_groups)
+
+    def left(first: Expr, row: int) -> Expr:
+        return work.data[first + row * work.distance]
+
     with loop(materialize(ceil_div(count, rows))) as group:
         # The last rows overlap those before if the block is not a multiple of them.
         first = materialize(T.max(zero, minimum(group * rows, count - rows)))
@@ -270,11 +277,7 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
                 prefetch(weight.data, next_panel + (step * lines + line_number) * (LINE_ELEMENTS))
             for channel in range(unrolled):
                 k = step * unrolled + channel
-                left, right = data + k, start + k * tile
-                sums.step(
-                    lambda row, left=left: work.data[left + row * work.distance],
-                    lambda j, right=right: _weights(work, right, j),
-                )
+                sums.step(partial(left, data + k), partial(_weights, work, start + k * tile))
         for row in range(rows):
             for j in range(vectors):
                 to = line + (first + row) * work.width + j * lanes
@@ -296,27 +299,21 @@ def _finish_panel(
     work: _Work, shape: Shape, panel: Expr, number: Expr, counts: Sequence[Expr], block: tuple[Expr, Expr]
 ) -> None:
     """Transform the sums of a panel back, apply the epilogue and store."""
-    conv, (begin, count) = work.conv, block
+    begin, count = block
     width = shape.width
     column = materialize(panel * width)
     if shape.groups > 1:
         column = materialize(panel // shape.panels * (shape.columns) + number * width)
 
-    def tiles_of(existing: int) -> None:
-        vectors = ceil_div(existing, work.lanes)
-        masks = channel_masks(conv, vectors, existing)
+    def tiles_of(masks: Masks) -> None:
         with loop(count) as tile:
             at = _tile_at(work, counts, begin + tile)
             _transform_sums(work, tile, at, column, masks)
 
-    left = shape.columns % width
-    if left == 0 or shape.panels == 1:
-        tiles_of(min(width, shape.columns))
-    else:
-        either(number < shape.panels - 1, lambda: tiles_of(width), lambda: tiles_of(left))
+    over_columns(number * width, width, shape.columns, work.lanes, tiles_of)
 
 
-def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, masks: Sequence[Expr | None]) -> None:
+def _transform_sums(work: _Work, tile: Expr, at: Coordinates, column: Expr, masks: Masks) -> None:
     """Compute and store the pixels of a tile from its sums; a tile at the border has fewer."""
     conv, m, size, lanes = work.conv, work.m, work.size, work.lanes
     extents = conv.result.extents[-2:]

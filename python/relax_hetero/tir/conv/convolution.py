@@ -23,15 +23,16 @@ from ..core.builder import (
     CACHE_LINE_BYTES,
     Expr,
     Function,
+    Masks,
     Registers,
     ceil_div,
-    either,
     lane_indices,
     lane_mask,
     let,
     loop,
     materialize,
     minimum,
+    over_columns,
     prefetch,
     vector_type,
     zeros,
@@ -49,7 +50,6 @@ from .conv_products import as_product
 from .conv_spec import (
     Convolution,
     ConvRow,
-    channel_masks,
     data_position,
     make_conv_row,
     over_taps,
@@ -84,7 +84,7 @@ class Panel:
         First output channel.
     vectors : int
         Number of vectors with existing channels.
-    masks : tuple of (PrimExpr or None)
+    masks : sequence of (PrimExpr or None)
         Existing lanes of each vector.
     first_channel : PrimExpr
         First input channel of the panel's group.
@@ -94,7 +94,7 @@ class Panel:
 
     column: Expr
     vectors: int
-    masks: tuple[Expr | None, ...]
+    masks: Masks
     first_channel: Expr
     next_panel: Expr | None
 
@@ -455,16 +455,12 @@ def _emit_vectors(conv: Convolution, max_pixels: int) -> None:
             panel_number = materialize(first_panel + number)
             next_panel = materialize(minimum(panel_number + 1, last_panel - 1) * _panel_elements(conv))
 
-            def emit_rows(channels: int, number: Expr = panel_number, next_panel: Expr = next_panel) -> None:
-                panel = _make_panel(conv, number, channels, next_panel)
+            def emit_rows(masks: Masks, number: Expr = panel_number, next_panel: Expr = next_panel) -> None:
+                panel = _make_panel(conv, number, masks, next_panel)
                 with loop(last_row - first_row) as r:
                     _emit_row(conv, first_row + r, panel, (segments, tiles), registers, (r, panel_tiles))
 
-            tail = conv.channels % width
-            if tail == 0 or panels == 1:
-                emit_rows(min(width, conv.channels))
-            else:
-                either(panel_number < panels - 1, lambda: emit_rows(width), lambda: emit_rows(tail))
+            over_columns(panel_number * width, width, conv.channels, conv.lanes, emit_rows)
 
 
 def _panel_elements(conv: Convolution) -> int:
@@ -479,17 +475,14 @@ def _max_pixels(conv: Convolution, vectors: int) -> int:
     return min(pixels, MAX_PIXELS_IN_ONE_SET) if distance % CACHE_WAY_BYTES == 0 else pixels
 
 
-def _make_panel(conv: Convolution, number: Expr, channels: int, next_panel: Expr) -> Panel:
+def _make_panel(conv: Convolution, number: Expr, masks: Masks, next_panel: Expr) -> Panel:
     width = conv.weight.layout.tile(0)
     column = materialize(number * width)
-    vectors = ceil_div(channels, conv.lanes)
     channel: Expr = tirx.const(0, "int64")
     if conv.problem.groups > 1:
         channel = materialize(column // (conv.channels // conv.problem.groups) * conv.depth)
     size = conv.problem.weight.layout.storage_bytes(conv.weight.extents, conv.weight.dtype)
-    return Panel(
-        column, vectors, channel_masks(conv, vectors, channels), channel, next_panel if size > PREFETCH_BYTES else None
-    )
+    return Panel(column, len(masks), masks, channel, next_panel if size > PREFETCH_BYTES else None)
 
 
 def _emit_row(

@@ -32,7 +32,6 @@ from .conv_geometry import Segment
 from .conv_spec import (
     Convolution,
     ConvRow,
-    channel_masks,
     data_position,
     make_conv_row,
     over_taps,
@@ -107,7 +106,7 @@ def _emit_tile(
                 _accumulate_at_end(conv, place, channels, (data, k), taps, accs)
 
     over_taps(row, accumulate)
-    masks = channel_masks(conv, 1, channels.existing)
+    masks = [lane_mask(channels.existing, conv.lanes)]
     store_pixels(conv, row, place, channels.column, (segment.width, 1), masks, lambda t, _: accs[t])
 
 
@@ -121,7 +120,7 @@ def _accumulate(
 ) -> None:
     """Accumulate one input channel of every group from one row of the data."""
     window = conv.windows[-1]
-    mask = channel_masks(conv, 1, channels.existing)[0]
+    mask = lane_mask(channels.existing, conv.lanes)
     data, k = start
     right: dict[int, Expr] = {}
     ranges: dict[int, range] = {}
@@ -145,7 +144,7 @@ def _accumulate_at_end(
     conv: Convolution, place: Expr, channels: Channels, start: tuple[Expr, int], taps: Sequence[Expr], accs: Registers
 ) -> None:
     """Accumulate the same for one pixel at an end of a row, whose taps are determined at run time."""
-    window, mask = conv.windows[-1], channel_masks(conv, 1, channels.existing)[0]
+    window, mask = conv.windows[-1], lane_mask(channels.existing, conv.lanes)
     data, k = start
     first, count = taps_at(window, conv.data.extents[-1], place)
     with loop(count) as number:

@@ -21,6 +21,9 @@ CACHE_LINE_BYTES = 64
 Expr = Any
 """A PrimExpr, or a number where TVM takes one."""
 
+Masks = Sequence[Expr | None]
+"""The masks of the existing lanes of some vectors; None: all lanes."""
+
 
 _register_scope: ContextVar[str] = ContextVar("_register_scope", default="global")
 """Scope of registers in the kernel under construction: LLVM promotes stack slots to registers, nvcc local arrays."""
@@ -131,6 +134,22 @@ def lane_mask(left: Expr, lanes: int) -> Expr | None:
         return left > 0
     count = tirx.const(left, "int32") if isinstance(left, int) else tirx.Cast("int32", left)
     return lane_numbers(lanes) < broadcast(count, lanes)
+
+
+def over_columns(first: Expr, count: int, extent: int, lanes: int, body: Callable[[Masks], None]) -> None:
+    """Write code for `count` columns from `first` on, a multiple of `count`; those from `extent` on do not exist.
+
+    `body` takes the masks of all vectors that have existing columns.
+    """
+
+    def masks(existing: int) -> Masks:
+        return [lane_mask(existing - start, lanes) for start in range(0, existing, lanes)]
+
+    tail = extent % count
+    if tail == 0 or extent < count:
+        body(masks(tail or count))
+    else:
+        either(first + count <= extent, lambda: body(masks(count)), lambda: body(masks(tail)))
 
 
 class Registers:

@@ -22,6 +22,7 @@ from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction, am
 from ...target.cpu_target import CpuTarget
 from ..core.builder import (
     Expr,
+    Masks,
     ceil_div,
     constant,
     int64,
@@ -220,7 +221,7 @@ class _Loops:
             self.tile.store(self.products, int64(0), columns)
             self._add_scaled(count, row_in_block, chain)
 
-        def store(masks: list[Expr]) -> None:
+        def store(masks: Masks) -> None:
             with loop(count) as r:
                 index = [lane_indices(r * columns + j * LANES, LANES) for j in range(len(masks))]
                 store_row(spec, materialize(row + r), panel, masks, lambda j: let(self.totals[index[j]]))

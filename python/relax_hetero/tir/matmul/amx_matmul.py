@@ -28,15 +28,16 @@ from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core.builder import (
     Expr,
+    Masks,
     ceil_div,
     either,
     int64,
     lane_indices,
-    lane_mask,
     let,
     loop,
     materialize,
     minimum,
+    over_columns,
     vector_type,
     zeros,
 )
@@ -115,25 +116,17 @@ class RightPanels:
     def _pack_group(self, at: Coordinates, panels: tuple[Expr, Expr], group: Expr, size: int) -> None:
         """Pack a group of k, `size` of which exist, of every column, with zeros after them."""
         begin, end = panels
-        tail = self.spec.n % self.columns
         with loop(materialize(end - begin)) as number:
             column = materialize((begin + number) * self.columns)
             target = materialize(number * self.elements + group * (self.columns * self.k0))
 
-            def pack(masks: list[Expr | None], column: Expr = column, target: Expr = target) -> None:
+            def pack(masks: Masks, column: Expr = column, target: Expr = target) -> None:
                 for j, mask in enumerate(masks):
                     self._pack_tile(
                         at, (group, materialize(column + j * LANES)), size, mask, target + j * (LANES * self.k0)
                     )
 
-            no_masks: list[Expr | None] = [None] * (self.columns // LANES)
-            tail_masks = [lane_mask(tail - first, LANES) for first in range(0, tail, LANES)]
-            if tail == 0:
-                pack(no_masks)
-            elif self.spec.n < self.columns:
-                pack(tail_masks)
-            else:
-                either(column + self.columns <= self.spec.n, lambda: pack(no_masks), lambda: pack(tail_masks))
+            over_columns(column, self.columns, self.spec.n, LANES, pack)
 
     def _pack_tile(self, at: Coordinates, start: tuple[Expr, Expr], size: int, mask: Expr | None, target: Expr) -> None:
         """Pack a group of k of the columns of a tile; `start` is the group and the first column."""
@@ -324,9 +317,7 @@ def _heights(m: Expr) -> tuple[Expr, tuple[Expr, Expr]]:
     return height, (first, materialize(height - first))
 
 
-def _plan_product(
-    spec: MatmulSpec, batch: tuple[str, ...], tile: AmxTile, pairs: Expr, split: Split
-) -> _ProductPlan:
+def _plan_product(spec: MatmulSpec, batch: tuple[str, ...], tile: AmxTile, pairs: Expr, split: Split) -> _ProductPlan:
     element_bytes = bytes_of(spec.lhs.dtype)
     row_bytes = spec.k * element_bytes
     steps, tail_bytes = divmod(row_bytes, TILE_BYTES)
@@ -518,12 +509,11 @@ def _finish_pending(task: _Task, max_rows: int | None = None) -> None:
 def _finish_row(task: _Task, r: Expr) -> None:
     """Apply the epilogue to a pending row, and store it."""
     product, spec = task.product, task.product.spec
-    columns = product.tile.vectors * LANES
     destination = task.pending.place
     row, column = materialize(destination[0] + r), materialize(destination[1])
     at = {name: materialize(destination[2 + i]) for i, name in enumerate(product.batch)}
 
-    def store(masks: list[Expr | None]) -> None:
+    def store(masks: Masks) -> None:
         for j, mask in enumerate(masks):
             coordinates = {**at, "m": row, "n": column + j * LANES}
             value = task.sums[lane_indices(r * (2 * LANES) + j * LANES, LANES)]
@@ -535,12 +525,4 @@ def _finish_row(task: _Task, r: Expr) -> None:
                 value = value + load(spec.init)
             spec.result.store(coordinates, "n", spec.epilogue.result(let(value), load), LANES, mask)
 
-    tail = spec.n % columns
-    tail_masks = [lane_mask(tail - j * LANES, LANES) for j in range(ceil_div(tail, LANES))]
-    no_masks: list[Expr | None] = [None] * product.tile.vectors
-    if tail == 0:
-        store(no_masks)
-    elif spec.n < columns:
-        store(tail_masks)
-    else:
-        either(column + columns <= spec.n, lambda: store(no_masks), lambda: store(tail_masks))
+    over_columns(column, product.tile.vectors * LANES, spec.n, LANES, store)

@@ -27,6 +27,7 @@ from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ..core.builder import (
     Expr,
+    Masks,
     Registers,
     broadcast,
     ceil_div,
@@ -434,10 +435,10 @@ class _Loops:
             with loop(spec.vectors) as vector:
                 self._write_vectors(tile, [vector])
 
-        def store_tile_row(i: int, row: Expr, masks: list[Expr]) -> None:
+        def store_tile_row(i: int, row: Expr, masks: Masks) -> None:
             store_row(spec, row, tile.panel, masks, lambda j: self.totals[self._total_index(i, j)])
 
-        def store(masks: list[Expr]) -> None:
+        def store(masks: Masks) -> None:
             for i, row in enumerate(tile.row_numbers):
                 with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
                     store_tile_row(i, row, masks)

@@ -13,7 +13,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.block_panels import PanelPlan
 from ...encoding.problem import QuantizedMatmulProblem
-from ..core.builder import Expr, ceil_div, either, lane_mask, let, loop, materialize, over_lanes
+from ..core.builder import Expr, Masks, ceil_div, lane_mask, let, loop, materialize, over_columns, over_lanes
 from ..core.view import OperandView
 from ..elementwise.expression_code import EpilogueCode
 from .weight_unpacking import PanelReader
@@ -102,19 +102,13 @@ def clamped_rows(row: Expr, rows: int, end: Expr) -> list[Expr]:
     return [row + i if end is None or i == 0 else T.min(row + i, end - 1) for i in range(rows)]
 
 
-def for_columns(spec: BlockSpec, panel: Expr, body: Callable[[list[Expr]], None]) -> None:
+def for_columns(spec: BlockSpec, panel: Expr, body: Callable[[Masks], None]) -> None:
     """Write code for the columns of a panel; `body` takes a mask for each existing vector (None: whole)."""
-    lanes, problem = spec.lanes, spec.problem
-    whole: list[Expr] = [None] * spec.vectors
-    left = problem.columns % problem.panel
-    if left == 0:
-        body(whole)
-        return
-    masks = [lane_mask(left - j * lanes, lanes) for j in range(ceil_div(left, lanes))]
-    either(panel < problem.columns // problem.panel, lambda: body(whole), lambda: body(masks))
+    problem = spec.problem
+    over_columns(panel * problem.panel, problem.panel, problem.columns, spec.lanes, body)
 
 
-def store_row(spec: BlockSpec, row: Expr, panel: Expr, masks: list[Expr], total: Callable[[int], Expr]) -> None:
+def store_row(spec: BlockSpec, row: Expr, panel: Expr, masks: Masks, total: Callable[[int], Expr]) -> None:
     """Apply the epilogue to the sums of a row, a vector for each mask, and store them."""
     for j, mask in enumerate(masks):
         at = {"m": row, "n": panel * spec.problem.panel + j * spec.lanes}

@@ -14,6 +14,7 @@ sorted by expert first.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tvm import tirx
@@ -26,6 +27,7 @@ from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
     Function,
+    Masks,
     Registers,
     broadcast,
     ceil_div,
@@ -46,7 +48,7 @@ from .amx_blocks import MIN_ROWS, amx_for_blocks, emit_amx_blocks
 from .block_dots import byte_dot_instruction, emit_block_dots
 from .block_spec import BlockSpec, BlockTile, clamped_rows, emit_row_sums, for_columns, store_row
 from .matmul_spec import emit_cases, row_cases
-from .weight_unpacking import PanelReader
+from .weight_unpacking import Numbers, PanelReader
 
 PREFETCH_ROWS = 16
 """Maximum number of rows for which weights are prefetched: reading them takes most of the time."""
@@ -122,6 +124,12 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
         for start in starts:
             reader.prefetch_weights(panel, start, spec.chain)
 
+    def left(row_starts: list[Expr], at_k: Expr, i: int) -> Expr:
+        return spec.lhs.data[row_starts[i] + at_k]
+
+    def right(numbers_at: list[Numbers], step: int, j: int) -> Expr:
+        return numbers_at[j](step)
+
     def emit_group(number: Expr, steps: int) -> None:
         readers = []
         for start, start_in_superblock, superblock in zip(starts, starts_in_superblock, superblocks, strict=True):
@@ -131,11 +139,8 @@ def _emit_chains(spec: BlockSpec, tile: BlockTile, sums: BlockSums, chains: list
             readers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
         for step in range(steps):
             for c in range(len(chains)):
-                at_k = number * plan.group + step
                 chain_sums.step(
-                    lambda i, c=c, at_k=at_k: spec.lhs.data[rows[c][i] + at_k],
-                    lambda j, c=c, step=step: readers[c][j](step),
-                    bank=c,
+                    partial(left, rows[c], number * plan.group + step), partial(right, readers[c], step), bank=c
                 )
 
     groups, tail = divmod(size, plan.group)
@@ -164,10 +169,10 @@ def _finish(spec: BlockSpec, tile: BlockTile, totals: Registers) -> None:
     """Apply the epilogue and store the existing rows."""
     rows = tile.results or tile.row_numbers
 
-    def store_tile_row(i: int, masks: list[Expr]) -> None:
+    def store_tile_row(i: int, masks: Masks) -> None:
         store_row(spec, rows[i], tile.panel, masks, lambda j: totals[i * spec.vectors + j])
 
-    def store(masks: list[Expr]) -> None:
+    def store(masks: Masks) -> None:
         for i in range(tile.rows):
             with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
                 store_tile_row(i, masks)

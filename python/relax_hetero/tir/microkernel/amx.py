@@ -142,8 +142,10 @@ def copy_bytes(source: tuple[Any, Expr], target: tuple[Any, Expr], count: int) -
     lines, tail = divmod(count, TILE_BYTES)
 
     def copy(line: Expr, count: int) -> None:
-        addresses = (address(memory, start + line * _line_elements(memory)) for memory, start in (source, target))
-        copy_line(*addresses, count)
+        source_line, target_line = (
+            address(memory, start + line * _line_elements(memory)) for memory, start in (source, target)
+        )
+        copy_line(source_line, target_line, count)
 
     if lines:
         with loop(lines) as line:
