@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -117,8 +119,42 @@ class QueryRows:
         # NaN among the scores need not reach the maximum: it makes the sum NaN.
         return let(T.max(row_max, vector_math.constant(row_max, LOWEST)))
 
-    def _total(self, powers: Expr) -> Expr:
-        return broadcast(let(over_lanes(powers, lambda a, b: a + b, self.lanes)), self.lanes)
+    def _weigh(self, rows: Sequence[Expr], maxima: Sequence[Expr], vectors: Expr) -> list[Expr]:
+        """Replace the rows' scores in scratch by softmax weights, not yet divided by their sum.
+
+        The work on the rows is interleaved, because one row waits for its maximum and its sum.
+
+        Parameters
+        ----------
+        maxima : sequence of PrimExpr
+            The maximum of each lane of each row's scores.
+        vectors : PrimExpr or int
+            Number of vectors of scores.
+
+        Returns
+        -------
+        list of PrimExpr
+            For each row the factor of earlier sums, or, with a single block of keys, the reciprocal of its sum.
+        """
+        spec, lanes = self.spec, self.lanes
+        row_max = [self._row_max(i, lane_maxima) for i, lane_maxima in zip(rows, maxima, strict=True)]
+        sums = Registers(len(row_max), "float32", lanes)
+        for number in range(len(row_max)):
+            sums[number] = zeros("float32", lanes)
+        with loop(vectors) as vector:
+            for number, i in enumerate(rows):
+                index = self._score_at(i, vector * lanes)
+                weights = let(exp_nonpositive(spec.scratch[index] - row_max[number]))
+                if spec.blocks.is_paired:
+                    store_weights(spec, i, materialize(vector), weights)
+                else:
+                    T.buffer_store(spec.scratch, weights, [index])
+                sums[number] = sums[number] + weights
+        factors = []
+        for number, i in enumerate(rows):
+            total = broadcast(let(over_lanes(sums[number], lambda a, b: a + b, lanes)), lanes)
+            factors.append(self._rescale(i, row_max[number], total))
+        return factors
 
     def _rescale(self, i: Expr, row_max: Expr, total: Expr) -> Expr:
         if not self.online:
@@ -232,20 +268,9 @@ class _QueryTile(QueryRows):
 
     def softmax(self) -> None:
         """Replace the scores in scratch by softmax weights, not yet divided by their sum."""
-        spec = self.spec
+        vectors = materialize(ceil_div(self.count, self.lanes))
         for i in range(self.rows):
-            row_max = self._row_max(i, self.maxima[i])
-            total = Registers(1, "float32", self.lanes)
-            total[0] = zeros("float32", self.lanes)
-            with loop(materialize(ceil_div(self.count, self.lanes))) as vector:
-                index = self._score_at(i, vector * self.lanes)
-                weights = exp_nonpositive(spec.scratch[index] - row_max)
-                if spec.blocks.is_paired:
-                    store_weights(spec, i, materialize(vector), weights)
-                else:
-                    T.buffer_store(spec.scratch, weights, [index])
-                total[0] = total[0] + weights
-            self.factors[i] = self._rescale(i, row_max, self._total(total[0]))
+            (self.factors[i],) = self._weigh([i], [self.maxima[i]], vectors)
 
     # -- values
 
