@@ -33,7 +33,7 @@ from ..core.builder import (
     when,
 )
 from ..core.view import Coordinates
-from ..core.work_split import Split, part, unravel
+from ..core.work_split import Split, unravel
 from ..microkernel import amx
 from ..microkernel.amx import LANES
 from ..microkernel.microkernel import AmxTile
@@ -421,9 +421,8 @@ def emit_amx_conv(tiles: AmxConvolution) -> None:
     units = groups if groups > 1 else tiles.chunks
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(tiles)
-        _, row_part, unit_part = split.parts_of(number)
-        first_block, last_block = part(planes * plan.blocks, split.rows, row_part)
-        first_unit, last_unit = part(units, split.columns, unit_part)
+        ranges = split.ranges(number, 1, planes * plan.blocks, units)
+        _, (first_block, last_block), (first_unit, last_unit) = ranges
         with loop(last_unit - first_unit if groups > 1 else 1) as g, loop(last_block - first_block) as n:
             group = materialize(first_unit + g) if groups > 1 else 0
             begin, end = (0, tiles.chunks) if groups > 1 else (first_unit, last_unit)

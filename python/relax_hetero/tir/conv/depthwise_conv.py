@@ -26,7 +26,6 @@ from ..core.builder import (
     vector_type,
     zeros,
 )
-from ..core.work_split import part
 from ..math.casts import cast
 from .conv_geometry import Segment
 from .conv_spec import (
@@ -71,9 +70,7 @@ def emit_depthwise(conv: Convolution) -> None:
     whole = conv.channels // conv.lanes
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(max(segment.width for segment in segments), conv.problem.acc_dtype, conv.lanes)
-        _, row_part, vector_part = split.parts_of(task)
-        first_row, last_row = part(rows, split.rows, row_part)
-        first, last = part(vectors, split.columns, vector_part)
+        _, (first_row, last_row), (first, last) = split.ranges(task, 1, rows, vectors)
         full = materialize(T.min(last, tirx.const(whole, "int64"))) if split.columns > 1 else whole
         with loop(last_row - first_row) as r:
             row = make_conv_row(conv, materialize(first_row + r))

@@ -6,7 +6,8 @@ for each kind of kernel, in the kernel's unit of work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
-from .builder import Expr, ceil_div, int64, loop, materialize
+from .builder import Expr, ceil_div, int64, loop, materialize, minimum
 
 Unit = Literal["nanoseconds", "multiply-adds", "bytes", "vector instructions a task", "elements"]
 """Unit in which the work of a kernel is counted."""
@@ -68,6 +69,11 @@ class Split:
     def parts_of(self, task: Expr) -> tuple[Expr, Expr, Expr]:
         """A task's part of batch, rows and columns."""
         return task // (self.rows * self.columns), task // self.columns % self.rows, task % self.columns
+
+    def ranges(self, task: Expr, batch: Expr, rows: Expr, columns: Expr) -> list[tuple[Expr, Expr]]:
+        """Begin and end of a task's part of so many products, tiles of rows and panels of columns."""
+        counts = zip((batch, rows, columns), (self.batch, self.rows, self.columns), self.parts_of(task), strict=True)
+        return [part(units, parts, number) for units, parts, number in counts]
 
 
 def part(units: Expr, parts: Expr, number: Expr) -> tuple[Expr, Expr]:
@@ -140,6 +146,14 @@ def for_parts(counts: Sequence[Expr], size: Expr, cpu: CpuTarget, body: Callable
         start = number * share
         with loop(T.max(T.min(int64(share), int64(total) - start), int64(0))) as index:
             body(unravel(start + index, extents))
+
+
+@contextmanager
+def loop_blocks(begin: Expr, end: Expr, size: int) -> Iterator[tuple[Expr, Expr]]:
+    """A loop over blocks of `size` from `begin` up to `end`; its context gives a block's begin and end."""
+    with loop(materialize(ceil_div(end - begin, size))) as block:
+        first = materialize(begin + block * size)
+        yield first, materialize(minimum(first + size, end))
 
 
 def nest_loops(counts: Sequence[Expr], body: Callable[[list[Expr]], None]) -> None:

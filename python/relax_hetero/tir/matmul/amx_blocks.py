@@ -34,7 +34,7 @@ from ..core.builder import (
     minimum,
     zeros,
 )
-from ..core.work_split import part, split_work
+from ..core.work_split import loop_blocks, split_work
 from ..math.casts import bfloat16_bits
 from ..microkernel import amx
 from ..microkernel.amx import LANES
@@ -106,12 +106,8 @@ class _Loops:
             self.products = amx.scratch(self.height * problem.panel, "float32")
             self.totals = amx.scratch(self.height * problem.panel, "float32")
             self.tile.configure(self.step_k // 2, 2 * self.step_k)
-            _, row_part, column_part = split.parts_of(task)
-            first_m, last_m = part(pairs, split.rows, row_part)
-            first_n, last_n = part(panels, split.columns, column_part)
-            with loop(materialize(ceil_div(last_m - first_m, self.block_pairs))) as block:
-                begin = materialize(first_m + block * self.block_pairs)
-                end = materialize(minimum(begin + self.block_pairs, last_m))
+            _, (first_m, last_m), (first_n, last_n) = split.ranges(task, 1, pairs, panels)
+            with loop_blocks(first_m, last_m, self.block_pairs) as (begin, end):
                 first_row = materialize(begin * self.height)
                 with loop(materialize(minimum(end * self.height, spec.m)) - first_row) as r:
                     self._copy_row(materialize(first_row + r), materialize(r * (self.row_bytes // 2)))

@@ -42,7 +42,7 @@ from ..core.builder import (
     zeros,
 )
 from ..core.view import Coordinates, OperandView, extent_of, raw_type
-from ..core.work_split import Split, part, split_work, unravel
+from ..core.work_split import Split, split_work, unravel
 from ..microkernel import amx
 from ..microkernel.amx import LANES
 from ..microkernel.microkernel import AmxTile, pair_heights
@@ -282,10 +282,8 @@ def emit_amx_product(
     tasks_have_whole_rows = isinstance(split.columns, int) and split.columns == 1
     with loop(split.tasks, parallel=split.tasks > 1) as number:
         task = _Task(product)
-        batch_part, row_part, column_part = split.parts_of(number)
-        first_b, last_b = part(batch_count, split.batch, batch_part)
-        first_m, last_m = part(pairs, split.rows, row_part)
-        first_n, last_n = part(panels, split.columns, column_part)
+        ranges = split.ranges(number, batch_count, pairs, panels)
+        (first_b, last_b), (first_m, last_m), (first_n, last_n) = ranges
         row_writer = RowWriter(rows_code) if rows_code is not None and tasks_have_whole_rows else None
         with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, product.block_pairs))) as block:
             batch_at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=materialize), strict=True))

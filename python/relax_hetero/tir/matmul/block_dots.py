@@ -46,7 +46,7 @@ from ..core.builder import (
     zeros,
 )
 from ..core.view import Coordinates, OperandView
-from ..core.work_split import part, split_work
+from ..core.work_split import loop_blocks, split_work
 from ..math.vector_math import ROUNDER, ROUNDER_BITS
 from ..microkernel.k_step import emit_step
 from ..microkernel.microkernel import FMAS_IN_FLIGHT
@@ -378,12 +378,8 @@ class _Loops:
             self.chain_totals = Registers(self.rows * tile_vectors, "float32", spec.lanes)
             self.totals = T.alloc_buffer((self.rows * spec.vectors * spec.lanes,), "float32", scope="global")
             self.unpacked = UnpackedPanel.allocate(self.reader, self.chain) if self.unpacks else None
-            _, row_part, column_part = split.parts_of(task)
-            first_m, last_m = part(tiles, split.rows, row_part)
-            first_n, last_n = part(panels, split.columns, column_part)
-            with loop(materialize(ceil_div(last_m - first_m, tiles_per_block))) as block:
-                begin = materialize(first_m + block * tiles_per_block)
-                end = materialize(minimum(begin + tiles_per_block, last_m))
+            _, (first_m, last_m), (first_n, last_n) = split.ranges(task, 1, tiles, panels)
+            with loop_blocks(first_m, last_m, tiles_per_block) as (begin, end):
                 first_row = materialize(begin * self.rows)
                 self._quantize_rows(first_row, materialize(minimum(end * self.rows, spec.m)))
                 with loop(last_n - first_n) as number:

@@ -25,7 +25,7 @@ from ...target.tiles import tile_sizes
 from ..core.builder import Expr, Function, Registers, ceil_div, loop, materialize, minimum
 from ..core.ties import tied_to
 from ..core.view import Coordinates, OperandView, extent_of
-from ..core.work_split import Split, part, split_work, tasks_for, unravel
+from ..core.work_split import Split, split_work, tasks_for, unravel
 from ..elementwise.expression_code import EpilogueCode
 from ..microkernel.amx import LLVM_TEXT, amx_or_vectors
 from ..microkernel.fp16_partial_sums import mark_fp16_partial_sums
@@ -156,10 +156,7 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
     tasks_have_whole_rows = isinstance(split.columns, int) and split.columns == 1
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(accumulator_count(spec.dot, rows, vectors), spec.dot.types[2], spec.lanes)
-        batch_part, row_part, column_part = split.parts_of(task)
-        first_b, last_b = part(batch_count, split.batch, batch_part)
-        first_m, last_m = part(tiles, split.rows, row_part)
-        first_n, last_n = part(panels, split.columns, column_part)
+        (first_b, last_b), (first_m, last_m), (first_n, last_n) = split.ranges(task, batch_count, tiles, panels)
         block_tiles = _tiles_per_block(tiles, split, rows)
         row_writer = RowWriter(rows_code) if rows_code is not None and tasks_have_whole_rows else None
         with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_tiles))) as block:

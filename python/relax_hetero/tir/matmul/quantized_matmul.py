@@ -40,7 +40,7 @@ from ..core.builder import (
     zeros,
 )
 from ..core.view import OperandView, extent_of
-from ..core.work_split import part, split_work, tasks_for
+from ..core.work_split import loop_blocks, part, split_work, tasks_for
 from ..elementwise.expression_code import EpilogueCode
 from ..microkernel import amx
 from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
@@ -392,12 +392,8 @@ def _emit_loops(spec: BlockSpec, cpu: CpuTarget) -> None:
         if spec.plan.form.minimum:
             row_sums = T.alloc_buffer((tiles_per_block * rows * spec.chains,), "float32", scope="global")
         sums = BlockSums(accs, totals, row_sums)
-        _, row_part, column_part = split.parts_of(task)
-        first_m, last_m = part(tiles, split.rows, row_part)
-        first_n, last_n = part(panels, split.columns, column_part)
-        with loop(materialize(ceil_div(last_m - first_m, tiles_per_block))) as block:
-            begin = materialize(first_m + block * tiles_per_block)
-            end = materialize(minimum(begin + tiles_per_block, last_m))
+        _, (first_m, last_m), (first_n, last_n) = split.ranges(task, 1, tiles, panels)
+        with loop_blocks(first_m, last_m, tiles_per_block) as (begin, end):
             first_row = materialize(begin * rows)
             if row_sums is not None:
                 _emit_block_row_sums(spec, row_sums, first_row, materialize(minimum(end * rows, spec.m)))
