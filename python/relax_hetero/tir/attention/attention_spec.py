@@ -196,9 +196,9 @@ class Blocks:
     lanes: int
     value_panels: int
     width: int
-    is_decode: bool
-    is_paired: bool
-    is_widened: bool
+    is_decode: bool = False
+    is_paired: bool = False
+    is_widened: bool = False
     uses_amx: bool = False
 
     @property
@@ -258,41 +258,31 @@ class Blocks:
 
 def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     """The block sizes of a problem, as large as caches and cores allow."""
-    sizes: dict[str, Any] = dict(problem.sizes)
-    tile, lanes = tile_sizes(cpu), cpu.lanes("float32")
-    columns = tile.vectors * lanes
-    queries, keys = sizes["m"], sizes["n"]
+    tile, queries = tile_sizes(cpu), dict(problem.sizes)["m"]
+    columns = tile.vectors * cpu.lanes("float32")
     rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
-    max_keys = BLOCK_KEYS // columns * columns
-    block_keys = min(max_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else max_keys
-    tasks, block_queries = _split_queries(sizes, cpu.cores, rows)
-    is_decode = _is_decode(problem)
-    is_paired = accumulation(problem, cpu).k0 == 2
-    return Blocks(
-        tasks=tasks,
-        queries=block_queries,
-        keys=block_keys,
-        is_single=isinstance(keys, int) and keys <= block_keys,
-        rows=rows,
-        vectors=tile.vectors,
-        lanes=lanes,
-        value_panels=ceil_div(int(sizes["e"]), columns),
-        width=int(sizes["d"]),
-        is_decode=is_decode,
-        is_paired=is_paired,
-        is_widened=problem.query.dtype in HALF_TYPES and not is_decode and not is_paired,
-    )
+    blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns)
+    is_decode, is_paired = _is_decode(problem), accumulation(problem, cpu).k0 == 2
+    is_widened = problem.query.dtype in HALF_TYPES and not is_decode and not is_paired
+    return replace(blocks, is_decode=is_decode, is_paired=is_paired, is_widened=is_widened)
 
 
 def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     """The block sizes with AMX; None if the CPU lacks it, or operands cannot be read in pairs."""
-    sizes: dict[str, Any] = dict(problem.sizes)
     if amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _is_paired(problem, "bfloat16"):
         return None
-    lanes, columns, queries, keys = cpu.lanes("float32"), 2 * TILE_ROWS, sizes["m"], sizes["n"]
+    columns, queries = 2 * TILE_ROWS, dict(problem.sizes)["m"]
     max_rows = 2 * TILE_ROWS
     rows = ceil_div(queries, ceil_div(queries, max_rows)) if isinstance(queries, int) and queries else max_rows
-    block_keys = min(AMX_BLOCK_KEYS, ceil_div(keys, columns) * columns) if isinstance(keys, int) else AMX_BLOCK_KEYS
+    blocks = _blocks_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS)
+    return replace(blocks, width=ceil_div(blocks.width, columns) * columns, is_paired=True, uses_amx=True)
+
+
+def _blocks_of(problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int) -> Blocks:
+    """The block sizes for a register tile of `rows` by `columns`."""
+    sizes: dict[str, Any] = dict(problem.sizes)
+    keys, lanes = sizes["n"], cpu.lanes("float32")
+    block_keys = min(max_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else max_keys
     tasks, block_queries = _split_queries(sizes, cpu.cores, rows)
     return Blocks(
         tasks=tasks,
@@ -303,11 +293,7 @@ def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
         vectors=columns // lanes,
         lanes=lanes,
         value_panels=ceil_div(int(sizes["e"]), columns),
-        width=ceil_div(int(sizes["d"]), columns) * columns,
-        is_decode=False,
-        is_paired=True,
-        is_widened=False,
-        uses_amx=True,
+        width=int(sizes["d"]),
     )
 
 

@@ -219,7 +219,7 @@ def _emit_score_tile(unit: Unit, span: Span, panel: Expr, tile: Expr) -> None:
 
     def key(k: Expr, vector: int) -> Expr:
         if plan.is_widened:
-            return unit.scratch[_run(keys + k * plan.columns + vector * plan.lanes, plan.lanes)]
+            return unit.scratch[lane_indices(keys + k * plan.columns + vector * plan.lanes, plan.lanes)]
         return page.load(keys + k * PAGE + vector * plan.lanes, plan.lanes)
 
     def query(k: Expr, row: int) -> Expr:
@@ -238,10 +238,6 @@ def _emit_score_tile(unit: Unit, span: Span, panel: Expr, tile: Expr) -> None:
                 score = tanh(let(score * broadcast(tirx.const(1.0 / problem.softcap, "float32"), plan.lanes))) * cap
             index = (tile * plan.tile_rows + row) * PAGE + column + vector * plan.lanes
             unit.store("scores", index, score, plan.lanes)
-
-
-def _run(index: Expr, lanes: int) -> Expr:
-    return T.ramp(index, tirx.const(1, "int64"), lanes) if lanes > 1 else index
 
 
 def _emit_softmax(unit: Unit, span: Span) -> None:
@@ -343,7 +339,7 @@ def _emit_value_tile(unit: Unit, span: Span, column: Expr, vectors: int, tile: E
 
     def value(k: Expr, vector: int) -> Expr:
         if plan.is_widened:
-            return unit.scratch[_run(values + k * width + vector * lanes, lanes)]
+            return unit.scratch[lane_indices(values + k * width + vector * lanes, lanes)]
         return page.load(values + k * size + vector * lanes, lanes)
 
     def weight(k: Expr, row: int) -> Expr:
@@ -367,11 +363,6 @@ def for_sums(unit: Unit, row: Expr, body: Callable[[Expr, Expr, int], None]) -> 
         for vector in range(vectors):
             index = first * plan.rows + row * (vectors * lanes) + vector * lanes
             body(tirx.const(first + vector * lanes, "int64"), let(unit.load("sums", index, lanes)), lanes)
-
-
-def tiles_of(unit: Unit, queries: Expr) -> Expr:
-    """Number of tiles of the rows of some queries."""
-    return materialize(ceil_div(queries * unit.problem.group, unit.plan.tile_rows))
 
 
 # Appending a row's new key and value to the page of its position.
@@ -524,10 +515,8 @@ class _Kernel:
             with loop(materialize(end - begin)) as number:
                 pair = materialize(begin + number)
                 row, head = materialize(pair // problem.kv_heads), materialize(pair % problem.kv_heads)
-                self._append(row, head, *self._slot_and_position(row, sequence))
-
-    def _append(self, row: Expr, head: Expr, slot: Expr, position: Expr) -> None:
-        emit_append(self.problem, self.plan, self.tensors, row, head, slot, position)
+                slot, position = self._slot_and_position(row, sequence)
+                emit_append(problem, self.plan, self.tensors, row, head, slot, position)
 
     def _slot_and_position(self, row: Expr, sequence: Expr | None) -> tuple[Expr, Expr]:
         """Slot and position of a row; position -1 if it does not belong to the chunk's sequence."""
@@ -554,7 +543,7 @@ class _Kernel:
         row, head = materialize(pair // problem.kv_heads), materialize(pair % problem.kv_heads)
         slot, position = self._slot_and_position(row, None)
         if plan.splits == 1:
-            self._append(row, head, slot, position)
+            emit_append(problem, plan, self.tensors, row, head, slot, position)
         self._prepare(unit, row, head, int64(1))
         first_visible = self._first_visible(position)
         first, end = materialize(first_visible // PAGE), materialize((position + PAGE) // PAGE)
@@ -668,7 +657,7 @@ class _Kernel:
             # The last page prefetches itself.
             number = table_entry(self.tensors, pages.slot, T.min(index + 1, pages.end - 1))
             following = page_of(self.tensors, self.problem, T.max(number, int64(0)), pages.head).start
-            tiles = tiles_of(unit, pages.queries)
+            tiles = materialize(ceil_div(pages.queries * self.problem.group, self.plan.tile_rows))
             emit_page(unit, Span(page, first, count, tiles, pages.queries, pages.limits, is_whole, following))
 
     def _add(self, unit: Unit, queries: Expr) -> None:
@@ -698,8 +687,7 @@ class _Kernel:
             self._write(materialize(number * size + column), let(value * broadcast(average, lanes)), lanes)
 
     def _write(self, index: Expr, value: Expr, lanes: int) -> None:
-        indices = T.ramp(index, tirx.const(1, "int64"), lanes) if lanes > 1 else index
-        T.buffer_store(self.tensors.data["out"], cast(value, self.problem.out.dtype), [indices])
+        T.buffer_store(self.tensors.data["out"], cast(value, self.problem.out.dtype), [lane_indices(index, lanes)])
 
     # -- blocks of a row in several units
 
