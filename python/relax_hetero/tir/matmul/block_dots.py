@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from math import gcd
 from typing import Any
 
@@ -48,8 +47,7 @@ from ..core.builder import (
 from ..core.view import Coordinates, OperandView
 from ..core.work_split import loop_blocks, split_work
 from ..math.vector_math import ROUNDER, ROUNDER_BITS
-from ..microkernel.k_step import emit_step
-from ..microkernel.microkernel import FMAS_IN_FLIGHT
+from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
 from .block_spec import BlockSpec, BlockTile, for_columns, store_row
 from .matmul_spec import emit_cases, row_cases
 from .weight_bytes import ByteReader, byte_order
@@ -506,11 +504,10 @@ class _Loops:
         for number in range(self.unrolled_weights // self.spec.plan.group):
             yield from zip(*(self.reader.group(superblock, group + number, j) for j in vectors), strict=True)
 
-    def _sum_index(self, bank: int, i: int, vector: int, tile_vectors: int, term: int, rows: int) -> int:
-        return ((bank * rows + i) * tile_vectors + vector) * self.terms + term
-
-    def _banks(self, rows: int, tile_vectors: int) -> int:
-        return max(1, min(len(self.sums), FMAS_IN_FLIGHT) // (rows * tile_vectors * self.terms))
+    def _sums_of(self, tile: BlockTile, tile_vectors: int) -> tuple[VectorTile, int]:
+        """The sums of a tile, with a row for each term of a row, and the number of their banks."""
+        sums = VectorTile(self.dot, self.sums, tile.rows * self.terms, tile_vectors, self.spec.lanes)
+        return sums, max(1, min(len(self.sums), FMAS_IN_FLIGHT) // sums.count)
 
     def _add_products(
         self,
@@ -522,21 +519,21 @@ class _Loops:
     ) -> None:
         """Add the products of a chain; `quads` gives its weights from a k on, the lists have its index for each row."""
         lanes, iterations = self.spec.lanes, self.chain // self.unrolled_weights
-        banks, last_term = self._banks(tile.rows, tile_vectors), self.terms - 1
-        for i in range(tile.rows):
-            for bank, vector, term in product(range(banks), range(tile_vectors), range(self.terms)):
-                starts_with_sum = self.codes.min_code and bank == 0 and term == last_term
-                start = broadcast(self.codes.sums[scale_at[i]], lanes) if starts_with_sum else zeros("int32", lanes)
-                self.sums[self._sum_index(bank, i, vector, tile_vectors, term, tile.rows)] = start
+        sums, banks = self._sums_of(tile, tile_vectors)
+        sums.clear(banks=banks)
+        if self.codes.min_code:
+            for i in range(tile.rows):
+                last_row = (i + 1) * self.terms - 1
+                for vector in range(tile_vectors):
+                    self.sums[last_row * tile_vectors + vector] = broadcast(self.codes.sums[scale_at[i]], lanes)
 
         def add_unrolled(first: Expr, code_at: list[Expr]) -> None:
+            def left(quad: int, row: int) -> Expr:
+                i, term = divmod(row, self.terms)
+                return self.codes.words[code_at[i] + (term * self.chain // 4 + quad)]
+
             for quad, quad_lanes in enumerate(quads(first)):
-                for i in range(tile.rows):
-                    for term in range(self.terms):
-                        left = self.codes.words[code_at[i] + (term * self.chain // 4 + quad)]
-                        for vector, right in enumerate(quad_lanes):
-                            number = self._sum_index(quad % banks, i, vector, tile_vectors, term, tile.rows)
-                            self.sums[number] = emit_step(self.dot, self.sums[number], left, right, lanes)
+                sums.step(partial(left, quad), quad_lanes.__getitem__, quad % banks)
 
         if iterations == 1:
             add_unrolled(0, code_at)
@@ -552,13 +549,14 @@ class _Loops:
         lanes, codes, min_code = self.spec.lanes, self.codes, self.spec.plan.form.min_code
         if minimum is not None and min_code:
             minimum = let(minimum + scale * constant(float(min_code), "float32", lanes))
-        banks = self._banks(tile.rows, tile_vectors)
+        sums, banks = self._sums_of(tile, tile_vectors)
         for i in range(tile.rows):
             terms = []
             for term in range(self.terms):
-                total = self.sums[self._sum_index(0, i, j, tile_vectors, term, tile.rows)]
+                first = (i * self.terms + term) * tile_vectors + j
+                total = self.sums[first]
                 for bank in range(1, banks):
-                    total = total + self.sums[self._sum_index(bank, i, j, tile_vectors, term, tile.rows)]
+                    total = total + self.sums[first + bank * sums.count]
                 terms.append(total)
             integer_sum = (
                 terms[0] if self.terms == 1 else tirx.shift_left(terms[0], constant(8, "int32", lanes)) + terms[1]
