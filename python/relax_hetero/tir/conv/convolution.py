@@ -132,36 +132,9 @@ class ConvTile:
     prefetch: PanelPrefetch | None
 
 
-@dataclass(frozen=True)
-class TileRegisters:
-    """Registers of a tile.
-
-    Attributes
-    ----------
-    sums : Registers
-        Accumulators: for each pixel its vectors of output channels.
-    compensation : Registers or None
-        Terms that compensate flipped sign bits, for each run of taps; None without a flip.
-    """
-
-    sums: Registers
-    compensation: Registers | None
-
-    @staticmethod
-    def of(conv: Convolution, segments: Sequence[Segment], vectors: int) -> TileRegisters:
-        """Registers for the tiles of some segments, with `vectors` vectors of output channels."""
-        dtype = conv.problem.acc_dtype
-        pixels = max(conv.dot.whole_rows(segment.width) for segment in segments)
-        sums = Registers(pixels * vectors, dtype, conv.lanes)
-        if conv.dot.compensation == 0:
-            return TileRegisters(sums, None)
-        runs = max(len(segment.taps) for segment in segments)
-        return TileRegisters(sums, Registers(runs * vectors, dtype, conv.lanes))
-
-
-def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> None:
-    """Write the code of a tile."""
-    panel, width, accs = tile.panel, tile.segment.width, registers.sums
+def emit_tile(conv: Convolution, tile: ConvTile, accs: Registers, compensation: Registers | None) -> None:
+    """Write the code of a tile; registers of compensation are those of each run of taps, None without flipped bits."""
+    panel, width = tile.panel, tile.segment.width
     size = (width, panel.vectors)
     conv.epilogue.prefetch(
         f"y{len(conv.windows) - 1}",
@@ -172,10 +145,10 @@ def emit_tile(conv: Convolution, tile: ConvTile, registers: TileRegisters) -> No
     if conv.dot.short:
         _accumulate_fp16(conv, tile, sums)
     else:
-        if registers.compensation is None:
+        if compensation is None:
             sums.clear()
         else:
-            _start_compensated(conv, tile, registers.compensation, accs)
+            _start_compensated(conv, tile, compensation, accs)
         over_taps(tile.row, lambda taps: _accumulate_row(conv, tile, taps, _Sums(sums)))
         sums.deinterleave()
     store_pixels(
@@ -406,22 +379,6 @@ PREFETCH_BYTES = 1 << 16
 AMX_FALLBACK_PIXELS = 6
 
 
-@dataclass(frozen=True)
-class PanelTiles:
-    """The tiles that use a panel.
-
-    Attributes
-    ----------
-    rows : int or PrimExpr
-        Number of rows of a task.
-    tiles : int or PrimExpr
-        Number of tiles of a row.
-    """
-
-    rows: Expr
-    tiles: Expr
-
-
 def emit_direct(conv: Convolution) -> None:
     """Write the body of the kernel: with AMX if it pays and the process may use it, and with vectors."""
     problem = conv.problem
@@ -442,10 +399,15 @@ def _emit_vectors(conv: Convolution, max_pixels: int) -> None:
     macs = prod(window.size for window in conv.windows) * conv.depth
     split = split_rows(conv, panels, width * macs, max_width)
     rows = conv.row_count()
-    panel_tiles = PanelTiles(ceil_div(rows, split.rows), sum(segment.count for segment in segments))
+    row_tiles, task_rows = sum(segment.count for segment in segments), ceil_div(rows, split.rows)
+    tile_count = task_rows * row_tiles if isinstance(task_rows, int) and isinstance(row_tiles, int) else None
+    pixels = max(conv.dot.whole_rows(segment.width) for segment in segments)
+    runs = max(len(segment.taps) for segment in segments)
     vectors = ceil_div(min(width, conv.channels), conv.lanes)
     with loop(split.tasks, parallel=split.tasks > 1) as task:
-        registers = TileRegisters.of(conv, segments, vectors)
+        sums = Registers(pixels * vectors, conv.problem.acc_dtype, conv.lanes)
+        has_compensation = conv.dot.compensation != 0
+        compensation = Registers(runs * vectors, conv.problem.acc_dtype, conv.lanes) if has_compensation else None
         # `Split.batch` has the parts of a single row (see `split_rows`).
         tile_part, row_part, panel_part = split.parts_of(task)
         tiles = [part(segment.count, split.batch, tile_part) for segment in segments]
@@ -458,7 +420,14 @@ def _emit_vectors(conv: Convolution, max_pixels: int) -> None:
             def emit_rows(masks: Masks, number: Expr = panel_number, next_panel: Expr = next_panel) -> None:
                 panel = _make_panel(conv, number, masks, next_panel)
                 with loop(last_row - first_row) as r:
-                    _emit_row(conv, first_row + r, panel, (segments, tiles), registers, (r, panel_tiles))
+                    row, tiles_before = make_conv_row(conv, materialize(first_row + r)), 0
+                    for segment, (begin, end) in zip(segments, tiles, strict=True):
+                        with loop(end - begin) as tile:
+                            pixel = materialize((tile + begin) * segment.width + segment.start)
+                            ahead = _make_panel_prefetch(conv, panel, r * row_tiles + tiles_before + tile, tile_count)
+                            resolved = resolve_taps(segment, conv.windows[-1], conv.data.extents[-1], pixel)
+                            emit_tile(conv, ConvTile(row, panel, resolved, pixel, ahead), sums, compensation)
+                        tiles_before += segment.count
 
             over_columns(panel_number * width, width, conv.channels, conv.lanes, emit_rows)
 
@@ -485,32 +454,10 @@ def _make_panel(conv: Convolution, number: Expr, masks: Masks, next_panel: Expr)
     return Panel(column, len(masks), masks, channel, next_panel if size > PREFETCH_BYTES else None)
 
 
-def _emit_row(
-    conv: Convolution,
-    row_number: Expr,
-    panel: Panel,
-    tiles: tuple[Sequence[Segment], Sequence[tuple[Expr, Expr]]],
-    registers: TileRegisters,
-    sweep: tuple[Expr, PanelTiles],
-) -> None:
-    """Write the tiles of a row: a range of tiles of each segment."""
-    row = make_conv_row(conv, materialize(row_number))
-    number, panel_tiles = sweep
-    tiles_before: Expr = 0
-    for segment, (begin, end) in zip(*tiles, strict=True):
-        with loop(end - begin) as tile:
-            first = materialize((tile + begin) * segment.width + segment.start)
-            tile_number = number * panel_tiles.tiles + tiles_before + tile
-            panel_prefetch = _make_panel_prefetch(conv, panel, tile_number, panel_tiles)
-            resolved = resolve_taps(segment, conv.windows[-1], conv.data.extents[-1], first)
-            emit_tile(conv, ConvTile(row, panel, resolved, first, panel_prefetch), registers)
-        tiles_before += segment.count
-
-
-def _make_panel_prefetch(conv: Convolution, panel: Panel, number: Expr, tiles: PanelTiles) -> PanelPrefetch | None:
-    if panel.next_panel is None or not isinstance(tiles.rows, int) or not isinstance(tiles.tiles, int):
+def _make_panel_prefetch(conv: Convolution, panel: Panel, number: Expr, count: int | None) -> PanelPrefetch | None:
+    """The share of tile `number` of `count` in prefetching the next panel."""
+    if panel.next_panel is None or count is None:
         return None
-    count = tiles.rows * tiles.tiles
     share = ceil_div(_panel_elements(conv), count)
     step = conv.weight.layout.tile(0) * conv.dot.k0
     return PanelPrefetch(materialize(panel.next_panel + number * share), ceil_div(step, count))

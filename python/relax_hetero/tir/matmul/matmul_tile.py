@@ -74,7 +74,7 @@ def emit_tile(spec: MatmulSpec, tile: Tile, k: KRange, accs: Registers) -> None:
     if k.first is not True:
         with when(tirx.Not(k.first)):
             _add_operand(spec, tile, spec.result, accs)
-    either(k.last, lambda: _store_result(spec, tile, accs), lambda: _store_partial_sums(spec, tile, accs))
+    either(k.last, lambda: _store(spec, tile, accs, True), lambda: _store(spec, tile, accs, False))
 
 
 def _bank_count(spec: MatmulSpec, tile: Tile, rows: int) -> int:
@@ -254,24 +254,17 @@ def _right_factors(spec: MatmulSpec, tile: Tile, k: Expr, j: int, k_left: Expr |
     return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])
 
 
-def _store_partial_sums(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
-    _store(spec, tile, lambda i, j: accs[i * tile.vectors + j])
-
-
-def _store_result(spec: MatmulSpec, tile: Tile, accs: Registers) -> None:
-    def value(i: int, j: int) -> Expr:
-        return spec.epilogue.result(accs[i * tile.vectors + j], lambda view: _load(spec, tile, view, i, j))
-
-    _store(spec, tile, value)
-
-
-def _store(spec: MatmulSpec, tile: Tile, value: Callable[[int, int], Expr]) -> None:
+def _store(spec: MatmulSpec, tile: Tile, accs: Registers, is_result: bool) -> None:
+    """Store results, or partial sums."""
     is_partial = tile.existing_rows is not None and not spec.result.is_padded("m", tile.rows)
 
     def store_row(i: int) -> None:
         for j in range(tile.vectors):
             at = {**tile.batch, "m": tile.row + i, "n": tile.column + j * spec.lanes}
-            spec.result.store(at, "n", value(i, j), spec.lanes, mask_in(spec, tile, spec.result, j))
+            value = accs[i * tile.vectors + j]
+            if is_result:
+                value = spec.epilogue.result(value, lambda view, j=j: _load(spec, tile, view, i, j))
+            spec.result.store(at, "n", value, spec.lanes, mask_in(spec, tile, spec.result, j))
 
     for i in range(tile.rows):
         with when(tile.row + i < tile.rows_end if is_partial and i > 0 else True):

@@ -98,22 +98,13 @@ class Span:
     following: Expr
 
 
-def emit_start(unit: Unit, rows: Expr) -> None:
-    """Initialize the softmax state of rows for a block, including padding rows of the last tile."""
-    _emit_initial_state(unit, "", rows, unit.plan.rows * unit.problem.size // unit.plan.width_lanes)
-
-
-def start_blocks(unit: Unit, rows: Expr) -> None:
-    """Initialize the softmax state of rows over all blocks."""
-    _emit_initial_state(unit, "all_", rows, materialize(rows * (unit.problem.size // unit.plan.width_lanes)))
-
-
-def _emit_initial_state(unit: Unit, prefix: str, rows: Expr, vectors: Expr) -> None:
-    """Initialize the softmax state of rows, in the buffers with a prefix."""
+def start_rows(unit: Unit, rows: Expr, prefix: str = "") -> None:
+    """Initialize the softmax state of rows for a block, with padding rows of the last tile; "all_": over all blocks."""
+    lanes, row_vectors = unit.plan.width_lanes, unit.problem.size // unit.plan.width_lanes
+    vectors = materialize(rows * row_vectors) if prefix else unit.plan.rows * row_vectors
     with loop(rows) as row:
         unit.store(f"{prefix}maxima", row, tirx.const(MIN_SCORE, "float32"))
         unit.store(f"{prefix}totals", row, tirx.const(0.0, "float32"))
-    lanes = unit.plan.width_lanes
     with loop(vectors) as vector:
         unit.store(f"{prefix}sums", vector * lanes, zeros("float32", lanes), lanes)
 
@@ -630,7 +621,7 @@ class _Kernel:
                 unit.store("queries", materialize(target + index), value * scale, lanes)
 
             emit_head(problem, self.tensors, plan.width_lanes, row, start, "q_norm", store)
-        start_blocks(unit, materialize(count * problem.group))
+        start_rows(unit, materialize(count * problem.group), "all_")
 
     def _attend(self, unit: Unit, pages: _Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]) -> None:
         """Attend from the unit's rows to its pages, in the blocks from the first up to the second.
@@ -640,7 +631,7 @@ class _Kernel:
         rows, (first_block, last_block) = materialize(pages.queries * self.problem.group), blocks
         with loop(materialize(T.max(last_block - first_block, int64(0)))) as number:
             block = materialize(first_block + number)
-            emit_start(unit, rows)
+            start_rows(unit, rows)
             begin = materialize(T.max(pages.begin, block * BLOCK_PAGES))
             end = materialize(T.min(pages.end, block * BLOCK_PAGES + BLOCK_PAGES))
             with loop(materialize(end - begin)) as page:
@@ -721,7 +712,7 @@ class _Kernel:
 
     def _merge_unit(self, unit: Unit, head: Expr) -> None:
         size, lanes, row = self.problem.size, self.plan.width_lanes, int64(0)
-        start_blocks(unit, int64(1))
+        start_rows(unit, int64(1), "all_")
         _, position = self._slot_and_position(materialize(head // self.problem.heads), None)
         first, last = _blocks(
             materialize(self._first_visible(position) // PAGE), materialize((position + PAGE) // PAGE)
