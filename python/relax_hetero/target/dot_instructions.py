@@ -2,7 +2,7 @@
 
 A row describes the instruction of a k-step. A step takes `k0` consecutive k of one row of the left operand (broadcast
 to all lanes) and `k0` consecutive k of one column per lane of the right operand, and adds their products to one
-accumulator per lane. The first matching row counts. To add an instruction, add a row; `relax_hetero.tir.matmul.k_step`
+accumulator per lane. The first matching row counts. To add an instruction, add a row; `relax_hetero.tir.microkernel.k_step`
 implements the values of `form`.
 
 A byte dot product requires one signed and one unsigned operand, or equal signedness. If the left operand's signedness
@@ -12,7 +12,7 @@ initializes the accumulators.
 
 AVX512-FP16 multiplies and adds float16 twice as fast as AVX-512 does float32, but accumulates in float16. Such a row
 accumulates a few steps in float16 (`DotInstruction.short`), and these partial sums in float32
-(`relax_hetero.tir.matmul.fp16_partial_sums`). Its steps take a pair of k per lane, because broadcasting a pair from
+(`relax_hetero.tir.microkernel.fp16_partial_sums`). Its steps take a pair of k per lane, because broadcasting a pair from
 memory as a 32-bit word is free, while broadcasting a 16-bit element costs a shuffle.
 
 Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the left operand by two columns of the right

@@ -192,16 +192,12 @@ class _ProductPlan:
     ----------
     tile : AmxTile
         A pair of tiles of rows by the tiles of columns of a panel.
-    element_bytes : int
-        Bytes of an element of the factors.
-    row_bytes : int
-        Bytes of a row of the left operand.
     block_pairs : int
         Maximum number of pairs of tiles in a block of rows.
     copy_stride : int
         Distance of copied rows in bytes; 0 if rows are not copied.
-    k_blocks, block_steps : int
-        Number of blocks of k, and of the steps of a block.
+    k_blocks : int
+        Number of blocks of k.
     prefetched_lines : int
         Cache lines of the next panel that a step prefetches.
     """
@@ -209,12 +205,9 @@ class _ProductPlan:
     spec: MatmulSpec
     batch: tuple[str, ...]
     tile: AmxTile
-    element_bytes: int
-    row_bytes: int
     block_pairs: int
     copy_stride: int
     k_blocks: int
-    block_steps: int
     prefetched_lines: int
 
     @property
@@ -226,6 +219,21 @@ class _ProductPlan:
     def max_pair_height(self) -> int:
         """Maximum number of rows of a pair."""
         return self.pair_height if isinstance(self.pair_height, int) else 2 * TILE_ROWS
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the factors."""
+        return bytes_of(self.spec.lhs.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the left operand."""
+        return self.spec.k * self.element_bytes
+
+    @property
+    def block_steps(self) -> int:
+        """Steps of a block of k."""
+        return ceil_div(self.steps, self.k_blocks)
 
     @property
     def steps(self) -> int:
@@ -316,8 +324,7 @@ def _heights(m: Expr) -> tuple[Expr, tuple[Expr, Expr]]:
 
 
 def _plan_product(spec: MatmulSpec, batch: tuple[str, ...], tile: AmxTile, pairs: Expr, split: Split) -> _ProductPlan:
-    element_bytes = bytes_of(spec.lhs.dtype)
-    row_bytes = spec.k * element_bytes
+    row_bytes = spec.k * bytes_of(spec.lhs.dtype)
     steps, tail_bytes = divmod(row_bytes, TILE_BYTES)
     panel = tile.vectors * LANES
     panels = ceil_div(spec.n, panel)
@@ -334,10 +341,7 @@ def _plan_product(spec: MatmulSpec, batch: tuple[str, ...], tile: AmxTile, pairs
     k_blocks = ceil_div(steps, MAX_K_BLOCK_STEPS) if steps > MAX_K_BLOCK_STEPS and block_pairs > 1 else 1
     is_prefetched = is_packed and many_rows and panels * panel * row_bytes > PREFETCH_BYTES
     prefetched_lines = ceil_div(TILE_ROWS * tile.vectors, block_pairs) if is_prefetched else 0
-    return _ProductPlan(
-        spec, batch, tile, element_bytes, row_bytes, block_pairs, copy_stride,
-        k_blocks, ceil_div(steps, k_blocks), prefetched_lines,
-    )  # fmt: skip
+    return _ProductPlan(spec, batch, tile, block_pairs, copy_stride, k_blocks, prefetched_lines)
 
 
 def _first_row(product: _ProductPlan, pair: Expr) -> Expr:

@@ -258,14 +258,14 @@ def _store(spec: MatmulSpec, tile: Tile, accs: Registers, is_result: bool) -> No
     """Store results, or partial sums."""
     is_partial = tile.existing_rows is not None and not spec.result.is_padded("m", tile.rows)
 
-    def store_row(i: int) -> None:
-        for j in range(tile.vectors):
-            at = {**tile.batch, "m": tile.row + i, "n": tile.column + j * spec.lanes}
-            value = accs[i * tile.vectors + j]
-            if is_result:
-                value = spec.epilogue.result(value, lambda view, j=j: _load(spec, tile, view, i, j))
-            spec.result.store(at, "n", value, spec.lanes, mask_in(spec, tile, spec.result, j))
+    def store_vector(i: int, j: int) -> None:
+        at = {**tile.batch, "m": tile.row + i, "n": tile.column + j * spec.lanes}
+        value = accs[i * tile.vectors + j]
+        if is_result:
+            value = spec.epilogue.result(value, lambda view: _load(spec, tile, view, i, j))
+        spec.result.store(at, "n", value, spec.lanes, mask_in(spec, tile, spec.result, j))
 
     for i in range(tile.rows):
         with when(tile.row + i < tile.rows_end if is_partial and i > 0 else True):
-            store_row(i)
+            for j in range(tile.vectors):
+                store_vector(i, j)
