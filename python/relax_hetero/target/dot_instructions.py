@@ -2,8 +2,8 @@
 
 A row describes the instruction of a k-step. A step takes `k0` consecutive k of one row of the left operand (broadcast
 to all lanes) and `k0` consecutive k of one column per lane of the right operand, and adds their products to one
-accumulator per lane. The first matching row counts. To add an instruction, add a row; `relax_hetero.tir.microkernel.k_step`
-implements the values of `form`.
+accumulator per lane. The first matching row counts. To add an instruction, add a row;
+`relax_hetero.tir.microkernel.k_step` implements the values of `form`.
 
 A byte dot product requires one signed and one unsigned operand, or equal signedness. If the left operand's signedness
 is wrong, its top bit is flipped: int8 becomes uint8 plus 128, uint8 becomes int8 minus 128. The right operand's layout
@@ -12,8 +12,8 @@ initializes the accumulators.
 
 AVX512-FP16 multiplies and adds float16 twice as fast as AVX-512 does float32, but accumulates in float16. Such a row
 accumulates a few steps in float16 (`DotInstruction.short`), and these partial sums in float32
-(`relax_hetero.tir.microkernel.fp16_partial_sums`). Its steps take a pair of k per lane, because broadcasting a pair from
-memory as a 32-bit word is free, while broadcasting a 16-bit element costs a shuffle.
+(`relax_hetero.tir.microkernel.fp16_partial_sums`). Its steps take a pair of k per lane, because broadcasting a pair
+from memory as a 32-bit word is free, while broadcasting a 16-bit element costs a shuffle.
 
 Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the left operand by two columns of the right
 operand, eight bytes each, which is twice the work of a dot product. They support all four pairs of signs. A product of
