@@ -18,8 +18,8 @@ from relax_hetero.encoding.row_program import RowProgram
 from relax_hetero.target.amx_instructions import AMX_INSTRUCTIONS, amx_instruction_for
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.core.builder import Function
-from relax_hetero.tir.microkernel.amx import LLVM_TEXT, may_use_amx
 from relax_hetero.tir.matmul.matmul import matmul_kernel
+from relax_hetero.tir.microkernel.amx import LLVM_TEXT, may_use_amx
 from seeds import fresh_rng
 from tir.kernel_runs import runs_here
 from tir.matmul.tile_emulator import emulated, emulator, products_so_far
