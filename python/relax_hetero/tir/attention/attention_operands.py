@@ -128,8 +128,8 @@ def widen_queries(spec: AttentionSpec, at: dict[str, Expr], row: Expr, rows: int
             T.buffer_store(spec.scratch, value, [lane_indices(spec.at("queries") + (i * width + k), count)])
 
 
-Factor = Callable[[int, Expr], Expr]
-"""Function of a row of the tile and a step: one number, or a pair as an int32."""
+Factor = Callable[[Expr, int], Expr]
+"""Function of a step and a row of the tile: one number, or a pair as an int32."""
 
 
 def accumulate(
@@ -140,27 +140,23 @@ def accumulate(
     right: Callable[[Expr, int], Expr],
     exact: tuple[Sequence[Expr | None] | None, float] = (None, 0.0),
 ) -> None:
-    """Accumulate ``left(i, k) * right(k, j)`` over steps k, from zeros, for ``size`` rows i and vectors j.
+    """Accumulate ``left(k, i) * right(k, j)`` over steps k, from zeros, for ``size`` rows i and vectors j.
 
     For fp16 partial sums, `exact` has the relevant lanes of each vector (None: all), and the minimum mean square of
     products (`is_out_of_range`).
     """
     tile = VectorTile(spec.dot, spec.registers, *size, spec.blocks.lanes)
-
-    def add_steps(tile: VectorTile, first: Expr, count: Expr) -> None:
-        with loop(count) as number:
-            k = first + number
-            tile.step(lambda i: left(i, k), lambda j: right(k, j))
-
     tile.clear()
     if not spec.dot.short:
-        add_steps(tile, 0, steps)
+        tile.multiply(steps, left, right)
         return
     partial_sums = Fp16PartialSums(spec.dot, tile.sums, tile.count, tile.lanes)
     partial_sums.add(
-        steps, partial_sums.length, lambda first, count, sums: add_steps(replace(tile, sums=sums), first, count)
+        steps,
+        partial_sums.length,
+        lambda first, count, sums: replace(tile, sums=sums).multiply(count, left, right, first),
     )
-    tile.again_if_out_of_range(steps * spec.dot.k0, lambda wide: add_steps(wide, 0, steps), *exact)
+    tile.again_if_out_of_range(steps * spec.dot.k0, lambda wide: wide.multiply(steps, left, right), *exact)
 
 
 def factors_of_scores(spec: AttentionSpec, at: dict[str, Expr], row: Expr) -> Factor:
@@ -168,13 +164,13 @@ def factors_of_scores(spec: AttentionSpec, at: dict[str, Expr], row: Expr) -> Fa
     blocks, view, width = spec.blocks, spec.query, spec.sizes["d"]
     if blocks.is_widened:
         queries = materialize(spec.at("queries"))
-        return lambda i, k: spec.scratch[queries + i * width + k]
+        return lambda k, i: spec.scratch[queries + i * width + k]
     start = materialize(view.address({**at, "m": row}) // blocks.word_elements)
     query_stride, element_stride = view.stride("m") // blocks.word_elements, view.stride("d")
     if blocks.is_paired:
         words = view.pairs()
-        return lambda i, k: T.reinterpret("int32", words[start + i * query_stride + k])
-    return lambda i, k: view.element(start + i * query_stride + k * element_stride)
+        return lambda k, i: T.reinterpret("int32", words[start + i * query_stride + k])
+    return lambda k, i: view.element(start + i * query_stride + k * element_stride)
 
 
 def factors_of_values(spec: AttentionSpec) -> Factor:
@@ -182,9 +178,9 @@ def factors_of_values(spec: AttentionSpec) -> Factor:
     blocks = spec.blocks
     if blocks.is_paired:
         weights = materialize(spec.at("weights"))
-        return lambda i, k: T.reinterpret("int32", spec.scratch[weights + i * blocks.weight_distance + k])
+        return lambda k, i: T.reinterpret("int32", spec.scratch[weights + i * blocks.weight_distance + k])
     scores = materialize(spec.at("scores"))
-    return lambda i, k: spec.scratch[scores + i * blocks.score_distance + k]
+    return lambda k, i: spec.scratch[scores + i * blocks.score_distance + k]
 
 
 def store_weights(spec: AttentionSpec, i: Expr, vector: Expr, weights: Expr) -> None:

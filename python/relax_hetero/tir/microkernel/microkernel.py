@@ -5,14 +5,14 @@ product of the factors of the tile's rows and of its vectors of columns. The ker
 ``left(i)`` for row i and ``right(j)`` for vector j::
 
     tile.clear()
-    with loop(steps) as k:
-        tile.step(lambda i: left(k, i), lambda j: right(k, j))
+    tile.multiply(steps, left, right)  # a loop of tile.step(lambda i: left(k, i), lambda j: right(k, j))
 
 `VectorTile` accumulates in vector registers, and factors are values; `AmxTile` in AMX tiles, and factors are addresses.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
 from ...target.dot_instructions import DotInstruction, widened_instruction
-from ..core.builder import Expr, Registers, ceil_div, let, when, zeros
+from ..core.builder import Expr, Registers, ceil_div, let, loop, when, zeros
 from . import amx
 from .fp16_partial_sums import MIN_SQUARE, is_out_of_range
 from .k_step import add_step, deinterleave_rows, rows_group
@@ -30,8 +30,35 @@ FMAS_IN_FLIGHT = 8
 """Multiply-adds that fill the pipelines: 4 cycles of latency times 2 per cycle on all supported cores."""
 
 
+class AccumulatorTile(ABC):
+    """A tile of accumulators."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Set the accumulators to zero."""
+
+    @abstractmethod
+    def step(self, left: Callable[[int], Any], right: Callable[[int], Any]) -> None:
+        """Add a k-step, given the factors of a row and of a vector of columns."""
+
+    def multiply(
+        self,
+        steps: Expr,
+        left: Callable[[Expr, int], Any],
+        right: Callable[[Expr, int], Any],
+        first: Expr = 0,
+        prefetch_step: Callable[[Expr], None] | None = None,
+    ) -> None:
+        """Add `steps` k-steps from `first` on, in a loop; `prefetch_step` writes the prefetches of a step."""
+        with loop(steps) as number:
+            k = first + number
+            if prefetch_step is not None:
+                prefetch_step(k)
+            self.step(lambda i: left(k, i), lambda j: right(k, j))
+
+
 @dataclass(frozen=True)
-class VectorTile:
+class VectorTile(AccumulatorTile):
     """Accumulators in vector registers: number ``i * vectors + j`` is vector j of row i.
 
     Attributes
@@ -134,7 +161,7 @@ def pair_heights(rows: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class AmxTile:
+class AmxTile(AccumulatorTile):
     """Accumulators in AMX tiles: a pair of tiles of rows, or one, by one or two tiles of columns.
 
     Attributes

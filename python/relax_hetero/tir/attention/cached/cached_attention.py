@@ -67,6 +67,32 @@ _MAX_REGISTER_VECTORS = 4
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Pages from `begin` up to `end` of a slot and a key head, which a unit's rows attend to.
+
+    Attributes
+    ----------
+    last : PrimExpr
+        Last position that is visible to any row.
+    queries : PrimExpr
+        Number of queries.
+    limits : Callable
+        Function from a query of the unit to the first and the last position visible to it.
+    bounds : tuple of PrimExpr
+        First and last position that are visible to all rows.
+    """
+
+    slot: Expr
+    head: Expr
+    begin: Expr
+    end: Expr
+    last: Expr
+    queries: Expr
+    limits: Callable[[Expr], tuple[Expr, Expr]]
+    bounds: tuple[Expr, Expr]
+
+
+@dataclass(frozen=True)
 class Span:
     """Tokens of a page that are visible to a unit's rows.
 
@@ -78,22 +104,17 @@ class Span:
         Tokens of the page up to the last that is visible to any row.
     tiles : PrimExpr
         Number of tiles of rows, the last one padded.
-    queries : PrimExpr
-        Number of queries.
-    limits : Callable
-        Function from a query of the unit to the first and the last position visible to it.
     is_whole : PrimExpr
         Whether the whole page is visible to every query.
     following : PrimExpr
         Offset of the next page's keys, in elements, for prefetching.
     """
 
+    pages: Pages
     page: Page
     first: Expr
     count: Expr
     tiles: Expr
-    queries: Expr
-    limits: Callable[[Expr], tuple[Expr, Expr]]
     is_whole: Expr
     following: Expr
 
@@ -157,23 +178,12 @@ def _widen(unit: Unit, span: Span) -> None:
                 unit.store("values", index, value, plan.width_lanes)
 
 
-def _products(
-    rows: int,
-    vectors: int,
-    lanes: int,
-    steps: Expr,
-    left: Callable[..., Expr],
-    right: Callable[..., Expr],
-    prefetch_step: Callable[[Expr], None] | None = None,
-) -> Registers:
-    """Sums over steps of ``left(k, row) * right(k, vector)``, row by row; `prefetch_step` adds code to a step."""
+def _tile(unit: Unit, vectors: int, lanes: int) -> VectorTile:
+    """The accumulators of a tile of rows, cleared."""
+    rows = unit.plan.tile_rows
     tile = VectorTile(FLOAT32_FMA, Registers(rows * vectors, "float32", lanes), rows, vectors, lanes)
     tile.clear()
-    with loop(steps) as k:
-        if prefetch_step is not None:
-            prefetch_step(k)
-        tile.step(lambda row: left(k, row), lambda vector: right(k, vector))
-    return tile.sums
+    return tile
 
 
 def _prefetcher(unit: Unit, page: Page, start: Expr, each: int) -> Callable[[Expr], None] | None:
@@ -218,10 +228,11 @@ def _emit_score_tile(unit: Unit, span: Span, panel: Expr, tile: Expr) -> None:
 
     # The CPU prefetches keys by itself, because they are read sequentially; values are prefetched here.
     ahead = _prefetcher(unit, page, page.values + column * problem.size, plan.columns)
-    sums = _products(plan.tile_rows, plan.tile_vectors, plan.lanes, problem.size, query, key, ahead)
+    products = _tile(unit, plan.tile_vectors, plan.lanes)
+    products.multiply(problem.size, query, key, prefetch_step=ahead)
     for row in range(plan.tile_rows):
         for vector in range(plan.tile_vectors):
-            score = sums[row * plan.tile_vectors + vector]
+            score = products.sums[row * plan.tile_vectors + vector]
             if page.dtype == "int8":
                 score = score * page.scales(0, column + vector * plan.lanes, plan.lanes)
             if problem.softcap:
@@ -235,12 +246,11 @@ def _emit_softmax(unit: Unit, span: Span) -> None:
     """Replace scores by softmax weights, and update maxima, totals and rescaling factors."""
 
     def rows(hides: bool) -> None:
-        with loop(span.queries) as query:
-            low, high = (materialize(position - span.first) for position in span.limits(query)) if hides else (0, 0)
+        with loop(span.pages.queries) as query:
+            limits = span.pages.limits(query) if hides else ()
+            visible = tuple(materialize(position - span.first) for position in limits)
             with loop(unit.problem.group) as head:
-                _emit_softmax_row(
-                    unit, span, materialize(query * unit.problem.group + head), (low, high) if hides else None
-                )
+                _emit_softmax_row(unit, span, materialize(query * unit.problem.group + head), visible or None)
 
     either(span.is_whole, lambda: rows(False), lambda: rows(True))
 
@@ -337,14 +347,15 @@ def _emit_value_tile(unit: Unit, span: Span, column: Expr, vectors: int, tile: E
         return unit.scratch[weights + row * PAGE + k]
 
     ahead = _prefetcher(unit, page, span.following + column * PAGE, width)
-    sums = _products(plan.tile_rows, vectors, lanes, span.count, weight, value, ahead)
+    products = _tile(unit, vectors, lanes)
+    products.multiply(span.count, weight, value, prefetch_step=ahead)
     for row in range(plan.tile_rows):
         number = tile * plan.tile_rows + row
         factor = let(broadcast(unit.load("factors", number), lanes))
         for vector in range(vectors):
             index = column * plan.rows + number * width + vector * lanes
             before = unit.load("sums", index, lanes)
-            unit.store("sums", index, before * factor + sums[row * vectors + vector], lanes)
+            unit.store("sums", index, before * factor + products.sums[row * vectors + vector], lanes)
 
 
 def for_sums(unit: Unit, row: Expr, body: Callable[[Expr, Expr, int], None]) -> None:
@@ -539,7 +550,7 @@ class _Kernel:
         first_visible = self._first_visible(position)
         first, end = materialize(first_visible // PAGE), materialize((position + PAGE) // PAGE)
         bounds = (first_visible, position)
-        pages = _Pages(slot, head, first, end, position, int64(1), lambda _: bounds, bounds)
+        pages = Pages(slot, head, first, end, position, int64(1), lambda _: bounds, bounds)
         first_block, last_block = _blocks(first, end)
         if plan.splits == 1:
             self._attend(unit, pages, (first_block, last_block), lambda _: self._add(unit, int64(1)))
@@ -591,7 +602,7 @@ class _Kernel:
             return self._first_visible(position), position
 
         _, earliest = self._slot_and_position(first, sequence)
-        pages = _Pages(slot, head, begin, end, last, count, limits, (self._first_visible(last), earliest))
+        pages = Pages(slot, head, begin, end, last, count, limits, (self._first_visible(last), earliest))
         self._attend(unit, pages, _blocks(begin, end), lambda _: self._add(unit, count))
         self._finish(unit, first, head, count)
 
@@ -623,7 +634,7 @@ class _Kernel:
             emit_head(problem, self.tensors, plan.width_lanes, row, start, "q_norm", store)
         start_rows(unit, materialize(count * problem.group), "all_")
 
-    def _attend(self, unit: Unit, pages: _Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]) -> None:
+    def _attend(self, unit: Unit, pages: Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]) -> None:
         """Attend from the unit's rows to its pages, in the blocks from the first up to the second.
 
         `end_block` handles the sums of each block.
@@ -638,7 +649,7 @@ class _Kernel:
                 self._attend_page(unit, pages, materialize(begin + page))
             end_block(block)
 
-    def _attend_page(self, unit: Unit, pages: _Pages, index: Expr) -> None:
+    def _attend_page(self, unit: Unit, pages: Pages, index: Expr) -> None:
         entry = table_entry(self.tensors, pages.slot, index)
         with when(entry >= 0):
             page = page_of(self.tensors, self.problem, entry, pages.head)
@@ -649,7 +660,7 @@ class _Kernel:
             number = table_entry(self.tensors, pages.slot, T.min(index + 1, pages.end - 1))
             following = page_of(self.tensors, self.problem, T.max(number, int64(0)), pages.head).start
             tiles = materialize(ceil_div(pages.queries * self.problem.group, self.plan.tile_rows))
-            emit_page(unit, Span(page, first, count, tiles, pages.queries, pages.limits, is_whole, following))
+            emit_page(unit, Span(pages, page, first, count, tiles, is_whole, following))
 
     def _add(self, unit: Unit, queries: Expr) -> None:
         """Merge the sums of a block into those of the blocks before."""
@@ -727,32 +738,6 @@ class _Kernel:
 
             add_block(unit, row, (self.scratch[state], self.scratch[state + 1]), each)
         self._finish_row(unit, row, head)
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """Pages from `begin` up to `end` of a slot and a key head, which a unit's rows attend to.
-
-    Attributes
-    ----------
-    last : PrimExpr
-        Last position that is visible to any row.
-    queries : PrimExpr
-        Number of queries.
-    limits : Callable
-        Function from a query of the unit to the first and the last position visible to it.
-    bounds : tuple of PrimExpr
-        First and last position that are visible to all rows.
-    """
-
-    slot: Expr
-    head: Expr
-    begin: Expr
-    end: Expr
-    last: Expr
-    queries: Expr
-    limits: Callable[[Expr], tuple[Expr, Expr]]
-    bounds: tuple[Expr, Expr]
 
 
 def _blocks(begin: Expr, end: Expr) -> tuple[Expr, Expr]:
