@@ -6,13 +6,14 @@ are packed, a block of keys at a time; left factors are queries, widened if they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from tvm.script.ir_builder import tirx as T
 
 from ..core.builder import (
     Expr,
+    Masks,
     ceil_div,
     either,
     lane_indices,
@@ -138,7 +139,7 @@ def accumulate(
     steps: Expr,
     left: Factor,
     right: Callable[[Expr, int], Expr],
-    exact: tuple[Sequence[Expr | None] | None, float] = (None, 0.0),
+    exact: tuple[Masks | None, float] = (None, 0.0),
 ) -> None:
     """Accumulate ``left(k, i) * right(k, j)`` over steps k, from zeros, for ``size`` rows i and vectors j.
 

@@ -13,7 +13,7 @@ product of the factors of the tile's rows and of its vectors of columns. The ker
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
 from ...target.dot_instructions import DotInstruction, widened_instruction
-from ..core.builder import Expr, Registers, ceil_div, let, loop, when, zeros
+from ..core.builder import Expr, Masks, Registers, ceil_div, let, loop, when, zeros
 from . import amx
 from .fp16_partial_sums import MIN_SQUARE, is_out_of_range
 from .k_step import add_step, deinterleave_rows, rows_group
@@ -129,7 +129,7 @@ class VectorTile(AccumulatorTile):
         self,
         terms: Expr,
         accumulate: Callable[[VectorTile], None],
-        masks: Sequence[Expr | None] | None = None,
+        masks: Masks | None = None,
         min_square: float = MIN_SQUARE,
     ) -> None:
         """Accumulate again in float32, if fp16 partial sums left the range of their type.
