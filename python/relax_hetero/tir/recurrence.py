@@ -1,0 +1,400 @@
+"""Recurrent layers of CPUs: all time steps of an RNN, a GRU or an LSTM in one kernel.
+
+A step multiplies the states by the recurrent weights with the register tile of matrix products, and applies the gates
+to a panel's sums while they are in the L1 cache. The products of the inputs, which do not depend on the states, are an
+operand: one matrix product over all steps.
+
+Directions and rows of the batch are independent, so that cores share them for all steps. A few rows of a large layer
+share a step's columns instead, and meet after each step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..encoding.expression import Expression
+from ..encoding.packed_layout import PackedLayout
+from ..encoding.problem import Dim, Operand
+from ..target.cpu_target import INSTRUCTION_SETS, CpuTarget
+from ..target.dot_instructions import dot_instruction_for
+from ..target.tiles import tile_sizes
+from .core.bounds import BOUNDED
+from .core.builder import (
+    Expr,
+    Function,
+    Registers,
+    broadcast,
+    ceil_div,
+    either,
+    lane_mask,
+    loop,
+    materialize,
+    minimum,
+    when,
+    zeros,
+)
+from .core.view import Coordinates, OperandView
+from .core.work_split import part, tasks_for
+from .elementwise.expression_code import EpilogueCode, emit
+from .math.vector_math import constant, once
+from .matmul.matmul_spec import KRange, MatmulSpec, emit_cases, make_tile, row_cases
+from .matmul.matmul_tile import FMAS_IN_FLIGHT, accumulator_count, emit_tile
+
+RECURRENCE = "relax_hetero.recurrence"
+"""On a PrimFunc without vectors that computes a recurrent layer: its `RecurrenceProblem` as JSON."""
+
+PANEL_COLUMNS = 16
+"""Columns of each gate in a panel of recurrent weights: whole vectors of every CPU."""
+
+GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
+"""Number of gates by op, in ONNX's order."""
+
+_DTYPE = "float32"
+
+
+@dataclass(frozen=True)
+class RecurrenceProblem:
+    """A recurrent layer of float32, as ONNX defines it.
+
+    Parameters of its kernel, in order, with D directions: products of the inputs with all biases but `has_bias`, (steps,
+    batch, D, gates, hidden); the weights of each phase, (D, panels, hidden, gates of the phase * `PANEL_COLUMNS`);
+    recurrent bias, (D, hidden); initial states, (D, batch, hidden) each; peepholes, (D, 3, hidden); lengths, (batch,) of
+    int64. Results: all outputs, (steps, D, batch, hidden), the last states, and two tensors of scratch.
+
+    Attributes
+    ----------
+    backwards : tuple of bool
+        Whether a direction runs from the last step to the first.
+    activations : tuple of (tuple of str)
+        Expressions of the activations, for each direction.
+    has_bias : bool
+        Whether the last gate has a bias of its recurrent product: that of `linear_before_reset`.
+    has_peepholes, has_lengths : bool
+        Whether these operands are present.
+    linear_before_reset, input_forget : bool
+        Attributes of GRU and LSTM.
+    """
+
+    op: str
+    steps: Dim
+    batch: Dim
+    hidden: int
+    backwards: tuple[bool, ...]
+    activations: tuple[tuple[str, ...], ...]
+    has_bias: bool = False
+    has_peepholes: bool = False
+    has_lengths: bool = False
+    linear_before_reset: bool = False
+    input_forget: bool = False
+
+    @property
+    def text(self) -> str:
+        """The problem as JSON, the value of the attribute."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of(cls, func: tirx.PrimFunc) -> RecurrenceProblem:
+        """Problem of a PrimFunc with the attribute."""
+        fields = json.loads(str(func.attrs[RECURRENCE]))
+        fields["backwards"] = tuple(fields["backwards"])
+        fields["activations"] = tuple(map(tuple, fields["activations"]))
+        return cls(**fields)
+
+    @property
+    def directions(self) -> int:
+        """Number of directions."""
+        return len(self.backwards)
+
+    @property
+    def panels(self) -> int:
+        """Number of panels of columns."""
+        return ceil_div(self.hidden, PANEL_COLUMNS)
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """Number of gates of each recurrent product of a step: a reset before the product takes a second one."""
+        return (2, 1) if self.op == "GRU" and not self.linear_before_reset else (GATES[self.op],)
+
+    @property
+    def step_operations(self) -> int:
+        """Multiplications and additions of a step's recurrent products for one row of the batch."""
+        return 2 * self.directions * GATES[self.op] * self.hidden**2
+
+    @property
+    def operands(self) -> dict[str, Operand]:
+        """The kernel's parameters by name, in order."""
+        directions, batch, hidden = self.directions, self.batch, self.hidden
+        gates, states = GATES[self.op], ["hidden", "cell"][: 2 if self.op == "LSTM" else 1]
+        state = ((directions, batch, hidden), "d m n")
+        shapes: dict[str, tuple[tuple[Dim, ...], str]] = {
+            "inputs": ((self.steps, batch, directions, gates, hidden), "t m d g n")
+        }
+        for phase, count in enumerate(self.phases):
+            columns = self.panels * count * PANEL_COLUMNS
+            shapes[f"weights{phase}"] = ((directions, hidden, columns), "d k n")
+        if self.has_bias:
+            shapes["bias"] = ((directions, hidden), "d n")
+        shapes |= {f"initial_{name}": state for name in states}
+        if self.has_peepholes:
+            shapes["peepholes"] = ((directions, 3, hidden), "d g n")
+        if self.has_lengths:
+            shapes["lengths"] = ((batch,), "m")
+        shapes["outputs"] = ((self.steps, directions, batch, hidden), "t d m n")
+        shapes |= {name: state for name in states}
+        # Left operands of the phases, and the update gate of a GRU with two phases; sums of the products.
+        shapes["factors"] = ((2 * len(self.phases) - 1, directions, batch, hidden), "p d m k")
+        shapes["sums"] = ((directions, batch, self.panels * max(self.phases) * PANEL_COLUMNS), "d m n")
+        return {name: self._operand(name, *shape) for name, shape in shapes.items()}
+
+    def _operand(self, name: str, shape: tuple[Dim, ...], index_map: str) -> Operand:
+        layout = PackedLayout.identity(len(shape))
+        if name.startswith("weights"):
+            layout = PackedLayout((0, 2, 1), (2,), (self.phases[int(name[-1])] * PANEL_COLUMNS,))
+        return Operand(shape, "int64" if name == "lengths" else _DTYPE, tuple(index_map.split()), layout)
+
+
+def recurrence_kernel(problem: RecurrenceProblem, cpu: CpuTarget | None = None) -> tirx.PrimFunc:
+    """The kernel of a CPU, or, without one, a kernel without vectors for any device, with the attribute `RECURRENCE`."""
+    function = Function("recurrence")
+    with function:
+        views = {name: OperandView(function, name, operand) for name, operand in problem.operands.items()}
+        with function.body():
+            for view in views.values():
+                view.open()
+            _Kernel(problem, cpu or CpuTarget(INSTRUCTION_SETS[-1], frozenset(), 1, "llvm"), views).emit()
+    func = function.result.with_attr(BOUNDED, True)
+    return func if cpu else func.with_attr(RECURRENCE, problem.text)
+
+
+class _Kernel:
+    """Statements of a recurrent layer over the views of its parameters."""
+
+    def __init__(self, problem: RecurrenceProblem, cpu: CpuTarget, views: dict[str, OperandView]) -> None:
+        self.problem, self._cpu, self.views = problem, cpu, views
+        self._steps, _, self._batch, self._hidden = views["outputs"].extents
+        self.lanes = cpu.lanes(_DTYPE)
+        self._states = [name for name in ("hidden", "cell") if name in views]
+        self._specs = [self._spec(phase) for phase in range(len(problem.phases))]
+        vectors = [gates * PANEL_COLUMNS // self.lanes for gates in problem.phases]
+        self._rows = self._tile_rows(max(vectors))
+        self._panels = [self._panels_per_tile(count) for count in vectors]
+        self._vectors = [count * panels for count, panels in zip(vectors, self._panels, strict=True)]
+
+    def _spec(self, phase: int) -> MatmulSpec:
+        """The recurrent product of a phase."""
+        dot = dot_instruction_for(self._cpu, _DTYPE, _DTYPE, _DTYPE)
+        assert dot is not None, "every CPU multiplies float32"
+        weights, registers = self.views[f"weights{phase}"], self._cpu.isa.registers - 1 - dot.temporaries
+        sizes = self._batch, weights.extents[2], self._hidden
+        epilogue = EpilogueCode(Expression.operand(0), (), _DTYPE, _DTYPE, self.lanes)
+        operands = self.views["factors"], weights, self.views["sums"]
+        return MatmulSpec(*operands, None, epilogue, dot, self.lanes, registers, *sizes)
+
+    def _tile_rows(self, vectors: int) -> int:
+        """Rows of a register tile; a static batch has tiles of equal sizes."""
+        rows = max(1, min(tile_sizes(self._cpu).rows, self._specs[0].registers // vectors - 1))
+        return ceil_div(self._batch, ceil_div(self._batch, rows)) if isinstance(self._batch, int) else rows
+
+    def _panels_per_tile(self, vectors: int) -> int:
+        """Panels of a register tile, which fill the pipelines even with few rows: a divisor of the number of panels."""
+        limit = max(1, max(tile_sizes(self._cpu).vectors, FMAS_IN_FLIGHT // self._rows) // vectors)
+        return next(count for count in range(limit, 0, -1) if self.problem.panels % count == 0)
+
+    def emit(self) -> None:
+        """Write the kernel: cores share the columns of a step with much work, else directions and rows."""
+        problem, cores = self.problem, self._cpu.cores
+        step_work = problem.step_operations // 2 * (self._batch if isinstance(self._batch, int) else 1)
+        if problem.directions < cores and tasks_for(cores, "multiply-adds", step_work) > 1:
+            self._emit_shared_steps()
+            return
+        is_static = isinstance(self._batch, int) and isinstance(self._steps, int)
+        workers = tasks_for(cores, "multiply-adds", step_work * self._steps if is_static else None)
+        tiles = materialize(ceil_div(self._batch, self._rows))
+        blocks = ceil_div(workers, problem.directions)
+        blocks = min(blocks, tiles) if isinstance(tiles, int) else blocks
+        tasks = problem.directions * blocks
+        with loop(tasks, parallel=tasks > 1 and workers > 1) as task:
+            d, accs = materialize(task // blocks), self._accumulators()
+            rows = part(tiles, blocks, task % blocks)
+            self._copy_states(d, rows)
+            with loop(self._steps) as step:
+                self._copy(d, rows, "hidden", "factors")
+                for phase in range(len(problem.phases)):
+                    with loop(problem.panels // self._panels[phase]) as group:
+                        self._emit_group(phase, d, step, rows, group, accs)
+
+    def _emit_shared_steps(self) -> None:
+        """Write the kernel with the columns of all directions shared by the cores, in each step."""
+        problem, cores = self.problem, self._cpu.cores
+        rows = 0, materialize(ceil_div(self._batch, self._rows))
+        with loop(problem.directions) as d:
+            self._copy_states(d, rows)
+        with loop(self._steps) as step:
+            with loop(problem.directions) as d:
+                self._copy(d, rows, "hidden", "factors")
+            for phase, panels in enumerate(self._panels):
+                groups = problem.panels // panels
+                with loop(cores, parallel=True) as task:
+                    accs = self._accumulators()
+                    first, last = part(problem.directions * groups, cores, task)
+                    with loop(last - first) as number:
+                        d = materialize((first + number) // groups)
+                        self._emit_group(phase, d, step, rows, materialize((first + number) % groups), accs)
+
+    def _accumulators(self) -> Registers:
+        count = max(accumulator_count(self._specs[0].dot, self._rows, vectors) for vectors in self._vectors)
+        return Registers(count, _DTYPE, self.lanes)
+
+    def _copy_states(self, d: Expr, rows: tuple[Expr, Expr]) -> None:
+        for name in self._states:
+            self._copy(d, rows, f"initial_{name}", name)
+
+    def _copy(self, d: Expr, tiles: tuple[Expr, Expr], source: str, target: str) -> None:
+        """Copy the rows of some tiles from one tensor of states to another."""
+        first, last = (materialize(minimum(tile * self._rows, self._batch)) for tile in tiles)
+        along = self.views[target].index_map[-1]
+        with loop(last - first) as row, loop(ceil_div(self._hidden, self.lanes)) as vector:
+            column = materialize(vector * self.lanes)
+            at = {"p": _ZERO, "d": d, "m": materialize(first + row), "n": column, "k": column}
+            mask = self.mask(column)
+            value = self.views[source].load(at, "n", self.lanes, mask)
+            self.views[target].store(at, along, once(value), self.lanes, mask)
+
+    def mask(self, column: Expr) -> Expr | None:
+        """Existing lanes of the vector at a column; None if all exist."""
+        return lane_mask(self._hidden - column, self.lanes) if self._hidden % self.lanes else None
+
+    def _emit_group(
+        self, phase: int, d: Expr, step: Expr, tiles: tuple[Expr, Expr], group: Expr, accs: Registers
+    ) -> None:
+        """Write the product and the gates of the panels of a register tile, for a range of tiles of rows."""
+        spec, gates, vectors = self._specs[phase], self.problem.phases[phase], self._vectors[phase]
+        batch: Coordinates = {"d": d, "p": tirx.const(phase, "int64")}
+        column = materialize(group * (vectors * self.lanes))
+        k = KRange(0, self._hidden, True, True)
+        with loop(tiles[1] - tiles[0]) as number:
+            row = materialize((tiles[0] + number) * self._rows)
+            emit_cases(
+                row_cases(self._batch, row, self._rows),
+                lambda rows, end: emit_tile(
+                    spec, make_tile(spec, batch, (row, column), (rows, vectors), (end, None), None), k, accs
+                ),
+            )
+            existing = materialize(minimum(self._batch - row, self._rows))
+            with loop(existing) as i, loop(vectors // gates) as vector:
+                n = materialize(group * (vectors // gates * self.lanes) + vector * self.lanes)
+                at = {"d": d, "t": self._time(d, step), "m": materialize(row + i), "n": n, "k": n}
+                with when(n < self._hidden if self._hidden % PANEL_COLUMNS else True):
+                    self._emit_gates(phase, at)
+
+    def _time(self, d: Expr, step: Expr) -> Expr:
+        """The time step of a direction in a step of the loop."""
+        if len(set(self.problem.backwards)) == 1:
+            return self._steps - 1 - step if self.problem.backwards[0] else step
+        return materialize(T.if_then_else(d < 1, step, self._steps - 1 - step))
+
+    def _emit_gates(self, phase: int, at: Coordinates) -> None:
+        """Write the new states of a vector of columns, from the sums of a phase."""
+        first, *others = self.problem.activations
+
+        def write(activations: tuple[str, ...]) -> Callable[[], None]:
+            return lambda: self._update(_Cell(self, phase, at, activations))
+
+        either(at["d"] < 1 if set(others) - {first} else True, write(first), write(self.problem.activations[-1]))
+
+    def _update(self, cell: _Cell) -> None:
+        """Store the new states and the output of a vector; an ended sequence keeps its states and outputs zeros."""
+        states = {"LSTM": cell.lstm, "GRU": cell.gru, "RNN": cell.rnn}[self.problem.op]()
+        if not states:
+            return
+        output = states["hidden"]
+        if "lengths" in self.views:
+            lengths = self.views["lengths"]
+            is_active = broadcast(lengths.data[lengths.address(cell.at)] > cell.at["t"], self.lanes)
+            states = {name: once(T.Select(is_active, value, cell.load(name))) for name, value in states.items()}
+            output = once(T.Select(is_active, output, zeros(_DTYPE, self.lanes)))
+        for name, value in {**states, "outputs": output}.items():
+            cell.store(name, value)
+
+
+_ZERO = tirx.const(0, "int64")
+
+
+class _Cell:
+    """The gates of a vector of columns.
+
+    Attributes
+    ----------
+    at : Coordinates
+        Direction, time, row of the batch, and column.
+    """
+
+    def __init__(self, kernel: _Kernel, phase: int, at: Coordinates, activations: Sequence[str]) -> None:
+        self._kernel, self._phase, self.at, self._activations = kernel, phase, at, activations
+        self._problem, self._views, self._lanes = kernel.problem, kernel.views, kernel.lanes
+        self._mask = kernel.mask(at["n"])
+
+    def load(self, name: str, **at: int) -> Expr:
+        """A vector of an operand, at other coordinates than the cell's where given."""
+        view = self._views[name]
+        position = {**self.at, **{key: tirx.const(value, "int64") for key, value in at.items()}}
+        return once(view.load(position, view.index_map[-1], self._lanes, self._mask))
+
+    def store(self, name: str, value: Expr, **at: int) -> None:
+        """Write a vector of a result."""
+        view = self._views[name]
+        position = {**self.at, **{key: tirx.const(number, "int64") for key, number in at.items()}}
+        view.store(position, view.index_map[-1], value, self._lanes, self._mask)
+
+    def product(self, gate: int) -> Expr:
+        """The recurrent product of a gate of the phase."""
+        panel, gates, n = PANEL_COLUMNS, self._problem.phases[self._phase], self.at["n"]
+        column = materialize((n // panel * gates + gate) * panel + n % panel)
+        return self._views["sums"].load({**self.at, "n": column}, "n", self._lanes)
+
+    def sum(self, gate: int) -> Expr:
+        """The argument of a gate's activation."""
+        return once(self.load("inputs", g=gate) + self.product(gate))
+
+    def activate(self, index: int, value: Expr) -> Expr:
+        """Activation `index` of a value."""
+        return emit(Expression.parse(self._activations[index]), [value], [_DTYPE], self._lanes)
+
+    def rnn(self) -> dict[str, Expr]:
+        """New state of an RNN."""
+        return {"hidden": self.activate(0, self.sum(0))}
+
+    def gru(self) -> dict[str, Expr]:
+        """New state of a GRU; empty in a phase that computes the reset state."""
+        old = self.load("hidden")
+        if self._phase == 0:
+            update, reset = (self.activate(0, self.sum(gate)) for gate in (0, 1))
+            if not self._problem.linear_before_reset:
+                self.store("factors", once(reset * old), p=1)
+                self.store("factors", update, p=2)
+                return {}
+            product = self.product(2)
+            product = product + self.load("bias") if self._problem.has_bias else product
+            argument = self.load("inputs", g=2) + reset * product
+        else:
+            update, argument = self.load("factors", p=2), self.load("inputs", g=2) + self.product(0)
+        new = self.activate(1, once(argument))
+        return {"hidden": once((constant(update, 1) - update) * new + update * old)}
+
+    def lstm(self) -> dict[str, Expr]:
+        """New states of an LSTM with gates in ONNX's order i, o, f, c; the output gate's peephole reads the new cell."""
+        cell, has_peepholes = self.load("cell"), self._problem.has_peepholes
+        i, o, f, c = (self.sum(gate) for gate in range(4))
+        if has_peepholes:
+            i, f = i + self.load("peepholes", g=0) * cell, f + self.load("peepholes", g=2) * cell
+        i = self.activate(0, i)
+        f = constant(i, 1) - i if self._problem.input_forget else self.activate(0, f)
+        new_cell = once(f * cell + i * self.activate(1, c))
+        if has_peepholes:
+            o = o + self.load("peepholes", g=1) * new_cell
+        return {"hidden": once(self.activate(0, o) * self.activate(2, new_cell)), "cell": new_cell}
