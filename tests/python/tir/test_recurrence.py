@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 import tvm
 
-from relax_hetero.target.cpu_target import CpuTarget
+from relax_hetero.encoding.expression import Expression
 from relax_hetero.tir.recurrence import GATES, PANEL_COLUMNS, RecurrenceProblem, recurrence_kernel
 from seeds import fresh_rng
-from tir.kernel_runs import NAMES, built, cpu_named, in_double, poisoned
-from relax_hetero.encoding.expression import Expression
+from tir.kernel_runs import NAMES, cpu_named, in_double, kernel, poisoned
 
 SIGMOID, TANH, CLIPPED = "sigmoid(x0)", "tanh(x0)", "tanh(clip(x0, -0.5, 0.5))"
 DEFAULTS = {"RNN": (TANH,), "GRU": (SIGMOID, TANH), "LSTM": (SIGMOID, TANH, TANH)}
@@ -22,7 +20,9 @@ DEFAULTS = {"RNN": (TANH,), "GRU": (SIGMOID, TANH), "LSTM": (SIGMOID, TANH, TANH
 def problem(op, sizes, backwards, *, activations=None, symbolic=False, **options):
     steps, batch, hidden = sizes
     extents = ("s0", "s1") if symbolic else (steps, batch)
-    return RecurrenceProblem(op, *extents, hidden, backwards, activations or (DEFAULTS[op],) * len(backwards), **options)
+    return RecurrenceProblem(
+        op, *extents, hidden, backwards, activations or (DEFAULTS[op],) * len(backwards), **options
+    )
 
 
 def random_operands(layer, sizes):
@@ -34,27 +34,30 @@ def random_operands(layer, sizes):
         shape = tuple(extents.get(size, size) for size in operand.layout.packed_shape(operand.shape))
         shapes[name] = shape
         arrays[name] = rng.uniform(-1, 1, shape).astype("float32")
-    arrays["weights"] = rng.uniform(-1, 1, (layer.directions, GATES[layer.op], hidden, hidden)).astype("float32")
+    weights = rng.standard_normal((layer.directions, GATES[layer.op], hidden, hidden)) * hidden**-0.5
+    arrays["weights"] = weights.astype("float32")
     arrays["lengths"] = rng.integers(0, steps + 1, batch)
     return arrays, shapes
 
 
 def packed(weights):
     """[directions, gates, columns, hidden] in panels."""
-    padding = -weights.shape[2] % PANEL_COLUMNS
-    panels = np.pad(weights, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(*weights.shape[:2], -1, PANEL_COLUMNS, weights.shape[3])
-    return np.ascontiguousarray(panels.transpose(0, 2, 4, 1, 3)).reshape(weights.shape[0], panels.shape[2], weights.shape[3], -1)
+    directions, gates, columns, hidden = weights.shape
+    panels = np.pad(weights, ((0, 0), (0, 0), (0, -columns % PANEL_COLUMNS), (0, 0)))
+    panels = panels.reshape(directions, gates, -1, PANEL_COLUMNS, hidden).transpose(0, 2, 4, 1, 3)
+    return np.ascontiguousarray(panels).reshape(directions, -1, hidden, gates * PANEL_COLUMNS)
 
 
 def reference(layer, arrays):
     wide = {name: array.astype("float64") for name, array in arrays.items()}
-    steps, batch = wide["inputs"].shape[:2]
+    steps, batch, _ = wide["inputs"].shape
+    inputs = wide["inputs"].reshape(steps, batch, layer.directions, GATES[layer.op], layer.hidden)
     outputs, finals = np.zeros((steps, layer.directions, batch, layer.hidden)), {}
     for d, is_backwards in enumerate(layer.backwards):
         h, c = wide["initial_hidden"][d], wide.get("initial_cell", wide["initial_hidden"])[d]
         act = [lambda x, text=text: in_double(Expression.parse(text), [x]) for text in layer.activations[d]]
         for t in range(steps)[:: -1 if is_backwards else 1]:
-            x, w = wide["inputs"][t, :, d].transpose(1, 0, 2), wide["weights"][d]
+            x, w = inputs[t, :, d].transpose(1, 0, 2), wide["weights"][d]
             p = [h @ weight.T for weight in w]
             if layer.op == "RNN":
                 new = act[0](x[0] + p[0]), c
@@ -79,46 +82,47 @@ def reference(layer, arrays):
     return {"outputs": outputs, **{name: np.stack(values) for name, values in finals.items()}}
 
 
-def check(layers, name, folder, cores=1):
-    """Compile the kernels of (problem, sizes) pairs together, and run each."""
-    cpu: CpuTarget = replace(cpu_named(name), cores=cores)
-    module = built({f"f{i}": recurrence_kernel(layer, cpu) for i, (layer, _) in enumerate(layers)}, name, folder)
-    for i, (layer, sizes) in enumerate(layers):
-        arrays, shapes = random_operands(layer, sizes)
-        tensors = {name: tvm.runtime.tensor(arrays[name]) for name in shapes}
-        first = 0
-        for phase, gates in enumerate(layer.phases):
-            tensors[f"weights{phase}"] = tvm.runtime.tensor(packed(arrays["weights"][:, first : first + gates]))
-            first += gates
-        want = reference(layer, arrays)
-        for result in ("outputs", "hidden", "cell", "factors", "sums"):
-            if result in tensors:
-                tensors[result] = poisoned(shapes[result], "float32")
-        module[f"f{i}"](*tensors.values())
-        for result in want.keys() & tensors.keys():
-            np.testing.assert_allclose(tensors[result].numpy(), want[result], rtol=1e-4, atol=1e-5, err_msg=str(layer))
+def check(layer, sizes, name, folder, cores=1):
+    cpu = replace(cpu_named(name), cores=cores)
+    arrays, shapes = random_operands(layer, sizes)
+    first = 0
+    for phase, gates in enumerate(layer.phases):
+        arrays[f"weights{phase}"] = packed(arrays["weights"][:, first : first + gates])
+        first += gates
+    want = reference(layer, arrays)
+    results = ("outputs", "hidden", "cell", "factors", "sums")
+    tensors = {
+        name: poisoned(shape, "float32") if name in results else tvm.runtime.tensor(arrays[name])
+        for name, shape in shapes.items()
+    }
+    kernel(recurrence_kernel(layer, cpu), name, folder)(*tensors.values())
+    for result in want.keys() & tensors.keys():
+        np.testing.assert_allclose(tensors[result].numpy(), want[result], rtol=1e-4, atol=2e-6, err_msg=result)
 
 
+BOTH, LENGTHS = (False, True), {"has_lengths": True}
+LAYERS = {
+    "lstm": ("LSTM", (5, 3, 19), BOTH, {"has_peepholes": True, **LENGTHS}),
+    "coupled": ("LSTM", (4, 9, 16), (True,), {"input_forget": True, "activations": ((SIGMOID, CLIPPED, TANH),)}),
+    "gru": ("GRU", (5, 2, 33), BOTH, LENGTHS),
+    "symbolic": ("GRU", (3, 7, 8), (False,), {"linear_before_reset": True, "has_bias": True, "symbolic": True}),
+    "rnn": ("RNN", (4, 1, 40), BOTH, {"activations": ((TANH,), (CLIPPED,)), "symbolic": True}),
+    "empty": ("RNN", (0, 2, 5), (False,), {}),
+}
+
+
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
-def test_ops_and_directions(name, tmp_path):
-    both, options = (False, True), {"has_lengths": True}
-    layers = [
-        (problem("LSTM", (5, 3, 19), both, has_peepholes=True, **options), (5, 3, 19)),
-        (problem("LSTM", (4, 9, 16), (True,), input_forget=True, activations=((SIGMOID, CLIPPED, TANH),)), (4, 9, 16)),
-        (problem("GRU", (5, 2, 33), both, **options), (5, 2, 33)),
-        (problem("GRU", (3, 7, 8), (False,), linear_before_reset=True, has_bias=True, symbolic=True), (3, 7, 8)),
-        (problem("RNN", (4, 1, 40), both, activations=((TANH,), (CLIPPED,)), symbolic=True), (4, 1, 40)),
-        (problem("RNN", (0, 2, 5), (False,)), (0, 2, 5)),
-    ]
-    check(layers, name, tmp_path)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_ops_and_directions(layer, name, tmp_path):
+    op, sizes, backwards, options = LAYERS[layer]
+    check(problem(op, sizes, backwards, **options), sizes, name, tmp_path)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("cores", [2, 3])
-def test_cores_share_rows_and_columns(cores, tmp_path):
-    layers = [
-        (problem(op, sizes, backwards, symbolic=symbolic), sizes)
-        for (op, sizes), backwards, symbolic in product(
-            [("GRU", (2, 5, 300)), ("LSTM", (3, 13, 250)), ("LSTM", (3, 20, 24))], [(False,), (False, True)], [False, True]
-        )
-    ]
-    check(layers, NAMES[0], tmp_path, cores)
+@pytest.mark.parametrize(("op", "sizes"), [("GRU", (2, 5, 300)), ("LSTM", (3, 13, 250)), ("LSTM", (3, 20, 24))])
+@pytest.mark.parametrize("backwards", [(False,), BOTH])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_cores_share_rows_and_columns(op, sizes, backwards, symbolic, cores, tmp_path):
+    check(problem(op, sizes, backwards, symbolic=symbolic), sizes, NAMES[0], tmp_path, cores)

@@ -33,6 +33,7 @@ MAX_STEPS = 1024
 QUANTIZES = "quantizes_operands"
 """Internal attribute: the data and states are quantized to uint8 over their range before each product."""
 
+
 @dataclass(frozen=True)
 class Layer:
     """One direction of a recurrent node.
@@ -362,8 +363,9 @@ def recurrent_outputs(node: Node, run: RunDirection | None) -> list[relax.Expr]:
 
 def has_kernel(node: Node) -> bool:
     """Return whether all devices of the import have a kernel of the whole layer."""
+    is_plain = node.op_type in GATES and not node.attribute(QUANTIZES, 0)
     is_float = dtype_of(node.tensor(0)) in ("float32", *HALF)
-    return has_recurrent_kernels() and is_float and not node.attribute(QUANTIZES, 0) and 0 not in node.shape(node.tensor(0))[1:]
+    return has_recurrent_kernels() and is_plain and is_float and 0 not in node.shape(node.tensor(0))[1:]
 
 
 def _call_kernel(node: Node, data: relax.Expr, backwards: tuple[bool, ...]) -> list[relax.Expr]:

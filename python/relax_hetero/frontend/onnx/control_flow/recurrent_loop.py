@@ -1,4 +1,4 @@
-"""`RNN`, `GRU` and `LSTM` over a dynamic or very large number of time steps, as a loop, for devices without a kernel."""
+"""`RNN`, `GRU` and `LSTM` over a dynamic or very large number of time steps, as a loop, where devices lack a kernel."""
 
 from __future__ import annotations
 
