@@ -59,6 +59,9 @@ TILE_VECTORS = 4
 """Vectors of a register tile, at least. Eight would fill the pipelines of a single row better, but its weights come
 from the L2, and less of a wider panel is in the L1 when the next step begins: 128 columns took 6 % longer (Zen)."""
 
+ROWS_OF_A_READ = 2
+"""Rows whose multiply-adds take as long as reading their weights from the L2."""
+
 _DTYPE = "float32"
 _GATE_OPS = {**FLOAT_OPS, "tanh": quick_tanh, "sigmoid": quick_sigmoid}
 
@@ -188,7 +191,6 @@ class _Kernel:
         self.problem, self._cpu, self.views = problem, cpu, views
         self._steps, _, self._batch, self._hidden = views["outputs"].extents
         self.lanes = cpu.lanes(_DTYPE)
-        self._states = [name for name in ("hidden", "cell") if name in views]
         self._specs = [self._spec(phase) for phase in range(len(problem.phases))]
         vectors = [gates * PANEL_COLUMNS // self.lanes for gates in problem.phases]
         self._panels = [self._panels_per_tile(count) for count in vectors]
@@ -218,7 +220,8 @@ class _Kernel:
     def emit(self) -> None:
         """Write the kernel: cores share the columns of a step with much work, else directions and rows."""
         problem, cores = self.problem, self._cpu.cores
-        step_work = problem.step_operations // 2 * (self._batch if isinstance(self._batch, int) else 1)
+        known_rows = self._batch if isinstance(self._batch, int) else 1
+        step_work = max(known_rows, ROWS_OF_A_READ) * problem.step_operations // 2
         if problem.directions < cores and tasks_for(cores, "multiply-adds", step_work) > 1:
             self._emit_shared_steps()
             return
@@ -230,40 +233,40 @@ class _Kernel:
         tasks = problem.directions * blocks
         with loop(tasks, parallel=tasks > 1 and workers > 1) as task:
             d, accs = materialize(task // blocks), self._accumulators()
-            rows = part(tiles, blocks, task % blocks)
-            self._copy_states(d, rows)
+            block = part(tiles, blocks, task % blocks)
+            self._copy_states(d, block)
             with loop(self._steps) as step:
-                self._copy(d, rows, "hidden", "factors")
-                for phase in range(len(problem.phases)):
-                    groups = problem.panels // self._panels[phase]
+                self._copy(d, block, "hidden", "factors")
+                for phase, panels in enumerate(self._panels):
+                    groups = problem.panels // panels
                     with loop(groups) as number:
-                        self._emit_group(phase, d, step, rows, _there_and_back(number, groups, step), accs)
+                        self._emit_group(phase, d, step, block, _serpentine(number, groups, step), accs)
 
     def _emit_shared_steps(self) -> None:
         """Write the kernel with the columns of all directions shared by the cores, in each step."""
         problem, cores = self.problem, self._cpu.cores
-        rows = 0, materialize(ceil_div(self._batch, self._rows))
+        tiles = 0, materialize(ceil_div(self._batch, self._rows))
         with loop(problem.directions) as d:
-            self._copy_states(d, rows)
+            self._copy_states(d, tiles)
         with loop(self._steps) as step:
             with loop(problem.directions) as d:
-                self._copy(d, rows, "hidden", "factors")
+                self._copy(d, tiles, "hidden", "factors")
             for phase, panels in enumerate(self._panels):
                 groups = problem.panels // panels
                 with loop(cores, parallel=True) as task:
                     accs = self._accumulators()
                     first, last = part(problem.directions * groups, cores, task)
                     with loop(last - first) as number:
-                        unit = materialize(first + _there_and_back(number, last - first, step))
-                        self._emit_group(phase, materialize(unit // groups), step, rows, unit % groups, accs)
+                        unit = materialize(first + _serpentine(number, last - first, step))
+                        self._emit_group(phase, materialize(unit // groups), step, tiles, unit % groups, accs)
 
     def _accumulators(self) -> Registers:
         count = max(accumulator_count(self._specs[0].dot, self._rows, vectors) for vectors in self._vectors)
         return Registers(count, _DTYPE, self.lanes)
 
-    def _copy_states(self, d: Expr, rows: tuple[Expr, Expr]) -> None:
-        for name in self._states:
-            self._copy(d, rows, f"initial_{name}", name)
+    def _copy_states(self, d: Expr, tiles: tuple[Expr, Expr]) -> None:
+        for name in ("hidden", "cell") if "cell" in self.views else ("hidden",):
+            self._copy(d, tiles, f"initial_{name}", name)
 
     def _copy(self, d: Expr, tiles: tuple[Expr, Expr], source: str, target: str) -> None:
         """Copy the rows of some tiles from one tensor of states to another."""
@@ -333,8 +336,8 @@ class _Kernel:
             cell.store(name, value)
 
 
-def _there_and_back(number: Expr, count: Expr, step: Expr) -> Expr:
-    """Number of a group, in reverse order in every other step: the last ones read are in caches still."""
+def _serpentine(number: Expr, count: Expr, step: Expr) -> Expr:
+    """Numbers from 0 on in even steps, down to 0 in odd ones: weights that were read last are in caches still."""
     return materialize(T.if_then_else(step % 2 < 1, number, count - 1 - number))
 
 
@@ -351,21 +354,22 @@ class _Cell:
     """
 
     def __init__(self, kernel: _Kernel, phase: int, at: Coordinates, activations: Sequence[str]) -> None:
-        self._kernel, self._phase, self.at, self._activations = kernel, phase, at, activations
+        self._phase, self.at, self._activations = phase, at, activations
         self._problem, self._views, self._lanes = kernel.problem, kernel.views, kernel.lanes
         self._mask = kernel.mask(at["n"])
 
     def load(self, name: str, **at: int) -> Expr:
         """A vector of an operand, at other coordinates than the cell's where given."""
         view = self._views[name]
-        position = {**self.at, **{key: tirx.const(value, "int64") for key, value in at.items()}}
-        return once(view.load(position, view.index_map[-1], self._lanes, self._mask))
+        return once(view.load(self._position(at), view.index_map[-1], self._lanes, self._mask))
 
     def store(self, name: str, value: Expr, **at: int) -> None:
         """Write a vector of a result."""
         view = self._views[name]
-        position = {**self.at, **{key: tirx.const(number, "int64") for key, number in at.items()}}
-        view.store(position, view.index_map[-1], value, self._lanes, self._mask)
+        view.store(self._position(at), view.index_map[-1], value, self._lanes, self._mask)
+
+    def _position(self, at: dict[str, int]) -> Coordinates:
+        return {**self.at, **{dim: tirx.const(index, "int64") for dim, index in at.items()}}
 
     def product(self, gate: int) -> Expr:
         """The recurrent product of a gate of the phase."""

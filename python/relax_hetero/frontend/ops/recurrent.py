@@ -19,7 +19,7 @@ from ...encoding.expression import Expression
 from ...op.functions import apply_function
 from ...tir.recurrence import GATES, PANEL_COLUMNS, RecurrenceProblem, recurrence_kernel
 from ...transform.ir.extents import Symbols
-from ...transform.ir.kernels import opaque_kernel
+from ...transform.ir.kernels import OPERATIONS, opaque_kernel
 from ..import_devices import has_recurrent_kernels
 from .elementwise import HALF, cast
 from .node import Dim, Node, const, dtype_of
@@ -371,58 +371,77 @@ def has_kernel(node: Node) -> bool:
 def _call_kernel(node: Node, data: relax.Expr, backwards: tuple[bool, ...]) -> list[relax.Expr]:
     """Outputs, [steps, directions, batch, hidden], and last states of all directions, by one kernel in float32."""
     steps, batch, width = node.shape(data)
-    directions, gates, hidden = len(backwards), GATES[node.op_type], _hidden_size(node)
-    symbols = Symbols()
-    problem = RecurrenceProblem(
-        node.op_type,
-        symbols.dim(as_expr(steps)),
-        symbols.dim(as_expr(batch)),
-        hidden,
-        backwards,
-        tuple(_activations(node, direction, directions) for direction in range(directions)),
-        has_bias=node.has(3) and node.op_type == "GRU" and bool(node.attribute("linear_before_reset", 0)),
-        has_peepholes=node.op_type == "LSTM" and node.has(7),
-        has_lengths=node.has(4),
-        linear_before_reset=bool(node.attribute("linear_before_reset", 0)),
-        input_forget=bool(node.attribute("input_forget", 0)),
-    )
-
-    def floats(index: int, *shape: Dim) -> relax.Expr:
-        return node.emit(relax.op.reshape(cast(node, node.tensor(index), "float32"), shape))
-
-    weights = node.emit(relax.op.permute_dims(floats(1, directions * gates * hidden, width), [1, 0]))
-    inputs = node.emit(relax.op.matmul(cast(node, data, "float32"), weights))
-    operands: list[relax.Expr] = _panels(node, floats(2, directions, gates, hidden, hidden), problem)
+    problem = _problem(node, steps, batch, backwards)
+    directions, hidden = problem.directions, problem.hidden
+    weights = _floats(node, 1, directions * GATES[node.op_type] * hidden, width)
+    inputs = node.emit(relax.op.matmul(cast(node, data, "float32"), relax.op.permute_dims(weights, [1, 0])))
+    operands = _panels(node, problem)
     if node.has(3):
-        biases = floats(3, directions, 2, gates, hidden)
-        own, recurrent = (node.emit(relax.op.strided_slice(biases, [1], [i], [i + 1])) for i in (0, 1))
-        if problem.has_bias:
-            last = node.emit(relax.op.strided_slice(recurrent, [2], [gates - 1], [gates]))
-            operands.append(node.emit(relax.op.reshape(last, (directions, hidden))))
-            others = np.arange(gates).reshape(-1, 1) < gates - 1
-            recurrent = node.emit(relax.op.multiply(recurrent, const(others, "float32")))
-        bias = node.emit(relax.op.reshape(relax.op.add(own, recurrent), (directions * gates * hidden,)))
+        bias, *recurrent_biases = _biases(node, problem)
         inputs = node.emit(relax.op.add(inputs, bias))
+        operands += recurrent_biases
     states = _initial_states(node, [directions, batch, hidden], "float32")
     operands += [cast(node, state, "float32") for state in states]
-    operands += [floats(7, directions, 3, hidden)] if problem.has_peepholes else []
+    operands += [_floats(node, 7, directions, 3, hidden)] if problem.has_peepholes else []
     operands += [_lengths(node, data)] if problem.has_lengths else []
     extents = dict(zip((problem.steps, problem.batch), (steps, batch), strict=True))
     results = list(problem.operands.values())[1 + len(operands) :]
     types = [relax.TensorType([extents.get(dim, dim) for dim in result.shape], result.dtype) for result in results]
-    kernel = node.builder.add_func(opaque_kernel(recurrence_kernel(problem)), node.op_type.lower())
-    call = node.emit(relax.op.call_tir(kernel, [inputs, *operands], types))
+    kernel = opaque_kernel(recurrence_kernel(problem))
+    if isinstance(steps, int) and isinstance(batch, int):
+        kernel = kernel.with_attr(OPERATIONS, steps * batch * problem.step_operations)
+    name = node.builder.add_func(kernel, node.op_type.lower())
+    call = node.emit(relax.op.call_tir(name, [inputs, *operands], types))
     fields = [node.emit(relax.TupleGetItem(call, index)) for index in range(1 + len(states))]
     return [cast(node, field, dtype_of(data)) for field in fields]
 
 
-def _panels(node: Node, weights: relax.Expr, problem: RecurrenceProblem) -> list[relax.Expr]:
-    """Recurrent weights, [directions, gates, hidden, hidden], packed for each phase of the kernel."""
-    directions, _, hidden, _ = node.static_shape(weights)
-    panels = (problem.panels, PANEL_COLUMNS)
-    if problem.panels * PANEL_COLUMNS > hidden:
-        padding = [0, 0, 0, 0, 0, problem.panels * PANEL_COLUMNS - hidden, 0, 0]
-        weights = node.emit(relax.op.nn.pad(weights, padding))
+def _problem(node: Node, steps: Dim, batch: Dim, backwards: tuple[bool, ...]) -> RecurrenceProblem:
+    """The kernel's problem."""
+    symbols, directions = Symbols(), len(backwards)
+    resets_after = bool(node.attribute("linear_before_reset", 0))
+    return RecurrenceProblem(
+        node.op_type,
+        symbols.dim(as_expr(steps)),
+        symbols.dim(as_expr(batch)),
+        _hidden_size(node),
+        backwards,
+        tuple(_activations(node, direction, directions) for direction in range(directions)),
+        has_bias=node.has(3) and node.op_type == "GRU" and resets_after,
+        has_peepholes=node.op_type == "LSTM" and node.has(7),
+        has_lengths=node.has(4),
+        linear_before_reset=resets_after,
+        input_forget=bool(node.attribute("input_forget", 0)),
+    )
+
+
+def _floats(node: Node, index: int, *shape: Dim) -> relax.Expr:
+    """Input `index` in float32, with another shape."""
+    return node.emit(relax.op.reshape(cast(node, node.tensor(index), "float32"), shape))
+
+
+def _biases(node: Node, problem: RecurrenceProblem) -> list[relax.Expr]:
+    """Biases that the products of the inputs take, [directions * gates * hidden], and the kernel's own one, if any."""
+    directions, gates, hidden = problem.directions, GATES[node.op_type], problem.hidden
+    biases = _floats(node, 3, directions, 2, gates, hidden)
+    own, recurrent = (node.emit(relax.op.strided_slice(biases, [1], [i], [i + 1])) for i in (0, 1))
+    kernel_biases = []
+    if problem.has_bias:
+        last = node.emit(relax.op.strided_slice(recurrent, [2], [gates - 1], [gates]))
+        kernel_biases.append(node.emit(relax.op.reshape(last, (directions, hidden))))
+        others = np.arange(gates).reshape(-1, 1) < gates - 1
+        recurrent = node.emit(relax.op.multiply(recurrent, const(others, "float32")))
+    total = node.emit(relax.op.add(own, recurrent))
+    return [node.emit(relax.op.reshape(total, (directions * gates * hidden,))), *kernel_biases]
+
+
+def _panels(node: Node, problem: RecurrenceProblem) -> list[relax.Expr]:
+    """Recurrent weights, packed for each phase of the kernel."""
+    directions, hidden, panels = problem.directions, problem.hidden, (problem.panels, PANEL_COLUMNS)
+    weights = _floats(node, 2, directions, GATES[node.op_type], hidden, hidden)
+    padding = problem.panels * PANEL_COLUMNS - hidden
+    if padding:
+        weights = node.emit(relax.op.nn.pad(weights, [0, 0, 0, 0, 0, padding, 0, 0]))
     packed, first = [], 0
     for gates in problem.phases:
         phase = node.emit(relax.op.strided_slice(weights, [1], [first], [first + gates]))
