@@ -370,10 +370,10 @@ def has_kernel(node: Node) -> bool:
 
 def _call_kernel(node: Node, data: relax.Expr, backwards: tuple[bool, ...]) -> list[relax.Expr]:
     """Outputs, [steps, directions, batch, hidden], and last states of all directions, by one kernel in float32."""
-    steps, batch, width = node.shape(data)
+    steps, batch, _ = node.shape(data)
     problem = _problem(node, steps, batch, backwards)
     directions, hidden = problem.directions, problem.hidden
-    weights = _floats(node, 1, directions * GATES[node.op_type] * hidden, width)
+    weights = _floats(node, 1, directions * GATES[node.op_type] * hidden, node.shape(node.tensor(1))[2])
     inputs = node.emit(relax.op.matmul(cast(node, data, "float32"), relax.op.permute_dims(weights, [1, 0])))
     operands = _panels(node, problem)
     if node.has(3):
