@@ -119,7 +119,7 @@ def test_ops_and_directions(layer, name, tmp_path):
     check(problem(op, sizes, backwards, **options), sizes, name, tmp_path)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("cores", [2, 3])
 @pytest.mark.parametrize(("op", "sizes"), [("GRU", (2, 5, 300)), ("LSTM", (3, 13, 250)), ("LSTM", (3, 20, 24))])
 @pytest.mark.parametrize("backwards", [(False,), BOTH])

@@ -77,6 +77,7 @@ def test_a_long_sequence_is_a_loop(has_kernels):
     compare_calls(model, mod, (1500, [1500, 700]))
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_placed_on_a_gpu_after_the_import():
     """A kernel for any device: slow, but of the same results."""
     model, gpu = layers([("LSTM", "bidirectional", {})]), {"kind": "cuda", "arch": "sm_90a"}
