@@ -1,4 +1,4 @@
-"""Recurrent layers of CPUs: all time steps of an RNN, a GRU or an LSTM in one kernel.
+"""Recurrent layers: all time steps of an RNN, a GRU or an LSTM in one kernel, for CPUs.
 
 A step multiplies the states by the recurrent weights with the register tile of matrix products, and applies the gates
 to a panel's sums while they are in the L1 cache. The products of the inputs, which do not depend on the states, are an
@@ -6,6 +6,8 @@ operand: one matrix product over all steps.
 
 Directions and rows of the batch are independent, so that cores share them for all steps. A few rows of a large layer
 share a step's columns instead, and meet after each step.
+
+The GPU kernel of the same problem is in `relax_hetero.tir.cuda.loops.cuda_recurrence`.
 """
 
 from __future__ import annotations
@@ -172,147 +174,60 @@ def recurrence_kernel(problem: RecurrenceProblem, cpu: CpuTarget | None = None) 
     """The kernel of a CPU; without one, a kernel without vectors for any device, with the attribute `RECURRENCE`."""
     function = Function("recurrence")
     with function:
-        views = {name: OperandView(function, name, operand) for name, operand in problem.operands.items()}
-        steps, batch, _ = views["inputs"].extents
-        extents = [steps, batch, problem.directions, GATES[problem.op], problem.hidden]
-        views["inputs"].restate(extents, "tmdgn", PackedLayout.identity(5))
+        kernel = _Kernel(function, problem, cpu or CpuTarget(INSTRUCTION_SETS[-1], frozenset(), 1, "llvm"))
         with function.body():
-            for view in views.values():
-                view.open()
-            _Kernel(problem, cpu or CpuTarget(INSTRUCTION_SETS[-1], frozenset(), 1, "llvm"), views).emit()
+            kernel.open()
+            kernel.emit()
     func = function.result.with_attr(BOUNDED, True)
     return func if cpu else func.with_attr(RECURRENCE, problem.text)
 
 
-class _Kernel:
-    """Statements of a recurrent layer over the views of its parameters."""
+class RecurrentLayer:
+    """Parameters of a recurrent layer's kernel, and the statements that the kernels of all devices share.
 
-    def __init__(self, problem: RecurrenceProblem, cpu: CpuTarget, views: dict[str, OperandView]) -> None:
-        self.problem, self._cpu, self.views = problem, cpu, views
-        self._steps, _, self._batch, self._hidden = views["outputs"].extents
-        self.lanes = cpu.lanes(_DTYPE)
-        self._specs = [self._spec(phase) for phase in range(len(problem.phases))]
-        vectors = [gates * PANEL_COLUMNS // self.lanes for gates in problem.phases]
-        self._panels = [self._panels_per_tile(count) for count in vectors]
-        self._vectors = [count * panels for count, panels in zip(vectors, self._panels, strict=True)]
-        self._rows = self._tile_rows(max(self._vectors))
+    Attributes
+    ----------
+    views : dict of (str, OperandView)
+        Parameters by name.
+    lanes : int
+        Columns that `emit_gates` writes at once.
+    """
 
-    def _spec(self, phase: int) -> MatmulSpec:
-        """The recurrent product of a phase."""
-        dot = dot_instruction_for(self._cpu, _DTYPE, _DTYPE, _DTYPE)
-        assert dot is not None, "every CPU multiplies float32"
-        weights, registers = self.views[f"weights{phase}"], self._cpu.isa.registers - 1 - dot.temporaries
-        sizes = self._batch, weights.extents[2], self._hidden
-        epilogue = EpilogueCode(Expression.operand(0), (), _DTYPE, _DTYPE, self.lanes)
-        operands = self.views["factors"], weights, self.views["sums"]
-        return MatmulSpec(*operands, None, epilogue, dot, self.lanes, registers, *sizes)
+    def __init__(self, function: Function, problem: RecurrenceProblem, lanes: int) -> None:
+        self.problem, self.lanes = problem, lanes
+        self.views = {name: OperandView(function, name, operand) for name, operand in problem.operands.items()}
+        self.steps, _, self.batch, self.hidden = self.views["outputs"].extents
+        extents = [self.steps, self.batch, problem.directions, GATES[problem.op], self.hidden]
+        self.views["inputs"].restate(extents, "tmdgn", PackedLayout.identity(5))
+        self.states = [name for name in ("hidden", "cell") if name in self.views]
 
-    def _tile_rows(self, vectors: int) -> int:
-        """Rows of a register tile; a static batch has tiles of equal sizes."""
-        rows = max(1, min(tile_sizes(self._cpu).rows, self._specs[0].registers // vectors - 1))
-        return ceil_div(self._batch, ceil_div(self._batch, rows)) if isinstance(self._batch, int) else rows
-
-    def _panels_per_tile(self, vectors: int) -> int:
-        """Panels of a register tile: a divisor of their number."""
-        limit = max(1, TILE_VECTORS // vectors)
-        return next(count for count in range(limit, 0, -1) if self.problem.panels % count == 0)
-
-    def emit(self) -> None:
-        """Write the kernel: cores share the columns of a step with much work, else directions and rows."""
-        problem, cores = self.problem, self._cpu.cores
-        known_rows = self._batch if isinstance(self._batch, int) else 1
-        step_work = max(known_rows, ROWS_OF_A_READ) * problem.step_operations // 2
-        if problem.directions < cores and tasks_for(cores, "multiply-adds", step_work) > 1:
-            self._emit_shared_steps()
-            return
-        is_static = isinstance(self._batch, int) and isinstance(self._steps, int)
-        workers = tasks_for(cores, "multiply-adds", step_work * self._steps if is_static else None)
-        tiles = materialize(ceil_div(self._batch, self._rows))
-        blocks = ceil_div(workers, problem.directions)
-        blocks = min(blocks, tiles) if isinstance(tiles, int) else blocks
-        tasks = problem.directions * blocks
-        with loop(tasks, parallel=tasks > 1 and workers > 1) as task:
-            d, accs = materialize(task // blocks), self._accumulators()
-            block = part(tiles, blocks, task % blocks)
-            self._copy_states(d, block)
-            with loop(self._steps) as step:
-                self._copy(d, block, "hidden", "factors")
-                for phase, panels in enumerate(self._panels):
-                    groups = problem.panels // panels
-                    with loop(groups) as number:
-                        self._emit_group(phase, d, step, block, _serpentine(number, groups, step), accs)
-
-    def _emit_shared_steps(self) -> None:
-        """Write the kernel with the columns of all directions shared by the cores, in each step."""
-        problem, cores = self.problem, self._cpu.cores
-        tiles = 0, materialize(ceil_div(self._batch, self._rows))
-        with loop(problem.directions) as d:
-            self._copy_states(d, tiles)
-        with loop(self._steps) as step:
-            with loop(problem.directions) as d:
-                self._copy(d, tiles, "hidden", "factors")
-            for phase, panels in enumerate(self._panels):
-                groups = problem.panels // panels
-                with loop(cores, parallel=True) as task:
-                    accs = self._accumulators()
-                    first, last = part(problem.directions * groups, cores, task)
-                    with loop(last - first) as number:
-                        unit = materialize(first + _serpentine(number, last - first, step))
-                        self._emit_group(phase, materialize(unit // groups), step, tiles, unit % groups, accs)
-
-    def _accumulators(self) -> Registers:
-        count = max(accumulator_count(self._specs[0].dot, self._rows, vectors) for vectors in self._vectors)
-        return Registers(count, _DTYPE, self.lanes)
-
-    def _copy_states(self, d: Expr, tiles: tuple[Expr, Expr]) -> None:
-        for name in ("hidden", "cell") if "cell" in self.views else ("hidden",):
-            self._copy(d, tiles, f"initial_{name}", name)
-
-    def _copy(self, d: Expr, tiles: tuple[Expr, Expr], source: str, target: str) -> None:
-        """Copy the rows of some tiles from one tensor of states to another."""
-        first, last = (materialize(minimum(tile * self._rows, self._batch)) for tile in tiles)
-        along = self.views[target].index_map[-1]
-        with loop(last - first) as row, loop(ceil_div(self._hidden, self.lanes)) as vector:
-            column = materialize(vector * self.lanes)
-            at = {"p": _ZERO, "d": d, "m": materialize(first + row), "n": column, "k": column}
-            mask = self.mask(column)
-            value = self.views[source].load(at, "n", self.lanes, mask)
-            self.views[target].store(at, along, once(value), self.lanes, mask)
+    def open(self) -> None:
+        """Declare the elements of all parameters."""
+        for view in self.views.values():
+            view.open()
 
     def mask(self, column: Expr) -> Expr | None:
         """Existing lanes of the vector at a column; None if all exist."""
-        return lane_mask(self._hidden - column, self.lanes) if self._hidden % self.lanes else None
+        return lane_mask(self.hidden - column, self.lanes) if self.hidden % self.lanes else None
 
-    def _emit_group(
-        self, phase: int, d: Expr, step: Expr, tiles: tuple[Expr, Expr], group: Expr, accs: Registers
-    ) -> None:
-        """Write the product and the gates of the panels of a register tile, for a range of tiles of rows."""
-        spec, gates, vectors = self._specs[phase], self.problem.phases[phase], self._vectors[phase]
-        batch: Coordinates = {"d": d, "p": tirx.const(phase, "int64")}
-        column = materialize(group * (vectors * self.lanes))
-        k = KRange(0, self._hidden, True, True)
-        with loop(tiles[1] - tiles[0]) as number:
-            row = materialize((tiles[0] + number) * self._rows)
-            emit_cases(
-                row_cases(self._batch, row, self._rows),
-                lambda rows, end: emit_tile(
-                    spec, make_tile(spec, batch, (row, column), (rows, vectors), (end, None), None), k, accs
-                ),
-            )
-            existing = materialize(minimum(self._batch - row, self._rows))
-            with loop(existing) as i, loop(vectors // gates) as vector:
-                n = materialize(group * (vectors // gates * self.lanes) + vector * self.lanes)
-                at = {"d": d, "t": self._time(d, step), "m": materialize(row + i), "n": n, "k": n}
-                with when(n < self._hidden if self._hidden % PANEL_COLUMNS else True):
-                    self._emit_gates(phase, at)
+    def copy(self, source: str, target: str, at: Coordinates) -> None:
+        """Copy a vector of states; "n" and "k" of its position are the column."""
+        along, mask = self.views[target].index_map[-1], self.mask(at["n"])
+        value = self.views[source].load(at, "n", self.lanes, mask)
+        self.views[target].store(at, along, once(value), self.lanes, mask)
 
-    def _time(self, d: Expr, step: Expr) -> Expr:
+    def time(self, d: Expr, step: Expr) -> Expr:
         """The time step of a direction in a step of the loop."""
         if len(set(self.problem.backwards)) == 1:
-            return self._steps - 1 - step if self.problem.backwards[0] else step
-        return materialize(T.if_then_else(d < 1, step, self._steps - 1 - step))
+            return self.steps - 1 - step if self.problem.backwards[0] else step
+        return materialize(T.if_then_else(d < 1, step, self.steps - 1 - step))
 
-    def _emit_gates(self, phase: int, at: Coordinates) -> None:
+    def packed_column(self, phase: int, gate: int, n: Expr) -> Expr:
+        """Column of a gate in the packed weights and sums of a phase."""
+        panel, gates = PANEL_COLUMNS, self.problem.phases[phase]
+        return materialize((n // panel * gates + gate) * panel + n % panel)
+
+    def emit_gates(self, phase: int, at: Coordinates) -> None:
         """Write the new states of a vector of columns, from the sums of a phase."""
         first, *others = self.problem.activations
 
@@ -336,6 +251,120 @@ class _Kernel:
             cell.store(name, value)
 
 
+class _Kernel(RecurrentLayer):
+    """Statements of a CPU's kernel."""
+
+    def __init__(self, function: Function, problem: RecurrenceProblem, cpu: CpuTarget) -> None:
+        super().__init__(function, problem, cpu.lanes(_DTYPE))
+        self._cpu = cpu
+        self._specs = [self._spec(phase) for phase in range(len(problem.phases))]
+        vectors = [gates * PANEL_COLUMNS // self.lanes for gates in problem.phases]
+        self._panels = [self._panels_per_tile(count) for count in vectors]
+        self._vectors = [count * panels for count, panels in zip(vectors, self._panels, strict=True)]
+        self._rows = self._tile_rows(max(self._vectors))
+
+    def _spec(self, phase: int) -> MatmulSpec:
+        """The recurrent product of a phase."""
+        dot = dot_instruction_for(self._cpu, _DTYPE, _DTYPE, _DTYPE)
+        assert dot is not None, "every CPU multiplies float32"
+        weights, registers = self.views[f"weights{phase}"], self._cpu.isa.registers - 1 - dot.temporaries
+        sizes = self.batch, weights.extents[2], self.hidden
+        epilogue = EpilogueCode(Expression.operand(0), (), _DTYPE, _DTYPE, self.lanes)
+        operands = self.views["factors"], weights, self.views["sums"]
+        return MatmulSpec(*operands, None, epilogue, dot, self.lanes, registers, *sizes)
+
+    def _tile_rows(self, vectors: int) -> int:
+        """Rows of a register tile; a static batch has tiles of equal sizes."""
+        rows = max(1, min(tile_sizes(self._cpu).rows, self._specs[0].registers // vectors - 1))
+        return ceil_div(self.batch, ceil_div(self.batch, rows)) if isinstance(self.batch, int) else rows
+
+    def _panels_per_tile(self, vectors: int) -> int:
+        """Panels of a register tile: a divisor of their number."""
+        limit = max(1, TILE_VECTORS // vectors)
+        return next(count for count in range(limit, 0, -1) if self.problem.panels % count == 0)
+
+    def emit(self) -> None:
+        """Write the kernel: cores share the columns of a step with much work, else directions and rows."""
+        problem, cores = self.problem, self._cpu.cores
+        known_rows = self.batch if isinstance(self.batch, int) else 1
+        step_work = max(known_rows, ROWS_OF_A_READ) * problem.step_operations // 2
+        if problem.directions < cores and tasks_for(cores, "multiply-adds", step_work) > 1:
+            self._emit_shared_steps()
+            return
+        is_static = isinstance(self.batch, int) and isinstance(self.steps, int)
+        workers = tasks_for(cores, "multiply-adds", step_work * self.steps if is_static else None)
+        tiles = materialize(ceil_div(self.batch, self._rows))
+        blocks = ceil_div(workers, problem.directions)
+        blocks = min(blocks, tiles) if isinstance(tiles, int) else blocks
+        tasks = problem.directions * blocks
+        with loop(tasks, parallel=tasks > 1 and workers > 1) as task:
+            d, accs = materialize(task // blocks), self._accumulators()
+            block = part(tiles, blocks, task % blocks)
+            self._copy_states(d, block)
+            with loop(self.steps) as step:
+                self._copy(d, block, "hidden", "factors")
+                for phase, panels in enumerate(self._panels):
+                    groups = problem.panels // panels
+                    with loop(groups) as number:
+                        self._emit_group(phase, d, step, block, _serpentine(number, groups, step), accs)
+
+    def _emit_shared_steps(self) -> None:
+        """Write the kernel with the columns of all directions shared by the cores, in each step."""
+        problem, cores = self.problem, self._cpu.cores
+        tiles = 0, materialize(ceil_div(self.batch, self._rows))
+        with loop(problem.directions) as d:
+            self._copy_states(d, tiles)
+        with loop(self.steps) as step:
+            with loop(problem.directions) as d:
+                self._copy(d, tiles, "hidden", "factors")
+            for phase, panels in enumerate(self._panels):
+                groups = problem.panels // panels
+                with loop(cores, parallel=True) as task:
+                    accs = self._accumulators()
+                    first, last = part(problem.directions * groups, cores, task)
+                    with loop(last - first) as number:
+                        unit = materialize(first + _serpentine(number, last - first, step))
+                        self._emit_group(phase, materialize(unit // groups), step, tiles, unit % groups, accs)
+
+    def _accumulators(self) -> Registers:
+        count = max(accumulator_count(self._specs[0].dot, self._rows, vectors) for vectors in self._vectors)
+        return Registers(count, _DTYPE, self.lanes)
+
+    def _copy_states(self, d: Expr, tiles: tuple[Expr, Expr]) -> None:
+        for name in self.states:
+            self._copy(d, tiles, f"initial_{name}", name)
+
+    def _copy(self, d: Expr, tiles: tuple[Expr, Expr], source: str, target: str) -> None:
+        """Copy the rows of some tiles from one tensor of states to another."""
+        first, last = (materialize(minimum(tile * self._rows, self.batch)) for tile in tiles)
+        with loop(last - first) as row, loop(ceil_div(self.hidden, self.lanes)) as vector:
+            n = materialize(vector * self.lanes)
+            self.copy(source, target, {"p": _ZERO, "d": d, "m": materialize(first + row), "n": n, "k": n})
+
+    def _emit_group(
+        self, phase: int, d: Expr, step: Expr, tiles: tuple[Expr, Expr], group: Expr, accs: Registers
+    ) -> None:
+        """Write the product and the gates of the panels of a register tile, for a range of tiles of rows."""
+        spec, gates, vectors = self._specs[phase], self.problem.phases[phase], self._vectors[phase]
+        batch: Coordinates = {"d": d, "p": tirx.const(phase, "int64")}
+        column = materialize(group * (vectors * self.lanes))
+        k = KRange(0, self.hidden, True, True)
+        with loop(tiles[1] - tiles[0]) as number:
+            row = materialize((tiles[0] + number) * self._rows)
+            emit_cases(
+                row_cases(self.batch, row, self._rows),
+                lambda rows, end: emit_tile(
+                    spec, make_tile(spec, batch, (row, column), (rows, vectors), (end, None), None), k, accs
+                ),
+            )
+            existing = materialize(minimum(self.batch - row, self._rows))
+            with loop(existing) as i, loop(vectors // gates) as vector:
+                n = materialize(group * (vectors // gates * self.lanes) + vector * self.lanes)
+                at = {"d": d, "t": self.time(d, step), "m": materialize(row + i), "n": n, "k": n}
+                with when(n < self.hidden if self.hidden % PANEL_COLUMNS else True):
+                    self.emit_gates(phase, at)
+
+
 def _serpentine(number: Expr, count: Expr, step: Expr) -> Expr:
     """Numbers from 0 on in even steps, down to 0 in odd ones: weights that were read last are in caches still."""
     return materialize(T.if_then_else(step % 2 < 1, number, count - 1 - number))
@@ -353,10 +382,10 @@ class _Cell:
         Direction, time, row of the batch, and column.
     """
 
-    def __init__(self, kernel: _Kernel, phase: int, at: Coordinates, activations: Sequence[str]) -> None:
-        self._phase, self.at, self._activations = phase, at, activations
-        self._problem, self._views, self._lanes = kernel.problem, kernel.views, kernel.lanes
-        self._mask = kernel.mask(at["n"])
+    def __init__(self, layer: RecurrentLayer, phase: int, at: Coordinates, activations: Sequence[str]) -> None:
+        self._layer, self._phase, self.at, self._activations = layer, phase, at, activations
+        self._problem, self._views, self._lanes = layer.problem, layer.views, layer.lanes
+        self._mask = layer.mask(at["n"])
 
     def load(self, name: str, **at: int) -> Expr:
         """A vector of an operand, at other coordinates than the cell's where given."""
@@ -373,8 +402,7 @@ class _Cell:
 
     def product(self, gate: int) -> Expr:
         """The recurrent product of a gate of the phase."""
-        panel, gates, n = PANEL_COLUMNS, self._problem.phases[self._phase], self.at["n"]
-        column = materialize((n // panel * gates + gate) * panel + n % panel)
+        column = self._layer.packed_column(self._phase, gate, self.at["n"])
         return self._views["sums"].load({**self.at, "n": column}, "n", self._lanes)
 
     def sum(self, gate: int) -> Expr:
