@@ -78,9 +78,11 @@ def test_a_long_sequence_is_a_loop(has_kernels):
 
 
 @pytest.mark.slow
-def test_a_layer_that_is_placed_on_a_gpu_after_the_import():
-    """A kernel for any device: slow, but of the same results."""
-    model, gpu = layers([("LSTM", "bidirectional", {})]), {"kind": "cuda", "arch": "sm_90a"}
+@pytest.mark.parametrize(
+    ("op", "options"), [("LSTM", {}), ("GRU", {}), ("GRU", {"linear_before_reset": 1}), ("RNN", {})]
+)
+def test_a_layer_that_is_placed_on_a_gpu_after_the_import(op, options):
+    model, gpu = layers([(op, "bidirectional", options)]), {"kind": "cuda", "arch": "sm_90a"}
     mod = rh.from_onnx(model)
     x, lengths = np.random.default_rng(0).normal(size=(3, 2, WIDTH)).astype("float32"), np.array([3, 1], "int32")
     expected = rh.vm.VirtualMachine(rh.compile(mod))["main"](x, lengths)
