@@ -26,6 +26,10 @@ _register_scope: ContextVar[str] = ContextVar("_register_scope", default="global
 """Scope of registers in the kernel under construction: LLVM promotes stack slots to registers, nvcc local arrays."""
 
 
+_stored: ContextVar[set[tirx.Var]] = ContextVar("_stored")
+"""Buffers of the kernel under construction that `stored` made."""
+
+
 class Function:
     """A PrimFunc under construction, as a context manager.
 
@@ -47,7 +51,7 @@ class Function:
         self.result: tirx.PrimFunc = None
 
     def __enter__(self) -> Function:
-        self._token = _register_scope.set(self._scope)
+        self._tokens = _register_scope.set(self._scope), _stored.set(set())
         self._builder, self._frame = IRBuilder(), T.prim_func(s_tir=True)
         self._builder.__enter__()
         self._frame.__enter__()
@@ -58,7 +62,8 @@ class Function:
     def __exit__(self, *error: Any) -> None:
         self._frame.__exit__(*error)
         self._builder.__exit__(*error)
-        _register_scope.reset(self._token)
+        _register_scope.reset(self._tokens[0])
+        _stored.reset(self._tokens[1])
         if error[0] is None:
             self.result = self._builder.get()
 
@@ -176,8 +181,18 @@ def let(value: Expr) -> Expr:
     dtype = value.ty.dtype
     if str(dtype).startswith(("float32", "float64")):
         return T.bind(value)
-    register = Registers(1, str(dtype).split("x")[0], dtype.lanes)
+    return stored(value)
+
+
+def stored(value: Expr) -> Expr:
+    """A value in memory that is written once; returned unchanged if it is in such memory already."""
+    buffers = _stored.get(set())
+    if isinstance(value, tvm.ir.TensorLoad) and value.source in buffers:
+        return value
+    dtype = value.ty.dtype
+    register = Registers(1, str(dtype).partition("x")[0], dtype.lanes)
     register[0] = value
+    buffers.add(register[0].source)
     return register[0]
 
 
