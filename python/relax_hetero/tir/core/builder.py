@@ -146,7 +146,7 @@ class Registers:
     """
 
     def __init__(self, count: int, dtype: str, lanes: int) -> None:
-        self._slots = [T.alloc_buffer((lanes,), dtype, scope=_register_scope.get()) for _ in range(count)]
+        self._slots = [_allocate(dtype, lanes) for _ in range(count)]
         self._index = lane_indices(tirx.const(0, "int64"), lanes)
 
     def __getitem__(self, number: int) -> Expr:
@@ -159,6 +159,11 @@ class Registers:
         return len(self._slots)
 
 
+def _allocate(dtype: str, lanes: int = 1) -> Any:
+    # Without a layout, as in all functions with blocks; TVM would search the open frames for the function each time.
+    return T.alloc_buffer((lanes,), dtype, scope=_register_scope.get(), layout=None)
+
+
 def materialize(value: Expr) -> Expr:
     """An int64 that is computed once, and opaque to later passes.
 
@@ -167,7 +172,7 @@ def materialize(value: Expr) -> Expr:
     """
     if isinstance(value, int) or not isinstance(value, tirx.Expr) or isinstance(value, (tirx.IntImm, tirx.Var)):
         return value
-    slot = T.alloc_buffer((1,), "int64", scope=_register_scope.get())
+    slot = _allocate("int64")
     T.buffer_store(slot, value, [tirx.const(0, "int64")])
     return T.bind(slot[tirx.const(0, "int64")])
 
@@ -221,7 +226,7 @@ def when(condition: Expr) -> Iterator[None]:
 
 def _materialize_condition(condition: Expr) -> Expr:
     # TVM would intersect the condition with each region that the branch accesses, in a millisecond each.
-    slot = T.alloc_buffer((1,), "bool", scope=_register_scope.get())
+    slot = _allocate("bool")
     T.buffer_store(slot, condition, [tirx.const(0, "int64")])
     return slot[tirx.const(0, "int64")]
 
