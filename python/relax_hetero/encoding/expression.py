@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,6 +41,13 @@ class Term:
     op: str
     args: tuple[Term, ...] = ()
     params: tuple[Any, ...] = ()
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.op, self.args, self.params))
+
+    def __hash__(self) -> int:
+        return self._hash  # of all terms below, which every look-up would hash again
 
     def __str__(self) -> str:
         if self.op == "operand":

@@ -29,6 +29,10 @@ _register_scope: ContextVar[str] = ContextVar("_register_scope", default="global
 """Scope of registers in the kernel under construction: LLVM promotes stack slots to registers, nvcc local arrays."""
 
 
+_stored: ContextVar[set[tirx.Var]] = ContextVar("_stored")
+"""Buffers of the kernel under construction that `stored` made."""
+
+
 class Function:
     """A PrimFunc under construction, as a context manager.
 
@@ -50,7 +54,7 @@ class Function:
         self.result: tirx.PrimFunc = None
 
     def __enter__(self) -> Function:
-        self._token = _register_scope.set(self._scope)
+        self._tokens = _register_scope.set(self._scope), _stored.set(set())
         self._builder, self._frame = IRBuilder(), T.prim_func(s_tir=True)
         self._builder.__enter__()
         self._frame.__enter__()
@@ -61,7 +65,8 @@ class Function:
     def __exit__(self, *error: Any) -> None:
         self._frame.__exit__(*error)
         self._builder.__exit__(*error)
-        _register_scope.reset(self._token)
+        _register_scope.reset(self._tokens[0])
+        _stored.reset(self._tokens[1])
         if error[0] is None:
             self.result = self._builder.get()
 
@@ -160,7 +165,7 @@ class Registers:
     """
 
     def __init__(self, count: int, dtype: str, lanes: int) -> None:
-        self._slots = [T.alloc_buffer((lanes,), dtype, scope=_register_scope.get()) for _ in range(count)]
+        self._slots = [_allocate(dtype, lanes) for _ in range(count)]
         self._index = lane_indices(tirx.const(0, "int64"), lanes)
 
     def __getitem__(self, number: int) -> Expr:
@@ -173,6 +178,11 @@ class Registers:
         return len(self._slots)
 
 
+def _allocate(dtype: str, lanes: int = 1) -> Any:
+    # Without a layout, as in all functions with blocks; TVM would search the open frames for the function each time.
+    return T.alloc_buffer((lanes,), dtype, scope=_register_scope.get(), layout=None)
+
+
 def materialize(value: Expr) -> Expr:
     """An int64 that is computed once, and opaque to later passes.
 
@@ -181,7 +191,7 @@ def materialize(value: Expr) -> Expr:
     """
     if isinstance(value, int) or not isinstance(value, tirx.Expr) or isinstance(value, (tirx.IntImm, tirx.Var)):
         return value
-    slot = T.alloc_buffer((1,), "int64", scope=_register_scope.get())
+    slot = _allocate("int64")
     T.buffer_store(slot, value, [tirx.const(0, "int64")])
     return T.bind(slot[tirx.const(0, "int64")])
 
@@ -195,8 +205,18 @@ def let(value: Expr) -> Expr:
     dtype = value.ty.dtype
     if str(dtype).startswith(("float32", "float64")):
         return T.bind(value)
-    register = Registers(1, str(dtype).split("x")[0], dtype.lanes)
+    return stored(value)
+
+
+def stored(value: Expr) -> Expr:
+    """A value in memory that is written once; returned unchanged if it is in such memory already."""
+    buffers = _stored.get(set())
+    if isinstance(value, tvm.ir.TensorLoad) and value.source in buffers:
+        return value
+    dtype = value.ty.dtype
+    register = Registers(1, str(dtype).partition("x")[0], dtype.lanes)
     register[0] = value
+    buffers.add(register[0].source)
     return register[0]
 
 
@@ -225,7 +245,7 @@ def when(condition: Expr) -> Iterator[None]:
 
 def _materialize_condition(condition: Expr) -> Expr:
     # TVM would intersect the condition with each region that the branch accesses, in a millisecond each.
-    slot = T.alloc_buffer((1,), "bool", scope=_register_scope.get())
+    slot = _allocate("bool")
     T.buffer_store(slot, condition, [tirx.const(0, "int64")])
     return slot[tirx.const(0, "int64")]
 

@@ -24,7 +24,7 @@ import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ..core.builder import Registers
+from ..core.builder import stored
 
 # tanh(x) = x + x^3 P(x^2) for |x| < 0.625, relative error 4.5e-9.
 _TANH_SMALL = (-0.333332802, 0.133313837, -0.0537340027, 0.0206181305, -0.00567931253)
@@ -102,10 +102,7 @@ def once(value: tirx.Expr) -> tirx.Expr:
         var = tirx.Var(f"v{len(bindings)}", value.ty)
         bindings.append((var, value))
         return var
-    dtype = value.ty.dtype
-    register = Registers(1, str(dtype).partition("x")[0], dtype.lanes)
-    register[0] = value
-    return register[0]
+    return stored(value)
 
 
 def rarely(condition: tirx.Expr, value: tirx.Expr, otherwise: tirx.Expr) -> tirx.Expr:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import tvm
@@ -27,29 +27,30 @@ class Block:
     is_dataflow : bool
     used_later : frozenset of relax.Var
         Variables used after the block: in later blocks, or as the result of its sequence.
-    users : dict
-        From variable to the indices of bindings that use it.
-    definitions : dict
-        From variable of the block to its value, unless that is a match_cast.
-    positions : dict
-        From variable of the block to the index of its binding.
     """
 
     bindings: list[relax.Binding]
     is_dataflow: bool
     used_later: frozenset[relax.Var] = frozenset()
-    users: dict[relax.Var, list[int]] = field(init=False)
-    definitions: dict[relax.Var, relax.Expr] = field(init=False)
-    positions: dict[relax.Var, int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.users, self.definitions, self.positions = {}, {}, {}
+    @cached_property
+    def users(self) -> dict[relax.Var, list[int]]:
+        """Indices of the bindings that use each variable."""
+        users: dict[relax.Var, list[int]] = {}
         for index, binding in enumerate(self.bindings):
             for var in used_vars(binding.value):
-                self.users.setdefault(var, []).append(index)
-            self.positions[binding.var] = index
-            if isinstance(binding, relax.VarBinding):
-                self.definitions[binding.var] = binding.value
+                users.setdefault(var, []).append(index)
+        return users
+
+    @cached_property
+    def definitions(self) -> dict[relax.Var, relax.Expr]:
+        """Values of the block's variables, except those of match_casts."""
+        return {binding.var: binding.value for binding in self.bindings if isinstance(binding, relax.VarBinding)}
+
+    @cached_property
+    def positions(self) -> dict[relax.Var, int]:
+        """Index of each variable's binding."""
+        return {binding.var: index for index, binding in enumerate(self.bindings)}
 
     def definition(self, expr: relax.Expr) -> relax.Expr:
         """The value of a variable of this block; any other expression itself."""
@@ -139,9 +140,11 @@ def used_vars(expr: relax.Expr) -> list[relax.Var]:
     """The Relax variables that an expression uses, each once, without symbolic sizes."""
     if isinstance(expr, relax.Var):
         return [expr]
-    if isinstance(expr, relax.Call) and all(isinstance(arg, (relax.Var, tvm.ir.GenericConst)) for arg in expr.args):
-        operands = [expr.op, *expr.args] if isinstance(expr.op, relax.Var) else list(expr.args)
-        return list(dict.fromkeys(arg for arg in operands if isinstance(arg, relax.Var)))
+    if isinstance(expr, relax.Call):
+        operands = [expr.op, *expr.args]
+        variables = [operand for operand in operands if isinstance(operand, relax.Var)]
+        if all(isinstance(operand, (relax.Var, tvm.ir.GenericConst)) for operand in operands[1:]):
+            return list(dict.fromkeys(variables))
     return list(relax.analysis.free_vars(expr))
 
 
@@ -166,12 +169,14 @@ def _rewrite_sequence(expr: relax.Expr, rewrite: Rewrite) -> relax.Expr:
     blocks: list[relax.BindingBlock] = []
     used_later = set(used_vars(expr.body))
     changed = False
-    for block in reversed(expr.blocks):
-        bindings = [map_nested(binding, partial(_rewrite_sequence, rewrite=rewrite)) for binding in block.bindings]
-        is_changed = any(not new.same_as(old) for new, old in zip(bindings, block.bindings, strict=True))
+    for index, block in reversed(list(enumerate(expr.blocks))):
+        old_bindings = list(block.bindings)
+        bindings = [map_nested(binding, partial(_rewrite_sequence, rewrite=rewrite)) for binding in old_bindings]
+        is_changed = any(new is not old for new, old in zip(bindings, old_bindings, strict=True))
         uses = Block(bindings, isinstance(block, relax.DataflowBlock), frozenset(used_later))
         new_bindings = rewrite(uses)
-        used_later.update(uses.users)
+        if index:
+            used_later.update(uses.users)
         if new_bindings is not None or is_changed:
             block = type(block)(bindings if new_bindings is None else new_bindings, block.span)
             changed = True
@@ -247,7 +252,7 @@ def broadcast(*shapes: Iterable[Any]) -> list[Any] | None:
 def renamed(binding: relax.Binding, names: dict[relax.Var, relax.Expr]) -> relax.Binding:
     """The binding with variables in its value replaced; the same object if it uses none of them."""
     value = binding.value
-    if not any(var in names for var in used_vars(value)):
+    if not names or not any(var in names for var in used_vars(value)):
         return binding
     if isinstance(value, relax.Call) and all(isinstance(arg, (relax.Var, tvm.ir.GenericConst)) for arg in value.args):
         args = [names.get(arg, arg) if isinstance(arg, relax.Var) else arg for arg in value.args]

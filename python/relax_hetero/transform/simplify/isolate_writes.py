@@ -98,6 +98,8 @@ class _Tensor:
         Whether it may be computed when the module is compiled.
     shares : frozenset of int
         Tensors whose memory it may share.
+    views : set of int
+        Tensors that may share its memory.
     definition : float
         Position of its binding.
     reads : list of float
@@ -107,6 +109,7 @@ class _Tensor:
     is_argument: bool = False
     is_constant: bool = False
     shares: frozenset[int] = NOTHING
+    views: set[int] = field(default_factory=set)
     definition: float = -1
     reads: list[float] = field(default_factory=list)
 
@@ -152,6 +155,8 @@ class _Isolated:
         copied = {var for var, tensors in self.candidates.items() if any(map(self._needs_copy, tensors))}
         for var in copied:
             for tensor in self.candidates[var]:
+                for source in self.tensors[tensor].shares:
+                    self.tensors[source].views.discard(tensor)
                 self.tensors[tensor].shares = NOTHING
         split = {var for write in self.writes for var in self._split_points(write)}
         inline = {w.binding.var for w in self.writes if _inline_constants(w.binding.value)}
@@ -237,8 +242,11 @@ class _Isolated:
     ) -> Roots:
         if isinstance(ty, tvm.ir.TupleType):
             return tuple(self._new(field_ty, is_argument, shares, is_constant) for field_ty in ty.fields)
-        self.tensors.append(_Tensor(is_argument, is_constant, shares, self.position))
-        return frozenset([len(self.tensors) - 1])
+        index = len(self.tensors)
+        self.tensors.append(_Tensor(is_argument, is_constant, shares, definition=self.position))
+        for source in shares:
+            self.tensors[source].views.add(index)
+        return frozenset([index])
 
     def _read(self, position: float, roots: Roots) -> None:
         for tensor in flattened(roots):
@@ -278,13 +286,10 @@ class _Isolated:
         closure = set(indices)
         pending = list(closure)
         while pending:
-            index = pending.pop()
-            if to_views:
-                neighbours = [i for i, tensor in enumerate(self.tensors) if index in tensor.shares]
-            else:
-                neighbours = list(self.tensors[index].shares)
-            pending += [i for i in neighbours if i not in closure]
-            closure.update(neighbours)
+            tensor = self.tensors[pending.pop()]
+            neighbours = (tensor.views if to_views else tensor.shares) - closure
+            pending += neighbours
+            closure |= neighbours
         return closure
 
     def _split_points(self, write: _Write) -> Iterator[relax.Var]:

@@ -10,10 +10,11 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
+from tvm_ffi import structural_walk
 
 import relax_hetero as rh
 from relax_hetero.driver.link import parallel_codegen
-from relax_hetero.driver.link.parallel_codegen import KERNELS_PER_MODULE, build_in_parallel, cut
+from relax_hetero.driver.link.parallel_codegen import KERNELS_PER_MODULE, build_in_parallel, compact_blocks, cut
 from seeds import fresh_rng
 
 LLVM = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
@@ -33,6 +34,20 @@ def scale(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
 @T.prim_func
 def calls_kernel_3(a: T.Buffer((4,), "float32"), b: T.Buffer((4,), "float32")):
     T.evaluate(T.call_extern("int32", "kernel_3", a.data, b.data))
+
+
+@T.prim_func(s_tir=True)
+def scale_by_rows(a: T.Buffer((4, 8), "float32"), b: T.Buffer((4, 8), "float32")):
+    rows = T.sblock_alloc_buffer((4, 8))
+    for i in range(4):
+        for j in range(8):
+            with T.sblock("scaled"):
+                row, column = T.axis.remap("SS", [i, j])
+                rows[row, column] = a[row, column] * T.float32(3)
+        for j in range(8):
+            with T.sblock("shifted"):
+                row, column = T.axis.remap("SS", [i, j])
+                b[row, column] = rows[row, column] + T.float32(1)
 
 
 def _kernels(count: int) -> tvm.IRModule:
@@ -58,6 +73,26 @@ def test_dependent_functions_stay_in_one_part():
     assert len(cut(LLVM, calling)) == 1
     calling["caller"] = scale.with_attr("global_symbol", "caller")
     assert len(cut(LLVM, calling)) > 1
+
+
+def _without_instruments(part: tvm.IRModule) -> tvm.IRModule:
+    return build_in_parallel([(LLVM, part)], lambda _, part: tvm.tirx.get_default_tir_pipeline(LLVM)[0](part))[0]
+
+
+def test_a_temporary_of_a_block_is_reduced_to_a_row_as_by_the_whole_pipeline(two_cores):
+    kernels = tvm.IRModule({"rows": scale_by_rows.with_attr("global_symbol", "rows"), "scale": scale})
+    compact = compact_blocks(kernels)
+    assert compact["scale"].same_as(kernels["scale"])
+    bound = tvm.tirx.transform.BindTarget(LLVM.with_host(LLVM))(kernels)
+    lowered = _without_instruments(bound)
+    assert lowered.script() == tvm.tirx.get_default_tir_pipeline(LLVM)[0](bound).script()
+    assert [[int(extent) for extent in alloc.buffer.shape] for alloc in _allocations(lowered["rows"])] == [[8]]
+
+
+def _allocations(func: tvm.tirx.PrimFunc) -> list[tvm.tirx.AllocBuffer]:
+    found: list[tvm.tirx.AllocBuffer] = []
+    structural_walk(func.body, (tvm.tirx.AllocBuffer, found.append))
+    return found
 
 
 def test_results_stand_in_order_and_settings_reach_every_thread(two_cores):
