@@ -21,15 +21,16 @@ from ...core.view import Coordinates, extent_of
 from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.launch import SharedMemory, enable_pdl, local, unrolled
-from ..core.operand import GlobalView, GpuOperand
+from ..core.operand import GlobalView
 from ..matmul import mma_matmul, wgmma_matmul
-from ..matmul.fragments import FragmentStore
 from ..matmul.mma_matmul import MmaProduct
 from ..matmul.mma_tiling import MmaTiling, choose_mma_tiling
 from ..matmul.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, SwizzledLines
 from ..matmul.simt_tiles import Batches
 from ..matmul.wgmma_matmul import WgmmaProduct
 from ..matmul.wgmma_tiling import Tiling, choose_tiling, reads_rows
+from ..tile.epilogue import EpilogueWriter
+from ..tile.fragment_store import FragmentStore
 from . import filter_taps
 from .filter_taps import FilterTaps
 
@@ -317,16 +318,15 @@ def tensor_core_conv_kernel(
     with function:
         data = GlobalView(function, "data", problem.data)
         weight = GlobalView(function, "weight", problem.weight)
-        store = FragmentStore(function, None, product.epilogue, problem.acc_dtype, gpu)
-        result = GpuOperand(function, "result", product.result)
+        writer = EpilogueWriter.of(function, product.epilogue, product.result, problem.acc_dtype)
+        store, result = FragmentStore(writer, gpu), writer.result
         _restate_weight(weight, problem, product)
         names = ["b", *(f"y{d}" for d in range(len(problem.windows)))]
         output_extents: dict[str, Expr] = dict(zip(names, result.extents, strict=False))
-        tile_operands = [*store.views, result]
         if problem.groups > 1:
-            for view in tile_operands:
+            for view in writer.operands:
                 view.split("n", "g", problem.groups)
-        batch = merge_batches([weight, *tile_operands], weight, weight, result)
+        batch = merge_batches([weight, *writer.operands], weight, weight, result)
         sizes = m, n, k = extent_of([result], "m"), extent_of([result], "n"), extent_of([weight], "k")
         counts = {name: extent_of([result], name) for name in batch}
         if problem.groups > 1:
@@ -334,7 +334,7 @@ def tensor_core_conv_kernel(
         with function.body():
             data.open(raw=True)
             weight.open(raw=True)
-            store.open(result, m, n, reads_rows(product))
+            store.open(m, n, reads_rows(product))
             pixel_taps = FilterTaps(data, problem, output_extents, len(batch))
             in_chunks = not problem.weight.layout.swizzle
             if gpu.tensor == "wgmma":
@@ -351,7 +351,7 @@ def tensor_core_conv_kernel(
                 left = WindowTile(pixel_taps, tiling.rows, m, k, in_chunks, tiling.threads)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
                 MmaProduct(left, right, store, tiling, Batches(counts)).emit()
-    tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
+    tied = tied_to(function.result, problem.parameters[2:-1], 2, problem.result)
     return enable_pdl(tied, read_early) if gpu.tensor == "wgmma" else tied
 
 

@@ -15,9 +15,9 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64, minimum
 from ...core.view import extent_of
 from ..core import ptx
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import Place, SharedMemory, local
 from ..core.operand import GpuOperand
+from ..tile.epilogue import EpilogueWriter
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, BlockPlan, BlockWork
 from .block_rows import LeftRows

@@ -23,16 +23,15 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
-from ....encoding.expression import Expression
 from ....encoding.problem import QuantizedMatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, minimum
 from ..core import ptx
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import SharedMemory, enable_pdl, launch, local
 from ..core.operand import GpuOperand
+from ..tile.epilogue import EpilogueWriter
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans
@@ -413,19 +412,12 @@ def quantized_matmul_kernel(
             GpuOperand(function, name, operand)
             for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
         ]
-        epilogue = problem.epilogue
-        views = tuple(
-            GpuOperand(function, f"x{i + 1}", operand)
-            for i, operand in enumerate(epilogue.operands if epilogue else ())
-        )
-        result = GpuOperand(function, "result", problem.result)
-        expression = epilogue.expression if epilogue else Expression.operand(0)
-        writer = EpilogueWriter(expression, None, views, result, "float32")
-        for name in reversed([name for name in result.index_map if name.startswith("b")]):
-            for view in (lhs, *views, result):
+        writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
+        for name in reversed([name for name in writer.result.index_map if name.startswith("b")]):
+            for view in (lhs, *writer.operands):
                 view.merge(name, "m")
         with function.body():
-            for view in (*views, result):
+            for view in writer.operands:
                 view.open_for_gpu()
             lhs.open(raw=True)
             for view in packed:

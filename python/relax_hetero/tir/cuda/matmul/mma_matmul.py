@@ -18,7 +18,7 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, unrolled
-from .fragments import FragmentStore, Staging
+from ..tile.fragment_store import FragmentStore
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
 from .product_parameters import ProductParameters
@@ -81,7 +81,6 @@ class MmaProduct:
         self, left: LeftTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
-        store.set_tile_size(tiling.rows, tiling.columns)
         self.kind = "uint32" if left.view.nominal in _BYTES else "float32"
         self.steps = ceil_div(left.depth, left.step)
 
@@ -91,16 +90,16 @@ class MmaProduct:
         self.shared = shared
         self.left_at = shared.reserve(tiling.stages * self.left.size, SWIZZLED_ALIGN)
         self.right_at = shared.reserve(tiling.stages * self.right.size, SWIZZLED_ALIGN)
-        staging = self.store.plan(shared, tiling.threads // WARP, tiling.epilogue_columns)
+        self.store.plan(shared, (tiling.rows, tiling.columns), tiling.threads // WARP, tiling.epilogue_columns)
         row_tiles, column_tiles = ceil_div(self.left.extent, tiling.rows), ceil_div(self.right.extent, tiling.columns)
         tiles = self.batches.count * row_tiles * column_tiles
         with launch(int64(at_least_one(tiles)), tiling.threads) as place:
             shared.open()
             self.thread = place.thread
             with when(True if isinstance(tiles, int) else int64(place.block) < tiles):
-                self._tile(int64(place.block), row_tiles, column_tiles, staging)
+                self._tile(int64(place.block), row_tiles, column_tiles)
 
-    def _tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr, staging: Staging) -> None:
+    def _tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr) -> None:
         tiling = self.tiling
         at, row_tile, column_tile = self.batches.tile(block, row_tiles, column_tiles)
         row, column = T.bind(row_tile * tiling.rows), T.bind(column_tile * tiling.columns)
@@ -143,7 +142,7 @@ class MmaProduct:
         for i, accumulators in enumerate(sums):
             first_row = row + T.Cast("int64", warp_row + i * 16)
             first = (T.bind(first_row), T.bind(column + T.Cast("int64", warp_column)))
-            self.store.emit(accumulators, tiling.warp_columns, staging, at, first, warp, lane)
+            self.store.emit(accumulators, (1, tiling.warp_columns), at, first, warp, lane)
 
     def _multiply(
         self, sums: list[Expr], left_at: Expr, right_at: Expr, warp_row: Expr, warp_column: Expr, lane: Expr

@@ -12,8 +12,9 @@ from ...core.builder import Expr, Function
 from ...core.ties import tied_to
 from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
-from ..core.operand import GlobalView, GpuOperand
-from .fragments import FragmentStore
+from ..core.operand import GlobalView
+from ..tile.epilogue import EpilogueWriter
+from ..tile.fragment_store import FragmentStore
 from .wgmma_tiling import reads_rows
 
 
@@ -26,7 +27,6 @@ class ProductParameters:
     problem : MatmulProblem
     lhs, rhs : GlobalView
     store : FragmentStore
-    result : GpuOperand
     sizes : tuple of PrimExpr or int
         Extents of m, n and k.
     counts : dict of str to PrimExpr or int
@@ -37,7 +37,6 @@ class ProductParameters:
     lhs: GlobalView
     rhs: GlobalView
     store: FragmentStore
-    result: GpuOperand
     sizes: tuple[Expr, Expr, Expr]
     counts: dict[str, Expr]
 
@@ -46,23 +45,19 @@ class ProductParameters:
         """Declare the parameters."""
         lhs = GlobalView(function, "lhs", problem.lhs)
         rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GpuOperand(function, "init", problem.init) if problem.init else None
-        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype, gpu)
-        result = GpuOperand(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *store.views, result]
-        names = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
+        writer = EpilogueWriter.of(function, problem.epilogue, problem.result, problem.acc_dtype, problem.init)
+        views = [lhs, rhs, *writer.operands]
+        names = merge_batches(views, lhs, rhs, writer.result)  # type: ignore[arg-type]
         m, n, k = (extent_of(views, name) for name in "mnk")
-        counts = {name: extent_of([result], name) for name in names}
-        return ProductParameters(problem, lhs, rhs, store, result, (m, n, k), counts)
+        counts = {name: extent_of([writer.result], name) for name in names}
+        return ProductParameters(problem, lhs, rhs, FragmentStore(writer, gpu), (m, n, k), counts)
 
     def open(self) -> None:
         """Declare the elements, in the body of the function, before the launch."""
         self.lhs.open(raw=True)
         self.rhs.open(raw=True)
-        self.store.open(self.result, *self.sizes[:2], reads_rows(self.problem))
+        self.store.open(*self.sizes[:2], reads_rows(self.problem))
 
     def tied(self, kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         """Mark which parameters may share the result's storage."""
-        problem = self.problem
-        in_place = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-        return tied_to(kernel, in_place, 2, problem.result)
+        return tied_to(kernel, self.problem.parameters[2:-1], 2, self.problem.result)

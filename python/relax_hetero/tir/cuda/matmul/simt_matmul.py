@@ -19,9 +19,9 @@ from ...core.builder import Expr, Function, ceil_div, int64, lane_indices
 from ...core.ties import tied_to
 from ...core.view import Coordinates, extent_of
 from ...matmul.matmul import merge_batches
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
+from ..tile.epilogue import EpilogueWriter
 from .simt_plan import SimtPlan, simt_plan
 from .simt_tiles import SHARED, Batches, SimtOperand, TiledProduct, barrier, known
 
@@ -294,15 +294,14 @@ def simt_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SimtPlan | 
     function = Function("matmul", registers="local")
     with function:
         lhs, rhs = (GpuOperand(function, name, o) for name, o in (("lhs", problem.lhs), ("rhs", problem.rhs)))
-        writer = EpilogueWriter.of(function, problem)
+        writer = EpilogueWriter.of(function, problem.epilogue, problem.result, problem.acc_dtype, problem.init)
         operands = [lhs, rhs, *writer.operands]
         names = merge_batches(list(operands), lhs, rhs, writer.result)
         with function.body():
             for view in operands:
                 view.open_for_gpu()
             _emit(lhs, rhs, writer, names, gpu, plan)
-    in_place = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return tied_to(function.result, in_place, 2, problem.result)
+    return tied_to(function.result, problem.parameters[2:-1], 2, problem.result)
 
 
 def _check(problem: MatmulProblem) -> None:

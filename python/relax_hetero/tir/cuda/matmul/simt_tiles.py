@@ -21,9 +21,9 @@ from ....target.gpu_target import VECTOR_BYTES, WARP
 from ...core.builder import Expr, ceil_div, int64, lane_indices, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
+from ..tile.epilogue import EpilogueWriter
 from .simt_plan import SimtPlan
 
 SHARED = "shared.dyn"

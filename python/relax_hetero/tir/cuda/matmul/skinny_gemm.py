@@ -34,9 +34,9 @@ from ...core.view import Coordinates, extent_of
 from ...core.work_split import unravel
 from ...matmul.matmul import merge_batches
 from ..core import ptx
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
 from ..core.operand import GlobalView
+from ..tile.epilogue import EpilogueWriter
 from ..tile.ring import Ring
 from . import wgmma_matmul
 from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
@@ -153,7 +153,7 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
     with function:
         lhs = GlobalView(function, "lhs", problem.lhs)
         rhs = GlobalView(function, "rhs", problem.rhs)
-        writer = EpilogueWriter.of(function, problem)
+        writer = EpilogueWriter.of(function, problem.epilogue, problem.result, problem.acc_dtype, problem.init)
         batch = merge_batches([lhs, rhs, *writer.operands], lhs, rhs, writer.result)  # type: ignore[arg-type]
         m, n, k = (extent_of([lhs, rhs, writer.result], name) for name in "mnk")
         counts = {name: extent_of([writer.result], name) for name in batch}
@@ -163,8 +163,7 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
             for view in writer.operands:
                 view.open_for_gpu()
             _Kernel(lhs, rhs, writer, plan or skinny_plan(problem, gpu), (m, n, k), counts).emit()
-    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return enable_pdl(tied_to(function.result, in_tile, 2, problem.result), [1])
+    return enable_pdl(tied_to(function.result, problem.parameters[2:-1], 2, problem.result), [1])
 
 
 class _Kernel:

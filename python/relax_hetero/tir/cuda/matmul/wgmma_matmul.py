@@ -18,7 +18,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import MatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import TF32, bytes_of
@@ -28,170 +28,12 @@ from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, unrolled
+from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
+from ..tile.register_tile import WARP_ROWS
 from ..tile.ring import Ring
-from .fragments import WARP_ROWS, FragmentStore, Staging, StoreGroup
 from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .product_parameters import ProductParameters
 from .wgmma_tiling import Tiling, choose_tiling
-
-# Epilogue for swapped operands, whose fragments are transposed.
-#
-# Warp w of a warpgroup holds 16 of 64 columns of the result, with the result's rows across its registers: lane l has,
-# in every 8 rows, the pair ``2 * (l % 4)`` of columns ``l // 4`` and ``l // 4 + 8``. An operand along columns, such as
-# a bias, takes two values per lane. A warpgroup transposes its fragments in shared memory, some rows at a time, and
-# stores 64 neighbours of each row.
-
-COLUMNS = 64
-"""Columns of the result in a warpgroup's fragments: the M dimension of wgmma."""
-
-
-def staged_pitch(element: int) -> int:
-    """Pitch in bytes of staged rows of `COLUMNS` elements, padded to avoid bank conflicts."""
-    return COLUMNS * element + CHUNK_BYTES
-
-
-class SwappedFragments:
-    """Writer of the epilogue of a product with swapped operands; `FragmentStore` is that of others.
-
-    Parameters
-    ----------
-    store : FragmentStore
-        Opened: the epilogue and the result.
-    shared : SharedMemory
-    groups : int
-        Consumer warpgroups.
-    rows : int
-        Rows of the tile that the block stores: a multiple of 8.
-    epilogue_columns : int
-        Rows that are staged at a time: a divisor of `rows` and a multiple of 8.
-    is_repeated : bool
-        Whether the block stores several tiles.
-    """
-
-    def __init__(
-        self,
-        store: FragmentStore,
-        shared: SharedMemory,
-        groups: int,
-        rows: int,
-        epilogue_columns: int,
-        is_repeated: bool,
-    ) -> None:
-        self.store, self.rows, self.is_repeated = store, rows, is_repeated
-        pitch = staged_pitch(store.element)
-        self.staging = Staging(shared, shared.reserve(groups * epilogue_columns * pitch), COLUMNS, pitch)
-        self.team = StoreGroup(epilogue_columns, WARPGROUP)
-        self._of_columns: list[dict[tuple[int, int], Expr]] = []
-        self._fetched: list[Any] | None = None
-
-    def fetch(self, blocks: int, at: Coordinates, first: tuple[Expr, Expr], member: Expr) -> None:
-        """Load operands ahead for `emit` of the same tile; see `FragmentStore.fetch`."""
-        if self.store.in_rows:
-            self._fetched = self.store.fetch_rows(at, first, 0, COLUMNS, member, self.team)
-            return
-        self._of_columns = [self._column_operands(at, first, block, member) for block in range(blocks)]
-
-    def emit(
-        self, sums: Any, blocks: int, at: Coordinates, first: tuple[Expr, Expr], group: Expr, member: Expr
-    ) -> None:
-        """Store ``blocks * COLUMNS`` columns of all rows.
-
-        Parameters
-        ----------
-        sums : Buffer
-            Buffer of ``blocks * rows / 2`` registers.
-        at : Coordinates
-            Coordinates of the batch.
-        first : tuple of PrimExpr
-            First row of the tile and first column of the warpgroup, int64.
-        group, member : PrimExpr
-            Index of the consumer warpgroup, and of the thread in it.
-        """
-        store, staging, epilogue_columns = self.store, self.staging, self.team.rows
-        begin = T.bind(staging.offset + group * (epilogue_columns * staging.pitch))
-        fetched, self._fetched = self._fetched, None
-        for block in range(blocks):
-            for skip in range(0, self.rows, epilogue_columns):
-                origin = (first[0] + T.Cast("int64", tirx.const(skip, "int32")), first[1] + int64(block * COLUMNS))
-                if store.in_rows and (block or skip):
-                    fetched = store.fetch_rows(at, origin, 0, COLUMNS, member, self.team)
-                register = block * (self.rows // 2) + skip // 2
-                self._stage(sums, register, begin, at, origin[0], block, member)
-                ptx.named_barrier(group + 1, WARPGROUP)
-                store.store_rows(staging, begin, at, origin, 0, COLUMNS, member, fetched, self.team)
-                is_last = block + 1 == blocks and skip + epilogue_columns == self.rows
-                if not is_last or self.is_repeated:
-                    ptx.named_barrier(group + 1, WARPGROUP)
-
-    def _column_operands(
-        self, at: Coordinates, first: tuple[Expr, Expr], block: int, member: Expr
-    ) -> dict[tuple[int, int], Expr]:
-        """Load operands that do not depend on rows, for both columns of a lane."""
-        column = T.bind(first[1] + T.Cast("int64", block * COLUMNS + member // WARP * WARP_ROWS + member % WARP // 4))
-        operands: dict[tuple[int, int], Expr] = {}
-        for number, view in enumerate(self.store.views):
-            if view.runs_along("m"):
-                continue
-            for h in range(2):
-                if h and not view.runs_along("n"):
-                    operands[number, h] = operands[number, 0]
-                else:
-                    operands[number, h] = T.bind(self.store.load(view, at, int64(0), column + 8 * h))
-        return operands
-
-    def _stage(
-        self, sums: Any, register: int, begin: Expr, at: Coordinates, row: Expr, block: int, member: Expr
-    ) -> None:
-        """Stage rows from `register` on: results, or accumulators if the epilogue works on whole rows."""
-        store, pitch = self.store, self.staging.pitch
-        warp, lane = member // WARP, member % WARP
-        matrices = self.team.rows // 8
-        if not store.is_packed:
-            target = T.bind(begin + lane % 4 * (2 * pitch) + (warp * WARP_ROWS + lane // 4) * store.element)
-            with unrolled(matrices) as j:
-                for h in range(2):
-                    pair = self._pair(sums, register + j * 4 + 2 * h, at, row + self._row(j, lane), block, h)
-                    for c, word in enumerate(store.words(pair)):
-                        address = target + j * (8 * pitch) + (c * pitch + h * 8 * store.element)
-                        ptx.store_shared(self.staging.shared.at(address), [word], f"u{8 * store.element}")
-            return
-        # One stmatrix stores both columns of a lane for two matrices of 8 rows.
-        target = T.bind(
-            begin + (lane // 16 * 8 + lane % 8) * pitch + (warp * WARP_ROWS + lane // 8 % 2 * 8) * store.element
-        )
-        for first, count, per_store in ((0, matrices // 2, 2), (matrices // 2 * 2, matrices % 2, 1)):
-            if count == 0:
-                continue
-            with unrolled(count) as number:
-                packed = []
-                for i in range(per_store):
-                    j = first + number * per_store + i
-                    for h in range(2):
-                        pair = self._pair(sums, register + j * 4 + 2 * h, at, row + self._row(j, lane), block, h)
-                        packed.append(store.packed(pair))
-                address = target + (first + number * per_store) * (8 * pitch)
-                ptx.store_matrices(self.staging.shared.at(address), packed, transposed=True)
-
-    def _row(self, j: Expr, lane: Expr) -> Expr:
-        """First row of a lane's pair in matrix j of the staged rows."""
-        return T.Cast("int64", j * 8 + lane % 4 * 2)
-
-    def _pair(
-        self, sums: Any, register: Expr, at: Coordinates, row: Expr, block: int, h: int
-    ) -> list[tuple[Expr, list[Expr]]]:
-        """Accumulators of two neighbouring rows of a column, each with its epilogue operands."""
-        store = self.store
-        values = []
-        for c in range(2):
-            operands = []
-            if not store.in_rows:
-                for number, view in enumerate(store.views):
-                    is_row = view.runs_along("m")
-                    column_operand = None if is_row else self._of_columns[block][number, h]
-                    operands.append(store.load(view, at, row + c, int64(0)) if is_row else column_operand)
-            values.append((store.sum(sums[register + c]), operands))
-        return values
-
 
 # Cluster split-k: each block stores one part of the tile, reduced over the cluster.
 #
@@ -373,7 +215,6 @@ class WgmmaProduct:
         counts: dict[str, Expr],
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
-        store.set_tile_size(tiling.rows, tiling.columns)
         self.consumers = tiling.consumers
         self.swap_ab = tiling.swap_ab
         # Column blocks of a consumer, and accumulators of each.
@@ -427,13 +268,9 @@ class WgmmaProduct:
             # The cluster reduction reuses the memory of stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
         part = (tiling.rows if self.swap_ab else tiling.columns) // tiling.cluster_split_k
-        staging: Staging | SwappedFragments
-        if self.swap_ab:
-            staging = SwappedFragments(
-                self.store, shared, self.consumers, part, tiling.epilogue_columns, not self.has_one_tile
-            )
-        else:
-            staging = self.store.plan(shared, self.consumers * 4, tiling.epilogue_columns)
+        teams = self.consumers if self.swap_ab else self.consumers * (WARPGROUP // WARP)
+        tile = (tiling.rows, tiling.columns)
+        self.store.plan(shared, tile, teams, tiling.epilogue_columns, self.swap_ab, not self.has_one_tile)
         # All producers arrive when their copies are complete, and once more for the bytes of bulk copies.
         producers = PRODUCERS + int(self.right.source is Source.PACKED)
         self.ring = Ring(shared, tiling.stages, producers, self.consumers)
@@ -459,7 +296,7 @@ class WgmmaProduct:
                 with T.Then():
                     self._produce()
                 with T.Else():
-                    self._consume(staging, part)
+                    self._consume(part)
 
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its index, batch, first row and first column."""
@@ -634,7 +471,7 @@ class WgmmaProduct:
         high = [T.bind(T.shift_left(T.shift_right(base[i], T.uint64(32)), T.uint64(32))) for i in range(2)]
         return low, high
 
-    def _consume(self, staging: Staging | SwappedFragments, part: int) -> None:
+    def _consume(self, part: int) -> None:
         if self.reallocates_registers:
             ptx.set_max_registers(_CONSUMER_REGISTERS, grows=True)
         kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
@@ -657,12 +494,12 @@ class WgmmaProduct:
             last = local(1, "int32")
             # With split k, offset of this block's part of the tile.
             part_offset: Expr = 0 if self.tiling.cluster_split_k == 1 else T.Cast("int64", self.rank * part)
-            if isinstance(staging, SwappedFragments):
-                own = row + part_offset, column + T.Cast("int64", group * (self.blocks * PACKED_ROWS))
-                staging.fetch(self.blocks, at, own, member)
+            if self.swap_ab:
+                own = row + part_offset, column + T.Cast("int64", group * (self.blocks * SWAPPED_COLUMNS))
             else:
-                own = row + T.Cast("int64", warp * 16), column + part_offset
-                self.store.fetch(part, staging, at, own, lane)
+                own = row + T.Cast("int64", warp * WARP_ROWS), column + part_offset
+            team, thread = (group, member) if self.swap_ab else (warp, lane)
+            self.store.fetch((self.blocks, part), at, own, thread)
 
             def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self.ring.full(stage), parity)
@@ -708,10 +545,7 @@ class WgmmaProduct:
                     self.shared, self.left_at, self.tiling.cluster_split_k, self.rank, self.consumers
                 )
                 totals = reduction.add(sums, (self.blocks, self.registers), kind, group, member)
-            if isinstance(staging, SwappedFragments):
-                staging.emit(totals, self.blocks, at, own, group, member)
-            else:
-                self.store.emit(totals, part, staging, at, own, warp, lane)
+            self.store.emit(totals, (self.blocks, part), at, own, team, thread)
 
         self._each_tile(tile)
 

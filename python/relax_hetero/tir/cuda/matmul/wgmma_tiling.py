@@ -13,6 +13,7 @@ from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuModel, GpuTarget
 from ...core.builder import Expr, ceil_div
 from ..core.minimax_regret import cases_of, minimax_regret
+from ..tile.fragment_store import STAGING_PAD
 
 RASTERIZATION_GROUP_M = 16
 """Row tiles that are rasterized together over the column tiles."""
@@ -22,8 +23,6 @@ _STAGED_SIZES = (STAGED_BYTES, 256, 128)  # the largest that leaves `MIN_STAGES`
 _SHORT_COLUMNS = 64
 MIN_STAGES = 4
 """With fewer, 4096x1024x4096 takes 5 % longer: copies are as slow as a k-step, and two are in flight."""
-STAGING_PAD = 32
-"""Maximum padding of staged rows in bytes."""
 
 SWAPPED_TILE_ROWS = {64: (160, 192), 128: (48, 64, 80, 96, 112), 256: (64, 80, 96, 112)}
 """Row extents of tiles with swapped operands, by their columns."""

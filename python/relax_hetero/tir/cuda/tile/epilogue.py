@@ -15,11 +15,11 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.expression import Expression
-from ....encoding.problem import MatmulProblem
+from ....encoding.problem import Epilogue, Operand
 from ...core.builder import Expr, Function, lane_indices
 from ...core.view import Coordinates
-from .expression import emit
-from .operand import GpuOperand
+from ..core.expression import emit
+from ..core.operand import GpuOperand
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class EpilogueWriter:
     acc_dtype: str
 
     @staticmethod
-    def of(function: Function, problem: MatmulProblem) -> EpilogueWriter:
+    def of(
+        function: Function, epilogue: Epilogue | None, result: Operand, acc_dtype: str, init: Operand | None = None
+    ) -> EpilogueWriter:
         """Declare init, the epilogue's operands and the result, the last parameters of `function`."""
-        init = GpuOperand(function, "init", problem.init) if problem.init else None
-        operands = problem.epilogue.operands if problem.epilogue else ()
-        views = tuple(GpuOperand(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
-        result = GpuOperand(function, "result", problem.result)
-        expression = problem.epilogue.expression if problem.epilogue else Expression.operand(0)
-        return EpilogueWriter(expression, init, views, result, problem.acc_dtype)
+        start = GpuOperand(function, "init", init) if init else None
+        epilogue = epilogue or Epilogue(Expression.operand(0))
+        views = tuple(GpuOperand(function, f"x{i + 1}", operand) for i, operand in enumerate(epilogue.operands))
+        return EpilogueWriter(epilogue.expression, start, views, GpuOperand(function, "result", result), acc_dtype)
 
     @property
     def operands(self) -> list[GpuOperand]:
