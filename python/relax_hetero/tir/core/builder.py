@@ -153,6 +153,10 @@ class Registers:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def buffer(self, number: int) -> Any:
+        """The buffer of a register."""
+        return self._slots[number]
+
 
 def materialize(value: Expr) -> Expr:
     """An int64 that is computed once, and opaque to later passes.

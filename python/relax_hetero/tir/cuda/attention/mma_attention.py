@@ -141,7 +141,7 @@ class _Kernel:
                 tile.pack(self.dtype)
             self.sums.scale_rows(tile.softmax.rescale)
             if self.element == 2:
-                values = SwizzledTile(self.shared, self.v_at, self.v.size)
+                values = SwizzledTile(self.shared, self.v_at, self.v.size, is_transposed=True)
                 add_by_columns(self.sums, tile.weights, (values, 0), self.keys, (self.dtype, self.dtype), tile.lane)
             else:
                 self._add_float32_values()
