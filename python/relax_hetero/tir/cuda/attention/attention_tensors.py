@@ -149,6 +149,12 @@ class AttentionTensors:
         last = T.min(row + height, to_int32(self.rows.count)) - 1 if is_one else to_int32(self.sizes["m"]) - 1
         return T.max(T.min(last + (1 + self.last_key_of_first_query), n), 0)
 
+    def visible_to(self, row: Expr, end: Expr) -> Expr:
+        """Number of keys below `end` that are visible to a row, int32."""
+        if not self.problem.causal:
+            return end
+        return T.min(end, self.rows.query(row) + (1 + self.last_key_of_first_query))
+
 
 def to_int32(value: Expr) -> Expr:
     """Cast an extent to int32, unless it is static."""
