@@ -11,10 +11,9 @@ from ....target.gpu_target import WARP
 from ...core.builder import Expr, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SharedMemory, local, unrolled
+from ..core.launch import SharedMemory, local, to_int32, unrolled
 from ..tile.register_tile import RegisterTile, column_of, first_column, row_of
 from ..tile.shared_tile import SwizzledTile
-from .attention_tensors import to_int32
 from .score_tile import ScoreTile
 
 

@@ -23,11 +23,11 @@ from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
-from ..core.launch import SharedMemory, enable_pdl, local, unrolled
+from ..core.launch import SharedMemory, enable_pdl, local, to_int32, unrolled
 from ..tile.register_tile import add, reduce_lanes
 from ..tile.softmax import average_factor, averaged
 from .attention_plan import AttentionPlan
-from .attention_tensors import AttentionTensors, tiles_of, to_int32
+from .attention_tensors import AttentionTensors, tiles_of
 from .heads import GpuHeads
 
 ROW_THREADS = 16

@@ -23,13 +23,13 @@ from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local, to_int32
 from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
 from ..tile.register_tile import RegisterTile
 from ..tile.ring import BARRIER_BYTES, Ring
 from ..tile.softmax import LOG2_E, SplitSums, as_bits, average_factor, averaged
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
-from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of, to_int32
+from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of
 from .row_store import RowStore
 from .score_tile import ScoreTile
 

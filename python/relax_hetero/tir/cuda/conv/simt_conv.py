@@ -19,7 +19,8 @@ from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
 from ..core.operand import GpuOperand
 from ..matmul.simt_plan import SimtPlan, simt_plan
-from ..matmul.simt_tiles import Batches, SimtOperand, TiledProduct, known
+from ..matmul.simt_tiles import SimtOperand, TiledProduct, known
+from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from . import filter_taps
 from .filter_taps import FilterTaps

@@ -26,9 +26,9 @@ from ..matmul import mma_matmul, wgmma_matmul
 from ..matmul.mma_matmul import MmaProduct
 from ..matmul.mma_tiling import MmaTiling, choose_mma_tiling
 from ..matmul.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, SwizzledLines
-from ..matmul.simt_tiles import Batches
 from ..matmul.wgmma_matmul import WgmmaProduct
 from ..matmul.wgmma_tiling import Tiling, choose_tiling, reads_rows
+from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from ..tile.fragment_store import FragmentStore
 from . import filter_taps
@@ -328,9 +328,8 @@ def tensor_core_conv_kernel(
                 view.split("n", "g", problem.groups)
         batch = merge_batches([weight, *writer.operands], weight, weight, result)
         sizes = m, n, k = extent_of([result], "m"), extent_of([result], "n"), extent_of([weight], "k")
-        counts = {name: extent_of([result], name) for name in batch}
-        if problem.groups > 1:
-            counts["g"] = problem.groups
+        groups = {"g": problem.groups} if problem.groups > 1 else {}
+        batches = Batches({name: extent_of([result], name) for name in batch} | groups)
         with function.body():
             data.open(raw=True)
             weight.open(raw=True)
@@ -338,19 +337,21 @@ def tensor_core_conv_kernel(
             pixel_taps = FilterTaps(data, problem, output_extents, len(batch))
             in_chunks = not problem.weight.layout.swizzle
             if gpu.tensor == "wgmma":
-                tiling = tiling or choose_tiling(product, gpu, sizes, list(counts.values()), may_swap=not in_chunks)
+                tiling = tiling or choose_tiling(
+                    product, gpu, sizes, list(batches.extents.values()), may_swap=not in_chunks
+                )
                 assert isinstance(tiling, Tiling)
                 left = WindowTile(pixel_taps, tiling.rows, m, k, in_chunks)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k)
-                kernel = WgmmaProduct(left, right, store, tiling, sizes, counts)
+                kernel = WgmmaProduct(left, right, store, tiling, sizes, batches)
                 kernel.emit()
                 read_early = kernel.read_early
             else:
-                tiling = tiling or choose_mma_tiling(product, gpu, sizes, list(counts.values()))
+                tiling = tiling or choose_mma_tiling(product, gpu, sizes, list(batches.extents.values()))
                 assert isinstance(tiling, MmaTiling)
                 left = WindowTile(pixel_taps, tiling.rows, m, k, in_chunks, tiling.threads)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
-                MmaProduct(left, right, store, tiling, Batches(counts)).emit()
+                MmaProduct(left, right, store, tiling, batches).emit()
     tied = tied_to(function.result, problem.parameters[2:-1], 2, problem.result)
     return enable_pdl(tied, read_early) if gpu.tensor == "wgmma" else tied
 

@@ -17,14 +17,14 @@ from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, to_int32, unrolled
+from ..tile.batches import Batches
 from ..tile.fragment_store import FragmentStore
 from ..tile.register_tile import WARP_ROWS, RegisterTile
 from ..tile.shared_tile import SharedTile, SwizzledTile
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
 from .product_parameters import ProductParameters
-from .simt_tiles import Batches
 from .wgmma_matmul import tensor_core_unsupported_reason
 
 _BYTES = ("int8", "uint8")
@@ -56,7 +56,7 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
     function = Function("matmul", registers="local")
     with function:
         parameters = ProductParameters.declare(function, problem, gpu)
-        (m, n, k), batches = parameters.sizes, Batches(parameters.counts)
+        (m, n, k), batches = parameters.sizes, parameters.batches
         with function.body():
             parameters.open()
             tiling = tiling or choose_mma_tiling(problem, gpu, (m, n, k), list(batches.extents.values()))
@@ -103,7 +103,8 @@ class MmaProduct:
 
     def _tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr) -> None:
         tiling = self.tiling
-        at, row_tile, column_tile = self.batches.tile(block, row_tiles, column_tiles)
+        at, *tile = self.batches.tile(T.bind(to_int32(block)), to_int32(row_tiles), to_int32(column_tiles))
+        row_tile, column_tile = (T.Cast("int64", number) for number in tile)
         row, column = T.bind(row_tile * tiling.rows), T.bind(column_tile * tiling.columns)
         warp, lane = T.bind(self.thread // WARP), T.bind(self.thread % WARP)
         warps_n = tiling.columns // tiling.warp_columns

@@ -13,6 +13,7 @@ from ...core.ties import tied_to
 from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
 from ..core.operand import GlobalView
+from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from ..tile.fragment_store import FragmentStore
 from .wgmma_tiling import reads_rows
@@ -29,8 +30,7 @@ class ProductParameters:
     store : FragmentStore
     sizes : tuple of PrimExpr or int
         Extents of m, n and k.
-    counts : dict of str to PrimExpr or int
-        Extents of batch dimensions.
+    batches : Batches
     """
 
     problem: MatmulProblem
@@ -38,7 +38,7 @@ class ProductParameters:
     rhs: GlobalView
     store: FragmentStore
     sizes: tuple[Expr, Expr, Expr]
-    counts: dict[str, Expr]
+    batches: Batches
 
     @staticmethod
     def declare(function: Function, problem: MatmulProblem, gpu: GpuTarget) -> ProductParameters:
@@ -49,8 +49,8 @@ class ProductParameters:
         views = [lhs, rhs, *writer.operands]
         names = merge_batches(views, lhs, rhs, writer.result)  # type: ignore[arg-type]
         m, n, k = (extent_of(views, name) for name in "mnk")
-        counts = {name: extent_of([writer.result], name) for name in names}
-        return ProductParameters(problem, lhs, rhs, FragmentStore(writer, gpu), (m, n, k), counts)
+        batches = Batches({name: extent_of([writer.result], name) for name in names})
+        return ProductParameters(problem, lhs, rhs, FragmentStore(writer, gpu), (m, n, k), batches)
 
     def open(self) -> None:
         """Declare the elements, in the body of the function, before the launch."""

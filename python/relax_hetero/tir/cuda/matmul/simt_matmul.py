@@ -21,9 +21,10 @@ from ...core.view import Coordinates, extent_of
 from ...matmul.matmul import merge_batches
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
+from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from .simt_plan import SimtPlan, simt_plan
-from .simt_tiles import SHARED, Batches, SimtOperand, TiledProduct, barrier, known
+from .simt_tiles import SHARED, SimtOperand, TiledProduct, barrier, known
 
 # GEMV: products with few rows, bound by the bandwidth of reading the other operand, the weight, once.
 #

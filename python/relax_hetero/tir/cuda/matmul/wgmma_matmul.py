@@ -25,9 +25,9 @@ from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, materialize, when
 from ...core.view import Coordinates
-from ...core.work_split import unravel
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, to_int32, unrolled
+from ..tile.batches import Batches
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
 from ..tile.register_tile import WARP_ROWS
 from ..tile.ring import Ring
@@ -173,18 +173,18 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
     function = Function("matmul", registers="local")
     with function:
         parameters = ProductParameters.declare(function, problem, gpu)
-        sizes, counts, store = parameters.sizes, parameters.counts, parameters.store
+        sizes, batches, store = parameters.sizes, parameters.batches, parameters.store
         with function.body():
             parameters.open()
             lhs, rhs = parameters.lhs, parameters.rhs
             sources = source_of(lhs, "m")[0], source_of(rhs, "n")[0]
             may_swap = sources == (Source.LINES, Source.PACKED)
             tiling = tiling or choose_tiling(
-                problem, gpu, sizes, list(counts.values()), Source.GATHER in sources, may_swap
+                problem, gpu, sizes, list(batches.extents.values()), Source.GATHER in sources, may_swap
             )
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
-            product = WgmmaProduct(left, right, store, tiling, sizes, counts)
+            product = WgmmaProduct(left, right, store, tiling, sizes, batches)
             product.emit()
     return enable_pdl(parameters.tied(function.result), product.read_early)
 
@@ -201,8 +201,7 @@ class WgmmaProduct:
     tiling : Tiling
     sizes : tuple of PrimExpr or int
         Extents of m, n and k.
-    counts : dict of str to (PrimExpr or int)
-        Extents of the batch dimensions, outermost first.
+    batches : Batches
     """
 
     def __init__(
@@ -212,9 +211,9 @@ class WgmmaProduct:
         store: FragmentStore,
         tiling: Tiling,
         sizes: tuple[Expr, Expr, Expr],
-        counts: dict[str, Expr],
+        batches: Batches,
     ) -> None:
-        self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
+        self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
         self.consumers = tiling.consumers
         self.swap_ab = tiling.swap_ab
         # Column blocks of a consumer, and accumulators of each.
@@ -227,14 +226,11 @@ class WgmmaProduct:
             # Packed tiles have 64 rows each.
             self.issued = PACKED_ROWS // 2
         m, n, k = sizes
-        self.row_tiles = _int32(ceil_div(m, tiling.rows))
-        self.column_tiles = _int32(ceil_div(n, tiling.columns))
+        self.row_tiles = to_int32(ceil_div(m, tiling.rows))
+        self.column_tiles = to_int32(ceil_div(n, tiling.columns))
         # If k may be 0, one step of zeros initializes the accumulators.
-        self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
-        batches: Expr = 1
-        for count in counts.values():
-            batches = batches * count
-        self.tiles = self.row_tiles * self.column_tiles * _int32(batches)
+        self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(to_int32(ceil_div(k, left.step)), 1)
+        self.tiles = self.row_tiles * self.column_tiles * to_int32(batches.count)
         self.first: tuple[Coordinates, Expr, Expr] | None = None
         self.num_early_steps = 0  # k-steps whose weights are loaded before the producers begin
         self.reallocates_registers = self.blocks * self.registers >= _MIN_REALLOCATING_SUMS
@@ -303,8 +299,8 @@ class WgmmaProduct:
         tiling, first_tile = self.tiling, self._first_tile()
         clusters = tiling.blocks // tiling.cluster_split_k
         if clusters == 0:
-            with when(_int32(first_tile) < self.tiles):
-                body(0, *self._tile_origin(_int32(first_tile)))
+            with when(to_int32(first_tile) < self.tiles):
+                body(0, *self._tile_origin(to_int32(first_tile)))
         elif self.has_one_tile:
             body(0, *(self.first or self._tile_origin(first_tile)))
         else:
@@ -317,28 +313,15 @@ class WgmmaProduct:
 
     def _tile_origin(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, first row and first column of a tile."""
-        at, row, column = self._rasterize(T.bind(tile))
+        at, row, column = self._locate(T.bind(tile))
         # Materialized, as TVM would repeat the divisions at every use, in each k-step.
-        at = {name: materialize(value) for name, value in at.items()}
         row, column = materialize(T.Cast("int64", row)), materialize(T.Cast("int64", column))
         # Multiples of the tile's size, so that accesses are provably aligned.
         return at, row * self.tiling.rows, column * self.tiling.columns
 
-    def _rasterize(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
-        """Batch, row tile and column tile of a tile number, rasterized in groups of rows."""
-        at: dict[str, Expr] = {}
-        if self.counts:
-            tiles_per_batch = self.row_tiles * self.column_tiles
-            coordinates = unravel(T.Cast("int64", T.truncdiv(tile, tiles_per_batch)), list(self.counts.values()))
-            at = dict(zip(self.counts, coordinates, strict=True))
-            tile = T.truncmod(tile, tiles_per_batch)
-        if isinstance(self.row_tiles, int) and self.row_tiles <= self.tiling.rasterization_group_m:
-            return at, tile % self.row_tiles, tile // self.row_tiles
-        group = self.tiling.rasterization_group_m
-        first = T.truncdiv(tile, self.column_tiles * group) * group
-        index_in_group = T.truncmod(tile, self.column_tiles * group)
-        height = T.min(self.row_tiles - first, group)
-        return at, first + T.truncmod(index_in_group, height), T.truncdiv(index_in_group, height)
+    def _locate(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
+        """Batch, row tile and column tile of a tile number."""
+        return self.batches.tile(tile, self.row_tiles, self.column_tiles, self.tiling.rasterization_group_m)
 
     def _block_steps(self) -> tuple[Expr, Expr]:
         """Number of k-steps of the block in each tile, and the first one."""
@@ -412,7 +395,7 @@ class WgmmaProduct:
         """Prefetch the weights of the block's first tile into L2, by blocks of the first row tile."""
         tiling, right = self.tiling, self.right
         tile = self.block if tiling.cluster_split_k == 1 else T.bind(self.block // tiling.cluster_split_k)
-        at, row, column = self._rasterize(tile)
+        at, row, column = self._locate(tile)
         conditions = [tirx.EQ(row, 0), self.thread < right.blocks]
         conditions += [tile < self.tiles] if tiling.blocks > self.tiles * tiling.cluster_split_k else []
         with when(tirx.all(*conditions)):
@@ -548,7 +531,3 @@ class WgmmaProduct:
             self.store.emit(totals, (self.blocks, part), at, own, team, thread)
 
         self._each_tile(tile)
-
-
-def _int32(value: Expr) -> Expr:
-    return value if isinstance(value, int) else T.Cast("int32", int64(value))
