@@ -18,7 +18,7 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, local, unrolled
-from ..matmul.operand_tiles import OperandTile
+from ..tile.operand_tiles import OperandTile
 from ..tile.register_tile import RegisterTile
 from ..tile.shared_tile import SwizzledTile, add_by_columns, multiply_by_rows
 from .attention_plan import MAX_GROUPED_ROWS, AttentionPlan

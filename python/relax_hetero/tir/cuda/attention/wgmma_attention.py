@@ -24,7 +24,7 @@ from ...core.builder import Expr, Function, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local, to_int32
-from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
+from ..tile.operand_tiles import PRODUCERS, OperandTile, Source, source_of
 from ..tile.register_tile import RegisterTile
 from ..tile.ring import BARRIER_BYTES, Ring
 from ..tile.softmax import LOG2_E, SplitSums, as_bits, average_factor, averaged

@@ -25,12 +25,12 @@ from ..core.operand import GlobalView
 from ..matmul import mma_matmul, wgmma_matmul
 from ..matmul.mma_matmul import MmaProduct
 from ..matmul.mma_tiling import MmaTiling, choose_mma_tiling
-from ..matmul.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, SwizzledLines
 from ..matmul.wgmma_matmul import WgmmaProduct
 from ..matmul.wgmma_tiling import Tiling, choose_tiling, reads_rows
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from ..tile.fragment_store import FragmentStore
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, SwizzledLines
 from . import filter_taps
 from .filter_taps import FilterTaps
 

@@ -20,10 +20,10 @@ from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, to_int32, unrolled
 from ..tile.batches import Batches
 from ..tile.fragment_store import FragmentStore
+from ..tile.operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
 from ..tile.register_tile import WARP_ROWS, RegisterTile
 from ..tile.shared_tile import SharedTile, SwizzledTile
 from .mma_tiling import MmaTiling, choose_mma_tiling
-from .operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
 from .product_parameters import ProductParameters
 from .wgmma_matmul import tensor_core_unsupported_reason
 
@@ -55,14 +55,14 @@ def mma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: MmaTiling 
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        parameters = ProductParameters.declare(function, problem, gpu)
+        parameters = ProductParameters.declare(function, problem)
         (m, n, k), batches = parameters.sizes, parameters.batches
         with function.body():
-            parameters.open()
+            store = parameters.open(gpu)
             tiling = tiling or choose_mma_tiling(problem, gpu, (m, n, k), list(batches.extents.values()))
             left = OperandTile.of(parameters.lhs, "m", tiling.rows, m, k, tiling.threads)
             right = OperandTile.of(parameters.rhs, "n", tiling.columns, n, k, tiling.threads)
-            MmaProduct(left, right, parameters.store, tiling, batches).emit()
+            MmaProduct(left, right, store, tiling, batches).emit()
     return parameters.tied(function.result)
 
 

@@ -29,17 +29,12 @@ from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
-from ...core.ties import tied_to
-from ...core.view import Coordinates, extent_of
-from ...core.work_split import unravel
-from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
-from ..core.operand import GlobalView
-from ..tile.epilogue import EpilogueWriter
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
 from ..tile.ring import Ring
 from . import wgmma_matmul
-from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
+from .product_parameters import ProductParameters
 
 MAX_ROWS = 64
 """Maximum rows of the left operand, those of one tile."""
@@ -151,35 +146,23 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
         raise EncodingError(f"matmul of few rows on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        lhs = GlobalView(function, "lhs", problem.lhs)
-        rhs = GlobalView(function, "rhs", problem.rhs)
-        writer = EpilogueWriter.of(function, problem.epilogue, problem.result, problem.acc_dtype, problem.init)
-        batch = merge_batches([lhs, rhs, *writer.operands], lhs, rhs, writer.result)  # type: ignore[arg-type]
-        m, n, k = (extent_of([lhs, rhs, writer.result], name) for name in "mnk")
-        counts = {name: extent_of([writer.result], name) for name in batch}
+        parameters = ProductParameters.declare(function, problem)
         with function.body():
-            lhs.open(raw=True)
-            rhs.open(raw=True)
-            for view in writer.operands:
+            parameters.lhs.open(raw=True)
+            parameters.rhs.open(raw=True)
+            for view in parameters.writer.operands:
                 view.open_for_gpu()
-            _Kernel(lhs, rhs, writer, plan or skinny_plan(problem, gpu), (m, n, k), counts).emit()
-    return enable_pdl(tied_to(function.result, problem.parameters[2:-1], 2, problem.result), [1])
+            _Kernel(parameters, plan or skinny_plan(problem, gpu)).emit()
+    return enable_pdl(parameters.tied(function.result), [1])
 
 
 class _Kernel:
     """Writer of the kernel."""
 
-    def __init__(
-        self,
-        lhs: GlobalView,
-        rhs: GlobalView,
-        writer: EpilogueWriter,
-        plan: SkinnyPlan,
-        sizes: tuple[Expr, Expr, Expr],
-        counts: dict[str, Expr],
-    ) -> None:
-        self.lhs, self.rhs, self.writer, self.counts = lhs, rhs, writer, counts
-        self.m, self.n, self.k = sizes
+    def __init__(self, parameters: ProductParameters, plan: SkinnyPlan) -> None:
+        lhs, rhs = parameters.lhs, parameters.rhs
+        self.writer, self.batches = parameters.writer, parameters.batches
+        self.m, self.n, self.k = parameters.sizes
         self.types = (lhs.nominal, rhs.nominal)
         self.columns = PACKED_ROWS * plan.groups
         self.threads = PRODUCERS + WARPGROUP * plan.groups
@@ -221,9 +204,7 @@ class _Kernel:
         self.row_ring = Ring(self.shared, row_stages, PRODUCERS, self.plan.groups)
         row_tiles = ceil_div(self.m, MAX_ROWS)
         column_tiles = -(-self.n // self.columns)
-        tiles: Expr = row_tiles * column_tiles
-        for count in self.counts.values():
-            tiles = tiles * count
+        tiles = row_tiles * column_tiles * self.batches.count
         with launch(at_least_one(int64(tiles * split)), self.threads, split) as place:
             self.shared.open()
             self.rank, self.thread = place.rank, place.thread
@@ -231,9 +212,7 @@ class _Kernel:
             self.row = T.bind(tirx.floormod(tile, int64(row_tiles)) * MAX_ROWS)
             remaining = tirx.floordiv(tile, int64(row_tiles))
             self.column = T.bind(tirx.floormod(remaining, int64(column_tiles)) * self.columns)
-            remaining = tirx.floordiv(remaining, int64(column_tiles))
-            coordinates = unravel(remaining, list(self.counts.values())) if self.counts else []
-            self.at: Coordinates = dict(zip(self.counts, coordinates, strict=True))
+            self.at = self.batches.place(tirx.floordiv(remaining, int64(column_tiles)))
             self.count: Expr = self.min_steps
             if self.remainder:
                 self.count = T.bind(self.min_steps + T.Select(self.rank < self.remainder, 1, 0))

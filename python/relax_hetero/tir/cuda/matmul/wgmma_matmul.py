@@ -29,9 +29,9 @@ from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, to_int32, unrolled
 from ..tile.batches import Batches
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from ..tile.register_tile import WARP_ROWS
 from ..tile.ring import Ring
-from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .product_parameters import ProductParameters
 from .wgmma_tiling import Tiling, choose_tiling
 
@@ -172,10 +172,10 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        parameters = ProductParameters.declare(function, problem, gpu)
-        sizes, batches, store = parameters.sizes, parameters.batches, parameters.store
+        parameters = ProductParameters.declare(function, problem)
+        sizes, batches = parameters.sizes, parameters.batches
         with function.body():
-            parameters.open()
+            store = parameters.open(gpu)
             lhs, rhs = parameters.lhs, parameters.rhs
             sources = source_of(lhs, "m")[0], source_of(rhs, "n")[0]
             may_swap = sources == (Source.LINES, Source.PACKED)
