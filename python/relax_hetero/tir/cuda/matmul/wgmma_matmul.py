@@ -33,7 +33,7 @@ from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, 
 from ..tile.register_tile import WARP_ROWS
 from ..tile.ring import Ring
 from .product_parameters import ProductParameters
-from .wgmma_tiling import Tiling, choose_tiling
+from .wgmma_tiling import RASTERIZATION_GROUP_M, Tiling, choose_tiling
 
 # Cluster split-k: each block stores one part of the tile, reduced over the cluster.
 #
@@ -321,7 +321,7 @@ class WgmmaProduct:
 
     def _locate(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, row tile and column tile of a tile number."""
-        return self.batches.tile(tile, self.row_tiles, self.column_tiles, self.tiling.rasterization_group_m)
+        return self.batches.tile(tile, self.row_tiles, self.column_tiles, RASTERIZATION_GROUP_M)
 
     def _block_steps(self) -> tuple[Expr, Expr]:
         """Number of k-steps of the block in each tile, and the first one."""
