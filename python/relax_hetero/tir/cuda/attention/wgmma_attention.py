@@ -24,7 +24,7 @@ from ...core.builder import Expr, Function, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local, to_int32
-from ..tile.operand_tiles import PRODUCERS, OperandTile, Source, source_of
+from ..tile.operand_tiles import PRODUCERS, OperandTile, Source, arrive, source_of
 from ..tile.register_tile import RegisterTile
 from ..tile.ring import BARRIER_BYTES, Ring
 from ..tile.softmax import LOG2_E, SplitSums, as_bits, average_factor, averaged
@@ -271,7 +271,7 @@ class _Kernel:
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
             self.q.load(self.shared, target, self.at, row, step, self.thread)
-        self._arrive(self.q, self.queries_full)
+        arrive(self.queries_full, self.q.source is Source.GATHER)
         with T.serial(self.count) as number:
             first = T.bind(T.Cast("int64", self._first_key(number)))
             loads = (
@@ -283,14 +283,7 @@ class _Kernel:
                 for step in range(size // tile.size):
                     target = begin + stage * size + step * tile.size
                     tile.load(self.shared, target, self.at_keys, first, step, self.thread)
-                self._arrive(tile, ring.full(stage))
-
-    def _arrive(self, tile: OperandTile, barrier: Expr) -> None:
-        if tile.source is Source.GATHER:
-            ptx.async_proxy_fence()
-            ptx.barrier_arrive(barrier)
-        else:
-            ptx.barrier_arrive_after_copies(barrier)
+                arrive(ring.full(stage), tile.source is Source.GATHER)
 
     # -- consumers
 

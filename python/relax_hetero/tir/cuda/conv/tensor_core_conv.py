@@ -30,7 +30,7 @@ from ..matmul.wgmma_tiling import Tiling, choose_tiling, reads_rows
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from ..tile.fragment_store import FragmentStore
-from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, SwizzledLines
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, StageTile
 from . import filter_taps
 from .filter_taps import FilterTaps
 
@@ -65,23 +65,15 @@ def untileable_reason(problem: ConvProblem) -> str:
 
 
 @dataclass
-class WindowTile(SwizzledLines):
-    """Left operand of an implicit GEMM and its tile of a stage; has the interface `LeftTile`.
+class WindowTile(StageTile):
+    """Left operand of an implicit GEMM, whose rows are pixels; other attributes are those of `StageTile`.
 
     Attributes
     ----------
     taps : FilterTaps
         Addresses in the map, opened raw.
-    rows : int
-        Pixels of a tile.
-    extent : PrimExpr or int
-        Rows of all tiles.
-    depth : int
-        Extent of k, as the weight is stored.
     in_chunks : bool
         Whether each 16 bytes of a k-step have a tap of their own.
-    threads : int
-        Number of producer threads.
     """
 
     taps: FilterTaps
@@ -91,9 +83,6 @@ class WindowTile(SwizzledLines):
     in_chunks: bool
     threads: int = PRODUCERS
     source: Source = Source.LINES
-    is_transposed: bool = False
-    leading: int = 1
-    advance: int = ptx.CONTRACTION_BYTES // 16
     _offsets: Any = field(default=None, init=False)
     _masks: Any = field(default=None, init=False)
     _tap: Any = field(default=None, init=False)
@@ -129,7 +118,7 @@ class WindowTile(SwizzledLines):
                 T.buffer_store(self._masks, mask, [i])
 
     def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
-        """Issue the copies of the tile of a k-step; parameters as in `OperandTile.load`."""
+        """Issue the copies of the tile of a k-step; parameters as in `StageTile.load`."""
         chunk, line = thread % _CHUNKS, thread // _CHUNKS
         target = offset + line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES
         if not self.in_chunks:

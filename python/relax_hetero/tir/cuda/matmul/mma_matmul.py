@@ -20,7 +20,7 @@ from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, to_int32, unrolled
 from ..tile.batches import Batches
 from ..tile.fragment_store import FragmentStore
-from ..tile.operand_tiles import PACKED_ROWS, LeftTile, OperandTile, Source
+from ..tile.operand_tiles import PACKED_ROWS, OperandTile, Source, StageTile
 from ..tile.register_tile import WARP_ROWS, RegisterTile
 from ..tile.shared_tile import SharedTile, SwizzledTile
 from .mma_tiling import MmaTiling, choose_mma_tiling
@@ -71,7 +71,7 @@ class MmaProduct:
 
     Parameters
     ----------
-    left : LeftTile
+    left : StageTile
     right : OperandTile
     store : FragmentStore
         Opened.
@@ -80,7 +80,7 @@ class MmaProduct:
     """
 
     def __init__(
-        self, left: LeftTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
+        self, left: StageTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
         self.kind = "uint32" if left.view.nominal in _BYTES else "float32"

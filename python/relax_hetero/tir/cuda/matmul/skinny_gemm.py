@@ -31,7 +31,7 @@ from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
-from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, arrive
 from ..tile.ring import Ring
 from . import wgmma_matmul
 from .product_parameters import ProductParameters
@@ -262,11 +262,7 @@ class _Kernel:
         full = self.row_ring.full(stage)
         target = self.left_at + stage * self.left.size
         self.left.load(self.shared, target, self.at, self.row, self.first + step, self.thread)
-        if self.left.source is Source.GATHER:
-            ptx.async_proxy_fence()
-            ptx.barrier_arrive(full)
-        else:
-            ptx.barrier_arrive_after_copies(full)
+        arrive(full, self.left.source is Source.GATHER)
 
     def _produce(self) -> None:
         loaded_row_steps, loaded_weight_steps = min(self.row_stages, self.min_steps), min(self.stages, self.min_steps)

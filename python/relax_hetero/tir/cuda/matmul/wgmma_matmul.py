@@ -29,7 +29,7 @@ from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, to_int32, unrolled
 from ..tile.batches import Batches
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
-from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, StageTile, arrive, source_of
 from ..tile.register_tile import WARP_ROWS
 from ..tile.ring import Ring
 from .product_parameters import ProductParameters
@@ -194,7 +194,7 @@ class WgmmaProduct:
 
     Parameters
     ----------
-    left : LeftTile
+    left : StageTile
     right : OperandTile
     store : FragmentStore
         Opened.
@@ -206,7 +206,7 @@ class WgmmaProduct:
 
     def __init__(
         self,
-        left: LeftTile,
+        left: StageTile,
         right: OperandTile,
         store: FragmentStore,
         tiling: Tiling,
@@ -424,13 +424,11 @@ class WgmmaProduct:
                     self._load_packed(at, column, k, stage, *is_new)
                 left.load(self.shared, left_offset, at, row, k, thread)
                 right.load(self.shared, right_offset, at, column, k, thread)
-                if Source.GATHER in (left.source, right.source):
+                is_gathered = Source.GATHER in (left.source, right.source)
+                if is_gathered:
                     ptx.copy_commit()
                     ptx.copy_wait(0)
-                    ptx.async_proxy_fence()
-                    ptx.barrier_arrive(full)
-                else:
-                    ptx.barrier_arrive_after_copies(full)
+                arrive(full, is_gathered)
 
             self._each_step(position, step)
 
