@@ -17,7 +17,7 @@ from ....errors import EncodingError
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, to_int32, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, local, unrolled
 from ..tile.batches import Batches
 from ..tile.fragment_store import FragmentStore
 from ..tile.operand_tiles import PACKED_ROWS, OperandTile, Source, StageTile
@@ -103,8 +103,7 @@ class MmaProduct:
 
     def _tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr) -> None:
         tiling = self.tiling
-        at, *tile = self.batches.tile(T.bind(to_int32(block)), to_int32(row_tiles), to_int32(column_tiles))
-        row_tile, column_tile = (T.Cast("int64", number) for number in tile)
+        at, row_tile, column_tile = self.batches.tile(block, row_tiles, column_tiles)
         row, column = T.bind(row_tile * tiling.rows), T.bind(column_tile * tiling.columns)
         warp, lane = T.bind(self.thread // WARP), T.bind(self.thread % WARP)
         warps_n = tiling.columns // tiling.warp_columns

@@ -21,7 +21,7 @@ from ....target.gpu_target import VECTOR_BYTES, WARP
 from ...core.builder import Expr, ceil_div, int64, lane_indices, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import at_least_one, launch, local, to_int32, unrolled
+from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
@@ -124,9 +124,8 @@ class TiledProduct:
 
     def _tile_origin(self, block: Expr, tiles_m: Expr, tiles_n: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch coordinates, first row and first column of a block's tile."""
-        at, *tile = self.batches.tile(T.bind(to_int32(block)), to_int32(tiles_m), to_int32(tiles_n))
-        row, column = (T.Cast("int64", number) for number in tile)
-        return at, T.bind(row * self.left.size), T.bind(column * self.right.size)
+        at, tile_m, tile_n = self.batches.tile(block, tiles_m, tiles_n)
+        return at, T.bind(tile_m * self.left.size), T.bind(tile_n * self.right.size)
 
     def _tile(self, at: Coordinates, row: Expr, column: Expr, thread: Expr) -> None:
         plan = self.plan

@@ -25,6 +25,7 @@ from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, materialize, when
 from ...core.view import Coordinates
+from ...core.work_split import unravel
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, to_int32, unrolled
 from ..tile.batches import Batches
@@ -313,15 +314,29 @@ class WgmmaProduct:
 
     def _tile_origin(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, first row and first column of a tile."""
-        at, row, column = self._locate(T.bind(tile))
+        at, row, column = self._rasterize(T.bind(tile))
         # Materialized, as TVM would repeat the divisions at every use, in each k-step.
+        at = {name: materialize(value) for name, value in at.items()}
         row, column = materialize(T.Cast("int64", row)), materialize(T.Cast("int64", column))
         # Multiples of the tile's size, so that accesses are provably aligned.
         return at, row * self.tiling.rows, column * self.tiling.columns
 
-    def _locate(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
-        """Batch, row tile and column tile of a tile number."""
-        return self.batches.tile(tile, self.row_tiles, self.column_tiles, RASTERIZATION_GROUP_M)
+    def _rasterize(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
+        """Batch, row tile and column tile of a tile number, rasterized in groups of rows."""
+        at: dict[str, Expr] = {}
+        if self.batches.extents:
+            tiles_per_batch = self.row_tiles * self.column_tiles
+            batch = T.Cast("int64", T.truncdiv(tile, tiles_per_batch))
+            extents = self.batches.extents
+            at = dict(zip(extents, unravel(batch, list(extents.values())), strict=True))
+            tile = T.truncmod(tile, tiles_per_batch)
+        group = RASTERIZATION_GROUP_M
+        if isinstance(self.row_tiles, int) and self.row_tiles <= group:
+            return at, tile % self.row_tiles, tile // self.row_tiles
+        first = T.truncdiv(tile, self.column_tiles * group) * group
+        index_in_group = T.truncmod(tile, self.column_tiles * group)
+        height = T.min(self.row_tiles - first, group)
+        return at, first + T.truncmod(index_in_group, height), T.truncdiv(index_in_group, height)
 
     def _block_steps(self) -> tuple[Expr, Expr]:
         """Number of k-steps of the block in each tile, and the first one."""
@@ -395,7 +410,7 @@ class WgmmaProduct:
         """Prefetch the weights of the block's first tile into L2, by blocks of the first row tile."""
         tiling, right = self.tiling, self.right
         tile = self.block if tiling.cluster_split_k == 1 else T.bind(self.block // tiling.cluster_split_k)
-        at, row, column = self._locate(tile)
+        at, row, column = self._rasterize(tile)
         conditions = [tirx.EQ(row, 0), self.thread < right.blocks]
         conditions += [tile < self.tiles] if tiling.blocks > self.tiles * tiling.cluster_split_k else []
         with when(tirx.all(*conditions)):
