@@ -21,13 +21,11 @@ from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, launch, lo
 from ..tile.batches import Batches
 from ..tile.fragment_store import FragmentStore
 from ..tile.operand_tiles import PACKED_ROWS, OperandTile, Source, StageTile
-from ..tile.register_tile import WARP_ROWS, RegisterTile
+from ..tile.register_tile import WARP_ROWS, RegisterTile, sums_dtype
 from ..tile.shared_tile import SharedTile, SwizzledTile
 from .mma_tiling import MmaTiling, choose_mma_tiling
 from .product_parameters import ProductParameters
 from .wgmma_matmul import tensor_core_unsupported_reason
-
-_BYTES = ("int8", "uint8")
 
 
 def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
@@ -83,7 +81,7 @@ class MmaProduct:
         self, left: StageTile, right: OperandTile, store: FragmentStore, tiling: MmaTiling, batches: Batches
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
-        self.kind = "uint32" if left.view.nominal in _BYTES else "float32"
+        self.kind = sums_dtype(left.view.nominal)
         self.steps = ceil_div(left.depth, left.step)
 
     def emit(self) -> None:

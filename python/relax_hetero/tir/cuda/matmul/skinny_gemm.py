@@ -32,6 +32,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
 from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, arrive
+from ..tile.register_tile import reinterpreted, sums_dtype
 from ..tile.ring import Ring
 from . import wgmma_matmul
 from .product_parameters import ProductParameters
@@ -163,7 +164,7 @@ class _Kernel:
         self.writer, self.batches = parameters.writer, parameters.batches
         self.m, self.n, self.k = parameters.sizes
         self.types = (lhs.nominal, rhs.nominal)
-        self.sum_type = "int32" if lhs.nominal in ("int8", "uint8") else "float32"
+        self.sum_type = "int32" if sums_dtype(lhs.nominal) == "uint32" else "float32"
         steps = -(-self.k // (SWIZZLED_BYTES // bytes_of(rhs.nominal)))
         # Every block must have a k-step.
         while plan.split > steps:
@@ -284,9 +285,8 @@ class _Kernel:
                 self._load_rows(step, self.row_ring.stage(step))
 
     def _consume(self) -> Any:
-        kind = "uint32" if self.sum_type == "int32" else "float32"
         registers = self.rows // 2
-        sums, base = local(registers, kind), local(2, "uint64")
+        sums, base = local(registers, sums_dtype(self.types[0])), local(2, "uint64")
         self.member = T.bind(self.thread - PRODUCERS)
         ptx.matrix_descriptor(base[0], self.shared.at(0))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
@@ -341,7 +341,7 @@ class _Kernel:
                     continue
                 for h in range(2):
                     value = sums[j * 4 + h * 2 + c]
-                    bits = value if self.sum_type == "int32" else tirx.reinterpret("uint32", value)
+                    bits = reinterpreted(value, "uint32")
                     tile_offset = (j * 8 // split * _PITCH + h * 8) * 4
                     if split == 1:
                         ptx.store_shared(self.shared.at(offset + tile_offset), [bits])

@@ -12,7 +12,6 @@ order of blocks through distributed shared memory, so results are deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
@@ -29,90 +28,14 @@ from ...core.work_split import unravel
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, to_int32, unrolled
 from ..tile.batches import Batches
+from ..tile.cluster_reduction import ClusterReduction
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
 from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, StageTile, arrive, source_of
-from ..tile.register_tile import WARP_ROWS
+from ..tile.register_tile import WARP_ROWS, sums_dtype
 from ..tile.ring import Ring
 from .product_parameters import ProductParameters
 from .wgmma_tiling import RASTERIZATION_GROUP_M, Tiling, choose_tiling
 
-# Cluster split-k: each block stores one part of the tile, reduced over the cluster.
-#
-# A block writes its accumulators of each part to the shared memory of the block that stores it: unlike remote loads,
-# remote stores have no latency to wait for.
-
-
-@dataclass(frozen=True)
-class ClusterReduction:
-    """Reduction of accumulators over a cluster.
-
-    Attributes
-    ----------
-    shared : SharedMemory
-    offset : int
-        Offset of memory for the accumulators of a whole tile, free when all threads of the cluster call `add`.
-    cluster_split_k : int
-        Blocks of the cluster.
-    rank : PrimExpr
-        Rank of the block in the cluster.
-    groups : int
-        Consumer warpgroups of a block.
-    """
-
-    shared: SharedMemory
-    offset: int
-    cluster_split_k: int
-    rank: Expr
-    groups: int
-
-    def add(self, sums: Any, extents: tuple[int, int], kind: str, group: Expr, member: Expr) -> Any:
-        """Reduce the block's part of the tile, in the order of blocks; producers take part in two cluster barriers.
-
-        Parameters
-        ----------
-        sums : Buffer
-            Accumulators of a thread, in blocks of registers; a part has the same registers of each block.
-        extents : tuple of int
-            Number of blocks, and registers of each: a multiple of four per part.
-        kind : str
-            "float32" or "uint32".
-        group, member : PrimExpr
-            Index of the consumer warpgroup, and of the thread in it.
-        """
-        blocks, registers = extents
-        count = registers // self.cluster_split_k
-        quads = [(block, quad) for block in range(blocks) for quad in range(count // 4)]
-        warpgroup_bytes = len(quads) * WARPGROUP * 16  # bytes of a warpgroup's accumulators in a part
-        offset, part_bytes = self.offset + group * warpgroup_bytes + member * 16, self.groups * warpgroup_bytes
-        address = T.bind(ptx.shared_address(self.shared.at(offset + self.rank * part_bytes)))
-        remote = local(1, "uint32")
-        ptx.cluster_barrier()
-        for rotation in range(self.cluster_split_k):
-            # Blocks send in rotated order, to themselves last, to spread the traffic.
-            for owner in range(self.cluster_split_k):
-                with when(tirx.EQ(T.truncmod(self.rank + rotation + 1, self.cluster_split_k), owner)):
-                    ptx.remote_address(remote[0], address, owner)
-                    for number, (block, quad) in enumerate(quads):
-                        first = block * registers + owner * count + 4 * quad
-                        values = [_reinterpret(sums[first + i], "uint32") for i in range(4)]
-                        ptx.store_remote(remote[0] + T.uint32(number * WARPGROUP * 16), values)
-        ptx.cluster_barrier()
-        total, received = local(blocks * count, kind), local(4, "uint32")
-        for sender in range(self.cluster_split_k):
-            for number in range(len(quads)):
-                source = offset + sender * part_bytes + number * (WARPGROUP * 16)
-                ptx.load_shared([received[i] for i in range(4)], self.shared.at(source))
-                for i in range(4):
-                    value, register = _reinterpret(received[i], kind), 4 * number + i
-                    T.buffer_store(total, value if sender == 0 else total[register] + value, [register])
-        return total
-
-
-def _reinterpret(value: Expr, dtype: str) -> Expr:
-    return value if str(value.ty.dtype) == dtype else tirx.reinterpret(dtype, value)
-
-
-_BYTES = ("int8", "uint8")
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # per thread: 128 * 40 + 256 * 232 <= 65,536
 _MAX_PREFETCH_ROWS = 256
 _MAX_PREFETCH_BYTES = 6 << 20
@@ -221,7 +144,7 @@ class WgmmaProduct:
         self.blocks = tiling.columns // 64 // self.consumers if self.swap_ab else 1
         self.registers = (tiling.rows if self.swap_ab else tiling.columns) // 2
         # TVM lacks integer wgmma with 256 columns.
-        is_integer = left.view.nominal in _BYTES
+        is_integer = sums_dtype(left.view.nominal) == "uint32"
         self.issued = self.registers // 2 if is_integer and self.registers > 192 // 2 else self.registers
         if not right.is_swizzled and not tiling.swap_ab:
             # Packed tiles have 64 rows each.
@@ -470,7 +393,7 @@ class WgmmaProduct:
     def _consume(self, part: int) -> None:
         if self.reallocates_registers:
             ptx.set_max_registers(_CONSUMER_REGISTERS, grows=True)
-        kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
+        kind = sums_dtype(self.left.view.nominal)
         sums = local(self.blocks * self.registers, kind)
         position = self._first_position()
         member = self.thread % WARPGROUP

@@ -31,7 +31,7 @@ from ..core.expression import emit
 from ..core.launch import SharedMemory, local, unrolled
 from ..core.operand import GpuOperand
 from .epilogue import EpilogueWriter
-from .register_tile import WARP_ROWS
+from .register_tile import WARP_ROWS, reinterpreted
 
 SWAPPED_COLUMNS = 64
 """Columns of the result in a warpgroup's fragments with swapped operands: the M dimension of wgmma."""
@@ -260,7 +260,7 @@ class FragmentStore:
         else:
             self._load_bits(words, view, at, position)
         if size == 4:
-            return [T.bind(_bits(word, view.nominal)) for word in words]
+            return [T.bind(reinterpreted(word, view.nominal)) for word in words]
         low, high = T.Cast("uint16", words[0]), T.Cast("uint16", T.shift_right(words[0], T.uint32(16)))
         return [T.bind(_value_of(view, half)) for half in (low, high)]
 
@@ -376,7 +376,7 @@ class FragmentStore:
             ptx.store_shared(targets[0], [self._packed(pair)])
             return
         results = [total for total, _ in pair] if self._in_rows else self._results(pair, self.writer.expression)
-        words = [_bits(value, f"uint{8 * self._element}") for value in results]
+        words = [reinterpreted(value, f"uint{8 * self._element}") for value in results]
         if self._staging.swap_ab:
             for target, word in zip(targets, words, strict=True):
                 ptx.store_shared(target, [word], f"u{8 * self._element}")
@@ -390,7 +390,7 @@ class FragmentStore:
 
     def _sum(self, register: Expr) -> Expr:
         """Accumulator from its bits."""
-        return _bits(register, "int32" if self.writer.acc_dtype == "int32" else "float32")
+        return reinterpreted(register, "int32" if self.writer.acc_dtype == "int32" else "float32")
 
     @property
     def _is_packed(self) -> bool:
@@ -418,7 +418,7 @@ class FragmentStore:
             results = [T.Cast(dtype, value) for value in results]
         else:
             results = self._results(pair, expression)
-        low, high = (T.Cast("uint32", _bits(value, "uint16")) for value in results)
+        low, high = (T.Cast("uint32", reinterpreted(value, "uint16")) for value in results)
         return T.bitwise_or(low, T.shift_left(high, T.uint32(16)))
 
     @property
@@ -495,10 +495,6 @@ class FragmentStore:
                     ptx.store_global(T.address_of(self._result.data[self._result.address(position)]), loaded)
                 else:
                     T.buffer_store(self._result.data, loaded[0], [self._result.address(position)])
-
-
-def _bits(value: Expr, dtype: str) -> Expr:
-    return value if str(value.ty.dtype) == dtype else tirx.reinterpret(dtype, value)
 
 
 def _value_of(view: GpuOperand, loaded: Expr) -> Expr:

@@ -53,6 +53,16 @@ def add(left: Expr, right: Expr) -> Expr:
     return left + right
 
 
+def sums_dtype(dtype: str) -> str:
+    """Register type of the accumulators of a product of `dtype`: float32, or uint32 that hold int32."""
+    return "uint32" if dtype in ("int8", "uint8") else "float32"
+
+
+def reinterpreted(value: Expr, dtype: str) -> Expr:
+    """Reinterpret the bits of a value, unless it has the type."""
+    return value if str(value.ty.dtype) == dtype else tirx.reinterpret(dtype, value)
+
+
 def row_of(register: Expr) -> Expr:
     """Which of the lane's two rows a register belongs to: 0 or 1."""
     return tirx.floormod(tirx.floordiv(register, 2), 2)
