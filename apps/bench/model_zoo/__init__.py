@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from .convolutional import NETWORKS
+from .forests import FORESTS
 from .light import LIGHT, light_model
 from .newer import NEWER
 from .quantized import write_quantized
@@ -26,7 +27,7 @@ MAKERS: dict[str, Callable[[], onnx.ModelProto]] = {
     **TRANSFORMERS,
 }
 
-BY_NAME = {**MAKERS, **NEWER}
+BY_NAME = {**MAKERS, **NEWER, **FORESTS}
 """All models, including those that run only by name."""
 
 

@@ -12,6 +12,7 @@ from tvm import runtime
 
 from ..artifact.file_hints import describe_value
 from ..artifact.messages import explain_failure
+from ..artifact.metadata import RELEASE_RESULT
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
 from . import resize_taps  # noqa: F401 - registers its functions
@@ -148,6 +149,7 @@ class VirtualMachine:
             register_checks(metadata.checks)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
+            self._release_result = self._module[RELEASE_RESULT]
             self._set_default_params()
             constants = self._constants.values
             self._constants_and_graphs, self.graphs = make_graphs(metadata, self._devices, constants, module)
@@ -576,7 +578,11 @@ class VirtualMachine:
         current_machine.devices_and_scopes = self._devices_and_scopes
         thread_pool = enter_call(self._threads)
         try:
-            return function(*values)
+            result = function(*values)
+            # TVM's machine refers to the result until another function ends. The caller's reference shall be the last
+            # one, so that the next call can use the same memory, which is in the caches.
+            self._release_result()
+            return result
         except HeteroError:
             raise
         except Exception as error:  # a kernel may raise anything

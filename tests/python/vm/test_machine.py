@@ -232,6 +232,15 @@ def test_wrong_out_is_refused(vm, out, message):
     check(vm["main"](X, W))
 
 
+def test_the_memory_of_a_result_is_free_once_the_caller_drops_it(vm):
+    addresses = set()
+    for _ in range(4):
+        results = vm["main"](X, W)
+        addresses.add(tuple(tensor.data_ptr() for tensor in results))
+        del results
+    assert len(addresses) == 1
+
+
 def test_a_failing_kernel_leaves_the_machine_usable(failing):
     machine = rh.vm.VirtualMachine(failing)
     good = np.ones(2, "float32")

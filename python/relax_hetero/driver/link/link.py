@@ -19,6 +19,7 @@ from tvm_ffi import VisitInterrupt, structural_map, structural_walk
 from tvm_ffi.registry import list_global_func_names
 
 from ...artifact.cache_folder import CacheFolder
+from ...artifact.metadata import RELEASE_RESULT
 from ...errors import BuildError
 from ...target.backend import backend_of
 from ...target.native_target import native
@@ -130,6 +131,13 @@ def emit(builder: relax.ExecBuilder, loops: Sequence[Loop]) -> None:
             builder.emit_goto(-(len(loop.carried) + 4))
             builder.emit_call("vm.builtin.tuple_getitem", [builder.r(trip), builder.imm(1)], result)
             builder.emit_ret(builder.r(result))
+
+
+def _emit_release(builder: relax.ExecBuilder) -> None:
+    """Add a function without a result: the machine keeps the result of its last function until another one ends."""
+    with builder.function(RELEASE_RESULT, 0, []):
+        builder.emit_call("vm.builtin.null_value", [], 0)
+        builder.emit_ret(builder.r(0))
 
 
 def _tail_calls(body: relax.Expr, function: tvm.ir.GlobalVar) -> Iterator[relax.Call]:
@@ -277,6 +285,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
         mod, loops = with_trips(mod)
         prim_funcs = vm_build._vmcodegen(builder, mod)
         emit(builder, loops)
+        _emit_release(builder)
     except Exception as error:  # TVM's exceptions here have no common class
         raise BuildError(f"no bytecode can be made of this module: {reason(error)}") from error
     groups = group_by_target(prim_funcs, host_target)

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 import tvm
-from tvm import tirx
+from tvm import s_tir, tirx
 from tvm.target import Target
 from tvm_ffi import VisitInterrupt, structural_walk
 
 from ...target.cpu_cores import num_cores
+from ...transform.ir.rewriting import with_functions
 from ...vm.device.interruptible import run_in_threads
 
 KERNELS_PER_MODULE = 4
@@ -54,8 +55,8 @@ def build_in_parallel(
         return [counter.done(part, build(target, part)) for target, part in parts]
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
-        with _copy(context):
-            return build(target, part)
+        with _without_compaction(context):
+            return build(target, compact_blocks(part))
 
     tasks = [partial(task, target, part) for target, part in parts]
     return run_in_threads(tasks, num_cores(), "relax_hetero.driver", lambda index: counter.done(parts[index][1]))
@@ -75,10 +76,48 @@ class _Counter:
         return library
 
 
-def _copy(context: tvm.transform.PassContext) -> tvm.transform.PassContext:
-    """A copy of a context for another thread."""
+_COMPACTION = "s_tir.CompactBufferAllocation"
+
+
+def compact_blocks(part: tvm.IRModule) -> tvm.IRModule:
+    """Reduce the temporaries of blocks to the elements that are accessed.
+
+    TVM's pass does it for all temporaries, and takes longer than LLVM for unrolled kernels: it computes the region of
+    each access to each register. The kernels of `tir` allocate what they use, without blocks.
+    """
+    functions = {gv: func for gv, func in part.functions.items() if _has_temporaries_of_blocks(func)}
+    return with_functions(part, dict(_compaction()(tvm.IRModule(functions)).functions.items()))
+
+
+def _has_temporaries_of_blocks(func: tirx.PrimFunc) -> bool:
+    def on_block(block: s_tir.SBlock) -> VisitInterrupt | None:
+        return VisitInterrupt(block) if block.alloc_buffers else None
+
+    return structural_walk(func.body, (s_tir.SBlock, on_block)) is not None
+
+
+def _compaction() -> tvm.transform.Pass:
+    """The beginning of TVM's pipeline, up to its compaction of temporaries."""
+    passes = s_tir.transform
+    return tvm.transform.Sequential(
+        [
+            passes.CanonicalizeLoop(),
+            passes.LowerCrossThreadReduction(),
+            passes.LowerInitBlock(),
+            passes.PlanAndUpdateBufferAllocationLocation(),
+            passes.ConvertBlocksToOpaque(),
+            passes.LiftThreadBinding(),
+            passes.ManifestSharedMemoryLocalStage(),
+            passes.CompactBufferAllocation(),
+        ]
+    )
+
+
+def _without_compaction(context: tvm.transform.PassContext) -> tvm.transform.PassContext:
+    """A copy of a context, for another thread, that leaves out TVM's compaction of temporaries."""
+    disabled = [*context.disabled_pass, _COMPACTION]
     return tvm.transform.PassContext(
-        int(context.opt_level), list(context.required_pass), list(context.disabled_pass), None, dict(context.config)
+        int(context.opt_level), list(context.required_pass), disabled, None, dict(context.config)
     )
 
 

@@ -84,6 +84,8 @@ class Explanation:
         LLVM's names of CPU features by device name, if the executable has them.
     token : TokenCost or None
         Cost of a token; None if it is not a language model.
+    huge_pages : str
+        Weights on huge pages; empty if none were tried, or no machine was made yet.
     """
 
     model: str
@@ -99,6 +101,7 @@ class Explanation:
     optional: Sequence[str] = ()
     features: Mapping[str, Sequence[str]] = field(default_factory=dict)
     token: TokenCost | None = None
+    huge_pages: str = ""
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """Entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -145,6 +148,7 @@ class Explanation:
             "cache": None if self.cache is None else asdict(self.cache),
             "optional": list(self.optional),
             "token": None if self.token is None else self.token.to_json(),
+            "huge_pages": self.huge_pages,
         }
 
     def _encodings_json(self) -> dict[str, Any] | None:
@@ -274,6 +278,8 @@ class Explanation:
     def _closing_lines(self) -> Iterator[Shown]:
         if self.estimate is not None:
             yield _estimate_line(self.estimate)
+        if self.huge_pages:
+            yield f"Memory: {self.huge_pages}."
         if self.cache is not None:
             yield f"Compile cache: {self.cache}."
 
@@ -313,6 +319,7 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
         [names[index] for index in metadata.optional],
         {n: d.cpu_features for n, d in zip(names, metadata.devices, strict=True) if d.cpu_features is not None},
         token_cost(metadata.regions, metadata.kernels, names, metadata.placement, metadata.single_calls),
+        str(executable.huge_pages or ""),
     )
 
 

@@ -26,7 +26,9 @@ from ...display.text import bytes_text
 from ...errors import BuildError
 from ...providers import provided
 from ..device.constants import PlacedConstants
+from ..device.huge_pages import HugePages, on_huge_pages
 from ..device.numa import move_constants_to_nodes
+from ..device.tensors import is_host
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
 from .load_code import load_code
 
@@ -59,6 +61,8 @@ class Executable:
     ----------
     metadata, constants, versions
         The parameters of these names.
+    huge_pages : HugePages or None
+        Use of huge pages by the weights of CPUs, known once a machine was made; None if there are too few weights.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class Executable:
         self._machine_code = dict(machine_code or {})
         self._runnable: runtime.Module | None = None
         self._lock = threading.Lock()
+        self.huge_pages: HugePages | None = None
         # By physical devices: virtual machines on the same devices share their copies of the weights.
         self._placed_constants: WeakValueDictionary[tuple[tuple[int, int], ...], PlacedConstants] = (
             WeakValueDictionary()
@@ -299,6 +304,12 @@ class Executable:
             link_library(self.module, library, "running code of a 'c' device", self._machine_code)
             return load_code(library)
 
+    def _use_huge_pages(self, devices: Sequence[runtime.Device]) -> None:
+        indices = [i for i, spec in enumerate(self.metadata.constants) if is_host(devices[spec.device])]
+        tensors, self.huge_pages = on_huge_pages([self.constants[index] for index in indices])
+        for index, tensor in zip(indices, tensors, strict=True):
+            self.constants[index] = tensor
+
     def constants_on(self, devices: Sequence[runtime.Device]) -> PlacedConstants:
         """The constants on the devices that use them; virtual machines on the same devices share the result.
 
@@ -312,6 +323,8 @@ class Executable:
         with self._lock:
             placed = self._placed_constants.get(key)
             if placed is None:
+                if self.huge_pages is None:
+                    self._use_huge_pages(devices)
                 placed = PlacedConstants(self.constants, self.metadata.constants, devices, address_of)
                 move_constants_to_nodes(self.metadata, placed.values)
                 self._placed_constants[key] = placed

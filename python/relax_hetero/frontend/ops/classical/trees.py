@@ -17,6 +17,7 @@ from onnx import numpy_helper
 from tvm import relax, te, tirx
 from tvm.script import tirx as T
 
+from ....tir.core.bounds import BOUNDED
 from ..elementwise import cast
 from ..node import Node, const, dtype_of
 from ..table import CLASSICAL, converts
@@ -25,15 +26,8 @@ from .scores import labels_from, labels_of, largest, transformed
 LEAF = "LEAF"
 """Mode of leaves."""
 
-_ROWS_PER_TASK = 16
-"""Rows of a parallel task."""
-
-_MAX_SHALLOW_DEPTH = 8
-"""Maximum depth of trees that each row walks separately; rows of a task walk deeper trees together.
-
-Measured for ten rows (Zen 4, two threads): 50 trees of depth 12 to 25 take 80 µs separately and 46 µs together, 500
-trees of depth 3 take 54 and 60 µs.
-"""
+_CHAINS = 16
+"""Walks that are interleaved."""
 
 Weights = Mapping[int, Sequence[tuple[int, float]]]
 """Leaf -> (target, weight) entries."""
@@ -61,28 +55,42 @@ class Trees:
 
 @dataclass
 class Forest:
-    """Table of nodes for kernels. Leaves come first, in the order of their nodes.
+    """Nodes of all trees for kernels: each tree in breadth-first order, the two children of a node side by side.
+
+    A row steps from a node to its first child if it passes the node's test, else to the next place. Leaves step to
+    themselves. Nodes with several parents have several places.
 
     Attributes
     ----------
-    leaves : list of int
-        Index of each leaf among the nodes of the model.
-    children : np.ndarray
-        (nodes, 2): the child if the feature is greater than the split, and the child if it is not.
+    tests : np.ndarray
+        (places, 2) integers: the bits of the split, and the first child's place times `stride` plus the feature.
+    stride : int
+        Power of two, at least the number of features.
+    dtype : str
+        Type of splits and features.
     missing : np.ndarray
-        1 if NaN counts as at most the split.
+        1 if NaN passes the test.
+    leaf_at : np.ndarray
+        Number of the leaf in each place, in the order of the model's leaves; 0 for inner nodes.
     roots, depths : np.ndarray
         Root and depth of each tree.
+    leaves_of : list of list of int
+        Leaves of each tree.
     """
 
-    leaves: list[int]
-    features: np.ndarray
-    splits: np.ndarray
-    children: np.ndarray
+    tests: np.ndarray
+    stride: int
+    dtype: str
     missing: np.ndarray
+    leaf_at: np.ndarray
     roots: np.ndarray
     depths: np.ndarray
     leaves_of: list[list[int]]
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves of all trees."""
+        return int(self.leaf_at.max(initial=0)) + 1
 
 
 class _Table:
@@ -166,11 +174,38 @@ def forest_of(node: Node, trees: Trees, width: int, dtype: str) -> Forest:
         depth, reached = _walk(node, table, root)
         depths.append(depth)
         leaves_of.append(reached)
-    return Forest(
-        table.leaves, np.array(table.features, "int32"), np.array(table.splits, dtype),
-        np.array(table.children, "int32"), np.array(table.missing, "int8"), np.array(roots, "int32"),
-        np.array(depths, "int32"), leaves_of,
-    )  # fmt: skip
+    nodes, first_child, places = _places(table, roots)
+    stride = 1 << max(width - 1, 0).bit_length()
+    is_leaf = nodes < len(table.leaves)
+    splits = np.where(is_leaf, np.nan, np.array(table.splits, dtype)[nodes]).astype(dtype)
+    first_child = np.where(is_leaf, np.arange(nodes.size) - 1, first_child)  # NaN is at most nothing: the next place
+    steps = first_child * stride + np.array(table.features)[nodes]
+    record = "int32" if dtype == "float32" and nodes.size * stride < 1 << 31 else "int64"
+    bits = splits.view(f"int{8 * splits.itemsize}")
+    tests = np.stack([bits.astype(record), steps.astype(record)], axis=1)
+    missing = np.array(table.missing, "int8")[nodes]
+    leaf_at = np.where(is_leaf, nodes, 0)
+    return Forest(tests, stride, dtype, missing, leaf_at, places, np.array(depths, "int32"), leaves_of)
+
+
+def _places(table: _Table, roots: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Node of each place, place of its first child, and places of the roots."""
+    nodes: list[int] = []
+    first_child: dict[int, int] = {}
+    places = []
+    for root in roots:
+        place = len(nodes)
+        places.append(place)
+        nodes.append(root)
+        while place < len(nodes):
+            index = nodes[place]
+            if index >= len(table.leaves) and index not in first_child:
+                first_child[index] = len(nodes)
+                high, low = table.children[index]
+                nodes += [low, high]
+            place += 1
+    children = [first_child.get(index, 0) for index in nodes]
+    return np.array(nodes), np.array(children), np.array(places, "int32")
 
 
 def _walk(node: Node, table: _Table, root: int) -> tuple[int, list[int]]:
@@ -189,76 +224,83 @@ def _walk(node: Node, table: _Table, root: int) -> tuple[int, list[int]]:
 
 
 @functools.cache
-def _leaf_kernel(width: int, dtype: str, has_missing: bool, is_deep: bool) -> tirx.PrimFunc:
-    """Kernel that finds the leaf of each row in each tree, by branch-free steps to the tree's depth.
+def _leaf_kernel(width: int, stride: int, dtype: str, record: str, has_missing: bool) -> tirx.PrimFunc:
+    """Kernel that finds the place of the leaf of each row in each tree, by branch-free steps to the tree's depth.
 
-    The numbers of nodes and trees are symbolic, so that forests share a kernel.
-
-    Each step depends on the previous one. For shallow trees the processor overlaps the next tree; for deep ones,
-    several rows are interleaved.
+    The numbers of nodes and trees are symbolic, so that forests share a kernel. Each step depends on the previous one,
+    so `_CHAINS` walks are interleaved: of as many rows in one tree, whose nodes stay in the first cache, or, with few
+    rows, of one row in as many trees. These trees are not neighbours, because LLVM would replace the loads of
+    neighbours by gathers, which take longer on some CPUs.
     """
+    shift = stride.bit_length() - 1
 
-    def child_of(child, x, feature, split, missing, row, at):
+    def child_of(tests, x, missing, row, at):
         """Child of a node by its test."""
-        value = x[row, feature[at]]
-        low = tirx.Cast("int32", value <= split[at])
+        step = tests[at, 1]
+        value = x[row, step & tirx.const(stride - 1, record)]
+        split = tests[at, 0] if dtype == "float64" else tirx.Cast("int32", tests[at, 0])
+        passes = tirx.Cast("int32", value <= tirx.reinterpret(dtype, split))
         if has_missing:
-            low = low | (tirx.Cast("int32", tirx.isnan(value)) & tirx.Cast("int32", missing[at]))
-        return child[at, low]
+            passes = passes | (tirx.Cast("int32", tirx.isnan(value)) & tirx.Cast("int32", missing[at]))
+        return tirx.Cast("int32", step >> tirx.const(shift, record)) + 1 - passes
 
     @T.prim_func(private=True, s_tir=True)
     def tree_leaves(
         data: T.handle,
-        features: T.handle,
-        splits: T.handle,
-        children: T.handle,
+        nodes: T.handle,
         are_missing: T.handle,
         roots: T.handle,
         depths: T.handle,
+        group_depths: T.handle,
         result: T.handle,
     ):
         T.func_attr({"tirx.noalias": True})
-        rows, nodes, trees = T.int64(), T.int64(), T.int64()
+        rows, count, trees, groups = T.int64(), T.int64(), T.int64(), T.int64()
         x = T.match_buffer(data, (rows, width), dtype)
-        feature = T.match_buffer(features, (nodes,), "int32")
-        split = T.match_buffer(splits, (nodes,), dtype)
-        child = T.match_buffer(children, (nodes, 2), "int32")
-        missing = T.match_buffer(are_missing, (nodes,), "int8")
+        tests = T.match_buffer(nodes, (count, 2), record)
+        missing = T.match_buffer(are_missing, (count,), "int8")
         root = T.match_buffer(roots, (trees,), "int32")
         depth = T.match_buffer(depths, (trees,), "int32")
+        group_depth = T.match_buffer(group_depths, (groups,), "int32")
         leaf = T.match_buffer(result, (rows, trees), "int32")
-        for task in T.parallel((rows + T.int64(_ROWS_PER_TASK - 1)) // T.int64(_ROWS_PER_TASK)):
-            if is_deep:
+        for task in T.parallel((rows + (_CHAINS - 1)) // _CHAINS):
+            if task * _CHAINS + _CHAINS <= rows:
                 for t in T.serial(trees):
-                    for i in T.serial(T.min(T.int64(_ROWS_PER_TASK), rows - task * T.int64(_ROWS_PER_TASK))):
-                        leaf[task * T.int64(_ROWS_PER_TASK) + i, t] = root[t]
+                    for i in T.unroll(_CHAINS):
+                        leaf[task * _CHAINS + i, t] = root[t]
                     for _ in T.serial(depth[t]):
-                        for i in T.serial(T.min(T.int64(_ROWS_PER_TASK), rows - task * T.int64(_ROWS_PER_TASK))):
-                            leaf[task * T.int64(_ROWS_PER_TASK) + i, t] = child_of(
-                                child, x, feature, split, missing,
-                                task * T.int64(_ROWS_PER_TASK) + i, leaf[task * T.int64(_ROWS_PER_TASK) + i, t],
-                            )  # fmt: skip
+                        for i in T.unroll(_CHAINS):
+                            leaf[task * _CHAINS + i, t] = child_of(
+                                tests, x, missing, task * _CHAINS + i, leaf[task * _CHAINS + i, t]
+                            )
             else:
-                for i in T.serial(T.min(T.int64(_ROWS_PER_TASK), rows - task * T.int64(_ROWS_PER_TASK))):
-                    for t in T.serial(trees):
-                        leaf[task * T.int64(_ROWS_PER_TASK) + i, t] = root[t]
-                        for _ in T.serial(depth[t]):
-                            leaf[task * T.int64(_ROWS_PER_TASK) + i, t] = child_of(
-                                child, x, feature, split, missing,
-                                task * T.int64(_ROWS_PER_TASK) + i, leaf[task * T.int64(_ROWS_PER_TASK) + i, t],
-                            )  # fmt: skip
+                for i in T.serial(rows - task * _CHAINS):
+                    for g in T.serial(groups):
+                        for j in T.unroll(_CHAINS):
+                            leaf[task * _CHAINS + i, j * groups + g] = root[j * groups + g]
+                        for _ in T.serial(group_depth[g]):
+                            for j in T.unroll(_CHAINS):
+                                leaf[task * _CHAINS + i, j * groups + g] = child_of(
+                                    tests, x, missing, task * _CHAINS + i, leaf[task * _CHAINS + i, j * groups + g]
+                                )
+                    for t in T.serial(trees - groups * _CHAINS):
+                        leaf[task * _CHAINS + i, groups * _CHAINS + t] = root[groups * _CHAINS + t]
+                        for _ in T.serial(depth[groups * _CHAINS + t]):
+                            leaf[task * _CHAINS + i, groups * _CHAINS + t] = child_of(
+                                tests, x, missing, task * _CHAINS + i, leaf[task * _CHAINS + i, groups * _CHAINS + t]
+                            )
 
-    return tree_leaves
+    return tree_leaves.with_attr(BOUNDED, True)  # `forest_of` checks the tables
 
 
 def leaves_of_rows(node: Node, data: relax.Expr, forest: Forest) -> relax.Expr:
-    """Leaf of each row in each tree, (rows, trees)."""
+    """Place of the leaf of each row in each tree, (rows, trees)."""
     rows, width = node.shape(data)
     trees = forest.roots.size
-    is_deep = int(forest.depths.max(initial=0)) > _MAX_SHALLOW_DEPTH
-    kernel = _leaf_kernel(width, str(forest.splits.dtype), bool(forest.missing.any()), is_deep)
+    kernel = _leaf_kernel(width, forest.stride, forest.dtype, str(forest.tests.dtype), bool(forest.missing.any()))
     symbol = node.builder.add_func(kernel, "tree_leaves")
-    tables = (forest.features, forest.splits, forest.children, forest.missing, forest.roots, forest.depths)
+    group_depths = forest.depths[: trees // _CHAINS * _CHAINS].reshape(_CHAINS, -1).max(axis=0, initial=0)
+    tables = (forest.tests, forest.missing, forest.roots, forest.depths, group_depths)
     inputs = [data, *(const(table) for table in tables)]
     return node.emit(relax.op.call_tir(symbol, inputs, relax.TensorType((rows, trees), "int32")))
 
@@ -271,9 +313,9 @@ def combined(
     reduce = {"MIN": te.min, "MAX": te.max}.get(how, te.sum)
     rows = node.shape(leaves)[0]
     if forest.roots.size == 1 and all(len(entries) <= 1 for entries in weights.values()):
-        return _combine_one_tree(node, leaves, len(forest.leaves), weights, targets, dtype)
+        return _combine_one_tree(node, leaves, forest, weights, targets, dtype)
     targets_of_tree = [sorted({k for leaf in tree for k, _ in weights.get(leaf, ())}) for tree in forest.leaves_of]
-    count = len(forest.leaves)
+    count = forest.num_leaves
 
     if all(len(ks) <= 1 for ks in targets_of_tree):  # each tree has one target, which reads its own trees
         of_target: list[list[int]] = [[] for _ in range(targets)]
@@ -300,10 +342,15 @@ def combined(
             return te.compute((rows, targets), element, name="tree_scores")
 
         result = node.builder.emit_te(
-            sum_own_trees, leaves, const(table), const(order), const(sizes), primfunc_name_hint="tree_scores"
+            sum_own_trees,
+            leaves,
+            const(table[forest.leaf_at]),
+            const(order),
+            const(sizes),
+            primfunc_name_hint="tree_scores",
         )
     else:
-        node.check_constant_size(count, targets)
+        node.check_constant_size(forest.leaf_at.size, targets)
         dense = np.full((count, targets), neutral, dtype)
         for leaf, entries in weights.items():
             dense[leaf] = _merge_entries(entries, targets, neutral, how, dtype)
@@ -314,7 +361,9 @@ def combined(
                 (rows, targets), lambda i, k: reduce(weight[leaf[i, tree], k], axis=tree), name="tree_scores"
             )
 
-        result = node.builder.emit_te(sum_all_trees, leaves, const(dense), primfunc_name_hint="tree_scores")
+        result = node.builder.emit_te(
+            sum_all_trees, leaves, const(dense[forest.leaf_at]), primfunc_name_hint="tree_scores"
+        )
     if not neutral:
         return result
     highest = const(np.finfo(dtype).max, dtype)  # initial value of a minimum or maximum
@@ -323,13 +372,13 @@ def combined(
 
 
 @functools.cache
-def _one_tree_kernel(dtype: str) -> tirx.PrimFunc:
+def _one_tree_kernel(width: int, dtype: str) -> tirx.PrimFunc:
     """Kernel that writes the weight of each row's leaf to the leaf's one target, and 0 to others."""
 
     @T.prim_func(private=True, s_tir=True)
     def tree_scores(leaves: T.handle, targets: T.handle, weights: T.handle, result: T.handle):
         T.func_attr({"tirx.noalias": True})
-        rows, count, width = T.int64(), T.int64(), T.int64()
+        rows, count = T.int64(), T.int64()
         leaf = T.match_buffer(leaves, (rows, 1), "int32")
         target = T.match_buffer(targets, (count,), "int32")
         weight = T.match_buffer(weights, (count,), dtype)
@@ -344,16 +393,18 @@ def _one_tree_kernel(dtype: str) -> tirx.PrimFunc:
 
 
 def _combine_one_tree(
-    node: Node, leaves: relax.Expr, count: int, weights: Weights, width: int, dtype: str
+    node: Node, leaves: relax.Expr, forest: Forest, weights: Weights, width: int, dtype: str
 ) -> relax.Expr:
     """`combined` for one tree whose leaves have at most one target each, without a dense table."""
-    target, weight = np.full(count, -1, "int32"), np.zeros(count, dtype)
+    target, weight = np.full(forest.num_leaves, -1, "int32"), np.zeros(forest.num_leaves, dtype)
     for leaf, entries in weights.items():
         for k, value in entries:
             target[leaf], weight[leaf] = k, value
-    symbol = node.builder.add_func(_one_tree_kernel(dtype), "tree_scores")
+    symbol = node.builder.add_func(_one_tree_kernel(width, dtype), "tree_scores")
     ty = relax.TensorType((node.shape(leaves)[0], width), dtype)
-    return node.emit(relax.op.call_tir(symbol, [leaves, const(target), const(weight)], ty))
+    return node.emit(
+        relax.op.call_tir(symbol, [leaves, *(const(table[forest.leaf_at]) for table in (target, weight))], ty)
+    )
 
 
 @functools.cache
@@ -537,7 +588,7 @@ def tree_ensemble_classifier(node: Node) -> relax.Expr:
             is_scored = node.emit(relax.op.greater(counts, const(0, dtype)))  # others cannot be the label
             compared = node.emit(relax.op.where(is_scored, scores, const(-np.inf, dtype)))
         if forest.roots.size == 1 and not base:  # the leaf determines the label
-            label = labels_of_leaves(node, rows, labels[_best_of_leaves(forest, weights, dtype)])
+            label = labels_of_leaves(node, rows, labels[_best_of_leaves(forest, weights, dtype)[forest.leaf_at]])
             return node.outputs([label, cast(node, transformed(node, scores), "float32")])
         index = largest(node, compared)
         scores = transformed(node, scores)
@@ -546,7 +597,7 @@ def tree_ensemble_classifier(node: Node) -> relax.Expr:
 
 def _best_of_leaves(forest: Forest, weights: Weights, dtype: str) -> np.ndarray:
     """Class with the largest score of each leaf, 0 without scores."""
-    best = np.zeros(len(forest.leaves), "int64")
+    best = np.zeros(forest.num_leaves, "int64")
     for leaf, entries in weights.items():
         sums: dict[int, float] = {}
         for k, weight in entries:

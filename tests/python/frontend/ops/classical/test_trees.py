@@ -119,11 +119,14 @@ def _stumps(ids: Sequence[int | None], labels: list[int], sign: int = 1, **more:
 @pytest.mark.parametrize(
     "forms",
     [
-        [_stumps([0, None, 0, 0], [7], -1, base_values=[-0.3]), _stumps([0, 1, 1, 0], [4, 9], -1)],
+        [
+            _stumps([0, None, 0, 0], [7], -1, base_values=[-0.3]),
+            _stumps([0, None], [7], post_transform="PROBIT", base_values=[0.3]),
+            _stumps([0, 1, 1, 0], [4, 9], -1),
+        ],
         pytest.param(
             [
                 _stumps([0, 0], [7], post_transform="LOGISTIC"),
-                _stumps([0, None], [7], post_transform="PROBIT", base_values=[0.3]),
                 _stumps([1, None, 1, 1], [4, 9]),
                 _stumps([0, None], [4, 9], base_values=[0.2], post_transform="SOFTMAX"),
                 _stumps([1, None], [4, 9], -1, base_values=[0.2, -0.3]),
@@ -150,6 +153,19 @@ def test_scores_that_onnxruntime_leaves_open_are_refused():
     model = _model([("TreeEnsembleClassifier", 2, _stumps([0, 1], [4, 9], base_values=[0.2]))], "rows")
     with pytest.raises(rh.FrontendError, match="leaves a score open"):
         rh.from_onnx(model)
+
+
+def test_numbers_of_trees_and_rows_around_those_that_are_interleaved():
+    trees = _trees(3, [0] * 37)
+    trees["nodes_featureids"] = [feature % 3 for feature in trees["nodes_featureids"]]
+    model = _model([("TreeEnsembleRegressor", 1, {"n_targets": 1, **trees})], "rows")
+    session = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString())
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"]
+    for rows in (1, 15, 16, 17, 50):
+        x = np.random.default_rng(rows).integers(-2, 3, (rows, FEATURES)).astype("float32")
+        x[0, 1], x[-1, 2] = np.nan, np.inf
+        (expected,) = session.run(None, {"x": x})
+        np.testing.assert_allclose(main(x).numpy(), expected, 1e-5, 1e-6)
 
 
 @pytest.mark.slow

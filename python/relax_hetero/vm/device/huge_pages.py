@@ -1,0 +1,164 @@
+"""Weights on huge pages (2 MiB on x86-64), which take 512 times fewer entries of the CPU's address cache (TLB).
+
+Linux backs anonymous memory with huge pages on request (transparent huge pages), without a copy. Files are backed with
+them by some kernels and file systems only; weights of other files are copied to anonymous memory if enough is free.
+
+Source: madvise(2); Linux, Documentation/admin-guide/mm/transhuge.rst.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tvm import runtime
+
+from ...display.text import bytes_text
+from .host_memory import available_memory
+from .tensors import ALIGNMENT, AddressRange, address_range, alias, bytes_of, is_host, nbytes_of, view_bytes
+
+VARIABLE = "RELAX_HETERO_HUGE_PAGES"
+"""Environment variable that turns this off: ``off``."""
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_MIN_BYTES = 16 << 20
+"""Fewer weights need too few pages to matter."""
+_MAX_GAP = 64 << 10
+"""Memory between two weights, such as a header of malloc's, that joins their huge page."""
+_HUGEPAGE, _POPULATE_READ, _COLLAPSE = 14, 22, 25  # advice of madvise(2)
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)")
+_HUGE_IN_FILES = re.compile(r"(?:FilePmdMapped|ShmemPmdMapped): +([1-9]\d*) kB")
+
+
+@dataclass(frozen=True)
+class HugePages:
+    """Result of `on_huge_pages`.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of the weights.
+    huge : int
+        Bytes of huge pages that back them.
+    copied : int
+        Bytes that were copied from a mapped file.
+    """
+
+    nbytes: int
+    huge: int
+    copied: int
+
+    def __str__(self) -> str:
+        copied = f", {bytes_text(self.copied)} copied from the file" if self.copied else ""
+        return f"{bytes_text(self.huge)} of {bytes_text(self.nbytes)} of weights are on huge pages{copied}"
+
+
+def on_huge_pages(tensors: Sequence[runtime.Tensor]) -> tuple[list[runtime.Tensor], HugePages | None]:
+    """Weights backed with huge pages where that is possible: the same tensors, or copies of those in mapped files.
+
+    Returns
+    -------
+    tuple of list of Tensor and HugePages or None
+        None if nothing was tried: turned off, not Linux, or few weights.
+    """
+    weights = {index: tensor for index, tensor in enumerate(tensors) if is_host(tensor.device) and nbytes_of(tensor)}
+    nbytes, page = sum(map(nbytes_of, weights.values())), _page_bytes()
+    if not page or nbytes < _MIN_BYTES:
+        return list(tensors), None
+    mappings = _Mappings()
+    in_files = {i: tensor for i, tensor in weights.items() if mappings.is_file(tensor.data_ptr())}
+    in_memory = [address_range(tensor) for i, tensor in weights.items() if i not in in_files]
+    huge, copied, result = sum(_collapsed(part) for part in _whole_pages(in_memory, page)), 0, list(tensors)
+    mapped = [address_range(tensor) for tensor in in_files.values()]
+    pages = list(_whole_pages(mapped, page))
+    if pages and _are_huge(pages[0][0], page):
+        huge += sum(end - begin for begin, end in pages)
+    elif pages and (size := sum(map(nbytes_of, in_files.values()))) <= available_memory() // 2:
+        for index, tensor in zip(in_files, _copies(list(in_files.values()), page), strict=True):
+            result[index] = tensor
+        huge, copied = huge + size, size
+    return result, HugePages(nbytes, huge, copied)
+
+
+def _page_bytes() -> int:
+    """Bytes of a huge page; 0 if there are none, or they are turned off."""
+    if not sys.platform.startswith("linux") or os.environ.get(VARIABLE, "").lower() in ("off", "0"):
+        return 0
+    try:
+        if "[never]" in (_SETTINGS / "enabled").read_text():
+            return 0
+        return int((_SETTINGS / "hpage_pmd_size").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+class _Mappings:
+    """Mappings of this process, at the time of construction."""
+
+    def __init__(self) -> None:
+        found = [_MAPPING.match(line) for line in Path("/proc/self/maps").read_text().splitlines()]
+        fields = [match.groups() for match in found if match]
+        self._begins = [int(begin, 16) for begin, _, _ in fields]
+        self._inodes = [int(inode) for _, _, inode in fields]
+
+    def is_file(self, address: int) -> bool:
+        """Return whether an address is in a mapped file."""
+        return self._inodes[bisect_right(self._begins, address) - 1] != 0
+
+
+def _whole_pages(ranges: Iterable[AddressRange], page: int) -> Iterator[AddressRange]:
+    """Whole huge pages within ranges, neighbours joined."""
+    joined: list[AddressRange] = []
+    for begin, end in sorted(ranges):
+        if joined and begin - joined[-1][1] <= _MAX_GAP:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((begin, end))
+    for begin, end in joined:
+        first, last = -(-begin // page) * page, end // page * page
+        if first < last:
+            yield first, last
+
+
+def _advise(part: AddressRange, advice: int) -> bool:
+    begin, end = part
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice) == 0
+
+
+def _collapsed(part: AddressRange) -> int:
+    """Back anonymous memory with huge pages; returns its bytes, 0 if Linux refuses, as before 6.1."""
+    return part[1] - part[0] if _advise(part, _HUGEPAGE) and _advise(part, _COLLAPSE) else 0
+
+
+def _are_huge(begin: int, page: int) -> bool:
+    """Return whether Linux backs a mapped file with huge pages, judged by one page of it."""
+    if not _advise((begin, begin + page), _POPULATE_READ):
+        return False
+    is_inside = False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if match := _MAPPING.match(line):
+                is_inside = int(match[1], 16) <= begin < int(match[2], 16)
+            elif is_inside and _HUGE_IN_FILES.match(line):
+                return True
+    return False
+
+
+def _copies(tensors: Sequence[runtime.Tensor], page: int) -> Iterator[runtime.Tensor]:
+    """Copies of tensors in one piece of anonymous memory, which is huge pages from its first use on."""
+    offsets = np.cumsum([0, *(-(-nbytes_of(tensor) // ALIGNMENT) * ALIGNMENT for tensor in tensors)])
+    memory = np.frombuffer(mmap.mmap(-1, int(offsets[-1]) + 2 * page, flags=mmap.MAP_PRIVATE), "uint8")
+    memory = memory[-memory.ctypes.data % page :]
+    begin = memory.ctypes.data
+    _advise((begin, begin + -(-int(offsets[-1]) // page) * page), _HUGEPAGE)
+    for tensor, offset in zip(tensors, offsets[:-1], strict=True):
+        part = memory[offset : offset + nbytes_of(tensor)]
+        part[:] = bytes_of(tensor)
+        yield alias(view_bytes(part, tuple(tensor.shape), str(tensor.dtype)), tensor.device)
