@@ -27,11 +27,11 @@ from ....encoding.problem import QuantizedMatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, minimum, when
+from ...core.builder import Expr, Function, ceil_div, int64, minimum
 from ..core import ptx
 from ..core.launch import SharedMemory, enable_pdl, launch, local
 from ..core.operand import GpuOperand
-from ..tile.epilogue import EpilogueWriter
+from ..tile.epilogue import EpilogueWriter, where
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans
@@ -195,7 +195,7 @@ class _StagedRows(LeftRows):
             if self._swizzle:
                 copy = T.bitwise_xor(copy, tirx.floormod(row, 2) * self._swizzle)
             target = self.shared.at(stage + (work.rows_at + (row * work.row_bytes + copy * _COPY_BYTES)))
-            with when(True if first + WARP <= work.staged_rows * copies else item < work.staged_rows * copies):
+            with where([None if first + WARP <= work.staged_rows * copies else item < work.staged_rows * copies]):
                 ptx.copy_async(target, source, _COPY_BYTES)
 
     def load_fragment(self, stage: Expr) -> None:
@@ -206,7 +206,7 @@ class _StagedRows(LeftRows):
         for group in range(work.plan.groups):
             row = self.high + group * GROUP_COLUMNS
             begin = stage + work.rows_at + row * work.row_bytes
-            with when(True if (group + 1) * GROUP_COLUMNS <= work.staged_rows else row < work.staged_rows):
+            with where([None if (group + 1) * GROUP_COLUMNS <= work.staged_rows else row < work.staged_rows]):
                 for number in range(work.scaled):
                     for i in range(0, words, width):
                         offset = ((number * 4 + self.low) * words + i) * 4

@@ -116,10 +116,10 @@ class EpilogueWriter:
         width, vector = len(sums), self.result.vector(along)
         # A vector does not cross the end, which is a multiple of its width.
         groups = [sums] if width > 1 and vector % width == 0 else [[read] for read in sums]
-        with _where(exists):
+        with where(exists):
             for i, group in enumerate(groups):
                 place = {**at, along: at[along] + i}
-                with _where([] if end is None else [place[along] < end]):
+                with where([] if end is None else [place[along] < end]):
                     if loaded is None:
                         own = self.registers(1, len(group), along), tirx.const(0, "int32")
                         self.load(*own, place, len(group), along)
@@ -170,7 +170,7 @@ def _load_scalar(view: GpuOperand, at: Coordinates) -> Expr:
 
 
 @contextmanager
-def _where(conditions: Sequence[Expr | None]) -> Iterator[None]:
+def where(conditions: Sequence[Expr | None]) -> Iterator[None]:
     """Context of code under nested predicates; None is always true."""
     with ExitStack() as stack:
         for condition in conditions:
