@@ -9,21 +9,26 @@ are stored as rows over the panel's columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 
+from ..target.cpu_cores import num_cores
 from ..target.element_types import bytes_of
 from .block_formats import BlockFormat, QuantizedRows, block_format, integer_format, split_numpy_rows
+
+T = TypeVar("T")
 
 GROUPS = {2: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
 """Number of weights whose fields share a group of lanes, by the bits of a weight."""
 
-_CHUNK_WEIGHTS = 1 << 22
-"""Number of weights that are packed at a time: numpy's temporaries take a few times their memory."""
+_CHUNK_WEIGHTS = 1 << 20
+"""Number of weights that a thread packs at a time: numpy's temporaries take a few times their memory."""
 
 
 @dataclass(frozen=True)
@@ -178,16 +183,22 @@ class Panels:
         rows = source.rows // matrices
         panels = -(-rows // self.columns)
         packed = np.zeros((matrices, panels, plan.superblocks, plan.offsets["end"]), np.uint8)
-        for index, matrix in enumerate(packed):
-            for begin, end in _chunks(panels, max(1, _CHUNK_WEIGHTS // (self.columns * source.depth))):
-                first = index * rows
+
+        def pack_panels(begin: int, end: int) -> None:
+            for first, matrix in zip(range(0, source.rows, rows or 1), packed, strict=False):
                 chunk = source.quantized_rows(first + begin * self.columns, first + min(end * self.columns, rows))
                 _pack_rows(chunk, plan, matrix[begin:end])
+
+        in_chunks(panels, self.columns * source.depth, pack_panels)
         return [packed.reshape(matrices * panels, plan.panel_bytes)]
 
 
-def _chunks(count: int, size: int) -> Iterator[tuple[int, int]]:
-    return ((begin, min(begin + size, count)) for begin in range(0, count, size))
+def in_chunks(count: int, weights: int, pack: Callable[[int, int], T]) -> list[T]:
+    """Call `pack` for ranges of `count` items of so many weights each, in threads; returns the results in order."""
+    size = max(1, _CHUNK_WEIGHTS // weights)
+    begins = range(0, max(count, 1), size)
+    with ThreadPoolExecutor(num_cores()) as pool:  # numpy computes without Python's lock
+        return list(pool.map(pack, begins, [min(begin + size, count) for begin in begins]))
 
 
 def _pack_rows(rows: QuantizedRows, plan: PanelPlan, target: np.ndarray) -> None:

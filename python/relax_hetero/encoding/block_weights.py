@@ -8,7 +8,7 @@ what each lane of a warp gives to an instruction of tensor cores.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from ..target.cpu_target import CpuTarget
 from ..target.tiles import tile_columns
 from .block_formats import BlockFormat, read_block_weights
-from .block_panels import BlockSource, PanelPlan, Panels
+from .block_panels import BlockSource, PanelPlan, Panels, in_chunks
 
 GROUP = 8
 """Weights that the size of a block is a multiple of."""
@@ -116,6 +116,16 @@ class Fragments:
 
     def pack(self, source: BlockSource) -> list[np.ndarray]:
         """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold."""
+
+        def pack_tiles(begin: int, end: int) -> list[np.ndarray]:
+            part = slice(begin * FRAGMENT_COLUMNS, end * FRAGMENT_COLUMNS)
+            return self._pack_rows(replace(source, arrays=tuple(array[part] for array in source.arrays)))
+
+        tiles = -(-source.rows // FRAGMENT_COLUMNS)
+        packed = in_chunks(tiles, FRAGMENT_COLUMNS * source.depth, pack_tiles)
+        return [np.concatenate(parts) for parts in zip(*packed, strict=True)]
+
+    def _pack_rows(self, source: BlockSource) -> list[np.ndarray]:
         if source.form.superblock_bytes:
             return _pack_superblocks(source)
         data, scales, *zeros = source.arrays

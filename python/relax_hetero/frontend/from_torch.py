@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
 
+from .import_devices import importing_for
 from .import_limits import ImportLimits
 from .placed_import import ImportSource, check_placement, placed_module
 from .torch.exporting import dimension_names, exported_program, torch_package
@@ -75,7 +76,8 @@ def from_torch(
         example_kwargs,
         dimension_names(module_or_program, example_args, example_kwargs, dynamic_shapes),
     )
-    graph, nodes, outputs = import_program(program, names, limits)
+    with importing_for(devices):
+        graph, nodes, outputs = import_program(program, names, limits)
     source = ImportSource(graph, nodes, outputs)
     return placed_module(source, devices, placement, cost_model, objective, memory_limit)
 

@@ -15,23 +15,27 @@ from ..encoding.block_panels import Panels
 from ..encoding.resolver import resolver_or_default
 from ..target.vdevice import is_cpu
 
-_GATHERS: ContextVar[bool] = ContextVar("_GATHERS", default=False)
+_DEVICES: ContextVar[Sequence[tvm.relax.VDevice]] = ContextVar("_DEVICES", default=())
 
 
 @contextmanager
 def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]:
     """Convert nodes inside for these devices; None is the native CPU."""
-    can_gather = devices is None or all(
-        is_cpu(device) and isinstance(resolver_or_default(device.target).block_layout(device.target), Panels)
-        for device in devices
-    )
-    token = _GATHERS.set(can_gather)
+    token = _DEVICES.set(devices or ())
     try:
         yield
     finally:
-        _GATHERS.reset(token)
+        _DEVICES.reset(token)
 
 
 def gathers_experts() -> bool:
     """Return whether all devices have kernels that multiply rows by their chosen experts only."""
-    return _GATHERS.get()
+    return all(
+        is_cpu(device) and isinstance(resolver_or_default(device.target).block_layout(device.target), Panels)
+        for device in _DEVICES.get()
+    )
+
+
+def has_recurrent_kernels() -> bool:
+    """Return whether all devices have a kernel of whole recurrent layers."""
+    return all(map(is_cpu, _DEVICES.get()))

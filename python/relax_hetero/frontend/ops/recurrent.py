@@ -1,6 +1,7 @@
 """Recurrent layers: RNN, GRU and LSTM.
 
-A static number of steps is unrolled here. Dynamic or very large numbers become a loop in the importer
+CPUs have one kernel for all steps (`tir.recurrence`). For other devices, and for layers of float64 or quantized ones, a
+static number of steps is unrolled here; dynamic or very large numbers become a loop in the importer
 (`onnx/control_flow/recurrent_loop.py`).
 """
 
@@ -9,15 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from tvm import relax
 
+from ...encoding.expression import Expression
 from ...op.functions import apply_function
-from .elementwise import cast
+from ...tir.recurrence import GATES, PANEL_COLUMNS, RecurrenceProblem, recurrence_kernel
+from ...transform.ir.extents import Symbols
+from ...transform.ir.kernels import OPERATIONS, opaque_kernel
+from ..import_devices import has_recurrent_kernels
+from .elementwise import HALF, cast
 from .node import Dim, Node, const, dtype_of
 from .quantization import quantized_and_back
-from .required_sizes import renamed, require_equal, require_shape
+from .required_sizes import as_expr, renamed, require_equal, require_shape
 from .table import converts
 
 MAX_STEPS = 1024
@@ -25,8 +32,6 @@ MAX_STEPS = 1024
 
 QUANTIZES = "quantizes_operands"
 """Internal attribute: the data and states are quantized to uint8 over their range before each product."""
-
-Activation = Callable[[relax.Expr], relax.Expr]
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ class Layer:
         State weights, transposed, [hidden, gates * hidden].
     recurrent_bias : relax.Expr or None
         Bias of the recurrent product, [gates * hidden], or None.
-    activations : list of Activation
-        Activations in ONNX's order.
+    activations : tuple of str
+        Expressions of the activations in ONNX's order.
     peepholes : list of relax.Expr or None
         LSTM's cell weights of the gates i, o, f, or None.
     """
@@ -53,7 +58,7 @@ class Layer:
     hidden: int
     recurrent: relax.Expr
     recurrent_bias: relax.Expr | None
-    activations: list[Activation]
+    activations: tuple[str, ...]
     peepholes: list[relax.Expr] | None
 
     def emit(self, expr: relax.Expr) -> relax.Expr:
@@ -81,60 +86,46 @@ class Layer:
         product = self.emit(relax.op.matmul(state, self.recurrent))
         return product if self.recurrent_bias is None else self.add(product, self.recurrent_bias)
 
-    def clipped(self, value: relax.Expr) -> relax.Expr:
-        """Clip the argument of an activation if the node has `clip`."""
-        limit = self.node.attribute("clip", 0.0)
-        return self.emit(relax.op.clip(value, -limit, limit)) if limit > 0 else value
-
     def activate(self, index: int, value: relax.Expr) -> relax.Expr:
-        """Apply activation `index` to the clipped value."""
-        return self.activations[index](self.clipped(value))
+        """Apply activation `index`."""
+
+        def apply(name: str, args: list[Any], params: tuple[Any, ...]) -> Any:
+            if name == "number":
+                return const(params[0], dtype_of(value))
+            return self.emit(apply_function(name, *args, *params))
+
+        return Expression.parse(self.activations[index]).fold([value], apply)
 
 
-def _activation(node: Node, name: str, alpha: float | None, beta: float | None, dtype: str) -> Activation:
-    def scaled(value: relax.Expr, factor: float) -> relax.Expr:
-        return node.emit(relax.op.multiply(value, const(factor, dtype)))
-
-    def shifted(value: relax.Expr, amount: float) -> relax.Expr:
-        return node.emit(relax.op.add(value, const(amount, dtype)))
-
-    def or_default(value: float | None, default: float) -> float:
-        return default if value is None else value
-
-    def leaky(value: relax.Expr) -> relax.Expr:
-        is_negative = node.emit(relax.op.less(value, const(0, dtype)))
-        return node.emit(relax.op.where(is_negative, scaled(value, or_default(alpha, 0.01)), value))
-
-    def hard_sigmoid(value: relax.Expr) -> relax.Expr:
-        return node.emit(relax.op.clip(shifted(scaled(value, or_default(alpha, 0.2)), or_default(beta, 0.5)), 0, 1))
-
-    activations: dict[str, Activation] = {
-        "sigmoid": lambda value: node.emit(relax.op.sigmoid(value)),
-        "tanh": lambda value: node.emit(relax.op.tanh(value)),
-        "relu": lambda value: node.emit(relax.op.nn.relu(value)),
-        "leakyrelu": leaky,
-        "hardsigmoid": hard_sigmoid,
-        "softsign": lambda value: node.emit(apply_function("softsign", value)),
-        "affine": lambda value: shifted(scaled(value, or_default(alpha, 1.0)), or_default(beta, 0.0)),
-    }
-    if name.lower() not in activations:
-        raise node.refusal(f"activation {name!r} cannot be imported; expected one of {', '.join(activations)}")
-    return activations[name.lower()]
+_ACTIVATIONS = {
+    "sigmoid": ("sigmoid(x0)", ()),
+    "tanh": ("tanh(x0)", ()),
+    "relu": ("relu(x0)", ()),
+    "leakyrelu": ("leaky_relu(x0, {0})", (0.01,)),
+    "hardsigmoid": ("clip(add(multiply(x0, {0}), {1}), 0.0, 1.0)", (0.2, 0.5)),
+    "softsign": ("softsign(x0)", ()),
+    "affine": ("add(multiply(x0, {0}), {1})", (1.0, 0.0)),
+}
+"""Expression of an activation by ONNX's name in lower case, and the defaults of alpha and beta."""
 
 
-def _activations(node: Node, defaults: list[str], direction: int, count: int, dtype: str) -> list[Activation]:
-    """The activations of one direction; alphas and betas are assigned in order to those that take one."""
+def _activations(node: Node, direction: int, directions: int) -> tuple[str, ...]:
+    """Expressions of one direction's activations; alphas and betas are assigned in order to those that take one.
+
+    Arguments are clipped if the node has `clip`, except for that of an LSTM's last activation, the cell.
+    """
     names = [name.decode() if isinstance(name, bytes) else name for name in node.attribute("activations", ())]
-    names = names or defaults * count
-    takes = {"leakyrelu": (1, 0), "hardsigmoid": (1, 1), "affine": (1, 1)}
-    alphas, betas = list(node.attribute("activation_alpha", ())), list(node.attribute("activation_beta", ()))
-    activations = []
-    for name in names:
-        alpha = alphas.pop(0) if takes.get(name.lower(), (0, 0))[0] and alphas else None
-        beta = betas.pop(0) if takes.get(name.lower(), (0, 0))[1] and betas else None
-        activations.append(_activation(node, name, alpha, beta, dtype))
-    size = len(defaults)
-    return activations[direction * size : (direction + 1) * size]
+    defaults = _STEPS[node.op_type][1]
+    parameters = [list(node.attribute(f"activation_{name}", ())) for name in ("alpha", "beta")]
+    limit, expressions = float(node.attribute("clip", 0.0)), []
+    for index, name in enumerate(names or defaults * directions):
+        if name.lower() not in _ACTIVATIONS:
+            raise node.refusal(f"activation {name!r} cannot be imported; expected one of {', '.join(_ACTIVATIONS)}")
+        text, numbers = _ACTIVATIONS[name.lower()]
+        text = text.format(*(float(g.pop(0)) if g else n for g, n in zip(parameters, numbers, strict=False)))
+        is_clipped = limit > 0 and index % len(defaults) < 2
+        expressions.append(text.replace("x0", f"clip(x0, {-limit}, {limit})") if is_clipped else text)
+    return tuple(expressions[direction * len(defaults) : (direction + 1) * len(defaults)])
 
 
 def _rnn_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[relax.Expr]:
@@ -179,14 +170,14 @@ def _lstm_step(layer: Layer, x: relax.Expr, states: list[relax.Expr]) -> list[re
     new_cell = layer.add(layer.multiply(f, cell), layer.multiply(i, layer.activate(1, c)))
     if layer.peepholes is not None:
         o = layer.add(o, layer.multiply(layer.peepholes[1], new_cell))
-    return [layer.multiply(layer.activate(0, o), layer.activations[2](new_cell)), new_cell]
+    return [layer.multiply(layer.activate(0, o), layer.activate(2, new_cell)), new_cell]
 
 
 Step = Callable[[Layer, relax.Expr, list[relax.Expr]], list[relax.Expr]]
-_STEPS: dict[str, tuple[Step, int, list[str]]] = {
-    "RNN": (_rnn_step, 1, ["Tanh"]),
-    "GRU": (_gru_step, 3, ["Sigmoid", "Tanh"]),
-    "LSTM": (_lstm_step, 4, ["Sigmoid", "Tanh", "Tanh"]),
+_STEPS: dict[str, tuple[Step, list[str]]] = {
+    "RNN": (_rnn_step, ["Tanh"]),
+    "GRU": (_gru_step, ["Sigmoid", "Tanh"]),
+    "LSTM": (_lstm_step, ["Sigmoid", "Tanh", "Tanh"]),
 }
 
 
@@ -238,7 +229,7 @@ RunDirection = Callable[[Callable[[], Direction]], tuple[relax.Expr, list[relax.
 
 
 def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_backwards: bool) -> Direction:
-    _, gates, defaults = _STEPS[node.op_type]
+    gates = GATES[node.op_type]
     batch = node.shape(data)[1]
     dtype, hidden = dtype_of(data), _hidden_size(node)
     transposed = [node.emit(relax.op.permute_dims(_row(node, node.inputs[i], direction), [1, 0])) for i in (1, 2)]
@@ -253,27 +244,31 @@ def _direction(node: Node, data: relax.Expr, direction: int, count: int, is_back
     if node.op_type == "LSTM" and node.has(7):
         row = _row(node, node.tensor(7), direction)
         peepholes = [node.emit(relax.op.strided_slice(row, [0], [i * hidden], [(i + 1) * hidden])) for i in range(3)]
-    activations = _activations(node, defaults, direction, count, dtype)
-    layer = Layer(node, hidden, transposed[1], recurrent_bias, activations, peepholes)
-    states = []
-    for index in (5, 6) if node.op_type == "LSTM" else (5,):
-        initial = node.tensor(index) if node.has(index) else None
-        if initial is not None and node.attribute("layout", 0):
-            initial = node.emit(relax.op.permute_dims(initial, [1, 0, 2]))
-        states.append(_zeros(node, batch, hidden, dtype) if initial is None else _row(node, initial, direction))
-    lengths = None
-    if node.has(4):
-        lengths = cast(node, node.tensor(4), "int64")
-        lengths = node.kernel("lengths", lambda i, length, _: length(*i), lengths, data, ranges=(0, 1, 0, 1))
-        lengths = node.emit(relax.op.reshape(lengths, (batch, 1)))
+    layer = Layer(node, hidden, transposed[1], recurrent_bias, _activations(node, direction, count), peepholes)
+    states = [_row(node, state, direction) for state in _initial_states(node, [count, batch, hidden], dtype)]
+    lengths = node.emit(relax.op.reshape(_lengths(node, data), (batch, 1))) if node.has(4) else None
     return Direction(layer, inputs, states, lengths, is_backwards)
 
 
-def _zeros(node: Node, batch: Dim, hidden: int, dtype: str) -> relax.Expr:
-    if not isinstance(batch, int):
-        return node.filled([batch, hidden], 0, dtype)
-    node.check_constant_size(batch, hidden)
-    return const(np.zeros((batch, hidden)), dtype)
+def _initial_states(node: Node, shape: list[Dim], dtype: str) -> list[relax.Expr]:
+    """Initial states of all directions, [directions, batch, hidden] each; zeros by default."""
+    states = []
+    for index in (5, 6) if node.op_type == "LSTM" else (5,):
+        if node.has(index):
+            state = node.tensor(index)
+            states.append(node.emit(relax.op.permute_dims(state, [1, 0, 2])) if node.attribute("layout", 0) else state)
+        elif isinstance(shape[1], int):
+            node.check_constant_size(*shape)
+            states.append(const(np.zeros(shape), dtype))
+        else:
+            states.append(node.filled(shape, 0, dtype))
+    return states
+
+
+def _lengths(node: Node, data: relax.Expr) -> relax.Expr:
+    """Lengths of the sequences, [batch] of int64, which a call checks."""
+    lengths = cast(node, node.tensor(4), "int64")
+    return node.kernel("lengths", lambda i, length, _: length(*i), lengths, data, ranges=(0, 1, 0, 1))
 
 
 def _unroll(make: Callable[[], Direction]) -> tuple[relax.Expr, list[relax.Expr]]:
@@ -298,7 +293,7 @@ def _hidden_size(node: Node) -> int:
 def _check_inputs(node: Node, data: relax.Expr, directions: int) -> Node:
     """Require that the inputs' sizes match the data's, [steps, batch, input size]."""
     _, batch, width = node.shape(data)
-    hidden, gates = _hidden_size(node), _STEPS[node.op_type][1]
+    hidden, gates = _hidden_size(node), GATES[node.op_type]
     state = [batch, directions, hidden] if node.attribute("layout", 0) else [directions, batch, hidden]
     expected: dict[int, list[Dim]] = {
         1: [directions, gates * hidden, width],
@@ -337,8 +332,8 @@ def steps_of(node: Node) -> Dim:
     return node.shape(data)[1 if node.attribute("layout", 0) else 0]
 
 
-def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
-    """All outputs of a recurrent node; `run` computes each direction."""
+def recurrent_outputs(node: Node, run: RunDirection | None) -> list[relax.Expr]:
+    """All outputs of a recurrent node; `run` computes each direction, the kernel of whole layers if it is None."""
     data = node.tensor(0)
     is_batch_first = bool(node.attribute("layout", 0))
     if is_batch_first:
@@ -349,24 +344,120 @@ def recurrent_outputs(node: Node, run: RunDirection) -> list[relax.Expr]:
     node = _check_inputs(node, data, len(backwards))
     if node.attribute(QUANTIZES, 0):
         data = quantized_and_back(node, data)
-    results = [
-        run(partial(_direction, node, data, index, len(backwards), is_backwards))
-        for index, is_backwards in enumerate(backwards)
-    ]
-    sequence = node.emit(relax.op.stack([outputs for outputs, _ in results], axis=1))
-    finals = [
-        node.emit(relax.op.stack([states[i] for _, states in results], axis=0)) for i in range(len(results[0][1]))
-    ]
+    if run is None:
+        sequence, *finals = _call_kernel(node, data, tuple(backwards))
+    else:
+        results = [
+            run(partial(_direction, node, data, index, len(backwards), is_backwards))
+            for index, is_backwards in enumerate(backwards)
+        ]
+        sequence = node.emit(relax.op.stack([outputs for outputs, _ in results], axis=1))
+        finals = [
+            node.emit(relax.op.stack([states[i] for _, states in results], axis=0)) for i in range(len(results[0][1]))
+        ]
     if is_batch_first:
         sequence = node.emit(relax.op.permute_dims(sequence, [2, 0, 1, 3]))
         finals = [node.emit(relax.op.permute_dims(value, [1, 0, 2])) for value in finals]
     return [sequence, *finals]
 
 
+def has_kernel(node: Node) -> bool:
+    """Return whether all devices of the import have a kernel of the whole layer."""
+    is_plain = node.op_type in GATES and not node.attribute(QUANTIZES, 0)
+    is_float = dtype_of(node.tensor(0)) in ("float32", *HALF)
+    return has_recurrent_kernels() and is_plain and is_float and 0 not in node.shape(node.tensor(0))[1:]
+
+
+def _call_kernel(node: Node, data: relax.Expr, backwards: tuple[bool, ...]) -> list[relax.Expr]:
+    """Outputs, [steps, directions, batch, hidden], and last states of all directions, by one kernel in float32."""
+    steps, batch, _ = node.shape(data)
+    problem = _problem(node, steps, batch, backwards)
+    directions, hidden = problem.directions, problem.hidden
+    weights = _floats(node, 1, directions * GATES[node.op_type] * hidden, node.shape(node.tensor(1))[2])
+    inputs = node.emit(relax.op.matmul(cast(node, data, "float32"), relax.op.permute_dims(weights, [1, 0])))
+    operands = _panels(node, problem)
+    if node.has(3):
+        bias, *recurrent_biases = _biases(node, problem)
+        inputs = node.emit(relax.op.add(inputs, bias))
+        operands += recurrent_biases
+    states = _initial_states(node, [directions, batch, hidden], "float32")
+    operands += [cast(node, state, "float32") for state in states]
+    operands += [_floats(node, 7, directions, 3, hidden)] if problem.has_peepholes else []
+    operands += [_lengths(node, data)] if problem.has_lengths else []
+    extents = dict(zip((problem.steps, problem.batch), (steps, batch), strict=True))
+    results = list(problem.operands.values())[1 + len(operands) :]
+    types = [relax.TensorType([extents.get(dim, dim) for dim in result.shape], result.dtype) for result in results]
+    kernel = opaque_kernel(recurrence_kernel(problem))
+    if isinstance(steps, int) and isinstance(batch, int):
+        kernel = kernel.with_attr(OPERATIONS, steps * batch * problem.step_operations)
+    name = node.builder.add_func(kernel, node.op_type.lower())
+    call = node.emit(relax.op.call_tir(name, [inputs, *operands], types))
+    fields = [node.emit(relax.TupleGetItem(call, index)) for index in range(1 + len(states))]
+    return [cast(node, field, dtype_of(data)) for field in fields]
+
+
+def _problem(node: Node, steps: Dim, batch: Dim, backwards: tuple[bool, ...]) -> RecurrenceProblem:
+    """The kernel's problem."""
+    symbols, directions = Symbols(), len(backwards)
+    resets_after = bool(node.attribute("linear_before_reset", 0))
+    return RecurrenceProblem(
+        node.op_type,
+        symbols.dim(as_expr(steps)),
+        symbols.dim(as_expr(batch)),
+        _hidden_size(node),
+        backwards,
+        tuple(_activations(node, direction, directions) for direction in range(directions)),
+        has_bias=node.has(3) and node.op_type == "GRU" and resets_after,
+        has_peepholes=node.op_type == "LSTM" and node.has(7),
+        has_lengths=node.has(4),
+        linear_before_reset=resets_after,
+        input_forget=bool(node.attribute("input_forget", 0)),
+    )
+
+
+def _floats(node: Node, index: int, *shape: Dim) -> relax.Expr:
+    """Input `index` in float32, with another shape."""
+    return node.emit(relax.op.reshape(cast(node, node.tensor(index), "float32"), shape))
+
+
+def _biases(node: Node, problem: RecurrenceProblem) -> list[relax.Expr]:
+    """Biases that the products of the inputs take, [directions * gates * hidden], and the kernel's own one, if any."""
+    directions, gates, hidden = problem.directions, GATES[node.op_type], problem.hidden
+    biases = _floats(node, 3, directions, 2, gates, hidden)
+    own, recurrent = (node.emit(relax.op.strided_slice(biases, [1], [i], [i + 1])) for i in (0, 1))
+    kernel_biases = []
+    if problem.has_bias:
+        last = node.emit(relax.op.strided_slice(recurrent, [2], [gates - 1], [gates]))
+        kernel_biases.append(node.emit(relax.op.reshape(last, (directions, hidden))))
+        others = np.arange(gates).reshape(-1, 1) < gates - 1
+        recurrent = node.emit(relax.op.multiply(recurrent, const(others, "float32")))
+    total = node.emit(relax.op.add(own, recurrent))
+    return [node.emit(relax.op.reshape(total, (directions * gates * hidden,))), *kernel_biases]
+
+
+def _panels(node: Node, problem: RecurrenceProblem) -> list[relax.Expr]:
+    """Recurrent weights, packed for each phase of the kernel."""
+    directions, hidden, panels = problem.directions, problem.hidden, (problem.panels, PANEL_COLUMNS)
+    weights = _floats(node, 2, directions, GATES[node.op_type], hidden, hidden)
+    padding = problem.panels * PANEL_COLUMNS - hidden
+    if padding:
+        weights = node.emit(relax.op.nn.pad(weights, [0, 0, 0, 0, 0, padding, 0, 0]))
+    packed, first = [], 0
+    for gates in problem.phases:
+        phase = node.emit(relax.op.strided_slice(weights, [1], [first], [first + gates]))
+        phase = node.emit(relax.op.reshape(phase, (directions, gates, *panels, hidden)))
+        phase = node.emit(relax.op.permute_dims(phase, [0, 2, 4, 1, 3]))
+        packed.append(node.emit(relax.op.reshape(phase, (directions, panels[0], hidden, gates * PANEL_COLUMNS))))
+        first += gates
+    return packed
+
+
 @converts("RNN", "GRU", "LSTM")
 def recurrent(node: Node) -> relax.Expr:
-    """Unroll a recurrent layer."""
+    """Call the kernel of a recurrent layer, or unroll it."""
     steps = steps_of(node)
+    if has_kernel(node):
+        return node.outputs(recurrent_outputs(node, None))
     if not isinstance(steps, int) or steps > MAX_STEPS:
         raise node.refusal(f"has sequences of {steps} steps, expected 0 to {MAX_STEPS}")
     return node.outputs(recurrent_outputs(node, _unroll))

@@ -251,6 +251,17 @@ def tanh(x: tirx.Expr) -> tirx.Expr:
     return once(with_sign(T.Select(magnitude < constant(x, 0.625), small, large), x))
 
 
+def quick_tanh(x: tirx.Expr) -> tirx.Expr:
+    """The hyperbolic tangent within 2^-22, in two thirds of the instructions of `tanh`."""
+    return once(_odd_ratio(clamp(x, -_TANH_RATIONAL_LIMIT, _TANH_RATIONAL_LIMIT), _TANH_P, _TANH_Q))
+
+
+def quick_sigmoid(x: tirx.Expr) -> tirx.Expr:
+    """1 / (1 + e^-x) within 2^-22; far below zero the relative error is large, unlike that of `sigmoid`."""
+    half = constant(x, 0.5)
+    return once(quick_tanh(x * half) * half + half)
+
+
 def erf(x: tirx.Expr) -> tirx.Expr:
     """The error function."""
     x = once(x)
@@ -347,12 +358,17 @@ def gelu_tanh(x: tirx.Expr) -> tirx.Expr:
 def _odd_rational(x: tirx.Expr, limit: float, p: tuple[float, ...], q: tuple[float, ...]) -> tirx.Expr:
     """x P(x^2) / Q(x^2), and exactly 1 or -1 from the limit on, so that gelu far below zero is zero."""
     x = clamp(x, -limit, limit)
-    square = once(x * x)
-    fourth = once(square * square)
-    ratio = x * _paired_polynomial(square, fourth, p) / _paired_polynomial(square, fourth, q)
+    ratio = _odd_ratio(x, p, q)
     one, edge = constant(x, 1.0), constant(x, limit)
     below = T.Select(x <= constant(x, -limit), constant(x, -1.0), ratio)
     return once(T.Select(x >= edge, one, below))
+
+
+def _odd_ratio(x: tirx.Expr, p: tuple[float, ...], q: tuple[float, ...]) -> tirx.Expr:
+    """x P(x^2) / Q(x^2)."""
+    square = once(x * x)
+    fourth = once(square * square)
+    return x * _paired_polynomial(square, fourth, p) / _paired_polynomial(square, fourth, q)
 
 
 def _paired_polynomial(x: tirx.Expr, square: tirx.Expr, coefficients: tuple[float, ...]) -> tirx.Expr:

@@ -31,6 +31,7 @@ from tvm_ffi import StructuralKey
 
 from ...target.cpu_target import cpu_target_of
 from ...tir.loops import NotStages, has_schedule, schedule
+from ...tir.recurrence import RECURRENCE, RecurrenceProblem, recurrence_kernel
 from ..ir.declare import declare_pass
 from ..ir.kernels import ops_of
 from ..ir.remarks import record_missed
@@ -44,7 +45,9 @@ def schedule_cpu(mod: tvm.IRModule) -> tvm.IRModule:
     scheduled: dict[StructuralKey, tirx.PrimFunc] = {}
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
-        if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")) or has_schedule(func):
+        if not isinstance(func, tirx.PrimFunc) or not _is_cpu(func.attrs.get("target")):
+            continue
+        if RECURRENCE not in func.attrs and has_schedule(func):
             continue
         key = StructuralKey(func)
         if key not in scheduled:
@@ -61,6 +64,9 @@ def _is_cpu(target: tvm.target.Target | None) -> bool:
 
 
 def _scheduled(name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
+    if RECURRENCE in func.attrs:
+        kernel = recurrence_kernel(RecurrenceProblem.of(func), cpu_target_of(func.attrs["target"]))
+        return kernel.without_attr("global_symbol").with_attrs(dict(func.without_attr(RECURRENCE).attrs))
     try:
         return schedule(func, cpu_target_of(func.attrs["target"]))
     except NotStages as reason:

@@ -33,10 +33,12 @@ def test_determinants():
     check("Det", singular, symbolic=[0], opset=11)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("op", "gates"), [("RNN", 1), ("GRU", 3), ("LSTM", 4)])
 @pytest.mark.parametrize("direction", ["forward", "reverse", "bidirectional"])
-def test_recurrent_layers(op, gates, direction):
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["kernel", "unrolled"])
+def test_recurrent_layers(op, gates, direction, has_kernels, monkeypatch):
+    monkeypatch.setattr("relax_hetero.frontend.ops.recurrent.has_recurrent_kernels", lambda: has_kernels)
     ways, hidden = 2 if direction == "bidirectional" else 1, 4
     operands = [
         uniform(5, 2, 3), uniform(ways, gates * hidden, 3), uniform(ways, gates * hidden, hidden),
@@ -55,10 +57,30 @@ def test_gru_resets(linear_before_reset):
     check("GRU", *operands, outputs=2, constant=[1, 2, 3], **options)
 
 
-def test_recurrent_layer_with_other_activations():
+def test_recurrent_layer_in_half_precision_with_the_batch_first():
+    operands = [uniform(2, 3, 3), uniform(1, 16, 3), uniform(1, 16, 4), uniform(1, 32), None, uniform(2, 1, 4)]
+    halves = [value if value is None else value.astype("float16") for value in operands]
+    check("LSTM", *halves, outputs=3, constant=[1, 2, 3], hidden_size=4, layout=1, reference="onnx", atol=2e-3)
+
+
+ACTIVATIONS = ["LeakyRelu", "HardSigmoid", "Softsign", "Affine", "Relu"]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("has_kernels", [True, False], ids=["kernel", "unrolled"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_recurrent_layer_with_other_activations(activation, has_kernels, monkeypatch):
+    """Each direction has its own."""
+    monkeypatch.setattr("relax_hetero.frontend.ops.recurrent.has_recurrent_kernels", lambda: has_kernels)
+    operands = [uniform(3, 2, 3), uniform(2, 4, 3), uniform(2, 4, 4)]
+    options = {"activations": ["Tanh", activation], "activation_alpha": [0.3], "activation_beta": [0.1]}
+    if activation == "LeakyRelu":
+        del options["activation_beta"]
+    check("RNN", *operands, outputs=2, constant=[1, 2], hidden_size=4, direction="bidirectional", **options)
+
+
+def test_recurrent_layer_with_an_unknown_activation():
     operands = [uniform(3, 2, 3), uniform(1, 4, 3), uniform(1, 4, 4)]
-    options = {"activations": ["LeakyRelu"], "activation_alpha": [0.3]}
-    check("RNN", *operands, outputs=2, constant=[1, 2], hidden_size=4, **options)
     refused("RNN", *operands, outputs=2, constant=[1, 2], hidden_size=4, activations=["Elu"], match="'Elu'")
 
 

@@ -51,6 +51,8 @@ REFERENCES = {
 }
 # As above, in units in the last place of the argument.
 LOOSE_REFERENCES = {"gelu": (lambda x: x * _half_erfc(x), 4), "gelu_tanh": (_gelu_tanh, 4)}
+# As above, absolute, in units of 2^-23.
+ABSOLUTE_REFERENCES = {"quick_tanh": (np.tanh, 2), "quick_sigmoid": (_sigmoid, 2)}
 
 
 def _named(name: str):
@@ -85,7 +87,7 @@ def _inputs() -> np.ndarray:
 @pytest.fixture(scope="module", params=NAMES)
 def results(request, tmp_path_factory):
     """Results of every function on a target, by name."""
-    names = [*REFERENCES, *LOOSE_REFERENCES]
+    names = [*REFERENCES, *LOOSE_REFERENCES, *ABSOLUTE_REFERENCES]
     lanes = cpu_named(request.param).lanes("float32")
     module = built({n: _function(n, lanes) for n in names}, request.param, tmp_path_factory.mktemp("kernels"))
     by_name = {}
@@ -136,8 +138,16 @@ def test_within_units_in_the_last_place_of_the_argument(results, name):
     assert not results[name][(x < -20) & np.isfinite(x)].any()
 
 
+@pytest.mark.parametrize("name", ABSOLUTE_REFERENCES)
+def test_within_an_absolute_error(results, name):
+    reference, limit = ABSOLUTE_REFERENCES[name]
+    with np.errstate(all="ignore"):
+        expected = reference(_inputs().astype("float64"))
+    _check(results[name], expected, np.full(SIZE, 2.0**-23), limit)
+
+
 @pytest.mark.parametrize("target", VECTOR_NAMES)
-@pytest.mark.parametrize("name", [*REFERENCES, *LOOSE_REFERENCES])
+@pytest.mark.parametrize("name", [*REFERENCES, *LOOSE_REFERENCES, *ABSOLUTE_REFERENCES])
 def test_no_calls(name, target):
     text = assembly(_function(name, cpu_named(target).lanes("float32")), target)
     body = text[text.index("kernel_compute_:") :]

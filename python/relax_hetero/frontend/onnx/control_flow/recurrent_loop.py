@@ -1,4 +1,4 @@
-"""`RNN`, `GRU` and `LSTM` over a dynamic or very large number of time steps, as a loop."""
+"""`RNN`, `GRU` and `LSTM` over a dynamic or very large number of time steps, as a loop, where devices lack a kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tvm import relax, te
 
 from ...ops.contrib.contrib_recurrent import as_lstm
 from ...ops.node import Node, as_dim
-from ...ops.recurrent import MAX_STEPS, Direction, recurrent_outputs, steps_of
+from ...ops.recurrent import MAX_STEPS, Direction, has_kernel, recurrent_outputs, steps_of
 from ..node_names import NodeInfo
 from .loop import Loop, Trip
 from .loop_nodes import run, slice_at
@@ -20,7 +20,7 @@ _OPS_PER_STEP = 16
 
 
 def convert_recurrent(importer: Importer, node: Node, info: NodeInfo) -> list[relax.Expr] | None:
-    """Convert a recurrent node to a loop over its steps; None if it has few steps, which its converter unrolls.
+    """Convert a recurrent node to a loop over its steps; None if it has a kernel or few steps: see its converter.
 
     Raises
     ------
@@ -28,7 +28,7 @@ def convert_recurrent(importer: Importer, node: Node, info: NodeInfo) -> list[re
         If its inputs do not match, or it has an activation that cannot be imported.
     """
     steps = steps_of(node)
-    if isinstance(steps, int) and steps <= MAX_STEPS:
+    if has_kernel(node) or (isinstance(steps, int) and steps <= MAX_STEPS):
         return None
     node = as_lstm(node) if node.op_type == "DynamicQuantizeLSTM" else node
     return recurrent_outputs(node, lambda make: _run_loop(importer, info, make))

@@ -14,8 +14,10 @@ from ....target.gpu_target import GpuTarget
 from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
 from ...nms import NMS
+from ...recurrence import RECURRENCE
 from .cuda_loops import write_function
 from .cuda_nms import nms_kernel
+from .cuda_recurrence import recurrence_kernel
 from .launches import Launch, launches_of
 from .statements import write_statements
 from .wide_axes import with_wide_axes
@@ -33,6 +35,8 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     """
     if NMS in func.attrs:
         return nms_kernel(func)
+    if RECURRENCE in func.attrs:
+        return recurrence_kernel(func)
     try:
         nests = form_nests(with_wide_axes(read_stages(func)), list(func.params), shares_storage=False)
     except NotStages:

@@ -1,4 +1,4 @@
-"""Recurrent layers whose number of steps only a call knows, as loops; values as ONNX Runtime's."""
+"""Recurrent layers whose number of steps only a call knows, as kernels and as loops; values as ONNX Runtime's."""
 
 import numpy as np
 import onnxruntime
@@ -7,6 +7,7 @@ from onnx import helper, numpy_helper
 
 import relax_hetero as rh
 from frontend.onnx.control_flow.against_onnxruntime import compare, dealt_out
+from gpu_interpreter.models import InterpretedModel
 
 HIDDEN, WIDTH = 4, 3
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -41,14 +42,23 @@ def compare_calls(model, mod, *calls):
         compare(machine["main"](**feeds), reference.run(None, feeds))
 
 
-def test_steps_that_a_call_knows():
-    """Few and one; sequences that end before others."""
+@pytest.fixture(params=[True, False], ids=["kernel", "loop"])
+def has_kernels(request, monkeypatch):
+    """Whether devices have kernels of whole layers."""
+    monkeypatch.setattr("relax_hetero.frontend.ops.recurrent.has_recurrent_kernels", lambda: request.param)
+    return request.param
+
+
+def test_steps_that_a_call_knows(has_kernels):
+    """Few, one and none; sequences that end before others."""
     model = layers([("GRU", "reverse", {})])
-    compare_calls(model, rh.from_onnx(model), (5, [5, 2]), (1, [1]))
+    mod = rh.from_onnx(model)
+    assert ("gru" in [gv.name_hint for gv in mod.functions]) == has_kernels
+    compare_calls(model, mod, (5, [5, 2]), (1, [1]), (0, [0]))
 
 
 @pytest.mark.slow
-def test_all_ops_and_directions_on_two_devices():
+def test_all_ops_and_directions_on_two_devices(has_kernels):
     model = layers(
         [
             ("LSTM", "bidirectional", {"clip": 1.5}),
@@ -60,11 +70,25 @@ def test_all_ops_and_directions_on_two_devices():
 
 
 @pytest.mark.slow
-def test_a_long_sequence_is_a_loop():
+def test_a_long_sequence_is_a_loop(has_kernels):
     model = layers([("GRU", "reverse", {})], steps=1500)
     mod = rh.from_onnx(model)
-    assert "loop_layer0" in [gv.name_hint for gv in mod.functions]
+    assert ("loop_layer0" in [gv.name_hint for gv in mod.functions]) == (not has_kernels)
     compare_calls(model, mod, (1500, [1500, 700]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("op", "options"), [("LSTM", {}), ("GRU", {}), ("GRU", {"linear_before_reset": 1}), ("RNN", {})]
+)
+def test_a_layer_that_is_placed_on_a_gpu_after_the_import(op, options):
+    model, gpu = layers([(op, "bidirectional", options)]), {"kind": "cuda", "arch": "sm_90a"}
+    mod = rh.from_onnx(model)
+    x, lengths = np.random.default_rng(0).normal(size=(3, 2, WIDTH)).astype("float32"), np.array([3, 1], "int32")
+    expected = rh.vm.VirtualMachine(rh.compile(mod))["main"](x, lengths)
+    found = InterpretedModel(rh.place(mod, {"*": "cuda:0"}, vdevices=[gpu]))(x, lengths)
+    for value, want in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(value), want.numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_inputs_of_a_loop_fit_each_other():
