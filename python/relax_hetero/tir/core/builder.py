@@ -177,6 +177,10 @@ class Registers:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def buffer(self, number: int) -> Any:
+        """The buffer of a register."""
+        return self._slots[number]
+
 
 def _allocate(dtype: str, lanes: int = 1) -> Any:
     # Without a layout, as in all functions with blocks; TVM would search the open frames for the function each time.

@@ -12,7 +12,7 @@ from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SharedMemory, at_least_one, launch
+from ..core.launch import SharedMemory, at_least_one, launch, to_int32
 from .attention_plan import AttentionPlan
 from .heads import GpuHeads, Rows
 
@@ -149,10 +149,11 @@ class AttentionTensors:
         last = T.min(row + height, to_int32(self.rows.count)) - 1 if is_one else to_int32(self.sizes["m"]) - 1
         return T.max(T.min(last + (1 + self.last_key_of_first_query), n), 0)
 
-
-def to_int32(value: Expr) -> Expr:
-    """Cast an extent to int32, unless it is static."""
-    return value if isinstance(value, int) else T.Cast("int32", value)
+    def visible_to(self, row: Expr, end: Expr) -> Expr:
+        """Number of keys below `end` that are visible to a row, int32."""
+        if not self.problem.causal:
+            return end
+        return T.min(end, self.rows.query(row) + (1 + self.last_key_of_first_query))
 
 
 def tiles_of(extent: Expr, size: int) -> Expr:

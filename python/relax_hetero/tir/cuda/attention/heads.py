@@ -19,7 +19,7 @@ from ..core.operand import is_multiple
 class GpuHeads(HeadsView):
     """`HeadsView` for GPUs: strides are expressions, as host code must not compute them before the launch.
 
-    It has the interface of `matmul.operand_tiles.TileView`: "k" is the reduction dimension, and "row" counts the
+    It has the interface of `tile.operand_tiles.TileView`: "k" is the reduction dimension, and "row" counts the
     queries of a "group", the heads that `Rows` combines.
 
     Parameters

@@ -18,7 +18,7 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, local, unrolled
-from ..matmul.operand_tiles import OperandTile
+from ..tile.operand_tiles import OperandTile
 from ..tile.register_tile import RegisterTile
 from ..tile.shared_tile import SwizzledTile, add_by_columns, multiply_by_rows
 from .attention_plan import MAX_GROUPED_ROWS, AttentionPlan
@@ -83,7 +83,7 @@ class _Kernel:
         self.depth_steps, self.width_steps = ceil_div(d, self.q.step), ceil_div(e, self.q.step)
         self.width = ceil_div(int(e), 16) * 16
         is_masked = bool(self.problem.causal) or not (isinstance(n, int) and n % keys == 0)
-        self.tile = ScoreTile(self.problem, tensors.masks, rows, keys, is_masked)
+        self.tile = ScoreTile(tensors, keys, is_masked)
         shared = self.shared = SharedMemory()
         self.q_at = shared.reserve(self.q.size * max(self.depth_steps, self.width_steps), SWIZZLED_ALIGN)
         self.k_at = shared.reserve(self.k.size * self.depth_steps, SWIZZLED_ALIGN)
@@ -102,12 +102,7 @@ class _Kernel:
         tile.declare(self.thread)
         self.sums = RegisterTile(self.width)
         first_row = T.bind(self.row + self.warp * 16)
-        row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
-        limits = local(2, "int32")
-        for h in range(2):
-            T.buffer_store(limits, self._visible_keys(row + 8 * h), [h])
-        lowest = self._visible_keys(first_row if tensors.rows.heads_per_tile == 1 else 0)
-        tile.begin(at, row, [limits[0], limits[1]], lowest if isinstance(lowest, int) else T.bind(lowest))
+        tile.begin(at, T.bind(first_row + tirx.floordiv(tile.lane, 4)), first_row, self.end)
         self.sums.fill(0)
         origin = T.bind(T.Cast("int64", self.row))
         for step in range(self.depth_steps):
@@ -141,7 +136,7 @@ class _Kernel:
                 tile.pack(self.dtype)
             self.sums.scale_rows(tile.softmax.rescale)
             if self.element == 2:
-                values = SwizzledTile(self.shared, self.v_at, self.v.size)
+                values = SwizzledTile(self.shared, self.v_at, self.v.size, is_transposed=True)
                 add_by_columns(self.sums, tile.weights, (values, 0), self.keys, (self.dtype, self.dtype), tile.lane)
             else:
                 self._add_float32_values()
@@ -149,14 +144,7 @@ class _Kernel:
         tile.softmax.finish()
         staging = self.q_at + self.warp * (16 * SWIZZLED_BYTES)
         ptx.block_barrier()
-        store = RowStore(tensors, tile, self.shared, at)
-        store.emit(self.sums, first_row, staging, self.q.size)
-
-    def _visible_keys(self, row: Expr) -> Expr:
-        """Number of keys visible to a row."""
-        if not self.problem.causal:
-            return self.end
-        return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.last_key_of_first_query))
+        RowStore(tile, self.shared, at).emit(self.sums, first_row, staging, self.q.size)
 
     def _load(self, tile: OperandTile, offset: int, steps: int, first: Expr) -> None:
         """Issue the copies of a tile of keys or values."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.expression import Expression, Term
-from ....encoding.problem import AttentionProblem
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, int64, when
 from ...core.view import Coordinates
@@ -19,7 +17,8 @@ from ..core.launch import local, unrolled
 from ..core.operand import divides
 from ..tile.register_tile import RegisterTile, first_column, row_of
 from ..tile.softmax import OnlineSoftmax, average_factor, averaged
-from .heads import GpuHeads, Rows
+from .attention_tensors import AttentionTensors
+from .heads import GpuHeads
 
 
 def plain_scale(expression: Expression) -> float | None:
@@ -48,8 +47,8 @@ class ScoreTile:
 
     Parameters
     ----------
-    masks : sequence of GpuHeads
-        Operands of the scores' expression, opened.
+    tensors : AttentionTensors
+        Opened.
     keys : int
         Keys of a tile, a multiple of 16.
     is_masked : bool
@@ -64,16 +63,10 @@ class ScoreTile:
     softmax : OnlineSoftmax
     """
 
-    def __init__(
-        self,
-        problem: AttentionProblem,
-        masks: Sequence[GpuHeads],
-        rows: Rows,
-        keys: int,
-        is_masked: bool,
-    ) -> None:
-        self.problem, self.masks, self.rows, self.keys, self.is_masked = problem, masks, rows, keys, is_masked
-        self.scale = plain_scale(problem.scores.expression)
+    def __init__(self, tensors: AttentionTensors, keys: int, is_masked: bool) -> None:
+        self.tensors, self.keys, self.is_masked = tensors, keys, is_masked
+        self.problem, self.masks, self.rows = tensors.problem, tensors.masks, tensors.rows
+        self.scale = plain_scale(self.problem.scores.expression)
         """Scale fused into the softmax; None if the expression is evaluated score by score."""
         self.loaded: list[Any] = []
 
@@ -81,10 +74,11 @@ class ScoreTile:
         """Allocate registers, within the launch."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
         self.scores, self.weights = RegisterTile(self.keys), local(self.keys // 4, "uint32")
+        self.visible = local(2, "int32")
         self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow=self.scale is None)
         self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
-    def begin(self, at: Coordinates, row: Expr, visible: Sequence[Expr], min_visible: Expr) -> None:
+    def begin(self, at: Coordinates, row: Expr, first_row: Expr, end: Expr) -> None:
         """Initialize for a block of rows.
 
         Parameters
@@ -93,12 +87,16 @@ class ScoreTile:
             Batch and group.
         row : PrimExpr
             The lane's first row, int32; its second one is 8 rows further on.
-        visible : sequence of PrimExpr
-            Number of keys visible to both rows, int32.
-        min_visible : PrimExpr
-            Number of keys visible to all rows of the warp, int32.
+        first_row : PrimExpr
+            First row of the warp, or of its warpgroup, int32.
+        end : PrimExpr
+            Number of keys of the thread block, int32.
         """
-        self.at, self.row, self.visible, self.min_visible = at, row, visible, min_visible
+        self.at, self.row = at, row
+        for h in range(2):
+            T.buffer_store(self.visible, self.tensors.visible_to(row + 8 * h, end), [h])
+        lowest = self.tensors.visible_to(first_row if self.rows.heads_per_tile == 1 else 0, end)
+        self.min_visible = lowest if isinstance(lowest, int) else T.bind(lowest)
         self.softmax.begin()
 
     # -- masks
@@ -160,7 +158,7 @@ class ScoreTile:
         if self.is_masked:
             with when(first + self.keys > self.min_visible):
                 begin = T.bind(first + first_column(self.lane))
-                self.scores.keep_columns(-math.inf, [T.bind(visible - begin) for visible in self.visible])
+                self.scores.keep_columns(-math.inf, [T.bind(self.visible[h] - begin) for h in range(2)])
         self.softmax.update()
 
     def pack(self, dtype: str) -> None:

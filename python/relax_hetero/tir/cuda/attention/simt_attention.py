@@ -23,11 +23,11 @@ from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
-from ..core.launch import SharedMemory, enable_pdl, local, unrolled
+from ..core.launch import SharedMemory, enable_pdl, local, to_int32, unrolled
 from ..tile.register_tile import add, reduce_lanes
 from ..tile.softmax import average_factor, averaged
 from .attention_plan import AttentionPlan
-from .attention_tensors import AttentionTensors, tiles_of, to_int32
+from .attention_tensors import AttentionTensors, tiles_of
 from .heads import GpuHeads
 
 ROW_THREADS = 16
@@ -237,9 +237,9 @@ class _Kernel:
         dtypes = ["float32", *(view.nominal for view in tensors.masks)]
         for i in range(thread_rows):
             row = T.bind(self.row + self.first_row + i)
-            visible: Expr = self.end
+            visible = tensors.visible_to(row, self.end)
             if self.problem.causal:
-                visible = T.bind(T.min(self.end, rows.query(row) + (1 + tensors.last_key_of_first_query)))
+                visible = T.bind(visible)
             coordinates: dict[str, Expr] = {"b": self.at["b"]}
             if tensors.masks:
                 clamped_row = T.min(T.Cast("int64", row), int64(rows.count - 1))

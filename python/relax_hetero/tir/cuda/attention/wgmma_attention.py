@@ -23,13 +23,13 @@ from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local
-from ..matmul.operand_tiles import PRODUCERS, OperandTile, Source, source_of
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, enable_pdl, launch, local, to_int32
+from ..tile.operand_tiles import PRODUCERS, OperandTile, Source, arrive, source_of
 from ..tile.register_tile import RegisterTile
 from ..tile.ring import BARRIER_BYTES, Ring
 from ..tile.softmax import LOG2_E, SplitSums, as_bits, average_factor, averaged
 from .attention_plan import WIDTH, AttentionPlan, choose_plan
-from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of, to_int32
+from .attention_tensors import AttentionTensors, tensor_core_unsupported_reason, tiles_of
 from .row_store import RowStore
 from .score_tile import ScoreTile
 
@@ -87,7 +87,7 @@ class ClusterSums:
         items = -(-height // plan.split_keys) * quads
         remote, factor = local(1, "uint32"), local(1, "float32")
         splits = SplitSums(plan.split_keys, LOG2_E * (self.tile.scale or 1.0))
-        store = RowStore(self.tensors, self.tile, self.shared, at)
+        store = RowStore(self.tile, self.shared, at)
         with T.serial(-(-items // threads)) as index:
             item = T.bind(index * threads + thread)
             row = T.bind(tirx.floordiv(item, quads) * plan.split_keys + rank)
@@ -176,9 +176,8 @@ class _Kernel:
         self.v = OperandTile.of(tensors.value, "n", self.keys, n, e, may_transpose=False)
         self.depth_steps, self.width_steps = ceil_div(d, WIDTH), ceil_div(e, WIDTH)
         self.width = ceil_div(int(e), 16) * 16
-        self.is_causal = bool(self.problem.causal)
-        is_masked = self.is_causal or plan.split_keys > 1 or not (isinstance(n, int) and n % self.keys == 0)
-        self.tile = ScoreTile(self.problem, tensors.masks, rows, self.keys, is_masked)
+        is_whole = isinstance(n, int) and n % self.keys == 0
+        self.tile = ScoreTile(tensors, self.keys, bool(self.problem.causal) or plan.split_keys > 1 or not is_whole)
 
     def emit(self) -> None:
         """Write the launch."""
@@ -272,7 +271,7 @@ class _Kernel:
         for step in range(self.depth_steps):
             target = self.q_at + step * self.q.size
             self.q.load(self.shared, target, self.at, row, step, self.thread)
-        self._arrive(self.q, self.queries_full)
+        arrive(self.queries_full, self.q.source is Source.GATHER)
         with T.serial(self.count) as number:
             first = T.bind(T.Cast("int64", self._first_key(number)))
             loads = (
@@ -284,14 +283,7 @@ class _Kernel:
                 for step in range(size // tile.size):
                     target = begin + stage * size + step * tile.size
                     tile.load(self.shared, target, self.at_keys, first, step, self.thread)
-                self._arrive(tile, ring.full(stage))
-
-    def _arrive(self, tile: OperandTile, barrier: Expr) -> None:
-        if tile.source is Source.GATHER:
-            ptx.async_proxy_fence()
-            ptx.barrier_arrive(barrier)
-        else:
-            ptx.barrier_arrive_after_copies(barrier)
+                arrive(ring.full(stage), tile.source is Source.GATHER)
 
     # -- consumers
 
@@ -304,7 +296,6 @@ class _Kernel:
         self.warp = T.bind(self.member // WARP)
         tile.declare(self.thread)
         self.sums = RegisterTile(self.width)
-        self.visible_keys = local(2, "int32")
         self.base = local(3, "uint64")
         ptx.matrix_descriptor(
             self.base[0], self.shared.at(self.q_at + self.group * (64 * SWIZZLED_BYTES)), self.q.leading
@@ -317,11 +308,7 @@ class _Kernel:
         """Write the main loop of a consumer: scores, softmax and accumulation of values."""
         tile, count, keys, values = self.tile, self.count, self.key_ring, self.value_ring
         row = T.bind(self.row + self.group * 64 + self.warp * 16 + tirx.floordiv(tile.lane, 4))
-        for h in range(2):
-            T.buffer_store(self.visible_keys, self._visible(row + 8 * h), [h])
-        lowest = self._visible(self.row + self.group * 64 if self.tensors.rows.heads_per_tile == 1 else 0)
-        lowest = T.bind(lowest) if not isinstance(lowest, int) else lowest
-        tile.begin(self.at, row, [self.visible_keys[0], self.visible_keys[1]], lowest)
+        tile.begin(self.at, row, self.row + self.group * 64, self.end)
         self.sums.fill(0)
         tile.load_masks(self._first_key(0))
         ptx.barrier_wait(self.queries_full, 0)
@@ -366,12 +353,6 @@ class _Kernel:
         else:
             self._store()
 
-    def _visible(self, row: Expr) -> Expr:
-        """Number of the block's keys visible to a row."""
-        if not self.is_causal:
-            return self.end
-        return T.min(self.end, self.tensors.rows.query(row) + (1 + self.tensors.last_key_of_first_query))
-
     def _wait_for(self, *tiles: tuple[Ring, Expr]) -> None:
         """Wait for tiles of keys or values, given their rings and indices."""
         for ring, index in tiles:
@@ -402,13 +383,13 @@ class _Kernel:
         values = T.bind(self.base[2] + T.Cast("uint64", stage) * T.uint64(self.v_size // 16))
         ptx.wgmma_fence()
         for i in range(self.keys // 16):
-            ptx.wgmma_of_registers(
+            ptx.wgmma(
                 self.sums.registers,
                 [self.tile.weights[4 * i + r] for r in range(4)],
                 values + T.uint64(i * 16 * SWIZZLED_BYTES // 16),
                 (self.dtype, self.dtype),
                 T.uint32(1),
-                True,
+                transposed=(False, True),
             )
         ptx.wgmma_commit()
 
@@ -424,5 +405,5 @@ class _Kernel:
         ptx.warpgroup_barrier(1 + self.group)  # all warps have read their queries
         row_in_block = T.bind(self.group * 64 + self.warp * 16)
         staging = self.q_at + row_in_block * SWIZZLED_BYTES
-        store = RowStore(self.tensors, self.tile, self.shared, self.at)
+        store = RowStore(self.tile, self.shared, self.at)
         store.emit(self.sums, self.row + row_in_block, staging, self.q.rows * SWIZZLED_BYTES)

@@ -13,7 +13,6 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.expression import Expression
 from ....encoding.packed_layout import PackedLayout
 from ....encoding.problem import ConvProblem
 from ....errors import EncodingError
@@ -23,10 +22,10 @@ from ...core.builder import Expr, Function, ceil_div, int64, let
 from ...core.ties import tied_to
 from ...core.view import Coordinates
 from ...core.work_split import unravel
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand
 from ..core.vectors import VectorRegisters
+from ..tile.epilogue import EpilogueWriter
 from . import filter_taps
 from .filter_taps import axes_of, is_padded
 
@@ -116,17 +115,12 @@ def depthwise_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: ChannelPla
         data, weight = (
             GpuOperand(function, name, o) for name, o in (("data", problem.data), ("weight", problem.weight))
         )
-        epilogue = problem.epilogue
-        operands = epilogue.operands if epilogue else ()
-        views = tuple(GpuOperand(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
-        result = GpuOperand(function, "result", problem.result)
-        expression = epilogue.expression if epilogue else Expression.operand(0)
-        writer = EpilogueWriter(expression, None, views, result, problem.acc_dtype)
+        writer = EpilogueWriter.of(function, problem.epilogue, problem.result, problem.acc_dtype)
         with function.body():
             for view in (data, weight, *writer.operands):
                 view.open_for_gpu()
             _Kernel(problem, data, weight, writer, plan or choose_plan(problem, gpu)).write()
-    return tied_to(function.result, operands, 2, problem.result)
+    return tied_to(function.result, problem.parameters[2:-1], 2, problem.result)
 
 
 class _Kernel:

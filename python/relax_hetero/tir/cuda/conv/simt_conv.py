@@ -17,10 +17,11 @@ from ...core.builder import Expr, Function
 from ...core.ties import tied_to
 from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
-from ..core.epilogue import EpilogueWriter
 from ..core.operand import GpuOperand
 from ..matmul.simt_plan import SimtPlan, simt_plan
-from ..matmul.simt_tiles import Batches, SimtOperand, TiledProduct, known
+from ..matmul.simt_tiles import SimtOperand, TiledProduct, known
+from ..tile.batches import Batches
+from ..tile.epilogue import EpilogueWriter
 from . import filter_taps
 from .filter_taps import FilterTaps
 
@@ -59,7 +60,7 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
     with function:
         data = GpuOperand(function, "data", problem.data)
         weight = GpuOperand(function, "weight", problem.weight)
-        writer = EpilogueWriter.of(function, product)
+        writer = EpilogueWriter.of(function, product.epilogue, product.result, acc)
         result = writer.result
         columns, depth = product.rhs.shape
         weight.restate((depth, problem.groups, columns), ("k", "g", "n"), PackedLayout.identity(3))
@@ -80,4 +81,4 @@ def simt_conv_kernel(problem: ConvProblem, gpu: GpuTarget, plan: SimtPlan | None
             left = SimtOperand(data, "m", plan.rows, m, taps)
             right = SimtOperand(weight, "n", plan.columns, int(columns))
             TiledProduct(left, right, int(depth), dtype, writer, batches, plan).emit()
-    return tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
+    return tied_to(function.result, problem.parameters[2:-1], 2, problem.result)

@@ -21,15 +21,16 @@ from ...core.view import Coordinates, extent_of
 from ...matmul.matmul import merge_batches
 from ..core import ptx
 from ..core.launch import SharedMemory, enable_pdl, local, unrolled
-from ..core.operand import GlobalView, GpuOperand
+from ..core.operand import GlobalView
 from ..matmul import mma_matmul, wgmma_matmul
-from ..matmul.fragments import FragmentStore
 from ..matmul.mma_matmul import MmaProduct
 from ..matmul.mma_tiling import MmaTiling, choose_mma_tiling
-from ..matmul.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, SwizzledLines
-from ..matmul.simt_tiles import Batches
 from ..matmul.wgmma_matmul import WgmmaProduct
 from ..matmul.wgmma_tiling import Tiling, choose_tiling, reads_rows
+from ..tile.batches import Batches
+from ..tile.epilogue import EpilogueWriter
+from ..tile.fragment_store import FragmentStore
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, StageTile
 from . import filter_taps
 from .filter_taps import FilterTaps
 
@@ -64,23 +65,15 @@ def untileable_reason(problem: ConvProblem) -> str:
 
 
 @dataclass
-class WindowTile(SwizzledLines):
-    """Left operand of an implicit GEMM and its tile of a stage; has the interface `LeftTile`.
+class WindowTile(StageTile):
+    """Left operand of an implicit GEMM, whose rows are pixels; other attributes are those of `StageTile`.
 
     Attributes
     ----------
     taps : FilterTaps
         Addresses in the map, opened raw.
-    rows : int
-        Pixels of a tile.
-    extent : PrimExpr or int
-        Rows of all tiles.
-    depth : int
-        Extent of k, as the weight is stored.
     in_chunks : bool
         Whether each 16 bytes of a k-step have a tap of their own.
-    threads : int
-        Number of producer threads.
     """
 
     taps: FilterTaps
@@ -90,9 +83,6 @@ class WindowTile(SwizzledLines):
     in_chunks: bool
     threads: int = PRODUCERS
     source: Source = Source.LINES
-    is_transposed: bool = False
-    leading: int = 1
-    advance: int = ptx.CONTRACTION_BYTES // 16
     _offsets: Any = field(default=None, init=False)
     _masks: Any = field(default=None, init=False)
     _tap: Any = field(default=None, init=False)
@@ -128,7 +118,7 @@ class WindowTile(SwizzledLines):
                 T.buffer_store(self._masks, mask, [i])
 
     def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
-        """Issue the copies of the tile of a k-step; parameters as in `OperandTile.load`."""
+        """Issue the copies of the tile of a k-step; parameters as in `StageTile.load`."""
         chunk, line = thread % _CHUNKS, thread // _CHUNKS
         target = offset + line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES
         if not self.in_chunks:
@@ -317,41 +307,41 @@ def tensor_core_conv_kernel(
     with function:
         data = GlobalView(function, "data", problem.data)
         weight = GlobalView(function, "weight", problem.weight)
-        store = FragmentStore(function, None, product.epilogue, problem.acc_dtype, gpu)
-        result = GpuOperand(function, "result", product.result)
+        writer = EpilogueWriter.of(function, product.epilogue, product.result, problem.acc_dtype)
+        store, result = FragmentStore(writer, gpu), writer.result
         _restate_weight(weight, problem, product)
         names = ["b", *(f"y{d}" for d in range(len(problem.windows)))]
         output_extents: dict[str, Expr] = dict(zip(names, result.extents, strict=False))
-        tile_operands = [*store.views, result]
         if problem.groups > 1:
-            for view in tile_operands:
+            for view in writer.operands:
                 view.split("n", "g", problem.groups)
-        batch = merge_batches([weight, *tile_operands], weight, weight, result)
+        batch = merge_batches([weight, *writer.operands], weight, weight, result)
         sizes = m, n, k = extent_of([result], "m"), extent_of([result], "n"), extent_of([weight], "k")
-        counts = {name: extent_of([result], name) for name in batch}
-        if problem.groups > 1:
-            counts["g"] = problem.groups
+        groups = {"g": problem.groups} if problem.groups > 1 else {}
+        batches = Batches({name: extent_of([result], name) for name in batch} | groups)
         with function.body():
             data.open(raw=True)
             weight.open(raw=True)
-            store.open(result, m, n, reads_rows(product))
+            store.open(m, n, reads_rows(product))
             pixel_taps = FilterTaps(data, problem, output_extents, len(batch))
             in_chunks = not problem.weight.layout.swizzle
             if gpu.tensor == "wgmma":
-                tiling = tiling or choose_tiling(product, gpu, sizes, list(counts.values()), may_swap=not in_chunks)
+                tiling = tiling or choose_tiling(
+                    product, gpu, sizes, list(batches.extents.values()), may_swap=not in_chunks
+                )
                 assert isinstance(tiling, Tiling)
                 left = WindowTile(pixel_taps, tiling.rows, m, k, in_chunks)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k)
-                kernel = WgmmaProduct(left, right, store, tiling, sizes, counts)
+                kernel = WgmmaProduct(left, right, store, tiling, sizes, batches)
                 kernel.emit()
                 read_early = kernel.read_early
             else:
-                tiling = tiling or choose_mma_tiling(product, gpu, sizes, list(counts.values()))
+                tiling = tiling or choose_mma_tiling(product, gpu, sizes, list(batches.extents.values()))
                 assert isinstance(tiling, MmaTiling)
                 left = WindowTile(pixel_taps, tiling.rows, m, k, in_chunks, tiling.threads)
                 right = OperandTile.of(weight, "n", tiling.columns, n, k, tiling.threads)
-                MmaProduct(left, right, store, tiling, Batches(counts)).emit()
-    tied = tied_to(function.result, problem.epilogue.operands if problem.epilogue else (), 2, problem.result)
+                MmaProduct(left, right, store, tiling, batches).emit()
+    tied = tied_to(function.result, problem.parameters[2:-1], 2, problem.result)
     return enable_pdl(tied, read_early) if gpu.tensor == "wgmma" else tied
 
 

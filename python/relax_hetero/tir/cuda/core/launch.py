@@ -80,6 +80,11 @@ def at_least_one(extent: Expr) -> Expr:
     return max(extent, 1) if isinstance(extent, int) else tirx.max(extent, int64(1))
 
 
+def to_int32(value: Expr) -> Expr:
+    """Cast an extent to int32, unless it is static."""
+    return value if isinstance(value, int) else T.Cast("int32", value)
+
+
 class SharedMemory:
     """The shared memory of a kernel: regions are reserved before the launch, and addressed in it after `open`.
 

@@ -323,7 +323,7 @@ def wgmma_wait(groups: int) -> None:
 
 def wgmma(
     sums: Sequence[Expr],
-    left: Expr,
+    left: Expr | list[Expr],
     right: Expr,
     types: tuple[str, str],
     adds: Expr,
@@ -336,8 +336,11 @@ def wgmma(
     sums : sequence of registers
         float32, or uint32 that hold int32. Register ``4 * j + 2 * h + c`` of lane l of warp w is row
         ``16 * w + l // 4 + 8 * h``, column ``8 * j + 2 * (l % 4) + c``.
-    left, right : PrimExpr
-        Matrix descriptors of 64 and of ``2 * len(sums)`` rows of 32 bytes of k.
+    left : PrimExpr or list of PrimExpr
+        Matrix descriptor of 64 rows of 32 bytes of k; or four uint32 registers, which must not change until the product
+        is complete: the fragment of `multiply_fragments` for the 16 rows of the warp.
+    right : PrimExpr
+        Matrix descriptor of ``2 * len(sums)`` rows of 32 bytes of k.
     types : tuple of str
         Element types of both.
     adds : PrimExpr
@@ -345,39 +348,14 @@ def wgmma(
     transposed : tuple of bool
         Whether the rows of a tile are those of k, for 16-bit types.
     """
-    _wgmma(sums, [left], right, types, adds, transposed)
-
-
-def wgmma_of_registers(
-    sums: Sequence[Expr], left: Sequence[Expr], right: Expr, types: tuple[str, str], adds: Expr, transposed: bool
-) -> None:
-    """`wgmma` with the left operand in registers, which must not change until the product is complete.
-
-    Parameters
-    ----------
-    left : sequence of registers
-        Four uint32 per thread: the fragment of `mma_sync` for the 16 rows of its warp.
-    transposed : bool
-        Whether the rows of the right tile are those of k.
-    """
-    _wgmma(sums, left, right, types, adds, (transposed,))
-
-
-def _wgmma(
-    sums: Sequence[Expr],
-    left: Sequence[Expr],
-    right: Expr,
-    types: tuple[str, str],
-    adds: Expr,
-    transposed: Sequence[bool],
-) -> None:
+    in_registers = isinstance(left, list)
     a, b = (PTX_TYPES[dtype] for dtype in types)
     depth = CONTRACTION_BYTES * 8 // {"f16": 16, "bf16": 16, "tf32": 32}.get(a, 8)
     is_integer = a in ("s8", "u8")
     signs = [] if is_integer else [1, 1]
-    orders = [int(t) for t in transposed] if a in ("f16", "bf16") else []
+    orders = [int(t) for t in transposed[in_registers:]] if a in ("f16", "bf16") else []
     name = f"wgmma.mma_async.sync.aligned.m64n{2 * len(sums)}k{depth}.{'s32' if is_integer else 'f32'}.{a}.{b}"
-    _emit(name, *sums, *left, right, _PTX.pred(adds), *signs, *orders)
+    _emit(name, *sums, *(left if in_registers else [left]), right, _PTX.pred(adds), *signs, *orders)
 
 
 # Tensor cores from Ampere on: a warp multiplies fragments in registers.

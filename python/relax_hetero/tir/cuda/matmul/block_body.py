@@ -15,9 +15,9 @@ from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64, minimum
 from ...core.view import extent_of
 from ..core import ptx
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import Place, SharedMemory, local
 from ..core.operand import GpuOperand
+from ..tile.epilogue import EpilogueWriter
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, BlockPlan, BlockWork
 from .block_rows import LeftRows
@@ -164,13 +164,18 @@ class BlockBody:
         elif plan.fragments > 1:
             self.left.load_held(first_k, range(work.scaled))
         for fragment in range(plan.fragments):
-            for number in range(work.scaled):
-                if work.held_rows and plan.fragments == 1:
-                    self.left.load_held(first_k, [number])
-                self.weights.begin(slot, fragment, number)
-                for step in range(work.steps):
-                    self._multiply(slot, fragment, number * work.steps + step, step > 0)
-                self._add_scaled(slot, fragment, number)
+            self._multiply_fragment(slot, fragment, first_k if work.held_rows and plan.fragments == 1 else None)
+
+    def _multiply_fragment(self, slot: int, fragment: int, loaded_k: Expr | None = None) -> None:
+        """Accumulate the products of a fragment of columns; load the left operand from `loaded_k` on, if given."""
+        work = self.work
+        for number in range(work.scaled):
+            if loaded_k is not None:
+                self.left.load_held(loaded_k, [number])
+            self.weights.begin(slot, fragment, number)
+            for step in range(work.steps):
+                self._multiply(slot, fragment, number * work.steps + step, step > 0)
+            self._add_scaled(slot, fragment, number)
 
     def _multiply(self, slot: int, fragment: int, step: int, adds: bool) -> None:
         left = self.weights.unpack(slot, fragment, step)

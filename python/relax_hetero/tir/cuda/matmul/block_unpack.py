@@ -18,9 +18,9 @@ from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
 from ..core.launch import enable_pdl, launch, local
 from ..core.operand import GpuOperand
+from ..tile.operand_tiles import PACKED_ROWS
 from .block_fragments import WeightFragments
 from .block_plan import STEP, BlockPlan, BlockWork
-from .operand_tiles import PACKED_ROWS
 
 TILE_DEPTH = SWIZZLED_BYTES // 2
 """Extent of k of a tile of 16-bit floats."""

@@ -23,16 +23,15 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
-from ....encoding.expression import Expression
 from ....encoding.problem import QuantizedMatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, minimum
 from ..core import ptx
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import SharedMemory, enable_pdl, launch, local
 from ..core.operand import GpuOperand
+from ..tile.epilogue import EpilogueWriter, where
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans
@@ -42,9 +41,8 @@ from .block_rows import LeftRows
 #
 # Weights in flight take no registers, so that blocks of two launches share a multiprocessor: while one launch reduces
 # its last accumulators, the weights of the next arrive. The lanes of a warp copy its own contiguous part of k, so a
-# stage is free as soon as the warp has multiplied it, and barriers are needed only to reduce a column tile.
-#
-# Few left rows are kept in shared memory. More rows are staged with their weights.
+# stage is free as soon as the warp has multiplied it, and barriers are needed only to reduce a column tile. Left rows
+# are staged with their weights.
 
 _CHUNK_BYTES = 512
 """Bytes of a chunk of weights of 16 columns."""
@@ -66,23 +64,11 @@ class StagedPlan(BlockPlan):
 
     Attributes
     ----------
-    run : int
-        Chunks of k of a stage.
     stages : int
-        Stages of a warp.
-    blocks_per_sm : int
-        Resident blocks per multiprocessor, of this launch and of the next.
-    blocks : int
-        Resident blocks per multiprocessor of this launch.
-    holds_rows : bool
-        Whether the whole left operand is kept in shared memory.
+        Stages of a warp, of a chunk each.
     """
 
-    run: int = 1
     stages: int = 2
-    blocks_per_sm: int = 1
-    blocks: int = 1
-    holds_rows: bool = True
 
 
 def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan | None:
@@ -104,7 +90,7 @@ def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan |
     choices = [each for each in _FRAGMENT_CHOICES if each <= _MAX_PERSISTENT or tiles <= each * gpu.multiprocessors]
     for fragments in sorted(choices, key=bytes_read):
         for stages in (3, 2):
-            plan = StagedPlan(fragments, groups, _WARPS, 1, run=1, stages=stages, holds_rows=False)
+            plan = StagedPlan(fragments, groups, _WARPS, 1, stages)
             work = StagedWork(problem, plan, rows)
             work.share(gpu, 1, 0, 0)
             if work.shared_bytes <= gpu.shared_bytes:
@@ -113,39 +99,29 @@ def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan |
 
 
 class StagedWork(BlockWork):
-    """`BlockWork` with the bytes of a stage: weights, then scales, zero points, and rows."""
+    """`BlockWork` with the bytes of a stage: fragments (weights, scales, and zero points), and rows."""
 
     def __init__(self, problem: QuantizedMatmulProblem, plan: StagedPlan, m: int) -> None:
         super().__init__(problem, plan, m)
-        self.staged = plan
-        self.held_rows = min(m, self.rows) * self.parts if plan.holds_rows else 0
-        self.rounds = self.own // plan.run
-        self.run_blocks = plan.run * self.chunk // problem.block
-        self.weight_bytes = plan.run * _CHUNK_BYTES
-        self.part_bytes = [
-            self.run_blocks * FRAGMENT_COLUMNS * bytes_of(operand.dtype) for operand in problem.weights[1:]
-        ]
+        self.stages, self.staged_rows, self.held_rows = plan.stages, m, 0
+        values = self.chunk // problem.block * FRAGMENT_COLUMNS
+        self.part_bytes = [values * bytes_of(operand.dtype) for operand in problem.weights[1:]]
         self.row_bytes = self.chunk * 2  # of a chunk
-        self.staged_rows = 0 if plan.holds_rows else m
-        self.fragment_bytes = self.weight_bytes + sum(self.part_bytes)
+        self.fragment_bytes = _CHUNK_BYTES + sum(self.part_bytes)
         self.rows_at = plan.fragments * self.fragment_bytes
-        self.stage_bytes = self.rows_at + self.staged_rows * plan.run * self.row_bytes
+        self.stage_bytes = self.rows_at + m * self.row_bytes
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """See `BlockWork.share`."""
-        plan = self.staged
-        self.blocks_per_sm = plan.blocks_per_sm
-        self.stride = min(self.column_tiles, gpu.multiprocessors * plan.blocks)
-        self.batch = 1
+        self.blocks_per_sm = self.batch = 1
+        self.stride = min(self.column_tiles, gpu.multiprocessors)
         # With a single column tile, accumulators reuse the memory of stages.
-        self.held_at = self.sums * 4 if self.is_persistent or self.held_rows else 0
-        self.stages_at = self.held_at + self.held_rows * self.pitch * 4
-        stages = self.stages_at + plan.warps * plan.stages * self.stage_bytes
-        self.shared_bytes = max(stages, self.sums * 4)
+        self.stages_at = self.sums * 4 if self.is_persistent else 0
+        self.shared_bytes = max(self.stages_at + self.plan.warps * self.stages * self.stage_bytes, self.sums * 4)
 
     def part_at(self, part: int) -> int:
         """Offset of scales (0) or zero points (1) of a fragment."""
-        return self.weight_bytes + sum(self.part_bytes[:part])
+        return _CHUNK_BYTES + sum(self.part_bytes[:part])
 
 
 class _StagedFragments(WeightFragments):
@@ -162,16 +138,16 @@ class _StagedFragments(WeightFragments):
             for dtype in self.types
         ]
 
-    def load_fragment(self, shared: SharedMemory, stage: Expr, chunk: int, fragment: int) -> None:
-        """Load a fragment of a chunk from a complete stage."""
+    def load_fragment(self, shared: SharedMemory, stage: Expr, fragment: int) -> None:
+        """Load a fragment from a complete stage."""
         work = self.work
         begin = fragment * work.fragment_bytes
-        offset = stage + (begin + chunk * _CHUNK_BYTES) + self.lane * 16
+        offset = stage + begin + self.lane * 16
         ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(offset))
         for part, dtype in enumerate(self.types):
             size = bytes_of(dtype)
             for number in range(work.scaled):
-                block = (chunk * work.chunk + number * work.steps * STEP) // work.problem.block
+                block = number * work.steps * STEP // work.problem.block
                 offset = stage + (begin + work.part_at(part) + block * FRAGMENT_COLUMNS * size) + self.high * (2 * size)
                 words_per_value = max(1, size // 2)
                 first = (fragment * work.scaled + number) * words_per_value
@@ -208,51 +184,36 @@ class _StagedRows(LeftRows):
         return 4 if self.work.steps <= 2 else 1
 
     def copy(self, stage: Expr, chunk: Expr, lane: Expr) -> None:
-        """Issue copies of the rows of the chunks from `chunk` on, by all lanes of a warp."""
+        """Issue copies of the rows of a chunk, by all lanes of a warp."""
         work = self.work
         copies = work.row_bytes // _COPY_BYTES
-        for number in range(work.staged.run):
-            for first in range(0, work.staged_rows * copies, WARP):
-                item = first + lane
-                row, copy = tirx.floordiv(item, copies), tirx.floormod(item, copies)
-                position = {
-                    "m": T.Cast("int64", row),
-                    "k": (chunk + number) * work.chunk + T.Cast("int64", copy * (_COPY_BYTES // 2)),
-                }
-                if self._swizzle:
-                    copy = T.bitwise_xor(copy, tirx.floormod(row, 2) * self._swizzle)
-                offset = number * work.staged_rows * work.row_bytes + row * work.row_bytes + copy * _COPY_BYTES
-                target = self.shared.at(stage + (work.rows_at + offset))
-                source = T.address_of(self.lhs.data[self.lhs.address(position)])
-                if first + WARP <= work.staged_rows * copies:
-                    ptx.copy_async(target, source, _COPY_BYTES)
-                else:
-                    with T.If(item < work.staged_rows * copies), T.Then():
-                        ptx.copy_async(target, source, _COPY_BYTES)
+        for first in range(0, work.staged_rows * copies, WARP):
+            item = first + lane
+            row, copy = tirx.floordiv(item, copies), tirx.floormod(item, copies)
+            k = chunk * work.chunk + T.Cast("int64", copy * (_COPY_BYTES // 2))
+            source = T.address_of(self.lhs.data[self.lhs.address({"m": T.Cast("int64", row), "k": k})])
+            if self._swizzle:
+                copy = T.bitwise_xor(copy, tirx.floormod(row, 2) * self._swizzle)
+            target = self.shared.at(stage + (work.rows_at + (row * work.row_bytes + copy * _COPY_BYTES)))
+            with where([None if first + WARP <= work.staged_rows * copies else item < work.staged_rows * copies]):
+                ptx.copy_async(target, source, _COPY_BYTES)
 
-    def load_fragment(self, stage: Expr, chunk: int) -> None:
+    def load_fragment(self, stage: Expr) -> None:
         """Load the fragments of a chunk from a complete stage."""
         work = self.work
         words = 2 * work.steps
         width = min(4, words)
         for group in range(work.plan.groups):
             row = self.high + group * GROUP_COLUMNS
-            if (group + 1) * GROUP_COLUMNS <= work.staged_rows:
-                self._load_row_fragment(stage, chunk, group, row, words, width)
-            else:
-                with T.If(row < work.staged_rows), T.Then():
-                    self._load_row_fragment(stage, chunk, group, row, words, width)
-
-    def _load_row_fragment(self, stage: Expr, chunk: int, group: int, row: Expr, words: int, width: int) -> None:
-        work = self.work
-        begin = stage + (work.rows_at + chunk * work.staged_rows * work.row_bytes) + row * work.row_bytes
-        for number in range(work.scaled):
-            for i in range(0, words, width):
-                offset = ((number * 4 + self.low) * words + i) * 4
-                if self._swizzle:
-                    offset = T.bitwise_xor(offset, tirx.floormod(self.high, 2) * (self._swizzle * _COPY_BYTES))
-                first = group * self.steps * 2 + number * words + i
-                ptx.load_shared([self.words[first + j] for j in range(width)], self.shared.at(begin + offset))
+            begin = stage + work.rows_at + row * work.row_bytes
+            with where([None if (group + 1) * GROUP_COLUMNS <= work.staged_rows else row < work.staged_rows]):
+                for number in range(work.scaled):
+                    for i in range(0, words, width):
+                        offset = ((number * 4 + self.low) * words + i) * 4
+                        if self._swizzle:
+                            offset = T.bitwise_xor(offset, tirx.floormod(self.high, 2) * (self._swizzle * _COPY_BYTES))
+                        first = group * self.steps * 2 + number * words + i
+                        ptx.load_shared([self.words[first + j] for j in range(width)], self.shared.at(begin + offset))
 
 
 class StagedBody(BlockBody):
@@ -272,39 +233,32 @@ class StagedBody(BlockBody):
         self.left = _StagedRows(self.work, self.lhs, self.shared, self.thread, lanes, self.first_row)
 
     def _work(self) -> None:
-        work, plan = self.work, self.work.staged
+        work, plan = self.work, self.work.plan
         num_tiles: Expr = 1
         if work.is_persistent:
             num_tiles = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
-        self.items = T.bind(T.Cast("int32", int64(num_tiles * work.rounds)))
-        for stage in range(plan.stages):
+        self.items = T.bind(T.Cast("int32", int64(num_tiles * work.own)))
+        for stage in range(work.stages):
             self._if_item(stage, self._copy_weights)
-            if work.held_rows:
-                ptx.copy_commit()
         if self.gpu.overlaps_launches:
             ptx.launch_dependents()
             ptx.griddepcontrol_wait()
-        if work.held_rows:
-            self.left.hold()
-            ptx.block_barrier()
-        else:
-            for i in range(plan.groups * self.left.steps * 2):
-                T.buffer_store(self.left.words, T.uint32(0), [i])
-            # The first commit group contains the weights of all stages.
-            for stage in range(plan.stages):
-                self._if_item(stage, self._copy_rows)
-                ptx.copy_commit()
+        for i in range(plan.groups * self.left.steps * 2):
+            T.buffer_store(self.left.words, T.uint32(0), [i])
+        # The first commit group contains the weights of all stages.
+        for stage in range(work.stages):
+            self._if_item(stage, self._copy_rows)
+            ptx.copy_commit()
         with T.serial(int64(num_tiles)) as index:
             for number in range(plan.fragments * plan.groups * 4):
                 T.buffer_store(self.totals, T.float32(0), [number])
-            with T.serial(tirx.const(work.rounds, "int32")) as iteration:
-                item = T.bind(T.Cast("int32", index) * work.rounds + iteration)
-                self._multiply_stage(item, iteration)
+            with T.serial(tirx.const(work.own, "int32")) as iteration:
+                item = T.bind(T.Cast("int32", index) * work.own + iteration)
+                self._multiply_stage(item)
                 ptx.warp_barrier()
-                next_item = T.bind(item + plan.stages)
+                next_item = T.bind(item + work.stages)
                 self._if_item(next_item, self._copy_weights)
-                if not work.held_rows:
-                    self._if_item(next_item, self._copy_rows)
+                self._if_item(next_item, self._copy_rows)
                 ptx.copy_commit()
             if work.stages_at == 0:
                 ptx.copy_wait(0)
@@ -314,36 +268,34 @@ class StagedBody(BlockBody):
 
     def _stage(self, stage: Expr) -> Expr:
         """Offset of a stage of the warp."""
-        return self.work.stages_at + (self.warp * self.work.staged.stages + stage) * self.work.stage_bytes
+        return self.work.stages_at + (self.warp * self.work.stages + stage) * self.work.stage_bytes
 
     def _if_item(self, item: Expr, write: Callable[[Any], None]) -> None:
         with T.If(item < self.items), T.Then():
             write(item)
 
-    def _first_chunk(self, iteration: Expr) -> Expr:
-        return T.bind(T.Cast("int64", self.warp) * self.work.own + T.Cast("int64", iteration) * self.work.staged.run)
+    def _chunk_of_item(self, iteration: Expr) -> Expr:
+        return T.bind(T.Cast("int64", self.warp) * self.work.own + T.Cast("int64", iteration))
 
     def _copy_weights(self, item: Expr) -> None:
         """Issue copies of the weights, scales and zero points of an item, by all lanes."""
-        work, plan = self.work, self.work.staged
+        work, plan = self.work, self.work.plan
         item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
-        stage = T.bind(tirx.floormod(item, plan.stages))
-        tile = self.first_block + T.Cast("int64", tirx.floordiv(item, work.rounds)) * work.stride
+        stage = T.bind(tirx.floormod(item, work.stages))
+        tile = self.first_block + T.Cast("int64", tirx.floordiv(item, work.own)) * work.stride
         tile = T.bind(tile * plan.fragments)
-        chunk = self._first_chunk(tirx.floormod(item, work.rounds))
+        chunk = self._chunk_of_item(tirx.floormod(item, work.own))
         block = T.bind(tirx.floordiv(chunk * work.chunk, work.problem.block))
         begin = T.bind(self._stage(stage))
         for fragment in range(plan.fragments):
             offset = T.bind(
                 (self._tile_of(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
             )
-            for number in range(plan.run):
-                target = begin + (fragment * work.fragment_bytes + number * _CHUNK_BYTES) + self.lane * _COPY_BYTES
-                source = T.address_of(self.weights.weight[offset + number * (WARP * 4)])
-                ptx.copy_async(self.shared.at(target), source, _COPY_BYTES)
+            target = begin + fragment * work.fragment_bytes + self.lane * _COPY_BYTES
+            ptx.copy_async(self.shared.at(target), T.address_of(self.weights.weight[offset]), _COPY_BYTES)
         parts = [self.weights.scales, self.weights.zeros]
         for part, (data, size) in enumerate(zip(parts, work.part_bytes, strict=False)):
-            copies, element = size // _COPY_BYTES, size // (work.run_blocks * FRAGMENT_COLUMNS)
+            copies, element = size // _COPY_BYTES, size * work.problem.block // (work.chunk * FRAGMENT_COLUMNS)
             for first in range(0, plan.fragments * copies, WARP):
                 number = first + self.lane
                 fragment, copy = tirx.floordiv(number, copies), tirx.floormod(number, copies)
@@ -360,32 +312,23 @@ class StagedBody(BlockBody):
         return first + fragment
 
     def _copy_rows(self, item: Expr) -> None:
-        work, plan = self.work, self.work.staged
+        work = self.work
         item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
-        stage = T.bind(tirx.floormod(item, plan.stages))
-        self.left.copy(T.bind(self._stage(stage)), self._first_chunk(tirx.floormod(item, work.rounds)), self.lane)
+        stage = T.bind(tirx.floormod(item, work.stages))
+        self.left.copy(T.bind(self._stage(stage)), self._chunk_of_item(tirx.floormod(item, work.own)), self.lane)
 
-    def _multiply_stage(self, item: Expr, iteration: Expr) -> None:
-        work, plan = self.work, self.work.staged
-        stage = T.bind(tirx.floormod(item, plan.stages))
+    def _multiply_stage(self, item: Expr) -> None:
+        work, plan = self.work, self.work.plan
+        stage = T.bind(tirx.floormod(item, work.stages))
         begin = T.bind(self._stage(stage))
-        ptx.copy_wait(plan.stages - 1)
+        ptx.copy_wait(work.stages - 1)
         ptx.warp_barrier()
-        first = self._first_chunk(iteration)
-        for chunk in range(plan.run):
-            self.weights.load_fragment(self.shared, begin, chunk, 0)
-            if work.held_rows:
-                self.left.load_held(T.bind((first + chunk) * work.chunk), range(work.scaled))
-            else:
-                self.left.load_fragment(begin, chunk)
-            for fragment in range(plan.fragments):
-                if fragment + 1 < plan.fragments:
-                    self.weights.load_fragment(self.shared, begin, chunk, fragment + 1)
-                for number in range(work.scaled):
-                    self.weights.begin(0, fragment, number)
-                    for step in range(work.steps):
-                        self._multiply(0, fragment, number * work.steps + step, step > 0)
-                    self._add_scaled(0, fragment, number)
+        self.weights.load_fragment(self.shared, begin, 0)
+        self.left.load_fragment(begin)
+        for fragment in range(plan.fragments):
+            if fragment + 1 < plan.fragments:
+                self.weights.load_fragment(self.shared, begin, fragment + 1)
+            self._multiply_fragment(0, fragment)
 
 
 _BLOCKS_PER_SM = 2  # resident blocks of a kernel with two bodies
@@ -413,19 +356,12 @@ def quantized_matmul_kernel(
             GpuOperand(function, name, operand)
             for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
         ]
-        epilogue = problem.epilogue
-        views = tuple(
-            GpuOperand(function, f"x{i + 1}", operand)
-            for i, operand in enumerate(epilogue.operands if epilogue else ())
-        )
-        result = GpuOperand(function, "result", problem.result)
-        expression = epilogue.expression if epilogue else Expression.operand(0)
-        writer = EpilogueWriter(expression, None, views, result, "float32")
-        for name in reversed([name for name in result.index_map if name.startswith("b")]):
-            for view in (lhs, *views, result):
+        writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
+        for name in reversed([name for name in writer.result.index_map if name.startswith("b")]):
+            for view in (lhs, *writer.operands):
                 view.merge(name, "m")
         with function.body():
-            for view in (*views, result):
+            for view in writer.operands:
                 view.open_for_gpu()
             lhs.open(raw=True)
             for view in packed:

@@ -12,7 +12,8 @@ from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div
 from ..core.minimax_regret import cases_of, minimax_regret
-from .wgmma_tiling import STAGED_BYTES, STAGING_PAD, staged_element
+from ..tile.fragment_store import STAGING_PAD
+from .wgmma_tiling import STAGED_BYTES, staged_element
 
 MAX_STAGES = 4
 

@@ -1,4 +1,4 @@
-"""Parameters of tensor core matrix products."""
+"""Parameters of matrix products."""
 
 from __future__ import annotations
 
@@ -12,57 +12,53 @@ from ...core.builder import Expr, Function
 from ...core.ties import tied_to
 from ...core.view import extent_of
 from ...matmul.matmul import merge_batches
-from ..core.operand import GlobalView, GpuOperand
-from .fragments import FragmentStore
+from ..core.operand import GpuOperand
+from ..tile.batches import Batches
+from ..tile.epilogue import EpilogueWriter
+from ..tile.fragment_store import FragmentStore
 from .wgmma_tiling import reads_rows
 
 
 @dataclass(frozen=True)
 class ProductParameters:
-    """Parameters of a tensor core kernel, declared in order.
+    """Parameters of a kernel, declared in order.
 
     Attributes
     ----------
     problem : MatmulProblem
-    lhs, rhs : GlobalView
-    store : FragmentStore
-    result : GpuOperand
+    lhs, rhs : GpuOperand
+    writer : EpilogueWriter
     sizes : tuple of PrimExpr or int
         Extents of m, n and k.
-    counts : dict of str to PrimExpr or int
-        Extents of batch dimensions.
+    batches : Batches
     """
 
     problem: MatmulProblem
-    lhs: GlobalView
-    rhs: GlobalView
-    store: FragmentStore
-    result: GpuOperand
+    lhs: GpuOperand
+    rhs: GpuOperand
+    writer: EpilogueWriter
     sizes: tuple[Expr, Expr, Expr]
-    counts: dict[str, Expr]
+    batches: Batches
 
     @staticmethod
-    def declare(function: Function, problem: MatmulProblem, gpu: GpuTarget) -> ProductParameters:
+    def declare(function: Function, problem: MatmulProblem) -> ProductParameters:
         """Declare the parameters."""
-        lhs = GlobalView(function, "lhs", problem.lhs)
-        rhs = GlobalView(function, "rhs", problem.rhs)
-        init = GpuOperand(function, "init", problem.init) if problem.init else None
-        store = FragmentStore(function, init, problem.epilogue, problem.acc_dtype, gpu)
-        result = GpuOperand(function, "result", problem.result)
-        views = [lhs, rhs, *([init] if init else []), *store.views, result]
-        names = merge_batches(views, lhs, rhs, result)  # type: ignore[arg-type]
+        lhs, rhs = GpuOperand(function, "lhs", problem.lhs), GpuOperand(function, "rhs", problem.rhs)
+        writer = EpilogueWriter.of(function, problem.epilogue, problem.result, problem.acc_dtype, problem.init)
+        views = [lhs, rhs, *writer.operands]
+        names = merge_batches(list(views), lhs, rhs, writer.result)
         m, n, k = (extent_of(views, name) for name in "mnk")
-        counts = {name: extent_of([result], name) for name in names}
-        return ProductParameters(problem, lhs, rhs, store, result, (m, n, k), counts)
+        batches = Batches({name: extent_of([writer.result], name) for name in names})
+        return ProductParameters(problem, lhs, rhs, writer, (m, n, k), batches)
 
-    def open(self) -> None:
-        """Declare the elements, in the body of the function, before the launch."""
+    def open(self, gpu: GpuTarget) -> FragmentStore:
+        """Declare the elements for tensor cores, in the body of the function, before the launch."""
         self.lhs.open(raw=True)
         self.rhs.open(raw=True)
-        self.store.open(self.result, *self.sizes[:2], reads_rows(self.problem))
+        store = FragmentStore(self.writer, gpu)
+        store.open(*self.sizes[:2], reads_rows(self.problem))
+        return store
 
     def tied(self, kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         """Mark which parameters may share the result's storage."""
-        problem = self.problem
-        in_place = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-        return tied_to(kernel, in_place, 2, problem.result)
+        return tied_to(kernel, self.problem.parameters[2:-1], 2, self.problem.result)

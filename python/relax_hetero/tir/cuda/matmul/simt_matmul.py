@@ -16,14 +16,14 @@ from ....errors import EncodingError
 from ....target.element_types import HALF_TYPES, bytes_of
 from ....target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, lane_indices
-from ...core.ties import tied_to
-from ...core.view import Coordinates, extent_of
-from ...matmul.matmul import merge_batches
-from ..core.epilogue import EpilogueWriter
+from ...core.view import Coordinates
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
+from ..tile.batches import Batches
+from ..tile.epilogue import EpilogueWriter
+from .product_parameters import ProductParameters
 from .simt_plan import SimtPlan, simt_plan
-from .simt_tiles import SHARED, Batches, SimtOperand, TiledProduct, barrier, known
+from .simt_tiles import SHARED, SimtOperand, TiledProduct, barrier, known
 
 # GEMV: products with few rows, bound by the bandwidth of reading the other operand, the weight, once.
 #
@@ -293,16 +293,12 @@ def simt_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SimtPlan | 
     _check(problem)
     function = Function("matmul", registers="local")
     with function:
-        lhs, rhs = (GpuOperand(function, name, o) for name, o in (("lhs", problem.lhs), ("rhs", problem.rhs)))
-        writer = EpilogueWriter.of(function, problem)
-        operands = [lhs, rhs, *writer.operands]
-        names = merge_batches(list(operands), lhs, rhs, writer.result)
+        parameters = ProductParameters.declare(function, problem)
         with function.body():
-            for view in operands:
+            for view in (parameters.lhs, parameters.rhs, *parameters.writer.operands):
                 view.open_for_gpu()
-            _emit(lhs, rhs, writer, names, gpu, plan)
-    in_place = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return tied_to(function.result, in_place, 2, problem.result)
+            _emit(parameters, gpu, plan)
+    return parameters.tied(function.result)
 
 
 def _check(problem: MatmulProblem) -> None:
@@ -314,18 +310,9 @@ def _check(problem: MatmulProblem) -> None:
             raise EncodingError(f"matmul: found {name} stored as {operand.layout}, expected a permutation")
 
 
-def _emit(
-    lhs: GpuOperand,
-    rhs: GpuOperand,
-    writer: EpilogueWriter,
-    names: list[str],
-    gpu: GpuTarget,
-    plan: SimtPlan | None,
-) -> None:
-    result = writer.result
-    views = [lhs, rhs, *writer.operands]
-    m, n, k = (extent_of(views, name) for name in "mnk")
-    batches = Batches({name: extent_of([result], name) for name in names})
+def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) -> None:
+    lhs, rhs, writer, batches = parameters.lhs, parameters.rhs, parameters.writer, parameters.batches
+    (m, n, k), result = parameters.sizes, writer.result
     # 16-bit and 8-bit floats are accumulated in float32.
     acc = writer.acc_dtype
     dtype = "float32" if acc in HALF_TYPES or acc.startswith("float8") else acc

@@ -21,61 +21,14 @@ from ....target.gpu_target import VECTOR_BYTES, WARP
 from ...core.builder import Expr, ceil_div, int64, lane_indices, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
+from ..tile.batches import Batches
+from ..tile.epilogue import EpilogueWriter
 from .simt_plan import SimtPlan
 
 SHARED = "shared.dyn"
 """Scope of dynamic shared memory, which is not limited to 48 KB."""
-
-_RASTER_ROWS = 8
-"""Rasterization: row tiles of neighbouring blocks before the next column tile, for L2 reuse."""
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The batch dimensions of a product.
-
-    Attributes
-    ----------
-    extents : dict of str to (PrimExpr or int)
-        Extents by name, outermost first.
-    """
-
-    extents: dict[str, Expr]
-
-    @property
-    def count(self) -> Expr:
-        """Number of products."""
-        count: Expr = 1
-        for extent in self.extents.values():
-            count = count * extent
-        return count
-
-    @property
-    def exists(self) -> Expr | None:
-        """Predicate that there is a product; None if that is known."""
-        return None if isinstance(self.count, int) and self.count > 0 else int64(self.count) > 0
-
-    def place(self, number: Expr) -> Coordinates:
-        """Batch coordinates of a product, given its number."""
-        at: dict[str, Expr] = {}
-        for name, extent in reversed(self.extents.items()):
-            positive_extent = at_least_one(extent)
-            at[name] = T.bind(tirx.floormod(number, positive_extent))
-            number = tirx.floordiv(number, positive_extent)
-        return at
-
-    def tile(self, block: Expr, row_tiles: Expr, column_tiles: Expr) -> tuple[Coordinates, Expr, Expr]:
-        """Batch coordinates, row tile and column tile of a block."""
-        tiles = row_tiles * column_tiles
-        number = T.bind(tirx.floormod(block, tiles))
-        at = self.place(tirx.floordiv(block, tiles))
-        band = tirx.floordiv(number, column_tiles * _RASTER_ROWS)
-        within = T.bind(number - band * (column_tiles * _RASTER_ROWS))
-        height = T.bind(tirx.min(int64(_RASTER_ROWS), row_tiles - band * _RASTER_ROWS))
-        return at, band * _RASTER_ROWS + tirx.floormod(within, height), tirx.floordiv(within, height)
 
 
 def barrier() -> None:

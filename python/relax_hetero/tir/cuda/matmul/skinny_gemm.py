@@ -2,7 +2,7 @@
 
 Each weight is read once for up to 64 rows, so that bytes in flight are all that counts. Operands are swapped: 64
 columns of the weight are wgmma's m dimension, and the rows of the left operand, rounded up to a multiple of 8, its n
-dimension. A block has 64 columns, or twice as many, and a part of k. One thread issues bulk copies of weight tiles, a
+dimension. A block has 64 columns, and a part of k. One thread issues bulk copies of weight tiles, a
 pipeline of stages ahead, and the first of them before the launch that writes the left operand has ended
 (`ptx.griddepcontrol_wait`), so that consecutive launches keep memory busy. The left operand has a pipeline of its own,
 filled by asynchronous copies of all producers.
@@ -29,17 +29,13 @@ from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
-from ...core.ties import tied_to
-from ...core.view import Coordinates, extent_of
-from ...core.work_split import unravel
-from ...matmul.matmul import merge_batches
 from ..core import ptx
-from ..core.epilogue import EpilogueWriter
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
-from ..core.operand import GlobalView
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, arrive
+from ..tile.register_tile import reinterpreted, sums_dtype
 from ..tile.ring import Ring
 from . import wgmma_matmul
-from .operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source
+from .product_parameters import ProductParameters
 
 MAX_ROWS = 64
 """Maximum rows of the left operand, those of one tile."""
@@ -48,7 +44,9 @@ WEIGHT_BYTES = PACKED_ROWS * SWIZZLED_BYTES
 """Bytes of a tile of weights."""
 
 _ROWS_PER_COPY = 16  # of the left operand, that the producers copy at a time
-_PAD_FLOATS = 4  # between rows of accumulators, to avoid bank conflicts
+_PITCH = PACKED_ROWS + 4
+"""Floats between rows of accumulators, padded to avoid bank conflicts."""
+_THREADS = PRODUCERS + WARPGROUP
 
 # Stages of weights and of the left operand. With 1 to 16 rows, three or four blocks are resident on a multiprocessor,
 # including those of the next launch. Measured on an H200: splits of 16 k-steps (4,096 columns) take 10.3 us with 76 KB
@@ -80,11 +78,9 @@ class SkinnyPlan:
     split : int
         Blocks of a cluster, which split k: 1, 2, 4 or 8.
     stages : int
-        Maximum stages of weights, 8 KB each for 64 columns.
+        Maximum stages of weights, 8 KB each.
     row_stages : int
         Stages of the left operand.
-    groups : int
-        Groups of 64 columns of a block, with a consumer warpgroup each.
     evicts_first : bool
         Whether L2 evicts weights first, to keep other data.
     """
@@ -92,7 +88,6 @@ class SkinnyPlan:
     split: int
     stages: int
     row_stages: int
-    groups: int = 1
     evicts_first: bool = False
 
 
@@ -151,41 +146,25 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
         raise EncodingError(f"matmul of few rows on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        lhs = GlobalView(function, "lhs", problem.lhs)
-        rhs = GlobalView(function, "rhs", problem.rhs)
-        writer = EpilogueWriter.of(function, problem)
-        batch = merge_batches([lhs, rhs, *writer.operands], lhs, rhs, writer.result)  # type: ignore[arg-type]
-        m, n, k = (extent_of([lhs, rhs, writer.result], name) for name in "mnk")
-        counts = {name: extent_of([writer.result], name) for name in batch}
+        parameters = ProductParameters.declare(function, problem)
         with function.body():
-            lhs.open(raw=True)
-            rhs.open(raw=True)
-            for view in writer.operands:
+            parameters.lhs.open(raw=True)
+            parameters.rhs.open(raw=True)
+            for view in parameters.writer.operands:
                 view.open_for_gpu()
-            _Kernel(lhs, rhs, writer, plan or skinny_plan(problem, gpu), (m, n, k), counts).emit()
-    in_tile = [*([problem.init] if problem.init else []), *(problem.epilogue.operands if problem.epilogue else ())]
-    return enable_pdl(tied_to(function.result, in_tile, 2, problem.result), [1])
+            _Kernel(parameters, plan or skinny_plan(problem, gpu)).emit()
+    return enable_pdl(parameters.tied(function.result), [1])
 
 
 class _Kernel:
     """Writer of the kernel."""
 
-    def __init__(
-        self,
-        lhs: GlobalView,
-        rhs: GlobalView,
-        writer: EpilogueWriter,
-        plan: SkinnyPlan,
-        sizes: tuple[Expr, Expr, Expr],
-        counts: dict[str, Expr],
-    ) -> None:
-        self.lhs, self.rhs, self.writer, self.counts = lhs, rhs, writer, counts
-        self.m, self.n, self.k = sizes
+    def __init__(self, parameters: ProductParameters, plan: SkinnyPlan) -> None:
+        lhs, rhs = parameters.lhs, parameters.rhs
+        self.writer, self.batches = parameters.writer, parameters.batches
+        self.m, self.n, self.k = parameters.sizes
         self.types = (lhs.nominal, rhs.nominal)
-        self.columns = PACKED_ROWS * plan.groups
-        self.threads = PRODUCERS + WARPGROUP * plan.groups
-        self.pitch = self.columns + _PAD_FLOATS
-        self.sum_type = "int32" if lhs.nominal in ("int8", "uint8") else "float32"
+        self.sum_type = "int32" if sums_dtype(lhs.nominal) == "uint32" else "float32"
         steps = -(-self.k // (SWIZZLED_BYTES // bytes_of(rhs.nominal)))
         # Every block must have a k-step.
         while plan.split > steps:
@@ -196,12 +175,12 @@ class _Kernel:
         self.rows = self._rows()
         loaded_rows = -(-self.rows // _ROWS_PER_COPY) * _ROWS_PER_COPY
         self.left = OperandTile.of(lhs, "m", loaded_rows, self.m, self.k, may_transpose=False)
-        self.right = replace(OperandTile.of(rhs, "n", self.columns, self.n, self.k), evicts_first=plan.evicts_first)
+        self.right = replace(OperandTile.of(rhs, "n", PACKED_ROWS, self.n, self.k), evicts_first=plan.evicts_first)
         max_steps = -(-steps // split)
         self.stages = max(2, min(plan.stages, max_steps))
         self.row_stages = max(2, min(plan.row_stages, max_steps))
         self.own_rows = -(-self.rows // split)
-        self.sums_size = self.own_rows * self.pitch * 4
+        self.sums_size = self.own_rows * _PITCH * 4
 
     def _rows(self) -> int:
         """Rows of a tile, rounded up to a valid n of wgmma."""
@@ -219,22 +198,18 @@ class _Kernel:
         self.left_at = self.shared.reserve(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.reserve((split - 1) * self.sums_size)
         self.weight_ring = Ring(self.shared, stages, producers=1)
-        self.row_ring = Ring(self.shared, row_stages, PRODUCERS, self.plan.groups)
+        self.row_ring = Ring(self.shared, row_stages, PRODUCERS, consumers=1)
         row_tiles = ceil_div(self.m, MAX_ROWS)
-        column_tiles = -(-self.n // self.columns)
-        tiles: Expr = row_tiles * column_tiles
-        for count in self.counts.values():
-            tiles = tiles * count
-        with launch(at_least_one(int64(tiles * split)), self.threads, split) as place:
+        column_tiles = -(-self.n // PACKED_ROWS)
+        tiles = row_tiles * column_tiles * self.batches.count
+        with launch(at_least_one(int64(tiles * split)), _THREADS, split) as place:
             self.shared.open()
             self.rank, self.thread = place.rank, place.thread
             tile = T.bind(tirx.floordiv(T.Cast("int64", place.block), split))
             self.row = T.bind(tirx.floormod(tile, int64(row_tiles)) * MAX_ROWS)
             remaining = tirx.floordiv(tile, int64(row_tiles))
-            self.column = T.bind(tirx.floormod(remaining, int64(column_tiles)) * self.columns)
-            remaining = tirx.floordiv(remaining, int64(column_tiles))
-            coordinates = unravel(remaining, list(self.counts.values())) if self.counts else []
-            self.at: Coordinates = dict(zip(self.counts, coordinates, strict=True))
+            self.column = T.bind(tirx.floormod(remaining, int64(column_tiles)) * PACKED_ROWS)
+            self.at = self.batches.place(tirx.floordiv(remaining, int64(column_tiles)))
             self.count: Expr = self.min_steps
             if self.remainder:
                 self.count = T.bind(self.min_steps + T.Select(self.rank < self.remainder, 1, 0))
@@ -288,11 +263,7 @@ class _Kernel:
         full = self.row_ring.full(stage)
         target = self.left_at + stage * self.left.size
         self.left.load(self.shared, target, self.at, self.row, self.first + step, self.thread)
-        if self.left.source is Source.GATHER:
-            ptx.async_proxy_fence()
-            ptx.barrier_arrive(full)
-        else:
-            ptx.barrier_arrive_after_copies(full)
+        arrive(full, self.left.source is Source.GATHER)
 
     def _produce(self) -> None:
         loaded_row_steps, loaded_weight_steps = min(self.row_stages, self.min_steps), min(self.stages, self.min_steps)
@@ -314,13 +285,10 @@ class _Kernel:
                 self._load_rows(step, self.row_ring.stage(step))
 
     def _consume(self) -> Any:
-        kind = "uint32" if self.sum_type == "int32" else "float32"
         registers = self.rows // 2
-        sums, base = local(registers, kind), local(2, "uint64")
-        group = T.bind(tirx.floordiv(self.thread, WARPGROUP) - PRODUCERS // WARPGROUP)
-        self.member = T.bind(tirx.floormod(self.thread, WARPGROUP))
-        self.first_column = group * PACKED_ROWS
-        ptx.matrix_descriptor(base[0], self.shared.at(group * WEIGHT_BYTES))
+        sums, base = local(registers, sums_dtype(self.types[0])), local(2, "uint64")
+        self.member = T.bind(self.thread - PRODUCERS)
+        ptx.matrix_descriptor(base[0], self.shared.at(0))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
 
         def multiply(step: Expr) -> None:
@@ -349,18 +317,18 @@ class _Kernel:
         multiply(last)
         ptx.wgmma_wait(0)
         # All warps have read all stages, whose memory is reused for accumulators.
-        ptx.named_barrier(1, WARPGROUP * self.plan.groups)
+        ptx.named_barrier(1, WARPGROUP)
         return sums
 
     def _exchange(self, sums: Any) -> None:
         """Write each row of accumulators to the shared memory of the block that stores it."""
         split = self.plan.split
         warp, lane = tirx.floordiv(self.member, WARP), T.bind(tirx.floormod(self.member, WARP))
-        column = T.bind(self.first_column + warp * 16 + tirx.floordiv(lane, 4))
+        column = T.bind(warp * 16 + tirx.floordiv(lane, 4))
         remote = local(2, "uint32")
         for c in range(2):
             row = tirx.floormod(lane, 4) * 2 + c
-            offset = (tirx.floordiv(row, split) * self.pitch + column) * 4
+            offset = (tirx.floordiv(row, split) * _PITCH + column) * 4
             if split > 1:
                 owner = T.bind(tirx.floormod(row, split))
                 # Parts of other blocks are in the order of ranks after the owner's.
@@ -373,8 +341,8 @@ class _Kernel:
                     continue
                 for h in range(2):
                     value = sums[j * 4 + h * 2 + c]
-                    bits = value if self.sum_type == "int32" else tirx.reinterpret("uint32", value)
-                    tile_offset = (j * 8 // split * self.pitch + h * 8) * 4
+                    bits = reinterpreted(value, "uint32")
+                    tile_offset = (j * 8 // split * _PITCH + h * 8) * 4
                     if split == 1:
                         ptx.store_shared(self.shared.at(offset + tile_offset), [bits])
                     else:
@@ -384,10 +352,10 @@ class _Kernel:
         """Reduce over the cluster in order, and store this block's rows, by all threads."""
         split = self.plan.split
         vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
-        per_row = self.columns // vector
+        per_row = PACKED_ROWS // vector
         items = self.own_rows * per_row
-        with T.serial(tirx.const(-(-items // self.threads), "int32")) as iteration:
-            item = T.bind(iteration * self.threads + self.thread)
+        with T.serial(tirx.const(-(-items // _THREADS), "int32")) as iteration:
+            item = T.bind(iteration * _THREADS + self.thread)
             index = T.bind(tirx.floordiv(item, per_row))
             row = T.bind(index * split + self.rank)
             column = T.bind(tirx.floormod(item, per_row) * vector)
@@ -398,13 +366,13 @@ class _Kernel:
             }
             with T.If(tirx.all(row < self.rows, at["m"] < self.m)), T.Then():
                 totals = self._total(index, column, vector)
-                end = None if self.n % self.columns == 0 else int64(self.n)
+                end = None if self.n % PACKED_ROWS == 0 else int64(self.n)
                 self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
 
     def _total(self, index: Expr, column: Expr, vector: int) -> Any:
         """Reduce `vector` neighbours of a row: this block's part, then those of the following ranks."""
         totals, part = local(vector, self.sum_type), local(vector, "uint32")
-        own_offset = T.bind((index * self.pitch + column) * 4)
+        own_offset = T.bind((index * _PITCH + column) * 4)
         for number in range(self.plan.split):
             offset = own_offset if number == 0 else own_offset + (self.parts_at + (number - 1) * self.sums_size)
             ptx.load_shared([part[i] for i in range(vector)], self.shared.at(offset))

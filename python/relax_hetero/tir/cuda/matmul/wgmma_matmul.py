@@ -12,13 +12,12 @@ order of blocks through distributed shared memory, so results are deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.problem import MatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import TF32, bytes_of
@@ -27,249 +26,16 @@ from ...core.builder import Expr, Function, ceil_div, int64, materialize, when
 from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, to_int32, unrolled
+from ..tile.batches import Batches
+from ..tile.cluster_reduction import ClusterReduction
+from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
+from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, StageTile, arrive, source_of
+from ..tile.register_tile import WARP_ROWS, sums_dtype
 from ..tile.ring import Ring
-from .fragments import WARP_ROWS, FragmentStore, Staging, StoreGroup
-from .operand_tiles import PACKED_ROWS, PRODUCERS, LeftTile, OperandTile, Source, source_of
 from .product_parameters import ProductParameters
-from .wgmma_tiling import Tiling, choose_tiling
+from .wgmma_tiling import RASTERIZATION_GROUP_M, Tiling, choose_tiling
 
-# Epilogue for swapped operands, whose fragments are transposed.
-#
-# Warp w of a warpgroup holds 16 of 64 columns of the result, with the result's rows across its registers: lane l has,
-# in every 8 rows, the pair ``2 * (l % 4)`` of columns ``l // 4`` and ``l // 4 + 8``. An operand along columns, such as
-# a bias, takes two values per lane. A warpgroup transposes its fragments in shared memory, some rows at a time, and
-# stores 64 neighbours of each row.
-
-COLUMNS = 64
-"""Columns of the result in a warpgroup's fragments: the M dimension of wgmma."""
-
-
-def staged_pitch(element: int) -> int:
-    """Pitch in bytes of staged rows of `COLUMNS` elements, padded to avoid bank conflicts."""
-    return COLUMNS * element + CHUNK_BYTES
-
-
-class SwappedFragments:
-    """Writer of the epilogue of a product with swapped operands; `FragmentStore` is that of others.
-
-    Parameters
-    ----------
-    store : FragmentStore
-        Opened: the epilogue and the result.
-    shared : SharedMemory
-    groups : int
-        Consumer warpgroups.
-    rows : int
-        Rows of the tile that the block stores: a multiple of 8.
-    epilogue_columns : int
-        Rows that are staged at a time: a divisor of `rows` and a multiple of 8.
-    is_repeated : bool
-        Whether the block stores several tiles.
-    """
-
-    def __init__(
-        self,
-        store: FragmentStore,
-        shared: SharedMemory,
-        groups: int,
-        rows: int,
-        epilogue_columns: int,
-        is_repeated: bool,
-    ) -> None:
-        self.store, self.rows, self.is_repeated = store, rows, is_repeated
-        pitch = staged_pitch(store.element)
-        self.staging = Staging(shared, shared.reserve(groups * epilogue_columns * pitch), COLUMNS, pitch)
-        self.team = StoreGroup(epilogue_columns, WARPGROUP)
-        self._of_columns: list[dict[tuple[int, int], Expr]] = []
-        self._fetched: list[Any] | None = None
-
-    def fetch(self, blocks: int, at: Coordinates, first: tuple[Expr, Expr], member: Expr) -> None:
-        """Load operands ahead for `emit` of the same tile; see `FragmentStore.fetch`."""
-        if self.store.in_rows:
-            self._fetched = self.store.fetch_rows(at, first, 0, COLUMNS, member, self.team)
-            return
-        self._of_columns = [self._column_operands(at, first, block, member) for block in range(blocks)]
-
-    def emit(
-        self, sums: Any, blocks: int, at: Coordinates, first: tuple[Expr, Expr], group: Expr, member: Expr
-    ) -> None:
-        """Store ``blocks * COLUMNS`` columns of all rows.
-
-        Parameters
-        ----------
-        sums : Buffer
-            Buffer of ``blocks * rows / 2`` registers.
-        at : Coordinates
-            Coordinates of the batch.
-        first : tuple of PrimExpr
-            First row of the tile and first column of the warpgroup, int64.
-        group, member : PrimExpr
-            Index of the consumer warpgroup, and of the thread in it.
-        """
-        store, staging, epilogue_columns = self.store, self.staging, self.team.rows
-        begin = T.bind(staging.offset + group * (epilogue_columns * staging.pitch))
-        fetched, self._fetched = self._fetched, None
-        for block in range(blocks):
-            for skip in range(0, self.rows, epilogue_columns):
-                origin = (first[0] + T.Cast("int64", tirx.const(skip, "int32")), first[1] + int64(block * COLUMNS))
-                if store.in_rows and (block or skip):
-                    fetched = store.fetch_rows(at, origin, 0, COLUMNS, member, self.team)
-                register = block * (self.rows // 2) + skip // 2
-                self._stage(sums, register, begin, at, origin[0], block, member)
-                ptx.named_barrier(group + 1, WARPGROUP)
-                store.store_rows(staging, begin, at, origin, 0, COLUMNS, member, fetched, self.team)
-                is_last = block + 1 == blocks and skip + epilogue_columns == self.rows
-                if not is_last or self.is_repeated:
-                    ptx.named_barrier(group + 1, WARPGROUP)
-
-    def _column_operands(
-        self, at: Coordinates, first: tuple[Expr, Expr], block: int, member: Expr
-    ) -> dict[tuple[int, int], Expr]:
-        """Load operands that do not depend on rows, for both columns of a lane."""
-        column = T.bind(first[1] + T.Cast("int64", block * COLUMNS + member // WARP * WARP_ROWS + member % WARP // 4))
-        operands: dict[tuple[int, int], Expr] = {}
-        for number, view in enumerate(self.store.views):
-            if view.runs_along("m"):
-                continue
-            for h in range(2):
-                if h and not view.runs_along("n"):
-                    operands[number, h] = operands[number, 0]
-                else:
-                    operands[number, h] = T.bind(self.store.load(view, at, int64(0), column + 8 * h))
-        return operands
-
-    def _stage(
-        self, sums: Any, register: int, begin: Expr, at: Coordinates, row: Expr, block: int, member: Expr
-    ) -> None:
-        """Stage rows from `register` on: results, or accumulators if the epilogue works on whole rows."""
-        store, pitch = self.store, self.staging.pitch
-        warp, lane = member // WARP, member % WARP
-        matrices = self.team.rows // 8
-        if not store.is_packed:
-            target = T.bind(begin + lane % 4 * (2 * pitch) + (warp * WARP_ROWS + lane // 4) * store.element)
-            with unrolled(matrices) as j:
-                for h in range(2):
-                    pair = self._pair(sums, register + j * 4 + 2 * h, at, row + self._row(j, lane), block, h)
-                    for c, word in enumerate(store.words(pair)):
-                        address = target + j * (8 * pitch) + (c * pitch + h * 8 * store.element)
-                        ptx.store_shared(self.staging.shared.at(address), [word], f"u{8 * store.element}")
-            return
-        # One stmatrix stores both columns of a lane for two matrices of 8 rows.
-        target = T.bind(
-            begin + (lane // 16 * 8 + lane % 8) * pitch + (warp * WARP_ROWS + lane // 8 % 2 * 8) * store.element
-        )
-        for first, count, per_store in ((0, matrices // 2, 2), (matrices // 2 * 2, matrices % 2, 1)):
-            if count == 0:
-                continue
-            with unrolled(count) as number:
-                packed = []
-                for i in range(per_store):
-                    j = first + number * per_store + i
-                    for h in range(2):
-                        pair = self._pair(sums, register + j * 4 + 2 * h, at, row + self._row(j, lane), block, h)
-                        packed.append(store.packed(pair))
-                address = target + (first + number * per_store) * (8 * pitch)
-                ptx.store_matrices(self.staging.shared.at(address), packed, transposed=True)
-
-    def _row(self, j: Expr, lane: Expr) -> Expr:
-        """First row of a lane's pair in matrix j of the staged rows."""
-        return T.Cast("int64", j * 8 + lane % 4 * 2)
-
-    def _pair(
-        self, sums: Any, register: Expr, at: Coordinates, row: Expr, block: int, h: int
-    ) -> list[tuple[Expr, list[Expr]]]:
-        """Accumulators of two neighbouring rows of a column, each with its epilogue operands."""
-        store = self.store
-        values = []
-        for c in range(2):
-            operands = []
-            if not store.in_rows:
-                for number, view in enumerate(store.views):
-                    is_row = view.runs_along("m")
-                    column_operand = None if is_row else self._of_columns[block][number, h]
-                    operands.append(store.load(view, at, row + c, int64(0)) if is_row else column_operand)
-            values.append((store.sum(sums[register + c]), operands))
-        return values
-
-
-# Cluster split-k: each block stores one part of the tile, reduced over the cluster.
-#
-# A block writes its accumulators of each part to the shared memory of the block that stores it: unlike remote loads,
-# remote stores have no latency to wait for.
-
-
-@dataclass(frozen=True)
-class ClusterReduction:
-    """Reduction of accumulators over a cluster.
-
-    Attributes
-    ----------
-    shared : SharedMemory
-    offset : int
-        Offset of memory for the accumulators of a whole tile, free when all threads of the cluster call `add`.
-    cluster_split_k : int
-        Blocks of the cluster.
-    rank : PrimExpr
-        Rank of the block in the cluster.
-    groups : int
-        Consumer warpgroups of a block.
-    """
-
-    shared: SharedMemory
-    offset: int
-    cluster_split_k: int
-    rank: Expr
-    groups: int
-
-    def add(self, sums: Any, extents: tuple[int, int], kind: str, group: Expr, member: Expr) -> Any:
-        """Reduce the block's part of the tile, in the order of blocks; producers take part in two cluster barriers.
-
-        Parameters
-        ----------
-        sums : Buffer
-            Accumulators of a thread, in blocks of registers; a part has the same registers of each block.
-        extents : tuple of int
-            Number of blocks, and registers of each: a multiple of four per part.
-        kind : str
-            "float32" or "uint32".
-        group, member : PrimExpr
-            Index of the consumer warpgroup, and of the thread in it.
-        """
-        blocks, registers = extents
-        count = registers // self.cluster_split_k
-        quads = [(block, quad) for block in range(blocks) for quad in range(count // 4)]
-        warpgroup_bytes = len(quads) * WARPGROUP * 16  # bytes of a warpgroup's accumulators in a part
-        offset, part_bytes = self.offset + group * warpgroup_bytes + member * 16, self.groups * warpgroup_bytes
-        address = T.bind(ptx.shared_address(self.shared.at(offset + self.rank * part_bytes)))
-        remote = local(1, "uint32")
-        ptx.cluster_barrier()
-        for rotation in range(self.cluster_split_k):
-            # Blocks send in rotated order, to themselves last, to spread the traffic.
-            for owner in range(self.cluster_split_k):
-                with when(tirx.EQ(T.truncmod(self.rank + rotation + 1, self.cluster_split_k), owner)):
-                    ptx.remote_address(remote[0], address, owner)
-                    for number, (block, quad) in enumerate(quads):
-                        first = block * registers + owner * count + 4 * quad
-                        values = [_reinterpret(sums[first + i], "uint32") for i in range(4)]
-                        ptx.store_remote(remote[0] + T.uint32(number * WARPGROUP * 16), values)
-        ptx.cluster_barrier()
-        total, received = local(blocks * count, kind), local(4, "uint32")
-        for sender in range(self.cluster_split_k):
-            for number in range(len(quads)):
-                source = offset + sender * part_bytes + number * (WARPGROUP * 16)
-                ptx.load_shared([received[i] for i in range(4)], self.shared.at(source))
-                for i in range(4):
-                    value, register = _reinterpret(received[i], kind), 4 * number + i
-                    T.buffer_store(total, value if sender == 0 else total[register] + value, [register])
-        return total
-
-
-def _reinterpret(value: Expr, dtype: str) -> Expr:
-    return value if str(value.ty.dtype) == dtype else tirx.reinterpret(dtype, value)
-
-
-_BYTES = ("int8", "uint8")
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # per thread: 128 * 40 + 256 * 232 <= 65,536
 _MAX_PREFETCH_ROWS = 256
 _MAX_PREFETCH_BYTES = 6 << 20
@@ -330,19 +96,19 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
         raise EncodingError(f"matmul on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
     with function:
-        parameters = ProductParameters.declare(function, problem, gpu)
-        sizes, counts, store = parameters.sizes, parameters.counts, parameters.store
+        parameters = ProductParameters.declare(function, problem)
+        sizes, batches = parameters.sizes, parameters.batches
         with function.body():
-            parameters.open()
+            store = parameters.open(gpu)
             lhs, rhs = parameters.lhs, parameters.rhs
             sources = source_of(lhs, "m")[0], source_of(rhs, "n")[0]
             may_swap = sources == (Source.LINES, Source.PACKED)
             tiling = tiling or choose_tiling(
-                problem, gpu, sizes, list(counts.values()), Source.GATHER in sources, may_swap
+                problem, gpu, sizes, list(batches.extents.values()), Source.GATHER in sources, may_swap
             )
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
-            product = WgmmaProduct(left, right, store, tiling, sizes, counts)
+            product = WgmmaProduct(left, right, store, tiling, sizes, batches)
             product.emit()
     return enable_pdl(parameters.tied(function.result), product.read_early)
 
@@ -352,48 +118,43 @@ class WgmmaProduct:
 
     Parameters
     ----------
-    left : LeftTile
+    left : StageTile
     right : OperandTile
     store : FragmentStore
         Opened.
     tiling : Tiling
     sizes : tuple of PrimExpr or int
         Extents of m, n and k.
-    counts : dict of str to (PrimExpr or int)
-        Extents of the batch dimensions, outermost first.
+    batches : Batches
     """
 
     def __init__(
         self,
-        left: LeftTile,
+        left: StageTile,
         right: OperandTile,
         store: FragmentStore,
         tiling: Tiling,
         sizes: tuple[Expr, Expr, Expr],
-        counts: dict[str, Expr],
+        batches: Batches,
     ) -> None:
-        self.left, self.right, self.store, self.tiling, self.counts = left, right, store, tiling, counts
-        store.set_tile_size(tiling.rows, tiling.columns)
+        self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
         self.consumers = tiling.consumers
         self.swap_ab = tiling.swap_ab
         # Column blocks of a consumer, and accumulators of each.
         self.blocks = tiling.columns // 64 // self.consumers if self.swap_ab else 1
         self.registers = (tiling.rows if self.swap_ab else tiling.columns) // 2
         # TVM lacks integer wgmma with 256 columns.
-        is_integer = left.view.nominal in _BYTES
+        is_integer = sums_dtype(left.view.nominal) == "uint32"
         self.issued = self.registers // 2 if is_integer and self.registers > 192 // 2 else self.registers
         if not right.is_swizzled and not tiling.swap_ab:
             # Packed tiles have 64 rows each.
             self.issued = PACKED_ROWS // 2
         m, n, k = sizes
-        self.row_tiles = _int32(ceil_div(m, tiling.rows))
-        self.column_tiles = _int32(ceil_div(n, tiling.columns))
+        self.row_tiles = to_int32(ceil_div(m, tiling.rows))
+        self.column_tiles = to_int32(ceil_div(n, tiling.columns))
         # If k may be 0, one step of zeros initializes the accumulators.
-        self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(_int32(ceil_div(k, left.step)), 1)
-        batches: Expr = 1
-        for count in counts.values():
-            batches = batches * count
-        self.tiles = self.row_tiles * self.column_tiles * _int32(batches)
+        self.steps = ceil_div(k, left.step) if isinstance(k, int) else T.max(to_int32(ceil_div(k, left.step)), 1)
+        self.tiles = self.row_tiles * self.column_tiles * to_int32(batches.count)
         self.first: tuple[Coordinates, Expr, Expr] | None = None
         self.num_early_steps = 0  # k-steps whose weights are loaded before the producers begin
         self.reallocates_registers = self.blocks * self.registers >= _MIN_REALLOCATING_SUMS
@@ -427,13 +188,9 @@ class WgmmaProduct:
             # The cluster reduction reuses the memory of stages.
             shared.size = max(shared.size, stages + tiling.rows * tiling.columns * 4)
         part = (tiling.rows if self.swap_ab else tiling.columns) // tiling.cluster_split_k
-        staging: Staging | SwappedFragments
-        if self.swap_ab:
-            staging = SwappedFragments(
-                self.store, shared, self.consumers, part, tiling.epilogue_columns, not self.has_one_tile
-            )
-        else:
-            staging = self.store.plan(shared, self.consumers * 4, tiling.epilogue_columns)
+        teams = self.consumers if self.swap_ab else self.consumers * (WARPGROUP // WARP)
+        tile = (tiling.rows, tiling.columns)
+        self.store.plan(shared, tile, teams, tiling.epilogue_columns, self.swap_ab, not self.has_one_tile)
         # All producers arrive when their copies are complete, and once more for the bytes of bulk copies.
         producers = PRODUCERS + int(self.right.source is Source.PACKED)
         self.ring = Ring(shared, tiling.stages, producers, self.consumers)
@@ -459,15 +216,15 @@ class WgmmaProduct:
                 with T.Then():
                     self._produce()
                 with T.Else():
-                    self._consume(staging, part)
+                    self._consume(part)
 
     def _each_tile(self, body: Callable[[Expr, Coordinates, Expr, Expr], None]) -> None:
         """Write `body` for every tile of the block: its index, batch, first row and first column."""
         tiling, first_tile = self.tiling, self._first_tile()
         clusters = tiling.blocks // tiling.cluster_split_k
         if clusters == 0:
-            with when(_int32(first_tile) < self.tiles):
-                body(0, *self._tile_origin(_int32(first_tile)))
+            with when(to_int32(first_tile) < self.tiles):
+                body(0, *self._tile_origin(to_int32(first_tile)))
         elif self.has_one_tile:
             body(0, *(self.first or self._tile_origin(first_tile)))
         else:
@@ -490,14 +247,15 @@ class WgmmaProduct:
     def _rasterize(self, tile: Expr) -> tuple[Coordinates, Expr, Expr]:
         """Batch, row tile and column tile of a tile number, rasterized in groups of rows."""
         at: dict[str, Expr] = {}
-        if self.counts:
+        if self.batches.extents:
             tiles_per_batch = self.row_tiles * self.column_tiles
-            coordinates = unravel(T.Cast("int64", T.truncdiv(tile, tiles_per_batch)), list(self.counts.values()))
-            at = dict(zip(self.counts, coordinates, strict=True))
+            batch = T.Cast("int64", T.truncdiv(tile, tiles_per_batch))
+            extents = self.batches.extents
+            at = dict(zip(extents, unravel(batch, list(extents.values())), strict=True))
             tile = T.truncmod(tile, tiles_per_batch)
-        if isinstance(self.row_tiles, int) and self.row_tiles <= self.tiling.rasterization_group_m:
+        group = RASTERIZATION_GROUP_M
+        if isinstance(self.row_tiles, int) and self.row_tiles <= group:
             return at, tile % self.row_tiles, tile // self.row_tiles
-        group = self.tiling.rasterization_group_m
         first = T.truncdiv(tile, self.column_tiles * group) * group
         index_in_group = T.truncmod(tile, self.column_tiles * group)
         height = T.min(self.row_tiles - first, group)
@@ -604,13 +362,11 @@ class WgmmaProduct:
                     self._load_packed(at, column, k, stage, *is_new)
                 left.load(self.shared, left_offset, at, row, k, thread)
                 right.load(self.shared, right_offset, at, column, k, thread)
-                if Source.GATHER in (left.source, right.source):
+                is_gathered = Source.GATHER in (left.source, right.source)
+                if is_gathered:
                     ptx.copy_commit()
                     ptx.copy_wait(0)
-                    ptx.async_proxy_fence()
-                    ptx.barrier_arrive(full)
-                else:
-                    ptx.barrier_arrive_after_copies(full)
+                arrive(full, is_gathered)
 
             self._each_step(position, step)
 
@@ -634,10 +390,10 @@ class WgmmaProduct:
         high = [T.bind(T.shift_left(T.shift_right(base[i], T.uint64(32)), T.uint64(32))) for i in range(2)]
         return low, high
 
-    def _consume(self, staging: Staging | SwappedFragments, part: int) -> None:
+    def _consume(self, part: int) -> None:
         if self.reallocates_registers:
             ptx.set_max_registers(_CONSUMER_REGISTERS, grows=True)
-        kind = "uint32" if self.left.view.nominal in _BYTES else "float32"
+        kind = sums_dtype(self.left.view.nominal)
         sums = local(self.blocks * self.registers, kind)
         position = self._first_position()
         member = self.thread % WARPGROUP
@@ -657,12 +413,12 @@ class WgmmaProduct:
             last = local(1, "int32")
             # With split k, offset of this block's part of the tile.
             part_offset: Expr = 0 if self.tiling.cluster_split_k == 1 else T.Cast("int64", self.rank * part)
-            if isinstance(staging, SwappedFragments):
-                own = row + part_offset, column + T.Cast("int64", group * (self.blocks * PACKED_ROWS))
-                staging.fetch(self.blocks, at, own, member)
+            if self.swap_ab:
+                own = row + part_offset, column + T.Cast("int64", group * (self.blocks * SWAPPED_COLUMNS))
             else:
-                own = row + T.Cast("int64", warp * 16), column + part_offset
-                self.store.fetch(part, staging, at, own, lane)
+                own = row + T.Cast("int64", warp * WARP_ROWS), column + part_offset
+            team, thread = (group, member) if self.swap_ab else (warp, lane)
+            self.store.fetch((self.blocks, part), at, own, thread)
 
             def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self.ring.full(stage), parity)
@@ -708,13 +464,6 @@ class WgmmaProduct:
                     self.shared, self.left_at, self.tiling.cluster_split_k, self.rank, self.consumers
                 )
                 totals = reduction.add(sums, (self.blocks, self.registers), kind, group, member)
-            if isinstance(staging, SwappedFragments):
-                staging.emit(totals, self.blocks, at, own, group, member)
-            else:
-                self.store.emit(totals, part, staging, at, own, warp, lane)
+            self.store.emit(totals, (self.blocks, part), at, own, team, thread)
 
         self._each_tile(tile)
-
-
-def _int32(value: Expr) -> Expr:
-    return value if isinstance(value, int) else T.Cast("int32", int64(value))

@@ -13,6 +13,7 @@ from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuModel, GpuTarget
 from ...core.builder import Expr, ceil_div
 from ..core.minimax_regret import cases_of, minimax_regret
+from ..tile.fragment_store import STAGING_PAD
 
 RASTERIZATION_GROUP_M = 16
 """Row tiles that are rasterized together over the column tiles."""
@@ -20,10 +21,9 @@ STAGED_BYTES = 512
 """Maximum bytes of a row of the result that a warp stages in shared memory at a time."""
 _STAGED_SIZES = (STAGED_BYTES, 256, 128)  # the largest that leaves `MIN_STAGES` stages is chosen
 _SHORT_COLUMNS = 64
+MAX_STAGES = 8
 MIN_STAGES = 4
 """With fewer, 4096x1024x4096 takes 5 % longer: copies are as slow as a k-step, and two are in flight."""
-STAGING_PAD = 32
-"""Maximum padding of staged rows in bytes."""
 
 SWAPPED_TILE_ROWS = {64: (160, 192), 128: (48, 64, 80, 96, 112), 256: (64, 80, 96, 112)}
 """Row extents of tiles with swapped operands, by their columns."""
@@ -56,8 +56,6 @@ class Tiling:
         Blocks of a cluster that split the k of a tile: 1, 2, 4 or 8.
     blocks_per_sm : int
         Resident blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
-    rasterization_group_m : int
-        Row tiles that are rasterized together over the column tiles.
     epilogue_columns : int
         Columns of the result that a warp stages at a time; rows that a warpgroup stages if `swap_ab`.
     swap_ab : bool
@@ -70,7 +68,6 @@ class Tiling:
     stages: int
     blocks: int
     cluster_split_k: int = 1
-    rasterization_group_m: int = RASTERIZATION_GROUP_M
     epilogue_columns: int = 64
     blocks_per_sm: int = 1
     swap_ab: bool = False
@@ -223,9 +220,7 @@ def tiling_of(
     counts: Sequence[Expr],
     tile: tuple[int, int],
     cluster_split_k: int = 1,
-    max_stages: int = 8,
     staged_bytes: int = STAGED_BYTES,
-    rasterization_group_m: int = RASTERIZATION_GROUP_M,
     blocks_per_sm: int = 1,
     swap_ab: bool = False,
 ) -> Tiling:
@@ -263,7 +258,5 @@ def tiling_of(
     elif cluster_split_k > 1:
         clusters = 0
     blocks = clusters * cluster_split_k
-    stages = max(1, min(stages, max_stages))
-    return Tiling(
-        rows, columns, stages, blocks, cluster_split_k, rasterization_group_m, epilogue_columns, blocks_per_sm, swap_ab
-    )
+    stages = max(1, min(stages, MAX_STAGES))
+    return Tiling(rows, columns, stages, blocks, cluster_split_k, epilogue_columns, blocks_per_sm, swap_ab)

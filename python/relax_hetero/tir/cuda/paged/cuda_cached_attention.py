@@ -107,13 +107,13 @@ class _Scores(PageScores):
         values = T.bind(self.base[2] + T.Cast("uint64", tirx.floordiv(tile + self.work.tile_bytes, _UNIT)))
         ptx.wgmma_fence()
         for step in range(self.keys // _STEP):
-            ptx.wgmma_of_registers(
+            ptx.wgmma(
                 self.sums.registers,
                 [self.weights[4 * step + r] for r in range(4)],
                 values + T.uint64(step * _STEP),
                 self.types,
                 T.uint32(1),
-                True,
+                transposed=(False, True),
             )
         ptx.wgmma_commit()
 

@@ -94,6 +94,5 @@ class PageScores:
 
     def add_values(self, tile: Expr, first: Expr) -> None:
         """Accumulate values of the keys of the last `update`, at an offset of shared memory."""
-        add_by_columns(
-            self.sums, self.weights, (ChunkedTile(self.shared, tile, PAGE), first), self.keys, self.types, self.lane
-        )
+        values = ChunkedTile(self.shared, tile, PAGE, is_transposed=True)
+        add_by_columns(self.sums, self.weights, (values, first), self.keys, self.types, self.lane)

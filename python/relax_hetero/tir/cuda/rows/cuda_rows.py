@@ -34,6 +34,7 @@ from ..core.expression import emit, ops_for
 from ..core.launch import SharedMemory, at_least_one, launch
 from ..core.storage_position import empty_launch
 from ..core.vectors import Vectors
+from ..tile.register_tile import WARP_LANES, reduce_lanes
 from .row_shape import (
     IN_FLIGHT,
     LATE_FRACTION,
@@ -364,14 +365,8 @@ def kept_type(plan: RowPlan, program: RowProgram, operands: list[str]) -> str | 
 
 
 def _reduce_lanes(accumulator: Registers, combine: Callable[[Expr, Expr], Expr], lanes: int) -> None:
-    """Reduce the accumulators of `lanes` neighbouring threads by shuffles; all of them get the result."""
-    everyone = tirx.const(0xFFFFFFFF, "uint32")
-    other = Registers(1, str(accumulator[0].ty.dtype), 1)
-    distance = lanes // 2
-    while distance:
-        other[0] = T.tvm_warp_shuffle_xor(everyone, accumulator[0], distance, WARP, WARP)
-        accumulator[0] = combine(accumulator[0], other[0])
-        distance //= 2
+    """Reduce the first accumulators of `lanes` neighbouring threads; all of them get the result."""
+    reduce_lanes(accumulator.buffer(0), 0, combine, [distance for distance in WARP_LANES if distance < lanes])
 
 
 def _combine(kind: str, dtype: str, carries: bool) -> Callable[[Expr, Expr], Expr]:

@@ -41,14 +41,26 @@ def reduce_lanes(
     distances : sequence of int
         Distances between the lanes that are combined, in order: `ROW_LANES` for those of a row of a tile.
     """
+    other = local(1, str(buffer.dtype))
     for distance in distances:
-        other = T.tvm_warp_shuffle_xor(T.uint32(_ALL_LANES), buffer[index], distance, WARP, WARP)
-        T.buffer_store(buffer, combine(buffer[index], other), [index])
+        # In a register, as `combine` may read it in a divergent branch: TVM lowers selections to branches.
+        T.buffer_store(other, T.tvm_warp_shuffle_xor(T.uint32(_ALL_LANES), buffer[index], distance, WARP, WARP), [0])
+        T.buffer_store(buffer, combine(buffer[index], other[0]), [index])
 
 
 def add(left: Expr, right: Expr) -> Expr:
     """Sum, as a `combine` of `reduce_lanes`."""
     return left + right
+
+
+def sums_dtype(dtype: str) -> str:
+    """Register type of the accumulators of a product of `dtype`: float32, or uint32 that hold int32."""
+    return "uint32" if dtype in ("int8", "uint8") else "float32"
+
+
+def reinterpreted(value: Expr, dtype: str) -> Expr:
+    """Reinterpret the bits of a value, unless it has the type."""
+    return value if str(value.ty.dtype) == dtype else tirx.reinterpret(dtype, value)
 
 
 def row_of(register: Expr) -> Expr:
@@ -67,12 +79,14 @@ def first_column(lane: Expr) -> Expr:
 
 
 class RegisterTile:
-    """A warp's 16 rows of float32 accumulators; construct it within the launch.
+    """A warp's 16 rows of accumulators; construct it within the launch.
 
     Parameters
     ----------
     columns : int
         Number of columns, a multiple of 8.
+    dtype : str
+        "float32", or "uint32" that hold int32.
 
     Attributes
     ----------
@@ -80,8 +94,8 @@ class RegisterTile:
         ``columns / 2`` registers of a thread.
     """
 
-    def __init__(self, columns: int) -> None:
-        self.columns, self.data = columns, local(columns // 2, "float32")
+    def __init__(self, columns: int, dtype: str = "float32") -> None:
+        self.columns, self.dtype, self.data = columns, dtype, local(columns // 2, dtype)
 
     def __getitem__(self, register: Expr) -> Expr:
         """Get a register."""
@@ -95,7 +109,7 @@ class RegisterTile:
     def fill(self, value: float) -> None:
         """Set all elements."""
         with unrolled(self.columns // 2) as i:
-            T.buffer_store(self.data, T.float32(value), [i])
+            T.buffer_store(self.data, tirx.const(value, self.dtype), [i])
 
     def map(self, function: Callable[[Expr, Expr], Expr]) -> None:
         """Replace each element by a function of it and of its register index."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tvm import tirx
@@ -14,35 +14,53 @@ from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
 from ...core.builder import Expr
 from ..core import ptx
 from ..core.launch import SharedMemory, local, unrolled
-from .register_tile import WARP_ROWS, RegisterTile
+from .register_tile import RegisterTile
 
 
 @dataclass(frozen=True)
 class SharedTile(ABC):
-    """Rows in shared memory, in chunks of 16 bytes.
+    """Lines in shared memory, in chunks of 16 bytes.
 
     Attributes
     ----------
     shared : SharedMemory
     offset : PrimExpr or int
         Offset of the tile in bytes.
+    is_transposed : bool
+        Whether lines are values of k, of 16-bit elements along the operand's rows; else lines are rows, along k.
     """
 
     shared: SharedMemory
     offset: Expr
+    is_transposed: bool = field(default=False, kw_only=True)
 
     @abstractmethod
-    def address(self, row: Expr, chunk: Expr) -> Expr:
-        """Offset in shared memory of a chunk of a row."""
+    def address(self, line: Expr, chunk: Expr) -> Expr:
+        """Offset in shared memory of a chunk of a line."""
 
-    def load_matrices(self, registers: Any, row: Expr, chunk: Expr, is_transposed: bool = False) -> None:
-        """Load four 8x8 matrices of 16-bit elements into four registers; each lane addresses a row of one of them."""
-        ptx.load_matrices([registers[i] for i in range(4)], self.shared.at(self.address(row, chunk)), is_transposed)
+    def load_left(self, registers: Sequence[Expr], row: Expr, step: Expr, lane: Expr) -> None:
+        """Load four registers of a left operand fragment: 16 rows from `row` on, 32 bytes of k."""
+        self._load(registers, row, step, lane, tirx.floormod(tirx.floordiv(lane, 8), 2), tirx.floordiv(lane, 16))
+
+    def load_right(self, registers: Sequence[Expr], row: Expr, step: Expr, lane: Expr) -> None:
+        """Load four registers of a right operand: two fragments of 8 rows (columns of the product) from `row` on."""
+        self._load(registers, row, step, lane, tirx.floordiv(lane, 16), tirx.floormod(tirx.floordiv(lane, 8), 2))
+
+    def _load(
+        self, registers: Sequence[Expr], row: Expr, step: Expr, lane: Expr, next_rows: Expr, next_k: Expr
+    ) -> None:
+        """Load four 8x8 matrices; a lane addresses a line of one of them, `next_rows` and `next_k` from the first."""
+        line = tirx.floormod(lane, 8)
+        if self.is_transposed:
+            address = self.address(step * 16 + next_k * 8 + line, tirx.floordiv(row, 8) + next_rows)
+        else:
+            address = self.address(row + next_rows * 8 + line, step * 2 + next_k)
+        ptx.load_matrices(registers, self.shared.at(address), self.is_transposed)
 
 
 @dataclass(frozen=True)
 class SwizzledTile(SharedTile):
-    """Lines of 128 bytes with chunks swizzled to ``chunk ^ (row % 8)``; wider rows continue in the next stripe.
+    """Lines of 128 bytes with chunks swizzled to ``chunk ^ (line % 8)``; wider ones continue in the next stripe.
 
     Attributes
     ----------
@@ -52,27 +70,27 @@ class SwizzledTile(SharedTile):
 
     stripe_bytes: int
 
-    def address(self, row: Expr, chunk: Expr) -> Expr:
-        """Offset in shared memory of a chunk of a row."""
-        swizzled = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(row, 8)) * CHUNK_BYTES
-        return self.offset + tirx.floordiv(chunk, 8) * self.stripe_bytes + row * SWIZZLED_BYTES + swizzled
+    def address(self, line: Expr, chunk: Expr) -> Expr:
+        """Offset in shared memory of a chunk of a line."""
+        swizzled = T.bitwise_xor(tirx.floormod(chunk, 8), tirx.floormod(line, 8)) * CHUNK_BYTES
+        return self.offset + tirx.floordiv(chunk, 8) * self.stripe_bytes + line * SWIZZLED_BYTES + swizzled
 
 
 @dataclass(frozen=True)
 class ChunkedTile(SharedTile):
-    """Chunks in the order ``(chunks, rows, 16 bytes)``, without swizzle.
+    """Chunks in the order ``(chunks, lines, 16 bytes)``, without swizzle.
 
     Attributes
     ----------
-    rows : int
-        Number of rows.
+    lines : int
+        Number of lines.
     """
 
-    rows: int
+    lines: int
 
-    def address(self, row: Expr, chunk: Expr) -> Expr:
-        """Offset in shared memory of a chunk of a row."""
-        return self.offset + (chunk * self.rows + row) * CHUNK_BYTES
+    def address(self, line: Expr, chunk: Expr) -> Expr:
+        """Offset in shared memory of a chunk of a line."""
+        return self.offset + (chunk * self.lines + line) * CHUNK_BYTES
 
 
 def multiply_by_rows(
@@ -83,7 +101,7 @@ def multiply_by_rows(
     types: tuple[str, str],
     lane: Expr,
 ) -> None:
-    """``sums = left @ right.T`` by mma.sync; k is contiguous in both operands, as in queries and keys.
+    """``sums = left @ right.T`` by mma.sync, as of queries and keys.
 
     Parameters
     ----------
@@ -93,44 +111,43 @@ def multiply_by_rows(
         Bytes of k.
     """
     sums.fill(0)
-    a, b = local(4, "uint32"), local(4, "uint32")
-    left_row = T.bind(left[1] + tirx.floormod(lane, WARP_ROWS))
-    right_row = T.bind(right[1] + tirx.floordiv(lane, 16) * 8 + tirx.floormod(lane, 8))
+    a, b = ([register[i] for i in range(4)] for register in (local(4, "uint32"), local(4, "uint32")))
     with unrolled(-(-width_bytes // ptx.CONTRACTION_BYTES)) as step:
-        left[0].load_matrices(a, left_row, step * 2 + tirx.floordiv(lane, 16))
+        left[0].load_left(a, left[1], step, lane)
         with unrolled(sums.columns // 16) as pair:
-            chunk = step * 2 + tirx.floormod(tirx.floordiv(lane, 8), 2)
-            right[0].load_matrices(b, right_row + pair * 16, chunk)
-            _multiply_pair(sums, pair, [a[i] for i in range(4)], b, types)
+            right[0].load_right(b, right[1] + pair * 16, step, lane)
+            _multiply_pair(sums, pair, a, b, types)
 
 
 def add_by_columns(
     sums: RegisterTile, left: Any, right: tuple[SharedTile, Expr], depth: int, types: tuple[str, str], lane: Expr
 ) -> None:
-    """``sums += left @ right`` by mma.sync; the left operand is in registers, rows of the right one are values of k.
+    """``sums += left @ right`` by mma.sync; the left operand is in registers, lines of the right one are values of k.
 
     Parameters
     ----------
     left : Buffer
         ``depth / 4`` registers of `RegisterTile.to_operand`, such as probabilities.
     right : tuple of SharedTile and PrimExpr
-        Tile of 16-bit elements, such as values, and its first row.
+        Transposed tile, such as values, and its first k, a multiple of 16.
     depth : int
-        Rows of the right tile, a multiple of 16.
+        Extent of k, a multiple of 16.
     """
-    b = local(4, "uint32")
-    row = T.bind(right[1] + tirx.floormod(lane, 16))
+    register = local(4, "uint32")
+    b, first = [register[i] for i in range(4)], tirx.floordiv(right[1], 16)
     with unrolled(depth // 16) as step, unrolled(sums.columns // 16) as pair:
-        right[0].load_matrices(b, row + step * 16, pair * 2 + tirx.floordiv(lane, 16), is_transposed=True)
+        right[0].load_right(b, pair * 16, first + step, lane)
         _multiply_pair(sums, pair, [left[step * 4 + i] for i in range(4)], b, types)
 
 
-def _multiply_pair(sums: RegisterTile, pair: Expr, left: Sequence[Expr], right: Any, types: tuple[str, str]) -> None:
+def _multiply_pair(
+    sums: RegisterTile, pair: Expr, left: Sequence[Expr], right: Sequence[Expr], types: tuple[str, str]
+) -> None:
     """Multiply 16 rows by 16 columns: two instructions of 8 columns each."""
     for block in range(2):
         ptx.multiply_fragments(
             [sums[pair * 8 + block * 4 + i] for i in range(4)],
             left,
-            [right[block * 2 + i] for i in range(2)],
+            right[2 * block : 2 * block + 2],
             types,
         )

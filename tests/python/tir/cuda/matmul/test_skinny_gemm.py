@@ -75,12 +75,12 @@ def check(problem, m, plan=None, tolerance=1e-3):
         (problem_of(1, 128, 256), 1, SkinnyPlan(1, 2, 2)),  # stages are used again
         (problem_of(3, 100, 520, epilogue=BIAS_RELU), 3, SkinnyPlan(4, 3, 2)),  # edges, parts of unequal size
         (problem_of(1, 64, 64), 1, SkinnyPlan(2, 4, 4)),  # fewer steps than parts of k
-        (problem_of(33, 190, 1000), 33, SkinnyPlan(4, 3, 2, 2, evicts_first=True)),
+        (problem_of(33, 190, 1000), 33, SkinnyPlan(4, 3, 2, evicts_first=True)),
         (problem_of("s0", 70, 130, epilogue=BIAS_RELU), 5, SkinnyPlan(2, 4, 4)),  # rows by the call
         (problem_of("s0", 70, 130), 70, SkinnyPlan(1, 5, 3)),  # two tiles of rows
         (problem_of(9, 64, 700), 9, SkinnyPlan(2, 2, 4)),  # fewer stages of weights
         (problem_of(2, 66, 70, batch=(3,)), 2, None),
-        (problem_of(9, 190, 300, epilogue=BIAS_RELU), 9, SkinnyPlan(2, 2, 2, 2)),  # the last group is without columns
+        (problem_of(9, 190, 300, epilogue=BIAS_RELU), 9, SkinnyPlan(2, 2, 2)),
     ],
 )
 def test_products(problem, m, plan):

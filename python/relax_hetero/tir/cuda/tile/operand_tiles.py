@@ -7,6 +7,7 @@ cores read transposed.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
@@ -47,10 +48,39 @@ class TileView(Protocol):
         """Alignment in bytes, a power of two up to `max_bytes`, of rows along a contiguous dimension."""
 
 
-class SwizzledLines:
-    """Geometry of a tile with lines of 128 bytes in shared memory."""
+class Source(Enum):
+    """Method of loading a tile."""
+
+    PACKED = auto()
+    """Bulk copies of tiles packed in the layout of shared memory."""
+    LINES = auto()
+    """Asynchronous copies of aligned lines, with contiguous k."""
+    COLUMNS = auto()
+    """Asynchronous copies of 64 contiguous, aligned rows of one k."""
+    GATHER = auto()
+    """Element by element through registers: unaligned operands, and types that cannot be read transposed."""
+
+
+class StageTile(ABC):
+    """An operand of a product and its tile in a stage: lines of 128 bytes in shared memory.
+
+    Attributes
+    ----------
+    view : TileView
+        Opened raw.
+    rows : int
+        Rows of a tile.
+    extent, depth : PrimExpr or int
+        Rows of the operand, and extent of k.
+    source : Source
+    threads : int
+        Number of producer threads.
+    """
 
     rows: int
+    extent: Expr
+    depth: Expr
+    source: Source
     threads: int
     if TYPE_CHECKING:
 
@@ -78,85 +108,54 @@ class SwizzledLines:
         """Lines that the threads copy at a time, a chunk per thread."""
         return self.threads // _CHUNKS
 
-
-class Source(Enum):
-    """Method of loading a tile."""
-
-    PACKED = auto()
-    """Bulk copies of tiles packed in the layout of shared memory."""
-    LINES = auto()
-    """Asynchronous copies of aligned lines, with contiguous k."""
-    COLUMNS = auto()
-    """Asynchronous copies of 64 contiguous, aligned rows of one k."""
-    GATHER = auto()
-    """Element by element through registers: unaligned operands, and types that cannot be read transposed."""
-
-
-class LeftTile(Protocol):
-    """Interface of a product's left operand: an `OperandTile`, or the tile of an implicit GEMM."""
-
-    @property
-    def view(self) -> TileView:
-        """The operand."""
-
-    @property
-    def source(self) -> Source:
-        """Method of loading the tile."""
-
-    @property
-    def extent(self) -> Expr:
-        """Rows of the operand."""
-
-    @property
-    def depth(self) -> Expr:
-        """Extent of k."""
-
-    @property
-    def step(self) -> int:
-        """The k of a stage."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of a tile."""
-
     @property
     def is_transposed(self) -> bool:
         """True if tensor cores read it transposed."""
+        return False
 
     @property
     def leading(self) -> int:
-        """See `OperandTile`."""
+        """Leading dimension offset of the matrix descriptor: 16-byte units between 64 rows (or 16 bytes of k)."""
+        return 1
 
     @property
     def advance(self) -> int:
-        """See `OperandTile`."""
+        """16-byte units by which the descriptor advances to the k of the next wgmma."""
+        return ptx.CONTRACTION_BYTES // 16
 
+    @abstractmethod
     def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
-        """See `OperandTile`."""
+        """Compute values that producers need in all k-steps of a tile."""
 
+    @abstractmethod
     def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
-        """See `OperandTile`."""
+        """Copy the tile by all producers, asynchronously if possible; packed tiles are left to `load_bulk`.
+
+        Parameters
+        ----------
+        offset : PrimExpr
+            Offset of the tile in shared memory.
+        at : Coordinates
+            Coordinates of the batch.
+        first : PrimExpr
+            First row, int64.
+        step : PrimExpr
+            Number of the k-step, int32.
+        thread : PrimExpr
+            Index of the thread among the producers.
+        """
 
 
 @dataclass(frozen=True)
-class OperandTile(SwizzledLines):
-    """An operand of a product and its tile in a stage.
+class OperandTile(StageTile):
+    """An operand in memory and its tile in a stage; other attributes are those of `StageTile`.
 
     Attributes
     ----------
-    view : TileView
-        Opened raw.
     row_dim : str
         Dimension of its rows, "m" or "n".
-    rows : int
-        Rows of a tile, along `row_dim`.
-    extent, depth : PrimExpr or int
-        Extents of `row_dim` and of k.
-    source : Source
     width : int
         Bytes of an asynchronous copy.
-    threads : int
-        Number of producer threads.
     evicts_first : bool
         Whether bulk copies have L2 evict their bytes first.
     """
@@ -221,8 +220,7 @@ class OperandTile(SwizzledLines):
         """16-byte units by which the descriptor advances to the k of the next wgmma."""
         if not self.is_swizzled:
             return ptx.CONTRACTION_BYTES // CHUNK_BYTES * PACKED_ROWS
-        per_line = ptx.CONTRACTION_BYTES // 16
-        return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else per_line
+        return ptx.CONTRACTION_BYTES // self.element * SWIZZLED_BYTES // 16 if self.is_transposed else super().advance
 
     @property
     def blocks(self) -> int:
@@ -230,7 +228,7 @@ class OperandTile(SwizzledLines):
         return self.rows // PACKED_ROWS
 
     def begin(self, at: Coordinates, first: Expr, thread: Expr) -> None:
-        """Compute values that producers need in all k-steps of a tile; none, as addresses follow from the step."""
+        """Compute nothing, as addresses follow from the step."""
 
     def load_bulk(
         self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, barrier: Expr
@@ -297,21 +295,7 @@ class OperandTile(SwizzledLines):
         return isinstance(self.extent, int) and -(-self.extent // PACKED_ROWS) % blocks == 0
 
     def load(self, shared: SharedMemory, offset: Expr, at: Coordinates, first: Expr, step: Expr, thread: Expr) -> None:
-        """Copy the tile by all producers, asynchronously if possible; packed tiles are left to `load_bulk`.
-
-        Parameters
-        ----------
-        offset : PrimExpr
-            Offset of the tile in shared memory.
-        at : Coordinates
-            Coordinates of the batch.
-        first : PrimExpr
-            First row, int64.
-        step : PrimExpr
-            Number of the k-step, int32.
-        thread : PrimExpr
-            Index of the thread among the producers.
-        """
+        """Copy the tile; parameters as in `StageTile.load`."""
         if self.source is Source.LINES:
             self._copy(shared, offset, at, first, step, thread)
         elif self.source is Source.COLUMNS:
@@ -410,3 +394,12 @@ def source_of(view: TileView, row_dim: str) -> tuple[Source, int]:
         if width >= 4:
             return Source.COLUMNS, width
     return Source.GATHER, 0
+
+
+def arrive(barrier: Expr, is_gathered: bool) -> None:
+    """Arrive at a full barrier when the thread's copies of `StageTile.load` are complete."""
+    if is_gathered:
+        ptx.async_proxy_fence()
+        ptx.barrier_arrive(barrier)
+    else:
+        ptx.barrier_arrive_after_copies(barrier)

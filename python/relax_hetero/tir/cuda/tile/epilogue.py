@@ -6,8 +6,8 @@ functions that read them, this writer emits loads of operands, the expression, p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.expression import Expression
-from ....encoding.problem import MatmulProblem
+from ....encoding.problem import Epilogue, Operand
 from ...core.builder import Expr, Function, lane_indices
 from ...core.view import Coordinates
-from .expression import emit
-from .operand import GpuOperand
+from ..core.expression import emit
+from ..core.operand import GpuOperand
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class EpilogueWriter:
     acc_dtype: str
 
     @staticmethod
-    def of(function: Function, problem: MatmulProblem) -> EpilogueWriter:
+    def of(
+        function: Function, epilogue: Epilogue | None, result: Operand, acc_dtype: str, init: Operand | None = None
+    ) -> EpilogueWriter:
         """Declare init, the epilogue's operands and the result, the last parameters of `function`."""
-        init = GpuOperand(function, "init", problem.init) if problem.init else None
-        operands = problem.epilogue.operands if problem.epilogue else ()
-        views = tuple(GpuOperand(function, f"x{i + 1}", operand) for i, operand in enumerate(operands))
-        result = GpuOperand(function, "result", problem.result)
-        expression = problem.epilogue.expression if problem.epilogue else Expression.operand(0)
-        return EpilogueWriter(expression, init, views, result, problem.acc_dtype)
+        start = GpuOperand(function, "init", init) if init else None
+        epilogue = epilogue or Epilogue(Expression.operand(0))
+        views = tuple(GpuOperand(function, f"x{i + 1}", operand) for i, operand in enumerate(epilogue.operands))
+        return EpilogueWriter(epilogue.expression, start, views, GpuOperand(function, "result", result), acc_dtype)
 
     @property
     def operands(self) -> list[GpuOperand]:
@@ -113,47 +113,32 @@ class EpilogueWriter:
         loaded : tuple, optional
             Registers that `load` has filled, and the vector's index.
         """
-        with ExitStack() as stack:
-            for condition in exists:
-                if condition is not None:
-                    stack.enter_context(T.If(condition))
-                    stack.enter_context(T.Then())
-            self._write(sums, at, along, end, loaded)
+        width, vector = len(sums), self.result.vector(along)
+        # A vector does not cross the end, which is a multiple of its width.
+        groups = [sums] if width > 1 and vector % width == 0 else [[read] for read in sums]
+        with where(exists):
+            for i, group in enumerate(groups):
+                place = {**at, along: at[along] + i}
+                with where([] if end is None else [place[along] < end]):
+                    if loaded is None:
+                        own = self.registers(1, len(group), along), tirx.const(0, "int32")
+                        self.load(*own, place, len(group), along)
+                        operands = self._loaded_values(own, along, len(group))
+                    else:
+                        operands = [values[i:] for values in self._loaded_values(loaded, along, width)]
+                    self._write(group, place, operands)
 
-    def _write(
-        self,
-        sums: Sequence[Callable[[], Expr]],
-        at: Coordinates,
-        along: str,
-        end: Expr | None,
-        loaded: tuple[Sequence[Any], Expr] | None,
-    ) -> None:
+    def _write(self, sums: Sequence[Callable[[], Expr]], at: Coordinates, operands: list[list[Expr]]) -> None:
+        """Compute and store the elements of one access."""
         width = len(sums)
-        if width == 1 or self.result.vector(along) % width:
-            for i, read in enumerate(sums):
-                position = {**at, along: at[along] + i}
-                with ExitStack() as stack:
-                    if end is not None:
-                        stack.enter_context(T.If(position[along] < end))
-                        stack.enter_context(T.Then())
-                    operands = [_load_scalar(view, position) for view in self._read]
-                    if loaded is not None:
-                        operands = [values[i] for values in self._loaded_values(loaded, along, width)]
-                    value = self._value(read(), operands)
-                    T.buffer_store(self.result.data, self.result.bits(value), [self.result.address(position)])
-            return
-        with ExitStack() as stack:
-            if end is not None:  # a multiple of the width, since the result's extent is
-                stack.enter_context(T.If(at[along] < end))
-                stack.enter_context(T.Then())
-            if loaded is None:
-                vectors = [_load_vector(view, at, along, width) for view in self._read]
+        out = T.alloc_buffer((width,), self.result.dtype, scope="local") if width > 1 else None
+        for i, read in enumerate(sums):
+            value = self.result.bits(self._value(read(), [values[i] for values in operands]))
+            if out is None:
+                T.buffer_store(self.result.data, value, [self.result.address(at)])
             else:
-                vectors = self._loaded_values(loaded, along, width)
-            out = T.alloc_buffer((width,), self.result.dtype, scope="local")
-            for i, read in enumerate(sums):
-                value = self._value(read(), [values[i] for values in vectors])
-                T.buffer_store(out, self.result.bits(value), [tirx.const(i, "int32")])
+                T.buffer_store(out, value, [tirx.const(i, "int32")])
+        if out is not None:
             start = lane_indices(self.result.address(at), width)
             T.buffer_store(self.result.data, out[lane_indices(tirx.const(0, "int32"), width)], [start])
 
@@ -184,13 +169,12 @@ def _load_scalar(view: GpuOperand, at: Coordinates) -> Expr:
     return view.data[view.address(at)]
 
 
-def _load_vector(view: GpuOperand, at: Coordinates, along: str, width: int) -> list[Expr]:
-    """Load an operand's elements for `width` neighbouring results, as one access if aligned."""
-    if not view.runs_along(along):
-        return [T.bind(_load_scalar(view, at))] * width
-    if view.vector(along) % width:
-        return [_load_scalar(view, {**at, along: at[along] + i}) for i in range(width)]
-    vector = T.alloc_buffer((width,), view.dtype, scope="local")
-    lanes = lane_indices(tirx.const(0, "int32"), width)
-    T.buffer_store(vector, view.data[lane_indices(view.address(at), width)], [lanes])
-    return [vector[tirx.const(i, "int32")] for i in range(width)]
+@contextmanager
+def where(conditions: Sequence[Expr | None]) -> Iterator[None]:
+    """Context of code under nested predicates; None is always true."""
+    with ExitStack() as stack:
+        for condition in conditions:
+            if condition is not None:
+                stack.enter_context(T.If(condition))
+                stack.enter_context(T.Then())
+        yield
