@@ -294,7 +294,22 @@ def tagger() -> onnx.ModelProto:
     return graph.model(graph.node("Softmax", x, axis=-1))
 
 
+def recurrent(op: str, gates: int, hidden: int = 256) -> onnx.ModelProto:
+    """A recurrent layer over a sequence of any length, ``(steps, batch, hidden)``."""
+    graph, size = Graph(op.lower()), hidden**-0.5
+    x = graph.input("x", ("steps", "batch", hidden))
+    weights = [graph.weight(1, gates * hidden, hidden, deviation=size) for _ in range(2)]
+    outputs = graph.node(
+        op, x, *weights, graph.weight(1, 2 * gates * hidden, deviation=0.1), outputs=2, hidden_size=hidden
+    )
+    return graph.model(*outputs)
+
+
 _MADE: tuple[Callable[[], onnx.ModelProto], ...] = (
     swin, mamba, t5_encoder, llama_step, diffusion_unet, detector, tagger
 )  # fmt: skip
-NEWER: dict[str, Callable[[], onnx.ModelProto]] = {make.__name__: make for make in _MADE}
+NEWER: dict[str, Callable[[], onnx.ModelProto]] = {
+    **{make.__name__: make for make in _MADE},
+    "lstm": lambda: recurrent("LSTM", 4),
+    "gru": lambda: recurrent("GRU", 3),
+}

@@ -30,7 +30,7 @@ from .signature import FunctionSignature
 from .typed_data import read_json
 
 RELEASE_RESULT = "relax_hetero.release_result"
-"""Function of the bytecode that makes the machine let go of the last function's result."""
+"""Function of the bytecode that makes the machine drop its reference to the last function's result."""
 _HOST_KEY = "host:"  # as `target.hosts` writes it
 
 HIT, MISS, UNUSED = "hit", "miss", "unused"

@@ -29,6 +29,7 @@ GROUPS = {2: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
 
 _CHUNK_WEIGHTS = 1 << 20
 """Number of weights that a thread packs at a time: numpy's temporaries take a few times their memory."""
+_MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -195,9 +196,9 @@ class Panels:
 
 def in_chunks(count: int, weights: int, pack: Callable[[int, int], T]) -> list[T]:
     """Call `pack` for ranges of `count` items of so many weights each, in threads; returns the results in order."""
-    size = max(1, _CHUNK_WEIGHTS // weights)
+    size = max(1, _CHUNK_WEIGHTS // max(weights, 1))
     begins = range(0, max(count, 1), size)
-    with ThreadPoolExecutor(num_cores()) as pool:  # numpy computes without Python's lock
+    with ThreadPoolExecutor(min(num_cores(), _MAX_THREADS)) as pool:  # numpy computes without Python's lock
         return list(pool.map(pack, begins, [min(begin + size, count) for begin in begins]))
 
 

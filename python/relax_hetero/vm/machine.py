@@ -579,7 +579,7 @@ class VirtualMachine:
         thread_pool = enter_call(self._threads)
         try:
             result = function(*values)
-            # TVM's machine refers to the result until another function ends. The caller's reference shall be the last
+            # TVM's machine refers to the result until another function ends. The caller's reference must be the last
             # one, so that the next call can use the same memory, which is in the caches.
             self._release_result()
             return result

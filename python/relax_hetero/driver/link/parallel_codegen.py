@@ -56,7 +56,7 @@ def build_in_parallel(
 
     def task(target: Target, part: tvm.IRModule) -> tvm.runtime.Module:
         part = compact_blocks(part)
-        with _without_idle_passes(context, target):
+        with _without_noop_passes(context, target):
             return build(target, part)
 
     tasks = [partial(task, target, part) for target, part in parts]
@@ -78,17 +78,17 @@ class _Counter:
 
 
 _COMPACTION = "s_tir.CompactBufferAllocation"
-# Passes of TVM's pipeline that change nothing in kernels of CPUs, and take a tenth of its time to find that out.
+# Passes of TVM's pipeline that change nothing in kernels of CPUs; finding that out takes a tenth of the pipeline's time.
 _GPU_PASSES = tuple(
     f"s_tir.{name}"
-    for name in """InferFragment InjectPermutedLayout InjectVirtualThread LiftThreadBinding LowerAutoCopy
-    LowerCrossThreadReduction LowerThreadAllreduce LowerVtcmAlloc ManifestSharedMemoryLocalStage
-    MergeSharedMemoryAllocations ThreadSync TransformMmaBufferLayout UnifyThreadBinding VerifyVTCMLimit""".split()
+    for name in """InferFragment InjectPermutedLayout LowerAutoCopy LowerCrossThreadReduction LowerThreadAllreduce
+    LowerVtcmAlloc ManifestSharedMemoryLocalStage MergeSharedMemoryAllocations ThreadSync TransformMmaBufferLayout
+    VerifyVTCMLimit""".split()
 )
 
 
 def compact_blocks(part: tvm.IRModule) -> tvm.IRModule:
-    """Reduce the temporaries of blocks to the elements that are accessed.
+    """Reduce the buffers that blocks allocate to the elements that are accessed.
 
     TVM's pass does it for all temporaries, and takes longer than LLVM for unrolled kernels: it computes the region of
     each access to each register. The kernels of `tir` allocate what they use, without blocks.
@@ -121,7 +121,7 @@ def _compaction() -> tvm.transform.Pass:
     )
 
 
-def _without_idle_passes(context: tvm.transform.PassContext, target: Target) -> tvm.transform.PassContext:
+def _without_noop_passes(context: tvm.transform.PassContext, target: Target) -> tvm.transform.PassContext:
     """A copy of a context, for another thread, without passes that would not change kernels of the target."""
     disabled = [*context.disabled_pass, _COMPACTION, *(_GPU_PASSES if target.kind.name == "llvm" else ())]
     return tvm.transform.PassContext(

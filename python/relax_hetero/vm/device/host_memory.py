@@ -29,7 +29,7 @@ def _installed() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that this process can allocate now: free and reclaimable memory, within the limit of its container."""
+    """Bytes of free and reclaimable memory, within what the limit of the container leaves besides all of its pages."""
     try:
         fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         free = next(int(field[1]) << 10 for field in fields if field[0] == "MemAvailable:")

@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 from tvm import runtime
 
+from ...artifact.metadata import CPU
 from ...display.text import bytes_text
 from .host_memory import available_memory
-from .tensors import ALIGNMENT, AddressRange, address_range, alias, bytes_of, is_host, nbytes_of, view_bytes
+from .tensors import ALIGNMENT, AddressRange, address_range, alias, bytes_of, nbytes_of, view_bytes
 
 VARIABLE = "RELAX_HETERO_HUGE_PAGES"
 """Environment variable that turns this off: ``off``."""
@@ -33,7 +34,7 @@ _MIN_BYTES = 16 << 20
 _MAX_GAP = 64 << 10
 """Memory between two weights, such as a header of malloc's, that joins their huge page."""
 _HUGEPAGE, _POPULATE_READ, _COLLAPSE = 14, 22, 25  # advice of madvise(2)
-_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+)")
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ (\d+)")
 _HUGE_IN_FILES = re.compile(r"(?:FilePmdMapped|ShmemPmdMapped): +([1-9]\d*) kB")
 
 
@@ -46,7 +47,7 @@ class HugePages:
     nbytes : int
         Bytes of the weights.
     huge : int
-        Bytes of huge pages that back them.
+        Bytes of huge pages that back them; those of a mapped file by its first page.
     copied : int
         Bytes that were copied from a mapped file.
     """
@@ -68,23 +69,27 @@ def on_huge_pages(tensors: Sequence[runtime.Tensor]) -> tuple[list[runtime.Tenso
     tuple of list of Tensor and HugePages or None
         None if nothing was tried: turned off, not Linux, or few weights.
     """
-    weights = {index: tensor for index, tensor in enumerate(tensors) if is_host(tensor.device) and nbytes_of(tensor)}
+    weights = {i: tensor for i, tensor in enumerate(tensors) if _is_in_memory(tensor)}
     nbytes, page = sum(map(nbytes_of, weights.values())), _page_bytes()
     if not page or nbytes < _MIN_BYTES:
         return list(tensors), None
-    mappings = _Mappings()
+    mappings, result = _Mappings(), list(tensors)
     in_files = {i: tensor for i, tensor in weights.items() if mappings.is_file(tensor.data_ptr())}
     in_memory = [address_range(tensor) for i, tensor in weights.items() if i not in in_files]
-    huge, copied, result = sum(_collapsed(part) for part in _whole_pages(in_memory, page)), 0, list(tensors)
-    mapped = [address_range(tensor) for tensor in in_files.values()]
-    pages = list(_whole_pages(mapped, page))
+    huge, copied = sum(_collapsed(part) for part in _whole_pages(in_memory, page, mappings)), 0
+    pages = list(_whole_pages(map(address_range, in_files.values()), page, mappings))
     if pages and _are_huge(pages[0][0], page):
         huge += sum(end - begin for begin, end in pages)
-    elif pages and (size := sum(map(nbytes_of, in_files.values()))) <= available_memory() // 2:
-        for index, tensor in zip(in_files, _copies(list(in_files.values()), page), strict=True):
+    elif pages and mappings.are_private([tensor.data_ptr() for tensor in in_files.values()]):
+        copies = _copies(list(in_files.values()), page)
+        for index, tensor in zip(in_files, copies, strict=False):
             result[index] = tensor
-        huge, copied = huge + size, size
-    return result, HugePages(nbytes, huge, copied)
+        copied = sum(map(nbytes_of, copies))
+    return result, HugePages(nbytes, huge + copied, copied)
+
+
+def _is_in_memory(tensor: runtime.Tensor) -> bool:
+    return tensor.device.dlpack_device_type() == CPU and nbytes_of(tensor) > 0
 
 
 def _page_bytes() -> int:
@@ -92,7 +97,7 @@ def _page_bytes() -> int:
     if not sys.platform.startswith("linux") or os.environ.get(VARIABLE, "").lower() in ("off", "0"):
         return 0
     try:
-        if "[never]" in (_SETTINGS / "enabled").read_text():
+        if not Path("/proc/self/smaps").exists() or "[never]" in (_SETTINGS / "enabled").read_text():
             return 0
         return int((_SETTINGS / "hpage_pmd_size").read_text())
     except (OSError, ValueError):
@@ -103,21 +108,31 @@ class _Mappings:
     """Mappings of this process, at the time of construction."""
 
     def __init__(self) -> None:
-        found = [_MAPPING.match(line) for line in Path("/proc/self/maps").read_text().splitlines()]
+        found = map(_MAPPING.match, Path("/proc/self/maps").read_text(errors="replace").splitlines())
         fields = [match.groups() for match in found if match]
-        self._begins = [int(begin, 16) for begin, _, _ in fields]
-        self._inodes = [int(inode) for _, _, inode in fields]
+        self._begins = [int(begin, 16) for begin, *_ in fields]
+        self._private = [sharing == "p" for _, _, sharing, _ in fields]
+        self._inodes = [int(inode) for *_, inode in fields]
+
+    def index(self, address: int) -> int:
+        """Number of the mapping with an address."""
+        return bisect_right(self._begins, address) - 1
 
     def is_file(self, address: int) -> bool:
         """Return whether an address is in a mapped file."""
-        return self._inodes[bisect_right(self._begins, address) - 1] != 0
+        return self._inodes[self.index(address)] != 0
+
+    def are_private(self, addresses: Iterable[int]) -> bool:
+        """Return whether writes to the mappings of these addresses stay in this process."""
+        return all(self._private[self.index(address)] for address in addresses)
 
 
-def _whole_pages(ranges: Iterable[AddressRange], page: int) -> Iterator[AddressRange]:
-    """Whole huge pages within ranges, neighbours joined."""
+def _whole_pages(ranges: Iterable[AddressRange], page: int, mappings: _Mappings) -> Iterator[AddressRange]:
+    """Whole huge pages within ranges; neighbours of one mapping are joined."""
     joined: list[AddressRange] = []
     for begin, end in sorted(ranges):
-        if joined and begin - joined[-1][1] <= _MAX_GAP:
+        is_near = joined and begin - joined[-1][1] <= _MAX_GAP
+        if is_near and mappings.index(begin) == mappings.index(joined[-1][1] - 1):
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         else:
             joined.append((begin, end))
@@ -142,7 +157,7 @@ def _are_huge(begin: int, page: int) -> bool:
     if not _advise((begin, begin + page), _POPULATE_READ):
         return False
     is_inside = False
-    with open("/proc/self/smaps") as lines:
+    with open("/proc/self/smaps", errors="replace") as lines:
         for line in lines:
             if match := _MAPPING.match(line):
                 is_inside = int(match[1], 16) <= begin < int(match[2], 16)
@@ -151,14 +166,20 @@ def _are_huge(begin: int, page: int) -> bool:
     return False
 
 
-def _copies(tensors: Sequence[runtime.Tensor], page: int) -> Iterator[runtime.Tensor]:
-    """Copies of tensors in one piece of anonymous memory, which is huge pages from its first use on."""
-    offsets = np.cumsum([0, *(-(-nbytes_of(tensor) // ALIGNMENT) * ALIGNMENT for tensor in tensors)])
-    memory = np.frombuffer(mmap.mmap(-1, int(offsets[-1]) + 2 * page, flags=mmap.MAP_PRIVATE), "uint8")
+def _copies(tensors: Sequence[runtime.Tensor], page: int) -> list[runtime.Tensor]:
+    """Copies of tensors in one piece of anonymous memory, huge pages from its first use on; none if memory is short."""
+    offsets = np.cumsum([0, *(-(-nbytes_of(tensor) // ALIGNMENT) * ALIGNMENT for tensor in tensors)]).tolist()
+    if offsets[-1] > available_memory() // 2:
+        return []
+    try:
+        memory = np.frombuffer(mmap.mmap(-1, offsets[-1] + page, flags=mmap.MAP_PRIVATE), "uint8")
+    except OSError:  # a limit of address space, or of memory that may be promised
+        return []
     memory = memory[-memory.ctypes.data % page :]
-    begin = memory.ctypes.data
-    _advise((begin, begin + -(-int(offsets[-1]) // page) * page), _HUGEPAGE)
-    for tensor, offset in zip(tensors, offsets[:-1], strict=True):
+    _advise((memory.ctypes.data, memory.ctypes.data + offsets[-1] // page * page), _HUGEPAGE)
+    copies = []
+    for tensor, offset in zip(tensors, offsets, strict=False):
         part = memory[offset : offset + nbytes_of(tensor)]
         part[:] = bytes_of(tensor)
-        yield alias(view_bytes(part, tuple(tensor.shape), str(tensor.dtype)), tensor.device)
+        copies.append(alias(view_bytes(part, tuple(tensor.shape), str(tensor.dtype)), tensor.device))
+    return copies

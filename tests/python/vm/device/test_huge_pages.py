@@ -77,7 +77,22 @@ def test_weights_of_a_file_without_huge_pages_are_copied(tmp_path, monkeypatch):
         assert (copy.shape, str(copy.dtype)) == (tensor.shape, str(tensor.dtype))
         np.testing.assert_array_equal(bytes_of(copy), content[index * 6_000_000 : (index + 1) * 6_000_000])
     assert huge_bytes(copies[1].data_ptr()) >= 16 << 20
-    monkeypatch.setattr(huge_pages, "available_memory", lambda: 20_000_000)
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("fault", ["little memory", "no address space", "shared"])
+def test_weights_of_a_file_stay_where_they_cannot_be_copied(fault, tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr(huge_pages, "_are_huge", lambda begin, page: False)
+    tensors, _ = mapped_tensors(tmp_path / "weights", 6_000_000, 3)
+    if fault == "little memory":
+        monkeypatch.setattr(huge_pages, "available_memory", lambda: 20_000_000)
+    elif fault == "no address space":
+        monkeypatch.setattr(huge_pages.mmap, "mmap", refuse)
+    else:
+        monkeypatch.setattr(huge_pages._Mappings, "are_private", lambda self, addresses: False)
     same, pages = on_huge_pages(tensors)
     assert pages.copied == 0 and [t.data_ptr() for t in same] == [t.data_ptr() for t in tensors]
 

@@ -265,7 +265,9 @@ def test_flipped_weights_are_found_on_request(exported, copy):
 
 def test_other_format_version(copy):
     rewrite_footer(copy, version=container_format.FORMAT_VERSION + 1)
-    refused(copy, "found format version 3, expected 2")
+    refused(
+        copy, f"found format version {container_format.FORMAT_VERSION + 1}, expected {container_format.FORMAT_VERSION}"
+    )
 
 
 def rewrite_footer(path, version):

@@ -27,7 +27,7 @@ LEAF = "LEAF"
 """Mode of leaves."""
 
 _CHAINS = 16
-"""Walks that are interleaved."""
+"""Number of interleaved walks."""
 
 Weights = Mapping[int, Sequence[tuple[int, float]]]
 """Leaf -> (target, weight) entries."""
@@ -74,6 +74,8 @@ class Forest:
         Number of the leaf in each place, in the order of the model's leaves; 0 for inner nodes.
     roots, depths : np.ndarray
         Root and depth of each tree.
+    num_leaves : int
+        Number of the model's leaves, with those that no tree reaches.
     leaves_of : list of list of int
         Leaves of each tree.
     """
@@ -85,12 +87,8 @@ class Forest:
     leaf_at: np.ndarray
     roots: np.ndarray
     depths: np.ndarray
+    num_leaves: int
     leaves_of: list[list[int]]
-
-    @property
-    def num_leaves(self) -> int:
-        """Number of leaves of all trees."""
-        return int(self.leaf_at.max(initial=0)) + 1
 
 
 class _Table:
@@ -178,14 +176,16 @@ def forest_of(node: Node, trees: Trees, width: int, dtype: str) -> Forest:
     stride = 1 << max(width - 1, 0).bit_length()
     is_leaf = nodes < len(table.leaves)
     splits = np.where(is_leaf, np.nan, np.array(table.splits, dtype)[nodes]).astype(dtype)
-    first_child = np.where(is_leaf, np.arange(nodes.size) - 1, first_child)  # NaN is at most nothing: the next place
+    first_child = np.where(is_leaf, np.arange(nodes.size) - 1, first_child)  # x <= NaN is false: a leaf steps to itself
     steps = first_child * stride + np.array(table.features)[nodes]
     record = "int32" if dtype == "float32" and nodes.size * stride < 1 << 31 else "int64"
     bits = splits.view(f"int{8 * splits.itemsize}")
     tests = np.stack([bits.astype(record), steps.astype(record)], axis=1)
     missing = np.array(table.missing, "int8")[nodes]
     leaf_at = np.where(is_leaf, nodes, 0)
-    return Forest(tests, stride, dtype, missing, leaf_at, places, np.array(depths, "int32"), leaves_of)
+    return Forest(
+        tests, stride, dtype, missing, leaf_at, places, np.array(depths, "int32"), len(table.leaves), leaves_of
+    )
 
 
 def _places(table: _Table, roots: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -205,7 +205,7 @@ def _places(table: _Table, roots: Sequence[int]) -> tuple[np.ndarray, np.ndarray
                 nodes += [low, high]
             place += 1
     children = [first_child.get(index, 0) for index in nodes]
-    return np.array(nodes), np.array(children), np.array(places, "int32")
+    return np.array(nodes, "int64"), np.array(children, "int64"), np.array(places, "int32")
 
 
 def _walk(node: Node, table: _Table, root: int) -> tuple[int, list[int]]:
@@ -228,7 +228,7 @@ def _leaf_kernel(width: int, stride: int, dtype: str, record: str, has_missing: 
     """Kernel that finds the place of the leaf of each row in each tree, by branch-free steps to the tree's depth.
 
     The numbers of nodes and trees are symbolic, so that forests share a kernel. Each step depends on the previous one,
-    so `_CHAINS` walks are interleaved: of as many rows in one tree, whose nodes stay in the first cache, or, with few
+    so `_CHAINS` walks are interleaved: of as many rows in one tree, whose nodes stay in the L1 cache, or, with few
     rows, of one row in as many trees. These trees are not neighbours, because LLVM would replace the loads of
     neighbours by gathers, which take longer on some CPUs.
     """

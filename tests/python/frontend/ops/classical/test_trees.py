@@ -155,6 +155,23 @@ def test_scores_that_onnxruntime_leaves_open_are_refused():
         rh.from_onnx(model)
 
 
+def test_a_leaf_that_no_tree_reaches_is_ignored():
+    forms = [_stumps([0, 1], [4, 9]), _stumps([0, 1, 1, 0], [4, 9])]
+    for form in forms:
+        for name, value in {
+            "nodes_treeids": 0, "nodes_nodeids": 9, "nodes_featureids": 0, "nodes_values": 0.0, "nodes_modes": "LEAF",
+            "nodes_truenodeids": 0, "nodes_falsenodeids": 0, "class_treeids": 0, "class_nodeids": 9, "class_ids": 1,
+            "class_weights": 7.0,
+        }.items():  # fmt: skip
+            form[name].insert(3 if name.startswith("nodes") else 0, value)
+    model = _model([("TreeEnsembleClassifier", 2, form) for form in forms], "rows")
+    x = np.random.default_rng(0).normal(size=(5, FEATURES)).astype("float32")
+    expected = pytest.importorskip("onnxruntime").InferenceSession(model.SerializeToString()).run(None, {"x": x})
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))["main"](x)
+    for array, result in zip(expected, actual, strict=True):
+        np.testing.assert_allclose(result.numpy(), array, 1e-5, 1e-6)
+
+
 def test_numbers_of_trees_and_rows_around_those_that_are_interleaved():
     trees = _trees(3, [0] * 37)
     trees["nodes_featureids"] = [feature % 3 for feature in trees["nodes_featureids"]]
