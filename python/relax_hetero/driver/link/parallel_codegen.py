@@ -78,7 +78,7 @@ class _Counter:
 
 
 _COMPACTION = "s_tir.CompactBufferAllocation"
-# Passes of TVM's pipeline that change nothing in kernels of CPUs; finding that out takes a tenth of the pipeline's time.
+# Passes that change nothing in kernels of CPUs; finding that out takes a tenth of the time of TVM's pipeline.
 _GPU_PASSES = tuple(
     f"s_tir.{name}"
     for name in """InferFragment InjectPermutedLayout LowerAutoCopy LowerCrossThreadReduction LowerThreadAllreduce
