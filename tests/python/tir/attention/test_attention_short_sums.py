@@ -1,4 +1,4 @@
-"""Attention with short sums in float16; see `tir.matmul.test_fp16_partial_sums`."""
+"""Attention with short sums in float16; see `tir.microkernel.test_fp16_partial_sums`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relax_hetero.tir.attention.attention import attention_kernel
 from seeds import fresh_rng
 from tir.attention_runs import Case, case, nan_tensor, problem_of, reference, stored
 from tir.kernel_runs import target_of
-from tir.matmul.test_fp16_partial_sums import needs_avx512, short_sums_cpu
+from tir.microkernel.test_fp16_partial_sums import needs_avx512, short_sums_cpu
 
 pytestmark = [needs_avx512, pytest.mark.sampled(4)]
 

@@ -1,4 +1,4 @@
-"""Convolutions with short sums in float16; see `tir.matmul.test_fp16_partial_sums`."""
+"""Convolutions with short sums in float16; see `tir.microkernel.test_fp16_partial_sums`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
 from tir.convolutions_of import conv_problem, random_operands, reference
 from tir.kernel_runs import kernel, poisoned
-from tir.matmul.test_fp16_partial_sums import HALVES, needs_avx512, short_sums_cpu
+from tir.microkernel.test_fp16_partial_sums import HALVES, needs_avx512, short_sums_cpu
 
 SAME = Window(3, before=1, after=1)
 WIDE = Window(3, 1, 2, 2, 2)
