@@ -87,7 +87,10 @@ def test_more_chunks_than_are_left(name, depth, m, dtype):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 17, 32, 64])
-@pytest.mark.parametrize(("name", "depth"), [(name, depth) for name in ("q8_0", "q4_0", "q4_k") for depth in DEPTHS])
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [(n, depth) for n in ("q8_0", "q4_0", "q4_k") for depth in DEPTHS if n != "q4_k" or depth % 256 == 0],
+)  # rows of a file are whole superblocks
 def test_real_depths(name, depth, m, dtype):
     check_index_bounds(name, depth, m, dtype)
 
