@@ -59,9 +59,9 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 TILE_VECTORS = 4
 """Vectors of a register tile, at least. Eight would fill the pipelines of a single row better, but its weights come
-from the L2, and less of a wider panel is in the L1 when the next step begins: 128 columns took 6 % longer (Zen)."""
+from the L2, and less of a wider panel is in the L1 when the next step begins: wider panels took longer (Zen 4)."""
 
-ROWS_OF_A_READ = 2
+MIN_COMPUTE_BOUND_ROWS = 2
 """Rows whose multiply-adds take as long as reading their weights from the L2."""
 
 _DTYPE = "float32"
@@ -287,7 +287,7 @@ class _Kernel(RecurrentLayer):
         """Write the kernel: cores share the columns of a step with much work, else directions and rows."""
         problem, cores = self.problem, self._cpu.cores
         known_rows = self.batch if isinstance(self.batch, int) else 1
-        step_work = max(known_rows, ROWS_OF_A_READ) * problem.step_operations // 2
+        step_work = max(known_rows, MIN_COMPUTE_BOUND_ROWS) * problem.step_operations // 2
         if problem.directions < cores and tasks_for(cores, "multiply-adds", step_work) > 1:
             self._emit_shared_steps()
             return

@@ -93,11 +93,11 @@ def compact_blocks(part: tvm.IRModule) -> tvm.IRModule:
     TVM's pass does it for all temporaries, and takes longer than LLVM for unrolled kernels: it computes the region of
     each access to each register. The kernels of `tir` allocate what they use, without blocks.
     """
-    functions = {gv: func for gv, func in part.functions.items() if _has_temporaries_of_blocks(func)}
+    functions = {gv: func for gv, func in part.functions.items() if _has_block_buffers(func)}
     return with_functions(part, dict(_compaction()(tvm.IRModule(functions)).functions.items()))
 
 
-def _has_temporaries_of_blocks(func: tirx.PrimFunc) -> bool:
+def _has_block_buffers(func: tirx.PrimFunc) -> bool:
     def on_block(block: s_tir.SBlock) -> VisitInterrupt | None:
         return VisitInterrupt(block) if block.alloc_buffers else None
 

@@ -1,4 +1,4 @@
-"""Weights on huge pages (2 MiB on x86-64), which take 512 times fewer entries of the CPU's address cache (TLB).
+"""Weights on huge pages (2 MiB on x86-64), which take 512 times fewer entries of the TLB than pages of 4 KiB.
 
 Linux backs anonymous memory with huge pages on request (transparent huge pages), without a copy. Files are backed with
 them by some kernels and file systems only; weights of other files are copied to anonymous memory if enough is free.
@@ -32,7 +32,7 @@ _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _MIN_BYTES = 16 << 20
 """Fewer weights need too few pages to matter."""
 _MAX_GAP = 64 << 10
-"""Memory between two weights, such as a header of malloc's, that joins their huge page."""
+"""Largest gap between two weights, such as a header of malloc, that may be part of a huge page."""
 _HUGEPAGE, _POPULATE_READ, _COLLAPSE = 14, 22, 25  # advice of madvise(2)
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ (\d+)")
 _HUGE_IN_FILES = re.compile(r"(?:FilePmdMapped|ShmemPmdMapped): +([1-9]\d*) kB")
