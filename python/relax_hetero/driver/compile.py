@@ -9,9 +9,11 @@ linking.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -334,6 +336,19 @@ CHECKS = ("default", "strict")
 """Levels of run-time checks; see `compile`."""
 
 
+@contextmanager
+def _paused_garbage_collection() -> Iterator[None]:
+    """Pause the collection of cycles of Python objects: it takes a twentieth of the time, and finds next to none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_paused_garbage_collection()
 def compile(  # noqa: A001 (the contract's name)
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,

@@ -110,7 +110,7 @@ def extents_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
     """
     if ty.shape is None or not isinstance(ty.shape, relax.ShapeExpr):
         raise EncodingError(f"an encoded op on a {ty}: found no shape, expected extents (also symbolic ones)")
-    return list(ty.shape.values)
+    return ty.shape.values[:]
 
 
 def physical_type(stored: Stored, vdevice: relax.VDevice | None = None) -> relax.TensorType:

@@ -19,7 +19,7 @@ from ...encoding.problem import RowPhase
 from ...encoding.resolver import resolver_or_default
 from ...op.encoded import ELEMENTWISE, MATMUL, PRODUCTS, UNSET, encoded_op
 from ...op.rows import ROWS
-from ..ir.blocks import same_shape
+from ..ir.blocks import same_shape, used_vars
 from ..ir.callee_devices import target_of
 from ..ir.op_names import IN_PLACE
 from ..ir.rewriting import op_name, walk_bindings, walk_scopes
@@ -106,11 +106,8 @@ def user_counts(func: relax.Function) -> dict[relax.Var, int]:
 
     for binding in walk_bindings(func):
         if isinstance(binding.value, relax.Call):
-            for var in dict.fromkeys(arg for arg in binding.value.args if isinstance(arg, relax.Var)):
+            for var in used_vars(binding.value):
                 counts[var] = counts.get(var, 0) + 1
-            for arg in binding.value.args:
-                if not isinstance(arg, relax.Var):
-                    count(arg)
         else:
             count(binding.value)
     count(func.body.body)

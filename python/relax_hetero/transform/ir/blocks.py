@@ -141,9 +141,11 @@ def used_vars(expr: relax.Expr) -> list[relax.Var]:
     if isinstance(expr, relax.Var):
         return [expr]
     if isinstance(expr, relax.Call):
-        operands = [expr.op, *expr.args]
+        operands = expr.args[:]  # slices of TVM's arrays are several times faster than iterators
+        if isinstance(expr.op, relax.Var):
+            operands.insert(0, expr.op)
         variables = [operand for operand in operands if isinstance(operand, relax.Var)]
-        if all(isinstance(operand, (relax.Var, tvm.ir.GenericConst)) for operand in operands[1:]):
+        if len(variables) + sum(isinstance(operand, tvm.ir.GenericConst) for operand in operands) == len(operands):
             return list(dict.fromkeys(variables))
     return list(relax.analysis.free_vars(expr))
 
@@ -170,7 +172,7 @@ def _rewrite_sequence(expr: relax.Expr, rewrite: Rewrite) -> relax.Expr:
     used_later = set(used_vars(expr.body))
     changed = False
     for index, block in reversed(list(enumerate(expr.blocks))):
-        old_bindings = list(block.bindings)
+        old_bindings = block.bindings[:]
         bindings = [map_nested(binding, partial(_rewrite_sequence, rewrite=rewrite)) for binding in old_bindings]
         is_changed = any(new is not old for new, old in zip(bindings, old_bindings, strict=True))
         uses = Block(bindings, isinstance(block, relax.DataflowBlock), frozenset(used_later))
@@ -209,7 +211,7 @@ def shape_of(expr: relax.Expr) -> list[Any] | None:
     ty = expr.ty
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return None
-    return list(ty.shape.values)
+    return ty.shape.values[:]
 
 
 def same_extent(a: Any, b: Any) -> bool:

@@ -45,12 +45,14 @@ def walk_bindings(body: relax.Expr, nested: bool = True) -> Iterator[relax.Bindi
             pending.append(expr.body)
         elif isinstance(expr, relax.SeqExpr):
             for block in expr.blocks:
-                for binding in block.bindings:
+                for binding in block.bindings[:]:  # slices of TVM's arrays are faster than iterators
                     yield binding
                     value = binding.value
-                    if nested and isinstance(value, relax.If):
+                    if not nested or isinstance(value, relax.Call):
+                        continue
+                    if isinstance(value, relax.If):
                         pending += [value.false_branch, value.true_branch]
-                    elif nested and isinstance(value, relax.Function):
+                    elif isinstance(value, relax.Function):
                         pending.append(value.body)
 
 
@@ -125,7 +127,7 @@ def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
     for block in expr.blocks:
         bindings: list[relax.Binding] = []
         block_changed = False
-        for old in block.bindings:
+        for old in block.bindings[:]:
             result = change(map_nested(old, partial(_map_expr, change=change)))
             if result is not old:
                 block_changed = True
@@ -142,6 +144,8 @@ def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
 def map_nested(binding: relax.Binding, change: Callable[[relax.Expr], relax.Expr]) -> relax.Binding:
     """The binding with `change` applied to the bodies in it: the branches of an `If`, or a local function's body."""
     value = binding.value
+    if isinstance(value, relax.Call):
+        return binding
     if isinstance(value, relax.If):
         then, other = change(value.true_branch), change(value.false_branch)
         if not (then.same_as(value.true_branch) and other.same_as(value.false_branch)):

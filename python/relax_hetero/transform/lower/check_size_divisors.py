@@ -101,6 +101,8 @@ def _guarded(mod: tvm.IRModule, func: tirx.PrimFunc, name: str, checks: list[Che
 def _divisors(func: tirx.PrimFunc) -> list[StructuralKey]:
     """Divisors of a kernel's sizes, each once."""
     sizes = _sizes(func)
+    if not sizes:
+        return []
     divisors: dict[StructuralKey, None] = {}
 
     def visit_division(division: Any) -> None:

@@ -226,10 +226,15 @@ def _nbytes(ty: relax.TensorType) -> int:
     """Bytes of a tensor; more than `SMALL_PART_BYTES` if its shape is unknown."""
     if not isinstance(ty.shape, relax.ShapeExpr) or ty.dtype is None:
         return SMALL_PART_BYTES + 1
-    extents = [
-        structural_map(extent, (tirx.Var, lambda var: tirx.IntImm(var.ty.dtype, TYPICAL_EXTENT))) for extent in ty.shape
-    ]
-    return tensor_bytes([int(tvm.sym.Analyzer().simplify(extent)) for extent in extents], ty.dtype.dtype)
+    return tensor_bytes([_typical(extent) for extent in ty.shape.values[:]], ty.dtype.dtype)
+
+
+def _typical(extent: Any) -> int:
+    """A known extent; an estimate of a dynamic one."""
+    if isinstance(extent, tirx.IntImm):
+        return int(extent)
+    estimate = structural_map(extent, (tirx.Var, lambda var: tirx.IntImm(var.ty.dtype, TYPICAL_EXTENT)))
+    return int(tvm.sym.Analyzer().simplify(estimate))
 
 
 def _topological_order(readers: Mapping[int, set[int]], num_reads: Mapping[int, int]) -> list[int]:
