@@ -17,6 +17,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
 
@@ -68,7 +69,7 @@ class Texts(Sequence[str]):
         return str(self._view[self._starts[index] : self._starts[index + 1] - 8], "utf-8")
 
     def __iter__(self) -> Iterator[str]:
-        return map(self.__getitem__, range(len(self)))
+        return (str(self._view[begin : end - 8], "utf-8") for begin, end in pairwise(self._starts))
 
 
 class Reader:

@@ -136,17 +136,18 @@ def with_replaced(
     return bindings
 
 
+_WITHOUT_VARS = (tvm.ir.Op, tvm.ir.GlobalVar, tvm.ir.GenericConst, relax.ExternFunc)
+
+
 def used_vars(expr: relax.Expr) -> list[relax.Var]:
     """The Relax variables that an expression uses, each once, without symbolic sizes."""
     if isinstance(expr, relax.Var):
         return [expr]
-    if isinstance(expr, relax.Call):
-        operands = expr.args[:]  # slices of TVM's arrays are several times faster than iterators
-        if isinstance(expr.op, relax.Var):
-            operands.insert(0, expr.op)
-        variables = [operand for operand in operands if isinstance(operand, relax.Var)]
-        if len(variables) + sum(isinstance(operand, tvm.ir.GenericConst) for operand in operands) == len(operands):
-            return list(dict.fromkeys(variables))
+    if isinstance(expr, _WITHOUT_VARS):
+        return []
+    if isinstance(expr, (relax.Call, relax.Tuple)):  # slices of TVM's arrays are several times faster than iterators
+        operands = expr.fields[:] if isinstance(expr, relax.Tuple) else [expr.op, *expr.args[:]]
+        return list(dict.fromkeys(var for operand in operands for var in used_vars(operand)))
     return list(relax.analysis.free_vars(expr))
 
 

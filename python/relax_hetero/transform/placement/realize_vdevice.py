@@ -25,7 +25,6 @@ The last section is the pass RealizeTargets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tvm
 from tvm import relax
@@ -34,6 +33,7 @@ from tvm.relax.utils import copy_with_new_vars
 from ...target.native_target import check_cpu_names, with_hardware
 from ...target.vdevice import same_vdevice, vdevices_of
 from ..ir.declare import declare_pass
+from ..ir.kernels import tensor_bytes
 from ..ir.module_attrs import is_lowered
 from ..ir.remarks import collect_placement, publish, remarks_of, with_remarks
 from ..ir.reports import PlacementEntry, PlacementReport
@@ -118,13 +118,9 @@ def _bytes(ty: tvm.ir.Type) -> int | None:
     shape, dtype = ty.shape, ty.dtype
     if dtype is None or not isinstance(shape, relax.ShapeExpr):
         return None
-    elements = 1
-    for dim in shape.values:
-        if not isinstance(dim, tvm.tirx.IntImm):
-            return None
-        elements *= int(dim.value)
-    data_type: Any = tvm.DataType(str(dtype.dtype) if isinstance(dtype, tvm.ir.PrimType) else str(dtype))
-    return (elements * data_type.bits * data_type.lanes + 7) // 8
+    extents = shape.values[:]
+    is_known = all(isinstance(extent, tvm.tirx.IntImm) for extent in extents)
+    return tensor_bytes(map(int, extents), dtype.dtype) if is_known else None
 
 
 __all__ = [
