@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from tvm import relax
+from tvm import relax, tirx
 
 from ..encoding.pages import PAGE, PAGE_TYPES, TABLES, page_shape, pages_of_window
 from ..errors import FrontendError
@@ -32,6 +32,8 @@ class PagedCache:
         Element type of the cache: "float16", "float32" or "int8".
     all_logits : bool
         True if ``prefill_C`` returns the logits of all its rows rather than of one.
+    any_pages : bool
+        True if the caller chooses the number of pages: functions take any, and the same for layers that share a table.
 
     Raises
     ------
@@ -45,6 +47,7 @@ class PagedCache:
     context: int = 4096
     page_type: str = "float16"
     all_logits: bool = False
+    any_pages: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self)[:4]:
@@ -108,7 +111,9 @@ class PagedCache:
         for is_window in dict.fromkeys(map(bool, windows)):
             shapes[TABLES[is_window]] = [self.sequences, self.max_pages]
         params = {name: relax.Var(name, relax.TensorType(shape, "int32")) for name, shape in shapes.items()}
+        counts = {is_window: tirx.Var(f"{name}_pages", "int64") for is_window, name in TABLES.items()}
         for layer, (heads, window) in enumerate(zip(kv_heads, windows, strict=True)):
-            pages = page_shape(self.pages(window), heads, size, self.page_type)
+            count = counts[bool(window)] if self.any_pages else self.pages(window)
+            pages = page_shape(count, heads, size, self.page_type)
             params[f"pages_{layer}"] = relax.Var(f"pages_{layer}", relax.TensorType(list(pages), self.page_type))
         return params

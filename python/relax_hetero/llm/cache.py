@@ -277,9 +277,12 @@ class KVCache:
             CacheLayer(description.kv_heads, description.size, window, physical_devices[spec.device])
             for spec, window in zip(specs, description.windows, strict=True)
         ]
-        pages = {_table_name(layer): int(spec.shape[0]) for layer, spec in zip(layers, specs, strict=True)}
-        slots, columns = map(int, table.shape)
-        return cls(layers, slots=slots, length=columns * PAGE, pages=pages, dtype=description.page_type)
+        counts = {_table_name(layer): spec.shape[0] for layer, spec in zip(layers, specs, strict=True)}
+        pages = {name: count for name, count in counts.items() if isinstance(count, int)}
+        chunk = max(int(name.rpartition("_")[2]) for name in executable.metadata.signatures if name.startswith("prefill_"))
+        length = min(description.context, int(table.shape[1]) * PAGE)
+        options: dict[str, Any] = {"slots": int(table.shape[0]), "length": length, "chunk": chunk}
+        return cls(layers, **options, pages=pages, dtype=description.page_type)
 
     # -- memory
 

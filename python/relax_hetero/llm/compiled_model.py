@@ -346,7 +346,7 @@ class CompiledModel:
             arrays["last"][:] = last
         for table, pages in self.cache.tables.items():
             if table in arrays:
-                arrays[table][:] = pages
+                arrays[table][:, : pages.shape[1]] = pages  # others belong to positions after the context
         integers.send()
         return integers.tensors
 

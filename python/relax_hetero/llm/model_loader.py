@@ -141,7 +141,10 @@ def _load_file(
     slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
     if batch_invariant and not all(map(is_cpu, devices)):  # CPU functions sum in the same order for any number of rows
         batches, chunks = (max(batches),), (max(chunks),)
-    options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": context}
+    # On CPUs code depends on the longest context only, so that another context of the file compiles nothing.
+    is_fixed = placement == "auto" or not all(map(is_cpu, devices))
+    columns = context if is_fixed else max(model.context, context)
+    options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
     mod = from_gguf(file, devices, placement, **options)
     pages = [f"pages_{layer}" for layer in range(model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
