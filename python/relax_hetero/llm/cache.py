@@ -279,10 +279,15 @@ class KVCache:
         ]
         counts = {_table_name(layer): spec.shape[0] for layer, spec in zip(layers, specs, strict=True)}
         pages = {name: count for name, count in counts.items() if isinstance(count, int)}
-        chunk = max(int(name.rpartition("_")[2]) for name in executable.metadata.signatures if name.startswith("prefill_"))
-        length = min(description.context, int(table.shape[1]) * PAGE)
-        options: dict[str, Any] = {"slots": int(table.shape[0]), "length": length, "chunk": chunk}
-        return cls(layers, **options, pages=pages, dtype=description.page_type)
+        prefills = [name for name in executable.metadata.signatures if name.startswith("prefill_")]
+        return cls(
+            layers,
+            slots=int(table.shape[0]),
+            length=min(description.context, int(table.shape[1]) * PAGE),
+            chunk=max((int(name.rpartition("_")[2]) for name in prefills), default=1),
+            pages=pages,
+            dtype=description.page_type,
+        )
 
     # -- memory
 

@@ -82,7 +82,8 @@ def load(
         As for `rh.from_gguf`; not for a folder.
     context : int, optional
         Maximum number of tokens of a sequence; by default 4,096, or the context that the model was trained
-        with if that is shorter. A longer context than that logs a warning. Not for a folder.
+        with if that is shorter. A longer context than that logs a warning. On CPUs, shorter ones share one
+        executable. Not for a folder.
     batch_invariant : bool
         Whether a sequence's logits must have the same bits for any batch size and any chunks of its prompt. On CPUs
         they always do. On other devices, every call then computes the largest batch or chunk, so that one sequence

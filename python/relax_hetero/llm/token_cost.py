@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from typing import Any
 
 from ..artifact.commands import DIRECT, SLOT, Dispatch, KernelSpec, Reference, RegionSpec, SingleCall
 from ..display.text import text_table
 from ..encoding.pages import PAGE, TABLES
+from ..target.element_types import bytes_of
 from ..vm.profile import TO_DEVICE, Profile
 
 EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER = "embedding", "attention", "feed-forward", "logits", "other"
@@ -343,10 +345,11 @@ class _Reader:
         total = 0
         for slot in slots:
             if slot.name.startswith("pages_") and slot.shape:
-                count = int(slot.shape[0])
+                count, *sizes = slot.shape
                 sequences = int(tables[0].shape[0]) if tables and tables[0].shape else self._rows
-                positions = min(self._cached + 1, self._window(slot.name, is_window, count // sequences * PAGE))
-                total += int(slot.nbytes) // (count * PAGE) * positions * self._rows
+                tokens = count // sequences * PAGE if isinstance(count, int) else self._cached + 1
+                positions = min(self._cached + 1, self._window(slot.name, is_window, tokens))
+                total += prod(map(int, sizes)) * bytes_of(slot.dtype) // PAGE * positions * self._rows
         return total
 
     def _window(self, pages: str, is_window: bool, tokens: int) -> int:

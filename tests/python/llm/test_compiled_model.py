@@ -7,6 +7,7 @@ import pytest
 
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
+from relax_hetero.artifact.metadata import HIT
 from relax_hetero.errors import BuildError, CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.llm import Engine, SamplingParams, model_loader
@@ -20,12 +21,20 @@ TOKENS = np.random.default_rng(8).integers(3, 320, 150).tolist()
 
 def loaded(folder, **options):
     path = write_gguf(folder / "model.gguf", SIZES, "Q8_0")
-    return rh.llm.load(path, batches=(2,), chunks=(32,), slots=3, context=320, page_type="float32", **options)
+    options = {"context": 320, **options}
+    return rh.llm.load(path, batches=(2,), chunks=(32,), slots=3, page_type="float32", **options)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return loaded(tmp_path_factory.mktemp("one"))
+def cache_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory, cache_folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RELAX_HETERO_CACHE", str(cache_folder))
+        return loaded(tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +84,18 @@ def test_a_context_beyond_the_trained_one_is_a_warning(model, caplog, monkeypatc
     monkeypatch.setattr(compiled, "trained_context", 128)
     model_loader._warn_of_long_context(compiled, tokenizer)
     assert "found 320 tokens, but the model was trained for 128" in caplog.text
+
+
+def test_another_context_compiles_nothing(model, cache_folder, tmp_path, monkeypatch):
+    model, _ = model
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(cache_folder))
+    compiled = []
+    other, _ = loaded(tmp_path, context=100, progress=lambda stage, *_: compiled.append(stage))
+    assert (other.executable.metadata.cache.state, compiled) == (HIT, [])
+    assert (other.context, other.cache.pages["table_full"], model.cache.pages["table_full"]) == (100, (0, 6), (0, 15))
+    np.testing.assert_array_equal(logits_alone(other, TOKENS[:100]), logits_alone(model, TOKENS[:100]))
+    with pytest.raises(CacheError, match="expected at most"):
+        other.cache.extend(other.cache.add(), 129)
 
 
 @pytest.mark.parametrize("option", [{"context": 64}, {"slots": 2}, {"page_type": "int8"}, {"placement": "auto"}])
