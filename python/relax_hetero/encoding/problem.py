@@ -6,7 +6,7 @@ Equal problems share one kernel. Symbolic extents are names, numbered in order o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .block_formats import BlockFormat
@@ -49,6 +49,11 @@ class Operand:
             Iteration dimension.
         """
         return self.shape[self.index_map.index(name)]
+
+    def with_size(self, name: str, size: Dim) -> Operand:
+        """The operand with another extent of iteration dimension `name`, if it has that dimension."""
+        pairs = zip(self.index_map, self.shape, strict=True)
+        return replace(self, shape=tuple(size if dim == name else extent for dim, extent in pairs))
 
 
 @dataclass(frozen=True)
@@ -444,6 +449,11 @@ class CachedAttentionProblem:
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order, without the scratch."""
         return [*self.operands, *([] if self.rows == APPEND else [self.out])]
+
+    def with_rows(self, rows: Dim) -> CachedAttentionProblem:
+        """The problem for another number of rows."""
+        *operands, out = (operand.with_size("m", rows) for operand in (*self.operands, self.out))
+        return replace(self, operands=tuple(operands), out=out)
 
     @property
     def group(self) -> int:

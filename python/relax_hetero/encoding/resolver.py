@@ -25,7 +25,7 @@ from ..target.cpu_target import cpu_target_of
 from .block_weights import BlockLayout
 from .encoding import Encoding
 from .packed_layout import PackedLayout
-from .problem import Problem, QuantizedMatmulProblem
+from .problem import CachedAttentionProblem, Problem, QuantizedMatmulProblem
 
 
 class EncodingResolver(ABC):
@@ -170,6 +170,23 @@ class EncodingResolver(ABC):
             Target of the device that holds the cache.
         """
         return "rows"
+
+    def general_problem(self, problem: CachedAttentionProblem, target: tvm.target.Target) -> CachedAttentionProblem:
+        """A problem with symbolic rows whose kernel is as fast, so that functions of several batch sizes share it.
+
+        Parameters
+        ----------
+        problem : CachedAttentionProblem
+            Problem of a call.
+        target : tvm.target.Target
+            Target of the device that computes it.
+
+        Returns
+        -------
+        CachedAttentionProblem
+            The same problem if there is none.
+        """
+        return problem
 
 
 class _NoResolver(EncodingResolver):

@@ -189,6 +189,13 @@ class CpuKernels(EncodingResolver):
         """Tokens in lanes, as all kernels of CPUs read the keys of a page."""
         return "lanes"
 
+    def general_problem(self, problem: CachedAttentionProblem, target: tvm.target.Target) -> CachedAttentionProblem:
+        """The problem with symbolic rows, unless work is split otherwise for its number of rows."""
+        from ..tir.attention.cached.spec import plan_for
+
+        general, cpu = problem.with_rows("rows"), cpu_target_of(target)
+        return general if plan_for(general, cpu) == plan_for(problem, cpu) else problem
+
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The kernel of this library for the target's CPU."""
         return _generators()[type(problem)](problem, cpu_target_of(target))

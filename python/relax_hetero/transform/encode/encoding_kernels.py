@@ -251,7 +251,9 @@ class EncodingKernels:
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType | None]:
         """The kernel of an attention with a cache, and the type of its scratch, as in `attention`."""
         target = target_of(out.vdevice)
-        problem = cached_attention_problem(call, out, resolver_or_default(target).page_order(target))
+        resolver = resolver_or_default(target)
+        problem = cached_attention_problem(call, out, resolver.page_order(target))
+        problem = resolver.general_problem(problem, target)
         rows, heads = problem.out.shape[0], [problem.heads, problem.kv_heads, problem.size]
         name = f"{problem.rows}_attention_{shape_text([rows, *heads])}_{self._names.device(target)}"
         ops = ["rms_norm"] * bool(problem.norms) + ["rotary"] * bool(problem.rotary)

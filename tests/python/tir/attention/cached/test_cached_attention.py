@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+import tvm
 
 import relax_hetero as rh
 from marks import in_turns
@@ -81,6 +82,15 @@ def test_splits():
     for slot in (5, 0, 6, 3):
         inputs = cache.inputs([slot], [cache.length(slot)])
         cache.check(inputs, cache.call(machine(case, "decode", 1, target), inputs))
+
+
+@pytest.mark.parametrize(("cores", "count"), [(2, 1), (64, 2)])
+def test_batch_sizes_share_a_kernel_unless_parts_are_merged(cores, count):
+    target = f'{{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": {cores}}}'
+    mods = [module(Case(rows="decode"), rows, None, SLOTS, MOST, target) for rows in (4, DECODE)]
+    mods[0]["other"] = mods[1]["main"].with_attr("global_symbol", "other")
+    functions = rh.transform.MaterializeEncodings()(mods[0]).functions.values()
+    assert sum(isinstance(func, tvm.tirx.PrimFunc) for func in functions) == count
 
 
 def test_pages_that_are_not_there():
