@@ -153,8 +153,10 @@ def _plan(product: Gemv, gpu: GpuTarget) -> _Plan:
         lanes = WARP >> (-(-product.k // vector) - 1).bit_length()
         plan = _Plan(along_k, vector, lanes, 1, 8, 1, min(_MAX_REPEATS, _MAX_SUMS // product.rows))
         while plan.threads * plan.repeats > WARP and count * columns < plan.block_columns * many // 16:
-            half = {"repeats": plan.repeats // 2} if plan.repeats > 1 else {"column_warps": plan.column_warps // 2}
-            plan = replace(plan, **half)
+            if plan.repeats > 1:
+                plan = replace(plan, repeats=plan.repeats // 2)
+            else:
+                plan = replace(plan, column_warps=plan.column_warps // 2)
         return plan
     if along_k:
         lanes = 1
