@@ -23,6 +23,7 @@ nothing.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import tvm
@@ -76,14 +77,17 @@ def _guarded(mod: tvm.IRModule, func: tirx.PrimFunc, name: str, checks: list[Che
         return _with_guarded_stores(func, checks)
     divisors = dict.fromkeys(_divisors(func), f"a size in kernel {name}")
 
+    @cache  # a model's layers call the same kernels
+    def divisors_of(gv: tvm.ir.GlobalVar) -> list[StructuralKey]:
+        callee = mod.functions.get(gv)
+        return _divisors(callee) if isinstance(callee, tirx.PrimFunc) else []
+
     def visit_call(call: tvm.ir.Call) -> None:
-        callee = mod.functions.get(call.op) if isinstance(call.op, tvm.ir.GlobalVar) else None
-        if not isinstance(callee, tirx.PrimFunc):
+        if not isinstance(call.op, tvm.ir.GlobalVar) or not divisors_of(call.op):
             return
-        arguments = {
-            param: arg for param, arg in zip(callee.params, call.args, strict=True) if not is_buffer_var(param)
-        }
-        for key in _divisors(callee):
+        params = mod[call.op].params
+        arguments = {param: arg for param, arg in zip(params, call.args, strict=True) if not is_buffer_var(param)}
+        for key in divisors_of(call.op):
             divisor = structural_map(key.key, (tvm.ir.Var, lambda var: arguments.get(var, var)))
             divisors.setdefault(StructuralKey(divisor), f"a size in kernel {call.op.name_hint}")
 
