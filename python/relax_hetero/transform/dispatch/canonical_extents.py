@@ -33,7 +33,7 @@ def canonical_extents(mod: tvm.IRModule) -> tvm.IRModule:
 
     def simplified(extents: Sequence[tvm.ir.PrimExpr]) -> list[tvm.ir.PrimExpr] | None:
         """The simplified extents, or None if they are simple already."""
-        if all(isinstance(extent, (tirx.IntImm, tvm.ir.Var)) for extent in extents):
+        if all(isinstance(extent, (tirx.IntImm, tvm.ir.Var)) for extent in extents[:]):
             return None
         new = [analyzer.simplify(extent) for extent in extents]
         return None if all(map(structural_equal, extents, new)) else new

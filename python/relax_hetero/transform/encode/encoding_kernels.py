@@ -28,6 +28,7 @@ from ...encoding.problem import (
     MatmulProblem,
     Operand,
     Problem,
+    QuantizedMatmulProblem,
 )
 from ...encoding.resolver import resolver_or_default
 from ...encoding.row_program import RowProgram
@@ -48,7 +49,6 @@ from .kernel_problems import (
     cached_attention_problem,
     elementwise_problem,
     product_problem,
-    quantized_matmul_problem,
     rows_problem,
 )
 
@@ -288,17 +288,18 @@ class EncodingKernels:
         scratch = params[-1]
         return kernel, relax.TensorType(list(scratch.shape), str(scratch.dtype), vdevice)
 
-    def quantized_matmul(self, call: relax.Call, result: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar:
+    def quantized_matmul(
+        self, problem: QuantizedMatmulProblem, result: relax.TensorType, op_text: str
+    ) -> tvm.ir.GlobalVar:
         """The kernel of a product with block-quantized weights."""
         target = target_of(result.vdevice)
-        problem = quantized_matmul_problem(call, result)
         epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
         sizes = [*problem.result.shape, problem.depth]
         name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_MAX_NAMED_OPS]])
         return self._kernel(problem, target, name, ["block_matmul", *epilogue], op_text)
 
     def unpacked_matmul(
-        self, call: relax.Call, result: relax.TensorType, op_text: str
+        self, problem: QuantizedMatmulProblem, result: relax.TensorType, op_text: str
     ) -> tuple[tvm.ir.GlobalVar, relax.TensorType, tvm.ir.GlobalVar, int] | None:
         """Two kernels for a product of many rows: dequantize the weights, and multiply.
 
@@ -309,7 +310,6 @@ class EncodingKernels:
             weights is better on this target.
         """
         target = target_of(result.vdevice)
-        problem = quantized_matmul_problem(call, result)
         layout = resolver_or_default(target).unpacked_layout(problem, target)
         if layout is None:
             return None

@@ -46,6 +46,7 @@ from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, walk_b
 from .encoded_values import Stored, StoredRows, physical_type
 from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, find_row_phases, fused_variables, user_counts
+from .kernel_problems import quantized_matmul_problem
 from .replaced_bindings import Merges, error_context
 from .verify_encodings import verify_encodings
 
@@ -274,8 +275,11 @@ class _Materializer:
         """Call of a kernel on quantized weights, or calls of a kernel that dequantizes them and of a product."""
         var, call = binding.var, binding.value
         op_text = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
-        is_product = op_name(call) == BLOCK_MATMUL
-        unpacked = self.kernels.unpacked_matmul(call, var.ty, op_text) if is_product else None
+        if op_name(call) != BLOCK_MATMUL:
+            kernel = self.kernels.block_rows(call, var.ty, op_text)
+            return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
+        problem = quantized_matmul_problem(call, var.ty)
+        unpacked = self.kernels.unpacked_matmul(problem, var.ty, op_text)
         if unpacked is not None:
             dequantize_kernel, ty, matmul_kernel, num_weights = unpacked
             weights = type(var)(f"{var.name}_numbers", ty)
@@ -283,8 +287,7 @@ class _Materializer:
             dequantize = relax.VarBinding(weights, self._call(dequantize_kernel, args, ty), binding.span)
             product = self._call(matmul_kernel, [lhs, weights, *extra_args], var.ty)
             return [dequantize, relax.VarBinding(var, product, binding.span)]
-        get_kernel = self.kernels.quantized_matmul if is_product else self.kernels.block_rows
-        kernel = get_kernel(call, var.ty, op_text)
+        kernel = self.kernels.quantized_matmul(problem, var.ty, op_text)
         return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
 
     def _stored(self, expr: relax.Expr) -> Stored:
