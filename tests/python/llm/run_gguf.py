@@ -33,12 +33,12 @@ def run(
     signature = executable.signature("decode_1")
     shapes = {value.name: tuple(value.shape) for value in signature.inputs}
     windows = hyperparameters_of(file).windows
-    counts = {
-        "table_window" if window else "table_full": shapes[pages][0]
-        for window, pages in zip(windows, donated, strict=True)
-    }
-    # Not 0 where nothing is written.
-    pages = [np.full(shapes[name], 7.0, page_type) for name in donated]
+    counts, pages = {}, []
+    for window, name in zip(windows, donated, strict=True):
+        count, *sizes = shapes[name]
+        table = "table_window" if window else "table_full"
+        counts[table] = count if isinstance(count, int) else np.prod(shapes[table])  # on CPUs any number
+        pages.append(np.full((counts[table], *sizes), 7.0, page_type))  # not 0 where nothing is written
     tables = {name: table_of(shapes[name], counts[name]) for name in shapes if name.startswith("table")}
     parts, prompt = [], len(tokens) - decoded
     cuts = [(first, min(first + ROWS, prompt)) for first in range(0, prompt, ROWS)]
