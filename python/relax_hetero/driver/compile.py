@@ -337,7 +337,7 @@ CHECKS = ("default", "strict")
 
 
 @contextmanager
-def _paused_garbage_collection() -> Iterator[None]:
+def paused_garbage_collection() -> Iterator[None]:
     """Pause the collection of cycles of Python objects: it takes a twentieth of the time, and finds next to none."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -348,7 +348,7 @@ def _paused_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@_paused_garbage_collection()
+@paused_garbage_collection()
 def compile(  # noqa: A001 (the contract's name)
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,

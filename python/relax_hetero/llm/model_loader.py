@@ -129,6 +129,7 @@ def _load_file(
 ) -> tuple[CompiledModel, Tokenizer]:
     """Import a GGUF file with `options` of `rh.from_gguf`, and compile it."""
     from ..driver import compile as compile_module
+    from ..driver.compile import paused_garbage_collection
     from ..frontend import PagedCache
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
     from ..frontend.gguf.file import read_gguf
@@ -146,11 +147,12 @@ def _load_file(
     is_fixed = placement == "auto" or not all(map(is_cpu, devices))
     columns = context if is_fixed else max(model.context, context)
     options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
-    mod = from_gguf(file, devices, placement, **options)
     pages = [f"pages_{layer}" for layer in range(model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
-    executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
-    del mod
+    with paused_garbage_collection():
+        mod = from_gguf(file, devices, placement, **options)
+        executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
+        del mod
     _release_memory()
     description = ModelDescription(
         name=str(file.fields.get("general.name", path.stem)),
