@@ -214,7 +214,8 @@ class _Function:
         routes = self.emit(routing, f"{name}.ffn_moe_topk")
         ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids")
         weights = self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
-        expert_input = self.emit(relax.op.reshape(x, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
+        narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps"))
+        expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
         gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.hidden_size)
         active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")
         up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", model.feed_forward, model.hidden_size)
@@ -229,6 +230,7 @@ class _Function:
         self, x: relax.Expr, ids: relax.Expr, name: str, out_features: int, in_features: int
     ) -> relax.Expr:
         """The product of each row with the matrices of its experts, (rows, experts_used, 1, out_features)."""
+        x = self._cast(self._cast(x, self.types.dtype_of(name)), "float32")
         shape = [self.model.experts, out_features, in_features]
         stacked = self.emit(relax.op.reshape(self._matrix(name, shape), shape), f"{name}.stacked")
         selected = self.emit(relax.op.take(stacked, ids, axis=0), f"{name}.selected")
