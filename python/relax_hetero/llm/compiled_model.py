@@ -355,7 +355,8 @@ class CompiledModel:
         arguments, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
         try:
             if name not in self._prepared_calls:
-                logits, *new_pages = self.machine[name](*arguments, *pages)
+                logits, *results = self.machine[name](*arguments, *pages)
+                new_pages = results[-len(pages) :]
                 if [page.data_ptr() for page in new_pages] == [page.data_ptr() for page in pages]:
                     # Pages were written in place: later calls have the same arguments.
                     self._prepared_calls[name] = self.machine.prepare(name, [*arguments, *pages], result_index=0)

@@ -50,10 +50,13 @@ def run(
         inputs["tokens"][: end - first] = tokens[first:end]
         inputs["positions"][: end - first] = np.arange(first, end)
         inputs["sequences"][: end - first] = 1
-        logits, *pages = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
+        results = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
             **inputs, **dict(zip(donated, pages, strict=True))
         )
-        parts.append(logits.numpy()[: end - first])
+        logits, pages = results[0].numpy(), results[-len(donated) :]
+        if rows == 1:
+            np.testing.assert_array_equal(results[1].numpy(), logits.argmax(axis=1))
+        parts.append(logits[: end - first])
     return np.concatenate(parts)
 
 
