@@ -67,12 +67,15 @@ class PageGroup:
         Page of each column of a slot, or `NO_PAGE`; kernels read it.
     reference_counts : array of int32, (pages,)
         Number of sequences that share each page.
+    version : int
+        Number of changes of the table.
     """
 
     def __init__(self, window: int, pages: int, slots: int, columns: int) -> None:
         self.window, self.pages = window, pages
         self.table = np.full((slots, columns), NO_PAGE, "int32")
         self.reference_counts = np.zeros(pages, "int32")
+        self.version = 0
         self._free = list(range(pages - 1, -1, -1))
 
     @property
@@ -123,6 +126,7 @@ class PageGroup:
     def share(self, source: int, target: int) -> None:
         """Share a slot's pages with an empty slot."""
         self.table[target] = self.table[source]
+        self.version += 1
         pages = self.table[target]
         self.reference_counts[pages[pages != NO_PAGE]] += 1
 
@@ -142,10 +146,12 @@ class PageGroup:
         page = self._free.pop()
         self.reference_counts[page] = 1
         row[column] = page
+        self.version += 1
 
     def _release(self, row: np.ndarray, column: int) -> None:
         page = int(row[column])
         row[column] = NO_PAGE
+        self.version += 1
         self.reference_counts[page] -= 1
         if not self.reference_counts[page]:
             self._free.append(page)
@@ -317,6 +323,11 @@ class KVCache:
         if len(pages) != len(self.layers):
             raise CacheError(f"found {len(pages)} layers' pages, expected {len(self.layers)}")
         self._layer_pages = list(pages)
+
+    @property
+    def tables_version(self) -> int:
+        """Number of changes of the page tables."""
+        return sum(group.version for group in self._groups.values())
 
     # -- sequences
 

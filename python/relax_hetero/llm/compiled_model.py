@@ -10,28 +10,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tvm import runtime
 
 from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
-from ..errors import BindingError
+from ..encoding.pages import TABLES
+from ..errors import BindingError, HeteroError
 from ..vm import VirtualMachine
+from ..vm.device.host_copies import begin_copy_to_host
 from ..vm.device.memory_pools import receive_buffer
 from ..vm.device.tensors import copy_into, empty, is_host, part_of
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
 from .cache import KVCache
 from .description import ModelDescription
+from .model import DecodeStep
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
 
 class IntegerInputs:
     """Integer inputs of one function: tokens, positions and page tables, written before each call.
 
-    All inputs of a device are views of one tensor, so that a call makes one copy to a GPU.
+    All inputs of a device are views of one tensor, page tables last, so that a call makes one copy to a GPU.
 
     Parameters
     ----------
@@ -46,23 +49,28 @@ class IntegerInputs:
     ----------
     arrays : dict of str to array of int32
         Host memory of each input, by name; after writing it, call `send`.
-    tensors : list of tvm.runtime.Tensor
+    tensors : dict of str to tvm.runtime.Tensor
         Arguments in the order of `inputs`; the same tensors for the object's life.
+    tables_version : int
+        `KVCache.tables_version` of the page tables in `arrays`.
     """
 
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
         self.arrays: dict[str, np.ndarray] = {}
+        self.tables_version = -1
         self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
+        self._copies_without_tables: list[tuple[runtime.Tensor, runtime.Tensor]] = []
         tensors: dict[str, runtime.Tensor] = {}
         for index in {spec.device for spec in inputs}:
             device = runtime.device("cpu", 0) if index < 0 else devices[index]
             tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment)
-        self.tensors = [tensors[spec.name] for spec in inputs]
+        self.tensors = {spec.name: tensors[spec.name] for spec in inputs}
 
     def _allocate(
         self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
     ) -> dict[str, runtime.Tensor]:
-        shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in inputs}
+        in_order = sorted(inputs, key=lambda spec: spec.name in TABLES.values())
+        shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in in_order}
         alignment_elements, count, offsets = -(-alignment // 4), 0, {}
         for name, shape in shapes.items():
             offsets[name] = count
@@ -71,15 +79,75 @@ class IntegerInputs:
         source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
         if source is not target:
             self._copies.append((source, target))
+            before_tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
+            if before_tables:
+                parts = [part_of(tensor, (before_tables,), "int32", 0) for tensor in (source, target)]
+                self._copies_without_tables.append((parts[0], parts[1]))
         host_array = np.from_dlpack(source)
         for name, shape in shapes.items():
             self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
         return {name: part_of(target, shape, "int32", 4 * offsets[name]) for name, shape in shapes.items()}
 
-    def send(self) -> None:
-        """Copy `arrays` to GPUs; on CPUs the tensors share their memory. Write them only between calls."""
-        for source, target in self._copies:
-            copy_into(source, target)
+    def send(self, with_tables: bool) -> None:
+        """Copy `arrays` to GPUs, in order with their work; on CPUs the tensors share their memory."""
+        for source, target in self._copies if with_tables else self._copies_without_tables:
+            copy_into(source, target, wait=False)
+
+    def set_tokens(self, tokens: runtime.Tensor, count: int) -> None:
+        """Copy the first `count` tokens from a device, in order with its work, after `send`."""
+        target = self.tensors["tokens"]
+        if count < len(self.arrays["tokens"]):
+            tokens, target = (part_of(tensor, (count,), "int32", 0) for tensor in (tokens, target))
+        copy_into(tokens, target, wait=False)
+
+
+class DecodeCall(NamedTuple):
+    """A call of a decode function.
+
+    Attributes
+    ----------
+    function : str
+        Name of the function.
+    count : int
+        Number of sequences; further rows are padding.
+    logits, tokens : tvm.runtime.Tensor
+        Results, (rows, vocabulary) and (rows,).
+    """
+
+    function: str
+    count: int
+    logits: runtime.Tensor
+    tokens: runtime.Tensor
+
+
+class CompiledDecodeStep:
+    """A decode step that may still run, with its greedy tokens on the way to the host; a `DecodeStep`.
+
+    Parameters
+    ----------
+    calls : sequence of DecodeCall
+        Calls of the step, for consecutive sequences.
+    """
+
+    def __init__(self, calls: Sequence[DecodeCall]) -> None:
+        self.calls = calls
+        self._copies = [begin_copy_to_host(call.tokens) for call in calls]
+
+    def tokens(self) -> list[int]:
+        """Wait for the end, and return the index of the largest logit of each sequence.
+
+        Raises
+        ------
+        HeteroError
+            If the step failed, or the largest logit of a sequence is infinite, or one is NaN.
+        """
+        arrays = [wait() for wait in self._copies]
+        tokens = [
+            token for call, array in zip(self.calls, arrays, strict=True) for token in array[: call.count].tolist()
+        ]
+        if min(tokens) < 0:
+            raise HeteroError(f"logits of sequence {tokens.index(-1)} of {len(tokens)}: expected finite numbers")
+        return tokens
 
 
 _NO_SEQUENCE = -1
@@ -164,7 +232,8 @@ class CompiledModel:
         length = self.cache.length(slot)
         self.cache.extend(slot, count)
         positions = length + np.minimum(np.arange(rows), count - 1)
-        logits = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
+        (result,) = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
+        logits = self._to_host(f"prefill_{rows}", result)
         if all_logits:
             return logits[:count]
         return logits[0 if len(logits) == 1 else count - 1]
@@ -189,24 +258,49 @@ class CompiledModel:
         CacheError
             If pages run out; then no sequence has changed.
         """
+        calls = self._decode(slots, tokens)
+        if len(calls) == 1:
+            return self._to_host(calls[0].function, calls[0].logits)[: len(slots)]
+        return np.concatenate([self._to_host(call.function, call.logits)[: call.count].copy() for call in calls])
+
+    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> CompiledDecodeStep:
+        """Append one token to each of several sequences, without waiting for GPUs and without copying logits.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slots of the sequences, each once.
+        tokens : sequence of int or DecodeStep
+            Token of each sequence, or the last step, which had the same slots, for its greedy tokens.
+
+        Raises
+        ------
+        CacheError
+            If pages run out; then no sequence has changed.
+        """
+        return CompiledDecodeStep(self._decode(slots, tokens))
+
+    def _decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> list[DecodeCall]:
+        """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
         lengths = [self.cache.length(slot) for slot in slots]
-        for index, slot in enumerate(slots):
-            try:
-                self.cache.extend(slot, 1)
-            except BaseException:
-                for extended, length in zip(slots[:index], lengths, strict=False):
-                    self.cache.truncate(extended, length)
-                raise
-        chunks = []
         max_batch = self._batches[-1]
-        for begin in range(0, len(slots), max_batch):
-            batch = slice(begin, min(begin + max_batch, len(slots)))
-            count = batch.stop - batch.start
-            rows = next(rows for rows in self._batches if rows >= count)
-            positions = lengths[batch] if count == rows else [*lengths[batch], *[0] * (rows - count)]
-            logits = self._call(f"decode_{rows}", tokens[batch], positions, slots[batch], 0)[:count]
-            chunks.append(logits if count == len(slots) else logits.copy())
-        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        calls = []
+        try:
+            for slot in slots:
+                self.cache.extend(slot, 1)
+            for begin in range(0, len(slots), max_batch):
+                batch = slice(begin, min(begin + max_batch, len(slots)))
+                count = batch.stop - batch.start
+                rows = next(rows for rows in self._batches if rows >= count)
+                positions = lengths[batch] if count == rows else [*lengths[batch], *[0] * (rows - count)]
+                fed = tokens.calls[len(calls)].tokens if isinstance(tokens, CompiledDecodeStep) else tokens[batch]
+                results = self._call(f"decode_{rows}", fed, positions, slots[batch], 0)
+                calls.append(DecodeCall(f"decode_{rows}", count, *results))
+        except BaseException:
+            for slot, length in zip(slots, lengths, strict=True):
+                self.cache.truncate(slot, length)
+            raise
+        return calls
 
     def token_cost(self, cached: int = 512, profile: bool = False, rounds: int = 8) -> TokenCost:
         """Cost of a decode step of the smallest batch, by parts of the model; it prints as a table.
@@ -329,7 +423,7 @@ class CompiledModel:
             self.cache.release(pages)
 
     def _inputs(
-        self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int
+        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: _Integers, last: int
     ) -> list[runtime.Tensor]:
         """Arguments of a function, without pages, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
@@ -339,38 +433,47 @@ class CompiledModel:
             alignment = self.executable.metadata.alignment
             integers = self._integers[name] = IntegerInputs(inputs, self.machine.devices, alignment)
         arrays, count = integers.arrays, len(slots)
-        arrays["tokens"][:count], arrays["tokens"][count:] = tokens, 0
+        is_fed, version = isinstance(tokens, runtime.Tensor), self.cache.tables_version
+        arrays["tokens"][:count], arrays["tokens"][count:] = 0 if is_fed else tokens, 0
         arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
         arrays["positions"][:] = positions
         if "last" in arrays:
             arrays["last"][:] = last
-        for table, pages in self.cache.tables.items():
-            if table in arrays:
-                arrays[table][:] = pages
-        integers.send()
-        return integers.tensors
+        is_changed = integers.tables_version != version
+        if is_changed:
+            for table, pages in self.cache.tables.items():
+                if table in arrays:
+                    arrays[table][:] = pages
+        integers.send(with_tables=is_changed)
+        integers.tables_version = version
+        if is_fed:
+            integers.set_tokens(tokens, count)
+        return list(integers.tensors.values())
 
-    def _call(self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int) -> np.ndarray:
-        """Call a function; logits of a GPU are overwritten by its next call."""
+    def _call(
+        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: _Integers, last: int
+    ) -> Sequence[runtime.Tensor]:
+        """Call a function; returns its results without the pages."""
         arguments, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
         try:
             if name not in self._prepared_calls:
-                logits, *results = self.machine[name](*arguments, *pages)
-                new_pages = results[-len(pages) :]
+                results = self.machine[name](*arguments, *pages)
+                results, new_pages = results[: -len(pages)], list(results[-len(pages) :])
                 if [page.data_ptr() for page in new_pages] == [page.data_ptr() for page in pages]:
                     # Pages were written in place: later calls have the same arguments.
-                    self._prepared_calls[name] = self.machine.prepare(name, [*arguments, *pages], result_index=0)
+                    prepared = self.machine.prepare(name, [*arguments, *pages], results=len(results))
+                    self._prepared_calls[name] = prepared
                 else:
                     self._prepared_calls.clear()
                     pages = new_pages
             else:
-                logits = self._prepared_calls[name]()
+                results = self._prepared_calls[name]()
         finally:
             self.cache.release(pages)  # a failed call has written only past the ends of sequences
-        return self._to_host(name, logits)
+        return results
 
     def _to_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:
-        """Logits as a numpy array: the same memory on a CPU, else a copy in a buffer that the function reuses."""
+        """Logits as a numpy array: the same memory on a CPU, else in a buffer that the function's next call reuses."""
         if is_host(logits.device):
             return np.from_dlpack(logits)
         buffer = self._logits.get(name)

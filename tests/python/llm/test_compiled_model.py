@@ -110,6 +110,73 @@ def test_a_decode_that_is_refused_changes_no_sequence(by_layers):
         model.cache.free(slot)
 
 
+class WithoutLookAhead:
+    """A compiled model as the engine sees it, without `begin_decode`."""
+
+    def __init__(self, model):
+        for name in (
+            "vocabulary", "context", "trained_context", "slots", "chunk", "decodes_like_prefill", "cache",
+            "prefill", "decode",
+        ):  # fmt: skip
+            setattr(self, name, getattr(model, name))
+
+
+def test_steps_ahead_write_the_tokens_of_single_steps(model):
+    """Texts that end at different steps, by stop tokens too, beside one that is cancelled, and a full cache."""
+    compiled, tokenizer = model
+    texts = []
+    for variant in (WithoutLookAhead(compiled), compiled):
+        with Engine(variant, tokenizer) as engine:
+            params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (70, 1, 2, 33, 400)]
+            requests = [engine.submit(TOKENS[: 60 - 9 * n], each) for n, each in enumerate(params)]
+            cancelled = engine.submit(TOKENS[:7], SamplingParams(temperature=0, ignore_eos=True))
+            next(iter(cancelled))
+            cancelled.cancel()
+            tokens = [[token for delta in request for token in delta.tokens] for request in requests]
+            stop = SamplingParams(temperature=0, stop_token_ids=(tokens[0][40],), ignore_eos=True)
+            stopped = engine.submit(TOKENS[:60], stop)
+            tokens.append([token for delta in stopped for token in delta.tokens])
+            texts.append((tokens, [request.finish_reason for request in (*requests, stopped)]))
+        assert not any(used for used, _ in compiled.cache.pages.values())
+    assert texts[0] == texts[1]
+
+
+def test_a_step_takes_the_tokens_of_the_step_before(model):
+    compiled, _ = model
+    slots = [fill(compiled, TOKENS[:n]) for n in (30, 50, 70)]
+    tokens = [5, 6, 7]
+    first = compiled.begin_decode(slots, tokens)
+    second = compiled.begin_decode(slots, first)
+    fed, last = first.tokens(), second.tokens()
+    for slot, n in zip(slots, (30, 50, 70), strict=True):
+        compiled.cache.truncate(slot, n)
+    assert fed == compiled.decode(slots, tokens).argmax(axis=1).tolist()
+    assert last == compiled.decode(slots, fed).argmax(axis=1).tolist()
+    for slot in slots:
+        compiled.cache.free(slot)
+
+
+def test_logits_that_are_not_finite_end_the_request(model, monkeypatch):
+    compiled, tokenizer = model
+    written = compiled._inputs
+
+    def poison(name, tokens, positions, slots, last):
+        """NaN in the keys of a sequence from position 64 on."""
+        if name.startswith("decode") and max(positions) == 70:
+            pages = compiled.cache.take()
+            for page in pages:
+                np.from_dlpack(page)[compiled.cache.tables["table_full"][slots[0], 1]] = np.nan
+            compiled.cache.release(pages)
+        return written(name, tokens, positions, slots, last)
+
+    monkeypatch.setattr(compiled, "_inputs", poison)
+    with Engine(compiled, tokenizer) as engine:
+        request = engine.submit(TOKENS[:60], SamplingParams(temperature=0, ignore_eos=True))
+        with pytest.raises(rh.HeteroError, match="logits: found nan as the largest of 320"):
+            request.result(60)
+    assert request.usage.completion_tokens == 11
+
+
 @pytest.mark.slow  # beside those of both devices' logits, in test_from_gguf.py
 def test_two_devices_write_the_tokens_of_one(model, by_layers):
     sampling = [
