@@ -87,6 +87,13 @@ class PageGroup:
         """First column that the token at position `length` attends to."""
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
+    def fits(self, slot: int, length: int, count: int) -> bool:
+        """Return whether the last page takes `count` more tokens as it is, and none has left the window."""
+        used, first = length % PAGE, self.first_visible_column(length)
+        if not used or used + count > PAGE or (first and self.table[slot, first - 1] != NO_PAGE):
+            return False
+        return bool(self.reference_counts[self.table[slot, length // PAGE]] == 1)
+
     def plan(self, slot: int, length: int, count: int) -> PageExtension:
         """Plan pages for `count` tokens after the first `length` of a slot, without changing anything."""
         row, first = self.table[slot], self.first_visible_column(length)
@@ -375,7 +382,11 @@ class KVCache:
             raise CacheError(
                 f"sequence {slot} of {length} tokens asks for {count} more, expected at most {max_length} tokens in all"
             )
-        plans = {name: group.plan(slot, length, count) for name, group in self._groups.items()}
+        plans = {
+            name: group.plan(slot, length, count)
+            for name, group in self._groups.items()
+            if not group.fits(slot, length, count)
+        }
         for name, plan in plans.items():
             group = self._groups[name]
             if plan.pages > group.free:

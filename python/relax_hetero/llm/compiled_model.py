@@ -7,7 +7,7 @@ The executable has functions ``decode_B`` for several batch sizes and ``prefill_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -48,8 +48,8 @@ class IntegerInputs:
     Attributes
     ----------
     arrays : dict of str to array of int32
-        Host memory of each input, by name; after writing it, call `send`.
-    tensors : dict of str to tvm.runtime.Tensor
+        Host memory of each input, by name, zeros at first; after writing it, call `send`.
+    tensors : list of tvm.runtime.Tensor
         Arguments in the order of `inputs`; the same tensors for the object's life.
     tables_version : int
         `KVCache.tables_version` of the page tables in `arrays`.
@@ -58,13 +58,15 @@ class IntegerInputs:
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self.tables_version = -1
+        self._slots: list[int] | None = None
         self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
         self._copies_without_tables: list[tuple[runtime.Tensor, runtime.Tensor]] = []
         tensors: dict[str, runtime.Tensor] = {}
         for index in {spec.device for spec in inputs}:
             device = runtime.device("cpu", 0) if index < 0 else devices[index]
             tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment)
-        self.tensors = {spec.name: tensors[spec.name] for spec in inputs}
+        self.tensors = [tensors[spec.name] for spec in inputs]
+        self._tokens = tensors["tokens"]
 
     def _allocate(
         self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
@@ -84,18 +86,33 @@ class IntegerInputs:
                 parts = [part_of(tensor, (before_tables,), "int32", 0) for tensor in (source, target)]
                 self._copies_without_tables.append((parts[0], parts[1]))
         host_array = np.from_dlpack(source)
+        host_array[:] = 0
         for name, shape in shapes.items():
             self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
         return {name: part_of(target, shape, "int32", 4 * offsets[name]) for name, shape in shapes.items()}
 
-    def send(self, with_tables: bool) -> None:
-        """Copy `arrays` to GPUs, in order with their work; on CPUs the tensors share their memory."""
-        for source, target in self._copies if with_tables else self._copies_without_tables:
+    def write_rows(self, slots: Sequence[int], positions: _Integers) -> None:
+        """Write the positions and sequences of rows; further rows are padding."""
+        arrays, count = self.arrays, len(slots)
+        if self._slots != slots:
+            self._slots = list(slots)
+            arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
+            arrays["tokens"][count:], arrays["positions"][count:] = 0, 0
+        arrays["positions"][: len(positions)] = positions
+
+    def send(self, tables: Mapping[str, np.ndarray]) -> None:
+        """Copy `arrays`, and new page tables if there are any, to GPUs; on CPUs the tensors share their memory.
+
+        Copies are in order with work of the GPUs, and `arrays` may be written again at once.
+        """
+        for name in tables.keys() & self.arrays.keys():
+            self.arrays[name][:] = tables[name]
+        for source, target in self._copies if tables else self._copies_without_tables:
             copy_into(source, target, wait=False)
 
-    def set_tokens(self, tokens: runtime.Tensor, count: int) -> None:
+    def copy_tokens(self, tokens: runtime.Tensor, count: int) -> None:
         """Copy the first `count` tokens from a device, in order with its work, after `send`."""
-        target = self.tensors["tokens"]
+        target = self._tokens
         if count < len(self.arrays["tokens"]):
             tokens, target = (part_of(tensor, (count,), "int32", 0) for tensor in (tokens, target))
         copy_into(tokens, target, wait=False)
@@ -292,9 +309,8 @@ class CompiledModel:
                 batch = slice(begin, min(begin + max_batch, len(slots)))
                 count = batch.stop - batch.start
                 rows = next(rows for rows in self._batches if rows >= count)
-                positions = lengths[batch] if count == rows else [*lengths[batch], *[0] * (rows - count)]
                 fed = tokens.calls[len(calls)].tokens if isinstance(tokens, CompiledDecodeStep) else tokens[batch]
-                results = self._call(f"decode_{rows}", fed, positions, slots[batch], 0)
+                results = self._call(f"decode_{rows}", fed, lengths[batch], slots[batch], 0)
                 calls.append(DecodeCall(f"decode_{rows}", count, *results))
         except BaseException:
             for slot, length in zip(slots, lengths, strict=True):
@@ -415,54 +431,48 @@ class CompiledModel:
         rows, length = int(function.rpartition("_")[2]), self.cache.length(slot)
         self.cache.extend(slot, count)
         positions = length + np.minimum(np.arange(rows), count - 1)
-        arguments = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
+        inputs = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
         pages = self.cache.take()
         try:
-            return self.machine.profile(function, *arguments, *pages)
+            return self.machine.profile(function, *inputs.tensors, *pages)
         finally:
             self.cache.release(pages)
 
     def _inputs(
-        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: _Integers, last: int
-    ) -> list[runtime.Tensor]:
-        """Arguments of a function, without pages, for logits of row `last`; rows after those of `slots` are padding."""
+        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: Sequence[int], last: int
+    ) -> IntegerInputs:
+        """Write and send inputs of a function, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
         if integers is None:
             specs = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
             inputs = [spec for spec in specs if not spec.name.startswith("pages_")]
             alignment = self.executable.metadata.alignment
             integers = self._integers[name] = IntegerInputs(inputs, self.machine.devices, alignment)
-        arrays, count = integers.arrays, len(slots)
+        integers.write_rows(slots, positions)
+        if "last" in integers.arrays:
+            integers.arrays["last"][:] = last
         is_fed, version = isinstance(tokens, runtime.Tensor), self.cache.tables_version
-        arrays["tokens"][:count], arrays["tokens"][count:] = 0 if is_fed else tokens, 0
-        arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
-        arrays["positions"][:] = positions
-        if "last" in arrays:
-            arrays["last"][:] = last
-        is_changed = integers.tables_version != version
-        if is_changed:
-            for table, pages in self.cache.tables.items():
-                if table in arrays:
-                    arrays[table][:] = pages
-        integers.send(with_tables=is_changed)
+        if not is_fed:
+            integers.arrays["tokens"][: len(slots)] = tokens
+        integers.send(self.cache.tables if integers.tables_version != version else {})
         integers.tables_version = version
         if is_fed:
-            integers.set_tokens(tokens, count)
-        return list(integers.tensors.values())
+            integers.copy_tokens(tokens, len(slots))
+        return integers
 
     def _call(
-        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: _Integers, last: int
+        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: Sequence[int], last: int
     ) -> Sequence[runtime.Tensor]:
         """Call a function; returns its results without the pages."""
-        arguments, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
+        inputs, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
         try:
             if name not in self._prepared_calls:
-                results = self.machine[name](*arguments, *pages)
+                arguments = [*inputs.tensors, *pages]
+                results = self.machine[name](*arguments)
                 results, new_pages = results[: -len(pages)], list(results[-len(pages) :])
                 if [page.data_ptr() for page in new_pages] == [page.data_ptr() for page in pages]:
                     # Pages were written in place: later calls have the same arguments.
-                    prepared = self.machine.prepare(name, [*arguments, *pages], results=len(results))
-                    self._prepared_calls[name] = prepared
+                    self._prepared_calls[name] = self.machine.prepare(name, arguments, results=len(results))
                 else:
                     self._prepared_calls.clear()
                     pages = new_pages

@@ -12,7 +12,7 @@ from .cuda_library import cuda_library
 from .cuda_streams import Stream
 from .error_records import raise_reported
 from .memory_pools import receive_buffer
-from .tensors import on_host
+from .tensors import is_host, on_host
 
 
 def begin_copy_to_host(tensor: runtime.Tensor) -> Callable[[], np.ndarray]:
@@ -30,8 +30,9 @@ def begin_copy_to_host(tensor: runtime.Tensor) -> Callable[[], np.ndarray]:
         errors that kernels reported.
     """
     device = tensor.device
-    target, library = receive_buffer(tensor, runtime.device("cpu", 0), min_bytes=1), cuda_library()
-    if target is None or library is None:
+    target = None if is_host(device) else receive_buffer(tensor, runtime.device("cpu", 0), min_bytes=1)
+    library = None if target is None else cuda_library()
+    if library is None:
         return lambda: np.from_dlpack(on_host(tensor))
     end = begin_copy(tensor, target, Stream.current(library, device))
 
