@@ -27,7 +27,6 @@ from ..vm.file.executable import Executable
 from ..vm.profile import Profile
 from .cache import KVCache
 from .description import ModelDescription
-from .model import DecodeStep
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
 
@@ -125,14 +124,14 @@ class DecodeCall(NamedTuple):
     ----------
     function : str
         Name of the function.
-    count : int
+    sequences : int
         Number of sequences; further rows are padding.
     logits, tokens : tvm.runtime.Tensor
         Results, (rows, vocabulary) and (rows,).
     """
 
     function: str
-    count: int
+    sequences: int
     logits: runtime.Tensor
     tokens: runtime.Tensor
 
@@ -160,7 +159,7 @@ class CompiledDecodeStep:
         """
         arrays = [wait() for wait in self._copies]
         tokens = [
-            token for call, array in zip(self.calls, arrays, strict=True) for token in array[: call.count].tolist()
+            token for call, array in zip(self.calls, arrays, strict=True) for token in array[: call.sequences].tolist()
         ]
         if min(tokens) < 0:
             raise HeteroError(f"logits of sequence {tokens.index(-1)} of {len(tokens)}: expected finite numbers")
@@ -278,16 +277,16 @@ class CompiledModel:
         calls = self._decode(slots, tokens)
         if len(calls) == 1:
             return self._to_host(calls[0].function, calls[0].logits)[: len(slots)]
-        return np.concatenate([self._to_host(call.function, call.logits)[: call.count].copy() for call in calls])
+        return np.concatenate([self._to_host(call.function, call.logits)[: call.sequences].copy() for call in calls])
 
-    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> CompiledDecodeStep:
+    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> CompiledDecodeStep:
         """Append one token to each of several sequences, without waiting for GPUs and without copying logits.
 
         Parameters
         ----------
         slots : sequence of int
             Slots of the sequences, each once.
-        tokens : sequence of int or DecodeStep
+        tokens : sequence of int or CompiledDecodeStep
             Token of each sequence, or the last step, which had the same slots, for its greedy tokens.
 
         Raises
@@ -297,11 +296,11 @@ class CompiledModel:
         """
         return CompiledDecodeStep(self._decode(slots, tokens))
 
-    def _decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> list[DecodeCall]:
+    def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
         lengths = [self.cache.length(slot) for slot in slots]
         max_batch = self._batches[-1]
-        calls = []
+        calls: list[DecodeCall] = []
         try:
             for slot in slots:
                 self.cache.extend(slot, 1)

@@ -4,13 +4,18 @@ import json
 
 import numpy as np
 import pytest
+import tvm
 
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
+from relax_hetero.artifact.signature import TensorSpec
 from relax_hetero.errors import BuildError, CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.llm import Engine, SamplingParams, model_loader
+from relax_hetero.llm import Engine, SamplingParams, compiled_model, model_loader
 from relax_hetero.report.executable_report import report_of
+from relax_hetero.vm.device import cuda_copies
+from relax_hetero.vm.device.tensors import alias
+from vm.fake_cuda import FakeCuda, FakeLibrary
 
 # A shape of no other test: three heads on one, a window, rows of 224.
 SIZES = Sizes("gemma3", layers=2, width=224, feed_forward=288, heads=3, kv_heads=1, size=32, window=80, pattern=2)
@@ -154,6 +159,41 @@ def test_a_step_takes_the_tokens_of_the_step_before(model):
     assert last == compiled.decode(slots, fed).argmax(axis=1).tolist()
     for slot in slots:
         compiled.cache.free(slot)
+
+
+def test_steps_in_flight_on_a_gpu_read_their_own_integers(monkeypatch):
+    """With a driver in Python, whose work waits in the stream: nothing waits, and the host writes on meanwhile."""
+    cuda = FakeCuda()
+    library = FakeLibrary(cuda)
+    monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
+    plain = compiled_model.empty
+    monkeypatch.setattr(
+        compiled_model, "empty", lambda shape, dtype, device: alias(plain(shape, dtype, tvm.cpu(0)), device)
+    )
+    shapes = {"tokens": (4,), "positions": (4,), "table_full": (3, 5), "sequences": (4,)}
+    specs = [TensorSpec(name, shape, "int32", device=0) for name, shape in shapes.items()]
+    inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0)], 64)
+    seen, result = [], alias(tvm.runtime.tensor(np.zeros(4, "int32")), tvm.cuda(0))
+    on_host = [np.from_dlpack(alias(tensor, tvm.cpu(0))) for tensor in (*inputs.tensors, result)]
+
+    def step():
+        seen.append([array.copy() for array in on_host[:-1]])
+        on_host[-1][:] = on_host[0] + 1
+
+    for number, count in enumerate((3, 3, 2)):
+        inputs.write_rows([2, 1, 0][:count], [number] * count)
+        inputs.arrays["tokens"][:count] = 10
+        inputs.send({"table_full": np.full((3, 5), number)} if number != 1 else {})
+        if number:
+            inputs.copy_tokens(result, count)
+        cuda._push(0, step)
+    assert not seen
+    cuda.cuStreamSynchronize(0)
+    tokens, positions, tables, sequences = zip(*seen, strict=True)
+    np.testing.assert_array_equal(tokens, [[10, 10, 10, 0], [11, 11, 11, 0], [12, 12, 0, 0]])
+    np.testing.assert_array_equal(positions, [[0, 0, 0, 0], [1, 1, 1, 0], [2, 2, 0, 0]])
+    np.testing.assert_array_equal([table[0, 0] for table in tables], [0, 0, 2])
+    np.testing.assert_array_equal(sequences, [[2, 1, 0, -1]] * 2 + [[2, 1, -1, -1]])
 
 
 def test_logits_that_are_not_finite_end_the_request(model, monkeypatch):

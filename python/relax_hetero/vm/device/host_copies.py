@@ -32,13 +32,13 @@ def begin_copy_to_host(tensor: runtime.Tensor) -> Callable[[], np.ndarray]:
     device = tensor.device
     target = None if is_host(device) else receive_buffer(tensor, runtime.device("cpu", 0), min_bytes=1)
     library = None if target is None else cuda_library()
-    if library is None:
+    if target is None or library is None:
         return lambda: np.from_dlpack(on_host(tensor))
-    end = begin_copy(tensor, target, Stream.current(library, device))
+    array, end = np.from_dlpack(target), begin_copy(tensor, target, Stream.current(library, device))
 
     def wait() -> np.ndarray:
         end.synchronize()
         raise_reported(device.index)
-        return np.from_dlpack(target)
+        return array
 
     return wait
