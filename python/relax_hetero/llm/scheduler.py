@@ -270,7 +270,7 @@ class Scheduler:
         return [next_tokens[sequence] for sequence in batch]
 
     def _will_repeat(self, batch: list[Sequence]) -> bool:
-        """Whether the next decode step will have the same requests, unless some end with a stop token or text."""
+        """Return whether the next decode step will have the same requests, unless stop tokens or texts end some."""
         if self._prefilling is not None or self._can_admit():
             return False
         return all(
