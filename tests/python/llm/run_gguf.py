@@ -66,3 +66,20 @@ def table_of(shape, count):
     own = np.random.default_rng(3).permutation(count)[: count // shape[0]]
     table[1] = np.resize(own, shape[1])
     return table
+
+
+def check_steps_ahead(model, slots, count):
+    """Steps that take the tokens of the step before, while that may run, against steps one by one."""
+    lengths = [model.cache.length(slot) for slot in slots]
+    step, ahead = model.begin_decode(slots, slots), []
+    for _ in range(count):
+        last, step = step, model.begin_decode(slots, step)
+        ahead.append(last.tokens())
+    ahead.append(step.tokens())
+    for slot, length in zip(slots, lengths, strict=True):
+        model.cache.truncate(slot, length)
+    tokens = slots
+    for expected in ahead:
+        tokens = model.decode(slots, tokens).argmax(axis=1).tolist()
+        assert tokens == expected
+    assert len({tuple(tokens) for tokens in ahead}) > 1

@@ -379,3 +379,19 @@ def test_an_error_in_a_step_ahead_ends_only_its_request(monkeypatch):
             requests[1].result(60)
         assert [requests[n].result(60) for n in (0, 2)] == [expected[0], expected[2]]
     assert requests[1].usage.completion_tokens == 30 and model.ahead and not model.in_flight
+
+
+def test_steps_ahead_change_no_counts_and_no_prefixes():
+    outcomes = []
+    for kind in (ToyModel, LookAheadToyModel):
+        scheduler, requests, texts = Scheduler(kind()), [], prompts(20) + prompts(4)
+        while len(requests) < 24 or scheduler.step():
+            if len(requests) < 24:
+                params = SamplingParams(temperature=0, max_tokens=1 + 17 * len(requests) % 60)
+                requests.append(Request(tuple(texts[len(requests)]), params, lambda: None))
+                scheduler.add(Sequence(requests[-1], len(requests), CODEC, 512))
+                for _ in range(7):
+                    scheduler.step()
+        prefixes = [entry.tokens.tolist() for entry in scheduler._prefix_cache._entries]
+        outcomes.append(([(each.result(), each.usage) for each in requests], vars(scheduler.counts), prefixes))
+    assert outcomes[0] == outcomes[1]
