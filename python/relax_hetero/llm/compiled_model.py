@@ -20,6 +20,7 @@ from ..artifact.signature import TensorSpec
 from ..encoding.pages import TABLES
 from ..errors import BindingError, HeteroError
 from ..vm import VirtualMachine
+from ..vm.device.cuda_copies import SENT_BYTES
 from ..vm.device.host_copies import begin_copy_to_host
 from ..vm.device.memory_pools import receive_buffer
 from ..vm.device.tensors import copy_into, empty, is_host, part_of
@@ -33,7 +34,7 @@ from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, wi
 class IntegerInputs:
     """Integer inputs of one function: tokens, positions and page tables, written before each call.
 
-    All inputs of a device are views of one tensor, page tables last, so that a call makes one copy to a GPU.
+    All inputs of a device are views of one tensor, page tables last, so that most calls make one small copy to a GPU.
 
     Parameters
     ----------
@@ -59,7 +60,7 @@ class IntegerInputs:
         self.tables_version = -1
         self._slots: list[int] | None = None
         self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
-        self._copies_without_tables: list[tuple[runtime.Tensor, runtime.Tensor]] = []
+        self._table_copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
         tensors: dict[str, runtime.Tensor] = {}
         for index in {spec.device for spec in inputs}:
             device = runtime.device("cpu", 0) if index < 0 else devices[index]
@@ -79,11 +80,9 @@ class IntegerInputs:
         target = empty((count,), "int32", device)
         source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
         if source is not target:
-            self._copies.append((source, target))
-            before_tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
-            if before_tables:
-                parts = [part_of(tensor, (before_tables,), "int32", 0) for tensor in (source, target)]
-                self._copies_without_tables.append((parts[0], parts[1]))
+            tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
+            self._copies += _small_copies(source, target, 0, tables)
+            self._table_copies += _small_copies(source, target, tables, count)
         host_array = np.from_dlpack(source)
         host_array[:] = 0
         for name, shape in shapes.items():
@@ -106,7 +105,7 @@ class IntegerInputs:
         """
         for name in tables.keys() & self.arrays.keys():
             self.arrays[name][:] = tables[name]
-        for source, target in self._copies if tables else self._copies_without_tables:
+        for source, target in [*self._copies, *self._table_copies] if tables else self._copies:
             copy_into(source, target, wait=False)
 
     def copy_tokens(self, tokens: runtime.Tensor, count: int) -> None:
@@ -115,6 +114,18 @@ class IntegerInputs:
         if count < len(self.arrays["tokens"]):
             tokens, target = (part_of(tensor, (count,), "int32", 0) for tensor in (tokens, target))
         copy_into(tokens, target, wait=False)
+
+
+def _small_copies(
+    source: runtime.Tensor, target: runtime.Tensor, begin: int, end: int
+) -> list[tuple[runtime.Tensor, runtime.Tensor]]:
+    """Copies of elements `begin` to `end`, none of which waits for the GPU."""
+    step = SENT_BYTES // 4
+    pieces = [(first, min(step, end - first)) for first in range(begin, end, step)]
+    return [
+        (part_of(source, (count,), "int32", 4 * first), part_of(target, (count,), "int32", 4 * first))
+        for first, count in pieces
+    ]
 
 
 class DecodeCall(NamedTuple):

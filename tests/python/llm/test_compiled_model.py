@@ -173,7 +173,7 @@ def test_steps_in_flight_on_a_gpu_read_their_own_integers(monkeypatch):
     monkeypatch.setattr(
         compiled_model, "empty", lambda shape, dtype, device: alias(plain(shape, dtype, tvm.cpu(0)), device)
     )
-    shapes = {"tokens": (4,), "positions": (4,), "table_full": (3, 5), "sequences": (4,)}
+    shapes = {"tokens": (4,), "positions": (4,), "table_full": (200, 100), "sequences": (4,)}
     specs = [TensorSpec(name, shape, "int32", device=0) for name, shape in shapes.items()]
     inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0)], 64)
     seen, result = [], alias(tvm.runtime.tensor(np.zeros(4, "int32")), tvm.cuda(0))
@@ -186,7 +186,7 @@ def test_steps_in_flight_on_a_gpu_read_their_own_integers(monkeypatch):
     for number, count in enumerate((3, 3, 2)):
         inputs.write_rows([2, 1, 0][:count], [number] * count)
         inputs.arrays["tokens"][:count] = 10
-        inputs.send({"table_full": np.full((3, 5), number)} if number != 1 else {})
+        inputs.send({"table_full": np.full((200, 100), number)} if number != 1 else {})
         if number:
             inputs.copy_tokens(result, count)
         cuda._push(0, step)
@@ -195,7 +195,7 @@ def test_steps_in_flight_on_a_gpu_read_their_own_integers(monkeypatch):
     tokens, positions, tables, sequences = zip(*seen, strict=True)
     np.testing.assert_array_equal(tokens, [[10, 10, 10, 0], [11, 11, 11, 0], [12, 12, 0, 0]])
     np.testing.assert_array_equal(positions, [[0, 0, 0, 0], [1, 1, 1, 0], [2, 2, 0, 0]])
-    np.testing.assert_array_equal([table[0, 0] for table in tables], [0, 0, 2])
+    np.testing.assert_array_equal(tables, [np.full((200, 100), number) for number in (0, 0, 2)])
     np.testing.assert_array_equal(sequences, [[2, 1, 0, -1]] * 2 + [[2, 1, -1, -1]])
 
 
