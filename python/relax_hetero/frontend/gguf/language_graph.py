@@ -1,9 +1,9 @@
 """Relax functions of a language model: ``decode_B`` and ``prefill_C``.
 
-``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C consecutive tokens of one sequence and
-returns the logits of one of them. Both write keys and values into the cache: for each layer, they take its pages as a
-parameter, and return them as a result. Variables have the names of the file's tensors (``blk.3.attn_q``), which
-placement rules match.
+``decode_B`` takes one token of each of B sequences and returns the logits and the greedy tokens; ``prefill_C`` takes C
+consecutive tokens of one sequence and returns the logits of one of them. Both write keys and values into the cache: for
+each layer, they take its pages as a parameter, and return them as a result. Variables have the names of the file's
+tensors (``blk.3.attn_q``), which placement rules match.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
 from ...tir.routing import RoutingProblem, routing_kernel
 from ...transform.ir.kernels import opaque_kernel
+from ..greedy_tokens import greedy_tokens
 from ..paged_cache import DECODE, PagedCache
 from .activation_types import ActivationTypes
 from .hyperparameters import Hyperparameters
@@ -37,12 +38,14 @@ def language_module(
     `types`, so that activations of models trained in bfloat16 do not overflow float16 between layers. Products with
     block-quantized weights may round them to integers of `activation_bits` (see `dequantize_blocks`).
     """
-    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
-    for name, rows, kind in cache.functions:
-        function = _Function(model, weights, cache, rows, kind, activation_bits, types)
-        functions[tvm.ir.GlobalVar(name)] = function.build(name)
-        functions.update(function.builder.get().functions.items())  # kernels
-    return tvm.IRModule(functions)
+    builder = relax.BlockBuilder()
+    functions = {
+        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits, types, builder).build(
+            name
+        )
+        for name, rows, kind in cache.functions
+    }
+    return tvm.IRModule({**functions, **builder.get().functions})
 
 
 class _Function:
@@ -57,12 +60,13 @@ class _Function:
         kind: str,
         activation_bits: int,
         types: ActivationTypes,
+        builder: relax.BlockBuilder,
     ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.activation_bits, self.types = activation_bits, types
         self.row_kind = kind  # of the rows that products take
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
-        self.builder = relax.BlockBuilder()
+        self.builder = builder
         self.bindings: list[relax.Binding] = []
         self.rotary_tables: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
@@ -79,12 +83,19 @@ class _Function:
         logits = self._logits(x)
         # An output of the dataflow block, in place of the local variable that `_logits` bound last.
         self.bindings[-1] = relax.VarBinding(relax.Var(logits.name, logits.ty), self.bindings[-1].value)
-        result = relax.Tuple([self.bindings[-1].var, *pages])
+        outputs = {"logits": self.bindings[-1].var}
+        if self.kind == DECODE:
+            tokens = greedy_tokens(
+                self.builder, outputs["logits"], lambda value, name: self.emit(value, f"output.{name}")
+            )
+            outputs["greedy_tokens"] = self.emit(tokens, "output.greedy_tokens", is_output=True)
+        outputs |= {f"pages_{layer}": layer_pages for layer, layer_pages in enumerate(pages)}
+        result = relax.Tuple(list(outputs.values()))
         attributes = {
             "global_symbol": name,
             "num_input": len(self.params),
             "input_names": list(self.params),
-            "output_names": ["logits", *(f"pages_{layer}" for layer in range(self.model.layers))],
+            "output_names": list(outputs),
         }
         body = relax.SeqExpr([relax.DataflowBlock(self.bindings)], result)
         return relax.Function(
