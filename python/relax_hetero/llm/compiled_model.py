@@ -204,6 +204,8 @@ class CompiledModel:
         Keys and values of all sequences.
     machine : VirtualMachine
         Machine that runs the executable.
+    looks_ahead : bool
+        True if a GPU computes logits; see `LookAheadModel`.
 
     Raises
     ------
@@ -223,6 +225,10 @@ class CompiledModel:
         self.trained_context = description.trained_context
         self.slots, self.chunk = description.slots, self._chunks[-1]
         self.decodes_like_prefill = description.decodes_like_prefill
+        logits = executable.signature(f"decode_{self._batches[0]}").outputs[0]
+        self.looks_ahead = (
+            isinstance(logits, TensorSpec) and logits.device >= 0 and not is_host(self.machine.devices[logits.device])
+        )
         self.cache = KVCache.from_executable(executable, description)
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[str, Callable[[], Any]] = {}

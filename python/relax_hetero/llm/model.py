@@ -171,7 +171,17 @@ class DecodeStep(Protocol):
 
 @runtime_checkable
 class LookAheadModel(Model, Protocol):
-    """A model that can begin a decode step before the previous one has ended."""
+    """A model that can begin a decode step before the previous one has ended.
+
+    Attributes
+    ----------
+    looks_ahead : bool
+        Whether `begin_decode` returns before the computation has ended, as on GPUs; otherwise a step ahead would only
+        delay the tokens of the last one.
+    """
+
+    @property
+    def looks_ahead(self) -> bool: ...  # noqa: D102
 
     def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> DecodeStep:
         """Append one token to each of several sequences, without waiting for the end of the computation.

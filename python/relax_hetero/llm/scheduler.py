@@ -116,7 +116,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._prefilling: Sequence | None = None
         self._cache_full = False  # no request is admitted until one has ended
-        self._look_ahead = model if isinstance(model, LookAheadModel) else None
+        self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
         self._ahead: StepAhead | None = None
 
     def load(self) -> Load:

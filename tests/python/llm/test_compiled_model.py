@@ -134,10 +134,11 @@ class WithoutLookAhead:
             setattr(self, name, getattr(model, name))
 
 
-def test_steps_ahead_write_the_tokens_of_single_steps(varied):
+def test_steps_ahead_write_the_tokens_of_single_steps(varied, monkeypatch):
     """Texts that end at different steps, by stop tokens too, beside one that is cancelled, and a full cache."""
     compiled, tokenizer = varied
-    assert isinstance(compiled, LookAheadModel)
+    assert isinstance(compiled, LookAheadModel) and not compiled.looks_ahead  # a CPU computes during the call
+    monkeypatch.setattr(compiled, "looks_ahead", True)
     texts = []
     for variant in (WithoutLookAhead(compiled), compiled):
         with Engine(variant, tokenizer) as engine:

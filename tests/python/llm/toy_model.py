@@ -164,6 +164,8 @@ class LookAheadToyModel(ToyModel):
         Number of steps that began before the tokens of the previous one were read.
     """
 
+    looks_ahead = True
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.in_flight: list[ToyStep] = []
