@@ -380,15 +380,19 @@ def _match_product(block: Block, index: int) -> _Product | None:
     layout = _block_layout(binding.var)
     if not is_constant or "float64" in dtypes or layout is None or not _fits(layout, weight):
         return None
-    if op_name(block.definition(lhs)) == CAST and str(block.definition(lhs).args[0].ty.dtype) in layout.lhs_types:
-        # The cast to a wider type does not change the numbers.
-        narrow = block.definition(lhs).args[0]
-        lhs = narrow if dtypes[0] == "float32" else lhs
+    lhs = _narrow(block, lhs, layout)
     weight = _with_definitions(block, weight)
     sums = Expression.operand(0)
     if dtypes[1] != "float32":
         sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
     return _Product(lhs, weight, layout, [], index, sums)
+
+
+def _narrow(block: Block, lhs: relax.Expr, layout: BlockLayout) -> relax.Expr:
+    """A left operand before a cast to float32, which does not change its numbers, if kernels read its type."""
+    cast = block.definition(lhs)
+    is_wider = op_name(cast) == CAST and str(lhs.ty.dtype) == "float32"
+    return cast.args[0] if is_wider and str(cast.args[0].ty.dtype) in layout.lhs_types else lhs
 
 
 def _block_layout(result: relax.Var) -> BlockLayout | None:
@@ -408,9 +412,9 @@ def _match_expert_product(block: Block, index: int) -> _Product | None:
     table, index_expr = block.definition(experts.args[0]), experts.args[1]
     weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
     layout, sizes = _block_layout(var), shape_of(table) or []
-    if op_name(weight) != DEQUANTIZE_BLOCKS or not isinstance(layout, Panels) or not _fits(layout, weight):
+    if op_name(weight) != DEQUANTIZE_BLOCKS or layout is None or not _fits(layout, weight):
         return None
-    if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth):
+    if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth) or not layout.fits_matrices(int(sizes[1])):
         return None
     lhs_shape, index_shape = shape_of(lhs) or [], shape_of(index_expr) or []
     if (
@@ -427,7 +431,7 @@ def _match_expert_product(block: Block, index: int) -> _Product | None:
     is_float = str(lhs.ty.dtype) == str(var.ty.dtype) == "float32" and str(index_expr.ty.dtype) in ("int32", "int64")
     if not (fits and is_constant and is_float):
         return None
-    weight, sums = _with_definitions(block, weight), Expression.operand(0)
+    weight, sums, lhs = _with_definitions(block, weight), Expression.operand(0), _narrow(block, lhs, layout)
     return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
 
 
@@ -531,8 +535,7 @@ class _Packer:
         key = (*(hash(arg.value) for arg in weight.args), form, depth, layout, experts)
         if key not in self._packed:
             source = BlockSource(tuple(arg.value.numpy() for arg in weight.args), form, depth)
-            arrays = layout.pack(source, experts) if experts and isinstance(layout, Panels) else layout.pack(source)
-            self._packed[key] = [tvm.runtime.tensor(array) for array in arrays]
+            self._packed[key] = [tvm.runtime.tensor(array) for array in layout.pack(source, experts or 1)]
         return [
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
             for data in self._packed[key]

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
-from ...core.builder import Expr, int64, minimum
+from ...core.builder import Expr, ceil_div, int64, minimum
 from ...core.view import extent_of
 from ..core import ptx
 from ..core.launch import Place, SharedMemory, local
@@ -20,7 +20,7 @@ from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, BlockPlan, BlockWork
-from .block_rows import LeftRows
+from .block_rows import LeftRows, RowSource
 
 
 class BlockBody:
@@ -41,6 +41,15 @@ class BlockBody:
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         return BlockWork(problem, plan, m)
 
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.work.rows
+
+    def count_row_tiles(self) -> Expr:
+        """Number of row tiles."""
+        return ceil_div(self.work.m, self.rows)
+
     def prepare(self, row_tiles: Expr, blocks_per_sm: int) -> None:
         """Distribute the work among blocks; parameters as in `BlockWork.share`."""
         self.row_tiles = row_tiles
@@ -50,29 +59,36 @@ class BlockBody:
 
     def emit(self, place: Place, shared: SharedMemory) -> None:
         """Write the block's code."""
-        work, row_tiles = self.work, self.row_tiles
+        row_tiles = self.row_tiles
         self.shared, self.thread = shared, place.thread
         block = T.Cast("int64", place.block)
         self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
-        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * work.rows)
+        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.rows)
         self.warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
         self.lane = lane
+        self._emit_block()
+
+    def _emit_block(self) -> None:
+        """Write the code after the thread's indices."""
         self._open()
-        groups = work.plan.groups
-        self.sums, self.left_sums = local(groups * 4, "float32"), local(groups * 4, "float32")
-        self.totals = local(work.plan.fragments * groups * 4, "float32")
+        plan = self.work.plan
+        self.sums, self.left_sums = local(plan.groups * 4, "float32"), local(plan.groups * 4, "float32")
+        self.totals = local(plan.fragments * plan.groups * 4, "float32")
         self._work()
 
     def _open(self) -> None:
         """Allocate registers of both operands."""
-        lanes = self.low, self.high
         self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
+        self.left = self._left_rows(self.lhs, self.first_row)
+
+    def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
+        """Loads of the block's left rows, from row `first` of `lhs` on."""
         work = self.work
         is_whole = isinstance(work.m, int) and work.held_rows == work.m and work.problem.depth % work.chunk == 0
         copies = self.gpu.bulk_copies and is_whole and work.parts == 1
-        self.left = LeftRows(work, self.lhs, self.shared, self.thread, lanes, self.first_row, copies)
+        return LeftRows(work, lhs, self.shared, self.thread, (self.low, self.high), first, copies)
 
     def _work(self) -> None:
         """Process all column tiles of the block, with the weights of the next chunks in flight."""
@@ -253,11 +269,8 @@ class BlockBody:
             index_in_batch, in_tile = tirx.floordiv(item, per_tile), tirx.floormod(item, per_tile)
             row, column = tirx.floordiv(in_tile, columns // vector), tirx.floormod(in_tile, columns // vector) * vector
             tile = self.first_block + (first_index + T.Cast("int64", index_in_batch)) * work.stride
-            at = {
-                "m": T.bind(self.first_row + row),
-                "n": T.bind(tile * columns + column),
-            }
-            conditions = [] if isinstance(work.m, int) and work.m % rows == 0 else [at["m"] < work.m]
+            result_row, conditions = self._result_row(row)
+            at = {"m": result_row, "n": T.bind(tile * columns + column)}
             if work.batch > 1:
                 conditions.append(index_in_batch < count)
             elif items % threads:
@@ -274,6 +287,13 @@ class BlockBody:
                 self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, loaded)
         if work.is_persistent:
             ptx.block_barrier()
+
+    def _result_row(self, row: Expr) -> tuple[Expr, list[Expr]]:
+        """Row of the result of a row of the block, and predicates of its existence."""
+        work = self.work
+        result_row = T.bind(self.first_row + row)
+        is_whole = isinstance(work.m, int) and work.m % min(work.rows, work.m) == 0
+        return result_row, [] if is_whole else [result_row < work.m]
 
     def _reduce_sums(self, begin: Expr, row: Expr, column: Expr, vector: int) -> Any:
         """Reduce neighbouring columns of a row over warps and over the parts of the row."""

@@ -9,7 +9,8 @@ The warps of a thread block share its columns and split k. Each keeps several ch
 the first ones before the launch that writes the left operand has ended. Blocks are persistent: while one reduces the
 accumulators of its warps in shared memory, the weights of its next columns are in flight.
 
-From `MIN_STAGED_ROWS` rows on, weights go through a pipeline in shared memory instead (`StagedBody`).
+Rows of a mixture of experts have blocks of their own (`expert_body`). From `MIN_STAGED_ROWS` rows on, weights go
+through a pipeline in shared memory instead (`StagedBody`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ....encoding.problem import QuantizedMatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, minimum
+from ...core.builder import Expr, Function, int64, minimum
 from ..core import ptx
 from ..core.launch import SharedMemory, enable_pdl, launch, local
 from ..core.operand import GpuOperand
@@ -36,6 +37,7 @@ from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans
 from .block_rows import LeftRows
+from .expert_body import expert_body
 
 # Weights in stages: each warp has a cp.async pipeline of its own in shared memory.
 #
@@ -356,6 +358,7 @@ def quantized_matmul_kernel(
             GpuOperand(function, name, operand)
             for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
         ]
+        index = None if problem.index is None else GpuOperand(function, "index", problem.index)
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
         for name in reversed([name for name in writer.result.index_map if name.startswith("b")]):
             for view in (lhs, *writer.operands):
@@ -366,10 +369,14 @@ def quantized_matmul_kernel(
             lhs.open(raw=True)
             for view in packed:
                 view.open()
-            staged = None if plan else staged_plan(problem, gpu)
-            plans = [plan] if plan else [staged] if staged else block_plans(problem, gpu)
-            kinds = [StagedBody if isinstance(one, StagedPlan) else BlockBody for one in plans]
-            _launch([kind(problem, gpu, one, lhs, packed, writer) for kind, one in zip(kinds, plans, strict=True)])
+            if index is not None:
+                index.open()
+                _launch([expert_body(problem, gpu, plan, lhs, packed, writer, index)])
+            else:
+                staged = None if plan else staged_plan(problem, gpu)
+                plans = [plan] if plan else [staged] if staged else block_plans(problem, gpu)
+                kinds = [StagedBody if isinstance(one, StagedPlan) else BlockBody for one in plans]
+                _launch([kind(problem, gpu, one, lhs, packed, writer) for kind, one in zip(kinds, plans, strict=True)])
     if not gpu.overlaps_launches:
         return function.result
     return enable_pdl(function.result, range(1, 1 + len(problem.weights)))
@@ -378,8 +385,8 @@ def quantized_matmul_kernel(
 def _launch(bodies: list[BlockBody]) -> None:
     """Write the launch of one body, or of two, of which the first is for few rows."""
     last = bodies[-1]
-    m, threads = last.work.m, last.work.plan.warps * WARP
-    if 0 in (m, last.work.problem.columns):
+    row_tiles, threads = last.count_row_tiles(), last.work.plan.warps * WARP
+    if 0 in (row_tiles, last.work.problem.columns):
         with launch(1, WARP):
             # The next launch waits only for this one.
             if last.gpu.overlaps_launches:
@@ -387,12 +394,12 @@ def _launch(bodies: list[BlockBody]) -> None:
             T.evaluate(0)
         return
     is_one = len(bodies) == 1
-    row_tiles = ceil_div(m, last.work.rows)
     last.prepare(row_tiles, 0 if is_one else _BLOCKS_PER_SM)
     blocks = int64(last.work.stride * row_tiles)
     if not is_one:
         bodies[0].prepare(1, _BLOCKS_PER_SM)
-        blocks = tirx.Select(m <= bodies[0].work.rows, int64(bodies[0].work.stride), blocks)
+        is_few = last.work.m <= bodies[0].rows
+        blocks = tirx.Select(is_few, int64(bodies[0].work.stride), blocks)
     shared = SharedMemory()
     shared.reserve(max(body.work.shared_bytes for body in bodies))
     with launch(blocks, threads, min_blocks_per_sm=last.work.blocks_per_sm) as place:
@@ -400,7 +407,7 @@ def _launch(bodies: list[BlockBody]) -> None:
         if is_one:
             last.emit(place, shared)
             return
-        with T.If(m <= bodies[0].work.rows):
+        with T.If(is_few):
             with T.Then():
                 bodies[0].emit(place, shared)
             with T.Else():

@@ -1,0 +1,117 @@
+"""Products of rows by the matrices of their experts on GPUs: numbers by the interpreter of GPU kernels."""
+
+import numpy as np
+import pytest
+from tvm.target import Target
+
+from cuda_reports import reports_of
+from gpu_interpreter import run
+from relax_hetero.encoding import Operand, PackedLayout
+from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
+from relax_hetero.encoding.problem import QuantizedMatmulProblem
+from relax_hetero.target.element_types import numpy_dtype
+from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.matmul import expert_body
+from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, expert_plan
+from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
+from seeds import fresh_rng
+from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
+from tir.cuda.matmul.test_block_product_on_gpus import GPU, integer_format
+
+BLOCK, OLD_GPU = 32, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))
+
+
+def problem_of(tokens, used, experts, n, k, dtype, rows_per_token):
+    weight, scales = Fragments().shapes(n, integer_format(4, BLOCK, False), k, experts)
+    names = ("b0", "b1", "m")
+
+    def operand(shape, dtype, index_map):
+        return Operand(tuple(shape), dtype, index_map, PackedLayout.identity(len(shape)))
+
+    return QuantizedMatmulProblem(
+        operand((tokens, rows_per_token, 1, k), dtype, (*names, "k")),
+        (operand(weight, "int32", Fragments.index_map), operand(scales, "float16", Fragments.index_map)),
+        operand((tokens, used, 1, n), "float32", (*names, "n")),
+        BLOCK,
+        experts=experts,
+        index=operand((tokens, used), "int32", names[:2]),
+    )
+
+
+def check(problem, tokens, gpu=GPU, is_on_gpu=False, plan=None):
+    rng, experts, n, k = fresh_rng(), problem.experts, problem.columns, problem.depth
+    used, rows = problem.index.shape[1], problem.lhs.shape[1]
+    x = rng.standard_normal((tokens, rows, 1, k)).astype(numpy_dtype(problem.lhs.dtype))
+    codes = rng.integers(0, 16, (experts * n, k), dtype=np.uint8)
+    scales = (rng.random((experts * n, -(-k // BLOCK))) + 0.1).astype("float16")
+    numbers = (codes.astype("float64") - 8) * np.repeat(scales.astype("float64"), BLOCK, 1)[:, :k]
+    index = rng.integers(0, experts, (tokens, used)).astype("int32")
+    matrices = numbers.reshape(experts, n, k)[index]
+    want = np.einsum("tuk,tunk->tun", np.broadcast_to(x[:, :, 0].astype("float64"), (tokens, used, k)), matrices)
+    packed = [pack_fragments(codes[:, 0::2] | codes[:, 1::2] << 4, k, BLOCK), pack_fragment_blocks(scales)]
+    func = quantized_matmul_kernel(problem, gpu, plan)
+    assert is_one_launch(func)
+    result = np.full((tokens, used, 1, n), np.nan, "float32")
+    if is_on_gpu:
+        result = run_on_gpu(func, [x, *packed, index], result.shape, "float32")
+    else:
+        run(func, x, *packed, index, result)
+    assert np.abs(result[:, :, 0] - want).max() <= 1e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        (3, (3, 2, 5, 48, 256, "float32", 1)),
+        (2, (2, 3, 4, 32, 200, "float32", 3)),
+        (1, (1, 4, 8, 64, 512, "float16", 1)),
+        (4, ("s0", 2, 3, 16, 96, "float32", 2)),
+    ],
+    ids=["gate", "down", "one token", "symbolic"],
+)
+def test_rows_meet_their_experts(tokens, sizes, gpu):
+    check(problem_of(*sizes), tokens, gpu)
+
+
+@pytest.mark.parametrize("fragments", [2, 4])
+def test_blocks_of_several_fragments(fragments):
+    check(problem_of(3, 2, 5, 128, 200, "float32", 1), 3, plan=BlockPlan(fragments, 1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        (40, (40, 3, 5, 48, 96, "float16", 1)),
+        (33, (33, 2, 40, 32, 200, "bfloat16", 2)),
+        (64, (64, 1, 2, 16, 64, "float16", 1)),
+    ],
+    ids=["gate", "down", "two experts"],
+)
+@pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_80"])
+def test_rows_grouped_by_expert(tokens, sizes, gpu, monkeypatch):
+    monkeypatch.setattr(expert_body, "MIN_GROUPED_PAIRS", 8)
+    check(problem_of(*sizes), tokens, gpu)
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_registers_hold_all_values(tokens):
+    problem = problem_of(tokens, 8, 128, 768, 2048, "float16", 1)
+    (report,) = reports_of(quantized_matmul_kernel(problem, GPU), Target({"kind": "cuda", "arch": "sm_90a"}))
+    assert report.registers <= 128 and report.spill_stores == 0
+
+
+def test_fragments_of_a_plan_belong_to_one_expert():
+    assert expert_plan(problem_of(1, 8, 128, 2048, 768, "float32", 8), GPU).fragments == 4
+    assert expert_plan(problem_of(1, 8, 128, 768, 2048, "float32", 1), GPU).fragments == 2
+    assert expert_plan(problem_of(9, 8, 128, 48, 2048, "float32", 1), GPU).fragments == 1  # three fragments
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "rows"), [(1, 768, 2048, 1), (5, 2048, 768, 8), (64, 768, 2048, 1), (300, 2048, 768, 8)]
+)
+def test_on_a_gpu(tokens, n, k, rows):
+    for dtype in ("float32", "float16"):
+        check(problem_of(tokens, 8, 16, n, k, dtype, rows), tokens, is_on_gpu=True)
