@@ -9,6 +9,7 @@ row maximum rescales earlier sums (Milakov and Gimelshein, "Online normalizer ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,7 +25,9 @@ from ...target.element_types import HALF_TYPES, bytes_of
 from ..core.builder import (
     Expr,
     Function,
+    Masks,
     Registers,
+    broadcast,
     ceil_div,
     either,
     int64,
@@ -43,23 +46,23 @@ from ..microkernel import amx
 from ..microkernel.fp16_partial_sums import mark_fp16_partial_sums
 from ..microkernel.k_step import llvm_import
 from ..microkernel.microkernel import AmxTile, pair_heights
-from .attention_operands import pack_keys, pack_values, store_weights
 from .attention_spec import (
     DECODE_QUERIES,
-    AttentionSpec,
     Blocks,
+    DenseSpec,
     HeadsView,
     accumulation,
     amx_blocks,
     block_sizes,
     for_decode,
 )
-from .attention_tile import QueryRows, Span, emit_tile
+from .attention_tile import AttentionRows, VectorRows, store_weights
+from .key_values import DenseKeyValues, Factors
 
 # Attention with Intel AMX: scores and sums of values are products of tiles, softmax works on rows.
 #
 # A pair of tiles holds up to 32 queries. Keys and values of a block are packed as for vectors that multiply pairs of
-# bfloat16 (`attention_operands`), which is also the layout of right tiles; queries are copied, with zeros after their
+# bfloat16 (`key_values`), which is also the layout of right tiles; queries are copied, with zeros after their
 # width. Products have whole k-steps: after the end of k one factor, a key or a softmax weight, is zero and the other is
 # finite.
 
@@ -70,7 +73,7 @@ _SOFTMAX_ROWS = 4
 _WORD_BYTES = 4  # an element of scratch: a float32, or a pair of bfloat16
 
 
-def begin_amx_task(spec: AttentionSpec, instruction: AmxInstruction) -> None:
+def begin_amx_task(spec: DenseSpec, instruction: AmxInstruction) -> None:
     """Begin a task: configure tiles, and clear packed keys after their width, up to a whole k-step."""
     _amx_tile(spec, instruction).configure()
     blocks = spec.blocks
@@ -82,7 +85,7 @@ def begin_amx_task(spec: AttentionSpec, instruction: AmxInstruction) -> None:
         T.buffer_store(spec.scratch, zeros("float32", blocks.lanes), [lane_indices(start, blocks.lanes)])
 
 
-def pad_values(spec: AttentionSpec, size: Expr) -> None:
+def pad_values(spec: DenseSpec, size: Expr) -> None:
     """Write zeros after the last value of a block, up to a whole k-step."""
     blocks = spec.blocks
     step_pairs = TILE_ROWS
@@ -97,7 +100,7 @@ def pad_values(spec: AttentionSpec, size: Expr) -> None:
 
 
 def emit_amx_queries(
-    spec: AttentionSpec, instruction: AmxInstruction, at: dict[str, Expr], queries: tuple[Expr, Expr], span: Span
+    spec: DenseSpec, instruction: AmxInstruction, queries: tuple[Expr, Expr], source: DenseKeyValues
 ) -> None:
     """Write the attention of a range of queries to a block of keys."""
     begin, end = queries
@@ -105,32 +108,34 @@ def emit_amx_queries(
     with loop(materialize(ceil_div(end - begin, rows))) as pair:
         row_in_block = materialize(pair * rows)
         count = materialize(T.min(end - begin - row_in_block, int64(rows)))
-        tiles = _AmxQueryTiles(spec, instruction, at, materialize(begin + row_in_block), row_in_block, count, span)
+        tiles = _AmxRows(spec, instruction, source, materialize(begin + row_in_block), row_in_block, count)
         tiles.copy_queries()
         tiles.scores()
         tiles.softmax()
         tiles.values()
 
 
-def _amx_tile(spec: AttentionSpec, instruction: AmxInstruction) -> AmxTile:
+def _amx_tile(spec: DenseSpec, instruction: AmxInstruction) -> AmxTile:
     """The accumulators of queries by keys, or by elements of values."""
     return AmxTile(instruction, pair_heights(spec.blocks.rows), spec.blocks.vectors)
 
 
-class _AmxQueryTiles(QueryRows):
+class _AmxRows(AttentionRows):
     """Code of a pair of tiles of queries, or of one tile."""
+
+    spec: DenseSpec
+    source: DenseKeyValues
 
     def __init__(
         self,
-        spec: AttentionSpec,
+        spec: DenseSpec,
         instruction: AmxInstruction,
-        at: dict[str, Expr],
+        source: DenseKeyValues,
         row: Expr,
         row_in_block: Expr,
         rows: Expr,
-        span: Span,
     ) -> None:
-        super().__init__(spec, at, row, 0 if spec.blocks.is_single else row_in_block, rows, span)
+        super().__init__(spec, source, row, 0 if spec.blocks.is_single else row_in_block, rows)
         self.tile = _amx_tile(spec, instruction)
         self.steps = materialize(ceil_div(self.count, spec.blocks.columns))
         """Number of pairs of tiles of keys, and of k-steps along keys."""
@@ -154,7 +159,7 @@ class _AmxQueryTiles(QueryRows):
         spec, view = self.spec, self.spec.query
         width_bytes = spec.sizes["d"] * bytes_of(view.nominal)
         with loop(self.rows) as r:
-            source = materialize(view.address({**self.at, "m": self.row + r}))
+            source = materialize(view.address({**self.source.at, "m": self.row + r}))
             target = materialize(spec.at("queries") + r * spec.blocks.query_distance)
             amx.copy_bytes((view.data, source), (spec.scratch, target), width_bytes)
 
@@ -171,10 +176,6 @@ class _AmxQueryTiles(QueryRows):
                 self._multiply(left, blocks.query_distance, keys + step * (TILE_ROWS * blocks.columns))
             self.tile.store(spec.scratch, scores + panel * blocks.columns, blocks.score_distance)
 
-    def _visible_lanes(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
-        # The loops over a row visit visible keys only.
-        return exists
-
     # -- softmax
 
     def softmax(self) -> None:
@@ -188,8 +189,7 @@ class _AmxQueryTiles(QueryRows):
     def _softmax_of_rows(self, first: Expr, count: int) -> None:
         spec, lanes = self.spec, self.lanes
         rows = [first + i for i in range(count)]
-        causal = bool(spec.problem.causal)
-        visible = [self._visible(r + 1) for r in rows] if causal else [self.size] * count
+        visible = [self.source.count(self.row, r + 1) for r in rows]
         row_maxima = Registers(count, "float32", lanes)
         for i in range(count):
             row_maxima[i] = constant(zeros("float32", lanes), -float("inf"))
@@ -198,8 +198,9 @@ class _AmxQueryTiles(QueryRows):
             cache: dict[tuple[int, Expr], Expr] = {}
             for i, r in enumerate(rows):
                 index = self._score_at(r, column)
-                value = self._score(let(spec.scratch[index]), r, column, masks[i], cache if masks[i] is None else {})
-                T.buffer_store(spec.scratch, value, [index])
+                product = let(spec.load("scores", index, lanes))
+                value = self._score(product, r, column, masks[i], cache if masks[i] is None else {})
+                spec.store("scores", index, value, lanes)
                 row_maxima[i] = T.max(row_maxima[i], value)
 
         whole_vectors, vectors = materialize(visible[0] // lanes), materialize(ceil_div(visible[-1], lanes))
@@ -214,49 +215,91 @@ class _AmxQueryTiles(QueryRows):
             for r in rows:
                 store_weights(spec, r, materialize(vectors + vector), zeros("float32", lanes))
         for factor, r in zip(factors, rows, strict=True):
-            T.buffer_store(spec.scratch, T.Shuffle([factor], [0]), [self._factor_at(r)])
-
-    def _factor_at(self, r: Expr) -> Expr:
-        return self.spec.at("factors") + r
+            spec.store("factors", r, factor)
 
     # -- values
 
     def values(self) -> None:
         """Accumulate values with their softmax weights; after the last block, write averages to the result."""
-        spec, blocks = self.spec, self.spec.blocks
+        spec, blocks, masks = self.spec, self.spec.blocks, self.spec.value_masks
+        lanes, distance, is_first = self.lanes, blocks.value_distance, self.source.is_first
         if self.online:
-            with when(tirx.Not(self.is_first)), loop(self.rows) as r:
-                factor = self._row_factor(r)
-                for j in range(len(spec.value_masks)):
-                    index = self._sums_at(r, j)
-                    T.buffer_store(spec.scratch, spec.scratch[index] * factor, [index])
-        distance = blocks.value_panels * blocks.columns
+            with when(tirx.Not(is_first)), loop(self.rows) as r:
+                factor = let(broadcast(spec.load("factors", r), lanes))
+                for j in range(len(masks)):
+                    index = self._partial_at(r, j * lanes)
+                    spec.store("partial", index, spec.load("partial", index, lanes) * factor, lanes)
         weights = materialize(spec.at("weights"))
         with loop(blocks.value_panels) as panel:
             values = materialize(spec.at("values") + panel * (blocks.keys // 2 * blocks.columns))
-            start = materialize(spec.at("partial") + self.within * distance + panel * blocks.columns)
-
+            start = materialize(spec.at("partial", self._partial_at(0, panel * blocks.columns)))
             if self.online:
-                either(self.is_first, self.tile.clear, partial(self.tile.load, spec.scratch, start, distance))
+                either(is_first, self.tile.clear, partial(self.tile.load, spec.scratch, start, distance))
             else:
                 self.tile.clear()
             with loop(self.steps) as step:
                 left = materialize(weights + step * (TILE_BYTES // _WORD_BYTES))
                 self._multiply(left, blocks.weight_distance, materialize(values + step * (TILE_ROWS * blocks.columns)))
             self.tile.store(spec.scratch, start, distance)
-        with when(self.is_last if self.online else True), loop(self.rows) as r:
-            average = self._row_factor(r) if not self.online else let(self._average(self._state("sums", r)))
-            for j, mask in enumerate(spec.value_masks):
-                total = let(spec.scratch[self._sums_at(r, j)])
-                self._write(r, tirx.const(j * self.lanes, "int64"), total, average, mask)
+        with when(self.source.is_last if self.online else True), loop(self.rows) as r:
+            total = self._state("sums", r) if self.online else let(spec.load("factors", r))
+            row_sums = [let(spec.load("partial", self._partial_at(r, j * lanes), lanes)) for j in range(len(masks))]
+            spec.write(self.source.at, self.row + r, total, 0, row_sums, masks)
 
-    def _row_factor(self, r: Expr) -> Expr:
-        return let(T.broadcast(self.spec.scratch[self._factor_at(r)], self.lanes))
 
-    def _sums_at(self, r: Expr, j: int) -> Expr:
-        """Index of the sums of vector j of row r."""
-        panel, vector = divmod(j, self.vectors)
-        return self._partial_at(r, vector, tirx.const(panel, "int64"))
+class _DenseRows(VectorRows):
+    """Code of a register tile of queries."""
+
+    spec: DenseSpec
+    source: DenseKeyValues
+
+    def _multiply_keys(self, panel: Expr, columns: Sequence[Expr], masks: Masks) -> None:
+        if not self.spec.blocks.is_in_place:
+            super()._multiply_keys(panel, columns, masks)
+            return
+        for acc in range(self.rows * len(columns)):
+            i, j = divmod(acc, len(columns))
+            self.spec.registers[acc] = self.source.products(self.row + i, columns[j], masks[j] is None)
+
+    def _queries(self) -> Factors:
+        blocks, view = self.spec.blocks, self.spec.query
+        if blocks.scratch_queries:
+            return self._scratch_queries(0)
+        word_elements = blocks.word_elements
+        start = materialize(view.address({**self.source.at, "m": self.row}) // word_elements)
+        row_stride, stride = view.stride("m") // word_elements, view.stride("d")
+        if blocks.pair_dtype:
+            words = view.pairs()
+            return lambda k, i: T.reinterpret("int32", words[start + i * row_stride + k])
+        return lambda k, i: view.element(start + i * row_stride + k * stride)
+
+    def emit(self) -> None:
+        """Write the attention of the tile."""
+        if self.spec.blocks.scratch_queries:
+            self._widen_queries()
+        super().emit()
+
+    def _widen_queries(self) -> None:
+        """Write the queries to scratch as float32, ``[rows, d]``."""
+        spec, view, width, lanes = self.spec, self.spec.query, self.spec.blocks.width, self.lanes
+        base = materialize(view.address({**self.source.at, "m": self.row}))
+        for i in range(self.rows):
+            for k in range(0, width, lanes):
+                count = min(lanes, width - k)
+                value = view.load(base + i * view.stride("m") + k * view.stride("d"), "d", count)
+                spec.store("queries", i * width + k, value, count)
+
+    def _end_panel(self, first: Expr, masks: Masks) -> None:
+        """Write the result after the last block of keys."""
+
+        def finish() -> None:
+            for i in range(self.rows):
+                total = self._state("sums", i) if self.online else self.factors[i]
+                sums = [self._sum(i, j, first, len(masks)) for j in range(len(masks))]
+                self.spec.write(self.source.at, self.row + i, total, first, sums, masks)
+
+        base = super()._end_panel
+        either(self.source.is_last if self.online else True, finish, lambda: base(first, masks))
 
 
 def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -311,9 +354,8 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
             def emit_tasks(plan: Blocks) -> None:
                 with loop(plan.tasks, parallel=plan.tasks > 1) as task:
                     registers = Registers(0 if plan.uses_amx else plan.rows * plan.vectors, "float32", plan.lanes)
-                    start = materialize(task * scratch_size)
-                    operands = (query, key, value)
-                    spec = AttentionSpec(problem, sizes, plan, operands, masks, result, scratch, start, registers, dot)
+                    kernel = (problem.scores.expression, masks, sizes, plan, scratch, materialize(task * scratch_size))
+                    spec = DenseSpec(*kernel, registers, dot, problem, query, key, value, result)
                     (_emit_task if plan.uses_amx else _emit_task_cases)(spec, cpu, task)
 
             texts = [llvm_import(dot, blocks.lanes), amx.LLVM_TEXT if amx_plan else None]
@@ -333,7 +375,7 @@ def _with_llvm_ir(text: str) -> AbstractContextManager[Any]:
     return T.attr(0, "pragma_import_llvm", text) if text else nullcontext()
 
 
-def _emit_task_cases(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
+def _emit_task_cases(spec: DenseSpec, cpu: CpuTarget, task: Expr) -> None:
     """Write a task: for few queries and for many, if their number is symbolic."""
     decode = for_decode(spec, cpu)
     if decode is None:
@@ -343,7 +385,7 @@ def _emit_task_cases(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
         either(is_decode, lambda: _emit_task(decode, cpu, task), lambda: _emit_task(spec, cpu, task))
 
 
-def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
+def _emit_task(spec: DenseSpec, cpu: CpuTarget, task: Expr) -> None:
     blocks, sizes = spec.blocks, spec.sizes
     instruction = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.uses_amx else None
     if instruction is not None:
@@ -364,7 +406,7 @@ def _emit_task(spec: AttentionSpec, cpu: CpuTarget, task: Expr) -> None:
 
 
 def _emit_queries(
-    spec: AttentionSpec, instruction: AmxInstruction | None, at: dict[str, Expr], queries: tuple[Expr, Expr]
+    spec: DenseSpec, instruction: AmxInstruction | None, at: dict[str, Expr], queries: tuple[Expr, Expr]
 ) -> None:
     """Write the attention of a block of queries of one head to every block of keys."""
     begin, end = queries
@@ -373,33 +415,31 @@ def _emit_queries(
     with loop(count) as key_block:
         first_key = materialize(key_block * blocks.keys)
         size = keys if blocks.is_single else materialize(minimum(keys - first_key, blocks.keys))
-        if not blocks.is_decode:
-            pack_keys(spec, at, first_key, size)
-            pack_values(spec, at, first_key, size)
-        span = (first_key, size, key_block < 1, key_block >= count - 1)
+        source = DenseKeyValues(spec, first_key, size, key_block < 1, key_block >= count - 1, at)
+        source.pack()
         if instruction is not None:
             pad_values(spec, size)
-            emit_amx_queries(spec, instruction, at, queries, span)
+            emit_amx_queries(spec, instruction, queries, source)
         else:
             whole_tiles = materialize((end - begin) // blocks.rows)
             with loop(whole_tiles) as tile:
-                emit_tile(spec, at, materialize(begin + tile * blocks.rows), tile * blocks.rows, blocks.rows, span)
-            _emit_tail_tiles(spec, at, begin, end, whole_tiles, span)
+                row = materialize(begin + tile * blocks.rows)
+                _DenseRows(spec, source, row, tile * blocks.rows, blocks.rows).emit()
+            _emit_tail_tiles(spec, source, begin, end, whole_tiles)
 
 
-def _emit_tail_tiles(
-    spec: AttentionSpec, at: dict[str, Expr], begin: Expr, end: Expr, whole_tiles: Expr, span: tuple[Expr, ...]
-) -> None:
+def _emit_tail_tiles(spec: DenseSpec, source: DenseKeyValues, begin: Expr, end: Expr, whole_tiles: Expr) -> None:
     """Write the queries that do not fill a tile."""
     rows, queries = spec.blocks.rows, spec.sizes["m"]
     rows_done = materialize(whole_tiles * rows)
     if isinstance(queries, int):
         if queries % rows:
             with when(begin + rows_done < end):
-                emit_tile(spec, at, materialize(begin + rows_done), rows_done, queries % rows, span)
+                _DenseRows(spec, source, materialize(begin + rows_done), rows_done, queries % rows).emit()
         return
     for height in dict.fromkeys((max(1, rows // 2), 1)):
         rows_left = materialize(end - begin - rows_done)
         with loop(materialize(rows_left // height)) as tile:
-            emit_tile(spec, at, materialize(begin + rows_done + tile * height), rows_done + tile * height, height, span)
+            row = materialize(begin + rows_done + tile * height)
+            _DenseRows(spec, source, row, rows_done + tile * height, height).emit()
         rows_done = materialize(rows_done + rows_left // height * height)

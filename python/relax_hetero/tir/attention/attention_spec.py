@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...encoding.expression import Expression
 from ...encoding.problem import AttentionProblem, Operand
 from ...target.amx_instructions import TILE_ROWS, amx_instruction_for
 from ...target.cpu_target import CpuTarget
@@ -18,16 +20,17 @@ from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
     Function,
+    Masks,
     Registers,
     broadcast,
     ceil_div,
     lane_indices,
     lane_mask,
     let,
-    masked_store,
+    load_lanes,
     materialize,
     plain_extent,
-    vector_type,
+    store_lanes,
     zeros,
 )
 from ..core.view import View
@@ -128,12 +131,7 @@ class HeadsView(View):
 
     def store(self, start: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
         """Write contiguous elements, masked if `mask` is given."""
-        value = self.bits(cast(value, self.nominal))
-        index = lane_indices(start, lanes)
-        if mask is None:
-            T.buffer_store(self.data, value, [index])
-        else:
-            masked_store(self.data, index, value, mask)
+        store_lanes(self.data, start, self.bits(cast(value, self.nominal)), lanes, mask)
 
     def load_bits(self, start: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
         """The elements of `load` in the stored type, bfloat16 as uint16."""
@@ -141,12 +139,7 @@ class HeadsView(View):
             return broadcast(self.data[start], lanes)
         dtype = self.dtype
         if self.stride(along) == 1:
-            index = lane_indices(start, lanes)
-            if mask is None:
-                return self.data[index]
-            # Masked lanes are poison until the selection, which LLVM merges into the load.
-            loaded = let(T.masked_load(vector_type(dtype, lanes), self.data, index, mask))
-            return T.Select(mask, loaded, zeros(dtype, lanes))
+            return load_lanes(self.data, start, lanes, mask)
         elements = []
         for lane in range(lanes):
             exists = True if mask is None else T.Shuffle([mask], [lane])
@@ -177,12 +170,12 @@ class Blocks:
         Number of panels of `columns` in the width of a value.
     width : int
         Width of query and key, including zeros up to whole k-steps with AMX.
-    is_decode : bool
-        Whether keys and values are read in place.
-    is_paired : bool
-        Whether two terms are multiplied per step, in the operands' type.
-    is_widened : bool
-        Whether 16-bit queries are converted to float32 in scratch; keys and values are converted when packed.
+    is_in_place : bool
+        Whether keys and values are read in place, not packed to scratch.
+    pair_dtype : str
+        Type of the operands, if two terms are multiplied per step; else "", and packed operands are float32.
+    scratch_queries : int
+        Queries that are copied to scratch; keys and values are converted when packed.
     uses_amx : bool
         Whether AMX multiplies: `rows` are then those of a pair of tiles, and terms are paired.
     """
@@ -196,20 +189,25 @@ class Blocks:
     lanes: int
     value_panels: int
     width: int
-    is_decode: bool = False
-    is_paired: bool = False
-    is_widened: bool = False
+    is_in_place: bool = False
+    pair_dtype: str = ""
+    scratch_queries: int = 0
     uses_amx: bool = False
 
     @property
     def word_elements(self) -> int:
         """Elements of a 32-bit word of packed operands."""
-        return 2 if self.is_paired else 1
+        return 2 if self.pair_dtype else 1
 
     @property
     def columns(self) -> int:
         """Keys of a tile."""
         return self.vectors * self.lanes
+
+    @property
+    def value_distance(self) -> int:
+        """Elements of scratch between rows of sums of values."""
+        return self.value_panels * self.columns
 
     @property
     def query_distance(self) -> int:
@@ -231,22 +229,27 @@ class Blocks:
         return (ceil_div(elements, 16) | 1) * 16 if self.uses_amx else elements
 
     @property
-    def offsets(self) -> dict[str, int]:
-        """Offsets of the buffers in a task's scratch, in elements; "end" is its size, a multiple of cache lines."""
-        offsets, end = {}, 0
+    def buffers(self) -> dict[str, int]:
+        """Sizes of the buffers in a task's scratch, in elements."""
         state = self.rows if self.uses_amx else 0
         state = state if self.is_single else self.queries
-        for name, size in {
-            "keys": 0 if self.is_decode else self.keys * self.width // self.word_elements,
-            "values": 0 if self.is_decode else self.keys // self.word_elements * self.value_panels * self.columns,
-            "queries": self.rows * self.query_distance if self.is_widened or self.uses_amx else 0,
-            "weights": self.rows * self.weight_distance if self.is_paired else 0,
+        return {
+            "keys": 0 if self.is_in_place else self.keys * self.width // self.word_elements,
+            "values": 0 if self.is_in_place else self.keys // self.word_elements * self.value_distance,
+            "queries": self.scratch_queries * self.query_distance,
+            "weights": self.rows * self.weight_distance if self.pair_dtype else 0,
             "scores": self.rows * self.score_distance,
             "factors": self.rows if self.uses_amx else 0,
-            "partial": state * self.value_panels * self.columns,
+            "partial": state * self.value_distance,
             "maxima": state,
             "sums": state,
-        }.items():
+        }
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Offsets of the buffers in a task's scratch; "end" is its size, a multiple of cache lines."""
+        offsets, end = {}, 0
+        for name, size in self.buffers.items():
             offsets[name], end = end, ceil_div(end + size, 16) * 16
         return {**offsets, "end": end}
 
@@ -262,9 +265,10 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     columns = tile.vectors * cpu.lanes("float32")
     rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
     blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns)
-    is_decode, is_paired = _is_decode(problem), accumulation(problem, cpu).k0 == 2
-    is_widened = problem.query.dtype in HALF_TYPES and not is_decode and not is_paired
-    return replace(blocks, is_decode=is_decode, is_paired=is_paired, is_widened=is_widened)
+    is_in_place, dtype = _is_decode(problem), problem.query.dtype
+    pair_dtype = dtype if accumulation(problem, cpu).k0 == 2 else ""
+    is_widened = dtype in HALF_TYPES and not is_in_place and not pair_dtype
+    return replace(blocks, is_in_place=is_in_place, pair_dtype=pair_dtype, scratch_queries=rows * is_widened)
 
 
 def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
@@ -275,7 +279,8 @@ def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     max_rows = 2 * TILE_ROWS
     rows = ceil_div(queries, ceil_div(queries, max_rows)) if isinstance(queries, int) and queries else max_rows
     blocks = _blocks_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS)
-    return replace(blocks, width=ceil_div(blocks.width, columns) * columns, is_paired=True, uses_amx=True)
+    blocks = replace(blocks, scratch_queries=rows)
+    return replace(blocks, width=ceil_div(blocks.width, columns) * columns, pair_dtype="bfloat16", uses_amx=True)
 
 
 def _blocks_of(problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int) -> Blocks:
@@ -341,16 +346,16 @@ def _split_queries(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The views of a kernel, and the scratch of a task.
+    """The plan of a kernel and the scratch of a task, for rows of queries and any source of keys and values.
 
     Attributes
     ----------
-    sizes : mapping of str to PrimExpr or int
-        Extents of every iteration dimension.
-    operands : tuple of HeadsView
-        Query, key and value.
+    scores : Expression
+        Function that is applied to a product before softmax; see `AttentionProblem`.
     masks : tuple of HeadsView
-        Operands of the scores' expression.
+        Operands of `scores`.
+    sizes : mapping of str to PrimExpr or int
+        Extents of iteration dimensions; "d" and "e" are ints.
     scratch : tirx.Buffer
         Scratch of all tasks, as one dimension.
     task : PrimExpr
@@ -361,35 +366,26 @@ class AttentionSpec:
         Instruction that accumulates.
     """
 
-    problem: AttentionProblem
+    scores: Expression
+    masks: tuple[HeadsView, ...]
     sizes: Mapping[str, Expr]
     blocks: Blocks
-    operands: tuple[HeadsView, HeadsView, HeadsView]
-    masks: tuple[HeadsView, ...]
-    result: HeadsView
     scratch: Any
     task: Expr
     registers: Registers
     dot: DotInstruction
 
-    @property
-    def query(self) -> HeadsView:
-        """View of the queries."""
-        return self.operands[0]
+    def at(self, name: str, index: Expr = 0) -> Expr:
+        """Offset of an element of a buffer in the task's scratch."""
+        return self.task + (self.blocks.offsets[name] + index)
 
-    @property
-    def key(self) -> HeadsView:
-        """View of the keys."""
-        return self.operands[1]
+    def load(self, name: str, index: Expr, lanes: int = 1) -> Expr:
+        """Elements of a buffer in the task's scratch."""
+        return self.scratch[lane_indices(self.at(name, index), lanes)]
 
-    @property
-    def value(self) -> HeadsView:
-        """View of the values."""
-        return self.operands[2]
-
-    def at(self, name: str) -> Expr:
-        """Offset of a buffer in the task's scratch."""
-        return self.task + self.blocks.offsets[name]
+    def store(self, name: str, index: Expr, value: Expr, lanes: int = 1) -> None:
+        """Write elements of a buffer in the task's scratch."""
+        T.buffer_store(self.scratch, value, [lane_indices(self.at(name, index), lanes)])
 
     @property
     def value_masks(self) -> list[Expr | None]:
@@ -398,7 +394,31 @@ class AttentionSpec:
         return [lane_mask(width - first, lanes) for first in range(0, width, lanes)]
 
 
-def for_decode(spec: AttentionSpec, cpu: CpuTarget) -> AttentionSpec | None:
+@dataclass(frozen=True)
+class DenseSpec(AttentionSpec):
+    """An attention of tensors: query, key, value and result."""
+
+    problem: AttentionProblem
+    query: HeadsView
+    key: HeadsView
+    value: HeadsView
+    result: HeadsView
+
+    def write(self, at: Coordinates, row: Expr, total: Expr, first: Expr, sums: Sequence[Expr], masks: Masks) -> None:
+        """Store vectors of a row of the result from element `first` on: sums of values over the sum of weights."""
+        zero, one = (tirx.const(value, "float32") for value in (0.0, 1.0))
+        # The sum is zero if every score is -inf.
+        is_nan_zero, lanes = self.problem.nan_to_zero, self.blocks.lanes
+        average = broadcast(let(T.Select(total > zero, one / total, zero) if is_nan_zero else one / total), lanes)
+        for j, (row_sums, mask) in enumerate(zip(sums, masks, strict=True)):
+            value = row_sums * average
+            if is_nan_zero:
+                value = T.Select(average > zeros("float32", lanes), value, zeros("float32", lanes))
+            start = self.result.address({**at, "m": row, "e": first + tirx.const(j * lanes, "int64")})
+            self.result.store(start, value, lanes, mask)
+
+
+def for_decode(spec: DenseSpec, cpu: CpuTarget) -> DenseSpec | None:
     """The attention of few queries, which reads keys in place; None unless the number of queries is symbolic."""
     if isinstance(spec.sizes["m"], int):
         return None

@@ -1,0 +1,251 @@
+"""Sources of keys and values: a block of one head at a time, packed to scratch in panels or read in place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ..core.builder import (
+    Expr,
+    Masks,
+    ceil_div,
+    either,
+    lane_indices,
+    lane_mask,
+    let,
+    loop,
+    materialize,
+    minimum,
+    vector_type,
+    zeros,
+)
+from ..math.vector_math import once
+from ..pack.tile_transpose import riffle, riffle_orders
+from .attention_spec import AttentionSpec, DenseSpec
+
+Factors = Callable[[Expr, int], Expr]
+"""Function of a k-step and a vector of a panel: a vector of keys' or values' elements, or of pairs as int32."""
+
+
+@dataclass(frozen=True)
+class KeyValueSource(ABC):
+    """A block of keys and values of one head.
+
+    Attributes
+    ----------
+    first, size : PrimExpr or int
+        First key of the block, and number of its keys.
+    is_first, is_last : PrimExpr or bool
+        Whether the online softmax of rows begins with the block, and whether it ends.
+    """
+
+    spec: AttentionSpec
+    first: Expr
+    size: Expr
+    is_first: Expr
+    is_last: Expr
+
+    at: dict[str, Expr]
+    """Batch and head, as coordinates of masks."""
+
+    is_padded = False
+    """Whether panels are read as a whole, keys that no row sees included."""
+
+    @abstractmethod
+    def pack(self) -> None:
+        """Copy the block to scratch, in panels."""
+
+    @abstractmethod
+    def limits(self, row: Expr) -> tuple[Expr | None, Expr | None]:
+        """Keys of the block before the first that a row sees (None: 0), and keys up to the last (None: all)."""
+
+    def count(self, row: Expr, rows: Expr) -> Expr:
+        """Number of keys of the block up to the last that any of some rows sees."""
+        _, end = self.limits(row + (rows - 1))
+        return self.size if end is None else materialize(T.max(end, tirx.const(0, "int64")))
+
+    def keys(self, panel: Expr) -> Factors:
+        """Factors of the keys of a panel of `Blocks.columns`; a k-step is an element of each, or a pair."""
+        blocks = self.spec.blocks
+        start = materialize(self.spec.at("keys", panel * (blocks.width // blocks.word_elements * blocks.columns)))
+        return lambda k, j: self._packed(start + k * blocks.columns + j * blocks.lanes)
+
+    def values(self, panel: Expr, masks: Masks) -> Factors:
+        """Factors of a panel of elements of values, with masks of its vectors; a k-step is a value, or a pair."""
+        blocks = self.spec.blocks
+        start = materialize(self.spec.at("values", panel * (blocks.keys // blocks.word_elements * blocks.columns)))
+        return lambda k, j: self._packed(start + k * blocks.columns + j * blocks.lanes)
+
+    def _packed(self, start: Expr) -> Expr:
+        blocks = self.spec.blocks
+        value = self.spec.scratch[lane_indices(start, blocks.lanes)]
+        return T.reinterpret(f"int32x{blocks.lanes}", value) if blocks.pair_dtype else value
+
+    def scaled_scores(self, scores: Expr, column: Expr) -> Expr:
+        """Products of a vector of keys from `column` on, times the keys' scales."""
+        return scores
+
+    def scaled_weights(self, weights: Expr, column: Expr) -> Expr:
+        """Softmax weights of a vector of keys from `column` on, times the values' scales."""
+        return weights
+
+    def prefetch(self, panel: Expr, vectors: int, is_keys: bool) -> Callable[[Expr], None] | None:
+        """Function that writes the prefetches of a k-step of a panel of keys or of values; None: it has none."""
+        return None
+
+
+@dataclass(frozen=True)
+class DenseKeyValues(KeyValueSource):
+    """A block of tensors of keys and values, read in place for few queries."""
+
+    spec: DenseSpec
+
+    def limits(self, row: Expr) -> tuple[Expr | None, Expr | None]:
+        """Keys up to the last that a query sees."""
+        causal, sizes = self.spec.problem.causal, self.spec.sizes
+        if not causal:
+            return None, None
+        offset = sizes["n"] - sizes["m"] if causal == "bottom_right" else 0
+        return None, materialize(minimum(row + (1 + offset - self.first), self.size))
+
+    def pack(self) -> None:
+        """Copy the block to scratch in panels, or nothing for few queries."""
+        if not self.spec.blocks.is_in_place:
+            self._pack_keys()
+            self._pack_values()
+
+    def _pack_keys(self) -> None:
+        """Pack keys to panels ``[n / columns, d, columns]``; padding repeats the last key.
+
+        If elements are paired, ``d`` counts words of two elements, as in memory.
+        """
+        spec, blocks, view = self.spec, self.spec.blocks, self.spec.key
+        lanes, columns, word_elements = blocks.lanes, blocks.columns, blocks.word_elements
+        width, depth = spec.sizes["d"] // word_elements, blocks.width // word_elements
+        base = materialize(view.address({**self.at, "n": self.first}) // word_elements)
+        key_stride, element_stride = view.stride("n") // word_elements, view.stride("d")
+        words = view.pairs() if blocks.pair_dtype else None
+
+        def store(column: Expr, k: Expr, values: Expr) -> None:
+            spec.store("keys", column // columns * (depth * columns) + k * columns + column % columns, values, lanes)
+
+        def vector(start: Expr) -> Expr:
+            return view.load(start, "d", lanes) if words is None else words[lane_indices(start, lanes)]
+
+        def transpose_columns(column: Expr, rows: list[Expr]) -> None:
+            with loop(ceil_div(width, lanes)) as number:
+                # The last vector ends with the row: elements in common with the one before are copied twice.
+                k = materialize(minimum(number * lanes, width - lanes))
+                loaded = [T.bind(vector(base + row * key_stride + k)) for row in rows]
+                for i, values in enumerate(riffle(loaded, lanes)):
+                    store(column, k + i, values)
+
+        def gather_columns(column: Expr, rows: list[Expr]) -> None:
+            with loop(width) as k:
+                element = view.element if words is None else lambda index: words[index]
+                elements = [element(base + row * key_stride + k * element_stride) for row in rows]
+                store(column, k, T.Shuffle(elements, list(range(lanes))))
+
+        is_row = isinstance(element_stride, int) and element_stride == 1 and width >= lanes
+        with loop(materialize(ceil_div(self.size, lanes))) as number:
+            column = materialize(number * lanes)
+            rows = [materialize(minimum(column + lane, self.size - 1)) for lane in range(lanes)]
+            (transpose_columns if is_row else gather_columns)(column, rows)
+
+    def _pack_values(self) -> None:
+        """Pack values to panels ``[e / columns, n, columns]``, with zeros after the last column.
+
+        If elements are paired, ``n`` counts words of two neighbours of a column; a missing last one is zero.
+        """
+        spec, blocks, view, size = self.spec, self.spec.blocks, self.spec.value, self.size
+        lanes = blocks.lanes
+        base = materialize(view.address({**self.at, "n": self.first}))
+
+        def store_row(row: Expr, load: Callable[[Expr, Expr | None], Expr]) -> None:
+            for number, mask in enumerate(spec.value_masks):
+                panel, column = divmod(number * lanes, blocks.columns)
+                index = (panel * (blocks.keys // blocks.word_elements) + row) * blocks.columns + column
+                spec.store("values", index, load(number * lanes * view.stride("e"), mask), lanes)
+
+        def start_of(row: Expr) -> Expr:
+            return base + row * view.stride("n")
+
+        if not blocks.pair_dtype:
+            with loop(size) as row:
+                store_row(row, lambda offset, mask: view.load(start_of(row) + offset, "e", lanes, mask))
+            return
+
+        def pair(row: Expr, is_whole: bool) -> None:
+            def load(offset: Expr, mask: Expr | None) -> Expr:
+                even = view.load_bits(start_of(row * 2) + offset, "e", lanes, mask)
+                odd = zeros(view.dtype, lanes)
+                if is_whole:
+                    odd = view.load_bits(start_of(row * 2 + 1) + offset, "e", lanes, mask)
+                order = [lane + half * lanes for lane in range(lanes) for half in range(2)]
+                return T.reinterpret(vector_type("float32", lanes), T.Shuffle([even, odd], order))
+
+            store_row(row, load)
+
+        with loop(materialize(size // 2)) as row:
+            pair(row, True)
+        either(size % 2 > 0, lambda: pair(materialize(size // 2), False), lambda: None)
+
+    def values(self, panel: Expr, masks: Masks) -> Factors:
+        """Factors of a panel of elements of values, packed or in place."""
+        spec, view, lanes = self.spec, self.spec.value, self.spec.blocks.lanes
+        if not spec.blocks.is_in_place:
+            return super().values(panel, masks)
+        element = materialize(panel * spec.blocks.columns)
+        start = materialize(view.address({**self.at, "n": self.first, "e": element}))
+        steps = view.stride("n"), view.stride("e") * lanes
+        return lambda k, j: view.load(start + k * steps[0] + j * steps[1], "e", lanes, masks[j])
+
+    def products(self, row: Expr, column: Expr, is_whole: bool) -> Expr:
+        """The products of a query and a vector of keys, which are read in place.
+
+        Packing keys for one query would cost more than its scores, which are sums of products along the keys' rows.
+
+        Parameters
+        ----------
+        column : PrimExpr
+            First key of the vector in the block.
+        is_whole : bool
+            Whether all keys of the vector exist; else their numbers are clamped.
+        """
+        spec, query, key = self.spec, self.spec.query, self.spec.key
+        lanes, width = spec.blocks.lanes, spec.sizes["d"]
+        keys = materialize(key.address({**self.at, "n": self.first}))
+        start = materialize(query.address({**self.at, "m": row}))
+        step = key.stride("n")
+        if is_whole:
+            begin = materialize(keys + column * step)
+            rows = [begin + step * lane for lane in range(lanes)]
+        else:
+            rows = [materialize(keys + minimum(column + lane, self.size - 1) * step) for lane in range(lanes)]
+        sums: list[Expr] = []
+        for chunk in range(0, width, lanes):
+            mask = lane_mask(width - chunk, lanes)
+            factor = let(query.load(start + query.stride("d") * chunk, "d", lanes, mask))
+            products = [factor * key.load(row + chunk, "d", lanes, mask) for row in rows]
+            sums = [
+                once(lane_product if chunk == 0 else sums[lane] + lane_product)
+                for lane, lane_product in enumerate(products)
+            ]
+        return sum_vectors(sums, lanes)
+
+
+def sum_vectors(vectors: list[Expr], lanes: int) -> Expr:
+    """The vector of the lane sums of `lanes` vectors.
+
+    Every stage interleaves two halves of the vectors as in a transpose, and adds the results.
+    """
+    low, high = riffle_orders(lanes)
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        pairs = zip(vectors[:half], vectors[half:], strict=True)
+        vectors = [once(T.Shuffle([a, b], low) + T.Shuffle([a, b], high)) for a, b in pairs]
+    return vectors[0]
