@@ -415,7 +415,7 @@ def _emit_queries(
     with loop(count) as key_block:
         first_key = materialize(key_block * blocks.keys)
         size = keys if blocks.is_single else materialize(minimum(keys - first_key, blocks.keys))
-        source = DenseKeyValues(spec, first_key, size, key_block < 1, key_block >= count - 1, at)
+        source = DenseKeyValues(spec, first_key, size, key_block < 1, at, key_block >= count - 1)
         source.pack()
         if instruction is not None:
             pad_values(spec, size)

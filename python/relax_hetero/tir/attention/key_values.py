@@ -39,18 +39,17 @@ class KeyValueSource(ABC):
     ----------
     first, size : PrimExpr or int
         First key of the block, and number of its keys.
-    is_first, is_last : PrimExpr or bool
-        Whether the online softmax of rows begins with the block, and whether it ends.
+    is_first : PrimExpr
+        Whether the online softmax of rows begins with the block.
+    at : dict of str to PrimExpr
+        Batch and head, as coordinates of masks.
     """
 
     spec: AttentionSpec
     first: Expr
     size: Expr
     is_first: Expr
-    is_last: Expr
-
     at: dict[str, Expr]
-    """Batch and head, as coordinates of masks."""
 
     is_padded = False
     """Whether panels are read as a whole, keys that no row sees included."""
@@ -100,9 +99,16 @@ class KeyValueSource(ABC):
 
 @dataclass(frozen=True)
 class DenseKeyValues(KeyValueSource):
-    """A block of tensors of keys and values, read in place for few queries."""
+    """A block of tensors of keys and values, read in place for few queries.
+
+    Attributes
+    ----------
+    is_last : PrimExpr
+        Whether it is the last block.
+    """
 
     spec: DenseSpec
+    is_last: Expr
 
     def limits(self, row: Expr) -> tuple[Expr | None, Expr | None]:
         """Keys up to the last that a query sees."""

@@ -39,20 +39,15 @@ from ...core.builder import (
     loop,
     materialize,
     minimum,
-    store_lanes,
     when,
     zeros,
 )
 from ...core.work_split import part, tasks_for
-from ...math.casts import cast
 from ...math.vector_math import constant, exp_nonpositive
 from ..attention_tile import LOWEST, VectorRows
 from .heads import emit_head
 from .pages import PagedKeyValues, emit_append, page_of
 from .spec import BLOCK_PAGES, CachedBlocks, CachedSpec, Tensors, plan_for
-
-_ACTIVATIONS = ("float32", "float16")
-_PAGES = ("float16", "float32", "int8")
 
 
 def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -61,7 +56,7 @@ def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> 
     Parameters
     ----------
     problem : CachedAttentionProblem
-        Attention with activations of float32 or float16, and pages of float16, float32 or int8 with keys in "lanes".
+        Attention with keys of pages in "lanes".
     cpu : CpuTarget
 
     Returns
@@ -72,14 +67,10 @@ def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> 
     Raises
     ------
     EncodingError
-        If a tensor has another type, or keys another order.
+        If keys have another order.
     """
-    types = (problem.out.dtype, problem.page_type, problem.order)
-    if types[0] not in _ACTIVATIONS or types[1] not in _PAGES or types[2] != "lanes":
-        raise EncodingError(
-            f"attention of {types[0]} with pages of {types[1]} and keys in {types[2]} on {cpu.isa.name}: expected "
-            f"one of {', '.join(_ACTIVATIONS)}, pages of {', '.join(_PAGES)}, and keys in lanes"
-        )
+    if problem.order != "lanes":
+        raise EncodingError(f"attention with keys of pages in {problem.order} on {cpu.isa.name}: expected lanes")
     function = Function("cached_attention")
     with function:
         _Kernel(problem, cpu, function).emit()
@@ -161,7 +152,7 @@ class _Kernel:
             row_sequence = materialize(tirx.Select(row_sequence.equal(sequence), row_sequence, int64(-1)))
         return self.tensors.slot_position(row, row_sequence)
 
-    # -- one token of each sequence
+    # -- units: one token of each sequence, or a run of tokens of one sequence
 
     def _decode(self) -> None:
         problem, plan = self.problem, self.plan
@@ -169,28 +160,53 @@ class _Kernel:
         with loop(plan.tasks, parallel=plan.tasks > 1) as task:
             spec = self._spec(task)
             begin, end = part(units, plan.tasks, task)
-            with loop(materialize(end - begin)) as number:
-                self._decode_unit(spec, materialize(begin + number))
+            with loop(materialize(end - begin)) as index:
+                number = materialize(begin + index)
+                pair, split = materialize(number // plan.splits), materialize(number % plan.splits)
+                row, head = materialize(pair // problem.kv_heads), materialize(pair % problem.kv_heads)
+                if plan.splits == 1:
+                    emit_append(spec, row, head, *self._slot_and_position(row, None))
+                self._emit_unit(spec, row, int64(1), head, None, split)
 
-    def _decode_unit(self, spec: CachedSpec, number: Expr) -> None:
+    def _chunk(self) -> None:
+        plan, tensors = self.plan, self.tensors
+        tiles = materialize(ceil_div(tensors.rows, plan.unit_queries))
+        units = materialize(tiles * self.problem.kv_heads)
+        sequence = tensors.integer("sequences", int64(0))
+        with loop(plan.tasks, parallel=plan.tasks > 1) as task:
+            spec = self._spec(task)
+            # Later queries see more keys, so that neighbours go to different tasks.
+            with loop(materialize((units - task + (plan.tasks - 1)) // plan.tasks)) as number:
+                pair = materialize(task + number * plan.tasks)
+                first = materialize(pair % tiles * plan.unit_queries)
+                count = materialize(minimum(tensors.rows - first, int64(plan.unit_queries)))
+                self._emit_unit(spec, first, count, materialize(pair // tiles), sequence, int64(0))
+
+    def _emit_unit(
+        self, spec: CachedSpec, first: Expr, count: Expr, head: Expr, sequence: Expr | None, split: Expr
+    ) -> None:
+        """Write the attention of `count` queries from row `first` on with a key head, or of a part of their blocks."""
         problem, plan = self.problem, self.plan
-        split = materialize(number % plan.splits)
-        pair = materialize(number // plan.splits)
-        row, head = materialize(pair // problem.kv_heads), materialize(pair % problem.kv_heads)
-        slot, position = self._slot_and_position(row, None)
+        self._prepare(spec, first, head, count)
+        slot, _ = self._slot_and_position(first, sequence)
+        first_seen, last_seen = self._positions(first, count, sequence)
+
+        def positions(row: Expr) -> tuple[Expr, Expr]:
+            if plan.unit_queries == 1:
+                return first_seen, last_seen
+            # Padding rows of the last tile are like the last query's.
+            query = minimum(first + row // problem.group, first + count - 1)
+            return self._positions(materialize(query), int64(1), sequence)
+
+        begin, end = materialize(first_seen // PAGE), materialize((last_seen + PAGE) // PAGE)
+        pages = _Pages(slot, head, begin, end, last_seen, count, positions)
+        first_block, last_block = _blocks(begin, end)
         if plan.splits == 1:
-            emit_append(spec, row, head, slot, position)
-        self._prepare(spec, row, head, int64(1))
-        first_visible = self._first_visible(position)
-        first, end = materialize(first_visible // PAGE), materialize((position + PAGE) // PAGE)
-        pages = _Pages(slot, head, first, end, position, int64(1), lambda _: (first_visible, position))
-        first_block, last_block = _blocks(first, end)
-        if plan.splits == 1:
-            self._attend(spec, pages, (first_block, last_block), lambda _: self._add(spec, int64(1)))
-            self._finish(spec, row, head, int64(1))
+            self._attend(spec, pages, (first_block, last_block), lambda _: self._add(spec, count))
+            self._finish(spec, first, head, count)
             return
         begin_part, end_part = part(materialize(last_block - first_block), plan.splits, split)
-        first_head = materialize(row * problem.heads + head * problem.group)
+        first_head = materialize(first * problem.heads + head * problem.group)
         self._attend(
             spec,
             pages,
@@ -198,51 +214,18 @@ class _Kernel:
             lambda block: self._store_block(spec, first_head, materialize(block - first_block)),
         )
 
-    # -- a run of tokens of one sequence
-
-    def _chunk(self) -> None:
-        problem, plan, tensors = self.problem, self.plan, self.tensors
-        tiles = materialize(ceil_div(tensors.rows, plan.unit_queries))
-        units = materialize(tiles * problem.kv_heads)
-        sequence = tensors.integer("sequences", int64(0))
-        with loop(plan.tasks, parallel=plan.tasks > 1) as task:
-            spec = self._spec(task)
-            # Later queries see more keys, so that neighbours go to different tasks.
-            with loop(materialize((units - task + (plan.tasks - 1)) // plan.tasks)) as number:
-                pair = materialize(task + number * plan.tasks)
-                self._chunk_unit(
-                    spec, materialize(pair // tiles), materialize(pair % tiles * plan.unit_queries), sequence
-                )
-
-    def _chunk_unit(self, spec: CachedSpec, head: Expr, first: Expr, sequence: Expr) -> None:
-        plan, tensors = self.plan, self.tensors
-        count = materialize(minimum(tensors.rows - first, int64(plan.unit_queries)))
-        self._prepare(spec, first, head, count)
-        slot, _ = tensors.slot_position(int64(0), sequence)
-        ends = [T.alloc_buffer((1,), "int64", scope="global") for _ in range(2)]
-        zero = tirx.const(0, "int64")
-        T.buffer_store(ends[0], tensors.extent("table", 1) * PAGE, [zero])
-        T.buffer_store(ends[1], int64(-1), [zero])
-        with loop(count) as query:
-            _, position = self._slot_and_position(materialize(first + query), sequence)
-            with when(position >= 0):
-                T.buffer_store(ends[0], T.min(ends[0][zero], self._first_visible(position)), [zero])
-                T.buffer_store(ends[1], T.max(ends[1][zero], position), [zero])
-        last = materialize(ends[1][zero] + 0)
-        begin = materialize(ends[0][zero] // PAGE)
-        end = materialize((last + PAGE) // PAGE)
-
-        def positions(row: Expr) -> tuple[Expr, Expr]:
-            # Padding rows of the last tile are like the last query's.
-            query = minimum(first + row // self.problem.group, first + count - 1)
-            _, position = self._slot_and_position(materialize(query), sequence)
+    def _positions(self, first: Expr, count: Expr, sequence: Expr | None) -> tuple[Expr, Expr]:
+        """First and last position that any of `count` rows sees; the last is -1 if they see none."""
+        _, position = self._slot_and_position(first, sequence)
+        if isinstance(count, tirx.IntImm) and int(count) == 1:
             return self._first_visible(position), position
-
-        pages = _Pages(slot, head, begin, end, last, count, positions)
-        self._attend(spec, pages, _blocks(begin, end), lambda _: self._add(spec, count))
-        self._finish(spec, first, head, count)
-
-    # -- both
+        ends = Registers(2, "int64", 1)
+        ends[0], ends[1] = self._first_visible(position), position
+        with loop(materialize(count - 1)) as number:
+            _, position = self._slot_and_position(materialize(first + number + 1), sequence)
+            with when(position >= 0):
+                ends[0], ends[1] = T.min(ends[0], self._first_visible(position)), T.max(ends[1], position)
+        return materialize(ends[0] + 0), materialize(ends[1] + 0)
 
     def _spec(self, task: Expr) -> CachedSpec:
         cap, plan, size = self.problem.softcap, self.plan, self.problem.size
@@ -307,7 +290,7 @@ class _Kernel:
         # The last page prefetches itself.
         number = self.tensors.table_entry(pages.slot, T.min(index + 1, pages.end - 1))
         following = page_of(spec, T.max(number, zero), pages.head).start
-        source = PagedKeyValues(spec, first, size, is_first, False, {}, page, following, pages.positions)
+        source = PagedKeyValues(spec, first, size, is_first, {}, page, following, pages.positions)
         source.pack()
         rows = self.plan.rows
         with loop(materialize(ceil_div(pages.queries * self.problem.group, rows))) as tile:
@@ -348,8 +331,8 @@ class _Kernel:
         average = let(tirx.const(1.0, "float32") / T.max(spec.load("all_sums", row), min_sum))
         for j, mask in enumerate(spec.value_masks):
             sums = spec.load("all_partial", row * self.plan.value_distance + j * lanes, lanes)
-            value = cast(let(sums * broadcast(average, lanes)), self.problem.out.dtype)
-            store_lanes(self.tensors.data["out"], materialize(number * size + j * lanes), value, lanes, mask)
+            value = let(sums * broadcast(average, lanes))
+            self.tensors.store("out", materialize(number * size + j * lanes), value, lanes, mask)
 
     # -- blocks of a row in several units
 

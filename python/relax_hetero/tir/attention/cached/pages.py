@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -21,10 +19,10 @@ from ...core.builder import (
     lane_indices,
     lane_of,
     let,
-    load_lanes,
     loop,
     materialize,
     over_lanes,
+    stored,
     vector_type,
     when,
     zeros,
@@ -54,9 +52,7 @@ class Page:
 
     def load(self, index: Expr, lanes: int, mask: Expr | None = None) -> Expr:
         """Elements from an index on, as float32, not yet scaled."""
-        value = load_lanes(self.tensors.data["pages"], index, lanes, mask)
-        is_integer = self.tensors.page_type == "int8"
-        return let(cast(T.cast(value, vector_type("int32", lanes)) if is_integer else value, "float32"))
+        return let(self.tensors.number("pages", index, lanes, mask))
 
     def scale_at(self, key_or_value: int, token: Expr) -> Expr:
         """Offset in floats of the scale of a token's key (0) or value (1)."""
@@ -64,7 +60,7 @@ class Page:
 
     def scales(self, key_or_value: int, token: Expr, lanes: int) -> Expr:
         """The scales of keys (0) or values (1) from a token on."""
-        return self.tensors.data["scales"][lane_indices(self.scale_at(key_or_value, token), lanes)]
+        return self.tensors.scales[lane_indices(self.scale_at(key_or_value, token), lanes)]
 
 
 def page_of(spec: CachedSpec, number: Expr, head: Expr) -> Page:
@@ -156,7 +152,7 @@ class PagedKeyValues(KeyValueSource):
         The CPU prefetches keys by itself, because they are read sequentially. The computation of few rows takes no
         longer than reading a page from memory.
         """
-        blocks, data = self.spec.blocks, self.spec.tensors.data["pages"]
+        blocks, data = self.spec.blocks, self.spec.tensors.views["pages"].data
         each, line = vectors * blocks.lanes, CACHE_LINE_BYTES // bytes_of(self.spec.problem.page_type)
         if not blocks.is_in_place or blocks.lanes == 1 or blocks.queries > blocks.rows or each < line:
             return None
@@ -199,33 +195,26 @@ def _write(spec: CachedSpec, page: Page, row: Expr, start: Expr, norm: str, toke
 
         emit_head(spec.problem, tensors, row, start, norm, update_max)
         scale = let(row_max[0] * tirx.const(1.0 / 127.0, "float32"))
-        T.buffer_store(tensors.data["scales"], scale, [page.scale_at(key_or_value, token)])
+        T.buffer_store(tensors.scales, scale, [page.scale_at(key_or_value, token)])
         zero, min_max = tirx.const(0.0, "float32"), tirx.const(1e-35, "float32")
         inverse = let(T.Select(scale > zero, tirx.const(127.0, "float32") / T.max(row_max[0], min_max), zero))
 
     def store(index: Expr, value: Expr, lanes: int) -> None:
-        encoded = _encode(value, tensors.page_type, lanes, inverse)
-        _store(tensors.data["pages"], materialize(first + index * step), encoded, lanes, step)
+        encoded, index = _encode(value, tensors.page_type, lanes, inverse), materialize(first + index * step)
+        if lanes == 1 or step == 1:
+            tensors.store("pages", index, encoded, lanes)
+            return
+        elements = stored(tensors.views["pages"].bits(cast(encoded, tensors.page_type)))
+        for lane in range(lanes):
+            T.buffer_store(tensors.views["pages"].data, lane_of(elements, lane), [index + lane * step])
 
     emit_head(spec.problem, tensors, row, start, norm, store)
 
 
 def _encode(value: Expr, dtype: str, lanes: int, inverse: Expr | None) -> Expr:
-    """Elements in the type of a page: float16 clamped to its range, int8 rounded to the nearest."""
+    """Elements in the range of a page's type: float16 clamped, int8 rounded to the nearest."""
     if inverse is not None:
         # The sum is rounded to the nearest integer, which is then in the low bits.
         shifted = let(value * broadcast(inverse, lanes) + constant(value, ROUNDER))
         return T.cast(T.reinterpret(vector_type("int32", lanes), shifted), vector_type("int8", lanes))
-    return cast(clamp(value, -_MAX_FLOAT16, _MAX_FLOAT16), dtype) if dtype == "float16" else value
-
-
-def _store(data: Any, index: Expr, value: Expr, lanes: int, step: int) -> None:
-    if lanes == 1:
-        T.buffer_store(data, value, [index])
-    elif step == 1:
-        T.buffer_store(data, value, [lane_indices(index, lanes)])
-    else:
-        slot = Registers(1, str(tvm.DataType(data.dtype)), lanes)
-        slot[0] = value
-        for lane in range(lanes):
-            T.buffer_store(data, lane_of(slot[0], lane), [index + lane * step])
+    return clamp(value, -_MAX_FLOAT16, _MAX_FLOAT16) if dtype == "float16" else value

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from ....encoding.pages import PAGE
 from ....encoding.problem import CachedAttentionProblem
 from ....target.cpu_target import CpuTarget
 from ....target.tiles import tile_sizes
-from ...core.builder import Expr, Function, ceil_div, flat, int64, lane_indices, materialize
+from ...core.builder import (
+    Expr,
+    Function,
+    ceil_div,
+    int64,
+    load_lanes,
+    materialize,
+    plain_extent,
+    store_lanes,
+    vector_type,
+)
+from ...core.view import View
 from ...math.casts import cast
 from ..attention_spec import AttentionSpec, Blocks
 
@@ -107,22 +118,21 @@ class Tensors:
         names = ["qkv", "pages", "table", "sequences", "positions"]
         optional = [name for name in ("rotation", "q_norm", "k_norm") if problem.operand_index(name) is not None]
         operands = [*zip([*names, *optional], problem.operands, strict=True), ("out", problem.out)]
-        self._extents = {name: [function.extent(dim) for dim in operand.shape] for name, operand in operands}
-        self._buffers = {
-            name: function.argument(name, self._extents[name], operand.dtype) for name, operand in operands
+        self.views = {
+            name: View(function, name, [function.extent(dim) for dim in operand.shape], operand.dtype)
+            for name, operand in operands
         }
-        self.data: dict[str, Any] = {}
 
     def open(self) -> None:
         """Declare the elements of each, in one dimension; inside the function's body."""
-        self.data = {name: flat(buffer, self._extents[name]) for name, buffer in self._buffers.items()}
-        if self._problem.page_type == "int8":
-            self.data["scales"] = flat(self._buffers["pages"], self._extents["pages"], "float32")
+        for view in self.views.values():
+            view.open(raw=view.nominal == "bfloat16")  # TVM can neither bind nor mask vectors of bfloat16
+        if self.page_type == "int8":
+            self.scales = self.views["pages"].elements("float32")
 
     def extent(self, name: str, dim: int) -> Expr:
         """An extent of a parameter."""
-        extent = self._extents[name][dim]
-        return int(extent) if isinstance(extent, tirx.IntImm) else extent
+        return plain_extent(self.views[name].physical[dim])
 
     @property
     def rows(self) -> Expr:
@@ -146,11 +156,20 @@ class Tensors:
 
     def integer(self, name: str, index: Expr) -> Expr:
         """An element of an int32 tensor, as int64."""
-        return materialize(tirx.Cast("int64", self.data[name][index]))
+        return materialize(tirx.Cast("int64", self.views[name].data[index]))
 
-    def number(self, name: str, index: Expr, lanes: int) -> Expr:
-        """Elements of a float tensor from an index on, as float32."""
-        return cast(self.data[name][lane_indices(index, lanes)], "float32")
+    def number(self, name: str, index: Expr, lanes: int, mask: Expr | None = None) -> Expr:
+        """Elements of a tensor from an index on, as float32; masked ones are zero."""
+        view = self.views[name]
+        value = view.typed(load_lanes(view.data, index, lanes, mask))
+        if view.nominal == "int8":
+            value = T.cast(value, vector_type("int32", lanes))
+        return cast(value, "float32")
+
+    def store(self, name: str, index: Expr, value: Expr, lanes: int, mask: Expr | None = None) -> None:
+        """Write elements of a tensor from an index on, in its type."""
+        view = self.views[name]
+        store_lanes(view.data, index, view.bits(cast(value, view.nominal)), lanes, mask)
 
     def slot_position(self, row: Expr, sequence: Expr) -> tuple[Expr, Expr]:
         """The slot (0 for none) and the position (-1 for none) of a row of a sequence."""

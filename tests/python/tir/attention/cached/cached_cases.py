@@ -11,9 +11,10 @@ from tvm import relax
 import relax_hetero as rh
 from relax_hetero.encoding.pages import PAGE, page_shape, unpacked_pages
 from relax_hetero.encoding.resolver import resolver_or_default
+from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.make_vdevice import parse_vdevices
 
-POISON = {"float16": np.float16(np.nan), "float32": np.float32(np.nan), "int8": np.int8(-1)}
+POISON = {"float16": np.nan, "bfloat16": np.nan, "float32": np.nan, "int8": -1}
 """Contents of pages where nothing was written: NaN, or for int8 an odd byte, whose scales are NaN, too."""
 
 
@@ -153,7 +154,8 @@ class Cache:
         target = vdevice_of(vdevice).target
         self.order = resolver_or_default(target).page_order(target)
         count = slots * max_pages + 3
-        self.pages = np.full(page_shape(count, case.kv_heads, case.size, case.pages), POISON[case.pages], case.pages)
+        shape = page_shape(count, case.kv_heads, case.size, case.pages)
+        self.pages = np.full(shape, POISON[case.pages], numpy_dtype(case.pages))
         self.table = np.full((slots, max_pages), -1, "int32")
         self._free = list(self.rng.permutation(count))
         self.keys: dict[int, np.ndarray] = {slot: np.zeros((0, case.kv_heads, case.size)) for slot in range(slots)}
@@ -169,21 +171,25 @@ class Cache:
             if slot >= 0 and self.table[slot, position // PAGE] < 0:
                 self.table[slot, position // PAGE] = self._free.pop()
         where = np.array(positions, "int32")
-        qkv = self.rng.standard_normal((rows, self.case.width)).astype(self.case.dtype)
+        qkv = self.rng.standard_normal((rows, self.case.width)).astype(numpy_dtype(self.case.dtype))
         return Inputs(qkv, self.table.copy(), np.array(sequences, "int32"), where, factors(self.case, where, self.rng))
 
     def call(self, machine, inputs: Inputs) -> np.ndarray:
         """Run the op on the cache's pages, which it overwrites."""
         arrays = [inputs.qkv, self.pages, inputs.table, inputs.sequences, inputs.positions, *inputs.others]
         out, pages = machine["main"](*arrays)
-        assert np.shares_memory(np.from_dlpack(pages), self.pages), "pages were copied"
-        return np.from_dlpack(out).copy()
+        if self.case.pages == "bfloat16":
+            self.pages = pages.numpy()  # numpy's arrays of bfloat16 are copied to the machine
+        else:
+            assert np.shares_memory(np.from_dlpack(pages), self.pages), "pages were copied"
+        return out.numpy()
 
     def check(self, inputs: Inputs, out: np.ndarray, tolerance: float | None = None) -> None:
         """Compare a result, and the pages, with float64; later calls take the op's written values as given."""
         case = self.case
         queries, keys, values = heads_of(case, inputs)
-        stored = unpacked_pages(self.pages, case.size, self.order)
+        pages = self.pages.view("uint16") if case.pages == "bfloat16" else self.pages
+        stored = unpacked_pages(pages, case.size, self.order)
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
             if slot < 0:
                 continue
@@ -191,11 +197,11 @@ class Cache:
             for cache, new, pages in zip((self.keys, self.values), (keys, values), stored, strict=True):
                 page = pages[self.table[slot, position // PAGE], :, position % PAGE]
                 steps = np.abs(new[row]).max(-1, keepdims=True) / 127 if case.pages == "int8" else np.abs(new[row])
-                limit = {"float32": 4e-6, "float16": 6e-4, "int8": 0.51}[case.pages]
+                limit = {"float32": 4e-6, "float16": 6e-4, "bfloat16": 4e-3, "int8": 0.51}[case.pages]
                 assert (np.abs(page - new[row]) < limit * steps + 3e-6).all()
                 # Later calls read the stored values: their rounding is not the attention's.
                 cache[slot] = np.concatenate([cache[slot], page[None].astype("float64")])
-        scale = {"float32": 2e-5, "float16": 2e-3}[case.dtype] if tolerance is None else tolerance
+        scale = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}[case.dtype] if tolerance is None else tolerance
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
             actual = out[row].astype("float64").reshape(case.heads, case.size)
             assert np.isfinite(actual).all()
