@@ -159,7 +159,7 @@ class _AmxRows(AttentionRows):
         spec, view = self.spec, self.spec.query
         width_bytes = spec.sizes["d"] * bytes_of(view.nominal)
         with loop(self.rows) as r:
-            source = materialize(view.address({**self.source.at, "m": self.row + r}))
+            source = materialize(view.address(self.source.coordinates(self.row + r)))
             target = materialize(spec.at("queries") + r * spec.blocks.query_distance)
             amx.copy_bytes((view.data, source), (spec.scratch, target), width_bytes)
 
@@ -244,7 +244,7 @@ class _AmxRows(AttentionRows):
         with when(self.source.is_last if self.online else True), loop(self.rows) as r:
             total = self._state("sums", r) if self.online else let(spec.load("factors", r))
             row_sums = [let(spec.load("partial", self._partial_at(r, j * lanes), lanes)) for j in range(len(masks))]
-            spec.write(self.source.at, self.row + r, total, 0, row_sums, masks)
+            spec.write(self.source.coordinates(self.row + r), total, 0, row_sums, masks)
 
 
 class _DenseRows(VectorRows):
@@ -266,7 +266,7 @@ class _DenseRows(VectorRows):
         if blocks.scratch_queries:
             return self._scratch_queries(0)
         word_elements = blocks.word_elements
-        start = materialize(view.address({**self.source.at, "m": self.row}) // word_elements)
+        start = materialize(view.address(self.source.coordinates(self.row)) // word_elements)
         row_stride, stride = view.stride("m") // word_elements, view.stride("d")
         if blocks.pair_dtype:
             words = view.pairs()
@@ -282,7 +282,7 @@ class _DenseRows(VectorRows):
     def _widen_queries(self) -> None:
         """Write the queries to scratch as float32, ``[rows, d]``."""
         spec, view, width, lanes = self.spec, self.spec.query, self.spec.blocks.width, self.lanes
-        base = materialize(view.address({**self.source.at, "m": self.row}))
+        base = materialize(view.address(self.source.coordinates(self.row)))
         for i in range(self.rows):
             for k in range(0, width, lanes):
                 count = min(lanes, width - k)
@@ -296,7 +296,7 @@ class _DenseRows(VectorRows):
             for i in range(self.rows):
                 total = self._state("sums", i) if self.online else self.factors[i]
                 sums = [self._sum(i, j, first, len(masks)) for j in range(len(masks))]
-                self.spec.write(self.source.at, self.row + i, total, first, sums, masks)
+                self.spec.write(self.source.coordinates(self.row + i), total, first, sums, masks)
 
         base = super()._end_panel
         either(self.source.is_last if self.online else True, finish, lambda: base(first, masks))
@@ -390,36 +390,37 @@ def _emit_task(spec: DenseSpec, cpu: CpuTarget, task: Expr) -> None:
     instruction = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") if blocks.uses_amx else None
     if instruction is not None:
         begin_amx_task(spec, instruction)
-    query_blocks = materialize(ceil_div(sizes["m"], blocks.queries))
-    block_count = materialize(sizes["b"] * sizes["h"] * query_blocks)
+    rows, head_blocks = sizes["m"] * blocks.heads, sizes["h"] // blocks.heads
+    query_blocks = materialize(ceil_div(rows, blocks.queries))
+    block_count = materialize(sizes["b"] * head_blocks * query_blocks)
     begin, end = part(block_count, blocks.tasks, task)
     with loop(materialize(end - begin)) as index:
         block = materialize(begin + index)
         head = materialize(block // query_blocks)
-        at = {"b": materialize(head // sizes["h"]), "h": materialize(head % sizes["h"])}
+        at = {"b": materialize(head // head_blocks), "h": materialize(head % head_blocks * blocks.heads)}
         at["g"] = materialize(at["h"] // (sizes["h"] // sizes["g"]))
-        first_query = materialize(block % query_blocks * blocks.queries)
-        end_query = materialize(minimum(first_query + blocks.queries, sizes["m"]))
-        _emit_queries(spec, instruction, at, (first_query, end_query))
+        first_row = materialize(block % query_blocks * blocks.queries)
+        end_row = materialize(minimum(first_row + blocks.queries, rows))
+        _emit_rows(spec, instruction, at, (first_row, end_row))
     if instruction is not None:
         amx.release()
 
 
-def _emit_queries(
-    spec: DenseSpec, instruction: AmxInstruction | None, at: dict[str, Expr], queries: tuple[Expr, Expr]
+def _emit_rows(
+    spec: DenseSpec, instruction: AmxInstruction | None, at: dict[str, Expr], rows: tuple[Expr, Expr]
 ) -> None:
-    """Write the attention of a block of queries of one head to every block of keys."""
-    begin, end = queries
+    """Write the attention of a block of rows to every block of keys."""
+    begin, end = rows
     blocks, keys = spec.blocks, spec.sizes["n"]
     count = 1 if blocks.is_single else materialize(ceil_div(keys, blocks.keys))
     with loop(count) as key_block:
         first_key = materialize(key_block * blocks.keys)
         size = keys if blocks.is_single else materialize(minimum(keys - first_key, blocks.keys))
-        source = DenseKeyValues(spec, first_key, size, key_block < 1, at, key_block >= count - 1)
+        source = DenseKeyValues(spec, first_key, size, key_block < 1, key_block >= count - 1, at)
         source.pack()
         if instruction is not None:
             pad_values(spec, size)
-            emit_amx_queries(spec, instruction, queries, source)
+            emit_amx_queries(spec, instruction, rows, source)
         else:
             whole_tiles = materialize((end - begin) // blocks.rows)
             with loop(whole_tiles) as tile:
@@ -429,13 +430,15 @@ def _emit_queries(
 
 
 def _emit_tail_tiles(spec: DenseSpec, source: DenseKeyValues, begin: Expr, end: Expr, whole_tiles: Expr) -> None:
-    """Write the queries that do not fill a tile."""
-    rows, queries = spec.blocks.rows, spec.sizes["m"]
+    """Write the rows that do not fill a tile."""
+    rows, count = spec.blocks.rows, spec.sizes["m"] * spec.blocks.heads
     rows_done = materialize(whole_tiles * rows)
-    if isinstance(queries, int):
-        if queries % rows:
+    if isinstance(count, int):
+        if count % rows:
             with when(begin + rows_done < end):
-                _DenseRows(spec, source, materialize(begin + rows_done), rows_done, queries % rows).emit()
+                _DenseRows(spec, source, materialize(begin + rows_done), rows_done, count % rows).emit()
+        return
+    if rows == spec.blocks.heads:
         return
     for height in dict.fromkeys((max(1, rows // 2), 1)):
         rows_left = materialize(end - begin - rows_done)

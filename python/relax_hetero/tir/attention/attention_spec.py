@@ -156,16 +156,16 @@ def _product(left: Expr, right: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Block and tile sizes of an attention.
+    """Block and tile sizes of an attention. A row is a query of one head.
 
     Attributes
     ----------
     queries, keys : int
-        Queries and keys of a block; multiples of `rows` and `columns`.
+        Rows and keys of a block; multiples of `rows` and `columns`.
     is_single : bool
         Whether one block holds all keys.
     rows, vectors, lanes : int
-        Register tile of scores: queries, vectors of keys, and keys of a vector.
+        Register tile of scores: rows, vectors of keys, and keys of a vector.
     value_panels : int
         Number of panels of `columns` in the width of a value.
     width : int
@@ -174,8 +174,10 @@ class Blocks:
         Whether keys and values are read in place, not packed to scratch.
     pair_dtype : str
         Type of the operands, if two terms are multiplied per step; else "", and packed operands are float32.
+    heads : int
+        Heads whose rows read the same keys: row ``q * heads + i`` is query q of head i.
     scratch_queries : int
-        Queries that are copied to scratch; keys and values are converted when packed.
+        Rows of queries that are copied to scratch; keys and values are converted when packed.
     uses_amx : bool
         Whether AMX multiplies: `rows` are then those of a pair of tiles, and terms are paired.
     """
@@ -191,6 +193,7 @@ class Blocks:
     width: int
     is_in_place: bool = False
     pair_dtype: str = ""
+    heads: int = 1
     scratch_queries: int = 0
     uses_amx: bool = False
 
@@ -262,13 +265,22 @@ class Blocks:
 def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     """The block sizes of a problem, as large as caches and cores allow."""
     tile, queries = tile_sizes(cpu), dict(problem.sizes)["m"]
-    columns = tile.vectors * cpu.lanes("float32")
-    rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
-    blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns)
     is_in_place, dtype = _is_decode(problem), problem.query.dtype
+    heads = _shared_heads(problem, cpu, tile.rows // queries) if is_in_place else 1
+    columns = tile.vectors * cpu.lanes("float32")
+    rows = min(tile.rows, queries * heads) if isinstance(queries, int) else tile.rows
+    blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns, heads)
     pair_dtype = dtype if accumulation(problem, cpu).k0 == 2 else ""
     is_widened = dtype in HALF_TYPES and not is_in_place and not pair_dtype
     return replace(blocks, is_in_place=is_in_place, pair_dtype=pair_dtype, scratch_queries=rows * is_widened)
+
+
+def _shared_heads(problem: AttentionProblem, cpu: CpuTarget, limit: int) -> int:
+    """The number of heads whose rows share keys that are read in place: at most `limit`, and no core is left idle."""
+    sizes: dict[str, Any] = dict(problem.sizes)
+    group, batch = sizes["h"] // sizes["g"], sizes["b"] if isinstance(sizes["b"], int) else 1
+    counts = [count for count in range(1, limit + 1) if group % count == 0]
+    return max(count for count in counts if count == 1 or batch * sizes["h"] // count >= cpu.cores)
 
 
 def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
@@ -283,9 +295,14 @@ def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     return replace(blocks, width=ceil_div(blocks.width, columns) * columns, pair_dtype="bfloat16", uses_amx=True)
 
 
-def _blocks_of(problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int) -> Blocks:
+def _blocks_of(
+    problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int, heads: int = 1
+) -> Blocks:
     """The block sizes for a register tile of `rows` by `columns`."""
     sizes: dict[str, Any] = dict(problem.sizes)
+    sizes["h"] //= heads
+    if isinstance(sizes["m"], int):
+        sizes["m"] *= heads
     keys, lanes = sizes["n"], cpu.lanes("float32")
     block_keys = min(max_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else max_keys
     tasks, block_queries = _split_queries(sizes, cpu.cores, rows)
@@ -299,6 +316,7 @@ def _blocks_of(problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: in
         lanes=lanes,
         value_panels=ceil_div(int(sizes["e"]), columns),
         width=int(sizes["d"]),
+        heads=heads,
     )
 
 
@@ -404,7 +422,7 @@ class DenseSpec(AttentionSpec):
     value: HeadsView
     result: HeadsView
 
-    def write(self, at: Coordinates, row: Expr, total: Expr, first: Expr, sums: Sequence[Expr], masks: Masks) -> None:
+    def write(self, at: Coordinates, total: Expr, first: Expr, sums: Sequence[Expr], masks: Masks) -> None:
         """Store vectors of a row of the result from element `first` on: sums of values over the sum of weights."""
         zero, one = (tirx.const(value, "float32") for value in (0.0, 1.0))
         # The sum is zero if every score is -inf.
@@ -414,7 +432,7 @@ class DenseSpec(AttentionSpec):
             value = row_sums * average
             if is_nan_zero:
                 value = T.Select(average > zeros("float32", lanes), value, zeros("float32", lanes))
-            start = self.result.address({**at, "m": row, "e": first + tirx.const(j * lanes, "int64")})
+            start = self.result.address({**at, "e": first + tirx.const(j * lanes, "int64")})
             self.result.store(start, value, lanes, mask)
 
 

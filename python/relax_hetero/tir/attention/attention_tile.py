@@ -66,9 +66,10 @@ class AttentionRows:
         spec, source = self.spec, self.source
         values = [source.scaled_scores(product, column)]
         for number, view in enumerate(spec.masks):
-            key = (number, i if view.runs_along("m") else -1)
+            varies = view.runs_along("m") or (spec.blocks.heads > 1 and view.runs_along("h"))
+            key = (number, i if varies else -1)
             if key not in loaded:
-                where = view.address({**source.at, "m": self.row + i, "n": source.first + column})
+                where = view.address({**source.coordinates(self.row + i), "n": source.first + column})
                 loaded[key] = let(view.load(where, "n", self.lanes, exists))
             values.append(loaded[key])
         dtypes = ["float32", *(str(view.data.dtype) for view in spec.masks)]

@@ -41,15 +41,12 @@ class KeyValueSource(ABC):
         First key of the block, and number of its keys.
     is_first : PrimExpr
         Whether the online softmax of rows begins with the block.
-    at : dict of str to PrimExpr
-        Batch and head, as coordinates of masks.
     """
 
     spec: AttentionSpec
     first: Expr
     size: Expr
     is_first: Expr
-    at: dict[str, Expr]
 
     is_padded = False
     """Whether panels are read as a whole, keys that no row sees included."""
@@ -66,6 +63,10 @@ class KeyValueSource(ABC):
         """Number of keys of the block up to the last that any of some rows sees."""
         _, end = self.limits(row + (rows - 1))
         return self.size if end is None else materialize(T.max(end, tirx.const(0, "int64")))
+
+    def coordinates(self, row: Expr) -> dict[str, Expr]:
+        """Batch, head and query of a row, as coordinates of masks."""
+        return {}
 
     def keys(self, panel: Expr) -> Factors:
         """Factors of the keys of a panel of `Blocks.columns`; a k-step is an element of each, or a pair."""
@@ -105,10 +106,13 @@ class DenseKeyValues(KeyValueSource):
     ----------
     is_last : PrimExpr
         Whether it is the last block.
+    at : dict of str to PrimExpr
+        Batch and head, the first of `Blocks.heads`.
     """
 
     spec: DenseSpec
     is_last: Expr
+    at: dict[str, Expr]
 
     def limits(self, row: Expr) -> tuple[Expr | None, Expr | None]:
         """Keys up to the last that a query sees."""
@@ -116,7 +120,12 @@ class DenseKeyValues(KeyValueSource):
         if not causal:
             return None, None
         offset = sizes["n"] - sizes["m"] if causal == "bottom_right" else 0
-        return None, materialize(minimum(row + (1 + offset - self.first), self.size))
+        return None, materialize(minimum(row // self.spec.blocks.heads + (1 + offset - self.first), self.size))
+
+    def coordinates(self, row: Expr) -> dict[str, Expr]:
+        """Batch, head and query of a row."""
+        heads = self.spec.blocks.heads
+        return {**self.at, "h": self.at["h"] + row % heads, "m": row // heads} if heads > 1 else {**self.at, "m": row}
 
     def pack(self) -> None:
         """Copy the block to scratch in panels, or nothing for few queries."""
@@ -225,7 +234,7 @@ class DenseKeyValues(KeyValueSource):
         spec, query, key = self.spec, self.spec.query, self.spec.key
         lanes, width = spec.blocks.lanes, spec.sizes["d"]
         keys = materialize(key.address({**self.at, "n": self.first}))
-        start = materialize(query.address({**self.at, "m": row}))
+        start = materialize(query.address(self.coordinates(row)))
         step = key.stride("n")
         if is_whole:
             begin = materialize(keys + column * step)

@@ -10,6 +10,7 @@ from marks import slow_but_for
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.attention.attention import attention_kernel
+from relax_hetero.tir.attention.attention_spec import block_sizes
 from seeds import fresh_rng
 from tir.attention_runs import case, check, compiled, problem_of
 from tir.products_of import AVX2, AVX512, SSE
@@ -51,6 +52,17 @@ def test_hardly_a_query_or_key(rng: np.random.Generator) -> None:
     check(case(1, 2, 2, 1, 19, 24, 40, maps=("b h m d", "b g d n", "b g e n", "b m h*e")), AVX512, rng)
     check(case(1, 2, 2, 1, 19, 24, 40, starts=(16, 96, 7)), AVX512, rng)
     check(case(1, 4, 4, 5, 1, 8, 8), AVX512, rng)
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_heads_that_share_keys(queries: int, symbolic: bool, rng: np.random.Generator) -> None:
+    """Few queries of several heads are rows of one tile, which reads their keys once."""
+    mask = rng.standard_normal((2, 12, queries, 600)).astype("float32")
+    grouped = case(2, 12, 3, queries, 600, 40, 33, symbolic=symbolic, mask=mask, scores="add(multiply(x0, 0.25), x1)")
+    grouped.causal = "bottom_right"
+    assert symbolic or block_sizes(problem_of(grouped), cpu_target_of(AVX512)).heads == 4
+    check(grouped, AVX512, rng)
 
 
 @pytest.mark.parametrize(

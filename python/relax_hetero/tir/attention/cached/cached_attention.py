@@ -290,7 +290,7 @@ class _Kernel:
         # The last page prefetches itself.
         number = self.tensors.table_entry(pages.slot, T.min(index + 1, pages.end - 1))
         following = page_of(spec, T.max(number, zero), pages.head).start
-        source = PagedKeyValues(spec, first, size, is_first, {}, page, following, pages.positions)
+        source = PagedKeyValues(spec, first, size, is_first, page, following, pages.positions)
         source.pack()
         rows = self.plan.rows
         with loop(materialize(ceil_div(pages.queries * self.problem.group, rows))) as tile:
