@@ -257,9 +257,14 @@ class _DenseRows(VectorRows):
         if not self.spec.blocks.is_in_place:
             super()._multiply_keys(panel, columns, masks)
             return
+        # A loop, because the code of a product is long.
+        with loop(self.rows) as i:
+            for column, mask in zip(columns, masks, strict=True):
+                product = self.source.products(materialize(self.row + i), column, mask is None)
+                self.spec.store("scores", self._score_at(i, column), product, self.lanes)
         for acc in range(self.rows * len(columns)):
             i, j = divmod(acc, len(columns))
-            self.spec.registers[acc] = self.source.products(self.row + i, columns[j], masks[j] is None)
+            self.spec.registers[acc] = self.spec.load("scores", self._score_at(i, columns[j]), self.lanes)
 
     def _queries(self) -> Factors:
         blocks, view = self.spec.blocks, self.spec.query
