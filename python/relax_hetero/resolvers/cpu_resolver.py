@@ -189,6 +189,10 @@ class CpuKernels(EncodingResolver):
         """Tokens in lanes, as all kernels of CPUs read the keys of a page."""
         return "lanes"
 
+    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
+        """Floats of at most 32 bits, for heads of any width."""
+        return frozenset(("float32", *HALF_TYPES))
+
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The kernel of this library for the target's CPU."""
         return _generators()[type(problem)](problem, cpu_target_of(target))
@@ -240,10 +244,6 @@ class CpuResolver(CpuKernels):
             return PackedLayout.identity(len(encoding.index_map))
         return self.resolve(encoding, target)
 
-    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
-        """Floats of at most 32 bits, for heads of any width."""
-        return frozenset(("float32", *HALF_TYPES))
-
     def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
         """Algorithm of a convolution and the reason, for `explain`."""
         return form_of(encoding, cpu_target_of(target), weight)
@@ -256,7 +256,7 @@ class GenericResolver(CpuKernels):
     """
 
     name = "generic"
-    problems = (QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
+    problems = (AttentionProblem, QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""

@@ -326,14 +326,14 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     Raises
     ------
     EncodingError
-        If an operand has another type, or the CPU lacks vectors.
+        If an operand has another type.
     """
     tensors = [problem.query, problem.key, problem.value, problem.result]
     types = {tensor.dtype for tensor in tensors}
-    if cpu.lanes("float32") < 2 or len(types) > 1 or not types <= {"float32", *HALF_TYPES}:
+    if len(types) > 1 or not types <= {"float32", *HALF_TYPES}:
         raise EncodingError(
             f"attention of {[tensor.dtype for tensor in tensors]} on {cpu.isa.name}: expected operands of one of "
-            f"float32, {', '.join(HALF_TYPES)}, and a machine with vectors"
+            f"float32, {', '.join(HALF_TYPES)}"
         )
     function = Function("attention")
     with function:
