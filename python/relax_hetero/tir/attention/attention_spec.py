@@ -266,7 +266,7 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     """The block sizes of a problem, as large as caches and cores allow."""
     tile, queries = tile_sizes(cpu), dict(problem.sizes)["m"]
     is_in_place, dtype = _is_decode(problem), problem.query.dtype
-    heads = _shared_heads(problem, cpu, tile.rows // queries) if is_in_place else 1
+    heads = _shared_heads(problem, cpu, tile.rows // int(queries)) if is_in_place else 1
     columns = tile.vectors * cpu.lanes("float32")
     rows = min(tile.rows, queries * heads) if isinstance(queries, int) else tile.rows
     blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns, heads)
