@@ -245,25 +245,26 @@ class _Kernel:
         """Write a unit's queries, normalized, rotated and scaled, to scratch, and initialize the state of its rows."""
         problem = self.problem
         with loop(count) as query, loop(problem.group) as number:
-            row = materialize(first + query)
-            start = materialize(row * self.tensors.row_elements + (head * problem.group + number) * problem.size)
-            target = materialize((query * problem.group + number) * problem.size)
+            row, query_head = materialize(first + query), materialize(head * problem.group + number)
+            start = materialize(row * self.tensors.row_elements + query_head * problem.size)
+            unit_row = materialize(query * problem.group + number)
+            target = materialize(unit_row * problem.size)
 
             def store(index: Expr, value: Expr, lanes: int, target: Expr = target) -> None:
                 scale = broadcast(tirx.const(problem.scale, "float32"), lanes)
                 spec.store("queries", materialize(target + index), value * scale, lanes)
 
             emit_head(problem, self.tensors, row, start, "q_norm", store)
-        self._start(spec, materialize(count * problem.group))
+            self._start_row(spec, unit_row, query_head)
 
-    def _start(self, spec: CachedSpec, rows: Expr) -> None:
-        """Initialize the states of rows over all blocks."""
-        lanes = self.plan.lanes
-        with loop(rows) as row:
-            spec.store("all_maxima", row, constant(zeros("float32", 1), LOWEST))
-            spec.store("all_sums", row, zeros("float32", 1))
-        with loop(materialize(rows * (self.plan.value_distance // lanes))) as vector:
-            spec.store("all_partial", vector * lanes, zeros("float32", lanes), lanes)
+    def _start_row(self, spec: CachedSpec, row: Expr, head: Expr) -> None:
+        """Initialize the state of a row over all blocks; a sink is a score without a value."""
+        lanes, distance, has_sink = self.plan.lanes, self.plan.value_distance, self.problem.sinks
+        row_max = self.tensors.number("sinks", head, 1) if has_sink else constant(zeros("float32", 1), LOWEST)
+        spec.store("all_maxima", row, row_max)
+        spec.store("all_sums", row, tirx.const(float(has_sink), "float32"))
+        with loop(distance // lanes) as vector:
+            spec.store("all_partial", row * distance + vector * lanes, zeros("float32", lanes), lanes)
 
     def _attend(
         self, spec: CachedSpec, pages: _Pages, blocks: tuple[Expr, Expr], end_block: Callable[[Expr], None]
@@ -364,7 +365,7 @@ class _Kernel:
                 self._merge_unit(spec, materialize(begin + number))
 
     def _merge_unit(self, spec: CachedSpec, head: Expr) -> None:
-        self._start(spec, int64(1))
+        self._start_row(spec, int64(0), materialize(head % self.problem.heads))
         _, position = self._slot_and_position(materialize(head // self.problem.heads), None)
         first, last = _blocks(
             materialize(self._first_visible(position) // PAGE), materialize((position + PAGE) // PAGE)

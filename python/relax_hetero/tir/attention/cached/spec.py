@@ -115,9 +115,8 @@ class Tensors:
 
     def __init__(self, function: Function, problem: CachedAttentionProblem, lanes: int) -> None:
         self._problem, self.lanes = problem, lanes
-        names = ["qkv", "pages", "table", "sequences", "positions"]
-        optional = [name for name in ("rotation", "q_norm", "k_norm") if problem.operand_index(name) is not None]
-        operands = [*zip([*names, *optional], problem.operands, strict=True), ("out", problem.out)]
+        names = ["qkv", "pages", "table", "sequences", "positions", *problem.optional_operands]
+        operands = [*zip(names, problem.operands, strict=True), ("out", problem.out)]
         self.views = {
             name: View(function, name, [function.extent(dim) for dim in operand.shape], operand.dtype)
             for name, operand in operands

@@ -35,10 +35,11 @@ class Case:
     rows: str = "decode"
     pages: str = "float16"
     dtype: str = "float32"
+    sinks: bool = False
 
     @property
     def attributes(self) -> dict:
-        names = "heads kv_heads size scale window softcap rotary norms eps rows".split()
+        names = "heads kv_heads size scale window softcap rotary norms eps rows sinks".split()
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -77,6 +78,7 @@ def module(case: Case, rows: int, pages: int | None, slots: int, max_pages: int,
     if case.rotary:
         types.append(("rotation", (rows, case.turned), "float32"))
     types += [(f"{letter}_norm", (case.size,), "float32") for letter in case.norms]
+    types += [("sinks", (case.heads,), "float32")] * case.sinks
     params = [relax.Var(name, relax.TensorType(shape, dtype, where)) for name, shape, dtype in types]
     builder = relax.BlockBuilder()
     with builder.function("main", params):
@@ -95,13 +97,14 @@ def compiled(case: Case, rows: int, slots: int, max_pages: int, vdevice: str = "
     return rh.vm.VirtualMachine(exe)
 
 
-def factors(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Rotations of positions, and factors of norms."""
+def optional_operands(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Rotations of positions, factors of norms, and sinks."""
     arrays = []
     if case.rotary:
         angles = np.maximum(positions, 0)[:, None] * 10000.0 ** (-np.arange(case.turned // 2) / (case.turned // 2))
         arrays.append(np.concatenate([np.cos(angles), np.sin(angles)], 1).astype("float32"))
-    return arrays + [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
+    arrays += [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
+    return arrays + [rng.standard_normal(case.heads).astype("float32") * 3] * case.sinks
 
 
 def heads_of(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -131,7 +134,9 @@ def _rotated(case: Case, heads: np.ndarray, rotation: np.ndarray) -> np.ndarray:
     return result
 
 
-def expected(case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int) -> np.ndarray:
+def expected(
+    case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, sinks: np.ndarray
+) -> np.ndarray:
     """The attention of one token's queries, (heads, size), to keys and values (tokens, kv_heads, size)."""
     first = max(0, position - case.window + 1) if case.window else 0
     keys, values = keys[first : position + 1], values[first : position + 1]
@@ -141,8 +146,10 @@ def expected(case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarr
         scores = keys[:, head // group] @ queries[head] * case.scale
         if case.softcap:
             scores = case.softcap * np.tanh(scores / case.softcap)
-        powers = np.exp(scores - scores.max())
-        result.append(powers @ values[:, head // group] / powers.sum())
+        highest = max(scores.max(), sinks[head])
+        powers = np.exp(scores - highest)
+        total = powers.sum() + np.exp(sinks[head] - highest)
+        result.append(powers @ values[:, head // group] / total)
     return np.stack(result)
 
 
@@ -172,7 +179,9 @@ class Cache:
                 self.table[slot, position // PAGE] = self._free.pop()
         where = np.array(positions, "int32")
         qkv = self.rng.standard_normal((rows, self.case.width)).astype(numpy_dtype(self.case.dtype))
-        return Inputs(qkv, self.table.copy(), np.array(sequences, "int32"), where, factors(self.case, where, self.rng))
+        return Inputs(
+            qkv, self.table.copy(), np.array(sequences, "int32"), where, optional_operands(self.case, where, self.rng)
+        )
 
     def call(self, machine, inputs: Inputs) -> np.ndarray:
         """Run the op on the cache's pages, which it overwrites."""
@@ -202,11 +211,12 @@ class Cache:
                 # Later calls read the stored values: their rounding is not the attention's.
                 cache[slot] = np.concatenate([cache[slot], page[None].astype("float64")])
         scale = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}[case.dtype] if tolerance is None else tolerance
+        sinks = inputs.others[-1].astype("float64") if case.sinks else np.full(case.heads, -np.inf)
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
             actual = out[row].astype("float64").reshape(case.heads, case.size)
             assert np.isfinite(actual).all()
             if slot >= 0:
-                want = expected(case, queries[row], self.keys[slot], self.values[slot], position)
+                want = expected(case, queries[row], self.keys[slot], self.values[slot], position, sinks)
                 np.testing.assert_allclose(actual, want, atol=scale, rtol=scale)
 
 

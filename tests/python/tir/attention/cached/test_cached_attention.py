@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+import relax_hetero as rh
 from marks import in_turns
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.cpu_target import cpu_target_of
@@ -26,7 +27,7 @@ CASES = [
     Case(heads=9, kv_heads=1, size=72, norms="k", rotary="pairs", turned=24, window=1),
     Case(heads=2, kv_heads=2, size=64, norms="q", dtype="float16", pages="float32", scale=0.3),
     Case(heads=8, kv_heads=2, size=80, softcap=30.0, window=130, pages="int8", rotary="pairs", turned=16),
-    Case(heads=10, kv_heads=2, size=40, norms="k", window=90, pages="bfloat16", dtype="bfloat16"),
+    Case(heads=10, kv_heads=2, size=40, norms="k", window=90, pages="bfloat16", dtype="bfloat16", sinks=True),
 ]
 TARGETS = [
     "llvm",
@@ -80,7 +81,7 @@ def test_instruction_sets(case, target):
 
 def test_splits():
     """One row of one head of keys, more cores than that: parts of the keys are merged."""
-    case, target = Case(size=64, window=0), '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 3}'
+    case, target = Case(size=64, window=0, sinks=True), '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 3}'
     cache = filled(case, target)
     for slot in (5, 0, 6, 3):
         inputs = cache.inputs([slot], [cache.length(slot)])
@@ -107,6 +108,11 @@ def test_keys_in_another_order():
     problem = cached_attention_problem(call, call.ty.fields[0], "rows")
     with pytest.raises(EncodingError, match="keys of pages in rows on avx2: expected lanes"):
         cached_attention_kernel(problem, cpu_target_of(AVX2))
+
+
+def test_sinks_on_gpus():
+    with pytest.raises(EncodingError, match="cached_attention has sinks, which kernels of GPUs lack"):
+        rh.transform.MaterializeEncodings()(module(Case(sinks=True), 1, 4, 1, 4, '{"kind": "cuda", "arch": "sm_90a"}'))
 
 
 @pytest.mark.parametrize("pages", ["int8", "float16"])
